@@ -1,0 +1,35 @@
+# Two commands: `make train` and `make test`; both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: train test test-slow check format clean
+
+train: $(READY)
+	$(BIN)/zbpp train $(ARGS)
+
+test: $(READY)
+	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(READY)
+	$(BIN)/pytest -m slow $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	rm -rf build/typed && $(BIN)/pip install --quiet --no-deps --target build/typed .
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p zbpp
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The virtual environment; on a CPU machine the constraint keeps the CUDA build away.
+$(READY): pyproject.toml constraints/cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints/cpu.txt -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

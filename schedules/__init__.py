@@ -1,0 +1,1 @@
+"""Planners: who does what in which order."""

@@ -1,0 +1,1 @@
+"""Time a schedule, measure it, draw it."""

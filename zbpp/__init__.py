@@ -1,0 +1,1 @@
+"""Zero-bubble pipeline parallelism for PyTorch: plan, simulate, run."""

@@ -1,0 +1,69 @@
+"""Values that every layer shares; standard library only."""
+
+from zbpp.core.clock import Clock
+from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
+from zbpp.core.errors import RequestError, ScheduleError
+from zbpp.core.files import (
+    parse_costs,
+    parse_schedule,
+    read_costs,
+    read_schedule,
+    schedule_text,
+    write_costs,
+    write_schedule,
+)
+from zbpp.core.jobs import (
+    Check,
+    Job,
+    Pass,
+    PassKind,
+    Step,
+    Value,
+    What,
+    reads,
+    writes,
+)
+from zbpp.core.memory import held_during, peaks
+from zbpp.core.placement import Placement
+from zbpp.core.replay import replay
+from zbpp.core.schedule import Order, Schedule
+from zbpp.core.text import draw, format_job, grid, parse_job
+from zbpp.core.timeline import Slot, Timeline
+
+__all__ = [
+    "Check",
+    "ChunkMemory",
+    "Clock",
+    "Costs",
+    "Job",
+    "MemoryModel",
+    "Order",
+    "Pass",
+    "PassKind",
+    "PassTimes",
+    "Placement",
+    "RequestError",
+    "Schedule",
+    "ScheduleError",
+    "Slot",
+    "Step",
+    "Timeline",
+    "Value",
+    "What",
+    "draw",
+    "format_job",
+    "grid",
+    "held_during",
+    "parse_costs",
+    "parse_job",
+    "parse_schedule",
+    "peaks",
+    "read_costs",
+    "read_schedule",
+    "reads",
+    "replay",
+    "schedule_text",
+    "write_costs",
+    "write_schedule",
+    "writes",
+]

@@ -1,0 +1,66 @@
+"""The single rule "when can this job start", used by planners and the simulator."""
+
+from zbpp.core.costs import PassTimes
+from zbpp.core.jobs import Check, Job, Pass, PassKind, Step, Value, reads, writes
+from zbpp.core.timeline import Slot
+
+__all__ = ["Clock"]
+
+
+class Clock:
+    """Time of a pipeline that grows job by job; it starts at 0 on every stage.
+
+    A pass starts when its stage is free and all that it reads has arrived. A Step
+    stands behind a barrier: it starts when the last weight gradient of every stage
+    is done.
+    """
+
+    def __init__(self, times: PassTimes, *, n_microbatches: int) -> None:
+        self._times = times
+        self._placement = times.placement
+        self._n_chunks = self._placement.n_chunks
+        self._written: dict[Value, float] = {}
+        self._gradients_due = self._n_chunks * n_microbatches
+        self._last_gradient = 0.0
+        self.free = [0.0] * self._placement.n_stages
+        """When each stage has ended its last job."""
+
+    def arrival(self, job: Job) -> float | None:
+        """When all inputs of a job are there; None if one is not yet computed."""
+        if isinstance(job, Step):
+            return self._last_gradient if self._gradients_due == 0 else None
+        if isinstance(job, Check):
+            return 0.0
+        arrival = 0.0
+        for value in reads(job, self._n_chunks):
+            written = self._written.get(value)
+            if written is None:
+                return None
+            arrival = max(arrival, written + self._times.delay(value.chunk, job.chunk))
+        return arrival
+
+    def start(self, job: Job) -> float | None:
+        """When a job can start on its stage; None if an input is not yet computed."""
+        arrival = self.arrival(job)
+        return None if arrival is None else max(arrival, self.free[self.stage(job)])
+
+    def run(self, job: Job) -> Slot | None:
+        """Append a job to its stage at the earliest time; None if it cannot start."""
+        start = self.start(job)
+        if start is None:
+            return None
+        end = start + self._times.of(job)
+        self.free[self.stage(job)] = end
+        if isinstance(job, Pass):
+            for value in writes(job, self._n_chunks):
+                self._written[value] = end
+            if job.kind in (PassKind.W, PassKind.BW):
+                self._gradients_due -= 1
+                self._last_gradient = max(self._last_gradient, end)
+        return Slot(job, start, end)
+
+    def stage(self, job: Job) -> int:
+        """The stage that runs a job."""
+        if isinstance(job, Pass):
+            return self._placement.stage_of[job.chunk]
+        return job.stage

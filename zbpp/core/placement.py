@@ -1,0 +1,68 @@
+"""Which stage holds which chunk."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from zbpp.core.errors import RequestError
+
+__all__ = ["Placement"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Chunk to stage; chunks are numbered in forward order over the whole model.
+
+    ====================  =======================
+    one chunk a stage     ``0 1 2 3``
+    interleaved, 2 each   ``0 1 2 3 0 1 2 3``
+    V                     ``0 1 2 3 3 2 1 0``
+    ====================  =======================
+
+    Raises:
+        RequestError: a stage from 0 to the largest one named holds no chunk.
+    """
+
+    stage_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        stages = set(self.stage_of)
+        if not stages or stages != set(range(max(stages) + 1)):
+            raise RequestError(
+                f"placement {list(self.stage_of)}: every stage from 0 up to the "
+                "largest must hold at least one chunk"
+            )
+
+    @classmethod
+    def single(cls, n_stages: int) -> "Placement":
+        """One chunk a stage: ``0 1 2 3``."""
+        return cls.interleaved(n_stages, 1)
+
+    @classmethod
+    def interleaved(cls, n_stages: int, chunks_per_stage: int) -> "Placement":
+        """Round and round: ``0 1 2 3 0 1 2 3``."""
+        return cls(tuple(range(n_stages)) * chunks_per_stage)
+
+    @classmethod
+    def wave(cls, n_stages: int, chunks_per_stage: int = 2) -> "Placement":
+        """To and fro; two chunks a stage make the V: ``0 1 2 3 3 2 1 0``."""
+        down = tuple(range(n_stages))
+        legs = (down if leg % 2 == 0 else down[::-1] for leg in range(chunks_per_stage))
+        return cls(tuple(stage for leg in legs for stage in leg))
+
+    @cached_property
+    def n_stages(self) -> int:
+        """Number of stages."""
+        return max(self.stage_of) + 1
+
+    @property
+    def n_chunks(self) -> int:
+        """Number of chunks over all stages."""
+        return len(self.stage_of)
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks of each stage, in forward order."""
+        held: list[list[int]] = [[] for _ in range(self.n_stages)]
+        for chunk, stage in enumerate(self.stage_of):
+            held[stage].append(chunk)
+        return tuple(tuple(chunks) for chunks in held)

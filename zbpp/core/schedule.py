@@ -1,0 +1,44 @@
+"""The order of jobs on every stage; an invalid one cannot exist."""
+
+from dataclasses import dataclass
+
+from zbpp.core.costs import MemoryModel
+from zbpp.core.jobs import Job
+from zbpp.core.placement import Placement
+from zbpp.core.validation import validate
+
+__all__ = ["Order", "Schedule"]
+
+Order = tuple[Job, ...]
+"""The jobs of one stage, in the order in which it runs them."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what in which order. It holds no times: those belong to `Timeline`.
+
+    Args:
+        name: the mode, for people.
+        placement: chunk to stage.
+        n_microbatches: micro-batches in a step, at least 1.
+        orders: one order per stage.
+        memory: if given, no stage may exceed its limit.
+
+    Raises:
+        ScheduleError: a pass is missing, doubled, on a wrong stage or before its
+            input; the stages wait for one another; or the memory exceeds the limit.
+    """
+
+    name: str
+    placement: Placement
+    n_microbatches: int
+    orders: tuple[Order, ...]
+    memory: MemoryModel | None = None
+
+    def __post_init__(self) -> None:
+        validate(self.placement, self.n_microbatches, self.orders, self.memory)
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages."""
+        return self.placement.n_stages

@@ -1,0 +1,1 @@
+"""Run schedules with PyTorch; the only layer that imports torch."""
