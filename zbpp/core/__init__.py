@@ -25,6 +25,7 @@ from zbpp.core.jobs import (
 )
 from zbpp.core.memory import held_during, peaks
 from zbpp.core.placement import Placement
+from zbpp.core.program import Instruction, Program, Receive, Send
 from zbpp.core.replay import replay
 from zbpp.core.schedule import Order, Schedule
 from zbpp.core.text import draw, format_job, grid, parse_job
@@ -35,6 +36,7 @@ __all__ = [
     "ChunkMemory",
     "Clock",
     "Costs",
+    "Instruction",
     "Job",
     "MemoryModel",
     "Order",
@@ -42,9 +44,12 @@ __all__ = [
     "PassKind",
     "PassTimes",
     "Placement",
+    "Program",
+    "Receive",
     "RequestError",
     "Schedule",
     "ScheduleError",
+    "Send",
     "Slot",
     "Step",
     "Timeline",
