@@ -1,0 +1,35 @@
+"""From an order of jobs to times: a thin layer over the clock of `zbpp.core`."""
+
+from zbpp.core import Costs, Schedule, Timeline, replay
+
+__all__ = ["simulate"]
+
+_UNIT = Costs()
+
+
+def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
+    """Time every job of a schedule; the first one starts at 0, in the unit of costs.
+
+    A job starts as soon as its stage is free and its inputs have arrived; nothing
+    is reordered. The result has the same type as a measured run.
+
+    >>> from zbpp.core import Pass, PassKind, Placement
+    >>> row = (Pass(PassKind.F, 0, 0), Pass(PassKind.BW, 0, 0))
+    >>> timeline = simulate(Schedule("tiny", Placement.single(1), 1, (row,)))
+    >>> [(slot.start, slot.end) for slot in timeline.rows[0]]
+    [(0.0, 1.0), (1.0, 3.0)]
+
+    Raises:
+        RequestError: the costs have not one entry per chunk of the placement.
+    """
+    rows = replay(
+        schedule.orders,
+        costs.on(schedule.placement),
+        n_microbatches=schedule.n_microbatches,
+    )
+    return Timeline(
+        schedule.name,
+        schedule.placement,
+        schedule.n_microbatches,
+        tuple(tuple(row) for row in rows),
+    )

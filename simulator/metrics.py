@@ -1,0 +1,123 @@
+"""What a timeline says: spans, bubble rate, memory. Simulated and measured alike.
+
+Times are in the unit of the timeline. Spans and work count passes only: the
+optimizer is no part of the bubble rate, but of the step time.
+
+             |<---------- span of stage 0 --------->|
+    stage 0  | F0  F1  .   B0  F2  B1  W0  B2  W1  W2  O
+    stage 1  | .   F0  B0  F1  B1  F2  B2  W0  W1  W2  O
+             |<-------------- step time --------------->|
+"""
+
+from zbpp.core import MemoryModel, Pass, Slot, Timeline, peaks
+
+__all__ = [
+    "bubble_rate",
+    "idle",
+    "makespan",
+    "memory_over_time",
+    "overhead",
+    "peak_memory",
+    "span",
+    "stage_span",
+    "step_time",
+    "work",
+]
+
+
+def stage_span(timeline: Timeline, stage: int) -> float:
+    """Time from the start of a stage's first pass to the end of its last one."""
+    return _extent(timeline.passes(stage))
+
+
+def span(timeline: Timeline) -> float:
+    """Span of the slowest stage: the time of a step if steps could follow tightly."""
+    return max(stage_span(timeline, stage) for stage in _stages(timeline))
+
+
+def makespan(timeline: Timeline) -> float:
+    """Time from the first start to the last end of a pass, over all stages."""
+    return _extent(
+        [slot for stage in _stages(timeline) for slot in timeline.passes(stage)]
+    )
+
+
+def step_time(timeline: Timeline) -> float:
+    """Time from the first start to the last end of any job, optimizer included."""
+    return _extent([slot for row in timeline.rows for slot in row])
+
+
+def work(timeline: Timeline) -> list[float]:
+    """Time that each stage is busy with passes."""
+    return [
+        sum(slot.duration for slot in timeline.passes(stage))
+        for stage in _stages(timeline)
+    ]
+
+
+def idle(timeline: Timeline) -> list[float]:
+    """Time that each stage waits within its span."""
+    return [
+        stage_span(timeline, stage) - busy for stage, busy in enumerate(work(timeline))
+    ]
+
+
+def bubble_rate(timeline: Timeline) -> float:
+    """Idle share of the slowest stage, 0 to 1 (Qi et al., arXiv 2401.10241).
+
+    (largest span - work of the busiest stage) / largest span. It is not taken from
+    the makespan: stages may start and end at different times without losing any.
+    """
+    longest = span(timeline)
+    return (longest - max(work(timeline))) / longest if longest > 0 else 0.0
+
+
+def overhead(timeline: Timeline) -> float:
+    """Idle time over ideal time; other tools print this one as their bubble rate."""
+    ideal = max(work(timeline))
+    return (span(timeline) - ideal) / ideal if ideal > 0 else 0.0
+
+
+def memory_over_time(
+    timeline: Timeline, memory: MemoryModel
+) -> list[list[tuple[float, float]]]:
+    """List for each stage when its memory changes, and what it holds from then on.
+
+    F takes its memory when it starts; B and W give theirs back when they end.
+
+    Raises:
+        RequestError: the model has not one entry per chunk.
+    """
+    of_chunk = memory.on(timeline.placement)
+    curves = []
+    for stage in _stages(timeline):
+        held = 0.0
+        curve = []
+        for slot in timeline.rows[stage]:
+            if not isinstance(slot.job, Pass):
+                continue
+            change = of_chunk.change(slot.job.kind, slot.job.chunk)
+            held += change
+            curve.append((slot.start if change > 0 else slot.end, held))
+        curves.append(curve)
+    return curves
+
+
+def peak_memory(timeline: Timeline, memory: MemoryModel) -> list[float]:
+    """Largest memory that each stage holds, in the unit of the memory model.
+
+    Raises:
+        RequestError: the model has not one entry per chunk.
+    """
+    orders = [[slot.job for slot in row] for row in timeline.rows]
+    return peaks(orders, memory.on(timeline.placement))
+
+
+def _stages(timeline: Timeline) -> range:
+    return range(timeline.placement.n_stages)
+
+
+def _extent(slots: list[Slot]) -> float:
+    if not slots:
+        return 0.0
+    return max(slot.end for slot in slots) - min(slot.start for slot in slots)
