@@ -16,91 +16,136 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from zbpp.core import (
+    Check,
     Instruction,
+    Job,
     Pass,
+    PassKind,
     Placement,
     Program,
     Receive,
+    Reduce,
+    RequestError,
     Schedule,
     Send,
+    Step,
     Value,
     What,
     reads,
     writes,
 )
 
-__all__ = ["check_channels", "lower"]
+__all__ = ["check_channels", "lower", "lower_forward"]
 
 Channel = tuple[int, int]
 """(sending stage, receiving stage)."""
 
 
 def lower(schedule: Schedule, *, ahead: int = 2) -> tuple[Program, ...]:
-    """Make a program of every order.
+    """Make a program of every order; one without a Step steps at its end.
 
     Args:
         schedule: what to run.
         ahead: how many jobs before its reader a receive is posted, at least 0.
+
+    Raises:
+        RequestError: the schedule holds a Check, which only continuous runs have.
     """
-    placement = schedule.placement
-    channels = _messages(schedule)
-    programs = []
+    orders: list[tuple[Job, ...]] = []
     for stage, order in enumerate(schedule.orders):
-        posts = _posts(schedule, stage, channels, ahead)
+        if Check(stage) in order:
+            raise RequestError(
+                f"schedule {schedule.name}: stage {stage} has a V (post-validation), "
+                "which this version plans but does not run; remove the V's"
+            )
+        orders.append(order if Step(stage) in order else (*order, Step(stage)))
+    return _lower_orders(schedule.placement, orders, ahead)
+
+
+def lower_forward(
+    placement: Placement, *, n_microbatches: int, ahead: int = 2
+) -> tuple[Program, ...]:
+    """Make programs that only run forwards, for evaluation.
+
+    As many micro-batches as there are stages go through all chunks together. Every
+    stage follows the same order over the whole model, so none waits for another in a
+    circle.
+    """
+    n_stages = placement.n_stages
+    orders: list[list[Job]] = [[] for _ in range(n_stages)]
+    for first in range(0, n_microbatches, n_stages):
+        for chunk, stage in enumerate(placement.stage_of):
+            for i in range(first, min(first + n_stages, n_microbatches)):
+                orders[stage].append(Pass(PassKind.F, chunk, i))
+    return _lower_orders(placement, orders, ahead)
+
+
+def _lower_orders(
+    placement: Placement, orders: Sequence[Sequence[Job]], ahead: int
+) -> tuple[Program, ...]:
+    channels = _messages(placement, orders)
+    programs = []
+    for stage, order in enumerate(orders):
+        posts = _posts(placement, order, stage, channels, ahead)
         program: list[Instruction] = []
         for column, job in enumerate(order):
             program += posts[column]
+            if isinstance(job, Step):
+                program.append(Reduce(stage))
             program.append(job)
             if isinstance(job, Pass):
-                for value in writes(job, placement.n_chunks):
-                    peer = _reader(value, placement)
-                    if peer != stage:
-                        program.append(Send(value, peer))
+                program += [Send(*message) for message in _sends(job, placement)]
         programs.append(tuple(program))
     check_channels(programs, placement)
     return tuple(programs)
 
 
-def _reader(value: Value, placement: Placement) -> int:
-    """The stage that reads a value."""
-    chunk = value.chunk
-    if value.what is What.ACTIVATION:
-        chunk += 1
-    elif value.what is What.GRADIENT:
-        chunk -= 1
-    return placement.stage_of[chunk]
+def _sends(job: Pass, placement: Placement) -> list[tuple[Value, int]]:
+    """What a pass writes for another stage, and which stage that is."""
+    sends = []
+    for value in writes(job, placement.n_chunks):
+        reader = value.chunk + {What.ACTIVATION: 1, What.GRADIENT: -1}.get(
+            value.what, 0
+        )
+        peer = placement.stage_of[reader]
+        if peer != placement.stage_of[job.chunk]:
+            sends.append((value, peer))
+    return sends
 
 
-def _messages(schedule: Schedule) -> dict[Channel, list[Value]]:
+def _messages(
+    placement: Placement, orders: Sequence[Sequence[Job]]
+) -> dict[Channel, list[Value]]:
     """What each channel carries, in the order of the sends."""
-    placement = schedule.placement
     channels: dict[Channel, list[Value]] = defaultdict(list)
-    for stage, order in enumerate(schedule.orders):
+    for stage, order in enumerate(orders):
         for job in order:
             if isinstance(job, Pass):
-                for value in writes(job, placement.n_chunks):
-                    peer = _reader(value, placement)
-                    if peer != stage:
-                        channels[stage, peer].append(value)
+                for value, peer in _sends(job, placement):
+                    channels[stage, peer].append(value)
     return channels
 
 
 def _posts(
-    schedule: Schedule, stage: int, channels: dict[Channel, list[Value]], ahead: int
+    placement: Placement,
+    order: Sequence[Job],
+    stage: int,
+    channels: dict[Channel, list[Value]],
+    ahead: int,
 ) -> dict[int, list[Instruction]]:
     """The receives to post before each column of a stage's order."""
     needed_at = {
         value: column
-        for column, job in enumerate(schedule.orders[stage])
+        for column, job in enumerate(order)
         if isinstance(job, Pass)
-        for value in reads(job, schedule.placement.n_chunks)
+        for value in reads(job, placement.n_chunks)
     }
     posts: dict[int, list[Instruction]] = defaultdict(list)
     for (source, target), values in sorted(channels.items()):
         if target != stage:
             continue
         columns = []
-        first_need = len(schedule.orders[stage])
+        first_need = len(order)
         for value in reversed(values):
             first_need = min(first_need, needed_at[value])
             columns.append(max(0, first_need - ahead))

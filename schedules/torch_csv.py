@@ -1,0 +1,33 @@
+"""Export to the CSV that ``torch.distributed.pipelining`` loads and runs.
+
+One row a rank, one cell a pass: ``<chunk><letter><micro-batch>``. torch's letters are
+not ours: its ``B`` is the full backward, its ``I`` the input gradient. It adds the
+transfers itself and leaves the optimizer to the caller, so O and V are left out:
+
+    runtime = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn=loss_fn)
+    runtime._load_csv("schedule.csv")        # torch 2.13; stage_index = our chunk
+"""
+
+from zbpp.core import Pass, PassKind, Schedule
+
+__all__ = ["to_torch_csv"]
+
+_LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    r"""Write a schedule in torch's ``compute_only`` format: n_stages lines, no header.
+
+    >>> from zbpp.schedules import plan_zb_h1
+    >>> to_torch_csv(plan_zb_h1(n_stages=1, n_microbatches=2))
+    '0F0,0I0,0W0,0F1,0I1,0W1\n'
+    """
+    rows = (
+        ",".join(
+            f"{job.chunk}{_LETTER[job.kind]}{job.microbatch}"
+            for job in order
+            if isinstance(job, Pass)
+        )
+        for order in schedule.orders
+    )
+    return "".join(f"{row}\n" for row in rows)
