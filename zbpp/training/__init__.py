@@ -1,0 +1,1 @@
+"""A small language model trained by a pipeline: what `zbpp train` runs."""

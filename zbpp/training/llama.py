@@ -1,0 +1,202 @@
+"""A small Llama-style language model over bytes, as a list of layers.
+
+    tokens -> Embedding -> Block x n_blocks -> Head -> logits
+
+Layers are made one by one, each from its own random stream, so a process can build
+the layers it needs and no others, and still holds the same weights as the whole
+model. Attention is by Vaswani et al. (arXiv 1706.03762), rotary positions by Su et
+al. (2104.09864), SwiGLU by Shazeer (2002.05202), RMSNorm by Zhang and Sennrich
+(1910.07467), and their arrangement by Touvron et al. (2302.13971). All matrix
+products with weights are `nn.Linear` without bias: that is what the runtime splits.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zbpp.core import RequestError
+
+__all__ = ["LlamaConfig", "build_layer", "build_layers", "cross_entropy"]
+
+VOCABULARY = 256  # bytes
+_ROTARY_BASE = 10_000.0
+_NORM_EPS = 1e-5
+_LOGIT_STD = 0.02  # of the head's weights: the first loss is close to log(256)
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of the model; the defaults have 0.94 million parameters.
+
+    Args:
+        dim: width of the residual stream; a multiple of 2 * n_heads.
+        n_blocks: transformer blocks; the model has two more layers.
+        n_heads: attention heads.
+        hidden: inner width of the feed-forward part.
+        seq: longest sequence.
+        seed: of the initial weights.
+
+    Raises:
+        RequestError: a size is below 1, or dim is no multiple of 2 * n_heads.
+    """
+
+    dim: int = 96
+    n_blocks: int = 8
+    n_heads: int = 4
+    hidden: int = 256
+    seq: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_blocks", "n_heads", "hidden", "seq"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} is {getattr(self, name)}; at least 1")
+        if self.dim % (2 * self.n_heads):
+            raise RequestError(
+                f"dim {self.dim} is no multiple of 2 * n_heads = {2 * self.n_heads}; "
+                "rotary positions turn pairs of numbers in every head"
+            )
+
+    @property
+    def n_layers(self) -> int:
+        """Embedding, blocks and head."""
+        return self.n_blocks + 2
+
+
+def build_layers(config: LlamaConfig, indices: Iterable[int]) -> list[nn.Module]:
+    """The layers of these indices, alike whatever else is built."""
+    return [build_layer(config, index) for index in indices]
+
+
+def build_layer(config: LlamaConfig, index: int) -> nn.Module:
+    """Layer 0 is the embedding, the last one the head, between them are blocks."""
+    if not 0 <= index < config.n_layers:
+        raise RequestError(f"layer {index}: the layers are 0 to {config.n_layers - 1}")
+    with torch.random.fork_rng(devices=[]):  # torch's own values are not kept
+        layer: nn.Module
+        if index == 0:
+            layer = nn.Embedding(VOCABULARY, config.dim)
+        elif index == config.n_layers - 1:
+            layer = Head(config)
+        else:
+            layer = Block(config)
+    stream = np.random.SeedSequence([config.seed, index])
+    generator = torch.Generator()
+    generator.manual_seed(int(stream.generate_state(1, np.uint64)[0]))
+    _initialise(layer, config, generator)
+    return layer
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over the tokens of a micro-batch, in nats: (), from (..., 256) and (...)."""
+    return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=_NORM_EPS)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=_NORM_EPS)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) to the same."""
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    cosine: Tensor  # (seq, dim / n_heads / 2), as is the sine
+    sine: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, config.dim, bias=False)
+        self.value = nn.Linear(config.dim, config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        half = config.dim // config.n_heads // 2
+        rates = _ROTARY_BASE ** -(torch.arange(half) / half)
+        angles = torch.outer(torch.arange(config.seq), rates)
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) to the same; no position sees a later one."""
+        query, key, value = (
+            part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for part in (self.query(x), self.key(x), self.value(x))
+        )
+        mixed = functional.scaled_dot_product_attention(
+            self._rotate(query), self._rotate(key), value, is_causal=True
+        )
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """Turn each pair of numbers by its position times the pair's rate."""
+        cosine, sine = self.cosine[: x.shape[-2]], self.sine[: x.shape[-2]]
+        first, second = x.float().chunk(2, dim=-1)
+        turned = (first * cosine - second * sine, second * cosine + first * sine)
+        return torch.cat(turned, dim=-1).type_as(x)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) to the same."""
+        out: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Head(nn.Module):
+    """``linear(norm(x))``: the logits of the next byte."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.dim, eps=_NORM_EPS)
+        self.linear = nn.Linear(config.dim, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) to (..., 256)."""
+        out: Tensor = self.linear(self.norm(x))
+        return out
+
+
+def _initialise(
+    layer: nn.Module, config: LlamaConfig, generator: torch.Generator
+) -> None:
+    """Normal weights that keep the variance of what passes through.
+
+    What a block adds to the residual stream is scaled down by the number of such
+    additions (Radford et al., GPT-2, 2019), so depth does not change the variance.
+    """
+    additions = 2 * config.n_blocks
+    for name, weight in layer.named_parameters():
+        if weight.dim() < 2:
+            continue  # norms start at 1
+        std = 1.0 if isinstance(layer, nn.Embedding) else weight.shape[1] ** -0.5
+        if isinstance(layer, Head):
+            std = _LOGIT_STD
+        elif name in ("attention.out.weight", "feed_forward.down.weight"):
+            std /= math.sqrt(additions)
+        nn.init.normal_(weight, std=std, generator=generator)
