@@ -1,6 +1,8 @@
-"""Time a schedule, measure it, draw it."""
+"""Time a schedule, measure it, draw it; matplotlib is loaded only to draw."""
 
+from zbpp.simulator.bounds import lower_bound, lower_bounds
 from zbpp.simulator.engine import simulate
+from zbpp.simulator.graph import CriticalPath, critical_path, job_graph
 from zbpp.simulator.metrics import (
     bubble_rate,
     idle,
@@ -13,17 +15,27 @@ from zbpp.simulator.metrics import (
     step_time,
     work,
 )
+from zbpp.simulator.plot import plot
+from zbpp.simulator.trace import trace_events, write_trace
 
 __all__ = [
+    "CriticalPath",
     "bubble_rate",
+    "critical_path",
     "idle",
+    "job_graph",
+    "lower_bound",
+    "lower_bounds",
     "makespan",
     "memory_over_time",
     "overhead",
     "peak_memory",
+    "plot",
     "simulate",
     "span",
     "stage_span",
     "step_time",
+    "trace_events",
     "work",
+    "write_trace",
 ]

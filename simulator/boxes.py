@@ -1,0 +1,205 @@
+"""Jobs as coloured boxes on matplotlib axes, and their numbers.
+
+Colours are those of Okabe and Ito, which people with any colour vision can tell
+apart; later chunks of a stage are lighter. All boxes of one colour are one
+collection, so that ten thousand jobs draw in seconds.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from zbpp.simulator.metrics import step_time
+
+from zbpp.core import Job, Pass, Slot, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_jobs", "durations", "legend_handles", "origin", "write_numbers"]
+
+_COLOURS = {
+    "F": "#0072B2",
+    "B": "#E69F00",
+    "W": "#009E73",
+    "BW": "#D55E00",
+    "O": "#F0E442",
+    "V": "#F0E442",
+}
+_NAMES = {
+    "F": "F  forward",
+    "B": "B  input gradient",
+    "W": "W  weight gradient",
+    "BW": "BW  both gradients",
+    "O": "O  optimizer",
+    "V": "V  validation",
+}
+_IDLE = "#E4E4E4"
+_DARK = "#222222"
+_BOX_HEIGHT = 0.86  # of a row
+_POINTS = 72.0  # per inch
+_DIGIT_WIDTH = 0.7  # of the font size, with some air
+_LARGEST_FONT, _SMALLEST_FONT = 9.0, 4.5  # points
+
+_Group = tuple[str, int]  # letter; first (0), second (1), ... chunk of its stage
+
+
+def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
+    """Draw one row a stage and one box a job; grey is idle time within a span."""
+    from matplotlib.collections import PolyCollection
+
+    start = origin(timeline)
+    n_stages = timeline.placement.n_stages
+    spans = [timeline.passes(stage) for stage in range(n_stages)]
+    bubbles = [
+        _rectangle(stage, passes[0].start - start, passes[-1].end - start)
+        for stage, passes in enumerate(spans)
+        if passes
+    ]
+    axes.add_collection(
+        PolyCollection(bubbles, facecolors=_IDLE, linewidths=0, gid="idle")
+    )
+    axes.set_xlim(0, step_time(timeline) or 1.0)
+    axes.set_ylim(n_stages - 0.5, -0.5)
+    shortest = min(durations(timeline), default=1.0)
+    edge = min(0.8, 0.1 * _points_per_unit(axes) * shortest)
+    for (letter, leg), members in _groups(timeline).items():
+        axes.add_collection(
+            PolyCollection(
+                [
+                    _rectangle(stage, slot.start - start, slot.end - start)
+                    for stage, slot in members
+                ],
+                facecolors=_shade(_COLOURS[letter], leg),
+                edgecolors="white",
+                linewidths=edge,
+                gid=f"{letter} {leg}",
+            )
+        )
+    axes.set_yticks(range(n_stages), [f"stage {stage}" for stage in range(n_stages)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def write_numbers(axes: "Axes", timeline: Timeline) -> None:
+    """Write the micro-batch into every box that is wide enough for it."""
+    start = origin(timeline)
+    points = _points_per_unit(axes)
+    digits = len(str(timeline.n_microbatches - 1))
+    row = axes.get_window_extent().height / abs(axes.get_ylim()[0] + 0.5)
+    largest = min(_LARGEST_FONT, 0.6 * row * _POINTS / _dpi(axes))
+    for (letter, leg), members in _groups(timeline).items():
+        ink = _ink_on(_shade(_COLOURS[letter], leg))
+        lasting = sorted(slot.duration for _, slot in members)
+        font = lasting[len(lasting) // 2] * points / (_DIGIT_WIDTH * digits)
+        if font < _SMALLEST_FONT:
+            continue
+        font = min(font, largest)
+        for stage, slot in members:
+            job = slot.job
+            text = str(job.microbatch) if isinstance(job, Pass) else str(job)
+            if slot.duration * points < 0.99 * _DIGIT_WIDTH * font * len(text):
+                continue
+            axes.text(
+                (slot.start + slot.end) / 2 - start,
+                stage,
+                text,
+                color=ink,
+                fontsize=font,
+                ha="center",
+                va="center_baseline",
+                clip_on=True,
+            )
+
+
+def legend_handles(timelines: Sequence[Timeline]) -> "list[Artist]":
+    """Make a legend entry for each kind of box that can be seen."""
+    from matplotlib.patches import Patch
+
+    seen = {
+        key
+        for timeline in timelines
+        for key, members in _groups(timeline).items()
+        if any(slot.duration > 0 for _, slot in members)
+    }
+    handles: list[Artist] = [
+        Patch(color=_COLOURS[letter], label=name)
+        for letter, name in _NAMES.items()
+        if (letter, 0) in seen
+    ]
+    handles.append(Patch(color=_IDLE, label="idle"))
+    if any(leg > 0 for _, leg in seen):
+        lighter = _shade(_COLOURS["F"], 1)
+        handles.append(Patch(color=lighter, label="lighter: later chunk of a stage"))
+    return handles
+
+
+def origin(timeline: Timeline) -> float:
+    """Start of the first job; pictures count time from there."""
+    return min((slot.start for _, slot in _slots(timeline)), default=0.0)
+
+
+def durations(timeline: Timeline) -> list[float]:
+    """Durations of the jobs that take time at all."""
+    return [slot.duration for _, slot in _slots(timeline) if slot.duration > 0]
+
+
+def _slots(timeline: Timeline) -> Iterator[tuple[int, Slot]]:
+    for stage, row in enumerate(timeline.rows):
+        for slot in row:
+            yield stage, slot
+
+
+def _groups(timeline: Timeline) -> dict[_Group, list[tuple[int, Slot]]]:
+    """Slots with their stages: the boxes of one colour, in the order of the legend."""
+    placement = timeline.placement
+    leg_of = {
+        chunk: leg for chunks in placement.chunks_of for leg, chunk in enumerate(chunks)
+    }
+    groups: dict[_Group, list[tuple[int, Slot]]] = {
+        (letter, leg): []
+        for letter in _COLOURS
+        for leg in range(max(map(len, placement.chunks_of)))
+    }
+    for stage, slot in _slots(timeline):
+        leg = leg_of[slot.job.chunk] if isinstance(slot.job, Pass) else 0
+        groups[_letter(slot.job), leg].append((stage, slot))
+    return {key: members for key, members in groups.items() if members}
+
+
+def _letter(job: Job) -> str:
+    return str(job.kind) if isinstance(job, Pass) else str(job)
+
+
+def _rectangle(stage: int, start: float, end: float) -> list[tuple[float, float]]:
+    top, bottom = stage - _BOX_HEIGHT / 2, stage + _BOX_HEIGHT / 2
+    return [(start, top), (end, top), (end, bottom), (start, bottom)]
+
+
+def _points_per_unit(axes: "Axes") -> float:
+    left, right = axes.get_xlim()
+    return axes.get_window_extent().width / _dpi(axes) * _POINTS / (right - left)
+
+
+def _dpi(axes: "Axes") -> float:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure.dpi
+
+
+def _rgb(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return red, green, blue
+
+
+def _shade(colour: str, leg: int) -> str:
+    """Lighten a colour for the second chunk of a stage, more so for later ones."""
+    white = (0.0, 0.5, 0.7, 0.8)[min(leg, 3)]
+    mixed = (round(255 * (part + (1 - part) * white)) for part in _rgb(colour))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def _ink_on(colour: str) -> str:
+    """Dark or white letters, whichever stand out from a colour."""
+    red, green, blue = _rgb(colour)
+    return _DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"

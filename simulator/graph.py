@@ -1,0 +1,126 @@
+"""The jobs of a schedule as a graph: who waits for whom, and for how long.
+
+    0F0 --1.2--> 1F0 --1--> 1B0 --1.2--> 0B0     an edge weighs the time of the job
+     |            |          |            |      it leaves, plus the message's delay
+     1            1          1            1      if the two are on different stages
+     v            v          v            v
+    0F1          1F1        1W0          0W0     down: the order on each stage
+
+The longest path is the time of a step. It is a second way, independent of the
+engine's clock, to the same number.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import networkx as nx
+
+from zbpp.core import (
+    Costs,
+    Job,
+    Pass,
+    PassKind,
+    Schedule,
+    Slot,
+    Step,
+    Value,
+    reads,
+    writes,
+)
+
+__all__ = ["CriticalPath", "critical_path", "job_graph"]
+
+_END = "end"
+_UNIT = Costs()
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """The jobs that fix the time of a step: each waits for the one before it."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def length(self) -> float:
+        """Time from the start of the first job to the end of the last one."""
+        return self.slots[-1].end - self.slots[0].start
+
+    def time_of(self, kind: PassKind) -> float:
+        """Time that the path spends in passes of one kind."""
+        return sum(
+            slot.duration
+            for slot in self.slots
+            if isinstance(slot.job, Pass) and slot.job.kind is kind
+        )
+
+    @property
+    def time_in_messages(self) -> float:
+        """Time that the path spends between jobs: on the way from stage to stage."""
+        return self.length - sum(slot.duration for slot in self.slots)
+
+
+def job_graph(
+    schedule: Schedule, costs: Costs = _UNIT, *, with_steps: bool = True
+) -> "nx.DiGraph[Job]":
+    """Build the graph: jobs as nodes (``duration``), edges with ``weight``.
+
+    Edges follow from what passes read and write, from the order on each stage, and
+    from the barrier: an optimizer step waits for the last weight gradient of every
+    stage. ``with_steps=False`` leaves the optimizer steps out.
+
+    Raises:
+        RequestError: the costs have not one entry per chunk of the placement.
+    """
+    placement = schedule.placement
+    times = costs.on(placement)
+    graph: nx.DiGraph[Job] = nx.DiGraph()
+    written: dict[Value, Pass] = {}
+    last_gradients: list[Pass] = []
+    for order in schedule.orders:
+        row = [job for job in order if with_steps or not isinstance(job, Step)]
+        for job in row:
+            graph.add_node(job, duration=times.of(job))
+            if isinstance(job, Pass):
+                written |= dict.fromkeys(writes(job, placement.n_chunks), job)
+        for before, after in pairwise(row):
+            graph.add_edge(before, after, weight=times.of(before))
+        last_gradients += [
+            job
+            for job in row
+            if isinstance(job, Pass) and job.kind in (PassKind.W, PassKind.BW)
+        ][-1:]
+    for job in list(graph):
+        if isinstance(job, Step):
+            for gradient in last_gradients:
+                graph.add_edge(gradient, job, weight=times.of(gradient))
+        elif isinstance(job, Pass):
+            for value in reads(job, placement.n_chunks):
+                source = written[value]
+                delay = times.delay(source.chunk, job.chunk)
+                graph.add_edge(source, job, weight=times.of(source) + delay)
+    return graph
+
+
+def critical_path(
+    schedule: Schedule, costs: Costs = _UNIT, *, with_steps: bool = True
+) -> CriticalPath:
+    """Find a longest path; its length is the step time (without steps: the makespan).
+
+    Where several paths are longest, one of them is returned.
+
+    Raises:
+        RequestError: the costs have not one entry per chunk of the placement.
+    """
+    graph = job_graph(schedule, costs, with_steps=with_steps)
+    durations = dict(graph.nodes(data="duration"))
+    leaves = [job for job in graph if graph.out_degree(job) == 0]
+    for job in leaves:
+        graph.add_edge(job, _END, weight=durations[job])
+    path = nx.dag_longest_path(graph, weight="weight")[:-1]
+    slots = []
+    start = 0.0
+    for i, job in enumerate(path):
+        if i:
+            start += graph[path[i - 1]][job]["weight"]
+        slots.append(Slot(job, start, start + durations[job]))
+    return CriticalPath(tuple(slots))

@@ -1,0 +1,231 @@
+"""A timeline as a picture: png, svg, pdf or html.
+
+One row a stage, one box a job with its micro-batch number where it fits. Grey is idle
+time within a stage's span: the bubble. Memory over time goes below.
+"""
+
+import html
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zbpp.simulator.boxes import (
+    draw_jobs,
+    durations,
+    legend_handles,
+    origin,
+    write_numbers,
+)
+from zbpp.simulator.metrics import (
+    bubble_rate,
+    memory_over_time,
+    peak_memory,
+    step_time,
+)
+
+from zbpp.core import MemoryModel, RequestError, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["FORMATS", "plot"]
+
+FORMATS = ("png", "svg", "pdf", "html")
+_MEMORY_HEIGHT = 1.5  # inches, as all sizes here
+
+
+def plot(
+    timeline: Timeline | Sequence[Timeline],
+    target: "str | Path | Axes",
+    *,
+    memory: MemoryModel | None = None,
+    time_unit: str = "",
+) -> "Figure":
+    """Draw a timeline into a file (png, svg, pdf, html by its suffix) or on axes.
+
+    Args:
+        timeline: simulated or measured; several are drawn below one another on one
+            time axis (into a file only).
+        target: the file to write, or axes to draw the timeline on.
+        memory: adds the peak to the title and, for one timeline in a file, memory
+            over time below.
+        time_unit: for the label of the time axis.
+
+    Returns:
+        The figure, for further changes.
+
+    Raises:
+        RequestError: matplotlib is missing, the suffix names no known format, or
+            the file cannot be written.
+    """
+    try:
+        from matplotlib.axes import Axes
+    except ImportError as error:
+        raise RequestError(
+            f"plots need matplotlib ({error}); install it: pip install 'zbpp[viz]'"
+        ) from None
+    timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
+    if isinstance(target, Axes):
+        figure = _draw_on([target], timelines, memory)
+    else:
+        path = Path(target)
+        suffix = path.suffix.lower().lstrip(".")
+        if suffix not in FORMATS:
+            known = ", ".join(f".{name}" for name in FORMATS)
+            raise RequestError(f"{path}: the name of a picture must end in {known}")
+        figure = _new_figure(timelines, memory, time_unit)
+        _save(figure, path, suffix, timelines[0].name)
+    return figure
+
+
+def _new_figure(
+    timelines: Sequence[Timeline], memory: MemoryModel | None, time_unit: str
+) -> "Figure":
+    """Lay out a figure whose boxes are wide enough for their numbers, if it can."""
+    from matplotlib.figure import Figure
+
+    length = max(step_time(timeline) for timeline in timelines)
+    lasting = sorted(d for timeline in timelines for d in durations(timeline))
+    typical = lasting[len(lasting) // 2] if lasting else 1.0
+    width = min(max(0.215 * length / typical + 1.2, 8.0), 18.0)
+    heights = [_rows_height(timeline.placement.n_stages) for timeline in timelines]
+    with_memory = memory is not None and len(timelines) == 1
+    if with_memory:
+        heights.append(_MEMORY_HEIGHT)
+    figure = Figure(
+        (width, sum(heights) + 0.55 * len(timelines) + 0.6), layout="constrained"
+    )
+    panels = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
+    )
+    every = list(panels[:, 0])
+    if memory is not None and with_memory:
+        _draw_memory(every[-1], timelines[0], memory)
+    for axes in every[:-1]:
+        axes.tick_params(axis="x", length=0)
+        axes.spines["bottom"].set_visible(False)
+    every[-1].set_xlabel(f"time ({time_unit})" if time_unit else "time")
+    _draw_on(every[: len(timelines)], timelines, memory)
+    return figure
+
+
+def _rows_height(n_stages: int) -> float:
+    return max(n_stages * min(0.42, max(0.16, 6.0 / n_stages)), 0.8)
+
+
+def _draw_on(
+    panels: "Sequence[Axes]", timelines: Sequence[Timeline], memory: MemoryModel | None
+) -> "Figure":
+    from matplotlib.transforms import offset_copy
+
+    figure = panels[0].get_figure(root=True)
+    assert figure is not None
+    for axes, timeline in zip(panels, timelines, strict=True):
+        draw_jobs(axes, timeline)
+        _write_title(axes, timeline, memory, pad=24 if axes is panels[0] else 6)
+    panels[0].set_xlim(0, max(step_time(timeline) for timeline in timelines) or 1.0)
+    handles = legend_handles(timelines)
+    above = offset_copy(panels[0].transAxes, figure, y=5, units="points")
+    panels[0].legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        bbox_transform=above,
+        borderpad=0,
+        borderaxespad=0,
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.0,
+        handleheight=1.0,
+        columnspacing=1.4,
+        handletextpad=0.5,
+    )
+    figure.draw_without_rendering()  # only the finished layout tells what fits
+    for axes, timeline in zip(panels, timelines, strict=True):
+        write_numbers(axes, timeline)
+    return figure
+
+
+def _write_title(
+    axes: "Axes", timeline: Timeline, memory: MemoryModel | None, *, pad: float
+) -> None:
+    facts = [f"bubble rate {100 * bubble_rate(timeline):.2f} %"]
+    if memory is not None:
+        peak = max(peak_memory(timeline, memory))
+        facts.append(f"peak memory {peak:.4g}{_memory_unit(memory)}")
+    sizes = (
+        f"{timeline.placement.n_stages} stages, {timeline.n_microbatches} micro-batches"
+    )
+    axes.set_title(
+        f"{timeline.name}   {sizes}",
+        loc="left",
+        fontsize=11,
+        fontweight="bold",
+        pad=pad,
+    )
+    axes.set_title("    ".join(facts), loc="right", fontsize=11, pad=pad)
+
+
+def _memory_unit(memory: MemoryModel) -> str:
+    """M_B is the unit if a stage's forward pass takes 1."""
+    return " M$_B$" if memory.m_b == 1.0 else ""
+
+
+def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
+    from matplotlib import colormaps
+
+    start = origin(timeline)
+    n_stages = timeline.placement.n_stages
+    shades = colormaps["viridis"]
+    for stage, curve in enumerate(memory_over_time(timeline, memory)):
+        # Of changes at the same time, the last one counts: no zero-width spikes.
+        held = {0.0: 0.0} | {time - start: amount for time, amount in curve}
+        held.setdefault(step_time(timeline), 0.0)
+        axes.step(
+            list(held.keys()),
+            list(held.values()),
+            where="post",
+            color=shades(0.88 * stage / max(n_stages - 1, 1)),
+            linewidth=1.4,
+            label=f"stage {stage}",
+        )
+    if isinstance(memory.limit, int | float):
+        axes.axhline(memory.limit, color="#222222", linewidth=1, linestyle="--")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("memory (M$_B$)" if _memory_unit(memory) else "memory")
+    axes.spines[["top", "right"]].set_visible(False)
+    if n_stages <= 8:
+        axes.legend(
+            loc="upper right", fontsize=8, ncols=2, frameon=False, handlelength=1.2
+        )
+
+
+def _save(figure: "Figure", path: Path, suffix: str, title: str) -> None:
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    picture = "svg" if suffix == "html" else suffix
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(picture)
+    with rc_context({"svg.hashsalt": "zbpp", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format=picture, dpi=160, metadata=metadata)
+    content = buffer.getvalue()
+    if suffix == "html":
+        content = _page(content.decode("utf-8"), title).encode("utf-8")
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _page(svg: str, title: str) -> str:
+    """Wrap a picture into a page that needs nothing else; wide ones scroll."""
+    drawing = svg[svg.index("<svg") :]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{html.escape(title)}</title>"
+        "<style>body{margin:1em;overflow-x:auto}</style></head>\n"
+        f"<body>\n{drawing}</body></html>\n"
+    )

@@ -1,0 +1,126 @@
+"""A timeline as Chrome trace JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+One process (``pid``) a run, one thread (``tid``) a stage. Events by phase (``ph``):
+``X`` a job with its start and duration in microseconds, ``C`` a stage's memory, ``M``
+the names of runs and stages. Format: "Trace Event Format", Chromium project.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from zbpp.simulator.metrics import bubble_rate, memory_over_time
+
+from zbpp.core import MemoryModel, Pass, RequestError, Slot, Timeline
+
+__all__ = ["trace_events", "write_trace"]
+
+_PER_UNIT = 1000.0  # microseconds; the unit of costs is then a millisecond
+
+Event = dict[str, Any]
+
+
+def write_trace(
+    timelines: Timeline | Sequence[Timeline],
+    path: str | Path,
+    *,
+    memory: MemoryModel | None = None,
+    microseconds_per_unit: float = _PER_UNIT,
+) -> None:
+    """Write one or more timelines, simulated or measured, into one trace file.
+
+    Args:
+        timelines: each becomes one process of the trace.
+        path: the file to write.
+        memory: adds one counter a stage, in the unit of the model.
+        microseconds_per_unit: what one unit of the timelines is: 1000 for
+            milliseconds, 1e6 for seconds.
+
+    Raises:
+        RequestError: the file cannot be written.
+    """
+    runs = [timelines] if isinstance(timelines, Timeline) else timelines
+    events = [
+        event
+        for run, timeline in enumerate(runs)
+        for event in trace_events(
+            timeline,
+            run=run,
+            memory=memory,
+            microseconds_per_unit=microseconds_per_unit,
+        )
+    ]
+    lines = ",\n".join(json.dumps(event) for event in events)
+    text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def trace_events(
+    timeline: Timeline,
+    *,
+    run: int = 0,
+    memory: MemoryModel | None = None,
+    microseconds_per_unit: float = _PER_UNIT,
+) -> list[Event]:
+    """List the events of one timeline; times count from its first start."""
+    slots = [slot for row in timeline.rows for slot in row]
+    origin = min((slot.start for slot in slots), default=0.0)
+
+    def microseconds(time: float) -> float:
+        return round((time - origin) * microseconds_per_unit, 3)
+
+    events = list(_names(timeline, run))
+    for stage, row in enumerate(timeline.rows):
+        for slot in row:
+            start, end = microseconds(slot.start), microseconds(slot.end)
+            events.append(
+                {
+                    "name": str(slot.job),
+                    "cat": _category(slot),
+                    "ph": "X",
+                    "pid": run,
+                    "tid": stage,
+                    "ts": start,
+                    "dur": round(end - start, 3),
+                    "args": _arguments(slot),
+                }
+            )
+    for stage, curve in enumerate(memory_over_time(timeline, memory) if memory else []):
+        events += [
+            {
+                "name": f"memory of stage {stage}",
+                "ph": "C",
+                "pid": run,
+                "ts": microseconds(time),
+                "args": {"held": held},
+            }
+            for time, held in curve
+        ]
+    return events
+
+
+def _names(timeline: Timeline, run: int) -> Iterator[Event]:
+    name = f"{timeline.name}, bubble rate {bubble_rate(timeline):.4f}"
+    yield _metadata("process_name", run, 0, {"name": name})
+    yield _metadata("process_sort_index", run, 0, {"sort_index": run})
+    for stage in range(timeline.placement.n_stages):
+        yield _metadata("thread_name", run, stage, {"name": f"stage {stage}"})
+        yield _metadata("thread_sort_index", run, stage, {"sort_index": stage})
+
+
+def _metadata(name: str, run: int, stage: int, args: Event) -> Event:
+    return {"name": name, "ph": "M", "pid": run, "tid": stage, "args": args}
+
+
+def _category(slot: Slot) -> str:
+    return str(slot.job.kind) if isinstance(slot.job, Pass) else str(slot.job)
+
+
+def _arguments(slot: Slot) -> Event:
+    if not isinstance(slot.job, Pass):
+        return {}
+    return {"chunk": slot.job.chunk, "microbatch": slot.job.microbatch}
