@@ -116,7 +116,9 @@ def critical_path(
     leaves = [job for job in graph if graph.out_degree(job) == 0]
     for job in leaves:
         graph.add_edge(job, _END, weight=durations[job])
-    path = nx.dag_longest_path(graph, weight="weight")[:-1]
+    path = nx.dag_longest_path(graph, weight="weight")
+    if path[-1] == _END:  # not so if a job that takes no time is as far away
+        path.pop()
     slots = []
     start = 0.0
     for i, job in enumerate(path):
