@@ -1,1 +1,22 @@
-"""Zero-bubble pipeline parallelism for PyTorch: plan, simulate, run."""
+"""Zero-bubble pipeline parallelism for PyTorch: plan, simulate, run.
+
+``import zbpp`` loads no torch: `Pipeline`, which does, is loaded when it is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from zbpp.core import Costs, MemoryModel, RequestError, Schedule
+from zbpp.modes import plan
+
+if TYPE_CHECKING:
+    from zbpp.pipeline import Pipeline
+
+__all__ = ["Costs", "MemoryModel", "Pipeline", "RequestError", "Schedule", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Pipeline":
+        from zbpp.pipeline import Pipeline
+
+        return Pipeline
+    raise AttributeError(f"module 'zbpp' has no attribute {name!r}")

@@ -25,7 +25,7 @@ from zbpp.core.jobs import (
 )
 from zbpp.core.memory import held_during, peaks
 from zbpp.core.placement import Placement
-from zbpp.core.program import Instruction, Program, Receive, Send
+from zbpp.core.program import Instruction, Program, Receive, Reduce, Send
 from zbpp.core.replay import replay
 from zbpp.core.schedule import Order, Schedule
 from zbpp.core.text import draw, format_job, grid, parse_job
@@ -46,6 +46,7 @@ __all__ = [
     "Placement",
     "Program",
     "Receive",
+    "Reduce",
     "RequestError",
     "Schedule",
     "ScheduleError",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from zbpp.core.jobs import Job, Value
 
-__all__ = ["Instruction", "Program", "Receive", "Send"]
+__all__ = ["Instruction", "Program", "Receive", "Reduce", "Send"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,17 @@ class Receive:
         return f"receive {self.value} from stage {self.peer}"
 
 
-Instruction = Job | Send | Receive
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Start the sum over all stages (gradient norm, loss) that the Step waits for."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return "reduce the gradient norm over all stages"
+
+
+Instruction = Job | Send | Receive | Reduce
 
 Program = tuple[Instruction, ...]
 """The instructions of one stage, in the order in which it runs them."""

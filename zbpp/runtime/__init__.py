@@ -1,1 +1,1 @@
-"""Run schedules with PyTorch; the only layer that imports torch."""
+"""Run programs with PyTorch; below `zbpp.pipeline` only this layer imports torch."""

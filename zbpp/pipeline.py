@@ -1,0 +1,346 @@
+"""The API in a user's script: one object, one call a step.
+
+    pipeline = zbpp.Pipeline(model, loss_fn=loss_fn, optimizer=make_optimizer,
+                             schedule="ZBH1", n_microbatches=16, clip_grad_norm=1.0)
+    for inputs, targets in loader:
+        result = pipeline.step(inputs, targets)
+
+This file wires the layers together: mode -> schedule -> programs -> executors.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    RequestError,
+    Schedule,
+    Slot,
+    Timeline,
+    schedule_text,
+)
+from zbpp.modes import plan
+from zbpp.runtime.batch import Batch, split_inputs, split_targets
+from zbpp.runtime.build import StageOptions, build_executors, make_transports
+from zbpp.runtime.executor import drive
+from zbpp.runtime.layers import Model, count_layers, deal
+from zbpp.runtime.optimizer import MakeOptimizer
+from zbpp.runtime.processes import initialise, own_device
+from zbpp.runtime.result import StepResult
+from zbpp.runtime.stage import LossFn
+from zbpp.schedules import lower, lower_forward
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """A model cut into stages, trained by a schedule.
+
+    Under torch.distributed (``torchrun`` is enough) this process is one stage; else
+    all stages live in this process. Losses, gradients and parameters are the same.
+
+    Args:
+        model: an `nn.Sequential`, a list of layers, or a builder that is called with
+            the ranges of layer indices of this process only.
+        loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch.
+        optimizer: called with each stage's parameters; None leaves the gradients
+            (of the mean loss over all micro-batches) to the caller.
+        schedule: a mode such as ``"ZBH1"``, a schedule file, or a `Schedule`.
+        n_microbatches: micro-batches in a step; may be left out if the schedule is a
+            file or a `Schedule`.
+        n_stages: number of stages; None: the schedule's, or one per process.
+        n_layers: number of layers, if the model is a builder.
+        split: layers of each chunk; None: evenly, the first ones getting one more.
+        clip_grad_norm: largest norm of all gradients of all stages; None: any.
+        costs: times to plan for.
+        memory: memory to plan for.
+        device: where the layers live; None: this process's GPU, else the CPU.
+        autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
+        seed: seeds dropout by step, layer and micro-batch, alike in all modes.
+        group: processes of the pipeline, by stage; None: all.
+        timeout_s: how long a stage waits for another before it gives up.
+        first_timeout_s: the same in the first step; None: ten times as long.
+
+    Raises:
+        RequestError: the model, the schedule and the stages do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        loss_fn: LossFn,
+        optimizer: MakeOptimizer | None,
+        schedule: str | Path | Schedule = "ZBH1",
+        n_microbatches: int | None = None,
+        n_stages: int | None = None,
+        n_layers: int | None = None,
+        split: Sequence[int] | None = None,
+        clip_grad_norm: float | None = None,
+        costs: Costs | None = None,
+        memory: MemoryModel | None = None,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        seed: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 60.0,
+        first_timeout_s: float | None = None,
+    ) -> None:
+        first_timeout_s = first_timeout_s or 10 * timeout_s
+        self.device = torch.device(device) if device else own_device()
+        initialise(self.device, timeout_s=first_timeout_s)
+        self.rank, self.n_ranks = 0, 1
+        if dist.is_initialized():
+            group = group or dist.group.WORLD
+            self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.schedule = _choose(
+            schedule,
+            n_stages=_agree_on_stages(n_stages, self.n_ranks),
+            n_microbatches=n_microbatches,
+            costs=costs or Costs(),
+            memory=memory or MemoryModel(),
+        )
+        if self.n_ranks not in (1, self.schedule.n_stages):
+            raise RequestError(
+                f"{self.n_ranks} processes cannot run {self.schedule.n_stages} stages; "
+                "start one process a stage"
+            )
+        placement = self.schedule.placement
+        self.n_layers = count_layers(model, n_layers)
+        self.split = deal(self.n_layers, placement.n_chunks, split)
+        self._programs = lower(self.schedule)
+        transports = make_transports(
+            self._programs,
+            group=group,
+            device=self.device,
+            timeout_s=timeout_s,
+            first_timeout_s=first_timeout_s,
+        )
+        options = StageOptions(
+            loss_fn, optimizer, clip_grad_norm, self.device, autocast, seed
+        )
+        self._executors = build_executors(
+            model, self.split, placement, transports, options
+        )
+        self._n_steps = 0
+        self._failed: str | None = None
+        self._compare_ranks(clip_grad_norm, autocast, seed)
+
+    # What a script asks.
+
+    @property
+    def n_microbatches(self) -> int:
+        """Micro-batches in a training step."""
+        return self.schedule.n_microbatches
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this process holds the first chunk; others ignore the inputs."""
+        return self.schedule.placement.stage_of[0] in self._executors
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether this process holds the last chunk; others ignore the targets."""
+        return self.schedule.placement.stage_of[-1] in self._executors
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of this process's stages, for instance for LR schedulers."""
+        shares = (executor.optimizer for executor in self._executors.values())
+        return [share.optimizer for share in shares if share.optimizer is not None]
+
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """This process's layers as ``layers.<global index>``."""
+        for executor in self._executors.values():
+            for chunk in executor.stage.chunks.values():
+                for index, layer in enumerate(chunk.layers, start=chunk.first):
+                    yield f"layers.{index}", layer
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under their global names."""
+        for name, layer in self.named_layers():
+            yield from layer.named_parameters(prefix=name)
+
+    # What a script does.
+
+    def step(
+        self, inputs: Batch | None = None, targets: Batch | None = None
+    ) -> StepResult:
+        """Train on one batch: all micro-batches, then the optimizer.
+
+        Args:
+            inputs: for the first chunk; read only where `needs_inputs`. Tensors of
+                shape (samples, ...) or a list with one entry per micro-batch.
+            targets: for the loss; read only where `needs_targets`.
+
+        Raises:
+            RequestError: the batch does not fit.
+            PeerError: another stage died or did not answer.
+        """
+        m = self.n_microbatches
+        with self._running():
+            self._begin(inputs, targets, m, even=True)
+            drive(self._executors, self._programs)
+        self._n_steps += 1
+        sums = next(iter(self._executors.values())).optimizer.sums
+        assert sums is not None
+        return StepResult(sums, self.n_layers)
+
+    def evaluate(
+        self,
+        inputs: Batch | None = None,
+        targets: Batch | None = None,
+        *,
+        n_microbatches: int | None = None,
+    ) -> float:
+        """Mean loss over the samples of a batch, without gradients, in eval mode.
+
+        Args:
+            inputs: as for `step`; the last micro-batch may be smaller.
+            targets: as for `step`.
+            n_microbatches: any number, the same on every rank; None: as in `step`.
+        """
+        m = n_microbatches or self.n_microbatches
+        programs = lower_forward(self.schedule.placement, n_microbatches=m)
+        with self._running(), self._eval_mode():
+            self._begin(inputs, targets, m, even=False)
+            drive(self._executors, programs, training=False)
+            reductions = [
+                executor.transport.reduce(executor.stage.weighted_losses())
+                for executor in self._executors.values()
+            ]
+            losses, weights = reductions[0].result()
+        return float((losses * weights).sum() / weights.sum())
+
+    def timeline(self) -> Timeline:
+        """What every stage did in the last step, in seconds (every rank must call).
+
+        Starts are comparable between processes of one machine only.
+        """
+        transport = next(iter(self._executors.values())).transport
+        own = {stage: executor.slots for stage, executor in self._executors.items()}
+        rows: dict[int, list[Slot]] = {}
+        for part in transport.gather(own):
+            rows.update(part)
+        return Timeline(
+            self.schedule.name,
+            self.schedule.placement,
+            self.n_microbatches,
+            tuple(tuple(rows[stage]) for stage in range(self.schedule.n_stages)),
+        )
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Give every process the picklable things of all, by rank."""
+        return next(iter(self._executors.values())).transport.gather(thing)
+
+    # How it is done.
+
+    def _begin(
+        self, inputs: Batch | None, targets: Batch | None, m: int, *, even: bool
+    ) -> None:
+        """Hand the micro-batches to the stages that read them."""
+        stage_of = self.schedule.placement.stage_of
+        for name, value, needed in (
+            ("inputs", inputs, self.needs_inputs),
+            ("targets", targets, self.needs_targets),
+        ):
+            if needed and value is None:
+                raise RequestError(f"rank {self.rank} needs the {name} of the batch")
+        for stage, executor in self._executors.items():
+            reads_inputs, reads_targets = stage == stage_of[0], stage == stage_of[-1]
+            executor.stage.begin(
+                step=self._n_steps,
+                inputs=split_inputs(inputs, m, even=even)
+                if reads_inputs and inputs is not None
+                else None,
+                targets=split_targets(targets, m, even=even)
+                if reads_targets and targets is not None
+                else None,
+                n_microbatches=m,
+            )
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Refuse to go on after a failure: messages and gradients are half done."""
+        if self._failed is not None:
+            raise RuntimeError(
+                f"an earlier step failed ({self._failed}); build a new Pipeline"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            raise
+
+    @contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        modes = [
+            (module, module.training)
+            for _, layer in self.named_layers()
+            for module in layer.modules()
+        ]
+        for module, _ in modes:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _compare_ranks(self, *settings: object) -> None:
+        """Refuse to start if the ranks were asked for different things."""
+        text = repr((schedule_text(self.schedule), self.split, settings))
+        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
+        other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if other:
+            raise RequestError(
+                f"rank(s) {other} and rank 0 were started with different schedules, "
+                "splits or settings; start all ranks with the same arguments"
+            )
+
+
+def _agree_on_stages(n_stages: int | None, n_ranks: int) -> int | None:
+    """The number of stages that was asked for; None: the schedule tells."""
+    if n_ranks == 1:
+        return n_stages
+    if n_stages not in (None, n_ranks):
+        raise RequestError(
+            f"n_stages is {n_stages}, but there are {n_ranks} processes; start one "
+            "process a stage"
+        )
+    return n_ranks
+
+
+def _choose(
+    schedule: str | Path | Schedule,
+    *,
+    n_stages: int | None,
+    n_microbatches: int | None,
+    costs: Costs,
+    memory: MemoryModel,
+) -> Schedule:
+    """Plan the mode, read the file, or take the schedule as it is."""
+    if not isinstance(schedule, Schedule):
+        return plan(
+            str(schedule),
+            n_stages=n_stages,
+            n_microbatches=n_microbatches,
+            costs=costs,
+            memory=memory,
+        )
+    asked = (n_stages or schedule.n_stages, n_microbatches or schedule.n_microbatches)
+    if asked != (schedule.n_stages, schedule.n_microbatches):
+        raise RequestError(
+            f"the schedule has {schedule.n_stages} stages and "
+            f"{schedule.n_microbatches} micro-batches; {asked[0]} and {asked[1]} were "
+            "asked for"
+        )
+    return schedule

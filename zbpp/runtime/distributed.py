@@ -1,0 +1,305 @@
+"""Values between processes, on torch.distributed: gloo on CPUs, NCCL on GPUs.
+
+A channel is one pair of neighbours and one direction; it keeps the order of its
+messages, and `zbpp.schedules.lower` has proved that both ends name the same order.
+
+    first step   header + payload per message: the receiver learns shapes and dtypes
+    later steps  payload only; the receive is posted early, waited for when it is read
+    evaluation   header + payload, so that micro-batches may differ in shape
+
+With gloo the messages also carry tags, and CUDA tensors go through host memory (two
+stages may share a GPU). With NCCL each channel has a communicator of its own.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.core import Job, Value, What
+from zbpp.runtime.batch import Tensors
+from zbpp.runtime.errors import PeerError, ShapeError
+from zbpp.runtime.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
+
+__all__ = ["DistributedTransport"]
+
+Edge = tuple[int, int]
+"""(sending stage, receiving stage)."""
+
+_TENSORS_PER_MESSAGE = 16  # tags of one message
+
+
+@dataclass(frozen=True)
+class _Channel:
+    """A process group and the ranks in it of the channel's two ends."""
+
+    group: dist.ProcessGroup
+    source: int
+    target: int
+
+
+@dataclass
+class _Incoming:
+    """A receive that is posted; its buffers exist once the shapes are known."""
+
+    value: Value
+    peer: int
+    spec: Spec | None = None
+    buffers: list[Tensor] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+
+
+class DistributedTransport:
+    """The messages of one stage that is a process of its own.
+
+    Args:
+        group: the pipeline's processes, by stage.
+        neighbours: the stages that this one exchanges values with, for every stage.
+        device: where received tensors live.
+        timeout_s: how long any wait may last after the first step.
+        first_timeout_s: the same for the first step (imports, compilation).
+
+    Raises:
+        PeerError: a peer died, or did not send or receive in time.
+        ShapeError: a micro-batch differs in shape or dtype from the first step's.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        neighbours: list[set[int]],
+        device: torch.device,
+        timeout_s: float,
+        first_timeout_s: float,
+    ) -> None:
+        self._group = group
+        self.stage = dist.get_rank(group)
+        self._device = device
+        self._nccl = dist.get_backend(group) == "nccl"
+        self._wire = device if self._nccl else torch.device("cpu")
+        self._timeout_s = first_timeout_s
+        self._steady_timeout_s = timeout_s
+        self._channels = self._open_channels(neighbours)
+        self._specs: dict[int, Spec] = {}  # of each chunk's activations in training
+        self._incoming: dict[Value, _Incoming] = {}
+        self._waiting: dict[int, deque[_Incoming]] = {
+            peer: deque() for peer in neighbours[self.stage]
+        }
+        self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
+        self._training = True
+
+    def _open_channels(self, neighbours: list[set[int]]) -> dict[Edge, _Channel]:
+        """One communicator per channel with NCCL; with gloo the tags are enough."""
+        channels = {}
+        for source, peers in enumerate(neighbours):
+            for target in sorted(peers):
+                group = self._pair(source, target) if self._nccl else self._group
+                if self.stage in (source, target):
+                    ends = (
+                        dist.get_group_rank(group, self._global(stage))
+                        for stage in (source, target)
+                    )
+                    channels[source, target] = _Channel(group, *ends)
+        return channels
+
+    def _pair(self, source: int, target: int) -> dist.ProcessGroup:
+        """Make a communicator of two, and connect it now: lazily it can hang."""
+        group = dist.new_group(
+            sorted((self._global(source), self._global(target))),
+            timeout=timedelta(seconds=self._timeout_s),
+        )
+        if self.stage in (source, target):
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        return group
+
+    def begin(self, *, training: bool) -> None:
+        """Start a step: headers tell the shapes of an evaluation and a first step."""
+        self._training = training
+
+    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+        """Start to send; the tensors are kept until they have left."""
+        if value.what is What.ACTIVATION:
+            self._announce(value, spec_of(tensors), peer)
+        for slot, tensor in enumerate(tensors, start=1):
+            payload = tensor.detach().to(self._wire).contiguous()
+            self._send_one(value, payload, peer, slot=slot)
+        while self._outgoing and self._outgoing[0][0].is_completed():
+            self._outgoing.popleft()
+
+    def _announce(self, value: Value, spec: Spec, peer: int) -> None:
+        """Send a header where the receiver does not know the shapes yet."""
+        known = self._specs.get(value.chunk) if self._training else None
+        if known is None:
+            self._send_one(value, pack(value, spec).to(self._wire), peer, slot=0)
+            if self._training:
+                self._specs[value.chunk] = spec
+        elif known != spec:
+            raise ShapeError(
+                f"stage {self.stage}: the {value} is {spec}, but in the first step it "
+                f"was {known}; give every micro-batch the same shape and dtype (pad or "
+                "drop the last batch)"
+            )
+
+    def _send_one(self, value: Value, tensor: Tensor, peer: int, *, slot: int) -> None:
+        channel = self._channels[self.stage, peer]
+        try:
+            work = dist.isend(
+                tensor,
+                group=channel.group,
+                group_dst=channel.target,
+                tag=_tag(value, slot),
+            )
+        except RuntimeError as error:
+            raise self._lost(f"could not send {value} to", peer, error) from error
+        assert work is not None
+        self._outgoing.append((work, tensor, value, peer))
+
+    def post(self, value: Value, peer: int) -> None:
+        """Start to receive, unless the shapes are still unknown."""
+        incoming = _Incoming(value, peer)
+        self._incoming[value] = incoming
+        self._waiting[peer].append(incoming)
+        while self._waiting[peer]:
+            spec = self._known_spec(self._waiting[peer][0].value)
+            if spec is None:
+                break
+            self._start(self._waiting[peer].popleft(), spec)
+
+    def _known_spec(self, value: Value) -> Spec | None:
+        """What a message will look like, if it needs no header."""
+        if value.what is What.GRADIENT:  # as the activation that this stage has sent
+            sent = self._specs.get(value.chunk - 1)
+            return None if sent is None else sent.of_gradients()
+        return self._specs.get(value.chunk) if self._training else None
+
+    def _start(self, incoming: _Incoming, spec: Spec) -> None:
+        incoming.spec = spec
+        for slot, buffer in enumerate(spec.empty(self._wire), start=1):
+            incoming.buffers.append(buffer)
+            incoming.works.append(self._receive_one(incoming, buffer, slot=slot))
+
+    def _receive_one(
+        self, incoming: _Incoming, buffer: Tensor, *, slot: int
+    ) -> dist.Work:
+        peer = incoming.peer
+        channel = self._channels[peer, self.stage]
+        try:
+            work = dist.irecv(
+                buffer,
+                group=channel.group,
+                group_src=channel.source,
+                tag=_tag(incoming.value, slot),
+            )
+        except RuntimeError as error:
+            what = f"could not receive {incoming.value} from"
+            raise self._lost(what, peer, error) from error
+        assert work is not None
+        return work
+
+    def ready(self, value: Value) -> bool:
+        """Always: a receive waits for another process."""
+        return True
+
+    def receive(self, value: Value, job: Job) -> Tensors:
+        """Wait for a value, and for the headers of those before it in the channel."""
+        incoming = self._incoming.pop(value)
+        waiting = self._waiting[incoming.peer]
+        while incoming.spec is None:
+            first = waiting.popleft()
+            self._start(
+                first, self._known_spec(first.value) or self._header(first, job)
+            )
+        for work in incoming.works:
+            self._wait(work, f"{job} for {value} from", incoming.peer)
+        tensors = (buffer.to(self._device) for buffer in incoming.buffers)
+        return tuple(
+            tensor.requires_grad_(needs and value.what is What.ACTIVATION)
+            for tensor, needs in zip(tensors, incoming.spec.needs_grad, strict=True)
+        )
+
+    def _header(self, incoming: _Incoming, job: Job) -> Spec:
+        buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._wire)
+        work = self._receive_one(incoming, buffer, slot=0)
+        self._wait(work, f"{job} for {incoming.value} from", incoming.peer)
+        spec = unpack(buffer.cpu(), incoming.value)
+        if self._training:
+            self._specs[incoming.value.chunk] = spec
+        return spec
+
+    def _wait(self, work: dist.Work, what: str, peer: int) -> None:
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise self._lost(f"waits at {what}", peer, error) from error
+
+    def _lost(self, what: str, peer: int | None, error: RuntimeError) -> PeerError:
+        who = "the other stages" if peer is None else f"stage {peer}"
+        text = str(error)
+        late = "imed out" in text or "imeout" in text
+        why = f"no answer in {self._timeout_s:g} s" if late else "the connection broke"
+        return PeerError(f"stage {self.stage} {what} {who}: {why}")
+
+    def reduce(self, vector: Tensor) -> "_Sum":
+        """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
+        vector = vector.to(self._wire)
+        work = dist.all_reduce(vector, group=self._group, async_op=True)
+        assert work is not None
+        return _Sum(self, vector, work)
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Give every process the things of all, by rank."""
+        things: list[Any] = [None] * dist.get_world_size(self._group)
+        try:
+            dist.all_gather_object(things, thing, group=self._group)
+        except RuntimeError as error:
+            raise self._lost("waits at a gather for", None, error) from error
+        return things
+
+    def end(self) -> None:
+        """Wait until all sends have left; nothing may be left to receive."""
+        assert not self._incoming, f"never received: {list(self._incoming)}"
+        if self._training:
+            self._timeout_s = self._steady_timeout_s
+        while self._outgoing:
+            work, _, value, peer = self._outgoing.popleft()
+            self._wait(work, f"the end of the step to hand {value} to", peer)
+
+    def close(self) -> None:
+        """Nothing of ours to give back: the process group belongs to the caller."""
+
+    def _global(self, stage: int) -> int:
+        return dist.get_global_rank(self._group, stage)
+
+
+class _Sum:
+    def __init__(
+        self, transport: DistributedTransport, vector: Tensor, work: dist.Work
+    ) -> None:
+        self._transport = transport
+        self._vector = vector
+        self._work: dist.Work | None = work
+
+    def ready(self) -> bool:
+        return True
+
+    def result(self, job: Job | None = None) -> Tensor:
+        if self._work is not None:
+            work, self._work = self._work, None
+            try:
+                work.wait(timedelta(seconds=self._transport._timeout_s))
+            except RuntimeError as error:
+                what = f"waits at {job or 'a result'} for the sum over"
+                raise self._transport._lost(what, None, error) from error
+        return self._vector
+
+
+def _tag(value: Value, slot: int) -> int:
+    """A number that only this tensor of this value has within a step."""
+    what = 0 if value.what is What.ACTIVATION else 1
+    index = (value.microbatch * 4096 + value.chunk) * 2 + what
+    return (index * _TENSORS_PER_MESSAGE + slot) % 2**31

@@ -1,0 +1,66 @@
+"""Layers that sleep instead of computing, split like real ones.
+
+They make schedules of many stages measurable on few cores: a sleeping stage takes no
+processor from the others.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.runtime.split_backward import current_queue
+
+__all__ = ["EmulatedLayer", "sleep_until"]
+
+
+def sleep_until(deadline: float) -> None:
+    """Sleep until `time.perf_counter` reads ``deadline``; a late start is not added."""
+    rest = deadline - time.perf_counter()
+    if rest > 0:
+        time.sleep(rest)
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity; its forward and its two half backwards take their time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, times: tuple[float, ...]
+    ) -> Tensor:
+        start = time.perf_counter()
+        ctx.times = times
+        ctx.queue = current_queue()
+        y = x * 1.0 + 0.0 * weight
+        sleep_until(start + times[0])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        start = time.perf_counter()
+        _, b_s, w_s = ctx.times
+        sleep_until(start + b_s)
+        if ctx.queue is None:
+            sleep_until(start + b_s + w_s)
+        else:
+            ctx.queue.defer(lambda: sleep_until(time.perf_counter() + w_s))
+        return dy.clone(), torch.zeros((), dtype=dy.dtype), None
+
+
+class EmulatedLayer(nn.Module):
+    """Takes given times in F, B and W; its output equals its input.
+
+    Args:
+        f_s, b_s, w_s: seconds of forward, input gradient and weight gradient.
+    """
+
+    def __init__(self, f_s: float, b_s: float, w_s: float) -> None:
+        super().__init__()
+        self.times = (f_s, b_s, w_s)
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hand on ``x`` of any shape, after ``f_s`` seconds."""
+        y: Tensor = _Sleep.apply(x, self.weight, self.times)
+        return y

@@ -1,0 +1,13 @@
+"""What can go wrong while a pipeline runs."""
+
+from zbpp.core import RequestError
+
+__all__ = ["PeerError", "ShapeError"]
+
+
+class PeerError(RuntimeError):
+    """Another stage died or did not answer in time: that stage has the cause."""
+
+
+class ShapeError(RequestError):
+    """A tensor between two stages changed its shape or dtype between steps."""

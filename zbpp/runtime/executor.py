@@ -1,0 +1,198 @@
+"""The loop that runs one stage's program. It knows jobs and messages, never modes.
+
+    instruction   handler
+    Receive       announce it to the transport
+    F B W BW      take what it reads, compute, keep what it writes
+    Send          hand it to the transport
+    Reduce        start the sum of gradient norms and losses over all stages
+    Step          wait for that sum, clip, step or skip
+
+Every job is a `record_function` range under its own name, and leaves a `Slot`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.profiler import record_function
+
+from zbpp.core import (
+    Pass,
+    PassKind,
+    Program,
+    Receive,
+    Reduce,
+    Send,
+    Slot,
+    Step,
+    Value,
+    What,
+)
+from zbpp.runtime.batch import Tensors
+from zbpp.runtime.optimizer import StageOptimizer
+from zbpp.runtime.stage import Stage
+from zbpp.runtime.transport import Transport
+
+__all__ = ["Executor", "drive"]
+
+
+class Executor:
+    """Runs programs on one stage.
+
+    Args:
+        stage: the stage's chunks.
+        transport: its messages.
+        optimizer: its share of the optimizer step.
+        n_chunks: chunks of the whole model.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        transport: Transport,
+        optimizer: StageOptimizer,
+        *,
+        n_chunks: int,
+    ) -> None:
+        self.stage = stage
+        self.transport = transport
+        self.optimizer = optimizer
+        self.slots: list[Slot] = []
+        self._last = n_chunks - 1
+        self._here: dict[Value, Tensors] = {}
+        self._posted: set[Value] = set()
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            Pass: self._pass,
+            Step: self._step,
+            Send: self._send,
+            Receive: self._receive,
+            Reduce: self._reduce,
+        }
+        self._passes: dict[PassKind, Callable[[int, int, Any], Tensors | None]] = {
+            PassKind.B: self.stage.backward_input,
+            PassKind.W: self._backward_weight,
+            PassKind.BW: self._backward,
+        }
+
+    def run(self, program: Program, *, training: bool = True) -> Iterator[None]:
+        """Run a program; yield where another stage of this process must go first.
+
+        Args:
+            program: this stage's instructions.
+            training: False runs the forwards without keeping anything for a backward.
+
+        Raises:
+            PeerError, ShapeError: from the transport.
+            Exception: whatever the model raises, with a note that names the job.
+        """
+        self.slots = []
+        self._passes[PassKind.F] = (
+            self.stage.forward if training else self.stage.predict
+        )
+        for instruction in program:
+            while not self._ready(instruction):
+                yield
+            try:
+                self._handlers[type(instruction)](instruction)
+            except Exception as error:
+                error.add_note(f"in {instruction}")
+                raise
+        assert not self._here and not self._posted, "values were left over"
+        self.stage.assert_empty()
+        self.transport.end()
+
+    def _ready(self, instruction: object) -> bool:
+        match instruction:
+            case Pass():
+                value = self._input_of(instruction)
+                return value not in self._posted or self.transport.ready(value)
+            case Step():
+                return self.optimizer.ready()
+        return True
+
+    def _input_of(self, job: Pass) -> Value | None:
+        """The tensors that a pass takes from another chunk, if any."""
+        match job.kind:
+            case PassKind.F if job.chunk > 0:
+                return Value(What.ACTIVATION, job.chunk - 1, job.microbatch)
+            case PassKind.B | PassKind.BW if job.chunk < self._last:
+                return Value(What.GRADIENT, job.chunk + 1, job.microbatch)
+        return None
+
+    def _output_of(self, job: Pass) -> Value | None:
+        """The tensors that a pass has for another chunk, if any."""
+        match job.kind:
+            case PassKind.F if job.chunk < self._last:
+                return Value(What.ACTIVATION, job.chunk, job.microbatch)
+            case PassKind.B | PassKind.BW if job.chunk > 0:
+                return Value(What.GRADIENT, job.chunk, job.microbatch)
+        return None
+
+    def _pass(self, job: Pass) -> None:
+        tensors = None
+        value = self._input_of(job)
+        if value in self._posted:
+            self._posted.remove(value)
+            tensors = self.transport.receive(value, job)
+        elif value is not None:
+            tensors = self._here.pop(value)
+        start = time.perf_counter()
+        with record_function(str(job)):
+            result = self._passes[job.kind](job.chunk, job.microbatch, tensors)
+        self.slots.append(Slot(job, start, time.perf_counter()))
+        value = self._output_of(job)
+        if value is not None:
+            assert result is not None
+            self._here[value] = result
+
+    def _backward(
+        self, chunk: int, microbatch: int, gradients: Tensors | None
+    ) -> Tensors:
+        """BW: the same B and W, in one job."""
+        result = self.stage.backward_input(chunk, microbatch, gradients)
+        self.stage.backward_weight(chunk, microbatch)
+        return result
+
+    def _backward_weight(self, chunk: int, microbatch: int, _: None) -> None:
+        self.stage.backward_weight(chunk, microbatch)
+
+    def _send(self, instruction: Send) -> None:
+        tensors = self._here.pop(instruction.value)
+        self.transport.send(instruction.value, tensors, instruction.peer)
+
+    def _receive(self, instruction: Receive) -> None:
+        self._posted.add(instruction.value)
+        self.transport.post(instruction.value, instruction.peer)
+
+    def _reduce(self, instruction: Reduce) -> None:
+        self.optimizer.reduce(self.transport)
+
+    def _step(self, job: Step) -> None:
+        start = time.perf_counter()
+        with record_function(str(job)):
+            self.optimizer.step(job)
+        self.slots.append(Slot(job, start, time.perf_counter()))
+
+
+def drive(
+    executors: Mapping[int, Executor],
+    programs: Sequence[Program],
+    *,
+    training: bool = True,
+) -> None:
+    """Run the programs of this process's stages, each as far as it can in turn.
+
+    Args:
+        executors: by stage; all stages, or the only one of this process.
+        programs: one per stage of the pipeline.
+        training: False runs the forwards alone.
+    """
+    running = []
+    for stage, executor in executors.items():
+        executor.transport.begin(training=training)
+        running.append(executor.run(programs[stage], training=training))
+    while running:
+        running = [run for run in running if next(run, _DONE) is not _DONE]
+
+
+_DONE = object()

@@ -1,0 +1,79 @@
+"""Join the processes of a pipeline: device, process group, fresh store per restart."""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["initialise", "own_device"]
+
+
+def own_device() -> torch.device:
+    """This process's GPU, or the CPU where the machine has too few GPUs or none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+        return torch.device("cpu")
+    return torch.device("cuda", local)
+
+
+def initialise(
+    device: torch.device, *, timeout_s: float, store: dist.Store | None = None
+) -> None:
+    """Join torch.distributed, if a launcher's environment asks for it.
+
+    Does nothing where the process group exists, or where this process is alone.
+
+    Args:
+        device: NCCL serves GPUs of their own, gloo everything else.
+        timeout_s: for operations that have no time-out of their own.
+        store: where the processes meet; None: torchrun's, under a name of its own for
+            each restart, as the addresses of a dead attempt would be stale.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized() or (n_processes == 1 and store is None):
+        return
+    timeout = timedelta(seconds=timeout_s)
+    if store is None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        main_store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size=n_processes,
+            is_master=_serves_store(),
+            timeout=timeout,
+        )
+        store = dist.PrefixStore(f"zbpp_attempt_{attempt}", main_store)
+    dist.init_process_group(
+        backend=_backend(device),
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=n_processes,
+        timeout=timeout,
+    )
+
+
+def _backend(device: torch.device) -> str:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cuda" and local <= torch.cuda.device_count():
+        return "nccl"
+    return "gloo"
+
+
+def _serves_store() -> bool:
+    """Torchrun's agent serves the store; by hand (python script.py) rank 0 does."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    return os.environ["RANK"] == "0"
+
+
+def use_loopback() -> None:
+    """Let gloo talk over the loopback interface: all processes are on this machine."""
+    name = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -1,0 +1,249 @@
+"""The chunks of one stage, and what each micro-batch keeps alive between its passes.
+
+    F  keeps (inputs, outputs)            B needs them
+    B  keeps the weight-gradient queue    W needs it
+    W  keeps nothing
+
+Gradients are added in micro-batch order whatever the order of the passes, so that all
+schedules end with the same bits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.runtime.batch import Tensors, count_samples
+from zbpp.runtime.split_backward import WeightQueue, accumulate, defer_linears
+
+__all__ = ["Chunk", "LossFn", "Stage"]
+
+LossFn = Callable[..., Tensor]
+"""``loss_fn(outputs, targets) -> scalar``, the mean over one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive layers of the model; ``first`` is the global index of the first."""
+
+    index: int
+    first: int
+    layers: tuple[nn.Module, ...]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter once."""
+        return nn.ModuleList(self.layers).parameters()
+
+
+@dataclass
+class _Saved:
+    inputs: Tensors
+    outputs: Tensors
+    queue: WeightQueue
+
+
+class _InOrder:
+    """Runs actions in micro-batch order: one that comes early waits for its turn."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._early: dict[int, Callable[[], None]] = {}
+
+    def is_turn(self, microbatch: int) -> bool:
+        return microbatch == self._turn
+
+    def add(self, microbatch: int, action: Callable[[], None]) -> None:
+        self._early[microbatch] = action
+        while self._turn in self._early:
+            self._early.pop(self._turn)()
+            self._turn += 1
+
+
+class Stage:
+    """Forward, B and W of this stage's chunks on single micro-batches.
+
+    Args:
+        chunks: the chunks held here.
+        n_chunks: chunks of the whole model; the last one ends with the loss.
+        loss_fn: mean loss of a micro-batch.
+        device: where inputs and targets are moved to.
+        autocast: compute dtype of the forward, or None.
+        seed: if given, the random generator is seeded before every layer from (seed,
+            step, layer, micro-batch), so that dropout is the same under every schedule.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        n_chunks: int,
+        loss_fn: LossFn,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
+        self._last = n_chunks - 1
+        self._loss_fn = loss_fn
+        self.device = device
+        self._autocast = autocast
+        self._seed = seed
+        self.n_deferred = defer_linears(
+            layer for chunk in chunks for layer in chunk.layers
+        )
+        self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
+
+    def begin(
+        self,
+        *,
+        step: int,
+        inputs: Sequence[Tensors] | None,
+        targets: Sequence[object] | None,
+        n_microbatches: int,
+    ) -> None:
+        """Start a step: take its micro-batches, forget what an earlier one left."""
+        self._step = step
+        self._inputs = inputs
+        self._targets = targets
+        self.n_microbatches = n_microbatches
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._direct = {chunk: _InOrder() for chunk in self.chunks}
+        self._deferred = {chunk: _InOrder() for chunk in self.chunks}
+        self.losses: dict[int, Tensor] = {}
+
+    def weighted_losses(self) -> Tensor:
+        """Loss and number of samples of each micro-batch, (2, micro-batches) float64.
+
+        All zero on the stages that do not hold the last chunk.
+        """
+        table = torch.zeros(2, self.n_microbatches, dtype=torch.float64)
+        for microbatch, loss in self.losses.items():
+            assert self._targets is not None
+            table[0, microbatch] = loss
+            table[1, microbatch] = count_samples(self._targets[microbatch])
+        return table.to(self.device)
+
+    def assert_empty(self) -> None:
+        """After a step nothing may be left alive."""
+        assert not self._saved, f"left over: {sorted(self._saved)}"
+
+    def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
+        """Forward without gradients, for evaluation."""
+        with torch.no_grad(), self._autocast_context():
+            return self._run_layers(chunk, microbatch, self._take(microbatch, inputs))
+
+    def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
+        """F: run the layers (and the loss, on the last chunk); keep the graph.
+
+        Args:
+            chunk: one of this stage's.
+            microbatch: its number in the step.
+            inputs: what the chunk before has put out; None on chunk 0, which reads
+                the step's own inputs.
+
+        Returns:
+            The outputs, detached; those that need a gradient say so.
+        """
+        if inputs is not None:
+            inputs = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+        taken = self._take(microbatch, inputs)
+        queue = WeightQueue()
+        with queue.recording(), self._autocast_context():
+            outputs = self._run_layers(chunk, microbatch, taken)
+        self._saved[chunk, microbatch] = _Saved(taken, outputs, queue)
+        return tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
+
+    def backward_input(
+        self, chunk: int, microbatch: int, gradients: Tensors | None
+    ) -> Tensors:
+        """B: gradients of the inputs (and of all but the deferred weights).
+
+        Args:
+            chunk: one of this stage's.
+            microbatch: its number in the step.
+            gradients: one for each output of F that needs one; None on the last chunk.
+
+        Returns:
+            One gradient for each input of F that needs one.
+        """
+        saved = self._saved[chunk, microbatch]
+        roots = [y for y in saved.outputs if y.requires_grad]
+        if gradients is None:
+            gradients = tuple(
+                torch.full_like(y, 1.0 / self.n_microbatches) for y in roots
+            )
+        turn = self._direct[chunk]
+        own = [p for p in self.chunks[chunk].parameters() if p.requires_grad]
+        early = not turn.is_turn(microbatch)
+        kept = [p.grad for p in own] if early else []
+        if early:
+            for p in own:
+                p.grad = None
+        if roots:
+            with saved.queue.recording():
+                torch.autograd.backward(roots, gradients)
+        if early:
+            late = [p.grad for p in own]
+            for p, gradient in zip(own, kept, strict=True):
+                p.grad = gradient
+            turn.add(microbatch, lambda: _add_all(own, late))
+        else:
+            turn.add(microbatch, _nothing)
+        asked = [x for x in saved.inputs if x.requires_grad] if chunk > 0 else []
+        result = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in asked)
+        saved.inputs = saved.outputs = ()
+        return result
+
+    def backward_weight(self, chunk: int, microbatch: int) -> None:
+        """W: the weight gradients that B has deferred."""
+        queue = self._saved.pop((chunk, microbatch)).queue
+        self._deferred[chunk].add(microbatch, queue.run)
+
+    def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
+        if inputs is not None:
+            return inputs
+        assert self._inputs is not None, "this stage needs the step's inputs"
+        return tuple(x.to(self.device) for x in self._inputs[microbatch])
+
+    def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
+        value: object = inputs[0] if len(inputs) == 1 else inputs
+        held = self.chunks[chunk]
+        for layer_index, layer in enumerate(held.layers, start=held.first):
+            if self._seed is not None:
+                torch.manual_seed(
+                    hash((self._seed, self._step, layer_index, microbatch))
+                    & 0x7FFF_FFFF_FFFF_FFFF
+                )
+            value = layer(value)
+        if chunk == self._last and self._targets is not None:
+            target = _to_device(self._targets[microbatch], self.device)
+            value = self._loss_fn(value, target)
+            assert isinstance(value, Tensor)
+            self.losses[microbatch] = value.detach()
+        return value if isinstance(value, tuple) else (value,)  # type: ignore[return-value]
+
+    def _autocast_context(self) -> AbstractContextManager[object]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+
+def _to_device(value: object, device: torch.device) -> object:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple | list):
+        return type(value)(_to_device(item, device) for item in value)
+    return value
+
+
+def _add_all(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                accumulate(parameter, gradient)
+
+
+def _nothing() -> None:
+    """The gradients are in place already."""
