@@ -2,7 +2,6 @@
 
 from zbpp.schedules.fthenb import plan_fthenb
 from zbpp.schedules.lower import check_channels, lower, lower_forward
-from zbpp.schedules.lower import lower, lower_forward
 from zbpp.schedules.one_f_one_b import plan_one_f_one_b
 from zbpp.schedules.torch_csv import to_torch_csv
 from zbpp.schedules.vpp import plan_vpp
@@ -11,8 +10,6 @@ from zbpp.schedules.zb_h2 import plan_zb_h2
 from zbpp.schedules.zb_v import plan_zb_v
 
 __all__ = [
-    "lower",
-    "lower_forward",
     "check_channels",
     "lower",
     "lower_forward",

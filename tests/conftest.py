@@ -1,0 +1,45 @@
+"""Settings of all tests: seeds, hypothesis, and a header that says what is tested."""
+
+import importlib.util
+import os
+import random
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from hypothesis import settings
+
+# No deadline: the machine may be busy. Derandomized: a red run can be run again.
+settings.register_profile("zbpp", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("long", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "zbpp"))
+
+
+def pytest_report_header() -> str:
+    return f"zbpp {_version('zbpp')}, torch {_version('torch')}, device: {_device()}"
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if name in sys.modules:  # not loaded here: most tests need neither
+            function = sys.modules[name]
+            for part in seed.split("."):
+                function = getattr(function, part)
+            function(0)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _device() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "none"
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
