@@ -14,12 +14,19 @@ from zbpp.runtime.split_backward import current_queue
 
 __all__ = ["EmulatedLayer", "sleep_until"]
 
+_OVERSHOOT_S = 2e-4
+
 
 def sleep_until(deadline: float) -> None:
-    """Sleep until `time.perf_counter` reads ``deadline``; a late start is not added."""
-    rest = deadline - time.perf_counter()
+    """Wait until `time.perf_counter` reads ``deadline``; a late start is not added.
+
+    Sleeping overshoots by some 0.1 ms, so the last stretch is spent on the clock.
+    """
+    rest = deadline - time.perf_counter() - _OVERSHOOT_S
     if rest > 0:
         time.sleep(rest)
+    while time.perf_counter() < deadline:
+        pass
 
 
 class _Sleep(torch.autograd.Function):
@@ -53,12 +60,17 @@ class EmulatedLayer(nn.Module):
 
     Args:
         f_s, b_s, w_s: seconds of forward, input gradient and weight gradient.
+        step_s: seconds that an optimizer shall take for this layer; it is an
+            attribute of the layer's parameter, ``weight.step_s``.
     """
 
-    def __init__(self, f_s: float, b_s: float, w_s: float) -> None:
+    def __init__(
+        self, f_s: float, b_s: float, w_s: float, *, step_s: float = 0.0
+    ) -> None:
         super().__init__()
         self.times = (f_s, b_s, w_s)
         self.weight = nn.Parameter(torch.zeros(()))
+        self.weight.step_s = step_s  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Hand on ``x`` of any shape, after ``f_s`` seconds."""

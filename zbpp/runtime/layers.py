@@ -37,7 +37,7 @@ def deal(
         split = [base + (chunk < more) for chunk in range(n_chunks)]
     if len(split) != n_chunks or sum(split) != n_layers or min(split) < 1:
         raise RequestError(
-            f"split {list(split)} must give each of {n_chunks} chunks one layer or more "
+            f"split {list(split)} must give each of {n_chunks} chunks at least one layer "
             f"of {n_layers}; it has {len(split)} entries, their sum is {sum(split)}"
         )
     ranges = []

@@ -1,0 +1,127 @@
+"""`zbpp train --emulate costs.json`: the real runtime on layers that sleep.
+
+Every chunk is one layer that sleeps for the chunk's times, in milliseconds; the
+optimizer sleeps too. What is measured is then the schedule and the runtime's
+overhead, on as many stages as are wanted, whatever the number of cores.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.core import Costs, PassTimes, Schedule
+from zbpp.pipeline import Pipeline
+from zbpp.runtime.emulate import EmulatedLayer, sleep_until
+from zbpp.simulator import bubble_rate, simulate, step_time
+
+__all__ = ["Emulation", "emulate"]
+
+_WARM_UP = 2  # steps that are not counted: the first one learns the shapes
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Medians over the counted steps, beside what the simulator says; times in ms."""
+
+    schedule: Schedule
+    n_steps: int
+    step_ms: float
+    simulated_step_ms: float
+    bubble_rate: float
+    simulated_bubble_rate: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule.name}  stages: {self.schedule.n_stages}  "
+            f"microbatches: {self.schedule.n_microbatches}  "
+            f"step: {self.step_ms:.1f} ms measured, {self.simulated_step_ms:.1f} ms "
+            f"simulated ({self.step_ms / self.simulated_step_ms - 1:+.1%})  "
+            f"bubble: {self.bubble_rate:.1%} measured, "
+            f"{self.simulated_bubble_rate:.1%} simulated  (median of {self.n_steps})"
+        )
+
+
+class _SleepingOptimizer(torch.optim.Optimizer):
+    """Takes a given time, and leaves the parameters alone."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], seconds: float) -> None:
+        super().__init__(parameters, {})
+        self._seconds = seconds
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Sleep."""
+        sleep_until(time.perf_counter() + self._seconds)
+
+
+def emulate(
+    schedule: Schedule, costs: Costs, *, n_steps: int, timeout_s: float = 60.0
+) -> Emulation:
+    """Run a schedule on sleeping layers (every rank must call).
+
+    Args:
+        schedule: what to run.
+        costs: in ms. The simulator counts ``comm`` as given; the run sends real
+            messages, which take the time that they take.
+        n_steps: steps to count, after two that are not.
+        timeout_s: how long a stage may wait for another.
+    """
+    pipeline = Pipeline(
+        partial(_build, costs.on(schedule.placement)),
+        n_layers=schedule.placement.n_chunks,
+        loss_fn=_mean,
+        optimizer=_make_optimizer,
+        schedule=schedule,
+        n_stages=schedule.n_stages,
+        timeout_s=timeout_s,
+        device="cpu",
+    )
+    batch = torch.zeros(schedule.n_microbatches, 1)
+    steps, bubbles = [], []
+    for step in range(_WARM_UP + n_steps):
+        pipeline.gather(None)  # all ranks start together
+        start = time.perf_counter()
+        pipeline.step(batch, batch)
+        took = max(pipeline.gather(time.perf_counter() - start))
+        measured = pipeline.timeline()
+        if step >= _WARM_UP:
+            steps.append(took * 1e3)
+            bubbles.append(bubble_rate(measured))
+    simulated = simulate(schedule, costs)
+    return Emulation(
+        schedule=schedule,
+        n_steps=n_steps,
+        step_ms=statistics.median(steps),
+        simulated_step_ms=step_time(simulated),
+        bubble_rate=statistics.median(bubbles),
+        simulated_bubble_rate=bubble_rate(simulated),
+    )
+
+
+def _build(times: PassTimes, chunks: range) -> list[nn.Module]:
+    """One sleeping layer a chunk; a stage's first one carries its optimizer's time."""
+    layers: list[nn.Module] = []
+    for chunk in chunks:
+        stage = times.placement.stage_of[chunk]
+        first = times.placement.chunks_of[stage][0]
+        layer = EmulatedLayer(
+            times.f[chunk] / 1e3,
+            times.b[chunk] / 1e3,
+            times.w[chunk] / 1e3,
+            step_s=times.optimizer[stage] / 1e3 if chunk == first else 0.0,
+        )
+        layers.append(layer)
+    return layers
+
+
+def _make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    seconds = sum(getattr(parameter, "step_s", 0.0) for parameter in parameters)
+    return _SleepingOptimizer(parameters, seconds)
+
+
+def _mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean()
