@@ -1,0 +1,103 @@
+"""The critical path, and the engine against networkx's longest path."""
+
+import networkx as nx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zbpp.simulator import critical_path, job_graph, makespan, simulate, step_time
+
+from zbpp.core import Costs, Pass, PassKind, Step
+from zbpp.modes import MODES, plan
+
+F, B, W, BW = PassKind
+
+
+@st.composite
+def cases(draw):
+    """A schedule of any mode with times per chunk, zeros and long messages too."""
+    schedule = plan(
+        draw(st.sampled_from(sorted(MODES))),
+        n_stages=draw(st.integers(1, 5)),
+        n_microbatches=draw(st.integers(1, 9)),
+    )
+    n_chunks = schedule.placement.n_chunks
+    time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
+    times = st.tuples(*[time] * n_chunks)
+    costs = Costs(draw(times), draw(times), draw(times), draw(time), draw(times))
+    return schedule, costs
+
+
+@given(cases())
+def test_the_longest_path_is_the_engines_step_time(case):
+    schedule, costs = case
+    timeline = simulate(schedule, costs)
+    path = critical_path(schedule, costs)
+    assert path.length == pytest.approx(step_time(timeline), abs=1e-9)
+    passes = critical_path(schedule, costs, with_steps=False)
+    assert passes.length == pytest.approx(makespan(timeline), abs=1e-9)
+
+
+@given(cases())
+def test_the_jobs_of_the_path_are_where_the_engine_puts_them(case):
+    schedule, costs = case
+    starts = {
+        slot.job: slot.start for row in simulate(schedule, costs).rows for slot in row
+    }
+    for slot in critical_path(schedule, costs).slots:
+        assert slot.start == pytest.approx(starts[slot.job], abs=1e-9)
+
+
+@given(cases())
+def test_the_graph_has_every_job_and_no_cycle(case):
+    schedule, costs = case
+    graph = job_graph(schedule, costs)
+    assert set(graph) == {job for order in schedule.orders for job in order}
+    assert nx.is_directed_acyclic_graph(graph)
+
+
+def test_the_path_of_1f1b_goes_down_up_and_along_the_first_stage():
+    schedule = plan("1F1B", n_stages=2, n_microbatches=2)
+    path = critical_path(schedule, Costs(f=1, b=2, w=3, comm=0.5, optimizer=4))
+    assert [str(slot.job) for slot in path.slots] == [
+        *("0F0", "1F0", "1BW0", "1F1", "1BW1", "0BW1", "O")
+    ]
+    assert path.length == 4 * 0.25 + 3 * 1 + 3 * 5 + 4
+    assert (path.time_of(F), path.time_of(BW), path.time_of(W)) == (3, 15, 0)
+    assert path.time_in_messages == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "w", "optimizer"),
+    [
+        (Pass(F, 0, 0), Pass(F, 1, 0), (1, 9), (0, 0)),
+        (Pass(B, 1, 2), Pass(B, 0, 2), (9, 1), (0, 0)),
+        (Pass(W, 1, 2), Step(0), (1, 9), (20, 0)),
+    ],
+)
+def test_each_kind_of_edge_is_needed(source, target, w, optimizer):
+    """Without the edges of one kind the path is too short: the law above can fail."""
+    schedule = plan("ZBH1", n_stages=2, n_microbatches=3)
+    graph = job_graph(schedule, Costs(w=w, comm=1, optimizer=optimizer))
+    assert graph.has_edge(source, target)
+    for job, duration in list(graph.nodes(data="duration")):
+        graph.add_edge(job, "end", weight=duration)
+    full = nx.dag_longest_path_length(graph)
+    kinds = kind_of(source), kind_of(target)
+    graph.remove_edges_from(
+        [
+            (before, after)
+            for before, after in graph.edges
+            if after != "end"
+            and (kind_of(before), kind_of(after)) == kinds
+            and stage_of(before) != stage_of(after)
+        ]
+    )
+    assert nx.dag_longest_path_length(graph) < full
+
+
+def kind_of(job):
+    return job.kind if isinstance(job, Pass) else Step
+
+
+def stage_of(job):
+    return job.chunk if isinstance(job, Pass) else job.stage

@@ -1,0 +1,136 @@
+"""Metrics of timelines drawn by hand, simulated and as if measured."""
+
+import pytest
+from zbpp.simulator import (
+    bubble_rate,
+    idle,
+    makespan,
+    memory_over_time,
+    overhead,
+    peak_memory,
+    simulate,
+    span,
+    stage_span,
+    step_time,
+    work,
+)
+
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    Pass,
+    PassKind,
+    Placement,
+    RequestError,
+    Schedule,
+    Slot,
+    Step,
+    Timeline,
+    parse_job,
+)
+from zbpp.modes import plan
+
+#     0    2    4    6    8    10   12   14
+# 0   F F  .  .  .  .  B B  W W  O O          span 10, work 6, idle 4
+# 1   .  .  F F  BW BW BW BW                  span 6, work 6
+DRAWN = Timeline(
+    "drawn",
+    Placement.single(2),
+    1,
+    (
+        (
+            Slot(Pass(PassKind.F, 0, 0), 100.0, 102.0),
+            Slot(Pass(PassKind.B, 0, 0), 106.0, 108.0),
+            Slot(Pass(PassKind.W, 0, 0), 108.0, 110.0),
+            Slot(Step(0), 111.0, 113.0),
+        ),
+        (
+            Slot(Pass(PassKind.F, 1, 0), 102.0, 104.0),
+            Slot(Pass(PassKind.BW, 1, 0), 104.0, 108.0),
+            Slot(Step(1), 111.0, 114.0),
+        ),
+    ),
+)
+
+
+def test_times_of_a_drawn_timeline_that_starts_late():
+    assert [stage_span(DRAWN, stage) for stage in (0, 1)] == [10, 6]
+    assert span(DRAWN) == makespan(DRAWN) == 10
+    assert step_time(DRAWN) == 14
+    assert work(DRAWN) == [6, 6]
+    assert idle(DRAWN) == [4, 0]
+
+
+def test_bubble_rate_is_idle_over_total_and_overhead_idle_over_ideal():
+    assert bubble_rate(DRAWN) == pytest.approx(4 / 10)
+    assert overhead(DRAWN) == pytest.approx(4 / 6)
+
+
+def test_bubble_rate_is_taken_from_the_span_not_from_the_makespan():
+    """ZB-H2 fills every stage's span though the stages start at different times."""
+    timeline = simulate(plan("ZBH2", n_stages=4, n_microbatches=8))
+    assert (span(timeline), makespan(timeline)) == (24, 27)
+    assert bubble_rate(timeline) == overhead(timeline) == 0
+    assert (makespan(timeline) - 24) / makespan(timeline) > 0.1
+
+
+def test_the_optimizer_is_no_part_of_the_bubble():
+    schedule = plan("ZBH1", n_stages=3, n_microbatches=4)
+    without, with_optimizer = (simulate(schedule, Costs(optimizer=o)) for o in (0, 7))
+    assert bubble_rate(without) == bubble_rate(with_optimizer)
+    assert step_time(with_optimizer) == step_time(without) + 7
+
+
+def test_the_busiest_stage_is_the_ideal_of_unequal_stages():
+    timeline = simulate(
+        plan("1F1B", n_stages=2, n_microbatches=4),
+        Costs(f=(1, 2), b=(1, 2), w=(1, 2)),
+    )
+    assert work(timeline) == [12, 24]
+    assert bubble_rate(timeline) == pytest.approx(1 - 24 / span(timeline))
+
+
+def test_free_jobs_make_no_bubble_and_no_division_by_zero():
+    timeline = simulate(plan("1F1B", n_stages=2, n_microbatches=2), Costs(0, 0, 0))
+    assert bubble_rate(timeline) == overhead(timeline) == span(timeline) == 0
+
+
+def test_memory_is_taken_at_the_start_of_f_and_given_back_at_ends():
+    memory = MemoryModel(m_b=(4, 3), m_w=(1, 2))
+    assert memory_over_time(DRAWN, memory) == [
+        [(100, 4), (108, 1), (110, 0)],
+        [(102, 3), (108, 0)],
+    ]
+    assert peak_memory(DRAWN, memory) == [4, 3]
+
+
+def test_what_w_still_needs_adds_to_the_peak():
+    row = ["0F0", "0F1", "0B0", "0F2", "0B1", "0W0", "0W1", "0B2", "0W2"]
+    schedule = Schedule(
+        "late W",
+        Placement.single(1),
+        3,
+        (tuple(parse_job(cell, stage=0) for cell in row),),
+    )
+    timeline = simulate(schedule)
+    assert peak_memory(timeline, MemoryModel(m_w=0.5)) == [2.5]
+    assert peak_memory(timeline, MemoryModel(m_w=0)) == [2]
+
+
+@pytest.mark.parametrize("mode", ["FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV"])
+def test_memory_ends_at_zero_and_its_maximum_is_the_peak(mode):
+    memory = MemoryModel(m_b=1.0, m_w=0.25)
+    timeline = simulate(plan(mode, n_stages=3, n_microbatches=7), Costs(3, 2, 1, 0.5))
+    curves = memory_over_time(timeline, memory)
+    assert all(curve[-1][1] == pytest.approx(0) for curve in curves)
+    assert [max(held for _, held in curve) for curve in curves] == pytest.approx(
+        peak_memory(timeline, memory)
+    )
+    for curve in curves:
+        times = [time for time, _ in curve]
+        assert times == sorted(times)
+
+
+def test_a_memory_model_must_fit_the_placement():
+    with pytest.raises(RequestError, match="m_b has 3 entries for 2 chunks"):
+        peak_memory(DRAWN, MemoryModel(m_b=(1, 1, 1)))

@@ -1,0 +1,185 @@
+"""Pictures: what is drawn, not only that something is."""
+
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from zbpp.simulator import memory_over_time, plot, simulate, step_time
+
+from zbpp.core import Costs, MemoryModel, RequestError
+from zbpp.modes import plan
+
+
+def timeline_of(mode, p=4, m=8, costs=None):
+    return simulate(
+        plan(mode, n_stages=p, n_microbatches=m), costs or Costs(optimizer=2)
+    )
+
+
+def boxes(axes):
+    """Number of boxes by letter and leg, such as {"F 0": 32}."""
+    return {
+        collection.get_gid(): len(collection.get_paths())
+        for collection in axes.collections
+        if isinstance(collection, PolyCollection)
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("1F1B", {"F 0": 32, "BW 0": 32, "O 0": 4}),
+        ("ZBH1", {"F 0": 32, "B 0": 32, "W 0": 32, "O 0": 4}),
+        (
+            "ZBV",
+            {f"{kind} {leg}": 32 for kind in "FBW" for leg in (0, 1)} | {"O 0": 4},
+        ),
+    ],
+)
+def test_one_box_a_job_and_one_grey_box_a_stage(mode, expected):
+    axes = Figure().add_subplot()
+    timeline = timeline_of(mode)
+    plot(timeline, axes)
+    assert boxes(axes) == expected | {"idle": 4}
+    assert sum(expected.values()) == sum(map(len, timeline.rows))
+
+
+def test_a_box_stands_where_its_job_runs():
+    axes = Figure().add_subplot()
+    timeline = timeline_of("ZBH1")
+    plot(timeline, axes)
+    (weights,) = (c for c in axes.collections if c.get_gid() == "W 0")
+    drawn = sorted(
+        (path.get_extents().x0, path.get_extents().x1, path.get_extents().y0 + 0.43)
+        for path in weights.get_paths()
+    )
+    expected = sorted(
+        (slot.start, slot.end, stage)
+        for stage, row in enumerate(timeline.rows)
+        for slot in row
+        if "W" in str(slot.job)
+    )
+    assert drawn == [pytest.approx(entry) for entry in expected]
+
+
+def test_numbers_title_and_legend(tmp_path):
+    figure = plot(timeline_of("ZBV"), tmp_path / "v.png", memory=MemoryModel())
+    axes = figure.axes[0]
+    numbers = [text.get_text() for text in axes.texts]
+    assert sorted(numbers) == sorted([str(i) for i in range(8)] * 24 + ["O"] * 4)
+    assert axes.get_title("left") == "ZBV   4 stages, 8 micro-batches"
+    assert axes.get_title("right") == "bubble rate 0.00 %    peak memory 4 M$_B$"
+    assert [text.get_text()[:2].strip() for text in axes.get_legend().texts] == [
+        *("F", "B", "W", "O", "id", "li")
+    ]
+
+
+def test_what_is_not_there_is_not_in_the_legend(tmp_path):
+    figure = plot(timeline_of("1F1B", costs=Costs()), tmp_path / "x.svg")
+    entries = [text.get_text() for text in figure.axes[0].get_legend().texts]
+    assert entries == ["F  forward", "BW  both gradients", "idle"]
+    assert "peak" not in figure.axes[0].get_title("right")
+
+
+def test_numbers_that_do_not_fit_are_left_out(tmp_path):
+    crowded = timeline_of("ZBH1", p=2, m=300)
+    figure = plot(crowded, tmp_path / "crowded.png")
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert not any(text.isdigit() for text in texts)
+
+
+def test_chunks_of_one_stage_differ_in_colour():
+    axes = Figure().add_subplot()
+    plot(timeline_of("ZBV"), axes)
+    colours = {
+        c.get_gid(): tuple(c.get_facecolor()[0])
+        for c in axes.collections
+        if isinstance(c, PolyCollection)
+    }
+    assert len(set(colours.values())) == len(colours)
+
+
+def test_memory_over_time_is_drawn_below(tmp_path):
+    timeline, memory = timeline_of("ZBH1"), MemoryModel(limit=5)
+    figure = plot(timeline, tmp_path / "m.png", memory=memory, time_unit="ms")
+    below = figure.axes[1]
+    assert below.get_xlabel() == "time (ms)"
+    *stages, limit = below.lines
+    assert list(limit.get_ydata()) == [5, 5]
+    assert len(stages) == 4
+    for line, curve in zip(stages, memory_over_time(timeline, memory), strict=True):
+        assert max(line.get_ydata()) == max(held for _, held in curve)
+        assert line.get_ydata()[-1] == 0
+
+
+def test_several_timelines_share_one_time_axis(tmp_path):
+    timelines = [timeline_of("1F1B"), timeline_of("ZBH1")]
+    figure = plot(timelines, tmp_path / "two.png", memory=MemoryModel())
+    upper, lower = figure.axes
+    assert upper.get_xlim() == lower.get_xlim() == (0, step_time(timelines[0]))
+    assert lower.get_title("left").startswith("ZBH1")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"),
+    [
+        ("png", b"\x89PNG"),
+        ("svg", b"<?xml"),
+        ("pdf", b"%PDF"),
+        ("html", b"<!DOCTYPE html>"),
+        ("PNG", b"\x89PNG"),
+    ],
+)
+def test_the_suffix_chooses_the_format(tmp_path, suffix, start):
+    path = tmp_path / f"picture.{suffix}"
+    plot(timeline_of("ZBH1"), path)
+    assert path.read_bytes().startswith(start)
+
+
+def test_an_svg_is_xml_with_searchable_text_and_the_same_bytes_each_time(tmp_path):
+    first, second = tmp_path / "1.svg", tmp_path / "2.svg"
+    for path in (first, second):
+        plot(timeline_of("ZBH1"), path)
+    assert first.read_bytes() == second.read_bytes()
+    text = "".join(ElementTree.fromstring(first.read_text()).itertext())
+    assert "4 stages, 8 micro-batches" in text
+
+
+def test_ten_thousand_jobs_take_seconds(tmp_path):
+    timeline = timeline_of("ZBV", p=16, m=104)
+    assert sum(map(len, timeline.rows)) > 9_900
+    start = time.perf_counter()
+    plot(timeline, tmp_path / "big.png", memory=MemoryModel())
+    assert time.perf_counter() - start < 20  # 1 s on an idle machine
+
+
+def test_wrong_files_are_refused(tmp_path):
+    with pytest.raises(RequestError, match=r"must end in \.png, \.svg, \.pdf, \.html"):
+        plot(timeline_of("ZBH1"), tmp_path / "x.gif")
+    with pytest.raises(RequestError, match="cannot be written: No such file"):
+        plot(timeline_of("ZBH1"), tmp_path / "missing" / "x.png")
+
+
+@pytest.mark.parametrize("hidden", ["matplotlib", "nothing"])
+def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, hidden):
+    code = (
+        "import sys\n"
+        f"sys.modules['{hidden}'] = None\n"
+        "from zbpp.modes import plan\n"
+        "from zbpp.simulator import plot, simulate\n"
+        "timeline = simulate(plan('ZBH1', n_stages=1, n_microbatches=1))\n"
+        f"plot(timeline, {str(tmp_path / 'x.png')!r})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    missing = "pip install 'zbpp[viz]'" in done.stderr
+    assert missing == (hidden == "matplotlib")
+    assert (tmp_path / "x.png").exists() != missing

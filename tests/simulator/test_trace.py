@@ -1,0 +1,83 @@
+"""Chrome traces: valid JSON, and no two slots of a stage overlap."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from zbpp.simulator import simulate, trace_events, write_trace
+
+from zbpp.core import Costs, MemoryModel, RequestError, Slot
+from zbpp.modes import MODES, plan
+
+COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
+
+
+def timeline_of(mode, p=4, m=6):
+    return simulate(plan(mode, n_stages=p, n_microbatches=m), COSTS)
+
+
+def overlaps(events):
+    tracks = {}
+    for event in events:
+        if event["ph"] == "X":
+            tracks.setdefault((event["pid"], event["tid"]), []).append(event)
+    return [
+        (before["name"], after["name"])
+        for track in tracks.values()
+        for before, after in pairwise(track)
+        if before["ts"] + before["dur"] > after["ts"] + 1e-6
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slots_of_a_track_never_overlap(mode):
+    assert overlaps(trace_events(timeline_of(mode))) == []
+
+
+def test_an_overlap_would_be_found():
+    timeline = timeline_of("ZBH1")
+    first, *rest = timeline.rows[0]
+    late = Slot(first.job, first.start, first.end + 1)
+    wrong = replace(timeline, rows=((late, *rest), *timeline.rows[1:]))
+    assert overlaps(trace_events(wrong)) == [("0F0", "0F1")]
+
+
+def test_a_file_holds_every_job_name_and_memory_of_each_run(tmp_path):
+    timelines = [timeline_of("1F1B"), timeline_of("ZBV")]
+    write_trace(timelines, tmp_path / "t.json", memory=MemoryModel())
+    data = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
+    events = data["traceEvents"]
+    assert {event["ph"] for event in events} == {"X", "C", "M"}
+    for run, timeline in enumerate(timelines):
+        mine = [event for event in events if event["pid"] == run]
+        assert [
+            (event["tid"], event["name"]) for event in mine if event["ph"] == "X"
+        ] == [(s, str(slot.job)) for s, row in enumerate(timeline.rows) for slot in row]
+        names = [event["args"] for event in mine if event["name"] == "thread_name"]
+        assert names == [{"name": f"stage {stage}"} for stage in range(4)]
+        (process,) = (event for event in mine if event["name"] == "process_name")
+        assert process["args"]["name"].startswith(timeline.name)
+        peaks = [event["args"]["held"] for event in mine if event["ph"] == "C"]
+        assert max(peaks) == 4
+
+
+def test_times_are_microseconds_from_the_first_start():
+    timeline = timeline_of("ZBH1")
+    moved = replace(
+        timeline,
+        rows=tuple(
+            tuple(Slot(slot.job, slot.start + 1e6, slot.end + 1e6) for slot in row)
+            for row in timeline.rows
+        ),
+    )
+    jobs = [event for event in trace_events(moved) if event["ph"] == "X"]
+    assert (jobs[0]["ts"], jobs[0]["dur"]) == (0, 18522)
+    assert jobs[0]["args"] == {"chunk": 0, "microbatch": 0}
+    seconds = trace_events(timeline, microseconds_per_unit=1e6)
+    assert next(e for e in seconds if e["ph"] == "X")["dur"] == 18522e3
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(RequestError, match=r"no/t\.json: cannot be written"):
+        write_trace(timeline_of("ZBH1"), tmp_path / "no" / "t.json")
