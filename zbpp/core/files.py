@@ -193,6 +193,8 @@ def _object(text: str, source: str) -> Mapping[str, Any]:
         _fail(
             source, f"line {error.lineno}, column {error.colno}: no JSON: {error.msg}"
         )
+    except (ValueError, RecursionError) as error:  # a huge number, or nested too deep
+        _fail(source, f"no usable JSON: {error}")
     if not isinstance(data, dict):
         _fail(source, "the file must hold one JSON object")
     return data

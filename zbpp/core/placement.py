@@ -26,7 +26,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         stages = set(self.stage_of)
-        if not stages or stages != set(range(max(stages) + 1)):
+        if not stages or min(stages) < 0 or max(stages) != len(stages) - 1:
             raise RequestError(
                 f"placement {list(self.stage_of)}: every stage from 0 up to the "
                 "largest must hold at least one chunk"

@@ -9,7 +9,7 @@ from zbpp.core.timeline import Timeline
 
 __all__ = ["draw", "format_job", "grid", "parse_job"]
 
-_PASS = re.compile(r"(0|[1-9][0-9]*)(F|BW|B|W)(0|[1-9][0-9]*)")
+_PASS = re.compile(r"(0|[1-9][0-9]{0,8})(F|BW|B|W)(0|[1-9][0-9]{0,8})")
 _CONTEXT = 6  # columns shown on each side of a marked one
 
 

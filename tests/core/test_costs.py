@@ -1,0 +1,78 @@
+import math
+
+import pytest
+
+from zbpp.core import (
+    Check,
+    Costs,
+    MemoryModel,
+    Pass,
+    PassKind,
+    Placement,
+    RequestError,
+    Step,
+)
+
+F, B, W, BW = PassKind
+V = Placement.wave(2)  # 0 1 1 0
+
+
+def test_a_number_is_split_over_the_chunks_of_a_stage():
+    times = Costs(f=4.0, b=6.0, w=2.0, optimizer=8.0).on(V)
+    assert times.f == (2.0,) * 4
+    assert [times.of(Pass(kind, 2, 0)) for kind in (F, B, W, BW)] == [2, 3, 1, 4]
+    assert [times.of(Step(stage)) for stage in (0, 1)] == [8.0, 8.0]
+    assert times.of(Check(0)) == 0.0
+
+
+def test_uneven_stages_split_their_own_value():
+    assert Costs(f=6.0).on(Placement((0, 0, 0, 1))).f == (2.0, 2.0, 2.0, 6.0)
+
+
+def test_a_list_has_one_value_per_chunk():
+    times = Costs(f=(1.0, 2.0, 3.0, 4.0), optimizer=(1.0, 2.0, 4.0, 8.0)).on(V)
+    assert times.f == (1.0, 2.0, 3.0, 4.0)
+    assert times.optimizer == (9.0, 6.0)  # chunks 0 and 3, chunks 1 and 2
+
+
+def test_a_message_takes_time_only_between_stages():
+    times = Costs(comm=0.5).on(V)
+    assert [times.delay(c, c + 1) for c in range(3)] == [0.5, 0.0, 0.5]
+
+
+def test_joint_backward_takes_the_time_of_both():
+    times = Costs(b=(1.0, 2.0), w=(4.0, 8.0)).on(Placement.single(2))
+    assert times.of_pass(BW, 1) == times.of_pass(B, 1) + times.of_pass(W, 1) == 10.0
+
+
+@pytest.mark.parametrize("name", ["f", "b", "w", "comm", "optimizer"])
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+def test_times_are_finite_and_not_negative(name, value):
+    with pytest.raises(RequestError, match=f"^{name} is {value}; it must be finite"):
+        Costs(**{name: value})
+    if name != "comm":
+        with pytest.raises(RequestError, match=f"^{name} is"):
+            Costs(**{name: (1.0, value)})
+
+
+@pytest.mark.parametrize("name", ["m_b", "m_w", "memory_limit"])
+def test_memories_are_finite_and_not_negative(name):
+    field = name.removeprefix("memory_")
+    with pytest.raises(RequestError, match=f"^{name} is -1"):
+        MemoryModel(**{field: -1.0})
+
+
+def test_a_list_of_another_length_is_refused_with_both_numbers():
+    with pytest.raises(RequestError, match="b has 3 entries for 4 chunks"):
+        Costs(b=(1.0, 1.0, 1.0)).on(V)
+    with pytest.raises(RequestError, match="m_b has 1 entries for 4 chunks"):
+        MemoryModel(m_b=(1.0,)).on(V)
+    with pytest.raises(RequestError, match="memory_limit has 4 entries for 2 stages"):
+        MemoryModel(limit=(1.0,) * 4).on(V)
+    assert MemoryModel(limit=(1.0, 2.0)).on(V).limit == (1.0, 2.0)
+
+
+def test_what_is_kept_for_w_is_part_of_what_f_took():
+    with pytest.raises(RequestError, match=r"chunk 1: m_w 3 exceeds m_b 2"):
+        MemoryModel(m_b=(3.0, 2.0), m_w=3.0).on(Placement.single(2))
+    MemoryModel(m_b=3.0, m_w=3.0).on(V)
