@@ -112,6 +112,16 @@ def swap_neighbours(data: Data, rng: random.Random) -> tuple[Data, set[int]]:
     return data, {row}
 
 
+def move_later(data: Data, rng: random.Random) -> tuple[Data, set[int]]:
+    """Pick a forward and let it run 2 to 8 places later."""
+    row, _ = _place(data, rng)
+    cells = data["jobs"][row]
+    column = rng.choice([k for k, cell in enumerate(cells) if "F" in cell])
+    cell = cells.pop(column)
+    cells.insert(column + rng.randint(2, 8), cell)
+    return data, {row}
+
+
 def exchange_microbatches(data: Data, rng: random.Random) -> tuple[Data, set[int]]:
     """Let one kind of one chunk run two micro-batches in the other order."""
     row, _ = _place(data, rng)
@@ -150,11 +160,12 @@ MUTATIONS: tuple[Mutation, ...] = (
     move_to_another_stage,
     swap,
     swap_neighbours,
+    move_later,
     exchange_microbatches,
     mistype,
     replace_cell_by_no_text,
 )
-SIZES = ((1, 2), (2, 1), (2, 3), (3, 2), (4, 5))
+SIZES = ((1, 2), (2, 1), (2, 3), (3, 2), (3, 6), (4, 5))
 BASES = [
     (mode, json.loads(schedule_text(plan(mode, n_stages=p, n_microbatches=m))))
     for mode in MODES
