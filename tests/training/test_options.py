@@ -1,0 +1,111 @@
+import re
+import subprocess
+import sys
+
+import pytest
+import tyro
+
+from zbpp.core import RequestError
+from zbpp.training.llama import LlamaConfig
+from zbpp.training.options import Train
+from zbpp.training.setup import check, costs_of, device_of, model_of, split_layers
+from zbpp.training.start import _for_world
+
+
+def test_the_flags_load_no_torch():
+    code = "import sys, zbpp.training.options; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("spelling", ["schedule-mode", "schedule_mode"])
+def test_flags_are_read_with_hyphens_and_underscores(spelling):
+    given = [f"--pipeline_{spelling}", "ZBV", "--memory-limit", "3", "--lr", "0.1"]
+    options = tyro.cli(Train, args=given, use_underscores=True)
+    assert options == Train(pipeline_schedule_mode="ZBV", memory_limit=3.0, lr=0.1)
+
+
+def test_the_defaults_are_those_of_the_model():
+    assert model_of(Train()) == LlamaConfig()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"stages": 0}, "--stages is 0; it must be at least 1"),
+        ({"microbatches": 0}, "--microbatches is 0"),
+        ({"steps": 0}, "--steps is 0"),
+        ({"lr": -1.0}, "--lr is -1.0; it must be at least 0"),
+        ({"lr": float("nan")}, "--lr is nan"),
+        ({"seed": -1}, "--seed is -1"),
+        ({"clip_grad_norm": 0.0}, "--clip_grad_norm is 0.0; it must be above 0"),
+        ({"timeout_s": 0.0}, "--timeout_s is 0.0"),
+    ],
+)
+def test_flags_out_of_range_are_refused(flags, message):
+    with pytest.raises(RequestError, match=re.escape(message)):
+        Train(**flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"pipeline_schedule_mode": "ZBX"}, "unknown schedule mode 'ZBX'"),
+        ({"data": "nowhere"}, "nowhere does not exist"),
+        ({"n_blocks": 1, "stages": 4}, "3 layers cannot fill 4 chunks"),
+        ({"dim": 15}, "dim 15 is no multiple"),
+        ({"metrics": "nowhere/m.jsonl"}, "cannot be written"),
+        ({"costs": "nowhere.json"}, "nowhere.json: cannot be read"),
+        ({"memory_limit": 0.5}, "0.5"),
+    ],
+)
+def test_requests_that_cannot_be_met_are_refused_before_any_process(flags, message):
+    options = tyro.cli(
+        Train,
+        args=[f"--{name}={value}" for name, value in flags.items()],
+        use_underscores=True,
+    )
+    with pytest.raises(RequestError, match=re.escape(message)):
+        check(options)
+
+
+def test_the_memory_limit_overrules_that_of_the_costs_file(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text('{"f": 2, "memory_limit": 7}')
+    assert costs_of(Train(costs=path))[1].limit == 7
+    costs, memory = costs_of(Train(costs=path, memory_limit=5.0))
+    assert (costs.f, memory.limit) == (2, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("n_blocks", "n_chunks", "split"),
+    [
+        (8, 1, [10]),
+        (8, 2, [5, 5]),
+        (8, 4, [3, 2, 2, 3]),
+        (8, 8, [2, 1, 1, 1, 1, 1, 1, 2]),
+        (7, 4, [3, 2, 2, 2]),
+        (6, 8, [1, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_blocks_are_dealt_evenly(n_blocks, n_chunks, split):
+    assert split_layers(LlamaConfig(n_blocks=n_blocks), n_chunks) == split
+    assert sum(split) == n_blocks + 2
+
+
+def test_torchrun_decides_how_many_stages_there_are():
+    assert _for_world(Train(), 4).stages == 4
+    assert _for_world(Train(stages=4), 4).stages == 4
+    with pytest.raises(RequestError, match="--stages is 3, but torchrun has started 4"):
+        _for_world(Train(stages=3), 4)
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_of(Train()) is None
+    assert device_of(Train(device="cpu")).type == "cpu"
+    with pytest.raises(RequestError, match="finds no GPU"):
+        device_of(Train(device="cuda"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert str(device_of(Train(device="cuda"))) == "cuda:1"

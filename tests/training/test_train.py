@@ -1,0 +1,223 @@
+"""The same bits whatever the mode, the number of stages and the transport."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zbpp.training.data import load_corpus
+from zbpp.training.fingerprint import combine, fingerprints
+from zbpp.training.llama import build_layers, cross_entropy
+from zbpp.training.options import Train
+from zbpp.training.setup import model_of
+
+MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
+TINY = Train(
+    stages=1,
+    microbatches=6,
+    microbatch_size=1,
+    seq=16,
+    steps=4,
+    lr=1e-2,
+    warmup_steps=2,
+    clip_grad_norm=0.5,
+    validation_microbatches=4,
+    dim=16,
+    n_blocks=7,
+    n_heads=2,
+    hidden=24,
+    data=Path(__file__),
+    transport="local",
+)
+"""Nine layers: they do not divide by 2, 4 or 8 chunks."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has written into its metrics file."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    val_loss: float
+    params_sha256: str
+
+
+def read(metrics: Path) -> Outcome:
+    *steps, final = map(json.loads, metrics.read_text().splitlines())
+    assert final["final"] is True
+    return Outcome(
+        losses=tuple(line["loss"] for line in steps),
+        norms=tuple(line["grad_norm"] for line in steps),
+        val_loss=final["val_loss"],
+        params_sha256=final["params_sha256"],
+    )
+
+
+def flags(**changed: object) -> list[str]:
+    """The tiny run's flags for a command line, in processes."""
+    chosen = vars(TINY) | {"transport": "processes", "timeout_s": 20.0} | changed
+    return [f"--{k}={v}" for k, v in chosen.items() if v is not None]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Train in this process and tell how it went; the same run is done only once."""
+    metrics = tmp_path_factory.mktemp("train") / "metrics.jsonl"
+
+    @functools.cache
+    def run(**changed: object) -> Outcome:
+        Train(**(vars(TINY) | {"metrics": metrics} | changed)).run()
+        return read(metrics)
+
+    return run
+
+
+@functools.cache
+def plain_torch(clip_grad_norm: float) -> Outcome:
+    """The same training without any pipeline, as a user of torch writes it."""
+    torch.set_num_threads(1)
+    config = model_of(TINY)
+    model = nn.ModuleDict()
+    model["layers"] = nn.ModuleList(build_layers(config, range(config.n_layers)))
+    forward = nn.Sequential(*model["layers"])
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=TINY.lr, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    corpus = load_corpus(TINY.data, seq=TINY.seq)
+    losses, norms = [], []
+    for step in range(TINY.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = TINY.lr * min(1.0, (step + 1) / TINY.warmup_steps)
+        inputs, targets = map(
+            torch.from_numpy,
+            corpus.training_batch(seed=0, step=step, windows=6, seq=TINY.seq),
+        )
+        loss = 0.0
+        for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+            part = cross_entropy(forward(x), y) / 6
+            part.backward()
+            loss += part.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+        norms.append(norm.item())
+    with torch.no_grad():
+        inputs, targets = corpus.validation_batch(windows=4, seq=TINY.seq)
+        val_loss = cross_entropy(
+            forward(torch.from_numpy(inputs)), torch.from_numpy(targets)
+        ).item()
+    digest = combine([fingerprints(model.named_parameters())])
+    return Outcome(tuple(losses), tuple(norms), val_loss, digest)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_and_stages_do_not_change_a_bit(train, mode, stages):
+    outcome = train(pipeline_schedule_mode=mode, stages=stages)
+    assert outcome == train(pipeline_schedule_mode="1F1B", stages=1)
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBH2", "ZBV"])
+def test_fewer_microbatches_than_stages(train, mode):
+    few = {"microbatches": 2, "steps": 2}
+    expected = train(stages=1, **few)
+    assert train(pipeline_schedule_mode=mode, stages=4, **few) == expected
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"seed": 1}, {"microbatches": 3, "microbatch_size": 2}, {"lr": 1.001e-2}],
+    ids=["seed", "micro-batches", "lr"],
+)
+def test_other_trainings_do_differ(train, changed):
+    assert train(**changed).params_sha256 != train().params_sha256
+
+
+@pytest.mark.parametrize("clip_grad_norm", [1e9, 0.5], ids=["unclipped", "clipped"])
+def test_training_agrees_with_plain_torch(train, clip_grad_norm):
+    ours = train(clip_grad_norm=clip_grad_norm, stages=2)
+    plain = plain_torch(clip_grad_norm)
+    assert max(plain.norms) > 0.5, "the clipped case must clip"
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert ours.norms == pytest.approx(plain.norms, rel=1e-4)
+    assert ours.val_loss == pytest.approx(plain.val_loss, rel=1e-5)
+
+
+def test_bf16_trains_nearly_the_same(train):
+    exact, rounded = train(), train(dtype="bf16", stages=2)
+    assert rounded.losses == pytest.approx(exact.losses, rel=0.02)
+    assert rounded.losses != exact.losses
+    again = train(dtype="bf16", stages=4, pipeline_schedule_mode="ZBV")
+    assert again == rounded
+
+
+def test_the_loss_falls(train):
+    outcome = train(steps=25)
+    assert 5.0 < outcome.losses[0] < 6.2
+    assert outcome.losses[-1] < 4.5
+
+
+def test_a_schedule_file_is_trained_with(train, tmp_path):
+    from zbpp.core import write_schedule
+    from zbpp.modes import plan
+
+    path = tmp_path / "plan.json"
+    write_schedule(plan("ZBV", n_stages=2, n_microbatches=6), path)
+    assert train(pipeline_schedule_mode=str(path), stages=2) == train()
+
+
+def test_the_log_names_the_text_the_model_and_the_results(train, capsys):
+    outcome = train(stages=2, log_every=2)
+    data, model, *steps, val, digest = capsys.readouterr().out.splitlines()
+    assert data.startswith(f"data: {__file__}: 1 files, ")
+    assert model.startswith("model: ") and "9 layers; ZBH1, 2 stages" in model
+    assert [line[:8] for line in steps] == ["step:  1", "step:  2", "step:  4"]
+    assert val.startswith(f"validation loss: {outcome.val_loss:.4f}")
+    assert digest == f"parameters sha256: {outcome.params_sha256}"
+
+
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.dist
+def test_two_processes_train_the_same(train, tmp_path):
+    metrics = tmp_path / "processes.jsonl"
+    result = run_command(["zbpp", "train", *flags(stages=2, metrics=metrics)])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("step:  1") == 1, "only rank 0 may write"
+    assert read(metrics) == train()
+
+
+@pytest.mark.dist
+def test_torchrun_trains_the_same(train, tmp_path):
+    metrics = tmp_path / "torchrun.jsonl"
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    flag = flags(stages=2, metrics=metrics, pipeline_schedule_mode="ZBV")
+    result = run_command([*torchrun, "-m", "zbpp", "train", *flag])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("step:  1") == 1
+    assert read(metrics) == train()
+
+
+@pytest.mark.dist
+def test_a_wrong_request_ends_with_code_2_and_one_line():
+    result = run_command(["zbpp", "train", *flags(data="nowhere")])
+    assert result.returncode == 2
+    assert result.stderr == (
+        "zbpp: nowhere does not exist; give --data a text file, or a folder with some\n"
+    )

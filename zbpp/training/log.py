@@ -1,0 +1,216 @@
+"""What a training run reports: log lines, a progress bar, metrics as JSON lines."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self, TextIO
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+__all__ = ["Record", "Recorder", "Result", "log_line", "peak_memory_gib"]
+
+_GIB = 2**30
+
+
+class Result(Protocol):
+    """What a step gives: reading a property may wait until its value is known."""
+
+    @property
+    def loss(self) -> float:
+        """Mean over the batch, in nats."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the whole model, before clipping."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the gradient was infinite or no number, so nothing was updated."""
+
+    @property
+    def rollbacks(self) -> int:
+        """Optimizer steps that were taken back."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step as it is written down; ``step`` counts from 1."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_s: float
+    rollbacks: int
+    skipped: bool
+
+    def as_json(self) -> str:
+        """One line; JSON has no infinity, so what is not finite becomes null."""
+        return _json(vars(self))
+
+
+def log_line(record: Record, *, memory_gib: float | None, bubble_rate: float) -> str:
+    """Write a step like torchtitan's log does, with the pipeline's own numbers.
+
+    >>> record = Record(10, 2.77121, 0.93124, 1766.4, 0, False)
+    >>> log_line(record, memory_gib=0.119, bubble_rate=0.0451)
+    'step: 10  loss:  2.7712  grad_norm:  0.9312  memory:  0.12GiB  tps: 1,766  \
+bubble: 4.5% (simulated)  rollbacks: 0'
+    """
+    parts = [
+        f"step: {record.step:2}",
+        f"loss: {record.loss:7.4f}",
+        f"grad_norm: {record.grad_norm:7.4f}",
+        f"memory: {memory_gib:5.2f}GiB" if memory_gib is not None else "",
+        f"tps: {record.tokens_per_s:,.0f}",
+        f"bubble: {bubble_rate:.1%} (simulated)",
+        f"rollbacks: {record.rollbacks}",
+        "skipped: not finite" if record.skipped else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def peak_memory_gib() -> float | None:
+    """Largest resident memory of this process so far; None where it is not known."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / _GIB
+
+
+class Recorder:
+    """Reports a run of ``steps`` steps; use it as a context.
+
+    A result is read when the next step has been started, because reading waits for
+    it; and it is read only if a log line or the metrics file needs it.
+
+    Args:
+        enabled: False makes it silent, as it is on all ranks but one.
+        steps: of the run.
+        tokens: in one step.
+        bubble_rate: as simulated, for the log line.
+        log_every: steps between log lines; the first and the last step have one too.
+        metrics: file for the JSON lines, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        steps: int,
+        tokens: int,
+        bubble_rate: float,
+        log_every: int,
+        metrics: Path | None,
+    ) -> None:
+        self._enabled = enabled
+        self._steps = steps
+        self._tokens = tokens
+        self._bubble_rate = bubble_rate
+        self._log_every = log_every
+        self._path = metrics
+        self._metrics: TextIO | None = None
+        self._bar: Progress | None = None
+        self._pending: tuple[int, Result] | None = None
+        self._times = [0.0]  # when the run began, then when each step was issued
+        self._logged = 0  # last step with a log line
+
+    def __enter__(self) -> Self:
+        if self._enabled and self._path is not None:
+            self._metrics = self._path.open("w", encoding="utf-8", buffering=1)
+        if self._enabled and sys.stdout.isatty():
+            self._bar = Progress(
+                BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
+                TimeRemainingColumn(), transient=True,
+            )  # fmt: skip
+            self._bar.start()
+            self._bar.add_task("train", total=self._steps)
+        self._times = [time.perf_counter()]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the run to the end of the last step."""
+        return self._times[-1] - self._times[0]
+
+    def add(self, result: Result) -> None:
+        """A step has been issued: report the one before it."""
+        self._times.append(time.perf_counter())
+        self._report_pending()
+        self._pending = (len(self._times) - 1, result)
+
+    def finish_steps(self) -> None:
+        """Report the last step."""
+        self._report_pending()
+
+    def write_final(self, **results: object) -> None:
+        """Write the last line of the metrics file."""
+        speed = (len(self._times) - 1) * self._tokens / self.seconds
+        self._write(_json({"final": True, **results, "tokens_per_s": speed}))
+
+    def say(self, line: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        elif self._enabled:
+            print(line, flush=True)
+
+    def _report_pending(self) -> None:
+        if self._pending is None or not self._enabled:
+            return
+        step, result = self._pending
+        self._pending = None
+        if self._metrics is not None:
+            self._write(self._record(step, result, since=step - 1).as_json())
+        if step == 1 or step == self._steps or step % self._log_every == 0:
+            record = self._record(step, result, since=self._logged)
+            self.say(
+                log_line(
+                    record,
+                    memory_gib=peak_memory_gib(),
+                    bubble_rate=self._bubble_rate,
+                )
+            )
+            self._logged = step
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
+
+    def _record(self, step: int, result: Result, *, since: int) -> Record:
+        """Read a result; its speed is the mean over the steps after ``since``."""
+        seconds = self._times[step] - self._times[since]
+        return Record(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            tokens_per_s=(step - since) * self._tokens / seconds,
+            rollbacks=result.rollbacks,
+            skipped=result.skipped,
+        )
+
+    def _write(self, line: str) -> None:
+        if self._metrics is not None:
+            self._metrics.write(line + "\n")
+
+
+def _json(values: dict[str, object]) -> str:
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
+    return json.dumps(finite, allow_nan=False)

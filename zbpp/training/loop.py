@@ -1,0 +1,159 @@
+"""What each process of a training run does: build its part, train, validate, report.
+
+All processes run the same code. Only those whose stage reads inputs or targets load
+the text; only rank 0 writes anything, and the pipeline brings it the results.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from zbpp.core import RequestError, Schedule
+from zbpp.pipeline import Pipeline
+from zbpp.simulator import bubble_rate, simulate
+from zbpp.training.data import Batch, Corpus, load_corpus
+from zbpp.training.fingerprint import combine, fingerprints
+from zbpp.training.llama import build_layers, cross_entropy
+from zbpp.training.log import Recorder
+from zbpp.training.options import Train
+from zbpp.training.setup import costs_of, device_of, model_of, split_layers
+
+__all__ = ["train"]
+
+_BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
+
+
+def train(options: Train, schedule: Schedule) -> None:
+    """Run this process's share of a training.
+
+    Raises:
+        RequestError: the text cannot be read, or differs between the processes.
+    """
+    torch.set_num_threads(1)  # more threads would add numbers in another order
+    pipeline = _build(options, schedule)
+    corpus, about_data = _load(pipeline, options)
+    recorder = Recorder(
+        enabled=pipeline.rank == 0,
+        steps=options.steps,
+        tokens=options.microbatches * options.microbatch_size * options.seq,
+        bubble_rate=bubble_rate(simulate(schedule, costs_of(options)[0])),
+        log_every=options.log_every,
+        metrics=options.metrics,
+    )
+    about_model = _describe_model(pipeline, options)
+    with recorder:
+        recorder.say(about_data)
+        recorder.say(about_model)
+        _run_steps(pipeline, options, corpus, recorder)
+        _conclude(pipeline, options, corpus, recorder)
+
+
+def _build(options: Train, schedule: Schedule) -> Pipeline:
+    model = model_of(options)
+    return Pipeline(
+        partial(build_layers, model),
+        n_layers=model.n_layers,
+        split=split_layers(model, schedule.placement.n_chunks),
+        loss_fn=cross_entropy,
+        optimizer=partial(_make_optimizer, options),
+        schedule=schedule,
+        clip_grad_norm=options.clip_grad_norm,
+        device=device_of(options),
+        autocast=torch.bfloat16 if options.dtype == "bf16" else None,
+        timeout_s=options.timeout_s,
+    )
+
+
+def _make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:
+    return AdamW(
+        parameters, lr=options.lr, betas=_BETAS, weight_decay=options.weight_decay
+    )
+
+
+def _load(pipeline: Pipeline, options: Train) -> tuple[Corpus | None, str]:
+    """The text, where a stage of this process reads it, and a line about it."""
+    corpus = None
+    if pipeline.needs_inputs or pipeline.needs_targets:
+        corpus = load_corpus(options.data, seq=options.seq)
+    abouts = pipeline.gather(corpus.describe() if corpus is not None else None)
+    read = {rank: about for rank, about in enumerate(abouts) if about is not None}
+    if len(set(read.values())) > 1:
+        raise RequestError(
+            "inputs and targets would not belong together, as not all ranks read the "
+            "same text with the same Python; mend this: "
+            + "; ".join(f"rank {rank}: {about}" for rank, about in read.items())
+        )
+    return corpus, next(iter(read.values()))
+
+
+def _describe_model(pipeline: Pipeline, options: Train) -> str:
+    """One line about the model and how it is run (every rank must call)."""
+    counts = pipeline.gather(sum(p.numel() for _, p in pipeline.named_parameters()))
+    schedule = pipeline.schedule
+    return (
+        f"model: {sum(counts):,} parameters in {pipeline.n_layers} layers; "
+        f"{schedule.name}, {schedule.n_stages} stages in {pipeline.n_ranks} "
+        f"process(es), {schedule.n_microbatches} micro-batches of "
+        f"{options.microbatch_size} x {options.seq} bytes, {options.dtype} on "
+        f"{pipeline.device.type}"
+    )
+
+
+def _run_steps(
+    pipeline: Pipeline, options: Train, corpus: Corpus | None, recorder: Recorder
+) -> None:
+    warm_up = partial(_warm_up, options.warmup_steps)
+    rates = [LambdaLR(optimizer, warm_up) for optimizer in pipeline.optimizers]
+    windows = options.microbatches * options.microbatch_size
+    for step in range(options.steps):
+        inputs, targets = None, None
+        if corpus is not None:
+            inputs, targets = _tensors(
+                corpus.training_batch(
+                    seed=options.seed, step=step, windows=windows, seq=options.seq
+                )
+            )
+        recorder.add(pipeline.step(inputs, targets))
+        for rate in rates:
+            rate.step()
+
+
+def _warm_up(steps: int, step: int) -> float:
+    """Learning rate of a step (from 0 on) as a share of the full one."""
+    return min(1.0, (step + 1) / max(1, steps))
+
+
+def _conclude(
+    pipeline: Pipeline, options: Train, corpus: Corpus | None, recorder: Recorder
+) -> None:
+    """Validate, hash the parameters, report."""
+    n = options.validation_microbatches
+    inputs, targets = None, None
+    if corpus is not None:
+        inputs, targets = _tensors(
+            corpus.validation_batch(
+                windows=n * options.microbatch_size, seq=options.seq
+            )
+        )
+    recorder.finish_steps()
+    val_loss = pipeline.evaluate(inputs, targets, n_microbatches=n)
+    parts = pipeline.gather(fingerprints(pipeline.named_parameters()))
+    params_sha256 = combine(parts)
+    recorder.say(
+        f"validation loss: {val_loss:.4f}  training time: {recorder.seconds:.1f} s"
+    )
+    recorder.say(f"parameters sha256: {params_sha256}")
+    recorder.write_final(
+        val_loss=val_loss,
+        params_sha256=params_sha256,
+        mode=pipeline.schedule.name,
+        n_stages=pipeline.schedule.n_stages,
+        n_microbatches=pipeline.n_microbatches,
+    )
+
+
+def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(batch[0]), torch.from_numpy(batch[1])

@@ -1,0 +1,105 @@
+"""What `zbpp train` can be asked for; it starts the processes and loads no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zbpp.core import RequestError
+
+__all__ = ["Train"]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a small Llama-style model on bytes of text, split over a pipeline.
+
+    Starts its own processes, or runs as one of torchrun's. In fp32 on CPUs the losses
+    and the final parameters depend on neither the mode nor the number of stages.
+    """
+
+    pipeline_schedule_mode: str = "ZBH1"
+    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZBV, or the path of a schedule file."""
+    stages: int = 2
+    """Pipeline stages, a process each; under torchrun its number of processes."""
+    microbatches: int = 8
+    """Micro-batches in a step."""
+    microbatch_size: int = 2
+    """Windows of text in a micro-batch."""
+    seq: int = 128
+    """Bytes in a window."""
+    steps: int = 300
+    """Optimizer steps."""
+    seed: int = 0
+    """Of the initial weights and of the choice of windows."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Computation: fp32, or bf16 by autocast (the weights stay fp32)."""
+    lr: float = 3e-3
+    """Learning rate of AdamW after the warm-up."""
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises linearly."""
+    weight_decay: float = 0.1
+    """Of AdamW."""
+    clip_grad_norm: float = 1.0
+    """Largest norm of the whole model's gradient."""
+    validation_microbatches: int = 32
+    """Micro-batches of held-out text for the final loss."""
+    dim: int = 96
+    """Width of the model."""
+    n_blocks: int = 8
+    """Transformer blocks; embedding and head are two layers more."""
+    n_heads: int = 4
+    """Attention heads."""
+    hidden: int = 256
+    """Inner width of the feed-forward layers."""
+    data: Path | None = None
+    """A text file or a folder; without it the Python standard library's source."""
+    metrics: Path | None = None
+    """Write one JSON line per step, and a last one with the final results."""
+    log_every: int = 10
+    """Steps between log lines."""
+    costs: Path | None = None
+    """Costs file for the plan and for the simulated bubble rate."""
+    memory_limit: float | None = None
+    """Largest activation memory of a stage, in the unit of the costs."""
+    emulate: Path | None = None
+    """Costs file in ms: layers that sleep instead, to compare with the simulation."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if there is a GPU for every process of this machine."""
+    transport: Literal["processes", "local"] = "processes"
+    """local: all stages in this process, one after the other."""
+    timeout_s: float = 60.0
+    """How long a stage may wait for another one."""
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "microbatches", "microbatch_size", "seq", "steps"):
+            self._check_at_least(name, 1)
+        for name in ("log_every", "validation_microbatches"):
+            self._check_at_least(name, 1)
+        for name in ("seed", "warmup_steps", "lr", "weight_decay"):
+            self._check_at_least(name, 0)
+        for name in ("clip_grad_norm", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise RequestError(
+                    f"--{name} is {getattr(self, name)}; it must be above 0"
+                )
+
+    def _check_at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not value >= least:
+            raise RequestError(f"--{name} is {value}; it must be at least {least}")
+
+    def run(self) -> None:
+        """Train, and return when it is done.
+
+        Raises:
+            RequestError: the request is wrong or cannot be met.
+            WorkerError: a process failed.
+        """
+        if self.emulate is not None:
+            from zbpp.training.emulate import run_emulated
+
+            run_emulated(self)
+        else:
+            from zbpp.training.start import start
+
+            start(self)

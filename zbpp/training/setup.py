@@ -1,0 +1,117 @@
+"""From the options of a run to what it is made of; the same in every process."""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from zbpp.core import Costs, MemoryModel, RequestError, Schedule, read_costs
+from zbpp.modes import plan
+from zbpp.runtime.layers import deal
+from zbpp.training.data import load_corpus
+from zbpp.training.llama import LlamaConfig
+from zbpp.training.options import Train
+
+__all__ = ["check", "costs_of", "device_of", "model_of", "schedule_of", "split_layers"]
+
+
+def model_of(options: Train) -> LlamaConfig:
+    """The model's sizes.
+
+    Raises:
+        RequestError: there is no model of these sizes.
+    """
+    return LlamaConfig(
+        dim=options.dim,
+        n_blocks=options.n_blocks,
+        n_heads=options.n_heads,
+        hidden=options.hidden,
+        seq=options.seq,
+        seed=options.seed,
+    )
+
+
+def costs_of(options: Train) -> tuple[Costs, MemoryModel]:
+    """Costs and memory to plan for and to simulate with.
+
+    Raises:
+        RequestError: the costs file is not valid.
+    """
+    costs, memory = (
+        (Costs(), MemoryModel()) if options.costs is None else read_costs(options.costs)
+    )
+    if options.memory_limit is not None:
+        memory = replace(memory, limit=options.memory_limit)
+    return costs, memory
+
+
+def schedule_of(options: Train) -> Schedule:
+    """Plan the mode, or read the schedule file.
+
+    Raises:
+        RequestError: there is no such schedule.
+    """
+    costs, memory = costs_of(options)
+    return plan(
+        options.pipeline_schedule_mode,
+        n_stages=options.stages,
+        n_microbatches=options.microbatches,
+        costs=costs,
+        memory=memory,
+    )
+
+
+def split_layers(model: LlamaConfig, n_chunks: int) -> list[int]:
+    """Layers of each chunk: even numbers of blocks, then embedding and head.
+
+    Embedding and head do far less work than a block, so they come on top of the
+    first and the last chunk's share, unless there are too few blocks for that.
+
+    >>> split_layers(LlamaConfig(n_blocks=8), 4)
+    [3, 2, 2, 3]
+
+    Raises:
+        RequestError: there are more chunks than layers.
+    """
+    if model.n_blocks < n_chunks:
+        return [len(layers) for layers in deal(model.n_layers, n_chunks)]
+    counts = [len(blocks) for blocks in deal(model.n_blocks, n_chunks)]
+    counts[0] += 1
+    counts[-1] += 1
+    return counts
+
+
+def device_of(options: Train) -> torch.device | None:
+    """Where this process computes; None: its own GPU if all have one, else the CPU.
+
+    With ``cuda`` and too few GPUs, processes share them: slow, but a way to test.
+
+    Raises:
+        RequestError: there is no GPU, or torch is built without CUDA.
+    """
+    if options.device == "auto":
+        return None
+    if options.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RequestError("--device cuda: torch finds no GPU; see `zbpp doctor`")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local % torch.cuda.device_count())
+
+
+def check(options: Train) -> None:
+    """Find what would stop the run before any process is started.
+
+    Raises:
+        RequestError: the schedule, the model, the text or a path cannot be had.
+    """
+    split_layers(model_of(options), schedule_of(options).placement.n_chunks)
+    device_of(options)
+    load_corpus(options.data, seq=options.seq)
+    if options.metrics is not None:
+        folder = options.metrics.parent
+        if options.metrics.is_dir() or not os.access(folder, os.W_OK):
+            raise RequestError(
+                f"--metrics {options.metrics} cannot be written; give the path of a "
+                "file in a folder that exists"
+            )

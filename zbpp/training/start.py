@@ -1,0 +1,58 @@
+"""Start a training: in processes of our own, in torchrun's, or in this one."""
+
+import os
+from dataclasses import fields, replace
+
+import torch.distributed as dist
+
+from zbpp.core import RequestError
+from zbpp.runtime.launch import fail, launch
+from zbpp.training.loop import train
+from zbpp.training.options import Train
+from zbpp.training.setup import check, schedule_of
+
+__all__ = ["start"]
+
+
+def start(options: Train) -> None:
+    """Train, and return when it is done.
+
+    Raises:
+        RequestError: the request is wrong or cannot be met.
+        WorkerError: a process failed.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _join(options)
+        return
+    check(options)
+    schedule = schedule_of(options)
+    if schedule.n_stages == 1 or options.transport == "local":
+        train(options, schedule)
+    else:
+        launch(train, (options, schedule), schedule.n_stages, device=options.device)
+
+
+def _join(options: Train) -> None:
+    """Be one of torchrun's processes; a failure ends this process."""
+    try:
+        options = _for_world(options, int(os.environ["WORLD_SIZE"]))
+        train(options, schedule_of(options))
+    except BaseException as error:
+        fail(error, rank=int(os.environ["RANK"]))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _for_world(options: Train, n_processes: int) -> Train:
+    """The same with one stage a process.
+
+    Raises:
+        RequestError: another number of stages is asked for.
+    """
+    default = next(f.default for f in fields(options) if f.name == "stages")
+    if options.stages not in (default, n_processes):
+        raise RequestError(
+            f"--stages is {options.stages}, but torchrun has started {n_processes} "
+            "processes; leave --stages out"
+        )
+    return replace(options, stages=n_processes)
