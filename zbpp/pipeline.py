@@ -186,8 +186,8 @@ class Pipeline:
             PeerError: another stage died or did not answer.
         """
         m = self.n_microbatches
+        self._begin(inputs, targets, m, even=True)
         with self._running():
-            self._begin(inputs, targets, m, even=True)
             drive(self._executors, self._programs)
         self._n_steps += 1
         sums = next(iter(self._executors.values())).optimizer.sums
@@ -210,8 +210,8 @@ class Pipeline:
         """
         m = n_microbatches or self.n_microbatches
         programs = lower_forward(self.schedule.placement, n_microbatches=m)
+        self._begin(inputs, targets, m, even=False)
         with self._running(), self._eval_mode():
-            self._begin(inputs, targets, m, even=False)
             drive(self._executors, programs, training=False)
             reductions = [
                 executor.transport.reduce(executor.stage.weighted_losses())

@@ -38,8 +38,8 @@ class _Sleep(torch.autograd.Function):
     ) -> Tensor:
         start = time.perf_counter()
         ctx.times = times
-        ctx.queue = current_queue()
-        y = x * 1.0 + 0.0 * weight
+        ctx.weight, ctx.queue = weight, current_queue()
+        y = x.clone()
         sleep_until(start + times[0])
         return y
 
@@ -50,9 +50,14 @@ class _Sleep(torch.autograd.Function):
         sleep_until(start + b_s)
         if ctx.queue is None:
             sleep_until(start + b_s + w_s)
-        else:
-            ctx.queue.defer(lambda: sleep_until(time.perf_counter() + w_s))
-        return dy.clone(), torch.zeros((), dtype=dy.dtype), None
+            return dy.clone(), torch.zeros_like(ctx.weight), None
+        ctx.queue.defer(ctx.weight, lambda: _slow_zero(ctx.weight, w_s))
+        return dy.clone(), None, None
+
+
+def _slow_zero(weight: Tensor, seconds: float) -> Tensor:
+    sleep_until(time.perf_counter() + seconds)
+    return torch.zeros_like(weight)
 
 
 class EmulatedLayer(nn.Module):

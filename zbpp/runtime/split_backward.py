@@ -27,22 +27,29 @@ class WeightQueue:
     """Weight-gradient work of one micro-batch, left by B for W."""
 
     def __init__(self) -> None:
-        self._work: list[Callable[[], None]] = []
+        self._work: dict[Tensor, list[Callable[[], Tensor]]] = {}
 
     def __len__(self) -> int:
-        return len(self._work)
+        return sum(len(calls) for calls in self._work.values())
 
-    def defer(self, work: Callable[[], None]) -> None:
-        """Keep a call for W."""
-        self._work.append(work)
+    def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Keep a call for W; it returns a part of the parameter's gradient."""
+        self._work.setdefault(parameter, []).append(compute)
 
+    @torch.no_grad()
     def run(self) -> None:
-        """Make all calls, in the order in which B left them, and forget them."""
-        work, self._work = self._work, []
-        work.reverse()
-        with torch.no_grad():
-            while work:
-                work.pop()()  # popped first: its operands are freed as W proceeds
+        """Make all calls, add up each parameter's parts, and forget them.
+
+        Like autograd, the parts of one backward are summed first (in the order in
+        which B came to them), and the sum is then added to ``.grad``. Operands are
+        freed as W proceeds.
+        """
+        for parameter in list(self._work):
+            first, *others = self._work.pop(parameter)
+            gradient = first()
+            for compute in others:
+                gradient = gradient + compute()
+            accumulate(parameter, gradient)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -104,7 +111,7 @@ class _Linear(torch.autograd.Function):
         parameter, queue = ctx.parameter, ctx.queue
         rows = dy.reshape(-1, dy.shape[-1])
         columns = x.reshape(-1, x.shape[-1])
-        queue.defer(lambda: accumulate(parameter, rows.t().mm(columns)))
+        queue.defer(parameter, lambda: rows.t().mm(columns))
         dx = (rows.mm(weight)).view(x.shape) if ctx.needs_input_grad[0] else None
         db = rows.sum(0) if ctx.needs_input_grad[2] else None
         return dx, None, db, None, None

@@ -1,0 +1,110 @@
+"""Messages: both ends agree, receives are posted early, buffers stay few."""
+
+from textwrap import dedent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_model import MODES
+
+from zbpp.core import (
+    Check,
+    Pass,
+    Program,
+    Receive,
+    RequestError,
+    Schedule,
+    Send,
+    Step,
+    Value,
+    What,
+    reads,
+)
+from zbpp.modes import plan
+from zbpp.schedules import check_channels, lower, lower_forward
+
+
+def short(program: Program) -> str:
+    """``+F0`` posts a receive, ``F0>`` sends, plain jobs are jobs."""
+    words = []
+    for instruction in program:
+        match instruction:
+            case Receive(value):
+                words.append(f"+{'F' if value.what is What.ACTIVATION else 'B'}"
+                             f"{value.microbatch}")  # fmt: skip
+            case Send():
+                words[-1] += ">"
+            case Pass(kind, _, microbatch):
+                words.append(f"{kind}{microbatch}")
+            case Step():
+                words.append("O")
+    return " ".join(words)
+
+
+def test_two_stages_of_1f1b() -> None:
+    programs = lower(plan("1F1B", n_stages=2, n_microbatches=3), ahead=1)
+    assert "\n".join(map(short, programs)) == dedent("""\
+        F0> +B0 F1> BW0 +B1 F2> +B2 BW1 BW2 O
+        +F0 F0 +F1 BW0> F1 +F2 BW1> F2 BW2> O""")
+
+
+@given(
+    mode=st.sampled_from(MODES),
+    n_stages=st.integers(1, 6),
+    n_microbatches=st.integers(1, 12),
+    ahead=st.integers(0, 5),
+)
+def test_every_input_is_posted_in_time_and_not_much_earlier(
+    mode: str, n_stages: int, n_microbatches: int, ahead: int
+) -> None:
+    schedule = plan(mode, n_stages=n_stages, n_microbatches=n_microbatches)
+    n_chunks = schedule.placement.n_chunks
+    in_flight = [0]
+    for program in lower(schedule, ahead=ahead):
+        posted: set[Value] = set()
+        for instruction in program:
+            match instruction:
+                case Receive(value):
+                    posted.add(value)
+                case Pass():
+                    posted.difference_update(reads(instruction, n_chunks))
+            in_flight.append(len(posted))
+        assert not posted
+    # one buffer per look-ahead, and what a channel's order forces to come earlier
+    assert max(in_flight) <= ahead + 1 + 2 * n_stages
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_programs_pass_all_chunks(mode: str) -> None:
+    placement = plan(mode, n_stages=3, n_microbatches=1).placement
+    for n_microbatches in (1, 2, 5):
+        programs = lower_forward(placement, n_microbatches=n_microbatches)
+        passes = [i for program in programs for i in program if isinstance(i, Pass)]
+        assert len(set(passes)) == len(passes) == placement.n_chunks * n_microbatches
+
+
+def test_ends_that_disagree_are_noticed() -> None:
+    schedule = plan("ZBH1", n_stages=2, n_microbatches=3)
+    programs = [list(program) for program in lower(schedule)]
+    check_channels([tuple(p) for p in programs], schedule.placement)
+    at = [i for i, x in enumerate(programs[1]) if isinstance(x, Receive)]
+    row = programs[1]
+    row[at[0]], row[at[1]] = row[at[1]], row[at[0]]
+    with pytest.raises(AssertionError):
+        check_channels([tuple(p) for p in programs], schedule.placement)
+    del row[at[0]]
+    with pytest.raises(AssertionError, match="lacks"):
+        check_channels([tuple(p) for p in programs], schedule.placement)
+
+
+def test_a_schedule_without_steps_steps_at_its_end() -> None:
+    full = plan("ZBH1", n_stages=2, n_microbatches=2)
+    bare = Schedule("bare", full.placement, 2, tuple(o[:-1] for o in full.orders))
+    assert lower(bare) == lower(full)
+
+
+def test_post_validation_is_refused_by_name() -> None:
+    full = plan("ZBH1", n_stages=2, n_microbatches=2)
+    checked = tuple((Check(s), *order) for s, order in enumerate(full.orders))
+    with pytest.raises(RequestError, match="has a V"):
+        lower(Schedule("checked", full.placement, 2, checked))
