@@ -1,0 +1,51 @@
+"""The text of torch's CSV; tests/runtime/test_torch_csv.py lets torch run it."""
+
+import csv
+import io
+
+import pytest
+
+from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
+from zbpp.modes import MODES, plan
+from zbpp.schedules import to_torch_csv
+
+F, B, W, BW = PassKind
+
+
+def test_letters_are_those_of_torch():
+    mixed = Schedule(
+        "mixed",
+        Placement.single(2),
+        2,
+        (
+            tuple(Pass(kind, 0, i) for i in (0, 1) for kind in (F, BW)),
+            tuple(Pass(kind, 1, i) for i in (0, 1) for kind in (F, B, W)),
+        ),
+    )
+    assert to_torch_csv(mixed) == "0F0,0B0,0F1,0B1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
+
+
+def test_zb_h1_of_two_stages():
+    """Cell by cell: chunk, letter, micro-batch; O is left out."""
+    assert to_torch_csv(plan("ZBH1", n_stages=2, n_microbatches=4)) == (
+        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3\n"
+        "1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3\n"
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_row_a_rank_and_one_cell_a_pass(mode):
+    for p, m in ((1, 1), (2, 5), (4, 3)):
+        schedule = plan(mode, n_stages=p, n_microbatches=m)
+        text = to_torch_csv(schedule)
+        rows = list(csv.reader(io.StringIO(text)))
+        assert [len(row) for row in rows] == [len(o) - 1 for o in schedule.orders]
+        assert text.count("\n") == p and "\n\n" not in text
+        letters = {cell.strip("0123456789") for row in rows for cell in row}
+        assert letters in ({"F", "B"}, {"F", "I", "W"})
+
+
+def test_steps_and_checks_are_left_to_the_caller():
+    row = (Check(0), Pass(F, 0, 0), Pass(BW, 0, 0), Step(0))
+    schedule = Schedule("with O and V", Placement.single(1), 1, (row,))
+    assert to_torch_csv(schedule) == "0F0,0B0\n"

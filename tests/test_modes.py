@@ -1,0 +1,148 @@
+"""From the value of a flag to a schedule."""
+
+import pytest
+
+from zbpp.core import Costs, MemoryModel, RequestError, peaks, write_schedule
+from zbpp.modes import MODES, canonical, plan
+
+SPELLINGS = {
+    "FThenB": ["fthenb", "F-then-B", "GPipe", "gpipe"],
+    "1F1B": ["1f1b", "1F-1B"],
+    "VPP": ["vpp", "Interleaved1F1B", "interleaved-1f1b", "interleaved_1f1b"],
+    "ZBH1": ["zbh1", "ZB-H1", "zb_h1", "ZB1P", "zb-1p"],
+    "ZBH2": ["zbh2", "ZB-H2", "ZB2P", "zb_2p"],
+    "ZBV": ["zbv", "ZB-V", "ZBVZeroBubble", "zbv-zero-bubble"],
+}
+
+
+def limited(limit: float | tuple[float, ...]) -> MemoryModel:
+    return MemoryModel(limit=limit)
+
+
+def test_the_table_names_every_mode_with_one_line():
+    assert set(SPELLINGS) <= set(MODES)
+    for name, mode in MODES.items():
+        assert mode.name == name
+        assert mode.summary and "\n" not in mode.summary
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_reaches_its_mode(name):
+    for spelling in (name, *SPELLINGS[name]):
+        assert canonical(spelling) == name
+    assert plan(SPELLINGS[name][1], n_stages=2, n_microbatches=3).name == name
+
+
+def test_no_two_modes_share_a_spelling():
+    plain = [
+        spelling.lower().replace("-", "").replace("_", "")
+        for mode in MODES.values()
+        for spelling in (mode.name, *mode.aliases)
+    ]
+    assert len(plain) == len(set(plain))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"), [("ZBH3", "ZBH"), ("zb-vv", "ZBV"), ("gpip", "FThenB")]
+)
+def test_an_unknown_mode_lists_the_choices_and_the_nearest(wrong, nearest):
+    with pytest.raises(RequestError) as error:
+        plan(wrong, n_stages=2, n_microbatches=2)
+    message = str(error.value)
+    assert f"unknown schedule mode {wrong!r}; did you mean {nearest}" in message
+    assert ", ".join(MODES) in message and ".json" in message
+    with pytest.raises(RequestError, match="unknown schedule mode ''"):
+        canonical("")
+
+
+@pytest.mark.parametrize("size", [{}, {"n_stages": 2}, {"n_microbatches": 2}])
+def test_a_mode_needs_both_sizes(size):
+    with pytest.raises(RequestError, match=r"is None; ZBH1 needs at least 1"):
+        plan("zbh1", **size)
+
+
+@pytest.mark.parametrize("wrong", [0, -3])
+def test_sizes_begin_at_one(wrong):
+    with pytest.raises(RequestError, match=f"n_stages is {wrong}; VPP needs at least"):
+        plan("vpp", n_stages=wrong, n_microbatches=2)
+    with pytest.raises(RequestError, match=f"n_microbatches is {wrong}; VPP needs"):
+        plan("vpp", n_stages=2, n_microbatches=wrong)
+
+
+def test_costs_must_fit_the_placement():
+    plan("ZBV", n_stages=2, n_microbatches=2, costs=Costs(f=(1, 1, 1, 1)))
+    with pytest.raises(RequestError, match="f has 2 entries for 4 chunks"):
+        plan("ZBV", n_stages=2, n_microbatches=2, costs=Costs(f=(1, 1)))
+    with pytest.raises(RequestError, match="m_b has 2 entries for 4 chunks"):
+        plan("ZBV", n_stages=2, n_microbatches=2, memory=MemoryModel(m_b=(1, 1)))
+
+
+def test_a_limit_that_is_kept_stays_with_the_schedule():
+    assert plan("ZBH2", n_stages=4, n_microbatches=8).memory is None
+    schedule = plan("ZBH2", n_stages=4, n_microbatches=8, memory=limited(7))
+    assert schedule.memory == limited(7)
+
+
+def test_a_limit_that_is_broken_says_what_is_needed_and_what_would_fit():
+    with pytest.raises(RequestError) as error:
+        plan("ZBH2", n_stages=4, n_microbatches=8, memory=limited(4))
+    message = str(error.value)
+    assert message.startswith(
+        "ZBH2 with 4 stages and 8 micro-batches needs memory 7 on stage 0, over the "
+        "limit 4; "
+    )
+    would_fit = message.partition("; ")[2].partition(" would fit")[0].split(", ")
+    assert {"1F1B", "ZBH1", "ZBV"} <= set(would_fit)
+    assert not {"FThenB", "VPP", "ZBH2"} & set(would_fit)
+    for name in would_fit:
+        schedule = plan(name, n_stages=4, n_microbatches=8, memory=limited(4))
+        held = peaks(schedule.orders, limited(4).on(schedule.placement))
+        assert max(held) <= 4
+
+
+def test_a_limit_per_stage_names_the_stage_that_exceeds_it_most():
+    with pytest.raises(RequestError, match="needs memory 2 on stage 1, over the lim"):
+        plan("FThenB", n_stages=2, n_microbatches=2, memory=limited((2, 1.5)))
+    with pytest.raises(RequestError, match="memory_limit has 1 entries for 2 stages"):
+        plan("FThenB", n_stages=2, n_microbatches=2, memory=limited((2,)))
+
+
+def test_a_limit_below_one_microbatch_fits_no_mode():
+    with pytest.raises(RequestError, match="no mode fits: take smaller micro-batches"):
+        plan("ZBH1", n_stages=4, n_microbatches=8, memory=limited(0.9))
+
+
+def test_a_schedule_file_is_a_mode(tmp_path, monkeypatch):
+    schedule = plan("ZBV", n_stages=2, n_microbatches=3)
+    path = tmp_path / "mine.json"
+    write_schedule(schedule, path)
+    assert plan(str(path)) == schedule
+    assert plan(str(path), n_stages=2, n_microbatches=3) == schedule
+    other = tmp_path / "no_suffix"
+    write_schedule(schedule, other)
+    assert plan(str(other)) == schedule
+    (tmp_path / "zbh1").write_text("a file of that name does not hide the mode")
+    monkeypatch.chdir(tmp_path)
+    assert plan("zbh1", n_stages=2, n_microbatches=3).name == "ZBH1"
+
+
+def test_a_schedule_file_must_agree_with_the_request(tmp_path):
+    path = str(tmp_path / "mine.json")
+    write_schedule(plan("1F1B", n_stages=2, n_microbatches=3), path)
+    with pytest.raises(RequestError, match="n_stages is 2, but 4 is asked for"):
+        plan(path, n_stages=4)
+    with pytest.raises(RequestError, match="n_microbatches is 3, but 8 is asked for"):
+        plan(path, n_microbatches=8)
+    with pytest.raises(RequestError, match="1F1B with 2 stages and 3 micro-batches ne"):
+        plan(path, memory=limited(1))
+    assert plan(path, memory=limited(2)).memory == limited(2)
+
+
+def test_a_file_that_is_absent_or_wrong_is_refused(tmp_path):
+    with pytest.raises(RequestError, match=r"absent\.json: cannot be read"):
+        plan(str(tmp_path / "absent.json"))
+    (tmp_path / "wrong.json").write_text("{}")
+    with pytest.raises(RequestError, match=r"wrong\.json: the key 'format' is missing"):
+        plan(str(tmp_path / "wrong.json"))
+    with pytest.raises(RequestError, match="unknown schedule mode"):
+        plan(str(tmp_path))  # a directory is no schedule
