@@ -1,0 +1,220 @@
+"""What a schedule costs, as numbers for machines and as text for a terminal."""
+
+import shutil
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, draw
+from zbpp.simulator import (
+    bubble_rate,
+    critical_path,
+    idle,
+    lower_bounds,
+    makespan,
+    overhead,
+    peak_memory,
+    simulate,
+    span,
+    stage_span,
+    step_time,
+    work,
+)
+
+__all__ = ["Summary", "print_comparison", "print_report", "summarize"]
+
+_ROUNDING = 1e-9  # relative
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one schedule; times and memory in the units of the costs."""
+
+    mode: str
+    n_stages: int
+    n_microbatches: int
+    placement: list[int]
+    bubble_rate: float
+    overhead: float
+    span: float
+    makespan: float
+    step_time: float
+    peak_memory: list[float]
+    """Per stage."""
+    memory_bound: float | list[float]
+    """The memory per stage for which the lower bound holds."""
+    lower_bound: float
+    """Of the span: no schedule with this placement and memory is shorter."""
+    lower_bound_by: str
+    gap: float
+    """span / lower_bound - 1."""
+
+
+def summarize(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Summary:
+    """Simulate a schedule and compare it with the lower bound.
+
+    The bound holds for every schedule with the same placement and costs within the
+    memory limit; if there is none, within the largest memory that this one takes.
+
+    Raises:
+        RequestError: costs or memory do not fit the placement.
+    """
+    timeline = simulate(schedule, costs)
+    held = peak_memory(timeline, memory)
+    limit = max(held) if memory.limit is None else memory.limit
+    bounds = lower_bounds(
+        schedule.placement,
+        schedule.n_microbatches,
+        costs,
+        replace(memory, limit=limit),
+    )
+    by, bound = max(bounds.items(), key=lambda item: item[1])
+    longest = span(timeline)
+    if bound <= longest * (1 + _ROUNDING):
+        bound = min(bound, longest)
+    return Summary(
+        mode=schedule.name,
+        n_stages=schedule.n_stages,
+        n_microbatches=schedule.n_microbatches,
+        placement=list(schedule.placement.stage_of),
+        bubble_rate=bubble_rate(timeline),
+        overhead=overhead(timeline),
+        span=longest,
+        makespan=makespan(timeline),
+        step_time=step_time(timeline),
+        peak_memory=held,
+        memory_bound=list(limit) if isinstance(limit, tuple) else limit,
+        lower_bound=bound,
+        lower_bound_by=by,
+        gap=longest / bound - 1 if bound > 0 else 0.0,
+    )
+
+
+def print_report(schedule: Schedule, costs: Costs, memory: MemoryModel) -> None:
+    """Print the picture, a table of the stages and the figures of a schedule."""
+    summary = summarize(schedule, costs, memory)
+    timeline = simulate(schedule, costs)
+    print(
+        f"{summary.mode}: {summary.n_stages} stages, "
+        f"{summary.n_microbatches} micro-batches"
+    )
+    print(_picture(timeline))
+    print()
+    _console().print(_stage_table(timeline, summary))
+    limit = summary.memory_bound
+    if isinstance(limit, list):
+        within = "the memory limits"
+    else:
+        within = f"memory {limit:.4g} a stage"
+    lines = {
+        "bubble rate": f"{summary.bubble_rate:.2%} of the longest span is idle",
+        "overhead": f"{summary.overhead:.2%} (idle time over ideal time)",
+        "span": f"{summary.span:.6g}, the longest of a stage",
+        "makespan": f"{summary.makespan:.6g}, first start to last end of a pass",
+        "step time": f"{summary.step_time:.6g}, optimizer included",
+        "peak memory": f"{max(summary.peak_memory):.4g}",
+        "critical path": _path_text(schedule, costs),
+        "lower bound": f"{summary.lower_bound:.6g} for the span "
+        f"(proof: {summary.lower_bound_by}), within {within}; gap {summary.gap:.2%}",
+    }
+    for name, text in lines.items():
+        print(f"{name:14} {text}")
+
+
+def print_comparison(rows: list[tuple[str, Summary | str]], *, title: str) -> None:
+    """Print a table of modes; below it, why a mode has no figures."""
+    _console().print(_comparison_table(rows, title))
+    for mode, row in rows:
+        if isinstance(row, str):
+            print(row if row.startswith(mode) else f"{mode}: {row}")
+
+
+def _comparison_table(rows: list[tuple[str, Summary | str]], title: str) -> Table:
+    """Tabulate modes; the shortest span is bold."""
+    spans = [row.span for _, row in rows if isinstance(row, Summary)]
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.caption = (
+        "gap: span over the lower bound for the same placement and, unless a limit is "
+        "given, the same memory"
+    )
+    table.add_column("mode")
+    for name in ("chunks", "bubble", "span", "makespan", "peak memory", "gap"):
+        table.add_column(name, justify="right")
+    for mode, row in rows:
+        if isinstance(row, str):
+            table.add_row(mode, *["-"] * 6, style="dim")
+            continue
+        table.add_row(
+            mode,
+            str(len(row.placement)),
+            f"{row.bubble_rate:.2%}",
+            f"{row.span:.6g}",
+            f"{row.makespan:.6g}",
+            f"{max(row.peak_memory):.4g}",
+            f"{row.gap:.2%}",
+            style="bold" if row.span <= min(spans) * (1 + _ROUNDING) else None,
+        )
+    return table
+
+
+def _console() -> Console:
+    return Console(width=_terminal_width(), highlight=False)
+
+
+def _terminal_width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def _picture(timeline: Timeline) -> str:
+    """Draw a timeline as text, cropped to the terminal."""
+    lasting = sorted(
+        slot.duration for row in timeline.rows for slot in row if slot.duration > 0
+    )
+    if not lasting:
+        return "(no job takes time)"
+    # One cell is the shortest job, unless that one is much shorter than most.
+    unit = max(lasting[0], lasting[len(lasting) // 2] / 4)
+    lines = draw(timeline, unit=unit).splitlines()
+    width = _terminal_width()
+    longest = max(map(len, lines))
+    if longest <= width:
+        return "\n".join(lines)
+    cropped = [
+        line if len(line) <= width else line[: width - 4].rstrip() + " ..."
+        for line in lines
+    ]
+    note = f"(the first {width} of {longest} columns; zbpp plot draws everything)"
+    return "\n".join([*cropped, note])
+
+
+def _stage_table(timeline: Timeline, summary: Summary) -> Table:
+    table = Table()
+    for name in ("stage", "chunks", "span", "busy", "idle", "peak memory"):
+        table.add_column(name, justify="right")
+    busy, waiting = work(timeline), idle(timeline)
+    for stage, chunks in enumerate(timeline.placement.chunks_of):
+        table.add_row(
+            str(stage),
+            " ".join(map(str, chunks)),
+            f"{stage_span(timeline, stage):.6g}",
+            f"{busy[stage]:.6g}",
+            f"{max(waiting[stage], 0.0):.6g}",
+            f"{summary.peak_memory[stage]:.4g}",
+        )
+    return table
+
+
+def _path_text(schedule: Schedule, costs: Costs) -> str:
+    path = critical_path(schedule, costs)
+    parts = [
+        f"{kind} {path.time_of(kind):.6g}"
+        for kind in PassKind
+        if path.time_of(kind) > 0
+    ]
+    rest = path.length - sum(path.time_of(kind) for kind in PassKind)
+    if path.time_in_messages > _ROUNDING * path.length:
+        parts.append(f"messages {path.time_in_messages:.6g}")
+    if rest - path.time_in_messages > _ROUNDING * path.length:
+        parts.append(f"optimizer {rest - path.time_in_messages:.6g}")
+    return f"{len(path.slots)} jobs, {path.length:.6g}: {', '.join(parts)}"
