@@ -8,9 +8,8 @@ collection, so that ten thousand jobs draw in seconds.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zbpp.simulator.metrics import step_time
-
 from zbpp.core import Job, Pass, Slot, Timeline
+from zbpp.simulator.metrics import step_time
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zbpp.core import MemoryModel, RequestError, Timeline
 from zbpp.simulator.boxes import (
     draw_jobs,
     durations,
@@ -23,8 +24,6 @@ from zbpp.simulator.metrics import (
     peak_memory,
     step_time,
 )
-
-from zbpp.core import MemoryModel, RequestError, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

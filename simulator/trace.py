@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zbpp.simulator.metrics import bubble_rate, memory_over_time
-
 from zbpp.core import MemoryModel, Pass, RequestError, Slot, Timeline
+from zbpp.simulator.metrics import bubble_rate, memory_over_time
 
 __all__ = ["trace_events", "write_trace"]
 

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zbpp.simulator import lower_bound, lower_bounds, peak_memory, simulate, span
 
 from zbpp.core import Costs, MemoryModel, Placement, RequestError
 from zbpp.modes import MODES, plan
+from zbpp.simulator import lower_bound, lower_bounds, peak_memory, simulate, span
 
 
 @st.composite
@@ -89,6 +89,8 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         # Two F's fit: front idle 5 - 2. Tail: 4 until the last B, filled by one B
         # and W, or by two W's: idle 4 - 2.
         ("front and tail", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 12 + 3 + 2),
+        # Two W's of 2 each fill all of the 4, so the tail is not idle.
+        ("front and tail", (0, 1), 4, Costs(w=2, comm=1), MemoryModel(limit=2), 16 + 3),
         # Two at a time, loop 6: F0 0, F2 6, F3 7, then a loop and a W.
         ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 6 + 1),
         # Each of 4 holds 1 for 6 and 0.5 for 1; the limit is 2.

@@ -13,10 +13,10 @@ ZB-V           m >= 2p - 1 and F = B = W
 from itertools import product
 
 import pytest
-from zbpp.simulator import peak_memory, simulate, span
 
 from zbpp.core import Costs, MemoryModel
 from zbpp.modes import plan
+from zbpp.simulator import peak_memory, simulate, span
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 5, 6, 8, 11, 12, 17)]
 TIMES = [(1, 1, 1), (3, 3, 3), (3, 2, 1), (2, 3, 2), (5, 1, 3), (1, 2, 3), (2, 1, 5)]

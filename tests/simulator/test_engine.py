@@ -5,10 +5,10 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from zbpp.simulator import bubble_rate, simulate
 
 from zbpp.core import Costs, Placement, RequestError, Schedule, draw, parse_job
 from zbpp.modes import plan
+from zbpp.simulator import bubble_rate, simulate
 
 TABLES = Path(__file__).parents[1] / "data" / "paper_tables.json"
 PAPER = json.loads(TABLES.read_text(encoding="utf-8"))["rows"]

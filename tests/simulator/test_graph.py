@@ -4,10 +4,10 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zbpp.simulator import critical_path, job_graph, makespan, simulate, step_time
 
 from zbpp.core import Costs, Pass, PassKind, Step
 from zbpp.modes import MODES, plan
+from zbpp.simulator import critical_path, job_graph, makespan, simulate, step_time
 
 F, B, W, BW = PassKind
 

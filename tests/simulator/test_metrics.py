@@ -1,19 +1,6 @@
 """Metrics of timelines drawn by hand, simulated and as if measured."""
 
 import pytest
-from zbpp.simulator import (
-    bubble_rate,
-    idle,
-    makespan,
-    memory_over_time,
-    overhead,
-    peak_memory,
-    simulate,
-    span,
-    stage_span,
-    step_time,
-    work,
-)
 
 from zbpp.core import (
     Costs,
@@ -29,6 +16,19 @@ from zbpp.core import (
     parse_job,
 )
 from zbpp.modes import plan
+from zbpp.simulator import (
+    bubble_rate,
+    idle,
+    makespan,
+    memory_over_time,
+    overhead,
+    peak_memory,
+    simulate,
+    span,
+    stage_span,
+    step_time,
+    work,
+)
 
 #     0    2    4    6    8    10   12   14
 # 0   F F  .  .  .  .  B B  W W  O O          span 10, work 6, idle 4

@@ -11,10 +11,10 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from zbpp.simulator import memory_over_time, plot, simulate, step_time
 
 from zbpp.core import Costs, MemoryModel, RequestError
 from zbpp.modes import plan
+from zbpp.simulator import memory_over_time, plot, simulate, step_time
 
 
 def timeline_of(mode, p=4, m=8, costs=None):
@@ -51,22 +51,25 @@ def test_one_box_a_job_and_one_grey_box_a_stage(mode, expected):
     assert sum(expected.values()) == sum(map(len, timeline.rows))
 
 
-def test_a_box_stands_where_its_job_runs():
-    axes = Figure().add_subplot()
-    timeline = timeline_of("ZBH1")
-    plot(timeline, axes)
+def test_a_box_stands_where_its_job_runs_and_its_number_in_the_middle(tmp_path):
+    timeline = timeline_of("ZBH1", costs=Costs(3, 2, 1.5, 0.25))
+    axes = plot(timeline, tmp_path / "x.png").axes[0]
     (weights,) = (c for c in axes.collections if c.get_gid() == "W 0")
     drawn = sorted(
         (path.get_extents().x0, path.get_extents().x1, path.get_extents().y0 + 0.43)
         for path in weights.get_paths()
     )
+    slots = [(slot, stage) for stage, row in enumerate(timeline.rows) for slot in row]
     expected = sorted(
-        (slot.start, slot.end, stage)
-        for stage, row in enumerate(timeline.rows)
-        for slot in row
-        if "W" in str(slot.job)
+        (slot.start, slot.end, stage) for slot, stage in slots if "W" in str(slot.job)
     )
     assert drawn == [pytest.approx(entry) for entry in expected]
+    numbers = sorted((*text.get_position(), text.get_text()) for text in axes.texts)
+    assert numbers == sorted(
+        ((slot.start + slot.end) / 2, stage, str(slot.job.microbatch))
+        for slot, stage in slots
+        if slot.duration > 0
+    )
 
 
 def test_numbers_title_and_legend(tmp_path):
@@ -85,7 +88,13 @@ def test_what_is_not_there_is_not_in_the_legend(tmp_path):
     figure = plot(timeline_of("1F1B", costs=Costs()), tmp_path / "x.svg")
     entries = [text.get_text() for text in figure.axes[0].get_legend().texts]
     assert entries == ["F  forward", "BW  both gradients", "idle"]
-    assert "peak" not in figure.axes[0].get_title("right")
+    assert figure.axes[0].get_title("right") == "bubble rate 27.27 %"
+
+
+def test_the_title_tells_the_largest_peak(tmp_path):
+    axes = Figure().add_subplot()
+    plot(timeline_of("1F1B"), axes, memory=MemoryModel(m_b=(2, 2, 2, 3), m_w=0))
+    assert axes.get_title("right") == "bubble rate 27.27 %    peak memory 8"
 
 
 def test_numbers_that_do_not_fit_are_left_out(tmp_path):
@@ -115,8 +124,9 @@ def test_memory_over_time_is_drawn_below(tmp_path):
     assert list(limit.get_ydata()) == [5, 5]
     assert len(stages) == 4
     for line, curve in zip(stages, memory_over_time(timeline, memory), strict=True):
-        assert max(line.get_ydata()) == max(held for _, held in curve)
-        assert line.get_ydata()[-1] == 0
+        drawn = list(zip(*line.get_data(), strict=True))
+        assert set(drawn) <= {(0, 0), (step_time(timeline), 0), *curve}
+        assert {held for _, held in drawn} == {0, *(held for _, held in curve)}
 
 
 def test_several_timelines_share_one_time_axis(tmp_path):

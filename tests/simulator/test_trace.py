@@ -5,10 +5,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from zbpp.simulator import simulate, trace_events, write_trace
 
 from zbpp.core import Costs, MemoryModel, RequestError, Slot
 from zbpp.modes import MODES, plan
+from zbpp.simulator import simulate, trace_events, write_trace
 
 COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
 
