@@ -16,9 +16,8 @@ Idle time max(0, (p-1)(F+B-2W)) when W <= F and m >= 2p-1 (Qi et al., arXiv 2401
 checked on a grid; for larger W the order must adapt).
 """
 
-from zbpp.schedules.zb_h1 import put_off_order
-
 from zbpp.core import Placement, Schedule
+from zbpp.schedules.zb_h1 import put_off_order
 
 __all__ = ["plan_zb_h2"]
 

@@ -10,8 +10,6 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zbpp.schedules import plan_vpp
-from zbpp.simulator import idle, simulate, span
 
 from zbpp.core import (
     Costs,
@@ -23,6 +21,8 @@ from zbpp.core import (
     peaks,
 )
 from zbpp.modes import MODES, plan
+from zbpp.schedules import plan_vpp
+from zbpp.simulator import idle, simulate, span
 
 F, B, W, BW = PassKind
 GRID = list(product(range(1, 9), range(1, 21)))

@@ -4,10 +4,10 @@ import importlib
 from textwrap import dedent, indent
 
 import pytest
-from zbpp.simulator import simulate
 
 from zbpp.core import Costs, draw
 from zbpp.modes import plan
+from zbpp.simulator import simulate
 
 UNIT = Costs()
 TWO_CHUNKS = Costs(f=2, b=2, w=2)  # a pass of one of two chunks takes 1
