@@ -52,20 +52,13 @@ MODES = {
     for mode in (
         Mode("FThenB", plan_fthenb, "all F, then all BW; memory m", ("GPipe",)),
         Mode("1F1B", plan_one_f_one_b, "one F, one BW; memory p", ("PipeDream-Flush",)),
-        Mode(
-            "VPP",
-            plan_vpp,
-            "1F1B on 2 chunks a stage: half its bubble",
-            ("Interleaved1F1B",),
-        ),
-        Mode(
-            "ZBH1", plan_zb_h1, "a third of 1F1B's bubble at F=B=W; memory p", ("ZB1P",)
-        ),
-        Mode("ZBH2", plan_zb_h2, "no bubble at F=B=W; memory 2p-1", ("ZB2P",)),
-        Mode("ZBV", plan_zb_v, "no bubble at F=B=W; memory p", ("ZBVZeroBubble",)),
+        Mode("VPP", plan_vpp, "half of 1F1B's bubble", ("Interleaved1F1B",)),
+        Mode("ZBH1", plan_zb_h1, "a third of 1F1B's bubble; memory p", ("ZB1P",)),
+        Mode("ZBH2", plan_zb_h2, "no bubble; memory 2p-1", ("ZB2P",)),
+        Mode("ZBV", plan_zb_v, "no bubble; memory p", ("ZBVZeroBubble",)),
     )
 }
-"""Every mode by its name: one line each. Memory in M_B, see `MemoryModel`."""
+"""Every mode by its name, one line each: bubbles at F=B=W and m >= 2p, memory in M_B."""
 
 
 def _plain(spelling: str) -> str:
