@@ -5,10 +5,18 @@ import sys
 import pytest
 import tyro
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, write_schedule
+from zbpp.modes import plan
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
-from zbpp.training.setup import check, costs_of, device_of, model_of, split_layers
+from zbpp.training.setup import (
+    check,
+    costs_of,
+    device_of,
+    model_of,
+    schedule_of,
+    split_layers,
+)
 from zbpp.training.start import _for_world
 
 
@@ -90,6 +98,16 @@ def test_the_memory_limit_overrules_that_of_the_costs_file(tmp_path):
 def test_blocks_are_dealt_evenly(n_blocks, n_chunks, split):
     assert split_layers(LlamaConfig(n_blocks=n_blocks), n_chunks) == split
     assert sum(split) == n_blocks + 2
+
+
+def test_what_is_not_asked_for_has_a_default_or_is_as_in_the_file(tmp_path):
+    schedule = schedule_of(Train())
+    assert (schedule.n_stages, schedule.n_microbatches) == (2, 8)
+    path = tmp_path / "plan.json"
+    write_schedule(plan("ZBV", n_stages=3, n_microbatches=5), path)
+    assert schedule_of(Train(pipeline_schedule_mode=str(path))).n_stages == 3
+    with pytest.raises(RequestError, match="n_stages is 3, but 2 is asked for"):
+        schedule_of(Train(pipeline_schedule_mode=str(path), stages=2))
 
 
 def test_torchrun_decides_how_many_stages_there_are():

@@ -171,7 +171,8 @@ def test_a_schedule_file_is_trained_with(train, tmp_path):
 
     path = tmp_path / "plan.json"
     write_schedule(plan("ZBV", n_stages=2, n_microbatches=6), path)
-    assert train(pipeline_schedule_mode=str(path), stages=2) == train()
+    own = {"stages": None, "microbatches": None}
+    assert train(pipeline_schedule_mode=str(path), **own) == train()
 
 
 def test_the_log_names_the_text_the_model_and_the_results(train, capsys):

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, TextIO
@@ -16,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["Record", "Recorder", "Result", "log_line", "peak_memory_gib"]
+__all__ = ["Record", "Recorder", "Result", "log_line", "resident_memory_gib"]
 
 _GIB = 2**30
 
@@ -78,7 +79,7 @@ bubble: 4.5% (simulated)  rollbacks: 0'
     return "  ".join(part for part in parts if part)
 
 
-def peak_memory_gib() -> float | None:
+def resident_memory_gib() -> float | None:
     """Largest resident memory of this process so far; None where it is not known."""
     if sys.platform == "win32":
         return None
@@ -101,6 +102,7 @@ class Recorder:
         bubble_rate: as simulated, for the log line.
         log_every: steps between log lines; the first and the last step have one too.
         metrics: file for the JSON lines, or None.
+        memory_gib: tells the largest memory so far.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Recorder:
         bubble_rate: float,
         log_every: int,
         metrics: Path | None,
+        memory_gib: Callable[[], float | None] = resident_memory_gib,
     ) -> None:
         self._enabled = enabled
         self._steps = steps
@@ -119,6 +122,7 @@ class Recorder:
         self._bubble_rate = bubble_rate
         self._log_every = log_every
         self._path = metrics
+        self._memory_gib = memory_gib
         self._metrics: TextIO | None = None
         self._bar: Progress | None = None
         self._pending: tuple[int, Result] | None = None
@@ -183,7 +187,7 @@ class Recorder:
             self.say(
                 log_line(
                     record,
-                    memory_gib=peak_memory_gib(),
+                    memory_gib=self._memory_gib(),
                     bubble_rate=self._bubble_rate,
                 )
             )

@@ -17,7 +17,7 @@ from zbpp.simulator import bubble_rate, simulate
 from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.llama import build_layers, cross_entropy
-from zbpp.training.log import Recorder
+from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of, device_of, model_of, split_layers
 
@@ -38,10 +38,11 @@ def train(options: Train, schedule: Schedule) -> None:
     recorder = Recorder(
         enabled=pipeline.rank == 0,
         steps=options.steps,
-        tokens=options.microbatches * options.microbatch_size * options.seq,
+        tokens=schedule.n_microbatches * options.microbatch_size * options.seq,
         bubble_rate=bubble_rate(simulate(schedule, costs_of(options)[0])),
         log_every=options.log_every,
         metrics=options.metrics,
+        memory_gib=partial(_peak_memory_gib, pipeline.device),
     )
     about_model = _describe_model(pipeline, options)
     with recorder:
@@ -107,7 +108,7 @@ def _run_steps(
 ) -> None:
     warm_up = partial(_warm_up, options.warmup_steps)
     rates = [LambdaLR(optimizer, warm_up) for optimizer in pipeline.optimizers]
-    windows = options.microbatches * options.microbatch_size
+    windows = pipeline.n_microbatches * options.microbatch_size
     for step in range(options.steps):
         inputs, targets = None, None
         if corpus is not None:
@@ -153,6 +154,13 @@ def _conclude(
         n_stages=pipeline.schedule.n_stages,
         n_microbatches=pipeline.n_microbatches,
     )
+
+
+def _peak_memory_gib(device: torch.device) -> float | None:
+    """Largest memory so far: of the process, or of what torch holds on its GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    return resident_memory_gib()
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -2,14 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from zbpp.core import RequestError
 
 __all__ = ["Train"]
 
+_Path = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
+_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Train:
     """Train a small Llama-style model on bytes of text, split over a pipeline.
 
@@ -19,15 +24,15 @@ class Train:
 
     pipeline_schedule_mode: str = "ZBH1"
     """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZBV, or the path of a schedule file."""
-    stages: int = 2
-    """Pipeline stages, a process each; under torchrun its number of processes."""
-    microbatches: int = 8
-    """Micro-batches in a step."""
+    stages: _Count = None
+    """Pipeline stages, a process each; else as torchrun or the file says, else 2."""
+    microbatches: _Count = None
+    """Micro-batches in a step; else as the file says, else 8."""
     microbatch_size: int = 2
     """Windows of text in a micro-batch."""
     seq: int = 128
     """Bytes in a window."""
-    steps: int = 300
+    steps: int = 200
     """Optimizer steps."""
     seed: int = 0
     """Of the initial weights and of the choice of windows."""
@@ -51,17 +56,17 @@ class Train:
     """Attention heads."""
     hidden: int = 256
     """Inner width of the feed-forward layers."""
-    data: Path | None = None
+    data: _Path = None
     """A text file or a folder; without it the Python standard library's source."""
-    metrics: Path | None = None
+    metrics: _Path = None
     """Write one JSON line per step, and a last one with the final results."""
     log_every: int = 10
     """Steps between log lines."""
-    costs: Path | None = None
+    costs: _Path = None
     """Costs file for the plan and for the simulated bubble rate."""
-    memory_limit: float | None = None
+    memory_limit: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """Largest activation memory of a stage, in the unit of the costs."""
-    emulate: Path | None = None
+    emulate: _Path = None
     """Costs file in ms: layers that sleep instead, to compare with the simulation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is a GPU for every process of this machine."""
@@ -73,7 +78,7 @@ class Train:
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches", "microbatch_size", "seq", "steps"):
             self._check_at_least(name, 1)
-        for name in ("log_every", "validation_microbatches"):
+        for name in ("validation_microbatches", "log_every"):
             self._check_at_least(name, 1)
         for name in ("seed", "warmup_steps", "lr", "weight_decay"):
             self._check_at_least(name, 0)
@@ -85,7 +90,7 @@ class Train:
 
     def _check_at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if not value >= least:
+        if value is not None and not value >= least:
             raise RequestError(f"--{name} is {value}; it must be at least {least}")
 
     def run(self) -> None:

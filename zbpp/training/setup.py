@@ -6,13 +6,16 @@ from dataclasses import replace
 import torch
 
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule, read_costs
-from zbpp.modes import plan
+from zbpp.modes import canonical, plan
 from zbpp.runtime.layers import deal
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
 
 __all__ = ["check", "costs_of", "device_of", "model_of", "schedule_of", "split_layers"]
+
+_STAGES = 2
+_MICROBATCHES = 8
 
 
 def model_of(options: Train) -> LlamaConfig:
@@ -52,13 +55,26 @@ def schedule_of(options: Train) -> Schedule:
         RequestError: there is no such schedule.
     """
     costs, memory = costs_of(options)
+    mode = options.pipeline_schedule_mode
+    n_stages, n_microbatches = options.stages, options.microbatches
+    if not _is_file(mode):  # a file knows its own numbers
+        n_stages = n_stages or _STAGES
+        n_microbatches = n_microbatches or _MICROBATCHES
     return plan(
-        options.pipeline_schedule_mode,
-        n_stages=options.stages,
-        n_microbatches=options.microbatches,
+        mode,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
         costs=costs,
         memory=memory,
     )
+
+
+def _is_file(mode: str) -> bool:
+    try:
+        canonical(mode)
+    except RequestError:
+        return True
+    return False
 
 
 def split_layers(model: LlamaConfig, n_chunks: int) -> list[int]:

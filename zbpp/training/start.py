@@ -1,7 +1,7 @@
 """Start a training: in processes of our own, in torchrun's, or in this one."""
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -49,8 +49,7 @@ def _for_world(options: Train, n_processes: int) -> Train:
     Raises:
         RequestError: another number of stages is asked for.
     """
-    default = next(f.default for f in fields(options) if f.name == "stages")
-    if options.stages not in (default, n_processes):
+    if options.stages not in (None, n_processes):
         raise RequestError(
             f"--stages is {options.stages}, but torchrun has started {n_processes} "
             "processes; leave --stages out"
