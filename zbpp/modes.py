@@ -58,7 +58,7 @@ MODES = {
         Mode("ZBV", plan_zb_v, "no bubble; memory p", ("ZBVZeroBubble",)),
     )
 }
-"""Every mode by its name, one line each: bubbles at F=B=W and m >= 2p, memory in M_B."""
+"""Every mode by its name, one line each: bubble at F=B=W and m >= 2p, memory in M_B."""
 
 
 def _plain(spelling: str) -> str:
