@@ -88,6 +88,10 @@ def build_executors(
             n_layers=ranges[-1].stop,
         )
         executors[stage] = Executor(
-            runner, transport, share, n_chunks=placement.n_chunks
+            runner,
+            transport,
+            share,
+            n_chunks=placement.n_chunks,
+            rank=stage if len(transports) == 1 else 0,
         )
     return executors

@@ -29,6 +29,7 @@ from zbpp.core import (
     What,
 )
 from zbpp.runtime.batch import Tensors
+from zbpp.runtime.fault import requested_fault
 from zbpp.runtime.optimizer import StageOptimizer
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.transport import Transport
@@ -44,6 +45,7 @@ class Executor:
         transport: its messages.
         optimizer: its share of the optimizer step.
         n_chunks: chunks of the whole model.
+        rank: of this process, for faults on demand.
     """
 
     def __init__(
@@ -53,12 +55,15 @@ class Executor:
         optimizer: StageOptimizer,
         *,
         n_chunks: int,
+        rank: int,
     ) -> None:
         self.stage = stage
         self.transport = transport
         self.optimizer = optimizer
         self.slots: list[Slot] = []
         self._last = n_chunks - 1
+        self._rank = rank
+        self._fault = requested_fault()
         self._here: dict[Value, Tensors] = {}
         self._posted: set[Value] = set()
         self._handlers: Mapping[type, Callable[[Any], None]] = {
@@ -93,6 +98,8 @@ class Executor:
             while not self._ready(instruction):
                 yield
             try:
+                if self._fault is not None:
+                    self._fault.strike(self._rank, self.stage.step, str(instruction))
                 self._handlers[type(instruction)](instruction)
             except Exception as error:
                 error.add_note(f"in {instruction}")

@@ -37,8 +37,8 @@ def deal(
         split = [base + (chunk < more) for chunk in range(n_chunks)]
     if len(split) != n_chunks or sum(split) != n_layers or min(split) < 1:
         raise RequestError(
-            f"split {list(split)} must have {n_chunks} entries, all at least 1, that "
-            f"add up to {n_layers} layers; it has {len(split)}, and the sum {sum(split)}"
+            f"split {list(split)} must have {n_chunks} entries from 1 on that add up "
+            f"to {n_layers} layers; it has {len(split)}, with the sum {sum(split)}"
         )
     ranges = []
     first = 0

@@ -104,7 +104,7 @@ class Stage:
         n_microbatches: int,
     ) -> None:
         """Start a step: take its micro-batches, forget what an earlier one left."""
-        self._step = step
+        self.step = step
         self._inputs = inputs
         self._targets = targets
         self.n_microbatches = n_microbatches
@@ -213,7 +213,7 @@ class Stage:
         for layer_index, layer in enumerate(held.layers, start=held.first):
             if self._seed is not None:
                 torch.manual_seed(
-                    hash((self._seed, self._step, layer_index, microbatch))
+                    hash((self._seed, self.step, layer_index, microbatch))
                     & 0x7FFF_FFFF_FFFF_FFFF
                 )
             value = layer(value)

@@ -1,0 +1,172 @@
+"""A worker that dies, raises or hangs ends the run: soon, clearly, without orphans."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zbpp.runtime.fault import Fault, requested_fault
+from zbpp.runtime.launch import _first_failure
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 4
+TRAIN = (
+    sys.executable, "-m", "zbpp", "train", "--stages", "2", "--steps", "100000",
+    "--log_every", "1", "--timeout_s", str(TIMEOUT_S), "--microbatches", "4",
+    "--microbatch_size", "1", "--seq", "16", "--dim", "16", "--n_blocks", "2",
+    "--n_heads", "2", "--hidden", "16",
+)  # fmt: skip
+
+
+class Run:
+    """A training run in the background, and what it leaves."""
+
+    def __init__(self, data: Path, mode: str = "ZBH1", **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [*TRAIN, "--data", str(data), "--pipeline_schedule_mode", mode],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+
+    def wait_for_step(self, step: int) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("step:") and int(line.split()[1]) >= step:
+                return
+        raise AssertionError(self.process.communicate()[1])
+
+    def ranks(self) -> list[psutil.Process]:
+        """The worker processes, by rank (they start in that order)."""
+        everyone = psutil.Process(self.process.pid).children(recursive=True)
+        busy = [p for p in everyone if p.parent() and p.num_threads() > 1]
+        workers = [p for p in busy if "fork" in " ".join(p.cmdline())]
+        return sorted(workers, key=lambda p: p.create_time())[-2:]
+
+    def everyone(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit code, stderr, and how long the run went on from now."""
+        start = time.monotonic()
+        _, stderr = self.process.communicate(timeout=60)
+        return self.process.returncode, stderr, time.monotonic() - start
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start runs; whatever a test forgets is killed."""
+    data = tmp_path / "text.txt"
+    data.write_text("zero bubble pipeline " * 2000)
+    started = []
+
+    def start(*args: str, **more: str) -> Run:
+        started.append(Run(data, *args, **more))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.process.kill()
+        running.process.communicate()
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=1)
+    assert not alive
+
+
+def hit(process: psutil.Process, number: signal.Signals) -> None:
+    os.kill(process.pid, number)
+
+
+def test_a_killed_worker(run: Callable[..., Run]) -> None:
+    running = run()
+    running.wait_for_step(3)
+    everyone, ranks = running.everyone(), running.ranks()
+    hit(ranks[1], signal.SIGKILL)
+    code, stderr, took = running.end()
+    assert code == 1 and took < 2
+    assert stderr == "zbpp: rank 1 was killed by SIGKILL\n"
+    assert_gone(everyone)
+
+
+def test_a_raising_worker(run: Callable[..., Run]) -> None:
+    running = run(ZBPP_FAULT="raise:1:5:1B2")
+    running.wait_for_step(3)
+    everyone = running.everyone()
+    code, stderr, took = running.end()
+    assert code == 1 and took < 2
+    lines = stderr.splitlines()
+    assert len(lines) == 1
+    assert "rank 1 failed: RuntimeError: a fault that ZBPP_FAULT asked for" in lines[0]
+    assert "in 1B2" in lines[0]
+    log = Path(lines[0].split("traceback: ")[1].removesuffix(")"))
+    assert "Traceback" in log.read_text()
+    assert_gone(everyone)
+
+
+def test_a_stopped_worker(run: Callable[..., Run]) -> None:
+    running = run()
+    running.wait_for_step(3)
+    everyone, ranks = running.everyone(), running.ranks()
+    hit(ranks[1], signal.SIGSTOP)
+    code, stderr, took = running.end()
+    assert code == 1 and took < TIMEOUT_S + 2
+    assert len(stderr.splitlines()) == 1
+    assert "stage 0 waits at" in stderr and "stage 1" in stderr
+    assert f"no answer in {TIMEOUT_S} s" in stderr
+    assert_gone(everyone)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_the_launcher(
+    run: Callable[..., Run], number: signal.Signals
+) -> None:
+    running = run()
+    running.wait_for_step(3)
+    everyone = running.everyone()
+    running.process.send_signal(number)
+    code, _, took = running.end()
+    assert code != 0 and took < 2
+    assert_gone(everyone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
+@pytest.mark.parametrize("job", ["0F0", "1F3", "1B1", "1W2", "0W3", "O"])
+@pytest.mark.parametrize("kind", ["kill", "raise"])
+def test_faults_at_every_kind_of_job(
+    run: Callable[..., Run], mode: str, job: str, kind: str
+) -> None:
+    if mode == "1F1B":
+        job = job.replace("1B", "1BW").replace("W", "BW").replace("BBW", "BW")
+    rank = 1 if mode == "1F1B" and job.startswith("1") else 0
+    if mode == "ZBV" and job.startswith("1"):
+        rank = 1
+    code, stderr, _ = run(mode, ZBPP_FAULT=f"{kind}:{rank}:2:{job}").end()
+    assert code == 1 and len(stderr.splitlines()) == 1
+    assert f"rank {rank} " in stderr
+
+
+def test_the_fault_is_read_and_strikes_only_at_its_place() -> None:
+    fault = requested_fault({"ZBPP_FAULT": "raise:1:3:0F2"})
+    assert fault == Fault("raise", 1, 3, "0F2")
+    fault.strike(0, 3, "0F2")
+    fault.strike(1, 2, "0F2")
+    with pytest.raises(RuntimeError, match="ZBPP_FAULT"):
+        fault.strike(1, 3, "0F2")
+    with pytest.raises(ValueError, match="kind:rank:step:job"):
+        requested_fault({"ZBPP_FAULT": "explode:1:3:0F2"})
+    assert requested_fault({}) is None
+
+
+def test_a_run_without_faults_reports_none(tmp_path: Path) -> None:
+    assert _first_failure([], tmp_path) is None
