@@ -25,6 +25,12 @@ def test_the_flags_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_without_torch_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=re.escape("pip install 'zbpp[train]'")):
+        Train().run()
+
+
 @pytest.mark.parametrize("spelling", ["schedule-mode", "schedule_mode"])
 def test_flags_are_read_with_hyphens_and_underscores(spelling):
     given = [f"--pipeline_{spelling}", "ZBV", "--memory-limit", "3", "--lr", "0.1"]

@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from zbpp.core import RequestError, write_schedule
+from zbpp.modes import plan
 from zbpp.training.data import load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.llama import build_layers, cross_entropy
+from zbpp.training.loop import _load
 from zbpp.training.options import Train
 from zbpp.training.setup import model_of
 
@@ -166,9 +169,6 @@ def test_the_loss_falls(train):
 
 
 def test_a_schedule_file_is_trained_with(train, tmp_path):
-    from zbpp.core import write_schedule
-    from zbpp.modes import plan
-
     path = tmp_path / "plan.json"
     write_schedule(plan("ZBV", n_stages=2, n_microbatches=6), path)
     own = {"stages": None, "microbatches": None}
@@ -183,6 +183,19 @@ def test_the_log_names_the_text_the_model_and_the_results(train, capsys):
     assert [line[:8] for line in steps] == ["step:  1", "step:  2", "step:  4"]
     assert val.startswith(f"validation loss: {outcome.val_loss:.4f}")
     assert digest == f"parameters sha256: {outcome.params_sha256}"
+
+
+def test_ranks_that_read_different_texts_are_refused():
+    """Else the loss would compare one text's inputs with another's targets."""
+
+    class TwoRanks:
+        needs_inputs, needs_targets = True, False
+
+        def gather(self, about: str) -> list[str]:
+            return [about, about.replace("sha256", "sha256 other")]
+
+    with pytest.raises(RequestError, match=r"rank 0: data: .*; rank 1: data: "):
+        _load(TwoRanks(), TINY)
 
 
 def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,6 @@
 """What `zbpp train` can be asked for; it starts the processes and loads no torch."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -100,6 +101,8 @@ class Train:
             RequestError: the request is wrong or cannot be met.
             WorkerError: a process failed.
         """
+        if importlib.util.find_spec("torch") is None:
+            raise RequestError("training needs torch: pip install 'zbpp[train]'")
         if self.emulate is not None:
             from zbpp.training.emulate import run_emulated
 
