@@ -19,6 +19,7 @@ from zbpp.core import (
     MemoryModel,
     RequestError,
     Schedule,
+    WorkerError,
     read_costs,
     schedule_text,
 )
@@ -231,6 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RequestError as error:
         print(f"zbpp: {error}", file=sys.stderr)
         return 2
+    except WorkerError as error:
+        print(f"zbpp: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("zbpp: interrupted", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -2,7 +2,7 @@
 
 from zbpp.core.clock import Clock
 from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
-from zbpp.core.errors import RequestError, ScheduleError
+from zbpp.core.errors import RequestError, ScheduleError, WorkerError
 from zbpp.core.files import (
     parse_costs,
     parse_schedule,
@@ -56,6 +56,7 @@ __all__ = [
     "Timeline",
     "Value",
     "What",
+    "WorkerError",
     "draw",
     "format_job",
     "grid",

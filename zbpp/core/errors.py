@@ -1,6 +1,6 @@
 """Errors that are the caller's to mend."""
 
-__all__ = ["RequestError", "ScheduleError"]
+__all__ = ["RequestError", "ScheduleError", "WorkerError"]
 
 
 class RequestError(ValueError):
@@ -9,3 +9,7 @@ class RequestError(ValueError):
 
 class ScheduleError(RequestError):
     """A schedule breaks a rule; the message marks the place in its grid."""
+
+
+class WorkerError(RuntimeError):
+    """A process of a pipeline failed; the message is one line."""

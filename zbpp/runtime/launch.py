@@ -9,13 +9,13 @@ A process that merely lost its peer is a victim: the cause is looked for elsewhe
 before it is believed.
 """
 
-import ctypes
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,17 +28,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, WorkerError
 from zbpp.runtime.errors import PeerError
 from zbpp.runtime.processes import initialise, own_device, use_loopback
 
-__all__ = ["WorkerError", "fail", "launch"]
+__all__ = ["fail", "launch"]
 
-_PATIENCE_S = 1.0  # how long a victim's report waits for that of the cause
-
-
-class WorkerError(RuntimeError):
-    """A process of the pipeline failed; the message is one line."""
+_PATIENCE_S = 0.3  # how long a victim's report waits for that of the cause
 
 
 def launch(
@@ -210,10 +206,15 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, however that happens."""
-    if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    """Leave when the launcher is gone, however it went (SIGKILL leaves no trace)."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="zbpp parent watch", daemon=True).start()
 
 
 @contextmanager
