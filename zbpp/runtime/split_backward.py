@@ -12,6 +12,7 @@ gradient is computed by the same matmul as autograd's, then added, so that a spl
 backward and ``loss.backward()`` agree to the last bit.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ class WeightQueue:
 
     def __init__(self) -> None:
         self._work: dict[Tensor, list[Callable[[], Tensor]]] = {}
+        self.began_s = 0.0
+        """`time.perf_counter` when the pass that runs now began, for emulation."""
 
     def __len__(self) -> int:
         return sum(len(calls) for calls in self._work.values())
@@ -44,6 +47,7 @@ class WeightQueue:
         which B came to them), and the sum is then added to ``.grad``. Operands are
         freed as W proceeds.
         """
+        self.began_s = time.perf_counter()
         for parameter in list(self._work):
             first, *others = self._work.pop(parameter)
             gradient = first()
@@ -60,6 +64,7 @@ class WeightQueue:
         """
         global _current
         before, _current = _current, self
+        self.began_s = time.perf_counter()
         try:
             yield
         finally:

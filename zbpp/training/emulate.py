@@ -5,6 +5,7 @@ optimizer sleeps too. What is measured is then the schedule and the runtime's
 overhead, on as many stages as are wanted, whatever the number of cores.
 """
 
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,14 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.core import Costs, PassTimes, Schedule
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.emulate import EmulatedLayer, sleep_until
 from zbpp.simulator import bubble_rate, simulate, step_time
+from zbpp.training.options import Train
+from zbpp.training.setup import costs_of
 
-__all__ = ["Emulation", "emulate"]
+__all__ = ["Emulation", "emulate", "run_emulated"]
 
 _WARM_UP = 2  # steps that are not counted: the first one learns the shapes
 
@@ -44,6 +48,18 @@ class Emulation:
             f"bubble: {self.bubble_rate:.1%} measured, "
             f"{self.simulated_bubble_rate:.1%} simulated  (median of {self.n_steps})"
         )
+
+    def as_dict(self) -> dict[str, object]:
+        """The numbers and what they belong to, for a JSON line."""
+        names = ("n_steps", "step_ms", "simulated_step_ms", "bubble_rate",
+                 "simulated_bubble_rate")  # fmt: skip
+        return {
+            "final": True,
+            "mode": self.schedule.name,
+            "n_stages": self.schedule.n_stages,
+            "n_microbatches": self.schedule.n_microbatches,
+            **{name: getattr(self, name) for name in names},
+        }
 
 
 class _SleepingOptimizer(torch.optim.Optimizer):
@@ -100,6 +116,22 @@ def emulate(
         bubble_rate=statistics.median(bubbles),
         simulated_bubble_rate=bubble_rate(simulated),
     )
+
+
+def run_emulated(options: Train, schedule: Schedule) -> None:
+    """Run one process's share of ``zbpp train --emulate``; rank 0 prints the outcome.
+
+    With ``--metrics``, the outcome is also written as one JSON line.
+    """
+    costs, _ = costs_of(options)
+    outcome = emulate(
+        schedule, costs, n_steps=options.steps or 1, timeout_s=options.timeout_s
+    )
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    print(outcome, flush=True)
+    if options.metrics is not None:
+        options.metrics.write_text(json.dumps(outcome.as_dict()) + "\n")
 
 
 def _build(times: PassTimes, chunks: range) -> list[nn.Module]:

@@ -37,7 +37,7 @@ def train(options: Train, schedule: Schedule) -> None:
     corpus, about_data = _load(pipeline, options)
     recorder = Recorder(
         enabled=pipeline.rank == 0,
-        steps=options.steps,
+        steps=options.steps or 0,
         tokens=schedule.n_microbatches * options.microbatch_size * options.seq,
         bubble_rate=bubble_rate(simulate(schedule, costs_of(options)[0])),
         log_every=options.log_every,
@@ -109,6 +109,7 @@ def _run_steps(
     warm_up = partial(_warm_up, options.warmup_steps)
     rates = [LambdaLR(optimizer, warm_up) for optimizer in pipeline.optimizers]
     windows = pipeline.n_microbatches * options.microbatch_size
+    assert options.steps is not None, "start() has filled it in"
     for step in range(options.steps):
         inputs, targets = None, None
         if corpus is not None:

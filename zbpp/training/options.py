@@ -33,8 +33,8 @@ class Train:
     """Windows of text in a micro-batch."""
     seq: int = 128
     """Bytes in a window."""
-    steps: int = 200
-    """Optimizer steps."""
+    steps: int | None = None
+    """Optimizer steps; 200 if left out, or 10 emulated ones."""
     seed: int = 0
     """Of the initial weights and of the choice of windows."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -103,11 +103,6 @@ class Train:
         """
         if importlib.util.find_spec("torch") is None:
             raise RequestError("training needs torch: pip install 'zbpp[train]'")
-        if self.emulate is not None:
-            from zbpp.training.emulate import run_emulated
+        from zbpp.training.start import start
 
-            run_emulated(self)
-        else:
-            from zbpp.training.start import start
-
-            start(self)
+        start(self)

@@ -40,9 +40,8 @@ def costs_of(options: Train) -> tuple[Costs, MemoryModel]:
     Raises:
         RequestError: the costs file is not valid.
     """
-    costs, memory = (
-        (Costs(), MemoryModel()) if options.costs is None else read_costs(options.costs)
-    )
+    path = options.costs or options.emulate
+    costs, memory = (Costs(), MemoryModel()) if path is None else read_costs(path)
     if options.memory_limit is not None:
         memory = replace(memory, limit=options.memory_limit)
     return costs, memory

@@ -1,17 +1,22 @@
 """Start a training: in processes of our own, in torchrun's, or in this one."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch.distributed as dist
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, Schedule
 from zbpp.runtime.launch import fail, launch
+from zbpp.training.emulate import run_emulated
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.setup import check, schedule_of
 
 __all__ = ["start"]
+
+_STEPS = 200
+_EMULATED_STEPS = 10
 
 
 def start(options: Train) -> None:
@@ -21,22 +26,28 @@ def start(options: Train) -> None:
         RequestError: the request is wrong or cannot be met.
         WorkerError: a process failed.
     """
+    emulated = options.emulate is not None
+    worker = run_emulated if emulated else train
+    if options.steps is None:
+        options = replace(options, steps=_EMULATED_STEPS if emulated else _STEPS)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _join(options)
+        _join(worker, options)
         return
-    check(options)
+    if not emulated:
+        check(options)
     schedule = schedule_of(options)
     if schedule.n_stages == 1 or options.transport == "local":
-        train(options, schedule)
+        worker(options, schedule)
     else:
-        launch(train, (options, schedule), schedule.n_stages, device=options.device)
+        device = "cpu" if emulated else options.device
+        launch(worker, (options, schedule), schedule.n_stages, device=device)
 
 
-def _join(options: Train) -> None:
+def _join(worker: Callable[[Train, Schedule], None], options: Train) -> None:
     """Be one of torchrun's processes; a failure ends this process."""
     try:
         options = _for_world(options, int(os.environ["WORLD_SIZE"]))
-        train(options, schedule_of(options))
+        worker(options, schedule_of(options))
     except BaseException as error:
         fail(error, rank=int(os.environ["RANK"]))
     if dist.is_initialized():
