@@ -109,7 +109,7 @@ class DistributedTransport:
 
     def _pair(self, source: int, target: int) -> dist.ProcessGroup:
         """Make a communicator of two, and connect it now: lazily it can hang."""
-        group = dist.new_group(
+        group: dist.ProcessGroup = dist.new_group(
             sorted((self._global(source), self._global(target))),
             timeout=timedelta(seconds=self._timeout_s),
         )

@@ -84,5 +84,7 @@ class EmulatedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hand on ``x`` of any shape, after ``f_s`` seconds."""
-        y: Tensor = _Sleep.apply(x, self.weight, self.times)
+        y: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.times
+        )
         return y

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -58,10 +59,7 @@ def launch(
         RequestError: a worker refused the request.
         WorkerError: a worker raised or was killed.
     """
-    method = "forkserver" if sys.platform == "linux" else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":  # import torch once, not once a process
-        context.set_forkserver_preload(["zbpp.pipeline"])
+    context = _process_context()
     reports = Path(tempfile.mkdtemp(prefix="zbpp-"))
     processes = [
         context.Process(
@@ -85,15 +83,25 @@ def launch(
         raise failed
 
 
+def _process_context() -> SpawnContext | ForkServerContext:
+    """Processes that share no state; where it can be, they are forked from one that
+    has imported torch, which takes seconds.
+    """
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zbpp.pipeline"])
+    return context
+
+
 def _first_failure(processes: list[Any], reports: Path) -> Exception | None:
     """Wait for the first process that fails; find the cause among all that have."""
-    running = {process.sentinel: process for process in processes}
+    running: dict[Any, Any] = {process.sentinel: process for process in processes}
     deadline: float | None = None
     while running and (deadline is None or time.monotonic() < deadline):
         rest = None if deadline is None else max(0.0, deadline - time.monotonic())
         for sentinel in wait(list(running), timeout=rest):
-            process = running.pop(sentinel)  # type: ignore[call-overload]
-            process.join()
+            running.pop(sentinel).join()
         cause = _cause(processes, reports)
         if cause is not None:
             return cause
@@ -158,7 +166,8 @@ def _work(
     torch.set_num_threads(1)
     try:
         place = own_device() if device == "auto" else torch.device(device)
-        store = dist.FileStore(str(Path(reports) / "store"), n_processes)
+        file = str(Path(reports) / "store")
+        store = dist.FileStore(file, n_processes)  # type: ignore[attr-defined]
         initialise(place, timeout_s=timeout_s, store=store)
         worker(*args)
     except BaseException as error:

@@ -80,11 +80,13 @@ def build_chunks(
         RequestError: a builder returns a wrong number of layers, or layers of
             different chunks share a parameter.
     """
-    given = isinstance(model, _LAYERS)
     chunks = []
-    for index in range(len(ranges)) if given else held:
+    for index in range(len(ranges)) if isinstance(model, _LAYERS) else held:
         layers = ranges[index]
-        built = [model[i] for i in layers] if given else list(model(layers))
+        if isinstance(model, _LAYERS):
+            built = [model[i] for i in layers]
+        else:
+            built = list(model(layers))
         if len(built) != len(layers):
             raise RequestError(
                 f"the builder made {len(built)} layers for {layers}, not {len(layers)}"

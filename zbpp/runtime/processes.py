@@ -3,6 +3,7 @@
 import os
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,7 @@ def own_device() -> torch.device:
     return torch.device("cuda", local)
 
 
-def initialise(
-    device: torch.device, *, timeout_s: float, store: dist.Store | None = None
-) -> None:
+def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> None:
     """Join torch.distributed, if a launcher's environment asks for it.
 
     Does nothing where the process group exists, or where this process is alone.
@@ -30,8 +29,9 @@ def initialise(
     Args:
         device: NCCL serves GPUs of their own, gloo everything else.
         timeout_s: for operations that have no time-out of their own.
-        store: where the processes meet; None: torchrun's, under a name of its own for
-            each restart, as the addresses of a dead attempt would be stale.
+        store: of `torch.distributed`, where the processes meet; None: torchrun's,
+            under a name of its own for each restart, as the addresses of a dead
+            attempt would be stale.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -41,14 +41,15 @@ def initialise(
     timeout = timedelta(seconds=timeout_s)
     if store is None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        main_store = dist.TCPStore(
+        main_store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             world_size=n_processes,
             is_master=_serves_store(),
             timeout=timeout,
         )
-        store = dist.PrefixStore(f"zbpp_attempt_{attempt}", main_store)
+        name = f"zbpp_attempt_{attempt}"
+        store = dist.PrefixStore(name, main_store)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend=_backend(device),
         store=store,

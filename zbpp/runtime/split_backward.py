@@ -133,14 +133,18 @@ class DeferredLinear(nn.Linear):
         queue = _current
         if queue is None or not (torch.is_grad_enabled() and self.weight.requires_grad):
             return super().forward(input)
-        x, weight, bias = input, self.weight, self.bias
+        x = input
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         device = x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         with torch.autocast(device, enabled=False):
-            y: Tensor = _Linear.apply(x, weight, bias, self.weight, queue)
+            y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+                x, weight, bias, self.weight, queue
+            )
         return y
 
 

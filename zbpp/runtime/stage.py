@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zbpp.core import RequestError
 from zbpp.runtime.batch import Tensors, count_samples
 from zbpp.runtime.split_backward import WeightQueue, accumulate, defer_linears
 
@@ -220,9 +221,20 @@ class Stage:
         if chunk == self._last and self._targets is not None:
             target = _to_device(self._targets[microbatch], self.device)
             value = self._loss_fn(value, target)
-            assert isinstance(value, Tensor)
+            if not isinstance(value, Tensor) or value.dim() != 0:
+                raise RequestError(
+                    "loss_fn must return a scalar tensor, the mean over a micro-batch"
+                )
             self.losses[microbatch] = value.detach()
-        return value if isinstance(value, tuple) else (value,)  # type: ignore[return-value]
+        outputs = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(output, Tensor) for output in outputs):
+            kinds = ", ".join(type(output).__name__ for output in outputs)
+            raise RequestError(
+                f"chunk {chunk} (layers {held.first} to "
+                f"{held.first + len(held.layers) - 1}) puts out {kinds}; it must be a "
+                "tensor or a tuple of tensors"
+            )
+        return outputs
 
     def _autocast_context(self) -> AbstractContextManager[object]:
         if self._autocast is None:
