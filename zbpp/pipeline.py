@@ -223,7 +223,8 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """What every stage did in the last step, in seconds (every rank must call).
 
-        Starts are comparable between processes of one machine only.
+        Starts are comparable between processes of one machine only. On GPUs these are
+        the times at which the host has issued the jobs.
         """
         transport = next(iter(self._executors.values())).transport
         own = {stage: executor.slots for stage, executor in self._executors.items()}

@@ -1,5 +1,6 @@
 """Values that every layer shares; standard library only."""
 
+from zbpp.core.bounds import lower_bound, lower_bounds
 from zbpp.core.clock import Clock
 from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
 from zbpp.core.errors import RequestError, ScheduleError, WorkerError
@@ -61,6 +62,8 @@ __all__ = [
     "format_job",
     "grid",
     "held_during",
+    "lower_bound",
+    "lower_bounds",
     "parse_costs",
     "parse_job",
     "parse_schedule",

@@ -255,6 +255,10 @@ class DistributedTransport:
         """Give every process the things of all, by rank."""
         things: list[Any] = [None] * dist.get_world_size(self._group)
         try:
+            if not self._nccl:  # waits no longer than a step does, unlike the gather
+                dist.monitored_barrier(
+                    self._group, timeout=timedelta(seconds=self._timeout_s)
+                )
             dist.all_gather_object(things, thing, group=self._group)
         except RuntimeError as error:
             raise self._lost("waits at a gather for", None, error) from error

@@ -20,17 +20,25 @@ tail        With one chunk a stage and more micro-batches than fit: the same at 
             can fill it, where x m_b + y m_w fit in memory. It adds to front, since
             the last F comes after the first B.
 cycle       At most K micro-batches are in their loop of a. So the (i+K)-th F of a
-            starts a loop or more after the i-th. Count the steps to the m-th F;
-            a whole loop and a W follow it.
+            starts a loop or more after the i-th. If K activations leave no room for
+            a pending W, it starts min(W, max(F, B)) later still (proof below). Count
+            the steps to the m-th F; a whole loop and a W follow it.
 area        Each micro-batch holds m_b of each chunk for its loop or longer, and m_w
             for its W. The sum over all is at most limit x span.
+
+Proof of the cycle's last term. Micro-batches are identical, so let each kind run in
+order. When the (i+K)-th F starts, B_i has ended: K + 1 activations do not fit. Either
+K - 1 others are in flight; then no W may be pending, so W_i ran after B_i, on this
+stage: W later. Or fewer are; then B_(i+1) has ended as well. It ran after B_i, on this
+stage: B later. And it ended a loop or more after F_(i+1), which ran after F_i: F later.
 
 Every bound is tested against all planners on random costs.
 """
 
 import math
 
-from zbpp.core import ChunkMemory, Costs, MemoryModel, PassTimes, Placement
+from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
+from zbpp.core.placement import Placement
 
 __all__ = ["lower_bound", "lower_bounds"]
 
@@ -89,6 +97,7 @@ class _Bounds:
         self, times: PassTimes, memory: ChunkMemory, n_microbatches: int
     ) -> None:
         self._times = times
+        self._of_kinds = times.f, times.b, times.w
         self._memory = memory
         self._m = n_microbatches
         placement = times.placement
@@ -162,9 +171,13 @@ class _Bounds:
         loops, rest = 0, self._m - 1
         if 0 < fits < self._m:
             loops, rest = divmod(self._m - 1, int(fits))
-        times = self._times
-        loop = self._loop(chunk)
-        return (loops + 1) * loop + rest * times.f[chunk] + times.w[chunk]
+        f, b, w = (times[chunk] for times in self._of_kinds)
+        loop, wait = self._loop(chunk), 0.0
+        memory = self._memory
+        full = fits * memory.m_b[chunk] + memory.m_w[chunk]
+        if loops and full > memory.limit[stage] * (1 + _MARGIN):
+            wait = min(w, max(f, b))
+        return loops * (loop + wait) + rest * f + loop + w
 
     def area(self, stage: int) -> float:
         memory, times = self._memory, self._times
