@@ -1,6 +1,6 @@
 """Time a schedule, measure it, draw it; matplotlib is loaded only to draw."""
 
-from zbpp.simulator.bounds import lower_bound, lower_bounds
+from zbpp.core import lower_bound, lower_bounds
 from zbpp.simulator.engine import simulate
 from zbpp.simulator.graph import CriticalPath, critical_path, job_graph
 from zbpp.simulator.metrics import (

@@ -92,7 +92,13 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         # Two W's of 2 each fill all of the 4, so the tail is not idle.
         ("front and tail", (0, 1), 4, Costs(w=2, comm=1), MemoryModel(limit=2), 16 + 3),
         # Two at a time, loop 6: F0 0, F2 6, F3 7, then a loop and a W.
-        ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 6 + 1),
+        ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2.5), 6 + 1 + 6 + 1),
+        # Two leave no room for a pending W: W0, or else F1 and B1, before F2.
+        ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 1 + 6 + 1),
+        # A large W is not waited for: F1 (1) or B1 (2) is shorter.
+        ("cycle", (0,), 3, Costs(1, 2, 9), MemoryModel(limit=2), (3 + 2) + 3 + 9),
+        # With one at a time it must be: every loop ends with its W.
+        ("cycle", (0, 1), 3, Costs(), MemoryModel(limit=1), 2 * (4 + 1) + 4 + 1),
         # Each of 4 holds 1 for 6 and 0.5 for 1; the limit is 2.
         ("area", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 4 * 6.5 / 2),
         # V: stage 0 holds .5 for the loop of 4 and for the inner one of 1, and W's.

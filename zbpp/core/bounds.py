@@ -31,6 +31,7 @@ order. When the (i+K)-th F starts, B_i has ended: K + 1 activations do not fit. 
 K - 1 others are in flight; then no W may be pending, so W_i ran after B_i, on this
 stage: W later. Or fewer are; then B_(i+1) has ended as well. It ran after B_i, on this
 stage: B later. And it ended a loop or more after F_(i+1), which ran after F_i: F later.
+With K = 1 no fewer are in flight: W later.
 
 Every bound is tested against all planners on random costs.
 """
@@ -176,7 +177,7 @@ class _Bounds:
         memory = self._memory
         full = fits * memory.m_b[chunk] + memory.m_w[chunk]
         if loops and full > memory.limit[stage] * (1 + _MARGIN):
-            wait = min(w, max(f, b))
+            wait = min(w, max(f, b)) if fits > 1 else w
         return loops * (loop + wait) + rest * f + loop + w
 
     def area(self, stage: int) -> float:
