@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbpp.choose import choose_schedule
 from zbpp.core import (
     Costs,
     MemoryModel,
@@ -27,7 +28,6 @@ from zbpp.core import (
     Timeline,
     schedule_text,
 )
-from zbpp.modes import plan
 from zbpp.runtime.batch import Batch, split_inputs, split_targets
 from zbpp.runtime.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.executor import drive
@@ -101,18 +101,14 @@ class Pipeline:
         if dist.is_initialized():
             group = group or dist.group.WORLD
             self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.schedule = _choose(
+        self.schedule = choose_schedule(
             schedule,
-            n_stages=_agree_on_stages(n_stages, self.n_ranks),
+            n_stages=n_stages,
+            n_ranks=self.n_ranks,
             n_microbatches=n_microbatches,
             costs=costs or Costs(),
             memory=memory or MemoryModel(),
         )
-        if self.n_ranks not in (1, self.schedule.n_stages):
-            raise RequestError(
-                f"{self.n_ranks} processes cannot run {self.schedule.n_stages} stages; "
-                "start one process a stage"
-            )
         placement = self.schedule.placement
         self.n_layers = count_layers(model, n_layers)
         self.split = deal(self.n_layers, placement.n_chunks, split)
@@ -306,42 +302,3 @@ class Pipeline:
                 f"rank(s) {other} and rank 0 were started with different schedules, "
                 "splits or settings; start all ranks with the same arguments"
             )
-
-
-def _agree_on_stages(n_stages: int | None, n_ranks: int) -> int | None:
-    """The number of stages that was asked for; None: the schedule tells."""
-    if n_ranks == 1:
-        return n_stages
-    if n_stages not in (None, n_ranks):
-        raise RequestError(
-            f"n_stages is {n_stages}, but there are {n_ranks} processes; start one "
-            "process a stage"
-        )
-    return n_ranks
-
-
-def _choose(
-    schedule: str | Path | Schedule,
-    *,
-    n_stages: int | None,
-    n_microbatches: int | None,
-    costs: Costs,
-    memory: MemoryModel,
-) -> Schedule:
-    """Plan the mode, read the file, or take the schedule as it is."""
-    if not isinstance(schedule, Schedule):
-        return plan(
-            str(schedule),
-            n_stages=n_stages,
-            n_microbatches=n_microbatches,
-            costs=costs,
-            memory=memory,
-        )
-    asked = (n_stages or schedule.n_stages, n_microbatches or schedule.n_microbatches)
-    if asked != (schedule.n_stages, schedule.n_microbatches):
-        raise RequestError(
-            f"the schedule has {schedule.n_stages} stages and "
-            f"{schedule.n_microbatches} micro-batches; {asked[0]} and {asked[1]} were "
-            "asked for"
-        )
-    return schedule

@@ -11,6 +11,7 @@ With gloo the messages also carry tags, and CUDA tensors go through host memory 
 stages may share a GPU). With NCCL each channel has a communicator of its own.
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,24 +23,11 @@ from torch import Tensor
 
 from zbpp.core import Job, Value, What
 from zbpp.runtime.batch import Tensors
+from zbpp.runtime.channels import open_channels, tag, uses_nccl
 from zbpp.runtime.errors import PeerError, ShapeError
 from zbpp.runtime.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
 
 __all__ = ["DistributedTransport"]
-
-Edge = tuple[int, int]
-"""(sending stage, receiving stage)."""
-
-_TENSORS_PER_MESSAGE = 16  # tags of one message
-
-
-@dataclass(frozen=True)
-class _Channel:
-    """A process group and the ranks in it of the channel's two ends."""
-
-    group: dist.ProcessGroup
-    source: int
-    target: int
 
 
 @dataclass
@@ -80,42 +68,21 @@ class DistributedTransport:
         self._group = group
         self.stage = dist.get_rank(group)
         self._device = device
-        self._nccl = dist.get_backend(group) == "nccl"
+        self._nccl = uses_nccl(group)
         self._wire = device if self._nccl else torch.device("cpu")
         self._timeout_s = first_timeout_s
         self._steady_timeout_s = timeout_s
-        self._channels = self._open_channels(neighbours)
+        self._channels = open_channels(
+            group, neighbours, device=device, timeout_s=first_timeout_s
+        )
         self._specs: dict[int, Spec] = {}  # of each chunk's activations in training
         self._incoming: dict[Value, _Incoming] = {}
         self._waiting: dict[int, deque[_Incoming]] = {
             peer: deque() for peer in neighbours[self.stage]
         }
         self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
+        self._unconfirmed: deque[tuple[dist.Work, str, int | None]] = deque()
         self._training = True
-
-    def _open_channels(self, neighbours: list[set[int]]) -> dict[Edge, _Channel]:
-        """One communicator per channel with NCCL; with gloo the tags are enough."""
-        channels = {}
-        for source, peers in enumerate(neighbours):
-            for target in sorted(peers):
-                group = self._pair(source, target) if self._nccl else self._group
-                if self.stage in (source, target):
-                    ends = (
-                        dist.get_group_rank(group, self._global(stage))
-                        for stage in (source, target)
-                    )
-                    channels[source, target] = _Channel(group, *ends)
-        return channels
-
-    def _pair(self, source: int, target: int) -> dist.ProcessGroup:
-        """Make a communicator of two, and connect it now: lazily it can hang."""
-        group: dist.ProcessGroup = dist.new_group(
-            sorted((self._global(source), self._global(target))),
-            timeout=timedelta(seconds=self._timeout_s),
-        )
-        if self.stage in (source, target):
-            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
-        return group
 
     def begin(self, *, training: bool) -> None:
         """Start a step: headers tell the shapes of an evaluation and a first step."""
@@ -152,7 +119,7 @@ class DistributedTransport:
                 tensor,
                 group=channel.group,
                 group_dst=channel.target,
-                tag=_tag(value, slot),
+                tag=tag(value, slot),
             )
         except RuntimeError as error:
             raise self._lost(f"could not send {value} to", peer, error) from error
@@ -193,7 +160,7 @@ class DistributedTransport:
                 buffer,
                 group=channel.group,
                 group_src=channel.source,
-                tag=_tag(incoming.value, slot),
+                tag=tag(incoming.value, slot),
             )
         except RuntimeError as error:
             what = f"could not receive {incoming.value} from"
@@ -226,16 +193,33 @@ class DistributedTransport:
         buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._wire)
         work = self._receive_one(incoming, buffer, slot=0)
         self._wait(work, f"{job} for {incoming.value} from", incoming.peer)
+        self._confirm()
         spec = unpack(buffer.cpu(), incoming.value)
         if self._training:
             self._specs[incoming.value.chunk] = spec
         return spec
 
-    def _wait(self, work: dist.Work, what: str, peer: int) -> None:
+    def _wait(self, work: dist.Work, what: str, peer: int | None) -> None:
+        """Wait for a message; with NCCL the GPU waits, and the host in `_confirm`."""
         try:
-            work.wait(timedelta(seconds=self._timeout_s))
+            if self._nccl:
+                work.wait()  # with a time-out it would hold up the host
+                self._unconfirmed.append((work, what, peer))
+            else:
+                work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise self._lost(f"waits at {what}", peer, error) from error
+
+    def _confirm(self) -> None:
+        """Wait on the host until all messages so far have come; name the late one."""
+        while self._unconfirmed:
+            work, what, peer = self._unconfirmed.popleft()
+            deadline = time.monotonic() + self._timeout_s
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    late = RuntimeError("timed out")
+                    raise self._lost(f"waits at {what}", peer, late)
+                time.sleep(1e-4)
 
     def _lost(self, what: str, peer: int | None, error: RuntimeError) -> PeerError:
         who = "the other stages" if peer is None else f"stage {peer}"
@@ -276,9 +260,6 @@ class DistributedTransport:
     def close(self) -> None:
         """Nothing of ours to give back: the process group belongs to the caller."""
 
-    def _global(self, stage: int) -> int:
-        return dist.get_global_rank(self._group, stage)
-
 
 class _Sum:
     def __init__(
@@ -294,16 +275,7 @@ class _Sum:
     def result(self, job: Job | None = None) -> Tensor:
         if self._work is not None:
             work, self._work = self._work, None
-            try:
-                work.wait(timedelta(seconds=self._transport._timeout_s))
-            except RuntimeError as error:
-                what = f"waits at {job or 'a result'} for the sum over"
-                raise self._transport._lost(what, None, error) from error
+            what = f"{job or 'a result'} for the sum over"
+            self._transport._wait(work, what, None)
+            self._transport._confirm()
         return self._vector
-
-
-def _tag(value: Value, slot: int) -> int:
-    """A number that only this tensor of this value has within a step."""
-    what = 0 if value.what is What.ACTIVATION else 1
-    index = (value.microbatch * 4096 + value.chunk) * 2 + what
-    return (index * _TENSORS_PER_MESSAGE + slot) % 2**31

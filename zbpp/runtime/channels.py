@@ -1,0 +1,72 @@
+"""Channels between neighbours: one pair of stages and one direction each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zbpp.core import Value, What
+
+__all__ = ["Channel", "open_channels", "tag", "uses_nccl"]
+
+_TENSORS_PER_MESSAGE = 16
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A process group and the ranks in it of the channel's two ends."""
+
+    group: dist.ProcessGroup
+    source: int
+    target: int
+
+
+def uses_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether tensors of the group travel by NCCL."""
+    return bool(dist.get_backend(group) == "nccl")
+
+
+def open_channels(
+    group: dist.ProcessGroup,
+    neighbours: Sequence[set[int]],
+    *,
+    device: torch.device,
+    timeout_s: float,
+) -> dict[tuple[int, int], Channel]:
+    """Open the channels of this stage; all stages must call, as groups are collective.
+
+    With gloo one group serves all, as tags tell the messages apart. NCCL has no tags,
+    and what shares a communicator waits for each other: every channel gets its own.
+
+    Args:
+        group: the pipeline's processes, by stage.
+        neighbours: the stages that each stage sends to.
+        device: of this process.
+        timeout_s: for messages of the new groups.
+
+    Returns:
+        Channels by (sending stage, receiving stage).
+    """
+    stage = dist.get_rank(group)
+    channels = {}
+    for source, peers in enumerate(neighbours):
+        for target in sorted(peers):
+            ends = [dist.get_global_rank(group, end) for end in (source, target)]
+            own = group
+            if uses_nccl(group):
+                own = dist.new_group(sorted(ends), timeout=timedelta(seconds=timeout_s))
+            if stage in (source, target):
+                if own is not group:  # connect now: done lazily, it has hung
+                    dist.all_reduce(torch.zeros(1, device=device), group=own)
+                ranks = [dist.get_group_rank(own, end) for end in ends]
+                channels[source, target] = Channel(own, *ranks)
+    return channels
+
+
+def tag(value: Value, slot: int) -> int:
+    """A number that only this tensor of this value has within a step."""
+    what = 0 if value.what is What.ACTIVATION else 1
+    index = (value.microbatch * 4096 + value.chunk) * 2 + what
+    return (index * _TENSORS_PER_MESSAGE + slot) % 2**31
