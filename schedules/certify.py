@@ -1,0 +1,262 @@
+"""Prove how good a plan is, or find a better one: CP-SAT from OR-tools.
+
+Every pass is an interval on its stage; what it reads must have arrived. Memory is a
+second resource: M_B - M_W is held from the start of F to the end of B, and M_W to the
+end of W. The largest span of a stage is minimised, starting from the given plan.
+
+                F0 .......... B0        M_B - M_W
+                F0 ............... W0   M_W
+
+Small cases are solved to the optimum; on others the solver gives a bound within the
+time it has. It is a judge of planners, not a planner: 8 stages with 16 micro-batches
+are rarely closed.
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
+from typing import Any
+
+from zbpp.core import (
+    ChunkMemory,
+    Costs,
+    MemoryModel,
+    Order,
+    Pass,
+    PassKind,
+    PassTimes,
+    RequestError,
+    Schedule,
+    Step,
+    reads,
+    replay,
+    writes,
+)
+
+__all__ = ["Certificate", "certify"]
+
+_RANK = {PassKind.F: 0, PassKind.B: 1, PassKind.BW: 1, PassKind.W: 2}
+_LARGEST = 2**40  # sums of times and memories in the solver stay far below 2**63
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the solver found; times in the unit of the costs.
+
+    ``schedule`` is the given plan, or a better one; no schedule with this placement,
+    memory and number of micro-batches has a span below ``bound``.
+    """
+
+    schedule: Schedule
+    span: float
+    bound: float
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no schedule is better (but for rounding)."""
+        return self.span <= self.bound * (1 + 1e-9)
+
+    @property
+    def gap(self) -> float:
+        """How far the span may be above the optimum, as a share of the bound."""
+        return self.span / self.bound - 1
+
+
+def certify(
+    schedule: Schedule,
+    costs: Costs,
+    memory: MemoryModel,
+    *,
+    seconds: float = 60.0,
+    workers: int | None = None,
+) -> Certificate:
+    """Ask the solver for the best schedule of this placement.
+
+    Args:
+        schedule: a plan to start from; it says which passes are split and must keep
+            the memory limit.
+        costs: times; they are turned into whole numbers exactly.
+        memory: the limit of every stage.
+        seconds: how long the solver may search.
+        workers: threads; None: one per core.
+
+    Raises:
+        RequestError: OR-tools is missing, the plan exceeds the memory limit, or the
+            times have too many digits.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ModuleNotFoundError:
+        raise RequestError(
+            "the solver needs OR-tools; install it: pip install 'zbpp[solve]'"
+        ) from None
+    schedule = replace(schedule, memory=memory)  # refused if it exceeds the limit
+    problem = _Problem(schedule, costs.on(schedule.placement), cp_model.CpModel())
+    problem.add_order()
+    problem.add_memory(memory.on(schedule.placement))
+    problem.minimise_span()
+    problem.hint()
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers or 0
+    status = solver.solve(problem.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        bound = solver.best_objective_bound / problem.time_scale
+        return Certificate(schedule, problem.given_span / problem.time_scale, bound)
+    found = problem.read(solver, memory)
+    span = solver.objective_value / problem.time_scale
+    if problem.given_span <= solver.objective_value:
+        found = schedule
+    return Certificate(found, span, solver.best_objective_bound / problem.time_scale)
+
+
+class _Problem:
+    """The model under construction; times and memories as whole numbers."""
+
+    def __init__(self, schedule: Schedule, times: PassTimes, model: Any) -> None:
+        self.schedule = schedule
+        self.model = model
+        self._placement = schedule.placement
+        self._passes = [
+            job for order in schedule.orders for job in order if isinstance(job, Pass)
+        ]
+        durations = {job: Fraction(str(times.of(job))) for job in self._passes}
+        comm = Fraction(str(times.comm))
+        self.time_scale = _scale([*durations.values(), comm])
+        self._duration = {
+            job: int(time * self.time_scale) for job, time in durations.items()
+        }
+        self._comm = int(comm * self.time_scale)
+        rows = replay(schedule.orders, times, n_microbatches=schedule.n_microbatches)
+        self._given = {
+            slot.job: round(slot.start * self.time_scale)
+            for row in rows
+            for slot in row
+            if isinstance(slot.job, Pass)
+        }
+        spans = []
+        for row in rows:
+            ends = [slot for slot in row if isinstance(slot.job, Pass)]
+            spans.append(round((ends[-1].end - ends[0].start) * self.time_scale))
+        self.given_span = max(spans)
+        self._horizon = sum(self._duration.values()) + self._comm * len(self._passes)
+        self._start = {job: self._time(str(job)) for job in self._passes}
+
+    def _time(self, name: str) -> Any:
+        return self.model.new_int_var(0, self._horizon, name)
+
+    def _end(self, job: Pass) -> Any:
+        return self._start[job] + self._duration[job]
+
+    def _of(self, *kinds: PassKind, chunk: int, microbatch: int) -> Pass:
+        """The pass that does this work: B and W may be one BW."""
+        candidates = (Pass(kind, chunk, microbatch) for kind in kinds)
+        return next(job for job in candidates if job in self._start)
+
+    def add_order(self) -> None:
+        """One pass at a time on a stage, inputs first, micro-batches in order."""
+        model, n_chunks = self.model, self._placement.n_chunks
+        for order in self.schedule.orders:
+            model.add_no_overlap(
+                model.new_fixed_size_interval_var(
+                    self._start[job], self._duration[job], str(job)
+                )
+                for job in order
+                if isinstance(job, Pass)
+            )
+        producer = _producers(self._passes, n_chunks)
+        for job in self._passes:
+            for value in reads(job, n_chunks):
+                source = producer[value]
+                stages = {
+                    self._placement.stage_of[c] for c in (source.chunk, job.chunk)
+                }
+                delay = self._comm if len(stages) > 1 else 0
+                model.add(self._start[job] >= self._end(source) + delay)
+            later = Pass(job.kind, job.chunk, job.microbatch + 1)
+            if later in self._start:  # identical micro-batches: first come first
+                model.add(self._start[later] >= self._end(job))
+
+    def add_memory(self, memory: ChunkMemory) -> None:
+        """What F takes is given back in two parts, within the stage's limit."""
+        for stage, chunks in enumerate(self._placement.chunks_of):
+            limit = memory.limit[stage]
+            if limit == float("inf"):
+                continue
+            parts: list[tuple[Pass, Pass, Fraction]] = []
+            for chunk in chunks:
+                m_b, m_w = (
+                    Fraction(str(memory.m_b[chunk])),
+                    Fraction(str(memory.m_w[chunk])),
+                )
+                for i in range(self.schedule.n_microbatches):
+                    forward = Pass(PassKind.F, chunk, i)
+                    b = self._of(PassKind.B, PassKind.BW, chunk=chunk, microbatch=i)
+                    w = self._of(PassKind.W, PassKind.BW, chunk=chunk, microbatch=i)
+                    parts += [(forward, b, m_b - m_w), (forward, w, m_w)]
+            scale = _scale([share for _, _, share in parts])
+            intervals = [self._held(first, last) for first, last, _ in parts]
+            self.model.add_cumulative(
+                intervals,
+                [int(share * scale) for _, _, share in parts],
+                int(Fraction(str(limit)) * scale * (1 + Fraction(1, 10**9))),
+            )
+
+    def _held(self, first: Pass, last: Pass) -> Any:
+        name = f"{first} to {last}"
+        length = self._time(f"time from {name}")
+        return self.model.new_interval_var(
+            self._start[first], length, self._end(last), name
+        )
+
+    def minimise_span(self) -> None:
+        """Minimise the largest time between a stage's first F and its last pass."""
+        span = self.model.new_int_var(0, self.given_span, "span")
+        for order in self.schedule.orders:
+            first = self._time("first start")
+            passes = [job for job in order if isinstance(job, Pass)]
+            self.model.add_min_equality(first, [self._start[job] for job in passes])
+            for job in passes:
+                self.model.add(span >= self._end(job) - first)
+        self.model.minimize(span)
+
+    def hint(self) -> None:
+        """Start the search from the given plan."""
+        for job, start in self._given.items():
+            self.model.add_hint(self._start[job], start)
+
+    def read(self, solver: Any, memory: MemoryModel) -> Schedule:
+        """Make a schedule of the starts that the solver found."""
+        orders: list[Order] = []
+        for stage, order in enumerate(self.schedule.orders):
+            passes = [job for job in order if isinstance(job, Pass)]
+            passes.sort(
+                key=lambda job: (solver.value(self._start[job]), _RANK[job.kind])
+            )
+            last: Order = (Step(stage),) if Step(stage) in order else ()
+            orders.append((*passes, *last))
+        return Schedule(
+            self.schedule.name,
+            self._placement,
+            self.schedule.n_microbatches,
+            tuple(orders),
+            memory,
+        )
+
+
+def _producers(passes: list[Pass], n_chunks: int) -> dict[Any, Pass]:
+    return {value: job for job in passes for value in writes(job, n_chunks)}
+
+
+def _scale(numbers: list[Fraction]) -> int:
+    """The factor that makes all numbers whole.
+
+    Raises:
+        RequestError: they have too many digits for the solver.
+    """
+    scale = lcm(*(number.denominator for number in numbers))
+    if max(numbers, default=Fraction(0)) * scale * len(numbers) > _LARGEST:
+        raise RequestError(
+            "the costs have too many digits for the solver; round them to six or so"
+        )
+    return scale
