@@ -245,22 +245,15 @@ class Pipeline:
     ) -> None:
         """Hand the micro-batches to the stages that read them."""
         stage_of = self.schedule.placement.stage_of
-        for name, value, needed in (
-            ("inputs", inputs, self.needs_inputs),
-            ("targets", targets, self.needs_targets),
-        ):
-            if needed and value is None:
-                raise RequestError(f"rank {self.rank} needs the {name} of the batch")
+        cut_inputs = split_inputs(inputs, m, even=even) if self.needs_inputs else None
+        cut_targets = (
+            split_targets(targets, m, even=even) if self.needs_targets else None
+        )
         for stage, executor in self._executors.items():
-            reads_inputs, reads_targets = stage == stage_of[0], stage == stage_of[-1]
             executor.stage.begin(
                 step=self._n_steps,
-                inputs=split_inputs(inputs, m, even=even)
-                if reads_inputs and inputs is not None
-                else None,
-                targets=split_targets(targets, m, even=even)
-                if reads_targets and targets is not None
-                else None,
+                inputs=cut_inputs if stage == stage_of[0] else None,
+                targets=cut_targets if stage == stage_of[-1] else None,
                 n_microbatches=m,
             )
 

@@ -233,3 +233,9 @@ def test_the_optimizers_are_there_for_schedulers() -> None:
     assert isinstance(
         pipeline.optimizers[0], type(adamw([nn.Parameter(torch.ones(1))]))
     )
+
+
+def test_a_missing_batch_is_named() -> None:
+    pipeline = make_pipeline("ZBH1", 2)
+    assert "needs the targets" in refusal(pipeline.step, batch(0)[0])
+    assert "needs the inputs" in refusal(pipeline.step)

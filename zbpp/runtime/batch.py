@@ -15,7 +15,7 @@ Batch = Tensor | tuple[Tensor, ...] | list[object]
 """Tensors that are cut along their first dimension, or a list of micro-batches."""
 
 
-def split_inputs(batch: Batch, n: int, *, even: bool = True) -> list[Tensors]:
+def split_inputs(batch: Batch | None, n: int, *, even: bool = True) -> list[Tensors]:
     """Cut inputs into micro-batches of one or several tensors.
 
     Args:
@@ -30,7 +30,7 @@ def split_inputs(batch: Batch, n: int, *, even: bool = True) -> list[Tensors]:
     return [piece if isinstance(piece, tuple) else (piece,) for piece in pieces]
 
 
-def split_targets(batch: Batch, n: int, *, even: bool = True) -> list[object]:
+def split_targets(batch: Batch | None, n: int, *, even: bool = True) -> list[object]:
     """Cut targets; arguments and errors as for `split_inputs`."""
     return _split("targets", batch, n, even=even)
 
@@ -41,7 +41,9 @@ def count_samples(micro_batch: object) -> int:
     return len(first) if isinstance(first, Tensor) and first.dim() else 1
 
 
-def _split(name: str, batch: Batch, n: int, *, even: bool) -> list[object]:
+def _split(name: str, batch: Batch | None, n: int, *, even: bool) -> list[object]:
+    if batch is None:
+        raise RequestError(f"this process needs the {name} of the batch, not None")
     if isinstance(batch, list):
         if len(batch) != n:
             raise RequestError(
