@@ -50,6 +50,8 @@ class _Given:
     """Costs file (JSON); without it F, B and W take 1 each and messages nothing."""
     memory_limit: Annotated[float | None, _shown_as("FLOAT")] = None
     """Largest activation memory of a stage, in the unit of the costs."""
+    effort: Annotated[str, _shown_as("EFFORT")] = "default"
+    """How hard to search: fast, default, best (a minute) or best:SECONDS."""
 
     def models(self) -> tuple[Costs, MemoryModel]:
         """Read the costs, and let the flag overrule the file's memory limit."""
@@ -68,7 +70,7 @@ class _OneSchedule(_Given):
     schedule: Annotated[_Text, tyro.conf.Positional, _shown_as("PLAN.json")] = None
     """A schedule file (or a mode)."""
     pipeline_schedule_mode: Annotated[_Text, _shown_as("MODE")] = None
-    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZBV, or the path of a schedule file."""
+    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, or the path of a schedule file."""
     stages: Annotated[_Count, _shown_as("INT")] = None
     """Pipeline stages; a schedule file knows its own."""
     microbatches: Annotated[_Count, _shown_as("INT")] = None
@@ -87,7 +89,8 @@ class _OneSchedule(_Given):
             )
         costs, memory = self.models()
         schedule = _plan(
-            str(modes.pop()), self.stages, self.microbatches, costs, memory
+            *(str(modes.pop()), self.stages, self.microbatches),
+            *(costs, memory, self.effort),
         )
         return schedule, costs, memory
 
@@ -97,7 +100,7 @@ class Plan(_Given):
     """Plan a schedule and write it to a file."""
 
     pipeline_schedule_mode: Annotated[str, _shown_as("MODE")]
-    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZBV, or the path of a schedule file."""
+    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, or the path of a schedule file."""
     stages: Annotated[_Count, _shown_as("INT")] = None
     """Pipeline stages."""
     microbatches: Annotated[_Count, _shown_as("INT")] = None
@@ -111,7 +114,8 @@ class Plan(_Given):
         """Plan, write, and say what it will cost."""
         costs, memory = self.models()
         schedule = _plan(
-            self.pipeline_schedule_mode, self.stages, self.microbatches, costs, memory
+            *(self.pipeline_schedule_mode, self.stages, self.microbatches),
+            *(costs, memory, self.effort),
         )
         _write(self.out, schedule_text(schedule))
         if self.csv is not None:
@@ -184,7 +188,9 @@ class Compare(_Given):
         rows: list[tuple[str, Summary | str]] = []
         for mode in MODES:
             try:
-                schedule = _plan(mode, self.stages, self.microbatches, costs, memory)
+                schedule = _plan(
+                    mode, self.stages, self.microbatches, costs, memory, self.effort
+                )
                 rows.append((mode, summarize(schedule, costs, memory)))
             except RequestError as error:
                 rows.append((mode, str(error).partition("\n")[0]))
@@ -257,6 +263,7 @@ def _plan(
     microbatches: int | None,
     costs: Costs,
     memory: MemoryModel,
+    effort: str,
 ) -> Schedule:
     """Plan, in the words of the flags."""
     for flag, value in (("--stages", stages), ("--microbatches", microbatches)):
@@ -265,7 +272,12 @@ def _plan(
         if value is None and not Path(mode).is_file() and Path(mode).suffix != ".json":
             raise RequestError(f"{flag} is missing; {canonical(mode)} needs it")
     return plan(
-        mode, n_stages=stages, n_microbatches=microbatches, costs=costs, memory=memory
+        mode,
+        n_stages=stages,
+        n_microbatches=microbatches,
+        costs=costs,
+        memory=memory,
+        effort=effort,
     )
 
 

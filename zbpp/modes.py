@@ -20,21 +20,58 @@ from zbpp.core import (
     read_schedule,
 )
 from zbpp.schedules import (
+    check_effort,
     plan_fthenb,
     plan_one_f_one_b,
     plan_vpp,
-    plan_zb_h1,
-    plan_zb_h2,
+    plan_zb,
+    plan_zb1p,
+    plan_zb2p,
     plan_zb_v,
 )
 
 __all__ = ["MODES", "Mode", "canonical", "plan"]
 
 
+_UNIT = Costs()
+_NO_LIMIT = MemoryModel()
+
+
 class Planner(Protocol):
-    """A pure function from the size of the pipeline to a schedule."""
+    """A pure function from a pipeline, its costs and its memory to a schedule."""
+
+    def __call__(
+        self,
+        *,
+        n_stages: int,
+        n_microbatches: int,
+        costs: Costs = _UNIT,
+        memory: MemoryModel = _NO_LIMIT,
+        effort: str = "default",
+    ) -> Schedule: ...
+
+
+class HandMade(Protocol):
+    """A planner whose orders depend on the size of the pipeline alone."""
 
     def __call__(self, *, n_stages: int, n_microbatches: int) -> Schedule: ...
+
+
+def _fixed(hand_made: HandMade) -> Planner:
+    """Make a planner of a hand-made one: its order fits the memory, or is refused."""
+
+    def plan_fixed(
+        *,
+        n_stages: int,
+        n_microbatches: int,
+        costs: Costs = _UNIT,
+        memory: MemoryModel = _NO_LIMIT,
+        effort: str = "default",
+    ) -> Schedule:
+        schedule = hand_made(n_stages=n_stages, n_microbatches=n_microbatches)
+        return _kept(schedule, costs, memory)
+
+    return plan_fixed
 
 
 @dataclass(frozen=True)
@@ -50,12 +87,16 @@ class Mode:
 MODES = {
     mode.name: mode
     for mode in (
-        Mode("FThenB", plan_fthenb, "all F, then all BW; memory m", ("GPipe",)),
-        Mode("1F1B", plan_one_f_one_b, "one F, one BW; memory p", ("PipeDream-Flush",)),
-        Mode("VPP", plan_vpp, "half of 1F1B's bubble", ("Interleaved1F1B",)),
-        Mode("ZBH1", plan_zb_h1, "a third of 1F1B's bubble; memory p", ("ZB1P",)),
-        Mode("ZBH2", plan_zb_h2, "no bubble; memory 2p-1", ("ZB2P",)),
-        Mode("ZBV", plan_zb_v, "no bubble; memory p", ("ZBVZeroBubble",)),
+        Mode("FThenB", _fixed(plan_fthenb), "all F, then all BW; memory m", ("GPipe",)),
+        Mode(
+            *("1F1B", _fixed(plan_one_f_one_b), "one F, one BW; memory p"),
+            ("PipeDream-Flush",),
+        ),
+        Mode("VPP", _fixed(plan_vpp), "half of 1F1B's bubble", ("Interleaved1F1B",)),
+        Mode("ZBH1", plan_zb1p, "a third of 1F1B's bubble; memory p", ("ZB1P",)),
+        Mode("ZBH2", plan_zb2p, "no bubble; memory 2p-1", ("ZB2P",)),
+        Mode("ZB", plan_zb, "one chunk a stage under any memory limit; 2p if none"),
+        Mode("ZBV", _fixed(plan_zb_v), "no bubble; memory p", ("ZBVZeroBubble",)),
     )
 }
 """Every mode by its name, one line each: bubble at F=B=W and m >= 2p, memory in M_B."""
@@ -70,8 +111,6 @@ _NAMES = {
     for mode in MODES.values()
     for spelling in (mode.name, *mode.aliases)
 }
-_UNIT = Costs()
-_NO_LIMIT = MemoryModel()
 
 
 def canonical(mode: str) -> str:
@@ -100,6 +139,7 @@ def plan(
     n_microbatches: int | None = None,
     costs: Costs = _UNIT,
     memory: MemoryModel = _NO_LIMIT,
+    effort: str = "default",
 ) -> Schedule:
     """Plan by the name of a mode, or read a schedule file.
 
@@ -109,29 +149,44 @@ def plan(
         n_microbatches: micro-batches in a step; for a file as above.
         costs: must fit the placement; the hand-made orders depend on no times.
         memory: if it has a limit, the schedule keeps it, or is refused.
+        effort: how hard to search: ``fast``, ``default``, ``best`` (a minute) or
+            ``best:SECONDS``.
 
     Raises:
         RequestError: the mode is unknown, the file is invalid or does not agree, or
             the schedule does not fit the memory limit.
     """
+    check_effort(effort)
     if _is_file(mode):
         schedule = read_schedule(mode)
         _check_agrees(mode, "n_stages", schedule.n_stages, n_stages)
         _check_agrees(mode, "n_microbatches", schedule.n_microbatches, n_microbatches)
-    else:
-        name = canonical(mode)
-        schedule = MODES[name].planner(
-            n_stages=_at_least_one(name, "n_stages", n_stages),
-            n_microbatches=_at_least_one(name, "n_microbatches", n_microbatches),
+        try:
+            return _kept(schedule, costs, memory)
+        except ScheduleError:
+            raise RequestError(_needs_more(schedule, memory)) from None
+    name = canonical(mode)
+    planner = MODES[name].planner
+    n_stages = _at_least_one(name, "n_stages", n_stages)
+    n_microbatches = _at_least_one(name, "n_microbatches", n_microbatches)
+    try:
+        return planner(
+            n_stages=n_stages,
+            n_microbatches=n_microbatches,
+            costs=costs,
+            memory=memory,
+            effort=effort,
         )
+    except ScheduleError:  # a hand-made order; the others are made to fit
+        schedule = planner(n_stages=n_stages, n_microbatches=n_microbatches)
+        raise RequestError(_needs_more(schedule, memory)) from None
+
+
+def _kept(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Schedule:
+    """Return a schedule that keeps the memory limit, or raise ScheduleError."""
     costs.on(schedule.placement)
     memory.on(schedule.placement)
-    if memory.limit is None:
-        return schedule
-    try:
-        return replace(schedule, memory=memory)
-    except ScheduleError:
-        raise RequestError(_needs_more(schedule, memory)) from None
+    return schedule if memory.limit is None else replace(schedule, memory=memory)
 
 
 def _is_file(mode: str) -> bool:
@@ -171,11 +226,13 @@ def _needs_more(schedule: Schedule, memory: MemoryModel) -> str:
 
 
 def _fits(name: str, schedule: Schedule, memory: MemoryModel) -> bool:
-    other = MODES[name].planner(
-        n_stages=schedule.n_stages, n_microbatches=schedule.n_microbatches
-    )
     try:
-        replace(other, memory=memory)
+        MODES[name].planner(
+            n_stages=schedule.n_stages,
+            n_microbatches=schedule.n_microbatches,
+            memory=memory,
+            effort="fast",
+        )
     except RequestError:  # over the limit, or a list of another number of chunks
         return False
     return True

@@ -6,8 +6,24 @@ from textwrap import dedent, indent
 import pytest
 
 from zbpp.core import Costs, draw
-from zbpp.modes import plan
+from zbpp.schedules import (
+    plan_fthenb,
+    plan_one_f_one_b,
+    plan_vpp,
+    plan_zb_h1,
+    plan_zb_h2,
+    plan_zb_v,
+)
 from zbpp.simulator import simulate
+
+HAND_MADE = {
+    "FThenB": plan_fthenb,
+    "1F1B": plan_one_f_one_b,
+    "VPP": plan_vpp,
+    "ZBH1": plan_zb_h1,
+    "ZBH2": plan_zb_h2,
+    "ZBV": plan_zb_v,
+}
 
 UNIT = Costs()
 TWO_CHUNKS = Costs(f=2, b=2, w=2)  # a pass of one of two chunks takes 1
@@ -58,7 +74,7 @@ PICTURES = {
 
 
 def drawn(mode: str, n_stages: int, n_microbatches: int, costs: Costs) -> str:
-    schedule = plan(mode, n_stages=n_stages, n_microbatches=n_microbatches)
+    schedule = HAND_MADE[mode](n_stages=n_stages, n_microbatches=n_microbatches)
     return draw(simulate(schedule, costs))
 
 

@@ -21,8 +21,9 @@ tail        With one chunk a stage and more micro-batches than fit: the same at 
             the last F comes after the first B.
 cycle       At most K micro-batches are in their loop of a. So the (i+K)-th F of a
             starts a loop or more after the i-th. If K activations leave no room for
-            a pending W, it starts min(W, max(F, B)) later still (proof below). Count
-            the steps to the m-th F; a whole loop and a W follow it.
+            a pending W, it starts min(W, max(F, B)) later still (proof below). It
+            also starts K F's later. Count the steps to the m-th F; a whole loop and
+            a W follow it.
 area        Each micro-batch holds m_b of each chunk for its loop or longer, and m_w
             for its W. The sum over all is at most limit x span.
 
@@ -178,7 +179,8 @@ class _Bounds:
         full = fits * memory.m_b[chunk] + memory.m_w[chunk]
         if loops and full > memory.limit[stage] * (1 + _MARGIN):
             wait = min(w, max(f, b)) if fits > 1 else w
-        return loops * (loop + wait) + rest * f + loop + w
+        turn = max(loop + wait, fits * f) if loops else 0.0
+        return loops * turn + rest * f + loop + w
 
     def area(self, stage: int) -> float:
         memory, times = self._memory, self._times

@@ -1,0 +1,72 @@
+"""How much work a planner may do.
+
+Work is counted in passes placed, not in seconds: the same request gives the same
+schedule on every machine. Only ``best`` looks at the clock.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from zbpp.core import RequestError
+
+__all__ = ["Budget", "check_effort", "parse_effort"]
+
+_BEST_S = 60.0
+
+
+def parse_effort(effort: str) -> tuple[str, float]:
+    """Read ``fast``, ``default``, ``best`` or ``best:SECONDS``; seconds of the last.
+
+    >>> parse_effort("best:2.5")
+    ('best', 2.5)
+
+    Raises:
+        RequestError: it is none of these.
+    """
+    name, colon, number = effort.partition(":")
+    try:
+        seconds = float(number) if colon else _BEST_S
+    except ValueError:
+        seconds = math.nan
+    if name == "best" and 0 <= seconds < math.inf:
+        return name, seconds
+    if name in ("fast", "default") and not colon:
+        return name, math.inf
+    raise RequestError(
+        f"effort {effort!r} is not known; choose fast, default, best ({_BEST_S:g} s) "
+        "or best:SECONDS"
+    )
+
+
+def check_effort(effort: str) -> str:
+    """Return the effort if it is one.
+
+    Raises:
+        RequestError: it is none.
+    """
+    parse_effort(effort)
+    return effort
+
+
+@dataclass
+class Budget:
+    """What is left of a number of passes, and of a time."""
+
+    passes: float
+    seconds: float = math.inf
+    _end: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._end = time.monotonic() + self.seconds
+
+    def spend(self, passes: float) -> None:
+        """Take some of it."""
+        self.passes -= passes
+
+    @property
+    def is_left(self) -> bool:
+        """Is there anything left to spend?"""
+        return self.passes > 0 and (
+            self.seconds == math.inf or time.monotonic() < self._end
+        )

@@ -1,0 +1,193 @@
+"""A line of stages with one chunk each, as plain numbers for the planner's inner loop.
+
+    stage 0 --hop 0--> stage 1 --hop 1--> stage 2        F goes right
+    stage 0 <--hop 0-- stage 1 <--hop 1-- stage 2        B goes left
+
+The micro-batches are identical, so exchanging two of them changes nothing: every kind
+runs in the order 0, 1, 2, ... An order is then a row of kinds, one byte a pass, and a
+pass is named by counting. That is what makes plans of millions of jobs affordable.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    Order,
+    Pass,
+    PassKind,
+    Placement,
+    RequestError,
+    Step,
+    lower_bound,
+)
+
+__all__ = ["B", "F", "Kinds", "Line", "W", "line_of", "named", "play"]
+
+F, B, W = range(3)
+Kinds = list[bytearray]
+"""A row of kinds per stage; B is a BW on a stage that cannot split its backward."""
+
+_MARGIN = 1e-9  # relative, for sums of memory; a part of what `Schedule` tolerates
+
+
+@dataclass(frozen=True)
+class Line:
+    """Times, memory and limits, one entry per stage (``hop``: to the next stage).
+
+    On a stage that cannot split its backward, ``b`` is the time of both parts, and
+    ``w`` and ``m_w`` are 0.
+    """
+
+    n_microbatches: int
+    f: tuple[float, ...]
+    b: tuple[float, ...]
+    w: tuple[float, ...]
+    hop: tuple[float, ...]
+    m_b: tuple[float, ...]
+    m_w: tuple[float, ...]
+    limit: tuple[float, ...]
+    splits: tuple[bool, ...]
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages."""
+        return len(self.f)
+
+    def work(self, stage: int) -> float:
+        """Time that a stage is busy."""
+        return self.n_microbatches * (self.f[stage] + self.b[stage] + self.w[stage])
+
+    def bound(self) -> float:
+        """Lower bound of the largest span."""
+        n_stages = self.n_stages
+        hop = self.hop[0] if self.hop else 0.0
+        return lower_bound(
+            Placement.single(n_stages),
+            self.n_microbatches,
+            Costs(self.f, self.b, self.w, hop),
+            MemoryModel(
+                self.m_b,
+                self.m_w,
+                None if math.inf in self.limit else self.limit,
+            ),
+        )
+
+
+def line_of(
+    n_stages: int,
+    n_microbatches: int,
+    costs: Costs,
+    memory: MemoryModel,
+    splits: tuple[bool, ...] | None = None,
+) -> Line:
+    """Give every stage its numbers.
+
+    Raises:
+        RequestError: costs or memory have not one entry per stage.
+    """
+    placement = Placement.single(n_stages)
+    times, held = costs.on(placement), memory.on(placement)
+    splits = splits or (True,) * n_stages
+    if len(splits) != n_stages:
+        raise RequestError(f"splits has {len(splits)} entries for {n_stages} stages")
+    whole = [times.of_pass(PassKind.BW, stage) for stage in range(n_stages)]
+    return Line(
+        n_microbatches=n_microbatches,
+        f=times.f,
+        b=_where(splits, times.b, whole),
+        w=_where(splits, times.w, [0.0] * n_stages),
+        hop=tuple(times.delay(stage, stage + 1) for stage in range(n_stages - 1)),
+        m_b=held.m_b,
+        m_w=_where(splits, held.m_w, [0.0] * n_stages),
+        limit=held.limit,
+        splits=splits,
+    )
+
+
+def _where(
+    splits: tuple[bool, ...], split: Sequence[float], whole: Sequence[float]
+) -> tuple[float, ...]:
+    """One value per stage, by whether it splits its backward."""
+    chosen = zip(splits, split, whole, strict=True)
+    return tuple(one if can else other for can, one, other in chosen)
+
+
+def named(line: Line, kinds: Kinds) -> tuple[Order, ...]:
+    """Name the passes of every stage, and let each stage step at its end."""
+    return tuple(
+        _name(stage, row, splits=line.splits[stage]) for stage, row in enumerate(kinds)
+    )
+
+
+def _name(stage: int, row: bytearray, *, splits: bool) -> Order:
+    names = (PassKind.F, PassKind.B if splits else PassKind.BW, PassKind.W)
+    done = [0, 0, 0]
+    order: list[Pass | Step] = []
+    for kind in row:
+        order.append(Pass(names[kind], stage, done[kind]))
+        done[kind] += 1
+    order.append(Step(stage))
+    return tuple(order)
+
+
+def play(line: Line, kinds: Kinds) -> float:
+    """Time given orders as the simulator would; return the largest span.
+
+    A stage runs until it lacks an input, then its neighbours are tried. Orders that
+    wait for one another, or exceed a limit, give infinity.
+    """
+    p = line.n_stages
+    if any(_peak(line, s, kinds[s]) > line.limit[s] * (1 + _MARGIN) for s in range(p)):
+        return math.inf
+    inputs: list[list[float]] = [[0.0] * line.n_microbatches]
+    inputs += [[] for _ in range(1, p)]  # when each F's input arrives
+    gradients: list[list[float]] = [[] for _ in range(p)]  # and each B's
+    free, first, place = [0.0] * p, [math.inf] * p, [0] * p
+    done = [[0, 0, 0] for _ in range(p)]
+    to_try = list(range(p - 1, -1, -1))
+    while to_try:
+        s = to_try.pop()
+        row, counts, at, t = kinds[s], done[s], place[s], free[s]
+        while at < len(row):
+            kind = row[at]
+            i = counts[kind]
+            if kind == W:
+                t += line.w[s]
+            else:
+                arrivals = inputs[s] if kind == F else gradients[s]
+                if i >= len(arrivals):
+                    break
+                start = arrivals[i] if arrivals[i] > t else t
+                if kind == F:
+                    first[s] = min(first[s], start)
+                    t = start + line.f[s]
+                    if s < p - 1:
+                        inputs[s + 1].append(t + line.hop[s])
+                    else:
+                        gradients[s].append(t)
+                else:
+                    t = start + line.b[s]
+                    if s > 0:
+                        gradients[s - 1].append(t + line.hop[s - 1])
+            counts[kind] = i + 1
+            at += 1
+        if at > place[s]:
+            place[s], free[s] = at, t
+            to_try += [n for n in (s - 1, s + 1) if 0 <= n < p]
+    if any(place[s] < len(kinds[s]) for s in range(p)):
+        return math.inf
+    return max(free[s] - first[s] for s in range(p))
+
+
+def _peak(line: Line, stage: int, row: bytearray) -> float:
+    m_b, m_w = line.m_b[stage], line.m_w[stage]
+    change = (m_b, m_w - m_b, -m_w)
+    held = peak = 0.0
+    for kind in row:
+        held += change[kind]
+        if held > peak:
+            peak = held
+    return peak
