@@ -51,10 +51,11 @@ def check_effort(effort: str) -> str:
 
 @dataclass
 class Budget:
-    """What is left of a number of passes, and of a time."""
+    """A number of passes, and a time, to spend."""
 
     passes: float
     seconds: float = math.inf
+    spent: float = 0.0
     _end: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,11 +63,16 @@ class Budget:
 
     def spend(self, passes: float) -> None:
         """Take some of it."""
-        self.passes -= passes
+        self.spent += passes
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the time is over."""
+        if self.seconds == math.inf:
+            return math.inf
+        return max(0.0, self._end - time.monotonic())
 
     @property
     def is_left(self) -> bool:
         """Is there anything left to spend?"""
-        return self.passes > 0 and (
-            self.seconds == math.inf or time.monotonic() < self._end
-        )
+        return self.spent < self.passes and self.seconds_left > 0

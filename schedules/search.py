@@ -45,33 +45,82 @@ class Found:
             self.kinds, self.span = kinds, span
 
 
-def search(line: Line, bound: float, effort: str, start: Iterable[Kinds] = ()) -> Found:
-    """Find orders of a short largest span.
+def search(line: Line, effort: str, start: Iterable[Kinds] = ()) -> Found:
+    """Find orders of a short largest span; stop when it meets its lower bound.
 
     Args:
         line: the stages.
-        bound: a lower bound of the span; the search stops when it is met.
         effort: see `parse_effort`.
         start: orders to begin with; those that do not fit are ignored.
     """
-    found = Found([], math.inf, bound)
+    start = list(start)
+    name, seconds = parse_effort(effort)
+    n_jobs = 3 * line.n_stages * line.n_microbatches
+    if name == "fast":
+        return _search_limit(line, start, Budget(_fast(n_jobs)))
+    found = _search_limit(line, start, Budget(_default(n_jobs)))
+    _search_lower(line, found, start, Budget(min(3 * _default(n_jobs), 2e6)))
+    if name == "best":
+        _wander(line, found, Budget(math.inf, seconds))
+    return found
+
+
+def _search_limit(line: Line, start: list[Kinds], budget: Budget) -> Found:
+    """Search under the limits of the line: hand-made orders, seeds, climbing."""
+    found = Found([], math.inf, line.bound())
     for kinds in start:
         found.offer(kinds, play(line, kinds))
         if found.is_optimal:
             return found
-    name, seconds = parse_effort(effort)
-    n_jobs = 3 * line.n_stages * line.n_microbatches
-    few = Budget(_fast(n_jobs))
-    ranked = _try_seeds(line, found, few)
-    match name:
-        case "fast":
-            budget = few
-        case "default":
-            budget = Budget(_default(n_jobs))
-        case _:
-            budget = Budget(math.inf, seconds)
-    _climb(line, found, ranked, budget)
+    ranked = _try_seeds(line, found, budget)
+    _climb(line, found, ranked[0], budget, random.Random(0))
     return found
+
+
+def _search_lower(line: Line, found: Found, start: list[Kinds], budget: Budget) -> None:
+    """Search as if there were less memory: a larger limit must not give a worse plan.
+
+    A plan under less memory is a plan under more. The limits are whole multiples of
+    M_B, then quarters; one whose bound is not below the best span cannot help, nor can
+    a smaller one. If the budget lasts, the plan is the best of what all these limits
+    give, so it cannot get worse when a limit of quarters is raised.
+    """
+    useless = 0
+    for quarters in _lower_limits(line):
+        if found.is_optimal or not budget.is_left:
+            return
+        if quarters <= useless:
+            continue
+        caps = zip(line.limit, line.m_b, strict=True)
+        limit = tuple(min(cap, quarters / 4 * held) for cap, held in caps)
+        lower = replace(line, limit=limit)
+        if lower.bound() >= found.span * (1 - _MARGIN):
+            useless = quarters
+            continue
+        less = Budget(_default(3 * line.n_stages * line.n_microbatches))
+        other = _search_limit(lower, start, less)
+        budget.spend(less.spent)
+        found.offer(other.kinds, other.span)
+
+
+def _lower_limits(line: Line) -> list[int]:
+    """List lower limits in quarters of M_B, from 1 M_B on, whole ones first."""
+    ratios = zip(line.limit, line.m_b, strict=True)
+    most = max(limit / held if held else math.inf for limit, held in ratios)
+    below = math.ceil(4 * min(most, line.n_microbatches) * (1 - _MARGIN)) - 1
+    return sorted(
+        range(4, below + 1), key=lambda quarters: (quarters % 4 > 0, -quarters)
+    )
+
+
+def _wander(line: Line, found: Found, budget: Budget) -> None:
+    """Climb again and again from other seeds, with other changes."""
+    rng = random.Random(1)
+    ranked = _try_seeds(line, found, Budget(math.inf), cut_at=1.1)
+    n_jobs = 3 * line.n_stages * line.n_microbatches
+    while budget.is_left and not found.is_optimal:
+        one = ranked[min(int(rng.expovariate(0.3)), len(ranked) - 1)]
+        _climb(line, found, one, Budget(600.0 * n_jobs, budget.seconds_left), rng)
 
 
 def _fast(n_jobs: int) -> float:
@@ -80,32 +129,40 @@ def _fast(n_jobs: int) -> float:
 
 
 def _default(n_jobs: int) -> float:
-    """Passes: about .1 s for 500 jobs, 2 s for 12,000, 7 s for 100,000."""
-    return min(250.0 * n_jobs, 2e6 + 80.0 * n_jobs, 4e7)
+    """Passes for one limit: about .05 s for 500 jobs, 1 s for 12,000, 3 s for 100,000.
+
+    There are several limits to try if no plan meets the bound.
+    """
+    return min(150.0 * n_jobs, 1e6 + 30.0 * n_jobs, 2e7)
 
 
-def _try_seeds(line: Line, found: Found, budget: Budget) -> list[tuple[float, Rules]]:
+def _try_seeds(
+    line: Line, found: Found, budget: Budget, cut_at: float = 1.0
+) -> list[tuple[float, Rules]]:
     """Run the seeds; return those that were not cut, best first."""
     ranked = []
-    cut = math.inf
+    best = math.inf
     for number, rules in enumerate(seeds(line)):
-        run = run_greedy(line, rules, cut=cut)
+        run = run_greedy(line, rules, cut=best * cut_at)
         budget.spend(run.n_steps)
         if run.kinds:
-            cut = min(cut, run.span)
+            best = min(best, run.span)
             ranked.append((run.span, number, rules))
             found.offer(run.kinds, run.span)
-        if found.is_optimal or not (budget.is_left or not ranked):
+        if found.is_optimal or (ranked and not budget.is_left):
             break
-    return [(span, rules) for span, _, rules in sorted(ranked)]
+    return [(span, rules) for span, _, rules in sorted(ranked, key=lambda one: one[:2])]
 
 
 def _climb(
-    line: Line, found: Found, ranked: list[tuple[float, Rules]], budget: Budget
+    line: Line,
+    found: Found,
+    start: tuple[float, Rules],
+    budget: Budget,
+    rng: random.Random,
 ) -> None:
-    """Change the best rules a little, again and again."""
-    rng = random.Random(0)
-    span, rules = ranked[0]
+    """Change rules a little, again and again; keep what is not worse."""
+    span, rules = start
     while budget.is_left and not found.is_optimal:
         tried = _changed(rules, line, rng)
         run = run_greedy(line, tried, cut=span)

@@ -116,7 +116,7 @@ def _plan(
         caps = zip(line.limit, line.m_b, strict=True)
         limit = tuple(min(limit, most * m_b) for limit, m_b in caps)
         line = replace(line, limit=limit)
-    found = search(line, line.bound(), effort, hand_made(line))
+    found = search(line, effort, hand_made(line))
     return Schedule(
         name,
         Placement.single(n_stages),

@@ -192,6 +192,60 @@ def test_the_papers_bubbles_are_met(row, name):
     assert bubble_rate(simulate(schedule, costs)) < row["bubble"][name] + 5e-5
 
 
+@pytest.mark.parametrize("model", ["unit", "1.5B"])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 6])
+def test_more_memory_never_makes_a_plan_worse(model, step):
+    costs = {"unit": Costs(), "1.5B": Costs(18.522, 18.086, 9.337, 0.601)}[model]
+    before = math.inf
+    for quarters in range(4, 81, step):
+        memory = MemoryModel(1.0, 0.366, quarters / 4)
+        schedule = plan_zb(n_stages=8, n_microbatches=24, costs=costs, memory=memory)
+        longest = span(simulate(schedule, costs))
+        assert longest <= before * (1 + 1e-9), quarters
+        before = longest
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        row
+        for row in json.loads((DATA / "peers_public.json").read_text())["rows"]
+        if "single" in row
+    ],
+    ids=lambda row: (
+        f"p{row['p']}-m{row['m']}-{row['costs']['name']}-limit{row['limit']:g}"
+    ),
+)
+def test_no_published_generator_is_better(row):
+    times = row["costs"]
+    costs = Costs(*(float(times[name]) for name in ("F", "B", "W", "comm")))
+    memory = MemoryModel(1.0, times["wfrac"], row["limit"])
+    p, m = row["p"], row["m"]
+    schedule = plan_zb(
+        n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
+    )
+    ours = bubble_rate(simulate(schedule, costs))
+    peer = row["single"]["bubble"]
+    assert ours <= peer + 1e-5  # five digits are given
+    work = m * (times["F"] + times["B"] + times["W"])
+    bound = lower_bound(schedule.placement, m, costs, memory)
+    if work / (1 - peer) > 1.01 * bound:
+        assert ours < peer - 1e-5
+
+
+@pytest.mark.slow
+def test_stages_that_differ_a_little_cost_little():
+    gaps = []
+    for seed in range(12):
+        rng = random.Random(seed)
+        times = [tuple(rng.uniform(0.9, 1.1) for _ in range(8)) for _ in range(3)]
+        costs, memory = Costs(*times), MemoryModel(limit=8)
+        schedule = plan_zb(n_stages=8, n_microbatches=24, costs=costs, memory=memory)
+        bound = lower_bound(schedule.placement, 24, costs, memory)
+        gaps.append(span(simulate(schedule, costs)) / bound - 1)
+    assert sum(gaps) / len(gaps) <= 0.02
+
+
 def test_modes_promise_a_memory_and_plan_for_the_times():
     times = Costs(1.0, 1.2, 0.4, 0.1)
     for planner, promise, pattern in (
