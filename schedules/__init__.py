@@ -1,5 +1,6 @@
 """Planners: who does what in which order."""
 
+from zbpp.schedules.certify import Certificate, certify
 from zbpp.schedules.effort import check_effort
 from zbpp.schedules.fthenb import plan_fthenb
 from zbpp.schedules.lower import check_channels, lower, lower_forward
@@ -12,6 +13,8 @@ from zbpp.schedules.zb_h2 import plan_zb_h2
 from zbpp.schedules.zb_v import plan_zb_v
 
 __all__ = [
+    "Certificate",
+    "certify",
     "check_channels",
     "check_effort",
     "lower",

@@ -28,6 +28,8 @@ from zbpp.core import (
     RequestError,
     Schedule,
     Step,
+    lower_bound,
+    peaks,
     reads,
     replay,
     writes,
@@ -50,6 +52,11 @@ class Certificate:
     schedule: Schedule
     span: float
     bound: float
+
+    def __str__(self) -> str:
+        if self.is_optimal:
+            return f"proved optimal (span {self.span:.6g})"
+        return f"at most {self.gap:.2%} above the optimum (bound {self.bound:.6g})"
 
     @property
     def is_optimal(self) -> bool:
@@ -76,7 +83,7 @@ def certify(
         schedule: a plan to start from; it says which passes are split and must keep
             the memory limit.
         costs: times; they are turned into whole numbers exactly.
-        memory: the limit of every stage.
+        memory: the limit of every stage; without one, the plan's own largest peak.
         seconds: how long the solver may search.
         workers: threads; None: one per core.
 
@@ -90,6 +97,9 @@ def certify(
         raise RequestError(
             "the solver needs OR-tools; install it: pip install 'zbpp[solve]'"
         ) from None
+    if memory.limit is None:
+        held = peaks(schedule.orders, memory.on(schedule.placement))
+        memory = replace(memory, limit=max(held))
     schedule = replace(schedule, memory=memory)  # refused if it exceeds the limit
     problem = _Problem(schedule, costs.on(schedule.placement), cp_model.CpModel())
     problem.add_order()
@@ -100,14 +110,14 @@ def certify(
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers or 0
     status = solver.solve(problem.model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        bound = solver.best_objective_bound / problem.time_scale
-        return Certificate(schedule, problem.given_span / problem.time_scale, bound)
-    found = problem.read(solver, memory)
-    span = solver.objective_value / problem.time_scale
-    if problem.given_span <= solver.objective_value:
-        found = schedule
-    return Certificate(found, span, solver.best_objective_bound / problem.time_scale)
+    ours = lower_bound(schedule.placement, schedule.n_microbatches, costs, memory)
+    bound = max(ours, solver.best_objective_bound / problem.time_scale)
+    span = problem.given_span / problem.time_scale
+    solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    if solved and solver.objective_value < problem.given_span:
+        schedule = problem.read(solver, memory)
+        span = solver.objective_value / problem.time_scale
+    return Certificate(schedule, span, bound)
 
 
 class _Problem:

@@ -46,7 +46,8 @@ def test_plan_writes_the_schedule_and_torchs_csv(tmp_path, capsys):
     assert read_schedule(out) == schedule
     assert csv.read_text() == to_torch_csv(schedule)
     assert capsys.readouterr().out == (
-        f"{out}: ZBH1, 2 stages, 3 micro-batches, bubble rate 10.00%, peak memory 2\n"
+        f"{out}: ZBH1, 2 stages, 3 micro-batches, bubble rate 10.00%, peak memory 2, "
+        "gap to the lower bound 0.00%\n"
     )
 
 
@@ -329,3 +330,15 @@ def test_training_without_torch_says_how_to_get_it(hidden):
         )
     else:  # any other module that is missing is a fault of ours
         assert (done.returncode, "Traceback" in done.stderr) == (1, True)
+
+
+def test_the_solver_proves_a_small_plan_optimal(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    size = ["--stages", "2", "--microbatches", "4", "--out", str(out)]
+    flags = ["--pipeline_schedule_mode", "ZBH1", "--solver", "cpsat", *size]
+    assert main(["plan", *flags, "--solver_seconds", "20"]) == 0
+    assert "proved optimal (span 13)" in capsys.readouterr().out
+    flags = ["--pipeline_schedule_mode", "1F1B", "--solver", "cpsat", *size]
+    assert main(["plan", *flags, "--solver_seconds", "0.000001"]) == 0
+    assert "above the optimum" in capsys.readouterr().out
+    assert read_schedule(out).n_stages == 2

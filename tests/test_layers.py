@@ -16,7 +16,7 @@ import pytest
 
 ALLOWED = {
     "zbpp.core": {"zbpp.core"},
-    "zbpp.schedules": {"zbpp.schedules", "zbpp.core"},
+    "zbpp.schedules": {"zbpp.schedules", "zbpp.core", "ortools"},
     "zbpp.simulator": {
         *("zbpp.simulator", "zbpp.core"),
         *("numpy", "networkx", "matplotlib"),
@@ -25,6 +25,7 @@ ALLOWED = {
 }
 ONLY_IN = {
     "torch": {"zbpp.runtime", "zbpp.training", "zbpp.pipeline", "zbpp.doctor"},
+    "ortools": {"zbpp.schedules.certify"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.boxes"},
 }
 

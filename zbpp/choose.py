@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule
-from zbpp.modes import plan
+from zbpp.modes import is_file, plan
 
 __all__ = ["choose_schedule"]
 
@@ -21,8 +21,8 @@ def choose_schedule(
 
     Args:
         schedule: a mode, a schedule file, or a schedule.
-        n_stages: what was asked for; None: as many as there are processes, or as the
-            schedule has.
+        n_stages: what was asked for; None: as many as the schedule has, or one per
+            process.
         n_ranks: processes of the pipeline; one alone may hold any number of stages.
         n_microbatches: what was asked for; None: what the schedule has.
         costs: times to plan for.
@@ -36,9 +36,10 @@ def choose_schedule(
             raise _not_one_process_a_stage(n_stages, n_ranks)
         n_stages = n_ranks
     if not isinstance(schedule, Schedule):
+        mode = str(schedule)
         return plan(
-            str(schedule),
-            n_stages=n_stages,
+            mode,
+            n_stages=n_stages if n_stages or is_file(mode) else n_ranks,
             n_microbatches=n_microbatches,
             costs=costs,
             memory=memory,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -26,7 +26,7 @@ from zbpp.core import (
 from zbpp.doctor import report_lines
 from zbpp.modes import MODES, canonical, plan
 from zbpp.report import Summary, print_comparison, print_report, summarize
-from zbpp.schedules import to_torch_csv
+from zbpp.schedules import certify, to_torch_csv
 from zbpp.simulator import plot, simulate, write_trace
 from zbpp.training.options import Train
 
@@ -109,6 +109,10 @@ class Plan(_Given):
     """Schedule file to write (JSON)."""
     csv: Annotated[Path | None, _shown_as("PATH")] = None
     """Also write the CSV that torch.distributed.pipelining loads."""
+    solver: Literal["cpsat"] | None = None
+    """Let OR-tools prove the plan optimal, better it, or bound it (small cases)."""
+    solver_seconds: Annotated[float, _shown_as("FLOAT")] = 60.0
+    """How long the solver may search."""
 
     def run(self) -> None:
         """Plan, write, and say what it will cost."""
@@ -117,6 +121,10 @@ class Plan(_Given):
             *(self.pipeline_schedule_mode, self.stages, self.microbatches),
             *(costs, memory, self.effort),
         )
+        proof = ""
+        if self.solver is not None:
+            found = certify(schedule, costs, memory, seconds=self.solver_seconds)
+            schedule, proof = found.schedule, f", {found}"
         _write(self.out, schedule_text(schedule))
         if self.csv is not None:
             _write(self.csv, to_torch_csv(schedule))
@@ -125,7 +133,8 @@ class Plan(_Given):
             f"{self.out}: {summary.mode}, {summary.n_stages} stages, "
             f"{summary.n_microbatches} micro-batches, "
             f"bubble rate {summary.bubble_rate:.2%}, "
-            f"peak memory {max(summary.peak_memory):.4g}"
+            f"peak memory {max(summary.peak_memory):.4g}, "
+            f"gap to the lower bound {summary.gap:.2%}{proof}"
         )
 
 

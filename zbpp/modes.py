@@ -30,7 +30,7 @@ from zbpp.schedules import (
     plan_zb_v,
 )
 
-__all__ = ["MODES", "Mode", "canonical", "plan"]
+__all__ = ["MODES", "Mode", "canonical", "is_file", "plan"]
 
 
 _UNIT = Costs()
@@ -157,7 +157,7 @@ def plan(
             the schedule does not fit the memory limit.
     """
     check_effort(effort)
-    if _is_file(mode):
+    if is_file(mode):
         schedule = read_schedule(mode)
         _check_agrees(mode, "n_stages", schedule.n_stages, n_stages)
         _check_agrees(mode, "n_microbatches", schedule.n_microbatches, n_microbatches)
@@ -189,7 +189,8 @@ def _kept(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Schedule:
     return schedule if memory.limit is None else replace(schedule, memory=memory)
 
 
-def _is_file(mode: str) -> bool:
+def is_file(mode: str) -> bool:
+    """Whether a mode is the path of a schedule file, which knows its own numbers."""
     if _plain(mode) in _NAMES:
         return False
     return mode.endswith(".json") or Path(mode).is_file()

@@ -239,3 +239,7 @@ def test_a_missing_batch_is_named() -> None:
     pipeline = make_pipeline("ZBH1", 2)
     assert "needs the targets" in refusal(pipeline.step, batch(0)[0])
     assert "needs the inputs" in refusal(pipeline.step)
+
+
+def test_one_process_without_a_number_of_stages_is_one_stage() -> None:
+    assert make_pipeline("ZBH1", None).schedule.n_stages == 1

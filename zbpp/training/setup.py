@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule, read_costs
-from zbpp.modes import canonical, plan
+from zbpp.modes import is_file, plan
 from zbpp.runtime.layers import deal
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
@@ -56,7 +56,7 @@ def schedule_of(options: Train) -> Schedule:
     costs, memory = costs_of(options)
     mode = options.pipeline_schedule_mode
     n_stages, n_microbatches = options.stages, options.microbatches
-    if not _is_file(mode):  # a file knows its own numbers
+    if not is_file(mode):
         n_stages = n_stages or _STAGES
         n_microbatches = n_microbatches or _MICROBATCHES
     return plan(
@@ -66,14 +66,6 @@ def schedule_of(options: Train) -> Schedule:
         costs=costs,
         memory=memory,
     )
-
-
-def _is_file(mode: str) -> bool:
-    try:
-        canonical(mode)
-    except RequestError:
-        return True
-    return False
 
 
 def split_layers(model: LlamaConfig, n_chunks: int) -> list[int]:
