@@ -1,0 +1,153 @@
+"""Plan waves: placements that go down the stages and up again, V first of all.
+
+Two stages with two chunks each (placement 0 1 1 0), three micro-batches,
+F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stage:
+
+    limit 1
+    0 | 0F0 .   .   3F0 3B0 3W0 0F1 0B0 0W0 .   .   3F1 3B1 3W1 0F2 0B1 0W1 ...
+    1 | .   1F0 2F0 .   .   2B0 1B0 2W0 1W0 1F1 2F1 .   .   2B1 1B1 2W1 1W1 ...
+
+    limit 1.5
+    0 | 0F0 0F1 .   3F0 3B0 3W0 0F2 0B0 0W0 3F1 3B1 3W1 .   0B1 3F2 3B2 0W1 3W2 ...
+    1 | .   1F0 2F0 1F1 .   2B0 1B0 2F1 2W0 1W0 1F2 2B1 1B1 2F2 2W1 1W1 2B2 1B2 ...
+
+    limit 2
+    0 | 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 0B1 3W2 0B2 0W1 0W2
+    1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 1B1 2B2 1B2 2W1 1W1 2W2 1W2
+
+Many plans are made and the one with the smallest largest span of a stage is kept:
+
+1. `wave_seeds`: greedy plans by a few rules, and known orders (ZB-V, V-Half, V-Min).
+2. `wave_search` changes the settings of the best greedy plans.
+3. `wave_polish` moves single passes of the best plan.
+
+``effort`` says how much of it: ``fast`` is 1 alone, ``default`` has a number of steps
+that falls with the size of the pipeline, ``best`` goes on for a time. The plan is done
+when it reaches a lower bound. The first two depend on nothing but the arguments.
+"""
+
+import math
+import time
+from dataclasses import replace
+from random import Random
+
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    Placement,
+    RequestError,
+    Schedule,
+    lower_bound,
+)
+from zbpp.schedules.effort import parse_effort
+from zbpp.schedules.wave_fixed import retime
+from zbpp.schedules.wave_polish import polish
+from zbpp.schedules.wave_problem import Plan, WaveProblem
+from zbpp.schedules.wave_search import search
+from zbpp.schedules.wave_seeds import Seed, seeds
+
+__all__ = ["plan_wave"]
+
+_UNIT = Costs()
+_NO_LIMIT = MemoryModel()
+_PASSES = 800_000  # what the default effort may place in its search
+_MOST_STEPS = 500
+
+
+def plan_wave(
+    *,
+    n_stages: int,
+    n_microbatches: int,
+    chunks_per_stage: int = 2,
+    costs: Costs = _UNIT,
+    memory: MemoryModel = _NO_LIMIT,
+    effort: str = "default",
+    splits: tuple[bool, ...] | None = None,
+    name: str = "wave",
+    most: float = math.inf,
+) -> Schedule:
+    """Plan a wave under the memory limit; without one, memory is no constraint.
+
+    Args:
+        n_stages: stages, at least 1.
+        n_microbatches: micro-batches in a step, at least 1.
+        chunks_per_stage: 2 is the V; any number is planned by the same rules.
+        costs: one entry per chunk, or numbers for whole stages.
+        memory: likewise; every limit must hold one micro-batch.
+        effort: ``fast``, ``default``, ``best`` or ``best:SECONDS``.
+        splits: which stages can split their backward into B and W; default all.
+        name: the mode, for people.
+        most: a further limit on every stage, in M_B of that stage.
+
+    Raises:
+        RequestError: a number is wrong, or a limit holds no micro-batch; the message
+            names the smallest limit that works.
+    """
+    if n_stages < 1 or chunks_per_stage < 1:
+        raise RequestError(
+            f"{n_stages} stages with {chunks_per_stage} chunks each are asked for; "
+            "there must be at least 1 of each"
+        )
+    joint = [s for s, split in enumerate(splits or ()) if not split]
+    placement = Placement.wave(n_stages, chunks_per_stage)
+    problem = WaveProblem.of(
+        placement, n_microbatches, costs, _limited(memory, placement, most), joint
+    )
+    plan = _best(problem, costs, effort)
+    return Schedule(
+        name,
+        problem.placement,
+        n_microbatches,
+        problem.orders(plan.rows),
+        memory=None if memory.limit is None else memory,
+    )
+
+
+def _limited(memory: MemoryModel, placement: Placement, most: float) -> MemoryModel:
+    if math.isinf(most):
+        return memory
+    held = memory.on(placement)
+    limits = tuple(
+        min(limit, most * sum(held.m_b[chunk] for chunk in chunks))
+        for limit, chunks in zip(held.limit, placement.chunks_of, strict=True)
+    )
+    return replace(memory, limit=limits)
+
+
+def _best(problem: WaveProblem, costs: Costs, effort: str) -> Plan:
+    kind, seconds = parse_effort(effort)
+    memory = problem.memory_model
+    bound = lower_bound(problem.placement, problem.n_microbatches, costs, memory)
+    target = bound * (1 + 1e-9)
+    found = seeds(problem, target)
+    plan = found[0].plan
+    n_passes = 3 * problem.n_chunks * problem.n_microbatches
+    n_steps = min(_MOST_STEPS, _PASSES // n_passes)
+    if kind == "fast" or plan.span <= target:
+        return plan
+    if kind == "default":
+        return _improved(problem, found, plan, n_steps, target, Random(0))
+    end = time.monotonic() + seconds
+    seed = 0
+    while plan.span > target and time.monotonic() < end:
+        plan = _improved(problem, found, plan, n_steps, target, Random(seed))
+        seed += 1
+    return plan
+
+
+def _improved(
+    problem: WaveProblem,
+    found: list[Seed],
+    plan: Plan,
+    n_steps: int,
+    target: float,
+    rng: Random,
+) -> Plan:
+    """Search from the two best settings, a share of the steps each; then polish."""
+    best = plan
+    for seed in [seed for seed in found if seed.knobs is not None][:2]:
+        assert seed.knobs is not None
+        result = search(problem, seed.plan, seed.knobs, n_steps // 3, target, rng)
+        best = min(best, result, key=lambda one: one.span)
+    best = retime(problem, best.rows, math.inf) or best
+    return polish(problem, best, n_steps // 3, target, rng)

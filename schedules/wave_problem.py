@@ -1,0 +1,188 @@
+"""A planning problem for waves, as flat numbers that the planners can run fast.
+
+On its way a micro-batch takes 2C passes, for C chunks: F of chunk 0, 1, ... C-1, then
+B of chunk C-1, ... 0. Pass number q of this *chain* needs pass q-1, so one number
+names a kind and a chunk. Two stages with two chunks each:
+
+    q       0   1   2   3   4   5   6   7
+    pass   0F  1F  2F  3F  3B  2B  1B  0B
+    stage   0   1   1   0   0   1   1   0
+
+The W of the chunk with B number q is written as number q + C. Identical micro-batches
+take turns: within a number they run first in, first out, so a row of numbers says all.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zbpp.core import (
+    ChunkMemory,
+    Costs,
+    Job,
+    MemoryModel,
+    Order,
+    Pass,
+    PassKind,
+    PassTimes,
+    Placement,
+    RequestError,
+    Step,
+)
+
+__all__ = ["Plan", "Rows", "WaveProblem"]
+
+Rows = list[list[int]]
+"""Per stage the numbers of its passes, in order."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run of a planner gives: the rows and the largest span of a stage."""
+
+    span: float
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class WaveProblem:
+    """Times and memories by number in the chain; see the module's text.
+
+    ``joint`` are the stages that cannot split their backward: their B's stand for BW.
+    """
+
+    times: PassTimes
+    memory: ChunkMemory
+    n_microbatches: int
+    joint: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        n_microbatches: int,
+        costs: Costs,
+        memory: MemoryModel,
+        joint: Iterable[int] = (),
+    ) -> "WaveProblem":
+        """Check the numbers and put them together.
+
+        Raises:
+            RequestError: lists of a wrong length, no micro-batch, or a memory limit
+                under which one micro-batch does not fit; the message says what does.
+        """
+        if n_microbatches < 1:
+            raise RequestError(
+                f"n_microbatches is {n_microbatches}; it must be at least 1"
+            )
+        problem = cls(
+            costs.on(placement), memory.on(placement), n_microbatches, frozenset(joint)
+        )
+        held = problem.memory.m_b
+        needs = [sum(held[chunk] for chunk in chunks) for chunks in placement.chunks_of]
+        for stage, (need, limit) in enumerate(
+            zip(needs, problem.memory.limit, strict=True)
+        ):
+            if need > limit * (1 + 1e-9):
+                raise RequestError(
+                    f"memory_limit is {limit:g} on stage {stage}, but one micro-batch "
+                    f"holds {need:g} there; the smallest limit that works is "
+                    f"{max(needs):g}"
+                )
+        return problem
+
+    @property
+    def placement(self) -> Placement:
+        """Chunk to stage."""
+        return self.times.placement
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages."""
+        return self.placement.n_stages
+
+    @property
+    def n_chunks(self) -> int:
+        """Number of chunks over all stages."""
+        return self.placement.n_chunks
+
+    @property
+    def memory_model(self) -> MemoryModel:
+        """The memories as the caller writes them."""
+        memory = self.memory
+        limit = None if math.inf in memory.limit else memory.limit
+        return MemoryModel(memory.m_b, memory.m_w, limit)
+
+    def chunk(self, q: int) -> int:
+        """The chunk of a number."""
+        if q < self.n_chunks:
+            return q
+        return (2 if q < 2 * self.n_chunks else 3) * self.n_chunks - 1 - q
+
+    @cached_property
+    def stage(self) -> tuple[int, ...]:
+        """The stage of each number."""
+        stage_of = self.placement.stage_of
+        return (*stage_of, *reversed(stage_of), *reversed(stage_of))
+
+    @cached_property
+    def time(self) -> tuple[float, ...]:
+        """The time of each number: F, B (BW where joint), W."""
+        times, chunks = self.times, range(self.n_chunks)
+        joint = [stage in self.joint for stage in self.placement.stage_of]
+        backward = [times.b[c] + times.w[c] * joint[c] for c in chunks]
+        return (*times.f, *reversed(backward), *reversed(times.w))
+
+    @cached_property
+    def change(self) -> tuple[float, ...]:
+        """The memory that each number takes (> 0) or gives back (< 0)."""
+        held, kept = self.memory.m_b, self.memory.m_w
+        joint = [stage in self.joint for stage in self.placement.stage_of]
+        chunks = range(self.n_chunks)
+        freed = [(0.0 if joint[c] else kept[c]) - held[c] for c in chunks]
+        return (*held, *reversed(freed), *(-one for one in reversed(kept)))
+
+    @cached_property
+    def delay(self) -> tuple[float, ...]:
+        """The time of the message from each number to the next, 0 on one stage."""
+        down = [self.times.delay(c, c + 1) for c in range(self.n_chunks - 1)]
+        return (*down, 0.0, *reversed(down), 0.0)
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The F and B numbers of each stage, in the order of the chain."""
+        chain = range(2 * self.n_chunks)
+        return tuple(
+            tuple(q for q in chain if self.stage[q] == stage)
+            for stage in range(self.n_stages)
+        )
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """How long each stage computes."""
+        times = self.times
+        each = [
+            sum(times.f[c] + times.b[c] + times.w[c] for c in chunks)
+            for chunks in self.placement.chunks_of
+        ]
+        return tuple(self.n_microbatches * one for one in each)
+
+    @staticmethod
+    def passes(order: Iterable[Job]) -> list[Pass]:
+        """The passes of an order; optimizer jobs are left out."""
+        return [job for job in order if isinstance(job, Pass)]
+
+    def orders(self, rows: Sequence[Sequence[int]]) -> tuple[Order, ...]:
+        """Write rows of numbers as jobs, each with its micro-batch."""
+        return tuple(
+            (*self._jobs(stage, row), Step(stage)) for stage, row in enumerate(rows)
+        )
+
+    def _jobs(self, stage: int, row: Sequence[int]) -> Iterable[Pass]:
+        backward = PassKind.BW if stage in self.joint else PassKind.B
+        kinds = (PassKind.F, backward, PassKind.W)
+        done = [0] * (3 * self.n_chunks)
+        for q in row:
+            yield Pass(kinds[q // self.n_chunks], self.chunk(q), done[q])
+            done[q] += 1
