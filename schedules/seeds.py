@@ -24,6 +24,7 @@ __all__ = ["hand_made", "seeds"]
 
 _ANY = math.inf
 _FAIR = -1.0
+_SCALE = {"d": 1, "r": 2}
 _ROWS = (
     # slope, of, offset, early, late, slack
     (2.0, "d", -1.0, 0, 0.75, _ANY),
@@ -63,11 +64,16 @@ _ROWS = (
 
 
 def seeds(line: Line) -> Iterator[Rules]:
-    """Yield the rules of all rows, the most useful first."""
+    """Yield the rules of all rows, the most useful first.
+
+    Below p M_B those of at most d forwards come first.
+    """
     p, m = line.n_stages, line.n_microbatches
+    little = any(line.limit[stage] < p * line.m_b[stage] for stage in range(p))
+    rows = sorted(_ROWS, key=lambda row: little and row[0] * _SCALE[row[1]] > 1)
     work = max(line.work(stage) for stage in range(p))
     below = {"d": [float(p - stage) for stage in range(p)], "r": _returns(line)}
-    for slope, of, offset, early, late, slack in _ROWS:
+    for slope, of, offset, early, late, slack in rows:
         numbers = (slope * x + offset - 1e-9 for x in below[of])
         yield Rules(
             tuple(math.ceil(min(m, max(1.0, number))) for number in numbers),
