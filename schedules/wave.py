@@ -119,7 +119,7 @@ def _best(problem: WaveProblem, costs: Costs, effort: str) -> Plan:
     memory = problem.memory_model
     bound = lower_bound(problem.placement, problem.n_microbatches, costs, memory)
     target = bound * (1 + 1e-9)
-    found = seeds(problem, target)
+    found = seeds(problem, target, margin=0.0 if kind == "fast" else 0.05)
     plan = found[0].plan
     n_passes = 3 * problem.n_chunks * problem.n_microbatches
     n_steps = min(_MOST_STEPS, _PASSES // n_passes)

@@ -88,7 +88,8 @@ class WaveProblem:
                 raise RequestError(
                     f"memory_limit is {limit:g} on stage {stage}, but one micro-batch "
                     f"holds {need:g} there; the smallest limit that works is "
-                    f"{max(needs):g}"
+                    f"{max(needs):g}, no mode fits: take smaller micro-batches, or "
+                    "raise memory_limit"
                 )
         return problem
 

@@ -11,8 +11,10 @@ which then follows the real times and uses all the memory there is.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 from zbpp.core import PassKind
 from zbpp.schedules.v_patterns import pattern_rows
@@ -75,23 +77,34 @@ class Seed:
     knobs: Knobs | None
 
 
-def seeds(problem: WaveProblem, target: float) -> list[Seed]:
-    """Plan by all of them, best first; stop at the target span."""
+Attempt = Callable[[float], Seed | None]
+"""Makes a plan whose span is below a number, or gives up."""
+
+
+def seeds(problem: WaveProblem, target: float, margin: float) -> list[Seed]:
+    """Plan by all of them, best first; stop at the target span.
+
+    A run is given up when it falls behind the best by more than the margin, a share.
+    """
     found: list[Seed] = []
-    for make in (_from_orders, _from_rules):
-        for seed in make(problem):
-            found.append(seed)
-            if seed.plan.span <= target:
-                return [seed]
+    below = math.inf
+    for attempt in chain(_from_orders(problem), _from_rules(problem)):
+        seed = attempt(below)
+        if seed is None:
+            continue
+        found.append(seed)
+        below = min(below, seed.plan.span * (1 + margin))
+        if seed.plan.span <= target:
+            break
     return sorted(found, key=lambda seed: seed.plan.span)
 
 
-def _from_rules(problem: WaveProblem) -> Iterator[Seed]:
+def _from_rules(problem: WaveProblem) -> Iterator[Attempt]:
     for rule in RULES:
-        yield from _run(problem, _knobs(problem, rule))
+        yield partial(_run, problem, rule)
 
 
-def _from_orders(problem: WaveProblem) -> Iterator[Seed]:
+def _from_orders(problem: WaveProblem) -> Iterator[Attempt]:
     p = problem.n_stages
     is_v = problem.placement.stage_of == (*range(p), *reversed(range(p)))
     if not is_v:
@@ -107,24 +120,29 @@ def _from_orders(problem: WaveProblem) -> Iterator[Seed]:
         ]
         for hold in (0.0, 1.0):
             for late in (0.0, 0.5, 1.0):
-                yield from _run(problem, _even(problem, shifted, late, hold))
+                knobs = _even(problem, shifted, late, hold)
+                yield partial(_run, problem, knobs)
     if _is_short(problem):
         for rows in pattern_rows(problem):
             yield from _kept(problem, rows)
 
 
-def _run(problem: WaveProblem, knobs: Knobs) -> Iterator[Seed]:
-    plan = greedy(problem, knobs, math.inf)
-    if plan is not None:
-        yield Seed(retime(problem, plan.rows, math.inf) or plan, knobs)
+def _run(problem: WaveProblem, how: Knobs | Rule, below: float) -> Seed | None:
+    knobs = _knobs(problem, how) if isinstance(how, Rule) else how
+    plan = greedy(problem, knobs, below)
+    if plan is None:
+        return None
+    return Seed(retime(problem, plan.rows, math.inf) or plan, knobs)
 
 
-def _kept(problem: WaveProblem, rows: Rows) -> Iterator[Seed]:
+def _kept(problem: WaveProblem, rows: Rows) -> Iterator[Attempt]:
     for late in (0.0, 0.5, 1.0):
-        plan = place_weights(problem, rows, [late] * problem.n_stages, math.inf)
-        if plan is None:
-            return
-        yield Seed(plan, None)
+        yield partial(_place, problem, rows, late)
+
+
+def _place(problem: WaveProblem, rows: Rows, late: float, below: float) -> Seed | None:
+    plan = place_weights(problem, rows, [late] * problem.n_stages, below)
+    return None if plan is None else Seed(plan, None)
 
 
 def _is_short(problem: WaveProblem) -> bool:

@@ -13,6 +13,10 @@ SPELLINGS = {
     "ZBH2": ["zbh2", "ZB-H2", "ZB2P", "zb_2p"],
     "ZB": ["zb", "Z-B"],
     "ZBV": ["zbv", "ZB-V", "ZBVZeroBubble", "zbv-zero-bubble"],
+    "ZBVPP": ["zbvpp", "ZB-VPP", "zb_v_pp"],
+    "VHalf": ["vhalf", "V-Half", "v_half"],
+    "VMin": ["vmin", "V-Min", "v_min"],
+    "auto": ["AUTO", "Auto"],
 }
 
 

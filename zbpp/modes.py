@@ -21,13 +21,17 @@ from zbpp.core import (
 )
 from zbpp.schedules import (
     check_effort,
+    plan_auto,
     plan_fthenb,
     plan_one_f_one_b,
+    plan_v_half,
+    plan_v_min,
     plan_vpp,
     plan_zb,
     plan_zb1p,
     plan_zb2p,
-    plan_zb_v,
+    plan_zbv,
+    plan_zbvpp,
 )
 
 __all__ = ["MODES", "Mode", "canonical", "is_file", "plan"]
@@ -96,7 +100,11 @@ MODES = {
         Mode("ZBH1", plan_zb1p, "a third of 1F1B's bubble; memory p", ("ZB1P",)),
         Mode("ZBH2", plan_zb2p, "no bubble; memory 2p-1", ("ZB2P",)),
         Mode("ZB", plan_zb, "one chunk a stage under any memory limit; 2p if none"),
-        Mode("ZBV", _fixed(plan_zb_v), "no bubble; memory p", ("ZBVZeroBubble",)),
+        Mode("ZBV", plan_zbv, "no bubble; memory p", ("ZBVZeroBubble",)),
+        Mode("ZBVPP", plan_zbvpp, "ZBV under any memory limit; p if none"),
+        Mode("VHalf", plan_v_half, "half of 1F1B's bubble and memory: (p+2)//2"),
+        Mode("VMin", plan_v_min, "a third of 1F1B's memory: (p+4)//3"),
+        Mode("auto", plan_auto, "the better of ZB and ZBV under any memory limit"),
     )
 }
 """Every mode by its name, one line each: bubble at F=B=W and m >= 2p, memory in M_B."""
