@@ -51,7 +51,7 @@ __all__ = ["plan_wave"]
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
 _PASSES = 800_000  # what the default effort may place in its search
-_MOST_STEPS = 500
+_MOST_STEPS = 600
 
 
 def plan_wave(
@@ -143,9 +143,13 @@ def _improved(
     target: float,
     rng: Random,
 ) -> Plan:
-    """Search from the two best settings, a share of the steps each; then polish."""
+    """Search from two settings, a share of the steps each; then polish.
+
+    They are the best one and the next best of another span: equal ones are too alike.
+    """
     best = plan
-    for seed in [seed for seed in found if seed.knobs is not None][:2]:
+    starts = {seed.plan.span: seed for seed in found[::-1] if seed.knobs is not None}
+    for _, seed in sorted(starts.items())[:2]:
         assert seed.knobs is not None
         result = search(problem, seed.plan, seed.knobs, n_steps // 3, target, rng)
         best = min(best, result, key=lambda one: one.span)
