@@ -70,7 +70,7 @@ class _OneSchedule(_Given):
     schedule: Annotated[_Text, tyro.conf.Positional, _shown_as("PLAN.json")] = None
     """A schedule file (or a mode)."""
     pipeline_schedule_mode: Annotated[_Text, _shown_as("MODE")] = None
-    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, or the path of a schedule file."""
+    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
     stages: Annotated[_Count, _shown_as("INT")] = None
     """Pipeline stages; a schedule file knows its own."""
     microbatches: Annotated[_Count, _shown_as("INT")] = None
@@ -100,7 +100,7 @@ class Plan(_Given):
     """Plan a schedule and write it to a file."""
 
     pipeline_schedule_mode: Annotated[str, _shown_as("MODE")]
-    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, or the path of a schedule file."""
+    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
     stages: Annotated[_Count, _shown_as("INT")] = None
     """Pipeline stages."""
     microbatches: Annotated[_Count, _shown_as("INT")] = None

@@ -25,6 +25,11 @@ TRAIN = (
 )  # fmt: skip
 
 
+def _heed_ctrl_c() -> None:
+    """A run in a shell's background would inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """A training run in the background, and what it leaves."""
 
@@ -35,6 +40,7 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"TMPDIR": str(data.parent)} | environment,
+            preexec_fn=_heed_ctrl_c,
         )
 
     def wait_for_step(self, step: int) -> None:

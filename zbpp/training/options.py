@@ -24,7 +24,7 @@ class Train:
     """
 
     pipeline_schedule_mode: str = "ZBH1"
-    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZBV, or the path of a schedule file."""
+    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
     stages: _Count = None
     """Pipeline stages, a process each; else as torchrun or the file says, else 2."""
     microbatches: _Count = None
