@@ -82,6 +82,7 @@ def _serve(pipe: Any) -> None:
         try:
             store = dist.FileStore(store_file, n)
             initialise(torch.device("cpu"), timeout_s=30, store=store)
+            dist.barrier()  # a rank that is done at once must not leave the others
             result = getattr(_load(file), name)(*args)
             dist.destroy_process_group()
         except Exception:

@@ -1,6 +1,7 @@
 """Start a training: in processes of our own, in torchrun's, or in this one."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,10 +49,12 @@ def _join(worker: Callable[[Train, Schedule], None], options: Train) -> None:
     try:
         options = _for_world(options, int(os.environ["WORLD_SIZE"]))
         worker(options, schedule_of(options))
+        if dist.is_initialized():
+            dist.barrier()
     except BaseException as error:
         fail(error, rank=int(os.environ["RANK"]))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # an orderly end has been seen to abort in torch's own threads
 
 
 def _for_world(options: Train, n_processes: int) -> Train:
