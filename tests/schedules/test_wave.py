@@ -96,6 +96,7 @@ def test_random_cases_keep_order_and_memory():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_many_random_cases_keep_order_and_memory():
     judge_random_cases(3, 1500, "fast")
 

@@ -194,6 +194,7 @@ def test_the_papers_bubbles_are_met(row, name):
 
 @pytest.mark.parametrize("model", ["unit", "1.5B"])
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 6])
+@pytest.mark.timeout(900)
 def test_more_memory_never_makes_a_plan_worse(model, step):
     costs = {"unit": Costs(), "1.5B": Costs(18.522, 18.086, 9.337, 0.601)}[model]
     before = math.inf
@@ -234,6 +235,7 @@ def test_no_published_generator_is_better(row):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_stages_that_differ_a_little_cost_little():
     gaps = []
     for seed in range(12):
