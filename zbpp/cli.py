@@ -248,7 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"zbpp: {error}", file=sys.stderr)
         return 2
     except WorkerError as error:
-        print(f"zbpp: {error}", file=sys.stderr)
+        print(f"zbpp: {error}", file=sys.stderr, flush=True)
+        if arguments is None:  # tearing torch down would take most of a second
+            sys.stdout.flush()
+            os._exit(1)
         return 1
     except KeyboardInterrupt:
         print("zbpp: interrupted", file=sys.stderr)

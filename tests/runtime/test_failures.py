@@ -86,7 +86,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 def assert_gone(processes: list[psutil.Process]) -> None:
     """A zombie is gone too: only init has not looked at it yet."""
-    _, left = psutil.wait_procs(processes, timeout=1)
+    _, left = psutil.wait_procs(processes, timeout=2)
     assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
