@@ -27,7 +27,6 @@ when it reaches a lower bound. The first two depend on nothing but the arguments
 """
 
 import math
-import time
 from dataclasses import replace
 from random import Random
 
@@ -39,19 +38,17 @@ from zbpp.core import (
     Schedule,
     lower_bound,
 )
-from zbpp.schedules.effort import parse_effort
-from zbpp.schedules.wave_fixed import retime
-from zbpp.schedules.wave_polish import polish
+from zbpp.schedules.effort import Budget, parse_effort
+from zbpp.schedules.wave_critical import improve
 from zbpp.schedules.wave_problem import Plan, WaveProblem
 from zbpp.schedules.wave_search import search
 from zbpp.schedules.wave_seeds import Seed, seeds
+from zbpp.schedules.wave_times import retime
 
 __all__ = ["plan_wave"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
-_PASSES = 800_000  # what the default effort may place in its search
-_MOST_STEPS = 600
 
 
 def plan_wave(
@@ -119,39 +116,48 @@ def _best(problem: WaveProblem, costs: Costs, effort: str) -> Plan:
     memory = problem.memory_model
     bound = lower_bound(problem.placement, problem.n_microbatches, costs, memory)
     target = bound * (1 + 1e-9)
-    found = seeds(problem, target, margin=0.0 if kind == "fast" else 0.05)
-    plan = found[0].plan
     n_passes = 3 * problem.n_chunks * problem.n_microbatches
-    n_steps = min(_MOST_STEPS, _PASSES // n_passes)
-    if kind == "fast" or plan.span <= target:
+    fast = kind == "fast"
+    budget = Budget(_fast(n_passes) if fast else _default(n_passes))
+    found = seeds(problem, target, 0.0 if fast else 0.05, budget)
+    plan = found[0].plan
+    if fast or plan.span <= target:
         return plan
-    if kind == "default":
-        return _improved(problem, found, plan, n_steps, target, Random(0))
-    end = time.monotonic() + seconds
-    seed = 0
-    while plan.span > target and time.monotonic() < end:
-        plan = _improved(problem, found, plan, n_steps, target, Random(seed))
-        seed += 1
+    plan = _improved(problem, found, plan, target, budget, Random(0))
+    if kind == "best":
+        end = Budget(math.inf, seconds)
+        seed = 0
+        while plan.span > target and end.is_left:
+            turn = Budget(300.0 * n_passes, end.seconds_left)
+            seed += 1
+            plan = _improved(problem, found, plan, target, turn, Random(seed))
     return plan
+
+
+def _fast(n_passes: int) -> float:
+    return 20.0 * n_passes
+
+
+def _default(n_passes: int) -> float:
+    """Passes: about .2 s for 1,000 passes, 3 s for 25,000, 15 s for 200,000."""
+    return min(150.0 * n_passes, 1e6 + 50.0 * n_passes)
 
 
 def _improved(
     problem: WaveProblem,
     found: list[Seed],
     plan: Plan,
-    n_steps: int,
     target: float,
+    budget: Budget,
     rng: Random,
 ) -> Plan:
-    """Search from two settings, a share of the steps each; then polish.
-
-    They are the best one and the next best of another span: equal ones are too alike.
-    """
+    """Search from the best settings with half of the budget; then move passes."""
     best = plan
-    starts = {seed.plan.span: seed for seed in found[::-1] if seed.knobs is not None}
-    for _, seed in sorted(starts.items())[:2]:
+    starts = [seed for seed in found if seed.knobs is not None][:1]
+    for seed in starts:
         assert seed.knobs is not None
-        result = search(problem, seed.plan, seed.knobs, n_steps // 3, target, rng)
-        best = min(best, result, key=lambda one: one.span)
-    best = retime(problem, best.rows, math.inf) or best
-    return polish(problem, best, n_steps // 3, target, rng)
+        half = Budget((budget.passes - budget.spent) / 2, budget.seconds_left)
+        result = search(problem, seed.plan, seed.knobs, target, half, rng)
+        budget.spend(half.spent)
+        best = min(best, retime(problem, result), key=lambda one: one.span)
+    return improve(problem, best, target, budget, rng)

@@ -13,13 +13,7 @@ from heapq import heapify, heappop, heappush
 
 from zbpp.schedules.wave_problem import Plan, Rows, WaveProblem
 
-__all__ = ["place_weights", "retime", "without_weights"]
-
-
-def without_weights(problem: WaveProblem, rows: Rows) -> Rows:
-    """Drop the W's."""
-    last = 2 * problem.n_chunks - 1
-    return [[q for q in row if q <= last] for row in rows]
+__all__ = ["place_weights"]
 
 
 def place_weights(
@@ -108,65 +102,3 @@ def place_weights(
     if place != length:
         return None
     return Plan(max(f - s for f, s in zip(free, start, strict=True)), result)
-
-
-def retime(
-    problem: WaveProblem, rows: Sequence[Sequence[int]], below: float
-) -> Plan | None:
-    """Time rows as they are, W's included; None if they cannot be under ``below``.
-
-    The memory is not looked at: it depends on the order alone.
-    """
-    n_stages, last = problem.n_stages, 2 * problem.n_chunks - 1
-    time, delay, stage_of = problem.time, problem.delay, problem.stage
-    slack = [below - one for one in problem.work]
-    arrived: list[list[float]] = [[] for _ in range(last + 2)]
-    arrived[0] = [0.0] * problem.n_microbatches
-    done = [0] * (last + 1)
-    free = [0.0] * n_stages
-    start = [-1.0] * n_stages
-    place = [0] * n_stages
-    awake = list(range(n_stages))
-    while awake:
-        stage = awake.pop()
-        row, at, now = rows[stage], place[stage], free[stage]
-        length = len(row)
-        while at < length:
-            q = row[at]
-            if q > last:
-                now += time[q]
-            else:
-                i = done[q]
-                queue = arrived[q]
-                if i >= len(queue):
-                    break
-                arrival = queue[i]
-                done[q] = i + 1
-                if start[stage] < 0:
-                    start[stage] = now = arrival
-                elif arrival > now:
-                    slack[stage] -= arrival - now
-                    if slack[stage] <= 0:
-                        return None
-                    now = arrival
-                now += time[q]
-                if q < last:
-                    target = stage_of[q + 1]
-                    queue = arrived[q + 1]
-                    if target != stage:
-                        other = rows[target]
-                        k = place[target]
-                        if (
-                            k < len(other)
-                            and other[k] == q + 1
-                            and done[q + 1] == len(queue)
-                        ):
-                            awake.append(target)
-                    queue.append(now + delay[q])
-            at += 1
-        place[stage] = at
-        free[stage] = now
-    if any(at < len(row) for at, row in zip(place, rows, strict=True)):
-        return None
-    span = max(f - s for f, s in zip(free, start, strict=True))
-    return Plan(span, [list(row) for row in rows]) if span < below else None

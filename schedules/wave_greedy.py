@@ -6,7 +6,7 @@ producer *starts*: every rule below looks that far ahead.
 
 1. Of the F's and B's that are ready, take the one with the smallest priority. It
    grows by the work of one micro-batch from micro-batch to micro-batch, and along the
-   chain by the time on the way; `Knobs.favour` shifts it per number.
+   chain by the time on the way; `Knobs.shift` moves it per number.
 2. An F is not ready while memory lacks (see below), while `Knobs.caps` micro-batches
    are in flight (the stage's first F only), or if it would delay a better pass that is
    known to come: a B by more than the share ``hold`` of the F's time, or an F of a
@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from zbpp.schedules.effort import Budget
 from zbpp.schedules.wave_problem import Plan, WaveProblem
 
 __all__ = ["Knobs", "chain_offsets", "greedy"]
@@ -36,12 +37,13 @@ class Knobs:
     """What a run of the greedy planner may vary; lists have one entry per stage.
 
     ``ranks`` has one entry per number of the chain and micro-batch, in the unit of the
-    times: smaller comes first. ``alternate`` is in the same unit and is added to the
-    class, F or B, that ran last.
+    times: smaller comes first; ``shift`` is added to all of a number. ``alternate`` is
+    in the same unit and is added to the class, F or B, that ran last.
     """
 
     caps: tuple[int, ...]
     ranks: Sequence[Sequence[float]]
+    shift: tuple[float, ...]
     late: tuple[float, ...]
     late_tail: tuple[float, ...]
     hold: tuple[float, ...]
@@ -49,8 +51,13 @@ class Knobs:
     alternate: float = 0.0
 
 
-def greedy(problem: WaveProblem, knobs: Knobs, below: float) -> Plan | None:
-    """Plan by the rules above; None as soon as the span cannot be under ``below``."""
+def greedy(
+    problem: WaveProblem, knobs: Knobs, below: float, budget: Budget
+) -> Plan | None:
+    """Plan by the rules above; None as soon as the span cannot be under ``below``.
+
+    The passes that it placed are spent from the budget.
+    """
     m, n_chunks = problem.n_microbatches, problem.n_chunks
     n_stages = problem.n_stages
     time, change, delay = problem.time, problem.change, problem.delay
@@ -58,7 +65,7 @@ def greedy(problem: WaveProblem, knobs: Knobs, below: float) -> Plan | None:
     unit = max(problem.work) / m or 1.0
     tiny = 1e-9 * unit
     limit = [one * (1 + 1e-9) for one in problem.memory.limit]
-    ranks = knobs.ranks
+    ranks, shift = knobs.ranks, knobs.shift
     bonus = knobs.alternate
     last = 2 * n_chunks - 1
     arrived: list[list[float]] = [[] for _ in range(last + 1)]
@@ -104,11 +111,11 @@ def greedy(problem: WaveProblem, knobs: Knobs, below: float) -> Plan | None:
                 if take > room:
                     starved = starved or arrival <= soon
                     continue
-                rank = ranks[q][i]
+                rank = ranks[q][i] + shift[q]
                 if bonus and was_forward[stage]:
                     rank += bonus
             else:
-                rank = ranks[q][i]
+                rank = ranks[q][i] + shift[q]
                 if bonus and not was_forward[stage]:
                     rank += bonus
             if arrival <= soon:
@@ -155,6 +162,7 @@ def greedy(problem: WaveProblem, knobs: Knobs, below: float) -> Plan | None:
         else:
             slack[stage] -= now - free[stage]
         if slack[stage] < 0:
+            budget.spend(sum(map(len, rows)))
             return None
         end = now + time[chosen]
         free[stage] = end
@@ -172,6 +180,7 @@ def greedy(problem: WaveProblem, knobs: Knobs, below: float) -> Plan | None:
                 arrived[chosen + 1].append(arrival)
                 if target != stage and arrival >= free[target]:
                     heappush(heap, (arrival, target))
+    budget.spend(sum(map(len, rows)))
     return Plan(max(f - s for f, s in zip(free, start, strict=True)), rows)
 
 

@@ -9,6 +9,7 @@ steps are cheap.
 from dataclasses import replace
 from random import Random
 
+from zbpp.schedules.effort import Budget
 from zbpp.schedules.wave_greedy import Knobs, greedy
 from zbpp.schedules.wave_problem import Plan, WaveProblem
 
@@ -23,19 +24,21 @@ def search(
     problem: WaveProblem,
     plan: Plan,
     knobs: Knobs,
-    n_steps: int,
     target: float,
+    budget: Budget,
     rng: Random,
 ) -> Plan:
-    """Climb from settings that gave a plan; stop at the target span."""
+    """Climb from settings that gave a plan; stop at the target span.
+
+    Or when the budget is spent.
+    """
     slack = 1 + 1e-12
-    for _ in range(n_steps):
-        if plan.span <= target:
-            break
+    while plan.span > target and budget.is_left:
+        budget.spend(problem.n_stages)
         trial = knobs
         for _ in range(rng.choice((1, 1, 2, 3))):
             trial = _changed(problem, trial, rng)
-        result = greedy(problem, trial, plan.span * slack)
+        result = greedy(problem, trial, plan.span * slack, budget)
         if result is not None and result.span <= plan.span * slack:
             plan, knobs = result, trial
     return plan
@@ -45,7 +48,7 @@ def _changed(problem: WaveProblem, knobs: Knobs, rng: Random) -> Knobs:
     p, m = problem.n_stages, problem.n_microbatches
     first = rng.randrange(p)
     stages = {first} if rng.random() < 0.6 else set(range(first, p))
-    what = rng.choice(("caps", "ranks", "ranks", *LISTS))
+    what = rng.choice(("caps", "shift", "shift", *LISTS))
     if what == "caps":
         change = rng.choice((-2, -1, 1, 2))
         caps = tuple(
@@ -53,15 +56,14 @@ def _changed(problem: WaveProblem, knobs: Knobs, rng: Random) -> Knobs:
             for stage, cap in enumerate(knobs.caps)
         )
         return replace(knobs, caps=caps)
-    if what == "ranks":
+    if what == "shift":
         shift = rng.choice(SHIFTS) * rng.choice((-1, 1)) * max(problem.work) / m
         place = rng.randrange(len(problem.numbers[first]))
         moved = {problem.numbers[stage][place] for stage in stages}
-        ranks = [
-            [rank + shift for rank in row] if q in moved else row
-            for q, row in enumerate(knobs.ranks)
-        ]
-        return replace(knobs, ranks=ranks)
+        shifts = tuple(
+            old + shift if q in moved else old for q, old in enumerate(knobs.shift)
+        )
+        return replace(knobs, shift=shifts)
     share = rng.choice(SHARES)
     changed = tuple(
         share if stage in stages else old

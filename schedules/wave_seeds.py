@@ -1,71 +1,79 @@
-"""Where the search for a wave begins: plans from rules, and from known orders.
+"""Where the search for a wave begins: greedy plans by a few rules, and known orders.
 
-*Rules.* Ranks grow evenly from micro-batch to micro-batch and along the chain; a
-setting shifts classes of passes, caps what is in flight, and says how W's may be late.
-The three best first settings stand first; the others were picked one by one, each
-for what it gains over those before it on random cases.
+A rule ranks the passes. If nothing ever waited, micro-batch i would start pass q of the
+chain at time i T + way(q), with T the work of a micro-batch on the busiest stage. A rule
+*stretches* the way: the longer a micro-batch takes from F to B, the more of them are in
+flight. In units for two stages with two chunks each, F = B = W = 1, T = 6:
 
-*Orders.* ZB-V and the patterns of `v_patterns` give the F's and B's an order. It is
-either kept, with the W's placed by time, or it only ranks them for the greedy planner,
-which then follows the real times and uses all the memory there is.
+    q          0   1   2   3   4   5   6   7
+    way        0   1   2   3   4   5   6   7      V-Min: memory about p/3
+    stretch 2  0   2   4   6   8  10  12  14      V-Half: about p/2 (arXiv 2405.15362)
+
+The rank is that time, or the place in the order that it gives; then the F's come
+``ahead``, as far as the caps and the memory let them. The rules stand in the order in
+which they were picked out of 900, each for what it gains over those before it on random
+requests (4 to 8 stages, equal and unequal, memory from .4 p to 2 p).
+
+Known orders are that of ZB-V, and the unstretched one with the W's placed by time.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from functools import lru_cache, partial
 
 from zbpp.core import PassKind
-from zbpp.schedules.v_patterns import pattern_rows
-from zbpp.schedules.wave_fixed import place_weights, retime
+from zbpp.schedules.effort import Budget
+from zbpp.schedules.wave_fixed import place_weights
 from zbpp.schedules.wave_greedy import Knobs, chain_offsets, greedy
 from zbpp.schedules.wave_problem import Plan, Rows, WaveProblem
+from zbpp.schedules.wave_rounds import plan_rounds
+from zbpp.schedules.wave_times import retime
 from zbpp.schedules.zb_v import plan_zb_v
 
 __all__ = ["Seed", "seeds"]
 
-# Shifts of the first chunk's F, other F's, other B's and the first chunk's B, in units
-# of a micro-batch's work on the busiest stage; the last number: times stage / p.
-CLASSES = {
-    "chain": (0.0, 0.0, 0.0, 0.0, 0.0),
-    "F0 last": (20.0, 0.0, 0.0, 0.0, -12.0),
-    "F1 first": (20.0, -20.0, 0.0, 0.0, -12.0),
-    "B first": (20.0, 0.0, -20.0, -20.0, 0.0),
-}
-
 
 @dataclass(frozen=True)
 class Rule:
-    """One setting; the cap of stage s is limit kappa (1 - sigma s / p) + delta."""
+    """One setting; times in T. The cap of stage s: limit kappa (1 - sigma s/p) + delta.
 
+    ``ahead_later`` adds to ``ahead`` for the F's of a stage's later chunks.
+    """
+
+    stretch: float
+    by_place: bool
+    ahead: float
+    ahead_later: float
     kappa: float
     sigma: float
     delta: float
-    favour: str
     late: float
     late_tail: float
     hold: float
     hold_later: float
-    alternate: float = 0.0
+    alternate: float
 
 
 RULES = (
-    Rule(0.85, 0.3, 0.0, "F1 first", 0.0, 0.0, 1.0, 0.5),
-    Rule(0.85, 0.5, 0.5, "F0 last", 0.75, 0.25, 0.0, 0.5, 1.0),
-    Rule(0.5, 0.0, 1.0, "B first", 0.5, 0.5, 0.0, 0.0, 1.0),
-    Rule(0.85, 0.5, 0.5, "F1 first", 0.75, 0.0, 1.0, 0.5, 0.0),
-    Rule(0.75, 0.3, 0.0, "F0 last", 0.0, 0.5, 1.0, 0.5, 1.0),
-    Rule(0.85, 0.5, 0.5, "B first", 0.0, 0.25, 1.0, 0.5, 1.0),
-    Rule(0.85, 0.5, 1.0, "chain", 0.75, 0.0, 0.5, 0.5, 1.0),
-    Rule(0.75, 0.3, 1.0, "B first", 1.0, 0.0, 1.0, 1.0, 1.0),
-    Rule(0.75, 0.5, 0.5, "B first", 0.5, 0.25, 1.0, 1.0, 0.0),
-    Rule(0.75, 0.0, 1.0, "chain", 0.75, 0.0, 0.5, 0.0, 1.0),
-    Rule(0.85, 0.5, 1.0, "F1 first", 0.75, 0.5, 1.0, 0.5, 1.0),
-    Rule(0.85, 0.3, 0.5, "B first", 0.0, 0.0, 1.0, 0.0, 0.0),
-    Rule(0.85, 0.5, 0.0, "F0 last", 0.75, 1.0, 1.0, 1.0, 0.0),
-    Rule(0.85, 0.3, 0.5, "B first", 1.0, 0.25, 1.0, 0.5, 1.0),
-    Rule(0.85, 0.0, 0.0, "B first", 0.75, 0.0, 1.0, 0.5, 1.0),
+    Rule(3.00, True, 20.0, 0.0, 0.90, 0.3, 0.0, 0.25, 0.25, 0.5, 0.5, 0.0),
+    Rule(2.00, True, 0.0, 1.0, 0.90, 0.5, 0.0, 0.25, 0.5, 1.0, 0.5, 0.0),
+    Rule(1.50, False, 4.0, 1.0, 0.90, 0.5, 0.5, 0.75, 0.5, 0.0, 0.5, 0.0),
+    Rule(2.00, True, 3.0, 0.0, 0.90, 0.5, 0.5, 1.0, 0.5, 0.5, 0.0, 1.0),
+    Rule(1.50, True, 4.0, 0.0, 0.75, 0.5, 1.0, 0.75, 0.5, 1.0, 0.5, 0.0),
+    Rule(1.50, False, 20.0, 2.0, 0.95, 0.5, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0),
+    Rule(2.00, True, 0.5, 0.5, 0.85, 0.3, 0.0, 0.5, 0.25, 0.5, 0.0, 1.0),
+    Rule(2.00, True, 0.5, 0.0, 0.95, 0.5, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0),
+    Rule(3.00, True, 1.5, 2.0, 1.00, 0.3, 0.0, 0.25, 1.0, 0.5, 1.0, 0.0),
+    Rule(1.25, False, 0.5, 1.0, 0.95, 0.3, 1.0, 0.75, 0.0, 0.0, 0.0, 0.0),
+    Rule(2.00, True, 4.0, 0.0, 0.90, 0.3, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0),
+    Rule(1.00, False, 20.0, 2.0, 0.90, 0.3, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0),
+    Rule(3.00, True, 2.0, 2.0, 0.75, 0.5, 0.5, 1.0, 0.0, 1.0, 0.0, 0.0),
+    Rule(1.25, True, 3.0, 0.0, 0.85, 0.5, 1.0, 0.5, 0.25, 1.0, 1.0, 1.0),
+    Rule(3.00, False, 4.0, 0.0, 0.95, 0.5, 1.0, 0.0, 1.0, 0.0, 0.5, 0.0),
+    Rule(1.50, True, 20.0, 0.0, 0.90, 0.5, 0.0, 0.0, 0.5, 1.0, 0.0, 1.0),
+    Rule(3.00, False, 1.0, 0.0, 0.85, 0.0, 1.0, 1.0, 0.5, 1.0, 0.0, 1.0),
+    Rule(3.00, True, 1.5, 0.0, 0.75, 0.5, 1.0, 1.0, 0.0, 0.0, 0.5, 0.0),
 )
 
 
@@ -81,77 +89,66 @@ Attempt = Callable[[float], Seed | None]
 """Makes a plan whose span is below a number, or gives up."""
 
 
-def seeds(problem: WaveProblem, target: float, margin: float) -> list[Seed]:
+def seeds(
+    problem: WaveProblem, target: float, margin: float, budget: Budget
+) -> list[Seed]:
     """Plan by all of them, best first; stop at the target span.
 
     A run is given up when it falls behind the best by more than the margin, a share.
     """
     found: list[Seed] = []
     below = math.inf
-    for attempt in chain(_from_orders(problem), _from_rules(problem)):
+    for attempt in _attempts(problem, budget):
         seed = attempt(below)
         if seed is None:
             continue
         found.append(seed)
         below = min(below, seed.plan.span * (1 + margin))
-        if seed.plan.span <= target:
+        if seed.plan.span <= target or not budget.is_left:
             break
     return sorted(found, key=lambda seed: seed.plan.span)
 
 
-def _from_rules(problem: WaveProblem) -> Iterator[Attempt]:
-    for rule in RULES:
-        yield partial(_run, problem, rule)
-
-
-def _from_orders(problem: WaveProblem) -> Iterator[Attempt]:
+def _attempts(problem: WaveProblem, budget: Budget) -> Iterator[Attempt]:
     p = problem.n_stages
-    is_v = problem.placement.stage_of == (*range(p), *reversed(range(p)))
-    if not is_v:
-        return
-    rows = _zb_v_rows(problem)
-    yield from _kept(problem, rows)
-    ranks = _ranks_of(problem, rows)
-    unit = max(problem.work) / problem.n_microbatches
-    for ahead in (0.0, unit):
-        shifted = [
-            [rank - ahead for rank in row] if q < problem.n_chunks else row
-            for q, row in enumerate(ranks)
-        ]
-        for hold in (0.0, 1.0):
-            for late in (0.0, 0.5, 1.0):
-                knobs = _even(problem, shifted, late, hold)
-                yield partial(_run, problem, knobs)
-    if _is_short(problem):
-        for rows in pattern_rows(problem):
-            yield from _kept(problem, rows)
+    order = lru_cache(partial(_order, problem))
+    if problem.placement.stage_of == (*range(p), *reversed(range(p))):
+        yield partial(_keep, problem, lambda: _zb_v_rows(problem), 0.5, budget)
+        yield partial(_round, problem, budget)
+    for number, rule in enumerate(RULES):
+        if number == 3:
+            yield partial(_keep, problem, lambda: order(1.0), 1.0, budget)
+        yield partial(_obey, problem, rule, order, budget)
 
 
-def _run(problem: WaveProblem, how: Knobs | Rule, below: float) -> Seed | None:
-    knobs = _knobs(problem, how) if isinstance(how, Rule) else how
-    plan = greedy(problem, knobs, below)
-    if plan is None:
-        return None
-    return Seed(retime(problem, plan.rows, math.inf) or plan, knobs)
+def _keep(
+    problem: WaveProblem,
+    rows: Callable[[], Rows],
+    late: float,
+    budget: Budget,
+    below: float,
+) -> Seed | None:
+    budget.spend(2 * problem.n_chunks * problem.n_microbatches)
+    plan = place_weights(problem, rows(), [late] * problem.n_stages, below)
+    return None if plan is None else Seed(retime(problem, plan), None)
 
 
-def _kept(problem: WaveProblem, rows: Rows) -> Iterator[Attempt]:
-    for late in (0.0, 0.5, 1.0):
-        yield partial(_place, problem, rows, late)
+def _round(problem: WaveProblem, budget: Budget, below: float) -> Seed | None:
+    budget.spend(6 * problem.n_chunks * problem.n_microbatches)
+    plan = plan_rounds(problem)
+    return None if plan is None else Seed(retime(problem, plan), None)
 
 
-def _place(problem: WaveProblem, rows: Rows, late: float, below: float) -> Seed | None:
-    plan = place_weights(problem, rows, [late] * problem.n_stages, below)
-    return None if plan is None else Seed(plan, None)
-
-
-def _is_short(problem: WaveProblem) -> bool:
-    """Is there a stage whose memory does not hold p micro-batches?"""
-    memory, p = problem.memory, problem.n_stages
-    return any(
-        limit < p * sum(memory.m_b[chunk] for chunk in chunks)
-        for limit, chunks in zip(memory.limit, problem.placement.chunks_of, strict=True)
-    )
+def _obey(
+    problem: WaveProblem,
+    rule: Rule,
+    order: Callable[[float], Rows],
+    budget: Budget,
+    below: float,
+) -> Seed | None:
+    knobs = _knobs(problem, rule, order)
+    plan = greedy(problem, knobs, below, budget)
+    return None if plan is None else Seed(retime(problem, plan), knobs)
 
 
 def _zb_v_rows(problem: WaveProblem) -> Rows:
@@ -169,36 +166,48 @@ def _zb_v_rows(problem: WaveProblem) -> Rows:
     ]
 
 
-def _ranks_of(problem: WaveProblem, rows: Rows) -> list[list[float]]:
-    """Rank every pass by its place in its row."""
+def _order(problem: WaveProblem, stretch: float) -> Rows:
+    """Order the F's and B's of every stage by i T + the stretched way; 0: as ZB-V."""
+    if stretch == 0:
+        return _zb_v_rows(problem)
+    m = problem.n_microbatches
+    unit = max(problem.work) / m
+    ways = [stretch * way for way in chain_offsets(problem)]
+    return [
+        [
+            q
+            for _, q in sorted(
+                (i * unit + ways[q], q) for q in numbers for i in range(m)
+            )
+        ]
+        for numbers in problem.numbers
+    ]
+
+
+def _ranks(
+    problem: WaveProblem, rule: Rule, order: Callable[[float], Rows]
+) -> Sequence[Sequence[float]]:
+    m = problem.n_microbatches
+    unit = max(problem.work) / m
+    if not rule.by_place:
+        ways = [rule.stretch * way for way in chain_offsets(problem)]
+        return [[i * unit + way for i in range(m)] for way in ways]
     ranks: list[list[float]] = [[] for _ in range(2 * problem.n_chunks)]
+    rows = order(rule.stretch)
     for row, numbers in zip(rows, problem.numbers, strict=True):
-        step = max(problem.work) / problem.n_microbatches / len(numbers)
+        step = unit / len(numbers)
         for place, q in enumerate(row):
             ranks[q].append(place * step)
     return ranks
 
 
-def _even(
-    problem: WaveProblem, ranks: list[list[float]], late: float, hold: float
-) -> Knobs:
-    p, m = problem.n_stages, problem.n_microbatches
-    lates, holds = (late,) * p, (hold,) * p
-    return Knobs((m,) * p, ranks, lates, lates, holds, holds)
-
-
-def _knobs(problem: WaveProblem, rule: Rule) -> Knobs:
-    p, m = problem.n_stages, problem.n_microbatches
-    unit = max(problem.work) / m
-    ranks = [
-        [i * unit + way + unit * shift for i in range(m)]
-        for way, shift in zip(
-            chain_offsets(problem), _shifts(problem, rule.favour), strict=True
-        )
-    ]
+def _knobs(problem: WaveProblem, rule: Rule, order: Callable[[float], Rows]) -> Knobs:
+    p = problem.n_stages
+    unit = max(problem.work) / problem.n_microbatches
     return Knobs(
         caps=tuple(_caps(problem, rule)),
-        ranks=ranks,
+        ranks=_ranks(problem, rule, order),
+        shift=tuple(-unit * ahead for ahead in _aheads(problem, rule)),
         late=(rule.late,) * p,
         late_tail=(rule.late_tail,) * p,
         hold=(rule.hold,) * p,
@@ -207,20 +216,17 @@ def _knobs(problem: WaveProblem, rule: Rule) -> Knobs:
     )
 
 
-def _shifts(problem: WaveProblem, favour: str) -> Iterator[float]:
-    f_first, f_later, b_later, b_first, per_stage = CLASSES[favour]
+def _aheads(problem: WaveProblem, rule: Rule) -> Iterator[float]:
     for q in range(2 * problem.n_chunks):
-        stage = problem.stage[q]
-        numbers = problem.numbers[stage]
-        if q < problem.n_chunks:
-            yield f_first if q == numbers[0] else f_later
-        elif q == numbers[-1]:
-            yield b_first + per_stage * stage / problem.n_stages
+        if q >= problem.n_chunks:
+            yield 0.0
+        elif q == problem.numbers[problem.stage[q]][0]:
+            yield rule.ahead
         else:
-            yield b_later
+            yield rule.ahead + rule.ahead_later
 
 
-def _caps(problem: WaveProblem, rule: Rule) -> Iterable[int]:
+def _caps(problem: WaveProblem, rule: Rule) -> Iterator[int]:
     p, m = problem.n_stages, problem.n_microbatches
     for stage, chunks in enumerate(problem.placement.chunks_of):
         first = problem.memory.m_b[chunks[0]]
