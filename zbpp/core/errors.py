@@ -1,10 +1,22 @@
 """Errors that are the caller's to mend."""
 
-__all__ = ["RequestError", "ScheduleError", "WorkerError"]
+__all__ = ["LimitError", "RequestError", "ScheduleError", "WorkerError"]
 
 
 class RequestError(ValueError):
     """The request was wrong or cannot be met; the message says how to mend it."""
+
+
+class LimitError(RequestError):
+    """A memory limit is too low; ``smallest`` is the one for all stages that works."""
+
+    def __init__(self, reason: str, *, smallest: float) -> None:
+        super().__init__(
+            f"{reason}; the smallest limit that works is {smallest:g}: take smaller "
+            f"micro-batches, or raise memory_limit to {smallest:g} or more"
+        )
+        self.reason = reason
+        self.smallest = smallest
 
 
 class ScheduleError(RequestError):
