@@ -47,8 +47,7 @@ def random_case(rng: random.Random) -> dict:
     def spread(value: float) -> tuple[float, ...]:
         return tuple(value / v * rng.uniform(0.7, 1.3) for _ in range(n))
 
-    f = list(spread(1.0))
-    f[-1] += rng.choice((0.0, 0.4))  # the loss
+    links = tuple(rng.choice((0.0, 0.1, 1.0)) for _ in range(p - 1))
     m_b = spread(1.0) if rng.random() < 0.5 else (1.0 / v,) * n
     share = rng.choice((0.0, 0.3, 0.5, 1.0))
     placement = Placement.wave(p, v)
@@ -58,10 +57,11 @@ def random_case(rng: random.Random) -> dict:
         "chunks_per_stage": v,
         "n_microbatches": rng.randint(1, 14),
         "costs": Costs(
-            f=tuple(f),
+            f=spread(1.0),
             b=spread(rng.uniform(0.5, 1.5)),
             w=spread(rng.choice((0.0, 0.5, 1.0))),
-            comm=rng.choice((0.0, 0.1, 1.0)),
+            comm=rng.choice((0.0, 0.1, 1.0, links)),
+            loss=rng.choice((0.0, 0.4)),
             splits=tuple(rng.random() < 0.8 for _ in range(p)),
         ),
         "memory": MemoryModel(

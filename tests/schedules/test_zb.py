@@ -55,11 +55,12 @@ def random_case(seed: int, spread: float = 0.3) -> dict:
     def around(value):
         return tuple(value * rng.uniform(1 - spread, 1 + spread) for _ in range(p))
 
-    f = list(around(1.0))
+    f = around(1.0)
     b, w = list(around(rng.uniform(0.5, 2))), list(around(rng.uniform(0.1, 1.5)))
     loss = rng.choice((0.0, 0.0, 0.4))
-    f[-1], b[-1] = f[-1] + loss, b[-1] + loss
-    comm = rng.choice((0.0, 0.05, rng.uniform(0, 2)))
+    b[-1] += loss
+    links = tuple(rng.choice((0.0, 0.1, 1.5)) for _ in range(p - 1))
+    comm = rng.choice((0.0, 0.05, rng.uniform(0, 2), links))
     m_b = around(1.0)
     share = rng.uniform(0.02, 0.98)
     most = rng.choice((1.3, p / 2, p, 2 * p))
@@ -68,7 +69,8 @@ def random_case(seed: int, spread: float = 0.3) -> dict:
         "n_stages": p,
         "n_microbatches": m,
         "costs": Costs(
-            *(tuple(f), tuple(b), tuple(w), comm),
+            *(f, tuple(b), tuple(w), comm),
+            loss=loss,
             splits=tuple(rng.random() < 0.85 for _ in range(p)),
         ),
         "memory": MemoryModel(m_b, tuple(share * held for held in m_b), limit),
