@@ -56,7 +56,8 @@ def _changed(problem: WaveProblem, knobs: Knobs, rng: Random) -> Knobs:
     if what == "ranks":
         shift = rng.choice(SHIFTS) * rng.choice((-1, 1)) * max(problem.work) / m
         place = rng.randrange(len(problem.numbers[first]))
-        moved = {problem.numbers[stage][place] for stage in stages}
+        rows = [problem.numbers[stage] for stage in stages]
+        moved = {row[place] for row in rows if place < len(row)}
         ranks = [
             [rank + shift for rank in row] if q in moved else row
             for q, row in enumerate(knobs.ranks)
