@@ -1,5 +1,6 @@
 """Any placement is planned by the same rules: laws on random ones, and VPP's."""
 
+import pickle
 import random
 
 import pytest
@@ -126,5 +127,6 @@ def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
     ) as error:
         plan_placement(**request)
     assert error.value.smallest == 3
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
     request["memory"] = MemoryModel(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=3)
     assert plan_placement(**request).n_stages == 2

@@ -10,13 +10,16 @@ class RequestError(ValueError):
 class LimitError(RequestError):
     """A memory limit is too low; ``smallest`` is the one for all stages that works."""
 
-    def __init__(self, reason: str, *, smallest: float) -> None:
-        super().__init__(
-            f"{reason}; the smallest limit that works is {smallest:g}: take smaller "
-            f"micro-batches, or raise memory_limit to {smallest:g} or more"
-        )
+    def __init__(self, reason: str, smallest: float) -> None:
+        super().__init__(reason, smallest)
         self.reason = reason
         self.smallest = smallest
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reason}; the smallest limit that works is {self.smallest:g}: take "
+            f"smaller micro-batches, or raise memory_limit to {self.smallest:g} or more"
+        )
 
 
 class ScheduleError(RequestError):
