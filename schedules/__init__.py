@@ -9,7 +9,7 @@ from zbpp.schedules.one_f_one_b import plan_one_f_one_b
 from zbpp.schedules.torch_csv import to_torch_csv
 from zbpp.schedules.v_modes import plan_v_half, plan_v_min, plan_zbv, plan_zbvpp
 from zbpp.schedules.vpp import plan_vpp
-from zbpp.schedules.wave import plan_wave
+from zbpp.schedules.wave import plan_placement, plan_wave
 from zbpp.schedules.zb import plan_zb, plan_zb1p, plan_zb2p
 from zbpp.schedules.zb_h1 import plan_zb_h1
 from zbpp.schedules.zb_h2 import plan_zb_h2
@@ -25,6 +25,7 @@ __all__ = [
     "plan_auto",
     "plan_fthenb",
     "plan_one_f_one_b",
+    "plan_placement",
     "plan_v_half",
     "plan_v_min",
     "plan_vpp",

@@ -1,13 +1,37 @@
-"""The best plan over the placements, for the given times and memory."""
+"""The best plan over the placements, for the given times and memory.
 
-from zbpp.core import Costs, MemoryModel, Pass, RequestError, Schedule, replay
-from zbpp.schedules.v_modes import plan_zbvpp
+======================  =============  =================================
+placement               memory, M_B    tried where lists of costs have
+======================  =============  =================================
+one chunk a stage       2p, or limit   p entries, or there are no lists
+wave (V)                p, or limit    kp entries, or no lists: k = 2
+interleaved             2p, or limit   the same
+======================  =============  =================================
+"""
+
+from collections.abc import Iterator
+
+from zbpp.core import (
+    Costs,
+    LimitError,
+    MemoryModel,
+    Placement,
+    RequestError,
+    Schedule,
+    longest_span,
+    lower_bound,
+    replay,
+)
+from zbpp.schedules.limits import capped
+from zbpp.schedules.request import check_sizes, listed_chunks
+from zbpp.schedules.wave import plan_placement
 from zbpp.schedules.zb import plan_zb
 
 __all__ = ["plan_auto"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
+_ROUNDING = 1e-9  # relative
 
 
 def plan_auto(
@@ -17,44 +41,82 @@ def plan_auto(
     costs: Costs = _UNIT,
     memory: MemoryModel = _NO_LIMIT,
     effort: str = "default",
+    chunks_per_stage: int | None = None,
 ) -> Schedule:
-    """Plan one chunk a stage and the V; keep the plan with the smaller largest span.
+    """Plan every placement; keep the first plan with the smallest largest span.
 
-    Without a limit each plans under the memory of its mode: 2p and p M_B. Costs and
-    memories given as lists say by their length which of the two is meant.
+    A placement is skipped if it cannot be had (its costs, its links or its limit), or
+    if its lower bound is not below the best span so far.
+
+    Args:
+        n_stages: stages, at least 1.
+        n_microbatches: micro-batches in a step, at least 1.
+        costs: lists say by their length how many chunks a stage are meant.
+        memory: likewise; without a limit each placement has its own, see above.
+        effort: see `zbpp.schedules.effort`; it is spent on each placement.
+        chunks_per_stage: try placements of this number only.
 
     Raises:
-        RequestError: neither can be planned; the error is that of one chunk a stage.
+        LimitError: no placement fits; it names the smallest limit that works.
+        RequestError: no placement can be planned; the error is that of the first.
     """
-    plans: list[Schedule] = []
+    check_sizes(n_stages, n_microbatches, chunks_per_stage or 1)
+    chunks = chunks_per_stage or listed_chunks(costs, memory, n_stages)
+    best: Schedule | None = None
+    shortest = float("inf")
     errors: list[RequestError] = []
-    for planner in (plan_zb, plan_zbvpp):
+    for placement, usual in _placements(n_stages, chunks):
         try:
-            schedule = planner(
-                n_stages=n_stages,
-                n_microbatches=n_microbatches,
-                costs=costs,
-                memory=memory,
-                effort=effort,
-            )
+            limited = capped(memory, placement, usual=usual)
+            bound = lower_bound(placement, n_microbatches, costs, limited)
+            if bound >= shortest * (1 - _ROUNDING):
+                continue
+            plan = _plan(placement, n_microbatches, costs, memory, effort, usual)
         except RequestError as error:
             errors.append(error)
-        else:
-            plans.append(schedule)
-    if not plans:
-        raise errors[0]
-    best = min(plans, key=lambda schedule: _span(schedule, costs))
-    return Schedule(
-        "auto", best.placement, best.n_microbatches, best.orders, best.memory
-    )
+            continue
+        times = costs.on(placement)
+        span = longest_span(replay(plan.orders, times, n_microbatches=n_microbatches))
+        if best is None or span < shortest * (1 - _ROUNDING):
+            best, shortest = plan, span
+    if best is None:
+        limits = [error for error in errors if isinstance(error, LimitError)]
+        raise min(limits, key=lambda error: error.smallest) if limits else errors[0]
+    return best
 
 
-def _span(schedule: Schedule, costs: Costs) -> float:
-    """Time from first to last pass on the stage where it is longest."""
-    rows = replay(
-        schedule.orders,
-        costs.on(schedule.placement),
-        n_microbatches=schedule.n_microbatches,
+def _placements(n_stages: int, chunks: int | None) -> Iterator[tuple[Placement, float]]:
+    """Placements to try, and the memory of each in M_B; fewer chunks first."""
+    if chunks in (None, 1):
+        yield Placement.single(n_stages), 2 * n_stages
+    if chunks != 1:
+        yield Placement.wave(n_stages, chunks or 2), n_stages
+        yield Placement.interleaved(n_stages, chunks or 2), 2 * n_stages
+
+
+def _plan(
+    placement: Placement,
+    n_microbatches: int,
+    costs: Costs,
+    memory: MemoryModel,
+    effort: str,
+    usual: float,
+) -> Schedule:
+    if placement.n_chunks == placement.n_stages:
+        return plan_zb(
+            n_stages=placement.n_stages,
+            n_microbatches=n_microbatches,
+            costs=costs,
+            memory=memory,
+            effort=effort,
+            name="auto",
+        )
+    return plan_placement(
+        placement=placement,
+        n_microbatches=n_microbatches,
+        costs=costs,
+        memory=memory,
+        effort=effort,
+        name="auto",
+        usual=usual,
     )
-    passes = [[slot for slot in row if isinstance(slot.job, Pass)] for row in rows]
-    return max(row[-1].end - row[0].start for row in passes)

@@ -28,6 +28,7 @@ from zbpp.core import (
     RequestError,
     Schedule,
     Step,
+    longest_span,
     lower_bound,
     peaks,
     reads,
@@ -130,13 +131,13 @@ class _Problem:
         self._passes = [
             job for order in schedule.orders for job in order if isinstance(job, Pass)
         ]
-        durations = {job: Fraction(str(times.of(job))) for job in self._passes}
-        comm = Fraction(str(times.comm))
-        self.time_scale = _scale([*durations.values(), comm])
+        durations = {job: _exact(times.of(job)) for job in self._passes}
+        hops = [_exact(hop) for hop in times.hops]
+        self.time_scale = _scale([*durations.values(), *hops])
         self._duration = {
             job: int(time * self.time_scale) for job, time in durations.items()
         }
-        self._comm = int(comm * self.time_scale)
+        self._hops = [int(hop * self.time_scale) for hop in hops]
         rows = replay(schedule.orders, times, n_microbatches=schedule.n_microbatches)
         self._given = {
             slot.job: round(slot.start * self.time_scale)
@@ -144,12 +145,9 @@ class _Problem:
             for slot in row
             if isinstance(slot.job, Pass)
         }
-        spans = []
-        for row in rows:
-            ends = [slot for slot in row if isinstance(slot.job, Pass)]
-            spans.append(round((ends[-1].end - ends[0].start) * self.time_scale))
-        self.given_span = max(spans)
-        self._horizon = sum(self._duration.values()) + self._comm * len(self._passes)
+        self.given_span = round(longest_span(rows) * self.time_scale)
+        slowest = max(self._hops, default=0)
+        self._horizon = sum(self._duration.values()) + slowest * len(self._passes)
         self._start = {job: self._time(str(job)) for job in self._passes}
 
     def _time(self, name: str) -> Any:
@@ -178,10 +176,8 @@ class _Problem:
         for job in self._passes:
             for value in reads(job, n_chunks):
                 source = producer[value]
-                stages = {
-                    self._placement.stage_of[c] for c in (source.chunk, job.chunk)
-                }
-                delay = self._comm if len(stages) > 1 else 0
+                ends = source.chunk, job.chunk
+                delay = 0 if ends[0] == ends[1] else self._hops[min(ends)]
                 model.add(self._start[job] >= self._end(source) + delay)
             later = Pass(job.kind, job.chunk, job.microbatch + 1)
             if later in self._start:  # identical micro-batches: first come first
@@ -256,6 +252,11 @@ class _Problem:
 
 def _producers(passes: list[Pass], n_chunks: int) -> dict[Any, Pass]:
     return {value: job for job in passes for value in writes(job, n_chunks)}
+
+
+def _exact(time: float) -> Fraction:
+    """A time as it was written: sums such as B + W have digits from rounding."""
+    return Fraction(f"{time:.12g}")
 
 
 def _scale(numbers: list[Fraction]) -> int:

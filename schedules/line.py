@@ -9,7 +9,6 @@ pass is named by counting. That is what makes plans of millions of jobs affordab
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbpp.core import (
@@ -19,7 +18,6 @@ from zbpp.core import (
     Pass,
     PassKind,
     Placement,
-    RequestError,
     Step,
     lower_bound,
 )
@@ -62,12 +60,10 @@ class Line:
 
     def bound(self) -> float:
         """Lower bound of the largest span."""
-        n_stages = self.n_stages
-        hop = self.hop[0] if self.hop else 0.0
         return lower_bound(
-            Placement.single(n_stages),
+            Placement.single(self.n_stages),
             self.n_microbatches,
-            Costs(self.f, self.b, self.w, hop),
+            Costs(self.f, self.b, self.w, self.hop),
             MemoryModel(
                 self.m_b,
                 self.m_w,
@@ -77,11 +73,7 @@ class Line:
 
 
 def line_of(
-    n_stages: int,
-    n_microbatches: int,
-    costs: Costs,
-    memory: MemoryModel,
-    splits: tuple[bool, ...] | None = None,
+    n_stages: int, n_microbatches: int, costs: Costs, memory: MemoryModel
 ) -> Line:
     """Give every stage its numbers.
 
@@ -89,30 +81,19 @@ def line_of(
         RequestError: costs or memory have not one entry per stage.
     """
     placement = Placement.single(n_stages)
-    times, held = costs.on(placement), memory.on(placement)
-    splits = splits or (True,) * n_stages
-    if len(splits) != n_stages:
-        raise RequestError(f"splits has {len(splits)} entries for {n_stages} stages")
-    whole = [times.of_pass(PassKind.BW, stage) for stage in range(n_stages)]
+    times = costs.on(placement)
+    held = memory.on(placement, times.splits)
     return Line(
         n_microbatches=n_microbatches,
         f=times.f,
-        b=_where(splits, times.b, whole),
-        w=_where(splits, times.w, [0.0] * n_stages),
-        hop=tuple(times.delay(stage, stage + 1) for stage in range(n_stages - 1)),
+        b=times.b,
+        w=times.w,
+        hop=times.hops,
         m_b=held.m_b,
-        m_w=_where(splits, held.m_w, [0.0] * n_stages),
+        m_w=held.m_w,
         limit=held.limit,
-        splits=splits,
+        splits=times.splits,
     )
-
-
-def _where(
-    splits: tuple[bool, ...], split: Sequence[float], whole: Sequence[float]
-) -> tuple[float, ...]:
-    """One value per stage, by whether it splits its backward."""
-    chosen = zip(splits, split, whole, strict=True)
-    return tuple(one if can else other for can, one, other in chosen)
 
 
 def named(line: Line, kinds: Kinds) -> tuple[Order, ...]:

@@ -10,108 +10,40 @@ VMin    (p+4)//3, or less     the same
 ======  ====================  ============================================
 """
 
-from zbpp.core import Costs, MemoryModel, Schedule
+from typing import Unpack
+
+from zbpp.core import Schedule
+from zbpp.schedules.request import Request, listed_chunks, models
 from zbpp.schedules.wave import plan_wave
 
 __all__ = ["plan_v_half", "plan_v_min", "plan_zbv", "plan_zbvpp"]
 
-_UNIT = Costs()
-_NO_LIMIT = MemoryModel()
 
-
-def plan_zbv(
-    *,
-    n_stages: int,
-    n_microbatches: int,
-    costs: Costs = _UNIT,
-    memory: MemoryModel = _NO_LIMIT,
-    effort: str = "default",
-) -> Schedule:
-    """Plan two chunks a stage under the limit; without one, under p M_B.
-
-    Raises:
-        RequestError: as `plan_wave`.
-    """
-    return plan_zbvpp(
-        n_stages=n_stages,
-        n_microbatches=n_microbatches,
-        costs=costs,
-        memory=memory,
-        effort=effort,
-        name="ZBV",
-    )
+def plan_zbv(**request: Unpack[Request]) -> Schedule:
+    """Plan two chunks a stage under the limit; without one, under p M_B."""
+    return plan_wave(**request, name="ZBV", usual=request["n_stages"])
 
 
 def plan_zbvpp(
-    *,
-    n_stages: int,
-    n_microbatches: int,
-    costs: Costs = _UNIT,
-    memory: MemoryModel = _NO_LIMIT,
-    effort: str = "default",
-    chunks_per_stage: int = 2,
-    name: str = "ZBVPP",
+    *, chunks_per_stage: int | None = None, **request: Unpack[Request]
 ) -> Schedule:
-    """Plan a wave under the limit; without one, under p M_B.
+    """Plan a wave of any number of chunks under the limit; without one, under p M_B.
 
-    Raises:
-        RequestError: as `plan_wave`.
+    Without a number, of as many chunks a stage as the lists are for, or 2.
     """
+    p = request["n_stages"]
+    if chunks_per_stage is None:
+        chunks_per_stage = listed_chunks(*models(request), p) or 2
     return plan_wave(
-        n_stages=n_stages,
-        n_microbatches=n_microbatches,
-        chunks_per_stage=chunks_per_stage,
-        costs=costs,
-        memory=memory,
-        effort=effort,
-        name=name,
-        most=float(n_stages) if memory.limit is None else float("inf"),
+        **request, chunks_per_stage=chunks_per_stage, name="ZBVPP", usual=p
     )
 
 
-def plan_v_half(
-    *,
-    n_stages: int,
-    n_microbatches: int,
-    costs: Costs = _UNIT,
-    memory: MemoryModel = _NO_LIMIT,
-    effort: str = "default",
-) -> Schedule:
-    """Plan two chunks a stage under (p+2)//2 M_B, or a lower limit.
-
-    Raises:
-        RequestError: as `plan_wave`.
-    """
-    return plan_wave(
-        n_stages=n_stages,
-        n_microbatches=n_microbatches,
-        costs=costs,
-        memory=memory,
-        effort=effort,
-        name="VHalf",
-        most=(n_stages + 2) // 2,
-    )
+def plan_v_half(**request: Unpack[Request]) -> Schedule:
+    """Plan two chunks a stage under (p+2)//2 M_B, or a lower limit."""
+    return plan_wave(**request, name="VHalf", most=(request["n_stages"] + 2) // 2)
 
 
-def plan_v_min(
-    *,
-    n_stages: int,
-    n_microbatches: int,
-    costs: Costs = _UNIT,
-    memory: MemoryModel = _NO_LIMIT,
-    effort: str = "default",
-) -> Schedule:
-    """Plan two chunks a stage under (p+4)//3 M_B, or a lower limit.
-
-    Raises:
-        RequestError: as `plan_wave`.
-    """
-    return plan_wave(
-        n_stages=n_stages,
-        n_microbatches=n_microbatches,
-        costs=costs,
-        memory=memory,
-        effort=effort,
-        name="VMin",
-        most=(n_stages + 4) // 3,
-    )
+def plan_v_min(**request: Unpack[Request]) -> Schedule:
+    """Plan two chunks a stage under (p+4)//3 M_B, or a lower limit."""
+    return plan_wave(**request, name="VMin", most=(request["n_stages"] + 4) // 3)

@@ -1,4 +1,4 @@
-"""Plan waves: placements that go down the stages and up again, V first of all.
+"""Plan any placement; waves go down the stages and up again, V first of all.
 
 Two stages with two chunks each (placement 0 1 1 0), three micro-batches,
 F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stage:
@@ -27,25 +27,25 @@ when it reaches a lower bound. The first two depend on nothing but the arguments
 """
 
 import math
-from dataclasses import replace
 from random import Random
 
 from zbpp.core import (
     Costs,
     MemoryModel,
     Placement,
-    RequestError,
     Schedule,
     lower_bound,
 )
 from zbpp.schedules.effort import Budget, parse_effort
+from zbpp.schedules.limits import capped, check_one_fits
+from zbpp.schedules.request import check_sizes
 from zbpp.schedules.wave_critical import improve
 from zbpp.schedules.wave_problem import Plan, WaveProblem
 from zbpp.schedules.wave_search import search
 from zbpp.schedules.wave_seeds import Seed, seeds
 from zbpp.schedules.wave_times import retime
 
-__all__ = ["plan_wave"]
+__all__ = ["plan_placement", "plan_wave"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
@@ -59,56 +59,78 @@ def plan_wave(
     costs: Costs = _UNIT,
     memory: MemoryModel = _NO_LIMIT,
     effort: str = "default",
-    splits: tuple[bool, ...] | None = None,
     name: str = "wave",
     most: float = math.inf,
+    usual: float = math.inf,
 ) -> Schedule:
-    """Plan a wave under the memory limit; without one, memory is no constraint.
+    """Plan a wave: `plan_placement` where chunks go to and fro.
 
     Args:
         n_stages: stages, at least 1.
         n_microbatches: micro-batches in a step, at least 1.
         chunks_per_stage: 2 is the V; any number is planned by the same rules.
+        costs: see `plan_placement`, as the arguments below.
+        memory: likewise.
+        effort: likewise.
+        name: likewise.
+        most: likewise.
+        usual: likewise.
+
+    Raises:
+        RequestError: as `plan_placement`.
+    """
+    check_sizes(n_stages, n_microbatches, chunks_per_stage)
+    return plan_placement(
+        placement=Placement.wave(n_stages, chunks_per_stage),
+        n_microbatches=n_microbatches,
+        costs=costs,
+        memory=memory,
+        effort=effort,
+        name=name,
+        most=most,
+        usual=usual,
+    )
+
+
+def plan_placement(
+    *,
+    placement: Placement,
+    n_microbatches: int,
+    costs: Costs = _UNIT,
+    memory: MemoryModel = _NO_LIMIT,
+    effort: str = "default",
+    name: str = "planned",
+    most: float = math.inf,
+    usual: float = math.inf,
+) -> Schedule:
+    """Plan any placement under the memory limit; without one, memory is no constraint.
+
+    Args:
+        placement: chunk to stage: a wave, interleaved, or any other.
+        n_microbatches: micro-batches in a step, at least 1.
         costs: one entry per chunk, or numbers for whole stages.
         memory: likewise; every limit must hold one micro-batch.
         effort: ``fast``, ``default``, ``best`` or ``best:SECONDS``.
-        splits: which stages can split their backward into B and W; default all.
         name: the mode, for people.
         most: a further limit on every stage, in M_B of that stage.
+        usual: the same, only where ``memory`` has no limit.
 
     Raises:
-        RequestError: a number is wrong, or a limit holds no micro-batch; the message
-            names the smallest limit that works.
+        LimitError: a limit holds no micro-batch; it names the smallest that works.
+        RequestError: a number is wrong.
     """
-    if n_stages < 1 or chunks_per_stage < 1:
-        raise RequestError(
-            f"{n_stages} stages with {chunks_per_stage} chunks each are asked for; "
-            "there must be at least 1 of each"
-        )
-    joint = [s for s, split in enumerate(splits or ()) if not split]
-    placement = Placement.wave(n_stages, chunks_per_stage)
-    problem = WaveProblem.of(
-        placement, n_microbatches, costs, _limited(memory, placement, most), joint
-    )
+    check_sizes(placement.n_stages, n_microbatches)
+    check_one_fits(name, placement, memory, n_microbatches)
+    limited = capped(memory, placement, most=most, usual=usual)
+    problem = WaveProblem.of(placement, n_microbatches, costs, limited)
     plan = _best(problem, costs, effort)
     return Schedule(
         name,
-        problem.placement,
+        placement,
         n_microbatches,
         problem.orders(plan.rows),
         memory=None if memory.limit is None else memory,
     )
-
-
-def _limited(memory: MemoryModel, placement: Placement, most: float) -> MemoryModel:
-    if math.isinf(most):
-        return memory
-    held = memory.on(placement)
-    limits = tuple(
-        min(limit, most * sum(held.m_b[chunk] for chunk in chunks))
-        for limit, chunks in zip(held.limit, placement.chunks_of, strict=True)
-    )
-    return replace(memory, limit=limits)
 
 
 def _best(problem: WaveProblem, costs: Costs, effort: str) -> Plan:

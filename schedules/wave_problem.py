@@ -1,4 +1,4 @@
-"""A planning problem for waves, as flat numbers that the planners can run fast.
+"""A planning problem for any placement, as flat numbers that planners can run fast.
 
 On its way a micro-batch takes 2C passes, for C chunks: F of chunk 0, 1, ... C-1, then
 B of chunk C-1, ... 0. Pass number q of this *chain* needs pass q-1, so one number
@@ -27,7 +27,6 @@ from zbpp.core import (
     PassKind,
     PassTimes,
     Placement,
-    RequestError,
     Step,
 )
 
@@ -47,15 +46,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class WaveProblem:
-    """Times and memories by number in the chain; see the module's text.
-
-    ``joint`` are the stages that cannot split their backward: their B's stand for BW.
-    """
+    """Times and memories by number in the chain; see the module's text."""
 
     times: PassTimes
     memory: ChunkMemory
     n_microbatches: int
-    joint: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -64,34 +59,15 @@ class WaveProblem:
         n_microbatches: int,
         costs: Costs,
         memory: MemoryModel,
-        joint: Iterable[int] = (),
     ) -> "WaveProblem":
-        """Check the numbers and put them together.
+        """Put the numbers together; every limit must hold one micro-batch.
 
         Raises:
-            RequestError: lists of a wrong length, no micro-batch, or a memory limit
-                under which one micro-batch does not fit; the message says what does.
+            RequestError: lists of a wrong length.
         """
-        if n_microbatches < 1:
-            raise RequestError(
-                f"n_microbatches is {n_microbatches}; it must be at least 1"
-            )
-        problem = cls(
-            costs.on(placement), memory.on(placement), n_microbatches, frozenset(joint)
-        )
-        held = problem.memory.m_b
-        needs = [sum(held[chunk] for chunk in chunks) for chunks in placement.chunks_of]
-        for stage, (need, limit) in enumerate(
-            zip(needs, problem.memory.limit, strict=True)
-        ):
-            if need > limit * (1 + 1e-9):
-                raise RequestError(
-                    f"memory_limit is {limit:g} on stage {stage}, but one micro-batch "
-                    f"holds {need:g} there; the smallest limit that works is "
-                    f"{max(needs):g}, no mode fits: take smaller micro-batches, or "
-                    "raise memory_limit"
-                )
-        return problem
+        times = costs.on(placement)
+        held = memory.on(placement, times.splits)
+        return cls(times, held, n_microbatches)
 
     @property
     def placement(self) -> Placement:
@@ -128,26 +104,27 @@ class WaveProblem:
         return (*stage_of, *reversed(stage_of), *reversed(stage_of))
 
     @cached_property
+    def joint(self) -> frozenset[int]:
+        """The stages that cannot split their backward: their B's stand for BW."""
+        return frozenset(s for s, split in enumerate(self.times.splits) if not split)
+
+    @cached_property
     def time(self) -> tuple[float, ...]:
         """The time of each number: F, B (BW where joint), W."""
-        times, chunks = self.times, range(self.n_chunks)
-        joint = [stage in self.joint for stage in self.placement.stage_of]
-        backward = [times.b[c] + times.w[c] * joint[c] for c in chunks]
-        return (*times.f, *reversed(backward), *reversed(times.w))
+        times = self.times
+        return (*times.f, *reversed(times.b), *reversed(times.w))
 
     @cached_property
     def change(self) -> tuple[float, ...]:
         """The memory that each number takes (> 0) or gives back (< 0)."""
         held, kept = self.memory.m_b, self.memory.m_w
-        joint = [stage in self.joint for stage in self.placement.stage_of]
-        chunks = range(self.n_chunks)
-        freed = [(0.0 if joint[c] else kept[c]) - held[c] for c in chunks]
+        freed = [after - before for before, after in zip(held, kept, strict=True)]
         return (*held, *reversed(freed), *(-one for one in reversed(kept)))
 
     @cached_property
     def delay(self) -> tuple[float, ...]:
         """The time of the message from each number to the next, 0 on one stage."""
-        down = [self.times.delay(c, c + 1) for c in range(self.n_chunks - 1)]
+        down = self.times.hops
         return (*down, 0.0, *reversed(down), 0.0)
 
     @cached_property

@@ -59,7 +59,8 @@ def _changed(problem: WaveProblem, knobs: Knobs, rng: Random) -> Knobs:
     if what == "shift":
         shift = rng.choice(SHIFTS) * rng.choice((-1, 1)) * max(problem.work) / m
         place = rng.randrange(len(problem.numbers[first]))
-        moved = {problem.numbers[stage][place] for stage in stages}
+        rows = [problem.numbers[stage] for stage in stages]
+        moved = {row[place] for row in rows if place < len(row)}
         shifts = tuple(
             old + shift if q in moved else old for q, old in enumerate(knobs.shift)
         )

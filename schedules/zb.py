@@ -17,10 +17,12 @@ never worse than those of them that fit the memory. ZBH1 and ZBH2 promise a memo
 """
 
 import math
-from dataclasses import replace
+from typing import Unpack
 
-from zbpp.core import Costs, MemoryModel, Placement, RequestError, Schedule
-from zbpp.schedules.line import Line, line_of, named
+from zbpp.core import Costs, MemoryModel, Placement, Schedule
+from zbpp.schedules.limits import capped, check_one_fits
+from zbpp.schedules.line import line_of, named
+from zbpp.schedules.request import Request, check_sizes
 from zbpp.schedules.search import search
 from zbpp.schedules.seeds import hand_made
 
@@ -28,7 +30,6 @@ __all__ = ["plan_zb", "plan_zb1p", "plan_zb2p"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
-_MARGIN = 1e-9  # relative; as in `Schedule`
 
 
 def plan_zb(
@@ -38,7 +39,8 @@ def plan_zb(
     costs: Costs = _UNIT,
     memory: MemoryModel = _NO_LIMIT,
     effort: str = "default",
-    splits: tuple[bool, ...] | None = None,
+    name: str = "ZB",
+    most: float = math.inf,
 ) -> Schedule:
     """Plan under the memory limit; without one, under 2p M_B.
 
@@ -48,91 +50,33 @@ def plan_zb(
         costs: one entry per stage, or numbers for all.
         memory: likewise; every limit must hold one micro-batch.
         effort: see `zbpp.schedules.effort`.
-        splits: which stages can split their backward into B and W; default all.
+        name: the mode, for people.
+        most: a further limit on every stage, in M_B of that stage.
 
     Raises:
-        RequestError: a number is missing, or a limit holds no micro-batch.
+        LimitError: a limit holds no micro-batch; it names the smallest that works.
+        RequestError: a number is wrong.
     """
-    return _plan(
-        "ZB", n_stages, n_microbatches, costs, memory, effort, splits, math.inf
-    )
-
-
-def plan_zb1p(
-    *,
-    n_stages: int,
-    n_microbatches: int,
-    costs: Costs = _UNIT,
-    memory: MemoryModel = _NO_LIMIT,
-    effort: str = "default",
-) -> Schedule:
-    """Plan ZBH1: as `plan_zb`, but never above p M_B.
-
-    Raises:
-        RequestError: as `plan_zb`.
-    """
-    most = n_stages
-    return _plan("ZBH1", n_stages, n_microbatches, costs, memory, effort, None, most)
-
-
-def plan_zb2p(
-    *,
-    n_stages: int,
-    n_microbatches: int,
-    costs: Costs = _UNIT,
-    memory: MemoryModel = _NO_LIMIT,
-    effort: str = "default",
-) -> Schedule:
-    """Plan ZBH2: as `plan_zb`, but never above (2p-1) M_B.
-
-    Raises:
-        RequestError: as `plan_zb`.
-    """
-    most = 2 * n_stages - 1
-    return _plan("ZBH2", n_stages, n_microbatches, costs, memory, effort, None, most)
-
-
-def _plan(
-    name: str,
-    n_stages: int,
-    n_microbatches: int,
-    costs: Costs,
-    memory: MemoryModel,
-    effort: str,
-    splits: tuple[bool, ...] | None,
-    most: float,
-) -> Schedule:
-    """Plan under the limit, and under ``most`` M_B."""
-    if n_stages < 1 or n_microbatches < 1:
-        raise RequestError(
-            f"{n_stages} stages and {n_microbatches} micro-batches are asked for; "
-            "there must be at least 1 of each"
-        )
-    line = line_of(n_stages, n_microbatches, costs, memory, splits)
-    _check_feasible(name, line)
-    if memory.limit is None:
-        most = min(most, 2 * n_stages)
-    if most < math.inf:
-        caps = zip(line.limit, line.m_b, strict=True)
-        limit = tuple(min(limit, most * m_b) for limit, m_b in caps)
-        line = replace(line, limit=limit)
+    check_sizes(n_stages, n_microbatches)
+    placement = Placement.single(n_stages)
+    check_one_fits(name, placement, memory, n_microbatches)
+    limited = capped(memory, placement, most=most, usual=2 * n_stages)
+    line = line_of(n_stages, n_microbatches, costs, limited)
     found = search(line, effort, hand_made(line))
     return Schedule(
         name,
-        Placement.single(n_stages),
+        placement,
         n_microbatches,
         named(line, found.kinds),
         memory=None if memory.limit is None else memory,
     )
 
 
-def _check_feasible(name: str, line: Line) -> None:
-    """Refuse limits that do not hold one micro-batch: the smallest that can work."""
-    stage = max(range(line.n_stages), key=lambda s: line.m_b[s] - line.limit[s])
-    if line.m_b[stage] > line.limit[stage] * (1 + _MARGIN):
-        raise RequestError(
-            f"{name} with {line.n_stages} stages and {line.n_microbatches} "
-            f"micro-batches needs memory {line.m_b[stage]:g} on stage {stage}, over "
-            f"the limit {line.limit[stage]:g}; no mode fits: take smaller "
-            f"micro-batches, or raise memory_limit to {max(line.m_b):g} or more"
-        )
+def plan_zb1p(**request: Unpack[Request]) -> Schedule:
+    """Plan ZBH1: as `plan_zb`, but never above p M_B."""
+    return plan_zb(**request, name="ZBH1", most=request["n_stages"])
+
+
+def plan_zb2p(**request: Unpack[Request]) -> Schedule:
+    """Plan ZBH2: as `plan_zb`, but never above (2p-1) M_B."""
+    return plan_zb(**request, name="ZBH2", most=2 * request["n_stages"] - 1)

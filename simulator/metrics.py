@@ -9,7 +9,10 @@ optimizer is no part of the bubble rate, but of the step time.
              |<-------------- step time --------------->|
 """
 
-from zbpp.core import MemoryModel, Pass, Slot, Timeline, peaks
+from itertools import chain
+
+from zbpp.core import MemoryModel, Pass, Timeline, longest_span, pass_span, peaks
+from zbpp.core.timeline import extent
 
 __all__ = [
     "bubble_rate",
@@ -27,24 +30,24 @@ __all__ = [
 
 def stage_span(timeline: Timeline, stage: int) -> float:
     """Time from the start of a stage's first pass to the end of its last one."""
-    return _extent(timeline.passes(stage))
+    return pass_span(timeline.rows[stage])
 
 
 def span(timeline: Timeline) -> float:
     """Span of the slowest stage: the time of a step if steps could follow tightly."""
-    return max(stage_span(timeline, stage) for stage in _stages(timeline))
+    return longest_span(timeline.rows)
 
 
 def makespan(timeline: Timeline) -> float:
     """Time from the first start to the last end of a pass, over all stages."""
-    return _extent(
-        [slot for stage in _stages(timeline) for slot in timeline.passes(stage)]
+    return extent(
+        slot for stage in _stages(timeline) for slot in timeline.passes(stage)
     )
 
 
 def step_time(timeline: Timeline) -> float:
     """Time from the first start to the last end of any job, optimizer included."""
-    return _extent([slot for row in timeline.rows for slot in row])
+    return extent(chain.from_iterable(timeline.rows))
 
 
 def work(timeline: Timeline) -> list[float]:
@@ -115,9 +118,3 @@ def peak_memory(timeline: Timeline, memory: MemoryModel) -> list[float]:
 
 def _stages(timeline: Timeline) -> range:
     return range(timeline.placement.n_stages)
-
-
-def _extent(slots: list[Slot]) -> float:
-    if not slots:
-        return 0.0
-    return max(slot.end for slot in slots) - min(slot.start for slot in slots)

@@ -171,6 +171,34 @@ def test_compare_says_why_a_mode_cannot_be_had(capsys):
     assert reasons == ["FThenB", "VPP"]
 
 
+@pytest.mark.parametrize("command", ["plan", "show", "plot", "trace"])
+def test_the_number_of_chunks_is_a_flag(tmp_path, capsys, command):
+    if command == "plot":
+        pytest.importorskip("matplotlib")
+    mode = ["--pipeline_schedule_mode", "ZBVPP", *SIZES, "--chunks-per-stage", "3"]
+    out = [] if command == "show" else ["--out", str(tmp_path / "x.json")]
+    if command == "plot":
+        out[1] = str(tmp_path / "x.svg")
+    assert main([command, *mode, *out]) == 0
+    if command == "plan":
+        assert read_schedule(out[1]).placement.n_chunks == 6
+
+
+def test_costs_name_links_loss_and_joint_stages(tmp_path, capsys):
+    path, out = tmp_path / "costs.json", tmp_path / "plan.json"
+    path.write_text('{"comm": [0.5], "loss": 0.25, "splits": [true, false]}')
+    assert main(["plan", *ZBH1, "--costs", str(path), "--out", str(out)]) == 0
+    assert '"1BW0"' in out.read_text() and '"1W0"' not in out.read_text()
+    capsys.readouterr()
+    assert main(["show", str(out), "--costs", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    costs = Costs(comm=(0.5,), loss=0.25, splits=(True, False))
+    assert shown["span"] == span(simulate(read_schedule(out), costs))
+    assert shown["lower_bound"] <= shown["span"]
+    assert main(["show", *ZBH1, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["span"] < shown["span"]
+
+
 def test_doctor_tells_what_is_installed(capsys):
     assert main(["doctor"]) == 0
     facts = dict(
@@ -203,6 +231,11 @@ def test_doctor_tells_what_is_missing_and_how_to_get_it(monkeypatch):
         (["show", "ZBV", "--stages", "2"], "zbpp: --microbatches is missing; ZBV"),
         (["show", "ZBV", "--stages", "0"], "zbpp: --stages is 0; it must be at least"),
         (["show", *ZBH1, "--memory_limit", "0.9"], "zbpp: ZBH1 with 2 stages and"),
+        (
+            ["show", "ZBV", *SIZES, "--chunks_per_stage", "3"],
+            "zbpp: chunks_per_stage i",
+        ),
+        (["show", "VPP", *SIZES, "--chunks_per_stage", "0"], "zbpp: --chunks_per_stag"),
         (["show", *ZBH1, "--effort", "worst"], "zbpp: effort 'worst' is not known"),
         (["show", *ZBH1, "--costs", "no.json"], "zbpp: no.json: cannot be read"),
         (["plot", *ZBH1, "--out", "x.gif"], "zbpp: x.gif: the name of a picture must"),

@@ -117,6 +117,82 @@ def test_a_limit_below_one_microbatch_fits_no_mode():
         plan("ZBH1", n_stages=4, n_microbatches=8, memory=limited(0.9))
 
 
+def test_a_limit_that_is_too_low_names_the_smallest_that_works():
+    for mode, smallest in (("FThenB", 8), ("1F1B", 4), ("VPP", 5.5)):
+        with pytest.raises(RequestError, match=f"limit that works is {smallest:g}$"):
+            plan(mode, n_stages=4, n_microbatches=8, memory=limited(1))
+        schedule = plan(mode, n_stages=4, n_microbatches=8, memory=limited(smallest))
+        assert schedule.memory == limited(smallest)
+
+
+def test_a_placement_that_holds_no_microbatch_names_the_mode_that_does():
+    held = (2.0, 1.0, 1.0, 2.0)  # the V has both large chunks on stage 0
+    memory = MemoryModel(m_b=held, m_w=0.5, limit=3)
+    with pytest.raises(RequestError) as error:
+        plan("ZBV", n_stages=2, n_microbatches=4, memory=memory)
+    assert str(error.value) == (
+        "ZBV with 2 stages and 4 micro-batches needs memory 4 on stage 0, over the "
+        "limit 3; auto would fit: choose one, or raise memory_limit: the smallest "
+        "limit that works is 4"
+    )
+    assert plan("auto", n_stages=2, n_microbatches=4, memory=memory).memory == memory
+
+
+CHUNKED = ("VPP", "ZBVPP", "auto")
+
+
+def test_chunks_per_stage_are_given_or_follow_from_the_lists():
+    size = {"n_stages": 2, "n_microbatches": 3}
+    for mode in ("VPP", "ZBVPP"):
+        assert plan(mode, **size).placement.n_chunks == 4
+        assert plan(mode, **size, chunks_per_stage=3).placement.n_chunks == 6
+        for costs in (Costs(w=(1,) * 6), Costs(comm=(0.1,) * 5)):
+            assert plan(mode, **size, costs=costs).placement.n_chunks == 6
+        for comm in ((0.1,), (0.1, 0.2)):  # links say nothing of the chunks
+            assert plan(mode, **size, costs=Costs(comm=comm)).placement.n_chunks == 4
+        memory = MemoryModel(m_b=(1,) * 8)
+        assert plan(mode, **size, memory=memory).placement.n_chunks == 8
+        with pytest.raises(RequestError, match="f has 6 entries for 4 chunks"):
+            plan(mode, **size, chunks_per_stage=2, costs=Costs(f=(1,) * 6))
+        with pytest.raises(RequestError, match="f has 5 entries for 4 chunks"):
+            plan(mode, **size, costs=Costs(f=(1,) * 5))
+    assert plan("auto", **size, chunks_per_stage=3).placement.n_chunks == 6
+
+
+@pytest.mark.parametrize("mode", sorted({*MODES} - {*CHUNKED}))
+def test_modes_of_a_fixed_number_refuse_another(mode):
+    with pytest.raises(RequestError, match="choose one of VPP, ZBVPP, auto"):
+        plan(mode, n_stages=2, n_microbatches=3, chunks_per_stage=3)
+
+
+@pytest.mark.parametrize("mode", CHUNKED)
+def test_chunks_begin_at_one(mode):
+    with pytest.raises(RequestError, match="chunks_per_stage is 0; "):
+        plan(mode, n_stages=2, n_microbatches=3, chunks_per_stage=0)
+    assert plan(mode, n_stages=2, n_microbatches=3, chunks_per_stage=1).n_stages == 2
+
+
+JOINT = Costs(splits=(True, False))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_mode_splits_a_backward_that_cannot_be_split(mode):
+    schedule = plan(mode, n_stages=2, n_microbatches=3, costs=JOINT)
+    kinds = {str(job.kind) for job in schedule.orders[1] if hasattr(job, "kind")}
+    assert kinds == {"F", "BW"}
+
+
+def test_a_file_that_splits_what_cannot_be_split_is_refused(tmp_path):
+    path = str(tmp_path / "mine.json")
+    write_schedule(plan("ZBH1", n_stages=2, n_microbatches=3), path)
+    with pytest.raises(RequestError, match="ZBH1 runs 1B0, but stage 1 cannot split"):
+        plan(path, costs=JOINT)
+    write_schedule(plan("ZBH1", n_stages=2, n_microbatches=3, costs=JOINT), path)
+    assert plan(path, costs=JOINT).name == "ZBH1"
+    with pytest.raises(RequestError, match="splits has 1 entries for 2 stages"):
+        plan(path, costs=Costs(splits=(True,)))
+
+
 def test_a_schedule_file_is_a_mode(tmp_path, monkeypatch):
     schedule = plan("ZBV", n_stages=2, n_microbatches=3)
     path = tmp_path / "mine.json"
@@ -138,6 +214,8 @@ def test_a_schedule_file_must_agree_with_the_request(tmp_path):
         plan(path, n_stages=4)
     with pytest.raises(RequestError, match="n_microbatches is 3, but 8 is asked for"):
         plan(path, n_microbatches=8)
+    with pytest.raises(RequestError, match="chunks_per_stage is 1, but 2 is asked"):
+        plan(path, chunks_per_stage=2)
     with pytest.raises(RequestError, match="1F1B with 2 stages and 3 micro-batches ne"):
         plan(path, memory=limited(1))
     assert plan(path, memory=limited(2)).memory == limited(2)

@@ -8,23 +8,16 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from zbpp.core import (
-    Costs,
-    MemoryModel,
-    RequestError,
-    Schedule,
-    WorkerError,
-    read_costs,
-    schedule_text,
-)
+from zbpp.core import RequestError, WorkerError, schedule_text
 from zbpp.doctor import report_lines
-from zbpp.modes import MODES, canonical, plan
+from zbpp.flags import Given, OneSchedule, Sized, plan_by_flags, shown_as
+from zbpp.modes import MODES
 from zbpp.report import Summary, print_comparison, print_report, summarize
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.simulator import plot, simulate, write_trace
@@ -33,94 +26,24 @@ from zbpp.training.options import Train
 __all__ = ["Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
 
 
-_Text = str | None
-_Count = int | None
-
-
-def _shown_as(metavar: str) -> object:
-    """Name a value in help texts."""
-    return tyro.conf.arg(metavar=metavar)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Given:
-    """What most commands are told."""
-
-    costs: Annotated[Path | None, _shown_as("PATH")] = None
-    """Costs file (JSON); without it F, B and W take 1 each and messages nothing."""
-    memory_limit: Annotated[float | None, _shown_as("FLOAT")] = None
-    """Largest activation memory of a stage, in the unit of the costs."""
-    effort: Annotated[str, _shown_as("EFFORT")] = "default"
-    """How hard to search: fast, default, best (a minute) or best:SECONDS."""
-
-    def models(self) -> tuple[Costs, MemoryModel]:
-        """Read the costs, and let the flag overrule the file's memory limit."""
-        costs, memory = Costs(), MemoryModel()
-        if self.costs is not None:
-            costs, memory = read_costs(self.costs)
-        if self.memory_limit is not None:
-            memory = replace(memory, limit=self.memory_limit)
-        return costs, memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OneSchedule(_Given):
-    """A schedule: from a file, or planned from a mode."""
-
-    schedule: Annotated[_Text, tyro.conf.Positional, _shown_as("PLAN.json")] = None
-    """A schedule file (or a mode)."""
-    pipeline_schedule_mode: Annotated[_Text, _shown_as("MODE")] = None
-    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
-    stages: Annotated[_Count, _shown_as("INT")] = None
-    """Pipeline stages; a schedule file knows its own."""
-    microbatches: Annotated[_Count, _shown_as("INT")] = None
-    """Micro-batches in a step; a schedule file knows its own."""
-
-    def load(self) -> tuple[Schedule, Costs, MemoryModel]:
-        """Plan or read the schedule."""
-        modes = {self.schedule, self.pipeline_schedule_mode} - {None}
-        if len(modes) != 1:
-            raise RequestError(
-                "two schedules are named; give a schedule file or "
-                "--pipeline_schedule_mode, not both"
-                if modes
-                else "no schedule is named; give a schedule file, or "
-                "--pipeline_schedule_mode with --stages and --microbatches"
-            )
-        costs, memory = self.models()
-        schedule = _plan(
-            *(str(modes.pop()), self.stages, self.microbatches),
-            *(costs, memory, self.effort),
-        )
-        return schedule, costs, memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(_Given):
+class Plan(Sized):
     """Plan a schedule and write it to a file."""
 
-    pipeline_schedule_mode: Annotated[str, _shown_as("MODE")]
+    pipeline_schedule_mode: Annotated[str, shown_as("MODE")]
     """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
-    stages: Annotated[_Count, _shown_as("INT")] = None
-    """Pipeline stages."""
-    microbatches: Annotated[_Count, _shown_as("INT")] = None
-    """Micro-batches in a step."""
     out: Path
     """Schedule file to write (JSON)."""
-    csv: Annotated[Path | None, _shown_as("PATH")] = None
+    csv: Annotated[Path | None, shown_as("PATH")] = None
     """Also write the CSV that torch.distributed.pipelining loads."""
     solver: Literal["cpsat"] | None = None
     """Let OR-tools prove the plan optimal, better it, or bound it (small cases)."""
-    solver_seconds: Annotated[float, _shown_as("FLOAT")] = 60.0
+    solver_seconds: Annotated[float, shown_as("FLOAT")] = 60.0
     """How long the solver may search."""
 
     def run(self) -> None:
         """Plan, write, and say what it will cost."""
-        costs, memory = self.models()
-        schedule = _plan(
-            *(self.pipeline_schedule_mode, self.stages, self.microbatches),
-            *(costs, memory, self.effort),
-        )
+        schedule, costs, memory = self.plan(self.pipeline_schedule_mode)
         proof = ""
         if self.solver is not None:
             found = certify(schedule, costs, memory, seconds=self.solver_seconds)
@@ -139,7 +62,7 @@ class Plan(_Given):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(_OneSchedule):
+class Show(OneSchedule):
     """Show a schedule as text: picture, bubble rate, memory, gap to the lower bound."""
 
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -155,7 +78,7 @@ class Show(_OneSchedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plot(_OneSchedule):
+class Plot(OneSchedule):
     """Draw a schedule's timeline."""
 
     out: Path
@@ -169,7 +92,7 @@ class Plot(_OneSchedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace(_OneSchedule):
+class Trace(OneSchedule):
     """Write a schedule's timeline for Perfetto; one unit of time is a millisecond."""
 
     out: Path
@@ -183,7 +106,7 @@ class Trace(_OneSchedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(_Given):
+class Compare(Given):
     """Compare all modes in one table."""
 
     stages: int
@@ -197,7 +120,7 @@ class Compare(_Given):
         rows: list[tuple[str, Summary | str]] = []
         for mode in MODES:
             try:
-                schedule = _plan(
+                schedule = plan_by_flags(
                     mode, self.stages, self.microbatches, costs, memory, self.effort
                 )
                 rows.append((mode, summarize(schedule, costs, memory)))
@@ -267,30 +190,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def _plan(
-    mode: str,
-    stages: int | None,
-    microbatches: int | None,
-    costs: Costs,
-    memory: MemoryModel,
-    effort: str,
-) -> Schedule:
-    """Plan, in the words of the flags."""
-    for flag, value in (("--stages", stages), ("--microbatches", microbatches)):
-        if value is not None and value < 1:
-            raise RequestError(f"{flag} is {value}; it must be at least 1")
-        if value is None and not Path(mode).is_file() and Path(mode).suffix != ".json":
-            raise RequestError(f"{flag} is missing; {canonical(mode)} needs it")
-    return plan(
-        mode,
-        n_stages=stages,
-        n_microbatches=microbatches,
-        costs=costs,
-        memory=memory,
-        effort=effort,
-    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,20 +5,20 @@ regard to case, hyphens and underscores. Anything else must be a schedule file: 
 in ``.json``, or it exists.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from zbpp.core import (
     Costs,
+    LimitError,
     MemoryModel,
     RequestError,
     Schedule,
-    ScheduleError,
-    peaks,
     read_schedule,
 )
+from zbpp.fixed import fixed, kept, plan_fixed_vpp
 from zbpp.schedules import (
     check_effort,
     plan_auto,
@@ -26,13 +26,13 @@ from zbpp.schedules import (
     plan_one_f_one_b,
     plan_v_half,
     plan_v_min,
-    plan_vpp,
     plan_zb,
     plan_zb1p,
     plan_zb2p,
     plan_zbv,
     plan_zbvpp,
 )
+from zbpp.schedules.request import ChunkPlanner, Planner, Request
 
 __all__ = ["MODES", "Mode", "canonical", "is_file", "plan"]
 
@@ -41,70 +41,46 @@ _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
 
 
-class Planner(Protocol):
-    """A pure function from a pipeline, its costs and its memory to a schedule."""
-
-    def __call__(
-        self,
-        *,
-        n_stages: int,
-        n_microbatches: int,
-        costs: Costs = _UNIT,
-        memory: MemoryModel = _NO_LIMIT,
-        effort: str = "default",
-    ) -> Schedule: ...
-
-
-class HandMade(Protocol):
-    """A planner whose orders depend on the size of the pipeline alone."""
-
-    def __call__(self, *, n_stages: int, n_microbatches: int) -> Schedule: ...
-
-
-def _fixed(hand_made: HandMade) -> Planner:
-    """Make a planner of a hand-made one: its order fits the memory, or is refused."""
-
-    def plan_fixed(
-        *,
-        n_stages: int,
-        n_microbatches: int,
-        costs: Costs = _UNIT,
-        memory: MemoryModel = _NO_LIMIT,
-        effort: str = "default",
-    ) -> Schedule:
-        schedule = hand_made(n_stages=n_stages, n_microbatches=n_microbatches)
-        return _kept(schedule, costs, memory)
-
-    return plan_fixed
-
-
 @dataclass(frozen=True)
 class Mode:
-    """A name, what plans it, a line for help texts, and other spellings of the name."""
+    """A name, what plans it, a line for help texts, and other spellings of the name.
+
+    ``chunked`` is the planner again if it takes any number of chunks a stage.
+    """
 
     name: str
     planner: Planner
     summary: str
     aliases: tuple[str, ...] = ()
+    chunked: ChunkPlanner | None = None
 
 
 MODES = {
     mode.name: mode
     for mode in (
-        Mode("FThenB", _fixed(plan_fthenb), "all F, then all BW; memory m", ("GPipe",)),
+        Mode("FThenB", fixed(plan_fthenb), "all F, then all BW; memory m", ("GPipe",)),
         Mode(
-            *("1F1B", _fixed(plan_one_f_one_b), "one F, one BW; memory p"),
+            *("1F1B", fixed(plan_one_f_one_b), "one F, one BW; memory p"),
             ("PipeDream-Flush",),
         ),
-        Mode("VPP", _fixed(plan_vpp), "half of 1F1B's bubble", ("Interleaved1F1B",)),
+        Mode(
+            *("VPP", plan_fixed_vpp, "half of 1F1B's bubble", ("Interleaved1F1B",)),
+            chunked=plan_fixed_vpp,
+        ),
         Mode("ZBH1", plan_zb1p, "a third of 1F1B's bubble; memory p", ("ZB1P",)),
         Mode("ZBH2", plan_zb2p, "no bubble; memory 2p-1", ("ZB2P",)),
         Mode("ZB", plan_zb, "one chunk a stage under any memory limit; 2p if none"),
         Mode("ZBV", plan_zbv, "no bubble; memory p", ("ZBVZeroBubble",)),
-        Mode("ZBVPP", plan_zbvpp, "ZBV under any memory limit; p if none"),
+        Mode(
+            *("ZBVPP", plan_zbvpp, "ZBV under any memory limit; p if none"),
+            chunked=plan_zbvpp,
+        ),
         Mode("VHalf", plan_v_half, "half of 1F1B's bubble and memory: (p+2)//2"),
         Mode("VMin", plan_v_min, "a third of 1F1B's memory: (p+4)//3"),
-        Mode("auto", plan_auto, "the better of ZB and ZBV under any memory limit"),
+        Mode(
+            *("auto", plan_auto, "the best placement under any memory limit"),
+            chunked=plan_auto,
+        ),
     )
 }
 """Every mode by its name, one line each: bubble at F=B=W and m >= 2p, memory in M_B."""
@@ -148,6 +124,7 @@ def plan(
     costs: Costs = _UNIT,
     memory: MemoryModel = _NO_LIMIT,
     effort: str = "default",
+    chunks_per_stage: int | None = None,
 ) -> Schedule:
     """Plan by the name of a mode, or read a schedule file.
 
@@ -159,6 +136,8 @@ def plan(
         memory: if it has a limit, the schedule keeps it, or is refused.
         effort: how hard to search: ``fast``, ``default``, ``best`` (a minute) or
             ``best:SECONDS``.
+        chunks_per_stage: for VPP, ZBVPP and auto; None: as many as the lists of costs
+            and memory are for, else 2 (auto: 1 and 2).
 
     Raises:
         RequestError: the mode is unknown, the file is invalid or does not agree, or
@@ -167,34 +146,46 @@ def plan(
     check_effort(effort)
     if is_file(mode):
         schedule = read_schedule(mode)
+        each = schedule.placement.n_chunks // schedule.n_stages
         _check_agrees(mode, "n_stages", schedule.n_stages, n_stages)
         _check_agrees(mode, "n_microbatches", schedule.n_microbatches, n_microbatches)
+        _check_agrees(mode, "chunks_per_stage", each, chunks_per_stage)
         try:
-            return _kept(schedule, costs, memory)
-        except ScheduleError:
-            raise RequestError(_needs_more(schedule, memory)) from None
+            return kept(schedule, costs, memory)
+        except LimitError as error:
+            request = Request(
+                n_stages=schedule.n_stages,
+                n_microbatches=schedule.n_microbatches,
+                costs=costs,
+                memory=memory,
+            )
+            raise _with_others(error, request) from None
     name = canonical(mode)
-    planner = MODES[name].planner
-    n_stages = _at_least_one(name, "n_stages", n_stages)
-    n_microbatches = _at_least_one(name, "n_microbatches", n_microbatches)
+    request = Request(
+        n_stages=_at_least_one(name, "n_stages", n_stages),
+        n_microbatches=_at_least_one(name, "n_microbatches", n_microbatches),
+        costs=costs,
+        memory=memory,
+        effort=effort,
+    )
     try:
-        return planner(
-            n_stages=n_stages,
-            n_microbatches=n_microbatches,
-            costs=costs,
-            memory=memory,
-            effort=effort,
+        return _planner(name, chunks_per_stage)(**request)
+    except LimitError as error:
+        raise _with_others(error, request) from None
+
+
+def _planner(name: str, chunks_per_stage: int | None) -> Planner:
+    mode = MODES[name]
+    if chunks_per_stage is None:
+        return mode.planner
+    if mode.chunked is None:
+        takers = ", ".join(other.name for other in MODES.values() if other.chunked)
+        raise RequestError(
+            f"chunks_per_stage is {chunks_per_stage}, but {name} has its own number; "
+            f"leave it out, or choose one of {takers}"
         )
-    except ScheduleError:  # a hand-made order; the others are made to fit
-        schedule = planner(n_stages=n_stages, n_microbatches=n_microbatches)
-        raise RequestError(_needs_more(schedule, memory)) from None
-
-
-def _kept(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Schedule:
-    """Return a schedule that keeps the memory limit, or raise ScheduleError."""
-    costs.on(schedule.placement)
-    memory.on(schedule.placement)
-    return schedule if memory.limit is None else replace(schedule, memory=memory)
+    _at_least_one(name, "chunks_per_stage", chunks_per_stage)
+    return partial(mode.chunked, chunks_per_stage=chunks_per_stage)
 
 
 def is_file(mode: str) -> bool:
@@ -218,30 +209,22 @@ def _at_least_one(mode: str, name: str, number: int | None) -> int:
     return number
 
 
-def _needs_more(schedule: Schedule, memory: MemoryModel) -> str:
-    """Say what a schedule needs where it exceeds the limit most, and what would fit."""
-    model = memory.on(schedule.placement)
-    needs = peaks(schedule.orders, model)
-    stage = max(range(schedule.n_stages), key=lambda s: needs[s] - model.limit[s])
-    fitting = [name for name in MODES if _fits(name, schedule, memory)]
+def _with_others(error: LimitError, request: Request) -> RequestError:
+    """Add to an error what would fit."""
+    fitting = [name for name in MODES if _fits(name, request)]
     others = f"{', '.join(fitting)} would fit" if fitting else "no mode fits"
-    return (
-        f"{schedule.name} with {schedule.n_stages} stages and "
-        f"{schedule.n_microbatches} micro-batches needs memory {needs[stage]:g} on "
-        f"stage {stage}, over the limit {model.limit[stage]:g}; {others}: "
+    return RequestError(
+        f"{error.reason}; {others}: "
         f"{'choose one' if fitting else 'take smaller micro-batches'}, or raise "
-        "memory_limit"
+        f"memory_limit: the smallest limit that works is {error.smallest:g}"
     )
 
 
-def _fits(name: str, schedule: Schedule, memory: MemoryModel) -> bool:
+def _fits(name: str, request: Request) -> bool:
+    quick = request.copy()
+    quick["effort"] = "fast"
     try:
-        MODES[name].planner(
-            n_stages=schedule.n_stages,
-            n_microbatches=schedule.n_microbatches,
-            memory=memory,
-            effort="fast",
-        )
+        MODES[name].planner(**quick)
     except RequestError:  # over the limit, or a list of another number of chunks
         return False
     return True

@@ -20,7 +20,14 @@ def cases(draw):
     n_chunks = schedule.placement.n_chunks
     time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
     times = st.one_of(time, st.tuples(*[time] * n_chunks))
-    costs = Costs(draw(times), draw(times), draw(times), draw(time))
+    p = schedule.n_stages
+    edges = st.tuples(*[time] * (n_chunks - 1))
+    splits = st.tuples(*[st.booleans()] * p)
+    costs = Costs(
+        *(draw(times), draw(times), draw(times), draw(st.one_of(time, edges))),
+        loss=draw(time),
+        splits=draw(st.none() | splits),
+    )
     held = draw(
         st.tuples(*[st.floats(0.5, 2.0)] * n_chunks) | st.just((1.0,) * n_chunks)
     )
@@ -106,6 +113,33 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
     ],
 )
 def test_bounds_by_hand(proof, placement, m, costs, memory, by_hand):
+    bounds = lower_bounds(Placement(placement), m, costs, memory)
+    assert bounds[proof] == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("proof", "placement", "m", "costs", "memory", "by_hand"),
+    [
+        # Down 1 + 2, there 5 (3 + 3), back up 2 + 1, a W; the link to stage 2 is idle.
+        ("bottleneck", (0, 1, 2), 5, Costs((1, 3, 0), (1, 3, 0), 1, (2, 9)), None, 37),
+        # The loss is work of the last stage, and on the way of every loop.
+        ("work", (0, 1), 5, Costs(loss=1), None, 5 * 4),
+        ("cycle", (0, 1), 1, Costs(loss=1), None, 2 + 1 + 1 + 1 + 1),
+        # Stage 0 sends 2, stage 1 sends 3: 1 + 2 + 1 + 3 + 1 + 1 + 3 + 1 + 2 + 1 + W.
+        ("cycle", (0, 1, 2), 1, Costs(comm=(2, 3)), None, 17),
+        # B of stage 1 brings its W along: 1 + 1 + 2 on the way, 3 B's and W's after F0.
+        ("cycle", (0, 1), 1, Costs(splits=(True, False)), None, 1 + 1 + 2 + 1 + 1),
+        ("cycle", (0, 1), 1, Costs(splits=(False, False)), None, 1 + 1 + 2 + 2),
+        # Two in flight leave room for the next F, as nothing waits for W.
+        (
+            *("cycle", (0, 1), 4, Costs(comm=1, splits=(False, True))),
+            *(MemoryModel(limit=2), 7 + 1 + 7),
+        ),
+    ],
+)
+def test_bounds_of_links_loss_and_splits_by_hand(
+    proof, placement, m, costs, memory, by_hand
+):
     bounds = lower_bounds(Placement(placement), m, costs, memory)
     assert bounds[proof] == pytest.approx(by_hand)
 

@@ -45,12 +45,34 @@ def test_joint_backward_takes_the_time_of_both():
     assert times.of_pass(BW, 1) == times.of_pass(B, 1) + times.of_pass(W, 1) == 10.0
 
 
-@pytest.mark.parametrize("name", ["f", "b", "w", "comm", "optimizer"])
+def test_the_loss_is_a_part_of_the_last_chunks_forward():
+    assert Costs(f=2.0, loss=0.5).on(V).f == (1.0, 1.0, 1.0, 1.5)
+    assert Costs(f=(1.0, 2.0), loss=0.5).on(Placement.single(2)).f == (1.0, 2.5)
+    assert Costs(f=2.0).on(V).f == (1.0,) * 4
+
+
+def test_a_backward_that_cannot_be_split_is_one_b_of_both_times():
+    times = Costs(b=4.0, w=2.0, splits=(True, False)).on(V)
+    assert times.b == (2.0, 3.0, 3.0, 2.0) and times.w == (1.0, 0.0, 0.0, 1.0)
+    assert [times.of_pass(BW, chunk) for chunk in range(4)] == [3.0] * 4
+    memory = MemoryModel(m_b=2.0, m_w=1.0)
+    assert memory.on(V, times.splits).m_w == (0.5, 0.0, 0.0, 0.5)
+    assert memory.on(V).m_w == (0.5,) * 4  # what a real order keeps
+
+
+def test_wrong_splits_are_refused():
+    with pytest.raises(RequestError, match="splits has 3 entries for 2 stages"):
+        Costs(splits=(True, True, False)).on(V)
+    with pytest.raises(RequestError, match=r"splits\[1\] is 0; write true or false"):
+        Costs(splits=(True, 0))
+
+
+@pytest.mark.parametrize("name", ["f", "b", "w", "comm", "optimizer", "loss"])
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
 def test_times_are_finite_and_not_negative(name, value):
     with pytest.raises(RequestError, match=f"^{name} is {value}; it must be finite"):
         Costs(**{name: value})
-    if name != "comm":
+    if name != "loss":
         with pytest.raises(RequestError, match=f"^{name} is"):
             Costs(**{name: (1.0, value)})
 

@@ -119,12 +119,17 @@ per_chunk = values | st.lists(values, min_size=1, max_size=4).map(tuple)
     times=st.fixed_dictionaries(
         {}, optional={k: per_chunk for k in ("f", "b", "w", "optimizer")}
     ),
-    comm=values,
+    comm=per_chunk,
+    loss=values,
+    splits=st.none() | st.lists(st.booleans(), max_size=3).map(tuple),
     limit=st.none() | per_chunk,
 )
-def test_costs_are_read_back_as_they_were(times, comm, limit, tmp_path_factory):
+def test_costs_are_read_back_as_they_were(
+    times, comm, loss, splits, limit, tmp_path_factory
+):
     path = tmp_path_factory.getbasetemp() / "costs.json"
-    costs, memory = Costs(**times, comm=comm), MemoryModel(m_b=2.0, limit=limit)
+    costs = Costs(**times, comm=comm, loss=loss, splits=splits)
+    memory = MemoryModel(m_b=2.0, limit=limit)
     write_costs(costs, memory, path)
     assert read_costs(path) == (costs, memory)
 
@@ -135,6 +140,15 @@ def test_keys_left_out_take_their_defaults():
     costs, memory = parse_costs('{"f": [1, 2.5], "memory_limit": 8, "m_w": 0.366}')
     assert costs == Costs(f=(1, 2.5))
     assert memory == MemoryModel(m_w=0.366, limit=8)
+
+
+def test_keys_that_say_nothing_new_are_left_out(tmp_path):
+    """Files stay readable for those who know the first keys only."""
+    write_costs(Costs(), MemoryModel(), tmp_path / "costs.json")
+    keys = json.loads((tmp_path / "costs.json").read_text())
+    assert set(keys) == {"f", "b", "w", "comm", "optimizer", "m_b", "m_w"}
+    write_costs(Costs(loss=1, splits=(True,)), MemoryModel(), tmp_path / "costs.json")
+    assert {"loss", "splits"} < set(json.loads((tmp_path / "costs.json").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +166,12 @@ def test_keys_left_out_take_their_defaults():
         ('{"w": -Infinity}', "-Infinity is not a number that JSON knows"),
         ('{"f": 1e999}', "f is inf; it must be finite"),
         ('{"b": -1}', "b is -1; it must be finite and at least 0"),
-        ('{"comm": [1]}', "comm is a list; it must be one number"),
+        ('{"comm": [1, "2"]}', r"comm\[1\] is '2', not a number"),
+        ('{"comm": [1, -2]}', "comm is -2; it must be finite and at least 0"),
+        ('{"loss": [1]}', "loss is a list; it must be one number"),
+        ('{"loss": -1}', "loss is -1; it must be finite and at least 0"),
+        ('{"splits": true}', "splits is True, not a list of true or false"),
+        ('{"splits": [1, 0]}', r"splits is \[1, 0\], not a list of true or false"),
         ('{"memory_limit": -3}', "memory_limit is -3"),
         ('{"f": ' + "9" * 5000 + "}", "no usable JSON: "),
         ("[" * 10**5, "no usable JSON: "),

@@ -47,8 +47,7 @@ def random_case(rng: random.Random) -> dict:
     def spread(value: float) -> tuple[float, ...]:
         return tuple(value / v * rng.uniform(0.7, 1.3) for _ in range(n))
 
-    f = list(spread(1.0))
-    f[-1] += rng.choice((0.0, 0.4))  # the loss
+    links = tuple(rng.choice((0.0, 0.1, 1.0)) for _ in range(p - 1))
     m_b = spread(1.0) if rng.random() < 0.5 else (1.0 / v,) * n
     share = rng.choice((0.0, 0.3, 0.5, 1.0))
     placement = Placement.wave(p, v)
@@ -58,17 +57,18 @@ def random_case(rng: random.Random) -> dict:
         "chunks_per_stage": v,
         "n_microbatches": rng.randint(1, 14),
         "costs": Costs(
-            f=tuple(f),
+            f=spread(1.0),
             b=spread(rng.uniform(0.5, 1.5)),
             w=spread(rng.choice((0.0, 0.5, 1.0))),
-            comm=rng.choice((0.0, 0.1, 1.0)),
+            comm=rng.choice((0.0, 0.1, 1.0, links)),
+            loss=rng.choice((0.0, 0.4)),
+            splits=tuple(rng.random() < 0.8 for _ in range(p)),
         ),
         "memory": MemoryModel(
             m_b=m_b,
             m_w=tuple(share * one for one in m_b),
             limit=tuple(one * rng.choice((1.0, 1.3, 2.0, p)) for one in least),
         ),
-        "splits": tuple(rng.random() < 0.8 for _ in range(p)),
     }
 
 
@@ -85,7 +85,7 @@ def judge_random_cases(seed: int, n_cases: int, effort: str) -> None:
             case["memory"],
         )
         assert span(simulate(schedule, case["costs"])) >= bound * (1 - 1e-9)
-        for splits, order in zip(case["splits"], schedule.orders, strict=True):
+        for splits, order in zip(case["costs"].splits, schedule.orders, strict=True):
             kinds = {job.kind for job in order if isinstance(job, Pass)}
             assert (PassKind.BW in kinds) != splits
 

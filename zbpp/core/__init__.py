@@ -3,7 +3,7 @@
 from zbpp.core.bounds import lower_bound, lower_bounds
 from zbpp.core.clock import Clock
 from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
-from zbpp.core.errors import RequestError, ScheduleError, WorkerError
+from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
 from zbpp.core.files import (
     parse_costs,
     parse_schedule,
@@ -30,7 +30,7 @@ from zbpp.core.program import Instruction, Program, Receive, Reduce, Send
 from zbpp.core.replay import replay
 from zbpp.core.schedule import Order, Schedule
 from zbpp.core.text import draw, format_job, grid, parse_job
-from zbpp.core.timeline import Slot, Timeline
+from zbpp.core.timeline import Slot, Timeline, longest_span, pass_span
 
 __all__ = [
     "Check",
@@ -39,6 +39,7 @@ __all__ = [
     "Costs",
     "Instruction",
     "Job",
+    "LimitError",
     "MemoryModel",
     "Order",
     "Pass",
@@ -62,11 +63,13 @@ __all__ = [
     "format_job",
     "grid",
     "held_during",
+    "longest_span",
     "lower_bound",
     "lower_bounds",
     "parse_costs",
     "parse_job",
     "parse_schedule",
+    "pass_span",
     "peaks",
     "read_costs",
     "read_schedule",

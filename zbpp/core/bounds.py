@@ -66,7 +66,9 @@ def lower_bounds(
 ) -> dict[str, float]:
     """Bound the largest span of every schedule of a placement, one entry per proof.
 
-    Without a memory model, or without a limit in it, memory is no constraint.
+    Without a memory model, or without a limit in it, memory is no constraint. On a
+    stage that cannot split its backward, B stands for BW, W takes no time and keeps
+    nothing (`PassTimes`, `MemoryModel.on`): the proofs hold as they stand.
 
     >>> lower_bounds(Placement.single(4), 8)["work"]
     24.0
@@ -74,11 +76,9 @@ def lower_bounds(
     Raises:
         RequestError: costs or memory have not one entry per chunk.
     """
-    bounds = _Bounds(
-        costs.on(placement),
-        (memory or MemoryModel()).on(placement),
-        n_microbatches,
-    )
+    times = costs.on(placement)
+    held = (memory or MemoryModel()).on(placement, times.splits)
+    bounds = _Bounds(times, held, n_microbatches)
     stages = range(placement.n_stages)
     return {
         "work": max(bounds.work(stage) for stage in stages),

@@ -1,8 +1,8 @@
 """How long each pass takes and how much memory it holds.
 
 A number stands for a whole stage and is split evenly over the chunks of the stage;
-a tuple has one entry per chunk (``limit``: per stage). Times share one unit of the
-caller's choice, and so do memories.
+a tuple has one entry per chunk (``limit``, ``splits``: per stage; ``comm``: per link,
+see `zbpp.core.links`). Times share one unit of the caller's choice, and so do memories.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import assert_never
 
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Check, Job, Pass, PassKind, Step
+from zbpp.core.links import edge_delays
 from zbpp.core.placement import Placement
 
 __all__ = ["ChunkMemory", "Costs", "MemoryModel", "PassTimes", "PerChunk"]
@@ -23,50 +24,79 @@ PerChunk = float | tuple[float, ...]
 class Costs:
     """Times of the passes, of a message between two stages, and of the optimizer.
 
+    ``loss`` is the time of the loss, a part of the last chunk's F. ``splits`` says of
+    each stage whether its backward can be split into B and W; default: all can.
+
     Raises:
-        RequestError: a time is negative or not finite.
+        RequestError: a time is negative or not finite, or splits holds no booleans.
     """
 
     f: PerChunk = 1.0
     b: PerChunk = 1.0
     w: PerChunk = 1.0
-    comm: float = 0.0
+    comm: float | tuple[float, ...] = 0.0
     optimizer: PerChunk = 0.0
+    loss: float = 0.0
+    splits: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("f", "b", "w", "comm", "optimizer"):
+        for name in ("f", "b", "w", "comm", "optimizer", "loss"):
             _check_numbers(name, getattr(self, name), at_least=0.0)
+        for stage, split in enumerate(self.splits or ()):
+            if not isinstance(split, bool):
+                raise RequestError(
+                    f"splits[{stage}] is {split!r}; write true or false for each stage"
+                )
 
     def on(self, placement: Placement) -> "PassTimes":
         """Give every chunk its share.
 
         Raises:
-            RequestError: a list has not one entry per chunk.
+            RequestError: a list has not one entry per chunk (``splits``: per stage,
+                ``comm``: as `zbpp.core.links` says).
         """
-        optimizer = _per_chunk("optimizer", self.optimizer, placement)
+        f, b, w, optimizer = (
+            _per_chunk(name, getattr(self, name), placement)
+            for name in ("f", "b", "w", "optimizer")
+        )
+        splits = (True,) * placement.n_stages if self.splits is None else self.splits
+        if len(splits) != placement.n_stages:
+            raise RequestError(
+                f"splits has {len(splits)} entries for {placement.n_stages} stages"
+            )
+        can = [splits[stage] for stage in placement.stage_of]
+        parts = list(zip(b, w, can, strict=True))
         return PassTimes(
             placement=placement,
-            f=_per_chunk("f", self.f, placement),
-            b=_per_chunk("b", self.b, placement),
-            w=_per_chunk("w", self.w, placement),
-            comm=self.comm,
+            f=(*f[:-1], f[-1] + self.loss),
+            b=tuple(one if split else one + two for one, two, split in parts),
+            w=tuple(two if split else 0.0 for _, two, split in parts),
+            hops=edge_delays(self.comm, placement),
             optimizer=tuple(
                 sum(optimizer[chunk] for chunk in chunks)
                 for chunks in placement.chunks_of
             ),
+            splits=splits,
         )
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """`Costs` on a placement: one entry per chunk (``optimizer``: per stage)."""
+    """`Costs` on a placement: one entry per chunk.
+
+    ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer`` and ``splits``
+    have one per stage. The last F includes the loss. On a stage that cannot split its
+    backward, ``b`` is the time of both parts and ``w`` is 0: its gradient cannot leave
+    earlier.
+    """
 
     placement: Placement
     f: tuple[float, ...]
     b: tuple[float, ...]
     w: tuple[float, ...]
-    comm: float
+    hops: tuple[float, ...]
     optimizer: tuple[float, ...]
+    splits: tuple[bool, ...]
 
     def of(self, job: Job) -> float:
         """Time of one job."""
@@ -93,12 +123,13 @@ class PassTimes:
                 assert_never(kind)
 
     def delay(self, source: int, target: int) -> float:
-        """Time of a message between two chunks: none on one stage.
+        """Time of a message between two consecutive chunks: none on one stage.
 
         A pure delay: it occupies neither stage (arXiv 2401.10241, appendix).
         """
-        stage_of = self.placement.stage_of
-        return self.comm if stage_of[source] != stage_of[target] else 0.0
+        if source == target:
+            return 0.0
+        return self.hops[source if source < target else target]
 
 
 @dataclass(frozen=True)
@@ -119,8 +150,19 @@ class MemoryModel:
         if self.limit is not None:
             _check_numbers("memory_limit", self.limit, at_least=0.0)
 
-    def on(self, placement: Placement) -> "ChunkMemory":
-        """Give every chunk its share and every stage its limit."""
+    def on(
+        self, placement: Placement, splits: tuple[bool, ...] | None = None
+    ) -> "ChunkMemory":
+        """Give every chunk its share and every stage its limit.
+
+        Args:
+            placement: chunk to stage.
+            splits: `PassTimes.splits`, for planners and bounds: where a backward is
+                one pass, nothing is kept for W, and m_w is 0.
+
+        Raises:
+            RequestError: a list has a wrong length, or m_w exceeds m_b.
+        """
         m_b = _per_chunk("m_b", self.m_b, placement)
         m_w = _per_chunk("m_w", self.m_w, placement)
         for chunk, (held, kept) in enumerate(zip(m_b, m_w, strict=True)):
@@ -129,6 +171,9 @@ class MemoryModel:
                     f"chunk {chunk}: m_w {kept:g} exceeds m_b {held:g}; W can only "
                     "keep a part of what F saved"
                 )
+        if splits is not None:
+            kept_of = zip(m_w, placement.stage_of, strict=True)
+            m_w = tuple(kept if splits[stage] else 0.0 for kept, stage in kept_of)
         limit = self.limit
         if limit is None:
             limits = (math.inf,) * placement.n_stages

@@ -1,10 +1,25 @@
 """Errors that are the caller's to mend."""
 
-__all__ = ["RequestError", "ScheduleError", "WorkerError"]
+__all__ = ["LimitError", "RequestError", "ScheduleError", "WorkerError"]
 
 
 class RequestError(ValueError):
     """The request was wrong or cannot be met; the message says how to mend it."""
+
+
+class LimitError(RequestError):
+    """A memory limit is too low; ``smallest`` is the one for all stages that works."""
+
+    def __init__(self, reason: str, smallest: float) -> None:
+        super().__init__(reason, smallest)
+        self.reason = reason
+        self.smallest = smallest
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reason}; the smallest limit that works is {self.smallest:g}: take "
+            f"smaller micro-batches, or raise memory_limit to {self.smallest:g} or more"
+        )
 
 
 class ScheduleError(RequestError):

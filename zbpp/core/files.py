@@ -36,6 +36,7 @@ _SCHEDULE_KEYS = (
 )
 _TIME_KEYS = ("f", "b", "w", "comm", "optimizer")
 _MEMORY_KEYS = {"m_b": "m_b", "m_w": "m_w", "memory_limit": "limit"}
+_LATER_KEYS = ("loss", "splits")  # written only where they say something
 
 
 def schedule_text(schedule: Schedule) -> str:
@@ -129,8 +130,12 @@ def _parse_rows(source: str, rows: object) -> tuple[tuple[Job, ...], ...]:
 
 
 def write_costs(costs: Costs, memory: MemoryModel, path: str | Path) -> None:
-    """Write a costs file."""
-    data: dict[str, PerChunk] = {key: getattr(costs, key) for key in _TIME_KEYS}
+    """Write a costs file, in the form that `parse_costs` reads."""
+    data: dict[str, object] = {key: getattr(costs, key) for key in _TIME_KEYS}
+    if costs.loss:
+        data["loss"] = costs.loss
+    if costs.splits is not None:
+        data["splits"] = costs.splits
     for key, field in _MEMORY_KEYS.items():
         value = getattr(memory, field)
         if value is not None:
@@ -150,20 +155,35 @@ def read_costs(path: str | Path) -> tuple[Costs, MemoryModel]:
 def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel]:
     """Read costs from JSON text; ``source`` names it in errors.
 
+    ============  =======================================================  =======
+    key           value: a number for a whole stage, or a list             default
+    ============  =======================================================  =======
+    f, b, w       time of a pass; list: per chunk                          1
+    optimizer     time of an optimizer step; list: per chunk               0
+    comm          time of a message; list: per link (`zbpp.core.links`)    0
+    loss          time of the loss, on top of the last chunk's f; no list  0
+    splits        list per stage: can its backward be split?               all can
+    m_b, m_w      memory from F to B, and of it from B to W; list: chunks  1, 0.5
+    memory_limit  list: per stage; null: none                              none
+    ============  =======================================================  =======
+
     Raises:
         RequestError: the text holds no valid costs.
     """
     data = _object(text, source)
-    _refuse_unknown(source, data, (*_TIME_KEYS, *_MEMORY_KEYS))
-    values = {
+    _refuse_unknown(source, data, (*_TIME_KEYS, *_MEMORY_KEYS, *_LATER_KEYS))
+    values: dict[str, Any] = {
         key: _numbers(source, key, value)
         for key, value in data.items()
-        if not (key == "memory_limit" and value is None)
+        if key != "splits" and not (key == "memory_limit" and value is None)
     }
-    if isinstance(values.get("comm"), tuple):
-        _fail(source, "comm is a list; it must be one number")
+    if isinstance(values.get("loss"), tuple):
+        _fail(source, "loss is a list; it must be one number, the last chunk's")
+    if "splits" in data:
+        values["splits"] = _booleans(source, "splits", data["splits"])
     try:
-        costs = Costs(**{key: values[key] for key in _TIME_KEYS if key in values})  # type: ignore[arg-type]
+        times = (*_TIME_KEYS, *_LATER_KEYS)
+        costs = Costs(**{key: values[key] for key in times if key in values})
         memory = MemoryModel(
             **{
                 field: values[key]
@@ -218,6 +238,12 @@ def _numbers(source: str, name: str, value: object) -> PerChunk:
     if isinstance(value, list) and value:
         return tuple(_number(source, f"{name}[{i}]", v) for i, v in enumerate(value))
     return _number(source, name, value)
+
+
+def _booleans(source: str, name: str, value: object) -> tuple[bool, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, bool) for one in value):
+        _fail(source, f"{name} is {value!r}, not a list of true or false, one a stage")
+    return tuple(value)
 
 
 def _number(source: str, name: str, value: object) -> float:

@@ -1,11 +1,12 @@
 """Jobs with start and end: what the simulator predicts and what real runs measure."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zbpp.core.jobs import Job, Pass
 from zbpp.core.placement import Placement
 
-__all__ = ["Slot", "Timeline"]
+__all__ = ["Slot", "Timeline", "extent", "longest_span", "pass_span"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,21 @@ class Timeline:
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""
         return [slot for slot in self.rows[stage] if isinstance(slot.job, Pass)]
+
+
+def extent(slots: Iterable[Slot]) -> float:
+    """Time from the first start to the last end; 0 if there is no slot."""
+    slots = list(slots)
+    if not slots:
+        return 0.0
+    return max(slot.end for slot in slots) - min(slot.start for slot in slots)
+
+
+def pass_span(row: Iterable[Slot]) -> float:
+    """Time from the start of a stage's first pass to the end of its last one."""
+    return extent(slot for slot in row if isinstance(slot.job, Pass))
+
+
+def longest_span(rows: Sequence[Sequence[Slot]]) -> float:
+    """Span of the slowest stage: the time of a step if steps could follow tightly."""
+    return max(pass_span(row) for row in rows)

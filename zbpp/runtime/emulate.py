@@ -1,4 +1,4 @@
-"""Layers that sleep instead of computing, split like real ones.
+"""Layers that sleep instead of computing, split like real ones, and slow messages.
 
 They make schedules of many stages measurable on few cores: a sleeping stage takes no
 processor from the others.
@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.core import Job, PassTimes, Value, What
+from zbpp.runtime.batch import Tensors
 from zbpp.runtime.split_backward import current_queue
+from zbpp.runtime.transport import Reduction, Transport
 
-__all__ = ["EmulatedLayer", "sleep_until"]
+__all__ = ["DelayedTransport", "EmulatedLayer", "sleep_until"]
 
 _OVERSHOOT_S = 2e-4
 
@@ -88,3 +91,68 @@ class EmulatedLayer(nn.Module):
             x, self.weight, self.times
         )
         return y
+
+
+class DelayedTransport:
+    """A transport whose values arrive no sooner than their link's delay after a send.
+
+    The delay occupies neither stage, as in the simulator: the sender goes on at once,
+    and the receiver waits outside its pass. A message that needs longer by itself
+    takes that long. To tell when it was sent, every tensor is filled with the sender's
+    clock (float64: all stages must be on one machine): it carries no other values.
+
+    Args:
+        inner: what moves the messages.
+        times: in ms; `PassTimes.delay` of each edge is kept.
+    """
+
+    def __init__(self, inner: Transport, times: PassTimes) -> None:
+        self._inner = inner
+        self._times = times
+
+    def begin(self, *, training: bool) -> None:
+        """Start a step, or an evaluation."""
+        self._inner.begin(training=training)
+
+    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+        """Send the time in place of the tensors."""
+        now = time.perf_counter()
+        stamped = (
+            torch.full_like(tensor, now, dtype=torch.float64).requires_grad_(
+                tensor.requires_grad
+            )
+            for tensor in tensors
+        )
+        self._inner.send(value, tuple(stamped), peer)
+
+    def post(self, value: Value, peer: int) -> None:
+        """Announce that a value will be received."""
+        self._inner.post(value, peer)
+
+    def ready(self, value: Value) -> bool:
+        """Whether `receive` returns without waiting for a stage of this process."""
+        return self._inner.ready(value)
+
+    def receive(self, value: Value, job: Job) -> Tensors:
+        """Wait for a value, and until its delay is over."""
+        tensors = self._inner.receive(value, job)
+        step = 1 if value.what is What.ACTIVATION else -1
+        delay_s = self._times.delay(value.chunk, value.chunk + step) / 1e3
+        sleep_until(float(tensors[0].detach().max()) + delay_s)
+        return tensors
+
+    def reduce(self, vector: Tensor) -> Reduction:
+        """Start to sum a vector over all stages."""
+        return self._inner.reduce(vector)
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Give every process the things of all processes, by rank."""
+        return self._inner.gather(thing)
+
+    def end(self) -> None:
+        """Finish the sends of the step."""
+        self._inner.end()
+
+    def close(self) -> None:
+        """Give back what the transport holds."""
+        self._inner.close()

@@ -1,8 +1,9 @@
 """`zbpp train --emulate costs.json`: the real runtime on layers that sleep.
 
 Every chunk is one layer that sleeps for the chunk's times, in milliseconds; the
-optimizer sleeps too. What is measured is then the schedule and the runtime's
-overhead, on as many stages as are wanted, whatever the number of cores.
+optimizer sleeps too, and messages wait for the delay of their link. What is measured
+is then the schedule and the runtime's overhead, on as many stages as are wanted,
+whatever the number of cores.
 """
 
 import json
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from zbpp.core import Costs, PassTimes, Schedule
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.emulate import EmulatedLayer, sleep_until
+from zbpp.runtime.emulate import DelayedTransport, EmulatedLayer, sleep_until
 from zbpp.simulator import bubble_rate, simulate, step_time
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of
@@ -81,13 +82,14 @@ def emulate(
 
     Args:
         schedule: what to run.
-        costs: in ms. The simulator counts ``comm`` as given; the run sends real
-            messages, which take the time that they take.
+        costs: in ms. A message takes its link's ``comm``, or the time that it
+            takes by itself if that is longer; the simulator counts ``comm``.
         n_steps: steps to count, after two that are not.
         timeout_s: how long a stage may wait for another.
     """
+    times = costs.on(schedule.placement)
     pipeline = Pipeline(
-        partial(_build, costs.on(schedule.placement)),
+        partial(_build, times),
         n_layers=schedule.placement.n_chunks,
         loss_fn=_mean,
         optimizer=_make_optimizer,
@@ -96,7 +98,10 @@ def emulate(
         timeout_s=timeout_s,
         device="cpu",
     )
-    batch = torch.zeros(schedule.n_microbatches, 1)
+    if any(times.hops):
+        for executor in pipeline._executors.values():
+            executor.transport = DelayedTransport(executor.transport, times)
+    batch = torch.zeros(schedule.n_microbatches, 1, dtype=torch.float64)
     steps, bubbles = [], []
     for step in range(_WARM_UP + n_steps):
         pipeline.gather(None)  # all ranks start together

@@ -1,0 +1,75 @@
+"""Memory limits: what a mode promises, and what is refused because it cannot fit."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zbpp.core import LimitError, MemoryModel, Placement
+
+__all__ = ["capped", "check_limits", "check_one_fits"]
+
+_MARGIN = 1e-9  # relative; as in `Schedule`
+
+
+def capped(
+    memory: MemoryModel,
+    placement: Placement,
+    *,
+    most: float = math.inf,
+    usual: float = math.inf,
+) -> MemoryModel:
+    """Lower the limits to what a mode promises.
+
+    Args:
+        memory: what the caller gives.
+        placement: chunk to stage.
+        most: never more than this, in M_B of each stage.
+        usual: not more than this where the caller gives no limit, in the same unit.
+
+    Raises:
+        RequestError: the memory does not fit the placement.
+    """
+    if memory.limit is None:
+        most = min(most, usual)
+    if math.isinf(most):
+        return memory
+    held = memory.on(placement)
+    limits = tuple(
+        min(limit, most * sum(held.m_b[chunk] for chunk in chunks))
+        for limit, chunks in zip(held.limit, placement.chunks_of, strict=True)
+    )
+    return replace(memory, limit=limits)
+
+
+def check_one_fits(
+    name: str, placement: Placement, memory: MemoryModel, n_microbatches: int
+) -> None:
+    """Refuse limits that do not hold one micro-batch: the smallest that can work.
+
+    Raises:
+        LimitError: it names the smallest limit that works.
+        RequestError: the memory does not fit the placement.
+    """
+    held = memory.on(placement)
+    needs = [sum(held.m_b[chunk] for chunk in own) for own in placement.chunks_of]
+    check_limits(name, needs, held.limit, n_microbatches)
+
+
+def check_limits(
+    name: str, needs: Sequence[float], limits: Sequence[float], n_microbatches: int
+) -> None:
+    """Refuse what needs more memory than there is, one entry per stage each.
+
+    Raises:
+        LimitError: it names the stage that lacks most, and the smallest limit that
+            works.
+    """
+    lacks = [need - limit for need, limit in zip(needs, limits, strict=True)]
+    stage = lacks.index(max(lacks))
+    if needs[stage] > limits[stage] * (1 + _MARGIN):
+        raise LimitError(
+            f"{name} with {len(needs)} stages and {n_microbatches} micro-batches needs "
+            f"memory {needs[stage]:g} on stage {stage}, over the limit "
+            f"{limits[stage]:g}",
+            smallest=max(needs),
+        )

@@ -1,0 +1,106 @@
+"""Unequal links, a loss, stages that cannot split: plans judged by the simulator.
+
+A plan that knew nothing of the links is the control.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from zbpp.core import Costs, MemoryModel, Pass, Placement, lower_bound, lower_bounds
+from zbpp.schedules import certify, plan_placement, plan_zb, plan_zbv
+from zbpp.simulator import critical_path, makespan, simulate, span, work
+
+LINKS = (0.1, 1.5, 0.1)
+COSTS = Costs(1.0, 1.0, 0.7, comm=LINKS, loss=0.3)
+
+
+@pytest.mark.parametrize(
+    ("planner", "limit", "gap"),
+    [
+        (plan_zb, 2, 0.05),
+        (plan_zb, 3, 0.1),
+        (plan_zb, 4, 0.06),
+        (plan_zb, 8, 1e-9),
+        (plan_zbv, 2, 0.4),
+        (plan_zbv, 4, 0.2),
+        (plan_zbv, 8, 0.03),
+    ],
+)
+def test_unequal_links_and_a_loss_are_planned_close_to_the_bound(planner, limit, gap):
+    memory = MemoryModel(limit=limit)
+    schedule = planner(n_stages=4, n_microbatches=12, costs=COSTS, memory=memory)
+    bound = lower_bound(schedule.placement, 12, COSTS, memory)
+    reached = span(simulate(schedule, COSTS))
+    assert bound * (1 - 1e-9) <= reached <= bound * (1 + gap)
+
+
+def test_a_plan_for_equal_links_is_worse():
+    """Control: links matter, and the planner heeds them."""
+    memory = MemoryModel(limit=4)
+    request = {"n_stages": 4, "n_microbatches": 12, "memory": memory}
+    blind = plan_zb(**request, costs=replace(COSTS, comm=0.0, loss=0.0))
+    aware = plan_zb(**request, costs=COSTS)
+    assert span(simulate(aware, COSTS)) < span(simulate(blind, COSTS))
+
+
+def test_the_last_stage_does_the_loss():
+    schedule = plan_zb(n_stages=4, n_microbatches=12, costs=COSTS)
+    assert work(simulate(schedule, COSTS)) == pytest.approx(
+        [32.4] * 3 + [12 * (2.7 + 0.3)]
+    )
+    assert lower_bounds(schedule.placement, 12, COSTS)["work"] == pytest.approx(36)
+    # stage 0: down 3 + 1.7, then stage 3's 12 (1.3 + 1), up 3 + 1.7, and a W
+    assert span(simulate(schedule, COSTS)) == pytest.approx(37.7)
+
+
+@pytest.mark.parametrize(
+    "placement", [Placement.single(3), Placement.interleaved(3, 2)]
+)
+def test_the_graph_and_the_clock_agree_on_links(placement):
+    costs = Costs(1.0, 1.3, 0.6, comm=(0.3, 0.9, 0.2), loss=0.4)
+    schedule = plan_placement(placement=placement, n_microbatches=5, costs=costs)
+    assert critical_path(schedule, costs, with_steps=False).length == pytest.approx(
+        makespan(simulate(schedule, costs))
+    )
+
+
+def test_the_solver_knows_links_loss_and_joint_stages():
+    costs = Costs(1.0, 1.0, 0.5, comm=(0.2, 0.7), loss=0.1, splits=(True, False, True))
+    memory = MemoryModel(limit=2)
+    plan = plan_zb(n_stages=3, n_microbatches=3, costs=costs, memory=memory)
+    proof = certify(plan, costs, memory, seconds=20, workers=1)
+    assert proof.is_optimal
+    assert proof.span == pytest.approx(span(simulate(proof.schedule, costs)))
+    assert proof.span <= span(simulate(plan, costs)) * (1 + 1e-9)
+
+
+def test_stages_that_cannot_split_are_joint_in_every_planner():
+    costs = Costs(splits=(False, True, False))
+    for placement in (
+        Placement.single(3),
+        Placement.wave(3),
+        Placement.interleaved(3, 2),
+    ):
+        schedule = plan_placement(placement=placement, n_microbatches=4, costs=costs)
+        kinds = [
+            {str(job.kind) for job in order if isinstance(job, Pass)}
+            for order in schedule.orders
+        ]
+        assert kinds == [{"F", "BW"}, {"F", "B", "W"}, {"F", "BW"}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_stages_with_unequal_links():
+    rng = random.Random(1)
+    p, m = 1000, 400
+    links = tuple(rng.choice((0.02, 0.1, 0.5)) for _ in range(p - 1))
+    costs, memory = Costs(comm=links, loss=0.2), MemoryModel(limit=p)
+    schedule = plan_zb(
+        n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
+    )
+    bound = lower_bound(schedule.placement, m, costs, memory)
+    reached = span(simulate(schedule, costs))
+    assert bound * (1 - 1e-9) <= reached <= bound * 1.1
