@@ -1,39 +1,40 @@
-"""Judge the planner for one chunk a stage: peers, proved optima, limits, speed.
+"""Judge the planner: peers, proved optima, the paper, limits, random cases, speed.
 
-    python benchmarks/planner.py [--effort fast|default] [--large] [peers optima ...]
+    python benchmarks/planner.py [--effort fast|default] [--mode ZB ...] [peers ...]
 
-Every plan is judged from its orders alone: `Schedule` checks the order and the memory,
-`simulate` times it. The files in tests/data, one request a row:
+Every plan is written as a schedule file and judged by `judge.py`, which shares no code
+with zbpp. The files in tests/data, one request a row:
 
     peers_public.json    p stages, m micro-batches, costs per whole stage (wfrac is
-                         M_W / M_B), limit in M_B; "single": the smallest bubble of the
-                         published generators with one chunk a stage under that limit,
-                         or under a smaller one
-    optimum_public.json  obj: the smallest largest-stage span, proved by a solver;
-                         "single": one chunk a stage
-    paper_tables.json    the bubbles that the paper prints for its own planner under p
-                         (ZB-1p) and 2p (ZB-2p) M_B
+                         M_W / M_B), limit in M_B; the smallest bubble of the published
+                         generators with one chunk a stage ("single"), with two ("v")
+    optimum_public.json  obj: the smallest largest-stage span, proved by a solver
+    paper_tables.json    the bubbles that the paper prints for its own planners
+
+Random cases and timings are in `planner_random.py`.
 """
 
 import argparse
 import json
 import random
-import resource
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zbpp.core import Costs, MemoryModel, Schedule, lower_bound
-from zbpp.schedules import plan_zb
-from zbpp.simulator import simulate, span
+from judge import judge
+
+from zbpp.core import Costs, MemoryModel, lower_bound, schedule_text
+from zbpp.modes import plan
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
+KINDS = {"ZB": "single", "ZBV": "v"}
 MODELS = {  # times in ms, M_W / M_B
-    "unit": (Costs(), 0.5),
-    "1.5B": (Costs(18.522, 18.086, 9.337, 0.601), 0.366412),
-    "28.3B": (Costs(10.408, 10.204, 7.703, 0.408), 0.432432),
+    "unit": ({"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}, 0.5),
+    "1.5B": ({"f": 18.522, "b": 18.086, "w": 9.337, "comm": 0.601}, 0.366412),
+    "28.3B": ({"f": 10.408, "b": 10.204, "w": 7.703, "comm": 0.408}, 0.432432),
 }
+Case = dict[str, Any]
+"""A costs file, with its memory and limit."""
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -42,157 +43,156 @@ def rows(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def costs_of(row: dict[str, Any]) -> tuple[Costs, float]:
-    """Read the costs of a row, and M_W / M_B."""
+def case_of(row: dict[str, Any], limit: float) -> Case:
+    """Make a costs file of a row."""
     c = row["costs"]
-    times = (float(c[name]) for name in ("F", "B", "W", "comm"))
-    return Costs(*times), c["wfrac"]
+    times = {"f": c["F"], "b": c["B"], "w": c["W"], "comm": c["comm"]}
+    return {**times, "m_b": 1.0, "m_w": c["wfrac"], "memory_limit": limit}
 
 
-def judged(
-    p: int, m: int, costs: Costs, memory: MemoryModel, effort: str
-) -> tuple[float, float]:
-    """Plan, and judge the orders alone: the largest span and its lower bound."""
-    planned = plan_zb(
-        n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort=effort
+def judged(mode: str, p: int, m: int, case: Case, effort: str) -> tuple[float, float]:
+    """Plan, and judge the file alone: the bubble rate and its lower bound."""
+    costs = Costs(
+        **{
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in case.items()
+            if key in ("f", "b", "w", "comm", "loss", "splits")
+        }
     )
-    again = Schedule("judged", planned.placement, m, planned.orders, memory)
-    bound = lower_bound(planned.placement, m, costs, memory)
-    return span(simulate(again, costs)), bound
+    limit = case["memory_limit"]
+    memory = MemoryModel(
+        case["m_b"], case["m_w"], tuple(limit) if isinstance(limit, list) else limit
+    )
+    schedule = plan(
+        mode, n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort=effort
+    )
+    verdict = judge(json.loads(schedule_text(schedule)), case)
+    bound = lower_bound(schedule.placement, m, costs, memory)
+    return verdict.bubble, 1 - max(verdict.work) / bound
 
 
-def bubble(longest: float, costs: Costs, m: int) -> float:
-    """Bubble rate of equal stages."""
-    work = m * (float(costs.f) + float(costs.b) + float(costs.w))  # type: ignore[arg-type]
-    return (longest - work) / longest
+def gap(bubble: float, least: float) -> float:
+    """How far a span is above its bound, from the bubble rates of both."""
+    return (1 - least) / (1 - bubble) - 1
 
 
-def peers(effort: str) -> None:
+def peers(mode: str, effort: str) -> None:
     """Compare with the best published generator in every row."""
-    print("p  m   costs     limit   | peer    ours    bound   verdict")
-    worse = 0
+    count = {"better": 0, "same": 0, "not better": 0, "WORSE": 0}
     for row in rows("peers_public.json"):
-        if "single" not in row:
+        kinds = [kind for kind in KINDS.values() if kind in row]
+        if mode in KINDS:
+            kinds = [kind for kind in kinds if kind == KINDS[mode]]
+        if not kinds:
             continue
-        (costs, share), p, m = costs_of(row), row["p"], row["m"]
-        memory = MemoryModel(1.0, share, row["limit"])
-        longest, bound = judged(p, m, costs, memory, effort)
-        ours, least = bubble(longest, costs, m), bubble(bound, costs, m)
-        peer = row["single"]["bubble"]
-        # the peer's figure is rounded to five digits
-        must_beat = (1 - least) / (1 - peer) > 1.01
-        if ours > peer + 1e-5 or (must_beat and ours > peer - 1e-5):
-            verdict, worse = "WORSE", worse + 1
-        else:
-            verdict = "better" if ours < peer - 1e-5 else "same"
+        peer = min(row[kind]["bubble"] for kind in kinds)
+        case = case_of(row, row["limit"])
+        ours, least = judged(mode, row["p"], row["m"], case, effort)
+        verdict = "better" if ours < peer - 1e-5 else "same"  # five digits are given
+        if ours > peer + 1e-5:
+            verdict = "WORSE"
+        elif verdict == "same" and gap(peer, least) > 0.01:
+            verdict = "not better"  # the peer is over 1 % above the bound
+        count[verdict] += 1
         print(
-            f"{p:<2} {m:<3} {row['costs']['name']:9} {row['limit']:<7g} | "
-            f"{peer:.5f} {ours:.5f} {least:.5f} {verdict}"
+            f"{mode} p {row['p']:<2} m {row['m']:<3} {row['costs']['name']:9} limit "
+            f"{row['limit']:<7g} peer {peer:.5f} ours {ours:.5f} bound {least:.5f} "
+            f"{verdict}"
         )
-    print(f"peers: {worse} rows worse\n")
+    print(f"peers, {mode}: {count}\n")
 
 
-def optima(effort: str) -> None:
+def optima(mode: str, effort: str) -> None:
     """Compare with the proved optima."""
     gaps = []
     for row in rows("optimum_public.json"):
-        if row["kind"] == "single":
-            costs, share = costs_of(row)
-            memory = MemoryModel(1.0, share, row["mem_limit"])
-            longest, _ = judged(row["p"], row["m"], costs, memory, effort)
-            gaps.append(longest / row["obj"] - 1)
-    met = sum(gap < 1e-9 for gap in gaps)
-    print(f"optima: {met} of {len(gaps)} met, worst {max(gaps):.2%} above\n")
+        if row["kind"] == KINDS.get(mode):
+            case = case_of(row, row["mem_limit"])
+            bubble, _ = judged(mode, row["p"], row["m"], case, effort)
+            # the V's are in units of a chunk's pass, half of a stage's
+            unit = 1.0 if mode == "ZB" else 2.0
+            work = row["m"] * (case["f"] + case["b"] + case["w"])
+            gaps.append(unit * work / (1 - bubble) / row["obj"] - 1)
+    if gaps:
+        met = sum(abs(one) < 1e-9 for one in gaps)
+        print(f"optima, {mode}: {met} of {len(gaps)} met, worst {max(gaps):.2%} above\n")
 
 
-def paper(effort: str) -> None:
-    """Compare with the bubbles of the paper's planner."""
+def paper(mode: str, effort: str) -> None:
+    """Compare with the bubbles that the paper prints."""
+    columns = {"ZB": (("ZB-1p", 1), ("ZB-2p", 2)), "ZBV": (("ZB-V", 1), ("ZB-V", 1.5))}
     for row in rows("paper_tables.json"):
-        costs = Costs(row["tf"], row["tb"], row["tw"], row["tcomm"])
         p, m = row["p"], row["m"]
-        line = f"{row['model']:6} p {p:<3} m {m:<4}"
-        for name, limit in (("ZB-1p", p), ("ZB-2p", 2 * p)):
-            memory = MemoryModel(1.0, row["m_w_over_m_b"], limit)
-            ours = bubble(judged(p, m, costs, memory, effort)[0], costs, m)
-            theirs = row["bubble"][name]
-            verdict = "WORSE" if ours >= theirs + 5e-5 else "ok"
-            line += f" {name} {theirs:.4f} ours {ours:.4f} {verdict:6}"
+        times = {"f": row["tf"], "b": row["tb"], "w": row["tw"], "comm": row["tcomm"]}
+        line = f"{mode} {row['model']:6} p {p:<3} m {m:<4}"
+        for name, part in columns.get(mode, ()):
+            memory = {"m_b": 1.0, "m_w": row["m_w_over_m_b"], "memory_limit": part * p}
+            bubble, least = judged(mode, p, m, {**times, **memory}, effort)
+            theirs = row["bubble"].get(name) if part != 1.5 else None
+            line += f" | {name} at {part:g} p: {bubble:.4f} (bound {least:.4f}"
+            line += f", paper {theirs:.4f})" if theirs is not None else ")"
         print(line)
     print()
 
 
-def limits(effort: str) -> None:
+def limits(mode: str, effort: str) -> None:
     """Raise the limit from 1 to 2.5 p by quarters: the bubble may never rise."""
     p, m = 8, 24
     for name in ("unit", "1.5B"):
-        (costs, share), before, rises = MODELS[name], float("inf"), []
+        (times, share), before, rises = MODELS[name], 1.0, []
         for quarter in range(4, 10 * p + 1):
-            memory = MemoryModel(1.0, share, quarter / 4)
-            longest, bound = judged(p, m, costs, memory, effort)
-            if longest > before * (1 + 1e-9):
-                rises.append(quarter / 4)
-            before = longest
-            if quarter % 4 == 0 and quarter <= 8 * p:
+            limit = quarter / 4
+            case = {**times, "m_b": 1.0, "m_w": share, "memory_limit": limit}
+            bubble, least = judged(mode, p, m, case, effort)
+            if bubble > before + 1e-9:
+                rises.append((limit, round(bubble - before, 5)))
+            before = bubble
+            if quarter % 4 == 0 and limit <= 2 * p:
+                share_above = gap(bubble, least)
                 print(
-                    f"{name:5} limit {quarter // 4:<3} bubble "
-                    f"{bubble(longest, costs, m):.4f} gap {longest / bound - 1:.2%}"
+                    f"{mode} {name:5} limit {limit:<4g} bubble {bubble:.4f} "
+                    f"bound {least:.4f} gap {share_above:.2%}"
                 )
-        print(f"limits, {name}: rises at {rises or 'none'}\n")
+        print(f"limits, {mode} {name}: rises at {rises or 'none'}\n")
 
 
-def unequal(effort: str) -> None:
+def unequal_cases(spread: float, limit: float) -> Iterator[Case]:
+    """Eight stages whose times differ by a share."""
+    for seed in range(36):
+        rng = random.Random(seed)
+        times, share = list(MODELS.values())[seed % 3]
+        varied = {
+            key: [times[key] * rng.uniform(1 - spread, 1 + spread) for _ in range(8)]
+            for key in ("f", "b", "w")
+        }
+        memory = {"m_b": 1.0, "m_w": share, "memory_limit": limit}
+        yield {**varied, "comm": times["comm"], **memory}
+
+
+def unequal(mode: str, effort: str) -> None:
     """Stages that differ: the gap to the lower bound."""
+    if mode != "ZB":
+        return
     for spread in (0.1, 0.3):
-        for share_of_p in (0.5, 1.0, 1.5):
-            gaps = []
-            for seed in range(36):
-                rng = random.Random(seed)
-                costs, share = list(MODELS.values())[seed % 3]
-                times = [
-                    tuple(
-                        float(time_) * rng.uniform(1 - spread, 1 + spread)  # type: ignore[arg-type]
-                        for _ in range(8)
-                    )
-                    for time_ in (costs.f, costs.b, costs.w)
-                ]
-                memory = MemoryModel(1.0, share, 8 * share_of_p)
-                longest, bound = judged(
-                    8, 24, Costs(*times, costs.comm), memory, effort
-                )
-                gaps.append(longest / bound - 1)
+        for part in (0.5, 1.0, 1.5):
+            found = [
+                judged(mode, 8, 24, case, effort)
+                for case in unequal_cases(spread, 8 * part)
+            ]
+            gaps = [gap(*one) for one in found]
             print(
-                f"stages +-{spread:.0%}, limit {share_of_p:g} p: mean gap "
+                f"{mode} stages +-{spread:.0%}, limit {part:g} p: mean gap "
                 f"{sum(gaps) / len(gaps):.2%}, worst {max(gaps):.2%}"
             )
     print()
 
 
-def speed(effort: str, *, large: bool = False) -> None:
-    """CPU seconds of a plan, its validation included."""
-    costs, share = MODELS["28.3B"]
-    sizes = [(8, 24), (32, 128), (64, 512), *([(1024, 4096)] if large else [])]
-    for p, m in sizes:
-        for part in (0.5, 1.0, 1.25, 2.0):
-            memory = MemoryModel(1.0, share, part * p)
-            start = time.process_time()
-            plan_zb(
-                n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort=effort
-            )
-            seconds = time.process_time() - start
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-            print(
-                f"{p} x {m}, limit {part:g} p: {seconds:.3f} s CPU, "
-                f"{seconds / (3 * p * m) * 1e6:.1f} us a pass; memory {peak:.2f} GiB"
-            )
-
-
-PARTS: dict[str, Callable[[str], None]] = {
+PARTS: dict[str, Callable[[str, str], None]] = {
     "peers": peers,
     "optima": optima,
     "paper": paper,
     "limits": limits,
     "unequal": unequal,
-    "speed": speed,
 }
 
 
@@ -201,13 +201,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
     parser.add_argument("--effort", default="default")
-    parser.add_argument("--large", action="store_true", help="also time 1024 x 4096")
+    parser.add_argument("--mode", nargs="*", default=["ZB", "ZBV"])
     chosen = parser.parse_args()
     for name in chosen.parts or PARTS:
-        if name == "speed":
-            speed(chosen.effort, large=chosen.large)
-        else:
-            PARTS[name](chosen.effort)
+        for mode in chosen.mode:
+            PARTS[name](mode, chosen.effort)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ when it is through, it leaves as much memory as the next one may need.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from zbpp.schedules.effort import Budget
 from zbpp.schedules.wave_problem import Plan, WaveProblem
@@ -59,33 +59,42 @@ def greedy(
     The passes that it placed are spent from the budget.
     """
     m, n_chunks = problem.n_microbatches, problem.n_chunks
-    n_stages = problem.n_stages
+    n_stages, stages = problem.n_stages, range(problem.n_stages)
     time, change, delay = problem.time, problem.change, problem.delay
     stage_of, numbers = problem.stage, problem.numbers
-    unit = max(problem.work) / m or 1.0
-    tiny = 1e-9 * unit
+    tiny = 1e-9 * (max(problem.work) / m or 1.0)
     limit = [one * (1 + 1e-9) for one in problem.memory.limit]
-    ranks, shift = knobs.ranks, knobs.shift
-    bonus = knobs.alternate
+    forwards = [numbers[s][: len(numbers[s]) // 2] for s in stages]
+    backwards = [numbers[s][len(numbers[s]) // 2 :] for s in stages]
+    # With this much room an F fits whatever else is to come.
+    ample = [
+        sum(takes) + max(takes)
+        for takes in ([change[q] for q in own] for own in forwards)
+    ]
+    splits = [stage not in problem.joint for stage in stages]
+    caps, ranks, shift, bonus = knobs.caps, knobs.ranks, knobs.shift, knobs.alternate
+    hold, hold_later = knobs.hold, knobs.hold_later
+    late, late_tail = knobs.late, knobs.late_tail
     last = 2 * n_chunks - 1
-    arrived: list[list[float]] = [[] for _ in range(last + 1)]
+    unknown = float("inf")
+    arrived: list[list[float]] = [[] for _ in range(last + 2)]
     arrived[0] = [0.0] * m
+    following = [0.0] + [unknown] * (last + 1)  # arrival of the next of each number
     done = [0] * (last + 1)
     free = [0.0] * n_stages
     held = [0.0] * n_stages
     slack = [below - one - tiny for one in problem.work]
     start = [-1.0] * n_stages
     was_forward = [False] * n_stages
-    pending: list[list[int]] = [[] for _ in range(n_stages)]
+    pending: list[list[int]] = [[] for _ in stages]
     weights_done = [0] * n_stages
-    rows: list[list[int]] = [[] for _ in range(n_stages)]
-    heap = [(0.0, stage) for stage in range(n_stages)]
-    heapify(heap)
-    unknown = float("inf")
+    rows: list[list[int]] = [[] for _ in stages]
+    wake = [0.0] + [unknown] * (n_stages - 1)  # when the stage decides next
+    heap = [(0.0, 0)]
 
     while heap:
         now, stage = heappop(heap)
-        if now < free[stage]:
+        if wake[stage] != now:  # it was woken earlier
             continue
         soon = now + tiny
         mine = numbers[stage]
@@ -93,31 +102,34 @@ def greedy(
         coming: list[tuple[float, float, int]] = []
         starved = False
         room = limit[stage] - held[stage]
-        whole = done[mine[len(mine) // 2]]
-        need = unknown
-        for q in mine:
-            i = done[q]
-            queue = arrived[q]
-            if i >= len(queue):
+        need = -1.0 if room >= ample[stage] else unknown
+        extra = bonus if was_forward[stage] else 0.0
+        for q in forwards[stage]:
+            arrival = following[q]
+            if arrival == unknown:
                 continue
-            arrival = queue[i]
-            if q < n_chunks:
-                if q == mine[0] and i - done[mine[-1]] >= knobs.caps[stage]:
-                    continue
+            i = done[q]
+            if q == mine[0] and i - done[mine[-1]] >= caps[stage]:
+                continue
+            if need >= 0:
+                whole = done[backwards[stage][0]]
                 if need == unknown:
-                    need = _reserve(mine, done, change, whole)
-                take = need if i == whole else need + change[q]
-                take = max(take, change[q])
+                    need = max(0.0, _reserve(mine, done, change, whole))
+                take = max(need if i == whole else need + change[q], change[q])
                 if take > room:
                     starved = starved or arrival <= soon
                     continue
-                rank = ranks[q][i] + shift[q]
-                if bonus and was_forward[stage]:
-                    rank += bonus
+            rank = ranks[q][i] + shift[q] + extra
+            if arrival <= soon:
+                ready.append((rank, q))
             else:
-                rank = ranks[q][i] + shift[q]
-                if bonus and not was_forward[stage]:
-                    rank += bonus
+                coming.append((arrival, rank, q))
+        extra = bonus - extra
+        for q in backwards[stage]:
+            arrival = following[q]
+            if arrival == unknown:
+                continue
+            rank = ranks[q][done[q]] + shift[q] + extra
             if arrival <= soon:
                 ready.append((rank, q))
             else:
@@ -132,8 +144,8 @@ def greedy(
                         chosen = q
                         break
                     end = now + time[q]
-                    b_from = end - knobs.hold[stage] * time[q] - tiny
-                    f_from = end - knobs.hold_later[stage] * time[q] - tiny
+                    b_from = end - hold[stage] * time[q] - tiny
+                    f_from = end - hold_later[stage] * time[q] - tiny
                     for arrival, other_rank, other in coming:
                         last_start = b_from if other >= n_chunks else f_from
                         if other_rank < rank and other > q and arrival < last_start:
@@ -143,20 +155,23 @@ def greedy(
                         break
             else:
                 chosen = min(ready)[1]
-        if chosen < 0:
-            queue_w = pending[stage]
-            n_done = weights_done[stage]
-            if n_done < len(queue_w):
-                q = queue_w[n_done]
-                if not starved and coming:
-                    tail = done[mine[0]] == m
-                    share = knobs.late_tail[stage] if tail else knobs.late[stage]
-                    if now + time[q] * (1 - share) > min(coming)[0] + tiny:
-                        continue
+        if chosen < 0 and weights_done[stage] < len(pending[stage]):
+            q = pending[stage][weights_done[stage]]
+            tail = done[mine[0]] == m
+            share = late_tail[stage] if tail else late[stage]
+            if (
+                starved
+                or not coming
+                or now + time[q] * (1 - share) <= min(coming)[0] + tiny
+            ):
                 chosen = q
-                weights_done[stage] = n_done + 1
-            else:
-                continue
+                weights_done[stage] += 1
+        if chosen < 0:  # sleep until something arrives
+            known = [following[q] for q in mine if following[q] > soon]
+            wake[stage] = min(known, default=unknown)
+            if wake[stage] < unknown:
+                heappush(heap, (wake[stage], stage))
+            continue
         if start[stage] < 0:
             start[stage] = now
         else:
@@ -168,17 +183,24 @@ def greedy(
         free[stage] = end
         held[stage] += change[chosen]
         rows[stage].append(chosen)
+        wake[stage] = end
         heappush(heap, (end, stage))
         if chosen <= last:
-            done[chosen] += 1
+            i = done[chosen] = done[chosen] + 1
+            queue = arrived[chosen]
+            following[chosen] = queue[i] if i < len(queue) else unknown
             was_forward[stage] = chosen < n_chunks
-            if chosen >= n_chunks and stage not in problem.joint:
+            if chosen >= n_chunks and splits[stage]:
                 pending[stage].append(chosen + n_chunks)
             if chosen < last:
-                target = stage_of[chosen + 1]
+                other = chosen + 1
+                target = stage_of[other]
                 arrival = end + delay[chosen]
-                arrived[chosen + 1].append(arrival)
-                if target != stage and arrival >= free[target]:
+                arrived[other].append(arrival)
+                if following[other] == unknown:
+                    following[other] = arrival
+                if free[target] < wake[target] > arrival:  # asleep
+                    wake[target] = arrival
                     heappush(heap, (arrival, target))
     budget.spend(sum(map(len, rows)))
     return Plan(max(f - s for f, s in zip(free, start, strict=True)), rows)

@@ -1,0 +1,109 @@
+"""Plan random pipelines and judge each plan; time the planner.
+
+    python benchmarks/planner_random.py random [--cases 3000] [--effort fast]
+    python benchmarks/planner_random.py speed [--effort fast] [--mode ZB ...] [--large]
+
+A random case has 1 to 12 stages whose times differ by up to 30 %, 1 to 40
+micro-batches, a limit per stage from one micro-batch to 2.5 p, a delay per link, a loss
+time, and stages that cannot split their backward. `judge.py` checks order and memory.
+"""
+
+import argparse
+import random
+import resource
+import statistics
+import time
+from collections import defaultdict
+
+from planner import MODELS, Case, gap, judged
+
+from zbpp.core import Costs, MemoryModel
+from zbpp.modes import plan
+
+
+def random_case(rng: random.Random, p: int) -> Case:
+    """Draw a costs file for p stages with one or two chunks each (numbers or lists)."""
+    times, share = rng.choice(list(MODELS.values()))
+
+    def varied(value: float, n: int) -> list[float]:
+        return [value * rng.uniform(0.7, 1.3) for _ in range(n)]
+
+    chunks = rng.choice((1, 2))
+    work = {key: varied(times[key] / chunks, p * chunks) for key in ("f", "b", "w")}
+    part = rng.choice((1.0 / p, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5))
+    limits = [max(1.0, part * p * rng.uniform(0.8, 1.2)) for _ in range(p)]
+    return {
+        **work,
+        "comm": [times["f"] * rng.choice((0.0, 0.03, 0.3, 2.0)) for _ in range(p - 1)]
+        or 0.0,
+        "loss": times["f"] * rng.choice((0.0, 0.2, 0.5)),
+        "splits": [rng.random() < 0.85 for _ in range(p)],
+        "m_b": 1.0,
+        "m_w": share,
+        "memory_limit": limits if rng.random() < 0.5 else limits[0],
+    }
+
+
+def random_cases(n_cases: int, effort: str, seed: int) -> None:
+    """Plan and judge; print the gaps by mode and by memory."""
+    rng = random.Random(seed)
+    gaps = defaultdict(list)
+    for _ in range(n_cases):
+        p, m = rng.randint(1, 12), rng.randint(1, 40)
+        case = random_case(rng, p)
+        single = len(case["f"]) == p
+        mode = "ZB" if single else rng.choice(("ZBV", "auto"))
+        bubble, least = judged(mode, p, m, case, effort)
+        limit = case["memory_limit"]
+        least_limit = min(limit) if isinstance(limit, list) else limit
+        memory = "below p" if least_limit < p else "p and more"
+        gaps[mode, memory].append(gap(bubble, least))
+        gaps[mode, "all"].append(gap(bubble, least))
+    for (mode, memory), found in sorted(gaps.items()):
+        print(
+            f"{mode:4} memory {memory:10} {len(found):5} cases: mean gap "
+            f"{statistics.mean(found):.2%}, median {statistics.median(found):.2%}, "
+            f"worst {max(found):.2%}"
+        )
+
+
+def speed(mode: str, effort: str, *, large: bool) -> None:
+    """CPU seconds of a plan, its validation included."""
+    times, share = MODELS["28.3B"]
+    costs = Costs(**times)
+    sizes = [(8, 24), (32, 128), (64, 512)] + [(1024, 4096)] * large
+    for p, m in sizes:
+        for part in (0.5, 1.0, 1.25, 2.0):
+            memory = MemoryModel(1.0, share, part * p)
+            start = time.process_time()
+            plan(mode, n_stages=p, n_microbatches=m, costs=costs, memory=memory,
+                 effort=effort)
+            seconds = time.process_time() - start
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            n_passes = 3 * p * m * (1 if mode == "ZB" else 2)
+            print(
+                f"{mode} {effort} {p} x {m}, limit {part:g} p: {seconds:.3f} s CPU, "
+                f"{seconds / n_passes * 1e6:.1f} us a pass; memory {peak:.2f} GiB",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Run one of the two."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("part", choices=["random", "speed"])
+    parser.add_argument("--effort", default="fast")
+    parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", nargs="*", default=["ZB", "ZBV"])
+    parser.add_argument("--large", action="store_true", help="also time 1024 x 4096")
+    chosen = parser.parse_args()
+    if chosen.part == "random":
+        random_cases(chosen.cases, chosen.effort, chosen.seed)
+        return
+    for mode in chosen.mode:
+        speed(mode, chosen.effort, large=chosen.large)
+
+
+if __name__ == "__main__":
+    main()
