@@ -17,16 +17,18 @@ F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stag
 
 Many plans are made and the one with the smallest largest span of a stage is kept:
 
-1. `wave_seeds`: greedy plans by a few rules, and known orders (ZB-V, V-Half, V-Min).
-2. `wave_search` changes the settings of the best greedy plans.
-3. `wave_polish` moves single passes of the best plan.
+1. `wave_seeds`: greedy plans by a few rules, rounds, and known orders.
+2. `wave_search` changes the settings of the best greedy plan.
+3. `wave_critical` moves single passes of the best plan.
 
-``effort`` says how much of it: ``fast`` is 1 alone, ``default`` has a number of steps
-that falls with the size of the pipeline, ``best`` goes on for a time. The plan is done
-when it reaches a lower bound. The first two depend on nothing but the arguments.
+``effort`` says how much of it, counted in passes: ``fast`` is 1 and a little of 3,
+``default`` has about ten times that for small pipelines and less for large ones,
+``best`` goes on for a time. All end when the plan reaches a lower bound; the first two
+depend on nothing but the arguments.
 """
 
 import math
+from collections.abc import Sequence
 from random import Random
 
 from zbpp.core import (
@@ -138,48 +140,46 @@ def _best(problem: WaveProblem, costs: Costs, effort: str) -> Plan:
     memory = problem.memory_model
     bound = lower_bound(problem.placement, problem.n_microbatches, costs, memory)
     target = bound * (1 + 1e-9)
-    n_passes = 3 * problem.n_chunks * problem.n_microbatches
-    fast = kind == "fast"
-    budget = Budget(_fast(n_passes) if fast else _default(n_passes))
-    found = seeds(problem, target, 0.0 if fast else 0.05, budget)
+    n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
+    if kind == "fast":
+        tries = Budget(max(9 * n_passes, 3e5))
+        plan = seeds(problem, target, 0.0, tries)[0].plan
+        few = Budget(min(12 * n_passes, 5e4 + n_passes))
+        return improve(problem, plan, target, few, Random(0))
+    found = seeds(problem, target, 0.05, Budget(math.inf))
     plan = found[0].plan
-    if fast or plan.span <= target:
-        return plan
-    plan = _improved(problem, found, plan, target, budget, Random(0))
+    passes = min(120 * n_passes, 6e5 + 35 * n_passes)
+    plan = _improved(problem, found, plan, target, Budget(passes), 0)
     if kind == "best":
         end = Budget(math.inf, seconds)
-        seed = 0
+        turn = 0
         while plan.span > target and end.is_left:
-            turn = Budget(300.0 * n_passes, end.seconds_left)
-            seed += 1
-            plan = _improved(problem, found, plan, target, turn, Random(seed))
+            turn += 1
+            budget = Budget(300 * n_passes, end.seconds_left)
+            plan = _improved(problem, found, plan, target, budget, turn)
     return plan
-
-
-def _fast(n_passes: int) -> float:
-    return 20.0 * n_passes
-
-
-def _default(n_passes: int) -> float:
-    """Passes: about .2 s for 1,000 passes, 3 s for 25,000, 15 s for 200,000."""
-    return min(150.0 * n_passes, 1e6 + 50.0 * n_passes)
 
 
 def _improved(
     problem: WaveProblem,
-    found: list[Seed],
+    found: Sequence[Seed],
     plan: Plan,
     target: float,
     budget: Budget,
-    rng: Random,
+    turn: int,
 ) -> Plan:
-    """Search from the best settings with half of the budget; then move passes."""
-    best = plan
-    starts = [seed for seed in found if seed.knobs is not None][:1]
-    for seed in starts:
+    """Search from settings with half of the budget; then move passes of the plan.
+
+    The first turn begins at the best settings, later ones at any good ones.
+    """
+    rng = Random(turn)
+    starts = [seed for seed in found if seed.knobs is not None]
+    if starts and plan.span > target:
+        rank = int(rng.expovariate(0.5)) if turn else 0
+        seed = starts[min(rank, len(starts) - 1)]
         assert seed.knobs is not None
-        half = Budget((budget.passes - budget.spent) / 2, budget.seconds_left)
+        half = Budget(budget.passes / 2, budget.seconds_left)
         result = search(problem, seed.plan, seed.knobs, target, half, rng)
         budget.spend(half.spent)
-        best = min(best, retime(problem, result), key=lambda one: one.span)
-    return improve(problem, best, target, budget, rng)
+        plan = min(plan, retime(problem, result), key=lambda one: one.span)
+    return improve(problem, plan, target, budget, rng)

@@ -6,9 +6,8 @@
     rounds    one B and one F a stage, of the chunk that is ready, until all are done
 
 W's fill the gaps that hold them, and give memory back where it is full. A gap smaller
-than W is filled too if waiting would make the stage's idle time the longest of all;
-as no stage knows yet how long the others will wait, a run is repeated with what the run
-before has seen. So plans ZB-V (Qi et al., arXiv 2401.10241, section 6). Ours differs:
+than W is filled too if waiting would make the stage's idle time the longest of all so
+far. So plans ZB-V (Qi et al., arXiv 2401.10241, section 6). Ours differs:
 
 * The B of chunk 1 goes first only if it is there before that of chunk 0, or at once.
 * The F of chunk 1 goes only if it is there at once, else that of chunk 0 if it is there
@@ -19,21 +18,19 @@ from zbpp.schedules.wave_problem import Plan, Rows, WaveProblem
 
 __all__ = ["plan_rounds"]
 
-N_RUNS = 2
-
 
 class _Draft:
     """A growing plan: the clocks, memories and counts of all stages."""
 
-    def __init__(self, problem: WaveProblem, spare: list[float]):
+    def __init__(self, problem: WaveProblem):
         p, m = problem.n_stages, problem.n_microbatches
-        self.problem, self.spare = problem, spare
+        self.problem = problem
         self.tiny = 1e-9 * (max(problem.work) / m or 1.0)
         self.limit = [one * (1 + 1e-9) for one in problem.memory.limit]
         self.rows: Rows = [[] for _ in range(p)]
         self.starts = [0.0] * p
         self.free, self.held, self.idle = [0.0] * p, [0.0] * p, [0.0] * p
-        self.most_idle = max(spare)
+        self.most_idle = 0.0
         self.arrived: list[list[float]] = [[] for _ in range(4 * p + 1)]
         self.arrived[0] = [0.0] * m
         self.done = [0] * (4 * p)
@@ -73,9 +70,7 @@ class _Draft:
         if gap > 0:
             if self.rows[stage]:
                 self.idle[stage] += gap
-                self.most_idle = max(
-                    self.most_idle, self.idle[stage] + self.spare[stage]
-                )
+                self.most_idle = max(self.most_idle, self.idle[stage])
             else:
                 self.starts[stage] = arrival
             self.free[stage] = arrival
@@ -96,26 +91,17 @@ class _Draft:
         gap = arrival - self.free[stage]
         if gap + self.tiny >= self.problem.time[self.pending[stage][at]]:
             return True
-        left = self.most_idle - self.idle[stage] - self.spare[stage]
+        left = self.most_idle - self.idle[stage]
         return gap > left + self.tiny
 
 
 def plan_rounds(problem: WaveProblem) -> Plan | None:
     """Plan a V so; None if the memory is too small."""
-    p = problem.n_stages
-    spare = [0.0] * p
-    best: Plan | None = None
-    for _ in range(N_RUNS):
-        draft = _Draft(problem, spare)
-        if not (_head(draft) and _rounds(draft)):
-            break
-        span = max(
-            end - start for end, start in zip(draft.free, draft.starts, strict=True)
-        )
-        if best is None or span < best.span:
-            best = Plan(span, draft.rows)
-        spare = [max(draft.idle) - one for one in draft.idle]
-    return best
+    draft = _Draft(problem)
+    if not (_head(draft) and _rounds(draft)):
+        return None
+    pairs = zip(draft.starts, draft.free, strict=True)
+    return Plan(max(end - start for start, end in pairs), draft.rows)
 
 
 def _head(draft: _Draft) -> bool:

@@ -142,7 +142,7 @@ def _keep(
 
 
 def _round(problem: WaveProblem, budget: Budget, below: float) -> Seed | None:
-    budget.spend(6 * problem.n_chunks * problem.n_microbatches)
+    budget.spend(9 * problem.n_chunks * problem.n_microbatches)
     plan = plan_rounds(problem)
     return None if plan is None else Seed(retime(problem, plan), None)
 
