@@ -1,12 +1,23 @@
 """Lower bounds: below every schedule we can make, and tight where a proof says so."""
 
+import json
+import random
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpp.core import Costs, MemoryModel, Placement, RequestError
 from zbpp.modes import MODES, plan
+from zbpp.schedules.wave import plan_wave
 from zbpp.simulator import lower_bound, lower_bounds, peak_memory, simulate, span
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def rows(name):
+    return json.loads((DATA / name).read_text(encoding="utf-8"))["rows"]
 
 
 @st.composite
@@ -46,6 +57,108 @@ def test_no_schedule_is_shorter_than_a_bound(case):
         schedule.placement, schedule.n_microbatches, costs, memory
     ).items():
         assert bound <= longest * (1 + 1e-9), name
+
+
+def planned_case(rng):
+    """A wave planned for random times and limits, held to the memory that it takes."""
+    p, v, m = rng.randint(1, 6), rng.choice((1, 2, 2, 2, 3, 4)), rng.randint(1, 10)
+    n, style = p * v, rng.choice(("equal", "whole", "any"))
+
+    def times():
+        if style == "equal":
+            return rng.choice((0.0, 0.5, 1.0, 2.0))
+        whole = style == "whole"
+        return tuple(
+            float(rng.choice((0, 1, 1, 2, 3))) if whole else rng.uniform(0.1, 2.0)
+            for _ in range(n)
+        )
+
+    costs = Costs(times(), times(), times(), rng.choice((0.0, 0.0, 0.3, 1.0)))
+    held = tuple(rng.uniform(0.5, 1.5) for _ in range(n))
+    held = rng.choice((held, (1.0,) * n))
+    kept = tuple(one * rng.choice((0.0, 0.2, 0.5, 0.9, 1.0)) for one in held)
+    least = [sum(held[c] for c in chunks) for chunks in Placement.wave(p, v).chunks_of]
+    size = rng.choice((1.0, 1.2, 1.5, 2.0, 3.0, p))
+    memory = MemoryModel(held, kept, tuple(size * one for one in least))
+    schedule = plan_wave(
+        n_stages=p,
+        n_microbatches=m,
+        chunks_per_stage=v,
+        costs=costs,
+        memory=memory,
+        effort="fast",
+    )
+    peaks = peak_memory(simulate(schedule, costs), memory)
+    return schedule, costs, MemoryModel(held, kept, tuple(peaks))
+
+
+def judge_planned_cases(seed, n_cases):
+    rng = random.Random(seed)
+    tight = 0
+    for _ in range(n_cases):
+        schedule, costs, memory = planned_case(rng)
+        longest = span(simulate(schedule, costs))
+        bounds = lower_bounds(
+            schedule.placement, schedule.n_microbatches, costs, memory
+        )
+        for name, bound in bounds.items():
+            assert bound <= longest * (1 + 1e-9), name
+        tight += max(bounds.values()) >= longest * (1 - 1e-9)
+    assert tight > n_cases / 4  # so that a bound a little too high is noticed
+
+
+def test_no_planned_wave_is_shorter_than_a_bound():
+    judge_planned_cases(1, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_planned_wave_of_many_is_shorter_than_a_bound():
+    judge_planned_cases(2, 6000)
+
+
+def optimum_bound(row):
+    c, chunks = row["costs"], 2 if row["kind"] == "v" else 1
+    return lower_bound(
+        Placement.wave(row["p"], chunks),
+        row["m"],
+        Costs(chunks * c["F"], chunks * c["B"], chunks * c["W"], c["comm"]),
+        MemoryModel(1.0, c["wfrac"], row["mem_limit"]),
+    )
+
+
+def test_no_proved_optimum_is_below_the_bound_and_most_are_met():
+    table = rows("optimum_public.json")
+    bounds = [(row["obj"], optimum_bound(row)) for row in table]
+    assert all(bound <= optimum * (1 + 1e-9) for optimum, bound in bounds)
+    met = sum(bound == pytest.approx(optimum) for optimum, bound in bounds)
+    assert met >= len(table) - 6
+
+
+@pytest.mark.parametrize(
+    ("p", "limit", "idle"),
+    [(4, 2.0, 5.5), (4, 2.6667, 4.0), (8, 4.0, 11.5), (8, 5.3333, 8.0)],
+)
+@pytest.mark.parametrize("m", [8, 16, 24, 64])
+def test_v_schedules_below_p_have_a_constant_idle_time(p, limit, idle, m):
+    """The published V-Min and V-Half meet it in part, so they are optimal there."""
+    bound = lower_bound(Placement.wave(p), m, Costs(), MemoryModel(limit=limit))
+    assert bound == pytest.approx(3 * m + idle)
+
+
+def test_published_v_schedules_are_proved_optimal():
+    proved = 0
+    for row in rows("peers_public.json"):
+        if "v" in row:
+            c, m = row["costs"], row["m"]
+            costs = Costs(*(float(c[name]) for name in ("F", "B", "W", "comm")))
+            memory = MemoryModel(1.0, c["wfrac"], row["limit"])
+            work = m * float(c["F"] + c["B"] + c["W"])
+            peer = work / (1 - row["v"]["bubble"])
+            bound = lower_bound(Placement.wave(row["p"]), m, costs, memory)
+            assert bound <= peer * (1 + 2e-5)  # the bubble is rounded to five digits
+            proved += bound >= peer * (1 - 2e-5)
+    assert proved == 45  # of 65
 
 
 @given(cases())
@@ -110,6 +223,17 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         ("area", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 4 * 6.5 / 2),
         # V: stage 0 holds .5 for the loop of 4 and for the inner one of 1, and W's.
         ("area", (0, 1, 1, 0), 4, Costs(), MemoryModel(limit=1), 4 * (2 + 0.5 + 0.25)),
+        # V, inner stage: B at 4, three F's fit, idle 1. After the last F: own 4 and 2
+        # that fit beside it are left, but 4 to go: 24 + 1 - 6 + 4. Down, up, W: 3.
+        ("fill", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 3), 23 + 3),
+        # Stage 0: only 4 F's until 7, when its second chunk can start: idle 3.
+        ("fill", (0, 1, 2, 3, 3, 2, 1, 0), 4, Costs(2, 2, 2), MemoryModel(), 24 + 3),
+        # Inner stage, one at a time: loop 4 and then W, B, W, F. Then 6 and 3.
+        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 2), 3 * 8 + 9),
+        # The same where there is memory for a third chunk: after the loop W or B.
+        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 3), 3 * 5 + 9),
+        # One chunk: as cycle above.
+        ("turns", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 1 + 6 + 1),
     ],
 )
 def test_bounds_by_hand(proof, placement, m, costs, memory, by_hand):

@@ -26,6 +26,9 @@ cycle       At most K micro-batches are in their loop of a. So the (i+K)-th F of
             a W follow it.
 area        Each micro-batch holds m_b of each chunk for its loop or longer, and m_w
             for its W. The sum over all is at most limit x span.
+fill        Front and tail for several chunks a stage, from any pass to any pass, and
+            what they cost the stages before it: see `bounds_fill`.
+turns       The same for cycle: see `bounds_turns`.
 
 Proof of the cycle's last term. Micro-batches are identical, so let each kind run in
 order. When the (i+K)-th F starts, B_i has ended: K + 1 activations do not fit. Either
@@ -39,6 +42,9 @@ Every bound is tested against all planners on random costs.
 
 import math
 
+from zbpp.core.bounds_fill import fill
+from zbpp.core.bounds_stage import stages as all_chunks
+from zbpp.core.bounds_turns import turns
 from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
 from zbpp.core.placement import Placement
 
@@ -79,6 +85,7 @@ def lower_bounds(
     times = costs.on(placement)
     held = (memory or MemoryModel()).on(placement, times.splits)
     bounds = _Bounds(times, held, n_microbatches)
+    views = list(all_chunks(times, held, n_microbatches))
     stages = range(placement.n_stages)
     return {
         "work": max(bounds.work(stage) for stage in stages),
@@ -89,6 +96,8 @@ def lower_bounds(
         ),
         "cycle": max(bounds.cycle(stage) for stage in stages),
         "area": max(bounds.area(stage) for stage in stages),
+        "fill": max(fill(view) for view in views),
+        "turns": max(turns(view) for view in views),
     }
 
 
