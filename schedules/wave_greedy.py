@@ -89,8 +89,9 @@ def greedy(
     pending: list[list[int]] = [[] for _ in stages]
     weights_done = [0] * n_stages
     rows: list[list[int]] = [[] for _ in stages]
-    wake = [0.0] + [unknown] * (n_stages - 1)  # when the stage decides next
-    heap = [(0.0, 0)]
+    wake = [unknown] * n_stages  # when the stage decides next
+    wake[stage_of[0]] = 0.0
+    heap = [(0.0, stage_of[0])]
 
     while heap:
         now, stage = heappop(heap)
