@@ -10,6 +10,7 @@ ends the run with an error that names the stage and the job.
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,11 @@ class _Costs:
         comm = costs.get("comm", 0.0)
         self.edges = comm if isinstance(comm, list) else [comm] * (n - 1)
         if len(self.edges) != n - 1:  # one a link, not one an edge
-            pairs = zip(stage_of, stage_of[1:], strict=False)
+            links = self.edges
             last = p - 1
             self.edges = [
-                self.edges[last if abs(a - b) == last > 1 else min(a, b)] if a != b else 0
-                for a, b in pairs
+                0.0 if a == b else links[last if abs(a - b) == last > 1 else min(a, b)]
+                for a, b in pairwise(stage_of)
             ]
 
     def time(self, kind: str, c: int) -> float:

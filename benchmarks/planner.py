@@ -115,7 +115,9 @@ def optima(mode: str, effort: str) -> None:
             gaps.append(unit * work / (1 - bubble) / row["obj"] - 1)
     if gaps:
         met = sum(abs(one) < 1e-9 for one in gaps)
-        print(f"optima, {mode}: {met} of {len(gaps)} met, worst {max(gaps):.2%} above\n")
+        print(
+            f"optima, {mode}: {met} of {len(gaps)} met, worst {max(gaps):.2%} above\n"
+        )
 
 
 def paper(mode: str, effort: str) -> None:

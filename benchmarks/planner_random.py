@@ -76,8 +76,14 @@ def speed(mode: str, effort: str, *, large: bool) -> None:
         for part in (0.5, 1.0, 1.25, 2.0):
             memory = MemoryModel(1.0, share, part * p)
             start = time.process_time()
-            plan(mode, n_stages=p, n_microbatches=m, costs=costs, memory=memory,
-                 effort=effort)
+            plan(
+                mode,
+                n_stages=p,
+                n_microbatches=m,
+                costs=costs,
+                memory=memory,
+                effort=effort,
+            )
             seconds = time.process_time() - start
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             n_passes = 3 * p * m * (1 if mode == "ZB" else 2)

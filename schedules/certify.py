@@ -237,7 +237,11 @@ class _Problem:
         for stage, order in enumerate(self.schedule.orders):
             passes = [job for job in order if isinstance(job, Pass)]
             passes.sort(
-                key=lambda job: (solver.value(self._start[job]), _RANK[job.kind])
+                key=lambda job: (
+                    solver.value(self._start[job]),
+                    solver.value(self._start[job]) + self._length(job),
+                    _RANK[job.kind],
+                )
             )
             last: Order = (Step(stage),) if Step(stage) in order else ()
             orders.append((*passes, *last))

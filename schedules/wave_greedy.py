@@ -7,10 +7,11 @@ producer *starts*: every rule below looks that far ahead.
 1. Of the F's and B's that are ready, take the one with the smallest priority. It
    grows by the work of one micro-batch from micro-batch to micro-batch, and along the
    chain by the time on the way; `Knobs.shift` moves it per number.
-2. An F is not ready while memory lacks (see below), while `Knobs.caps` micro-batches
-   are in flight (the stage's first F only), or if it would delay a better pass that is
-   known to come: a B by more than the share ``hold`` of the F's time, or an F of a
-   later chunk by more than ``hold_later``.
+2. An F is not ready while memory lacks (see below), or if it would delay a better pass
+   that is known to come: a B by more than the share ``hold`` of the F's time, or an F
+   of a later chunk by more than ``hold_later``. The stage's first F is not ready either
+   while `Knobs.caps` micro-batches are in flight, or while `Knobs.fresh` of them have
+   had no B on the stage.
 3. Else take a W, if it ends before the next known input, or overruns it by at most
    ``late`` of its time (``late_tail`` when the stage has no first F left), or if an F
    lacks only memory.
@@ -42,6 +43,7 @@ class Knobs:
     """
 
     caps: tuple[int, ...]
+    fresh: tuple[int, ...]
     ranks: Sequence[Sequence[float]]
     shift: tuple[float, ...]
     late: tuple[float, ...]
@@ -67,13 +69,18 @@ def greedy(
     forwards = [numbers[s][: len(numbers[s]) // 2] for s in stages]
     backwards = [numbers[s][len(numbers[s]) // 2 :] for s in stages]
     # With this much room an F fits whatever else is to come.
+    whole = [sum(change[q] for q in own) for own in forwards]
     ample = [
-        sum(takes) + max(takes)
-        for takes in ([change[q] for q in own] for own in forwards)
+        total + max(change[q] for q in own)
+        for total, own in zip(whole, forwards, strict=True)
     ]
     splits = [stage not in problem.joint for stage in stages]
-    caps, ranks, shift, bonus = knobs.caps, knobs.ranks, knobs.shift, knobs.alternate
-    hold, hold_later = knobs.hold, knobs.hold_later
+    caps, fresh, bonus = knobs.caps, knobs.fresh, knobs.alternate
+    hold, later = knobs.hold, knobs.hold_later
+    ranks = [
+        [rank + shift for rank in row] if shift else row
+        for row, shift in zip(knobs.ranks, knobs.shift, strict=True)
+    ]
     late, late_tail = knobs.late, knobs.late_tail
     last = 2 * n_chunks - 1
     unknown = float("inf")
@@ -99,72 +106,67 @@ def greedy(
             continue
         soon = now + tiny
         mine = numbers[stage]
-        ready: list[tuple[float, int]] = []
-        coming: list[tuple[float, float, int]] = []
+        known: list[tuple[float, float, int]] = []  # rank, arrival, number
+        chosen = -1
+        best = best_coming = soonest = unknown
         starved = False
+        back = done[backwards[stage][0]]
         room = limit[stage] - held[stage]
-        need = -1.0 if room >= ample[stage] else unknown
+        if room >= ample[stage]:
+            need = -1.0
+        elif (back - done[mine[-1]]) * change[mine[0]] >= whole[stage]:
+            need = 0.0
+        else:
+            need = max(0.0, _reserve(mine, done, change, back))
         extra = bonus if was_forward[stage] else 0.0
         for q in forwards[stage]:
             arrival = following[q]
             if arrival == unknown:
                 continue
             i = done[q]
-            if q == mine[0] and i - done[mine[-1]] >= caps[stage]:
+            if q == mine[0] and (
+                i - done[mine[-1]] >= caps[stage] or i - back >= fresh[stage]
+            ):
                 continue
-            if need >= 0:
-                whole = done[backwards[stage][0]]
-                if need == unknown:
-                    need = max(0.0, _reserve(mine, done, change, whole))
-                take = max(need if i == whole else need + change[q], change[q])
-                if take > room:
-                    starved = starved or arrival <= soon
-                    continue
-            rank = ranks[q][i] + shift[q] + extra
-            if arrival <= soon:
-                ready.append((rank, q))
-            else:
-                coming.append((arrival, rank, q))
+            if need >= 0 and (
+                change[q] > room or (need if i == back else need + change[q]) > room
+            ):
+                starved = starved or arrival <= soon
+                continue
+            rank = ranks[q][i] + extra
+            known.append((rank, arrival, q))
+            if arrival > soon:
+                if rank < best_coming:
+                    best_coming = rank
+                if arrival < soonest:
+                    soonest = arrival
+            elif rank < best:
+                best = rank
+                chosen = q
         extra = bonus - extra
         for q in backwards[stage]:
             arrival = following[q]
             if arrival == unknown:
                 continue
-            rank = ranks[q][done[q]] + shift[q] + extra
-            if arrival <= soon:
-                ready.append((rank, q))
-            else:
-                coming.append((arrival, rank, q))
-        chosen = -1
-        if ready:
-            if coming:
-                best = min(coming, key=_rank)[1]
-                ready.sort()
-                for rank, q in ready:
-                    if q >= n_chunks or rank <= best:
-                        chosen = q
-                        break
-                    end = now + time[q]
-                    b_from = end - hold[stage] * time[q] - tiny
-                    f_from = end - hold_later[stage] * time[q] - tiny
-                    for arrival, other_rank, other in coming:
-                        last_start = b_from if other >= n_chunks else f_from
-                        if other_rank < rank and other > q and arrival < last_start:
-                            break
-                    else:
-                        chosen = q
-                        break
-            else:
-                chosen = min(ready)[1]
+            rank = ranks[q][done[q]] + extra
+            known.append((rank, arrival, q))
+            if arrival > soon:
+                if rank < best_coming:
+                    best_coming = rank
+                if arrival < soonest:
+                    soonest = arrival
+            elif rank < best:
+                best = rank
+                chosen = q
+        if 0 <= chosen < n_chunks and best_coming < best:
+            chosen = _patient(
+                known, now, tiny, time, n_chunks, hold[stage], later[stage]
+            )
         if chosen < 0 and weights_done[stage] < len(pending[stage]):
             q = pending[stage][weights_done[stage]]
             tail = done[mine[0]] == m
             share = late_tail[stage] if tail else late[stage]
-            if (
-                starved
-                or not coming
-                or now + time[q] * (1 - share) <= min(coming)[0] + tiny
-            ):
+            if starved or now + time[q] * (1 - share) <= soonest + tiny:
                 chosen = q
                 weights_done[stage] += 1
         if chosen < 0:  # sleep until something arrives
@@ -207,6 +209,38 @@ def greedy(
     return Plan(max(f - s for f, s in zip(free, start, strict=True)), rows)
 
 
+def _patient(
+    known: Sequence[tuple[float, float, int]],
+    now: float,
+    tiny: float,
+    time: Sequence[float],
+    n_chunks: int,
+    hold: float,
+    hold_later: float,
+) -> int:
+    """Choose the best ready pass that delays no better one by too much; -1: none.
+
+    ``known`` has the rank, the arrival and the number of each pass to choose from.
+    """
+    ranked = sorted(known)
+    for rank, arrival, q in ranked:
+        if arrival > now + tiny:
+            continue
+        if q >= n_chunks:
+            return q
+        b_from = now + (1 - hold) * time[q] - tiny
+        f_from = now + (1 - hold_later) * time[q] - tiny
+        for other_rank, other_arrival, other in ranked:
+            if other_rank >= rank:
+                return q
+            last = b_from if other >= n_chunks else f_from
+            if other > q and now + tiny < other_arrival < last:
+                break
+        else:
+            return q
+    return -1
+
+
 def _reserve(
     mine: Sequence[int],
     done: Sequence[int],
@@ -232,7 +266,3 @@ def chain_offsets(problem: WaveProblem) -> list[float]:
     for q in range(2 * problem.n_chunks - 1):
         offsets.append(offsets[-1] + problem.time[q] + problem.delay[q])
     return offsets
-
-
-def _rank(entry: Sequence[float]) -> float:
-    return entry[1]

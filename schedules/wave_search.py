@@ -48,14 +48,16 @@ def _changed(problem: WaveProblem, knobs: Knobs, rng: Random) -> Knobs:
     p, m = problem.n_stages, problem.n_microbatches
     first = rng.randrange(p)
     stages = {first} if rng.random() < 0.6 else set(range(first, p))
-    what = rng.choice(("caps", "shift", "shift", *LISTS))
-    if what == "caps":
+    what = rng.choice(("caps", "fresh", "shift", "shift", *LISTS))
+    if what in ("caps", "fresh"):
         change = rng.choice((-2, -1, 1, 2))
-        caps = tuple(
-            min(m, max(1, cap + change)) if stage in stages else cap
-            for stage, cap in enumerate(knobs.caps)
+        counts = tuple(
+            min(m, max(1, old + change)) if stage in stages else old
+            for stage, old in enumerate(getattr(knobs, what))
         )
-        return replace(knobs, caps=caps)
+        if what == "caps":
+            return replace(knobs, caps=counts)
+        return replace(knobs, fresh=counts)
     if what == "shift":
         shift = rng.choice(SHIFTS) * rng.choice((-1, 1)) * max(problem.work) / m
         place = rng.randrange(len(problem.numbers[first]))

@@ -39,7 +39,8 @@ __all__ = ["Seed", "seeds"]
 class Rule:
     """One setting; times in T. The cap of stage s: limit kappa (1 - sigma s/p) + delta.
 
-    ``ahead_later`` adds to ``ahead`` for the F's of a stage's later chunks.
+    ``ahead_later`` adds to ``ahead`` for the F's of a stage's later chunks. ``fresh``
+    is in micro-batches per M_B of the limit.
     """
 
     stretch: float
@@ -54,32 +55,32 @@ class Rule:
     hold: float
     hold_later: float
     alternate: float
+    fresh: float = math.inf
 
 
 RULES = (
-    Rule(2.0, True, 0.5, 0.5, 0.85, 0.3, 0.0, 0.5, 0.25, 0.5, 0.0, 1.0),
-    Rule(2.0, True, -20.0, 22.0, 0.75, 0.3, 0.5, 0.25, 0.0, 0.5, 0.0, 0.0),
-    Rule(1.25, False, 1.5, 0.0, 0.75, 0.3, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0),
-    Rule(0.0, True, 1.5, 0.0, 0.85, 0.5, 1.0, 0.5, 0.25, 0.0, 0.0, 0.0),
-    Rule(1.5, True, 4.0, 0.0, 0.75, 0.5, 1.0, 0.75, 0.5, 1.0, 0.5, 0.0),
-    Rule(2.0, True, 4.0, 2.0, 0.75, 0.5, 1.0, 0.5, 0.0, 0.5, 0.5, 1.0),
-    Rule(3.0, True, 0.5, 0.5, 0.75, 0.15, 0.5, 0.75, 0.25, 1.0, 0.5, 0.0),
-    Rule(1.0, False, -20.0, 40.0, 0.85, 0.5, 0.5, 0.75, 0.0, 0.5, 1.0, 0.0),
-    Rule(3.0, True, 1.5, 0.0, 0.75, 0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0),
-    Rule(1.5, True, 20.0, 0.0, 0.85, 0.3, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0),
-    Rule(2.0, True, 0.0, 1.0, 0.9, 0.5, 0.0, 0.25, 0.5, 1.0, 0.5, 0.0),
-    Rule(2.0, True, 0.0, 0.0, 0.85, 0.5, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0),
-    Rule(1.25, True, 3.0, 2.0, 0.75, 0.3, 0.5, 0.0, 0.25, 0.0, 0.5, 0.0),
-    Rule(3.0, True, 1.0, 0.5, 1.0, 0.15, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
-    Rule(1.5, True, 1.5, 2.0, 0.85, 0.15, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0),
-    Rule(0.0, True, 1.5, 0.0, 0.85, 0.3, 0.0, 0.75, 0.5, 0.5, 0.0, 0.0),
-    Rule(1.25, True, 0.0, 1.0, 0.85, 0.3, 0.0, 0.0, 0.25, 1.0, 0.5, 0.0),
-    Rule(3.0, False, 0.5, 0.0, 0.9, 0.5, 0.5, 0.5, 0.5, 1.0, 0.0, 1.0),
-    Rule(1.5, True, 3.0, 0.0, 0.9, 0.5, 0.0, 0.75, 0.25, 0.5, 0.5, 0.0),
-    Rule(0.0, True, 2.0, 2.0, 0.9, 0.5, 0.5, 0.75, 0.0, 0.0, 0.0, 0.0),
-    Rule(1.5, False, 20.0, 2.0, 0.9, 0.5, 0.5, 0.25, 0.0, 1.0, 0.5, 0.0),
-    Rule(1.25, True, 4.0, 2.0, 1.0, 0.3, 0.0, 1.0, 0.5, 1.0, 0.5, 0.0),
-    Rule(1.25, False, 3.0, 0.0, 0.85, 0.3, 1.0, 0.75, 0.0, 0.0, 0.0, 0.0),
+    Rule(2.0, True, 4.0, 2.0, 0.75, 0.5, 1.0, 0.5, 0.0, 0.5, 0.5, 1.0, math.inf),
+    Rule(2.0, True, 0.5, 1.0, 0.95, 0.3, 1.0, 0.75, 0.25, 1.0, 0.5, 1.0, 1.0),
+    Rule(0.0, True, 1.5, 0.0, 0.85, 0.5, 1.0, 0.5, 0.25, 0.0, 0.0, 0.0, math.inf),
+    Rule(1.0, True, 1.5, 2.0, 0.75, 0.0, 1.0, 1.0, 0.25, 1.0, 1.0, 1.0, 0.75),
+    Rule(0.0, True, 20.0, 1.0, 1.0, 0.3, 0.0, 0.75, 0.25, 0.0, 0.0, 0.0, 1.0),
+    Rule(0.0, True, -20.0, 22.0, 0.9, 0.3, 0.5, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0),
+    Rule(1.0, True, 3.0, 0.0, 0.75, 0.0, 0.5, 0.75, 0.0, 1.0, 0.0, 1.0, 1.0),
+    Rule(3.0, True, 1.5, 0.0, 0.75, 0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, math.inf),
+    Rule(1.25, False, -2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.5, 0.0, 0.5),
+    Rule(1.25, False, 1.5, -0.5, 0.95, 0.0, 0.0, 0.5, 0.0, 1.0, 0.0, 1.0, 1.25),
+    Rule(2.0, True, 4.0, 0.0, 0.9, 0.15, 0.0, 1.0, 0.5, 1.0, 0.0, 1.0, 1.25),
+    Rule(1.0, True, -20.0, 20.0, 0.85, 0.0, 1.0, 0.25, 0.25, 1.0, 0.0, 0.0, 1.0),
+    Rule(1.25, True, -2.0, 2.0, 0.75, 0.15, 1.0, 0.0, 1.0, 0.0, 0.5, 0.0, 0.75),
+    Rule(1.0, False, 20.0, 2.0, 0.75, 0.15, 1.0, 0.5, 0.25, 1.0, 0.0, 0.0, math.inf),
+    Rule(0.0, True, 0.0, 0.5, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.5, 1.0, 1.0),
+    Rule(0.0, True, 3.0, 0.0, 1.0, 0.3, 0.0, 0.75, 0.25, 0.0, 1.0, 0.0, 1.0),
+    Rule(1.0, True, 20.0, 1.0, 1.0, 0.5, 0.5, 0.75, 0.0, 1.0, 1.0, 1.0, 1.0),
+    Rule(1.25, True, 20.0, 0.0, 0.75, 0.3, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.25),
+    Rule(1.25, True, 3.0, 2.0, 1.0, 0.15, 0.0, 0.25, 0.5, 0.0, 1.0, 0.0, 1.0),
+    Rule(0.0, True, 2.0, 2.0, 0.9, 0.5, 0.5, 0.75, 0.0, 0.0, 0.0, 0.0, math.inf),
+    Rule(2.0, True, 20.0, -0.5, 1.0, 0.5, 0.0, 0.0, 0.0, 0.5, 0.0, 1.0, 1.5),
+    Rule(2.0, True, -20.0, 40.0, 0.75, 0.5, 1.0, 0.25, 1.0, 0.5, 0.5, 1.0, 1.0),
 )
 
 
@@ -214,6 +215,7 @@ def _knobs(problem: WaveProblem, rule: Rule, order: Callable[[float], Rows]) -> 
     unit = max(problem.work) / problem.n_microbatches
     return Knobs(
         caps=tuple(_caps(problem, rule)),
+        fresh=tuple(_fresh(problem, rule)),
         ranks=_ranks(problem, rule, order),
         shift=tuple(-unit * ahead for ahead in _aheads(problem, rule)),
         late=(rule.late,) * p,
@@ -241,3 +243,11 @@ def _caps(problem: WaveProblem, rule: Rule) -> Iterator[int]:
         fits = problem.memory.limit[stage] / first if first > 0 else math.inf
         cap = fits * rule.kappa * (1 - rule.sigma * stage / p) + rule.delta
         yield m if cap >= m else max(1, math.floor(cap + 1e-9))
+
+
+def _fresh(problem: WaveProblem, rule: Rule) -> Iterator[int]:
+    m, memory = problem.n_microbatches, problem.memory
+    for limit, chunks in zip(memory.limit, problem.placement.chunks_of, strict=True):
+        whole = sum(memory.m_b[chunk] for chunk in chunks)
+        most = rule.fresh * limit / whole if whole > 0 else math.inf
+        yield m if most >= m else max(1, math.ceil(most - 1e-9))
