@@ -142,7 +142,7 @@ def _best(problem: WaveProblem, costs: Costs, effort: str) -> Plan:
     target = bound * (1 + 1e-9)
     n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
     if kind == "fast":
-        tries = Budget(max(9 * n_passes, 3e5))
+        tries = Budget(min(24 * n_passes, max(2e6, n_passes)))
         plan = seeds(problem, target, 0.0, tries)[0].plan
         few = Budget(min(12 * n_passes, 5e4 + n_passes))
         return improve(problem, plan, target, few, Random(0))
