@@ -239,7 +239,7 @@ class _Problem:
             passes.sort(
                 key=lambda job: (
                     solver.value(self._start[job]),
-                    solver.value(self._start[job]) + self._length(job),
+                    solver.value(self._start[job]) + self._duration[job],
                     _RANK[job.kind],
                 )
             )

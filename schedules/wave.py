@@ -8,8 +8,8 @@ F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stag
     1 | .   1F0 2F0 .   .   2B0 1B0 2W0 1W0 1F1 2F1 .   .   2B1 1B1 2W1 1W1 1F2 ...
 
     limit 1.5
-    0 | 0F0 0F1 .   3F0 3B0 3W0 .   0B0 3F1 3B1 0F2 0W0 3W1 0B1 3F2 3B2 0W1 3W2 ...
-    1 | .   1F0 2F0 1F1 .   2B0 1B0 2F1 2W0 1W0 2B1 1F2 1B1 2F2 2W1 1W1 2B2 1B2 ...
+    0 | 0F0 0F1 .   3F0 3B0 3W0 0F2 0B0 0W0 3F1 3B1 3W1 .   0B1 3F2 3B2 0W1 3W2 ...
+    1 | .   1F0 2F0 1F1 .   2B0 1B0 2F1 2W0 1W0 1F2 2B1 1B1 2F2 2W1 1W1 2B2 1B2 ...
 
     limit 2
     0 | 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 0B1 3W2 0B2 0W1 0W2
@@ -18,17 +18,16 @@ F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stag
 Many plans are made and the one with the smallest largest span of a stage is kept:
 
 1. `wave_seeds`: greedy plans by a few rules, rounds, and known orders.
-2. `wave_search` changes the settings of the best greedy plan.
-3. `wave_critical` moves single passes of the best plan.
+2. `wave_critical` moves single passes of the best plan.
+3. The same under less memory, as long as that could be better.
+4. `wave_search` changes the settings of good greedy plans, and goes on with 2.
 
-``effort`` says how much of it, counted in passes: ``fast`` is 1 and a little of 3,
-``default`` has about ten times that for small pipelines and less for large ones,
-``best`` goes on for a time. All end when the plan reaches a lower bound; the first two
-depend on nothing but the arguments.
+``effort`` says how much of it, counted in passes: ``fast`` is 1 and a little of 2,
+``default`` is 1 to 3, and ``best`` adds 4 for a time. All end when the plan reaches a
+lower bound; the first two depend on nothing but the arguments.
 """
 
 import math
-from collections.abc import Sequence
 from random import Random
 
 from zbpp.core import (
@@ -36,16 +35,14 @@ from zbpp.core import (
     MemoryModel,
     Placement,
     Schedule,
-    lower_bound,
 )
 from zbpp.schedules.effort import Budget, parse_effort
 from zbpp.schedules.limits import capped, check_one_fits
 from zbpp.schedules.request import check_sizes
 from zbpp.schedules.wave_critical import improve
 from zbpp.schedules.wave_problem import Plan, WaveProblem
-from zbpp.schedules.wave_search import search
-from zbpp.schedules.wave_seeds import Seed, seeds
-from zbpp.schedules.wave_times import retime
+from zbpp.schedules.wave_search import wander
+from zbpp.schedules.wave_seeds import seeds
 
 __all__ = ["plan_placement", "plan_wave"]
 
@@ -125,7 +122,7 @@ def plan_placement(
     check_one_fits(name, placement, memory, n_microbatches)
     limited = capped(memory, placement, most=most, usual=usual)
     problem = WaveProblem.of(placement, n_microbatches, costs, limited)
-    plan = _best(problem, costs, effort)
+    plan = _best(problem, effort)
     return Schedule(
         name,
         placement,
@@ -135,51 +132,51 @@ def plan_placement(
     )
 
 
-def _best(problem: WaveProblem, costs: Costs, effort: str) -> Plan:
+def _best(problem: WaveProblem, effort: str) -> Plan:
     kind, seconds = parse_effort(effort)
-    memory = problem.memory_model
-    bound = lower_bound(problem.placement, problem.n_microbatches, costs, memory)
-    target = bound * (1 + 1e-9)
     n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
     if kind == "fast":
         tries = Budget(min(24 * n_passes, max(2e6, n_passes)))
-        plan = seeds(problem, target, 0.0, tries)[0].plan
         few = Budget(min(12 * n_passes, 5e4 + n_passes))
-        return improve(problem, plan, target, few, Random(0))
-    found = seeds(problem, target, 0.05, Budget(math.inf))
-    plan = found[0].plan
-    passes = min(120 * n_passes, 6e5 + 35 * n_passes)
-    plan = _improved(problem, found, plan, target, Budget(passes), 0)
+        return _at_limit(problem, tries, few)
+    tries = Budget(max(2e6, 16 * n_passes))
+    moves = Budget(min(max(3e4, 40 * n_passes), 1e5 + 8 * n_passes))
+    plan = _at_limit(problem, tries, moves)
+    plan = _below_limit(problem, plan, tries, moves)
     if kind == "best":
-        end = Budget(math.inf, seconds)
-        turn = 0
-        while plan.span > target and end.is_left:
-            turn += 1
-            budget = Budget(300 * n_passes, end.seconds_left)
-            plan = _improved(problem, found, plan, target, budget, turn)
+        plan = wander(problem, plan, Budget(math.inf, seconds))
     return plan
 
 
-def _improved(
-    problem: WaveProblem,
-    found: Sequence[Seed],
-    plan: Plan,
-    target: float,
-    budget: Budget,
-    turn: int,
+def _at_limit(
+    problem: WaveProblem, tries: Budget, moves: Budget, below: float = math.inf
 ) -> Plan:
-    """Search from settings with half of the budget; then move passes of the plan.
+    """Take the best seed, and move its passes; give up seeds not below a span."""
+    found = seeds(problem, tries, below=below)
+    return improve(problem, found[0].plan, moves, Random(0))
 
-    The first turn begins at the best settings, later ones at any good ones.
+
+def _below_limit(
+    problem: WaveProblem, plan: Plan, tries: Budget, moves: Budget
+) -> Plan:
+    """Plan as if there were less memory: more must not give a longer plan.
+
+    A plan under less memory is a plan under more. The limits are the quarters of M_B
+    below the given one. At the first whose lower bound is not below the best span, no
+    lower one can help. If the budget lasts until there, the plan cannot get longer
+    when a limit of quarters is raised. Seeds that moves can hardly make better than the
+    best plan are given up.
     """
-    rng = Random(turn)
-    starts = [seed for seed in found if seed.knobs is not None]
-    if starts and plan.span > target:
-        rank = int(rng.expovariate(0.5)) if turn else 0
-        seed = starts[min(rank, len(starts) - 1)]
-        assert seed.knobs is not None
-        half = Budget(budget.passes / 2, budget.seconds_left)
-        result = search(problem, seed.plan, seed.knobs, target, half, rng)
-        budget.spend(half.spent)
-        plan = min(plan, retime(problem, result), key=lambda one: one.span)
-    return improve(problem, plan, target, budget, rng)
+    once = tries.spent + moves.spent
+    n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
+    budget = Budget(min(300 * n_passes, 6e5))
+    for lower in problem.lower_limits():
+        if budget.passes - budget.spent < once:
+            break
+        if max(problem.target, lower.target) >= plan.span:
+            break
+        tries, moves = Budget(tries.passes), Budget(moves.passes)
+        other = _at_limit(lower, tries, moves, below=1.03 * plan.span)
+        budget.spend(tries.spent + moves.spent)
+        plan = min(plan, other, key=lambda one: one.span)
+    return plan

@@ -30,17 +30,15 @@ Block = tuple[int, int, int]
 """A stage, and the first and the last place of the block in its row."""
 
 
-def improve(
-    problem: WaveProblem, plan: Plan, target: float, budget: Budget, rng: Random
-) -> Plan:
-    """Climb from a plan; stop at the target span, or when the budget is spent."""
+def improve(problem: WaveProblem, plan: Plan, budget: Budget, rng: Random) -> Plan:
+    """Climb from a plan; stop at the lower bound, or when the budget is spent."""
     n_passes = COST * sum(map(len, plan.rows))
     rows, best = list(plan.rows), plan
     times = time_rows(problem, rows)
     assert times is not None
     blocks = list(_blocks(problem, rows, times))
     slack = 1e-9 * times.span
-    while blocks and budget.is_left and best.span > target:
+    while blocks and budget.is_left and best.span > problem.target:
         budget.spend(n_passes)
         stage, row = _changed(rows, blocks, rng)
         if not _is_valid(problem, stage, row):

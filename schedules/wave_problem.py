@@ -13,8 +13,8 @@ take turns: within a number they run first in, first out, so a row of numbers sa
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zbpp.core import (
@@ -28,6 +28,7 @@ from zbpp.core import (
     PassTimes,
     Placement,
     Step,
+    lower_bound_on,
 )
 
 __all__ = ["Plan", "Rows", "WaveProblem"]
@@ -90,6 +91,28 @@ class WaveProblem:
         memory = self.memory
         limit = None if math.inf in memory.limit else memory.limit
         return MemoryModel(memory.m_b, memory.m_w, limit)
+
+    @cached_property
+    def target(self) -> float:
+        """The lower bound of the largest span, and what rounding adds to it."""
+        bound = lower_bound_on(self.times, self.memory, self.n_microbatches)
+        return bound * (1 + 1e-9)
+
+    def lower_limits(self) -> Iterator["WaveProblem"]:
+        """The same under less memory: all quarters of M_B below, down to one M_B."""
+        held = self.memory.m_b
+        whole = [sum(held[chunk] for chunk in own) for own in self.placement.chunks_of]
+        ratios = [
+            limit / one if one > 0 else math.inf
+            for limit, one in zip(self.memory.limit, whole, strict=True)
+        ]
+        most = min(max(ratios), self.n_microbatches)
+        for quarters in range(math.ceil(4 * most * (1 - 1e-9)) - 1, 3, -1):
+            limit = tuple(
+                min(limit, quarters / 4 * one)
+                for limit, one in zip(self.memory.limit, whole, strict=True)
+            )
+            yield replace(self, memory=replace(self.memory, limit=limit))
 
     def chunk(self, q: int) -> int:
         """The chunk of a number."""

@@ -1,4 +1,4 @@
-"""Improve a greedy plan by changing its settings: take every result not worse.
+"""Improve greedy plans by changing their settings: take every result not worse.
 
 A step changes one to three settings: the cap, the W's lateness or the hold of a stage
 (or of all stages from it on), or how early a number of the chain comes (on a stage or
@@ -6,34 +6,58 @@ everywhere). A run of the greedy planner ends as soon as it cannot be better, so
 steps are cheap.
 """
 
+import math
 from dataclasses import replace
 from random import Random
 
 from zbpp.schedules.effort import Budget
+from zbpp.schedules.wave_critical import improve
 from zbpp.schedules.wave_greedy import Knobs, greedy
 from zbpp.schedules.wave_problem import Plan, WaveProblem
+from zbpp.schedules.wave_seeds import seeds
+from zbpp.schedules.wave_times import retime
 
-__all__ = ["search"]
+__all__ = ["wander"]
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SHIFTS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 LISTS = ("late", "late_tail", "hold", "hold_later")
 
 
-def search(
+def wander(problem: WaveProblem, plan: Plan, budget: Budget) -> Plan:
+    """Climb from good settings, again and again; stop at the lower bound.
+
+    The best plan of each turn goes on to `improve`. The budget must have an end in
+    time: the turns are drawn at random, always in the same order.
+    """
+    found = seeds(problem, Budget(math.inf, budget.seconds_left), margin=0.05)
+    starts = [seed for seed in found if seed.knobs is not None]
+    n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
+    rng = Random(1)
+    while starts and plan.span > problem.target and budget.is_left:
+        seed = starts[min(int(rng.expovariate(0.5)), len(starts) - 1)]
+        assert seed.knobs is not None
+        turn = Budget(200 * n_passes, budget.seconds_left)
+        other = retime(problem, _climb(problem, seed.plan, seed.knobs, turn, rng))
+        plan = min(plan, other, key=lambda one: one.span)
+        turn = Budget(60 * n_passes, budget.seconds_left)
+        plan = improve(problem, plan, turn, rng)
+    return plan
+
+
+def _climb(
     problem: WaveProblem,
     plan: Plan,
     knobs: Knobs,
-    target: float,
     budget: Budget,
     rng: Random,
 ) -> Plan:
-    """Climb from settings that gave a plan; stop at the target span.
+    """Climb from settings that gave a plan; stop at the lower bound.
 
     Or when the budget is spent.
     """
     slack = 1 + 1e-12
-    while plan.span > target and budget.is_left:
+    while plan.span > problem.target and budget.is_left:
         budget.spend(problem.n_stages)
         trial = knobs
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -47,7 +71,10 @@ def search(
 def _changed(problem: WaveProblem, knobs: Knobs, rng: Random) -> Knobs:
     p, m = problem.n_stages, problem.n_microbatches
     first = rng.randrange(p)
-    stages = {first} if rng.random() < 0.6 else set(range(first, p))
+    reach = rng.choice((1, 1, 2, 3, 4))
+    stages = {1: {first}, 2: set(range(first, p)), 3: set(range(first + 1))}.get(
+        reach, set(range(p))
+    )
     what = rng.choice(("caps", "fresh", "shift", "shift", *LISTS))
     if what in ("caps", "fresh"):
         change = rng.choice((-2, -1, 1, 2))

@@ -106,22 +106,30 @@ Attempt = Callable[[float], Seed | None]
 
 
 def seeds(
-    problem: WaveProblem, target: float, margin: float, budget: Budget
+    problem: WaveProblem,
+    budget: Budget,
+    *,
+    margin: float = 0.0,
+    below: float = math.inf,
 ) -> list[Seed]:
-    """Plan by all of them, best first; stop at the target span.
+    """Plan by all of them, best first; stop at the lower bound.
 
-    A run is given up when it falls behind the best by more than the margin, a share.
+    A run is given up when it falls behind the best, or behind the span ``below``, by
+    more than the margin, a share. If all are, the first one is run to its end.
     """
     found: list[Seed] = []
-    below = math.inf
     for attempt in _attempts(problem, budget):
-        seed = attempt(below)
+        seed = attempt(below * (1 + margin))
         if seed is None:
             continue
         found.append(seed)
-        below = min(below, seed.plan.span * (1 + margin))
-        if seed.plan.span <= target or not budget.is_left:
+        below = min(below, seed.plan.span)
+        if seed.plan.span <= problem.target or not budget.is_left:
             break
+    if not found:
+        last = _obey(problem, RULES[0], partial(_order, problem), budget, math.inf)
+        assert last is not None
+        found.append(last)
     return sorted(found, key=lambda seed: seed.plan.span)
 
 

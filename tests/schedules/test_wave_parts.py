@@ -48,7 +48,7 @@ def schedule_of(problem: WaveProblem, plan: Plan) -> Schedule:
 @pytest.mark.parametrize("seed", range(15))
 def test_rows_are_timed_as_the_simulator_does(seed):
     problem, costs = case(seed)
-    plan = seeds(problem, 0.0, 0.0, Budget(math.inf))[0].plan
+    plan = seeds(problem, Budget(math.inf))[0].plan
     times = time_rows(problem, plan.rows)
     assert times is not None
     timeline = simulate(schedule_of(problem, plan), costs)
@@ -60,7 +60,7 @@ def test_rows_are_timed_as_the_simulator_does(seed):
 
 def test_rows_that_wait_for_one_another_have_no_times():
     problem, _ = case(0)
-    plan = seeds(problem, 0.0, 0.0, Budget(math.inf))[0].plan
+    plan = seeds(problem, Budget(math.inf))[0].plan
     rows = [row[::-1] for row in plan.rows]
     assert time_rows(problem, rows) is None
 
@@ -68,9 +68,9 @@ def test_rows_that_wait_for_one_another_have_no_times():
 @pytest.mark.parametrize("seed", range(15))
 def test_moves_on_the_critical_path_keep_the_plan_valid(seed):
     problem, costs = case(seed)
-    found = seeds(problem, 0.0, 0.0, Budget(math.inf))
+    found = seeds(problem, Budget(math.inf))
     worst = found[-1].plan
-    better = improve(problem, worst, 0.0, Budget(2e4), Random(0))
+    better = improve(problem, worst, Budget(2e4), Random(0))
     assert better.span <= worst.span
     timeline = simulate(schedule_of(problem, better), costs)
     assert span(timeline) == pytest.approx(better.span, rel=1e-12)
@@ -81,17 +81,23 @@ def test_moves_on_the_critical_path_shorten_most_plans():
     shorter = 0
     for seed in range(15):
         problem, _ = case(seed)
-        worst = seeds(problem, 0.0, 0.0, Budget(math.inf))[-1].plan
-        plan = improve(problem, worst, 0.0, Budget(2e4), Random(0))
+        worst = seeds(problem, Budget(math.inf))[-1].plan
+        plan = improve(problem, worst, Budget(2e4), Random(0))
         shorter += plan.span < worst.span * 0.999
     assert shorter >= 10
 
 
-def test_moves_stop_at_the_target_and_at_the_end_of_the_budget():
+def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget():
     problem, _ = case(1)
-    plan = seeds(problem, 0.0, 0.0, Budget(math.inf))[-1].plan
-    assert improve(problem, plan, plan.span, Budget(1e4), Random(0)) is plan
-    assert improve(problem, plan, 0.0, Budget(0), Random(0)) is plan
+    plan = seeds(problem, Budget(math.inf))[-1].plan
+    assert improve(problem, plan, Budget(0), Random(0)) is plan
+    unit = WaveProblem.of(
+        Placement.wave(4), 8, Costs(2.0, 2.0, 2.0), MemoryModel(limit=4.0)
+    )
+    best = seeds(unit, Budget(math.inf))[0].plan
+    budget = Budget(1e4)
+    assert improve(unit, best, budget, Random(0)) is best
+    assert budget.spent == 0
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (6, 20)])

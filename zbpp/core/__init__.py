@@ -1,6 +1,6 @@
 """Values that every layer shares; standard library only."""
 
-from zbpp.core.bounds import lower_bound, lower_bounds
+from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
 from zbpp.core.clock import Clock
 from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
 from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
@@ -65,6 +65,7 @@ __all__ = [
     "held_during",
     "longest_span",
     "lower_bound",
+    "lower_bound_on",
     "lower_bounds",
     "parse_costs",
     "parse_job",

@@ -48,7 +48,7 @@ from zbpp.core.bounds_turns import turns
 from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
 from zbpp.core.placement import Placement
 
-__all__ = ["lower_bound", "lower_bounds"]
+__all__ = ["lower_bound", "lower_bound_on", "lower_bounds"]
 
 _MARGIN = 1e-9  # relative; a limit of 0.3 holds three times 0.1
 _UNIT = Costs()
@@ -84,9 +84,20 @@ def lower_bounds(
     """
     times = costs.on(placement)
     held = (memory or MemoryModel()).on(placement, times.splits)
-    bounds = _Bounds(times, held, n_microbatches)
-    views = list(all_chunks(times, held, n_microbatches))
-    stages = range(placement.n_stages)
+    return _all_bounds(times, held, n_microbatches)
+
+
+def lower_bound_on(times: PassTimes, memory: ChunkMemory, n_microbatches: int) -> float:
+    """Return the best bound for times and memory that are on their placement."""
+    return max(_all_bounds(times, memory, n_microbatches).values())
+
+
+def _all_bounds(
+    times: PassTimes, memory: ChunkMemory, n_microbatches: int
+) -> dict[str, float]:
+    bounds = _Bounds(times, memory, n_microbatches)
+    views = list(all_chunks(times, memory, n_microbatches))
+    stages = range(times.placement.n_stages)
     return {
         "work": max(bounds.work(stage) for stage in stages),
         "bottleneck": max(bounds.bottleneck(stage) for stage in stages),
