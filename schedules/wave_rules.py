@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from zbpp.core import PassKind
 from zbpp.schedules.wave_greedy import Knobs, chain_offsets
 from zbpp.schedules.wave_problem import Rows, WaveProblem
-from zbpp.schedules.zb_v import plan_zb_v
+from zbpp.schedules.zb_v import zb_v_cells
 
 __all__ = ["RULES", "Rule", "is_v", "knobs_of", "order_of"]
 
@@ -146,17 +146,16 @@ def _ranks(
 
 
 def _zb_v_rows(problem: WaveProblem) -> Rows:
-    schedule = plan_zb_v(
-        n_stages=problem.n_stages, n_microbatches=problem.n_microbatches
-    )
     last = 2 * problem.n_chunks - 1
     return [
         [
-            job.chunk if job.kind is PassKind.F else last - job.chunk
-            for job in problem.passes(order)
-            if job.kind is not PassKind.W
+            chunk if kind is PassKind.F else last - chunk
+            for kind, chunk, _ in zb_v_cells(
+                stage, problem.n_stages, problem.n_microbatches
+            )
+            if kind is not PassKind.W
         ]
-        for order in schedule.orders
+        for stage in range(problem.n_stages)
     ]
 
 

@@ -16,9 +16,11 @@ No idle time when F = B = W, no communication and m >= 2p-1 (Qi et al., arXiv
 2401.10241, section 6; the pattern is fixed, for other times it must adapt).
 """
 
+from collections.abc import Iterator
+
 from zbpp.core import Order, Pass, PassKind, Placement, Schedule, Step
 
-__all__ = ["plan_zb_v"]
+__all__ = ["plan_zb_v", "zb_v_cells"]
 
 F, B, W = PassKind.F, PassKind.B, PassKind.W
 
@@ -33,15 +35,20 @@ def plan_zb_v(*, n_stages: int, n_microbatches: int) -> Schedule:
     Raises:
         RequestError: there is no stage or no micro-batch.
     """
-    first = min(0, n_microbatches - (2 * n_stages - 1))
-    orders = tuple(
-        _order(stage, n_stages, range(first, n_microbatches))
-        for stage in range(n_stages)
-    )
+    orders = tuple(_order(stage, n_stages, n_microbatches) for stage in range(n_stages))
     return Schedule("ZBV", Placement.wave(n_stages), n_microbatches, orders)
 
 
-def _order(stage: int, n_stages: int, microbatches: range) -> Order:
+def _order(stage: int, n_stages: int, n_microbatches: int) -> Order:
+    cells = zb_v_cells(stage, n_stages, n_microbatches)
+    return (*(Pass(kind, chunk, i) for kind, chunk, i in cells), Step(stage))
+
+
+def zb_v_cells(
+    stage: int, n_stages: int, n_microbatches: int
+) -> Iterator[tuple[PassKind, int, int]]:
+    """Yield the kind, the chunk and the micro-batch of every pass of a stage."""
+    first = min(0, n_microbatches - (2 * n_stages - 1))
     down, up = stage, 2 * n_stages - 1 - stage
     below = n_stages - stage  # stages from here to the turn of the V
     phases = (
@@ -51,7 +58,7 @@ def _order(stage: int, n_stages: int, microbatches: range) -> Order:
         (below, [(F, up), (B, up), (W, up)]),
         # steady: one micro-batch through both chunks; later no F is left to begin
         (
-            len(microbatches) - 2 * n_stages + 1 + stage,
+            n_microbatches - first - 2 * n_stages + 1 + stage,
             [(F, down), (B, down), (W, down), (F, up), (B, up), (W, up)],
         ),
         (below - 1, [(B, down), (W, down), (F, up), (B, up), (W, up)]),
@@ -61,15 +68,11 @@ def _order(stage: int, n_stages: int, microbatches: range) -> Order:
         (stage, [(W, up)]),
         (stage, [(W, down)]),
     )
-    passes = {
-        (kind, chunk): iter([Pass(kind, chunk, i) for i in microbatches])
-        for kind in (F, B, W)
-        for chunk in (down, up)
-    }
-    order = [
-        next(passes[cell])
-        for times, cells in phases
-        for _ in range(times)
-        for cell in cells
-    ]
-    return (*(job for job in order if job.microbatch >= 0), Step(stage))
+    done = {(kind, chunk): first for kind in (F, B, W) for chunk in (down, up)}
+    for times, cells in phases:
+        for _ in range(times):
+            for cell in cells:
+                microbatch = done[cell]
+                done[cell] = microbatch + 1
+                if microbatch >= 0:
+                    yield *cell, microbatch
