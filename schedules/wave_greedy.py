@@ -67,7 +67,7 @@ def greedy(
     tiny = 1e-9 * (max(problem.work) / m or 1.0)
     limit = [one * (1 + 1e-9) for one in problem.memory.limit]
     forwards = [numbers[s][: len(numbers[s]) // 2] for s in stages]
-    backwards = [numbers[s][len(numbers[s]) // 2 :] for s in stages]
+    first_b = [numbers[s][len(numbers[s]) // 2] for s in stages]
     # With this much room an F fits whatever else is to come.
     whole = [sum(change[q] for q in own) for own in forwards]
     ample = [
@@ -110,7 +110,7 @@ def greedy(
         chosen = -1
         best = best_coming = soonest = unknown
         starved = False
-        back = done[backwards[stage][0]]
+        back = done[first_b[stage]]
         room = limit[stage] - held[stage]
         if room >= ample[stage]:
             need = -1.0
@@ -118,46 +118,32 @@ def greedy(
             need = 0.0
         else:
             need = max(0.0, _reserve(mine, done, change, back))
-        extra = bonus if was_forward[stage] else 0.0
-        for q in forwards[stage]:
+        f_extra = bonus if was_forward[stage] else 0.0
+        b_extra = bonus - f_extra
+        for q in mine:
             arrival = following[q]
             if arrival == unknown:
                 continue
             i = done[q]
-            if q == mine[0] and (
-                i - done[mine[-1]] >= caps[stage] or i - back >= fresh[stage]
-            ):
-                continue
-            if need >= 0 and (
-                change[q] > room or (need if i == back else need + change[q]) > room
-            ):
-                starved = starved or arrival <= soon
-                continue
-            rank = ranks[q][i] + extra
+            if q < n_chunks:
+                if q == mine[0] and (
+                    i - done[mine[-1]] >= caps[stage] or i - back >= fresh[stage]
+                ):
+                    continue
+                if need >= 0 and (
+                    change[q] > room or (need if i == back else need + change[q]) > room
+                ):
+                    starved = starved or arrival <= soon
+                    continue
+                rank = ranks[q][i] + f_extra
+            else:
+                rank = ranks[q][i] + b_extra
             known.append((rank, arrival, q))
             if arrival > soon:
-                if rank < best_coming:
-                    best_coming = rank
-                if arrival < soonest:
-                    soonest = arrival
+                best_coming = min(best_coming, rank)
+                soonest = min(soonest, arrival)
             elif rank < best:
-                best = rank
-                chosen = q
-        extra = bonus - extra
-        for q in backwards[stage]:
-            arrival = following[q]
-            if arrival == unknown:
-                continue
-            rank = ranks[q][done[q]] + extra
-            known.append((rank, arrival, q))
-            if arrival > soon:
-                if rank < best_coming:
-                    best_coming = rank
-                if arrival < soonest:
-                    soonest = arrival
-            elif rank < best:
-                best = rank
-                chosen = q
+                best, chosen = rank, q
         if 0 <= chosen < n_chunks and best_coming < best:
             chosen = _patient(
                 known, now, tiny, time, n_chunks, hold[stage], later[stage]
@@ -170,8 +156,8 @@ def greedy(
                 chosen = q
                 weights_done[stage] += 1
         if chosen < 0:  # sleep until something arrives
-            known = [following[q] for q in mine if following[q] > soon]
-            wake[stage] = min(known, default=unknown)
+            arrivals = [following[q] for q in mine if following[q] > soon]
+            wake[stage] = min(arrivals, default=unknown)
             if wake[stage] < unknown:
                 heappush(heap, (wake[stage], stage))
             continue
