@@ -136,11 +136,11 @@ def _best(problem: WaveProblem, effort: str) -> Plan:
     kind, seconds = parse_effort(effort)
     n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
     if kind == "fast":
-        tries = Budget(min(24 * n_passes, max(2e6, n_passes)))
-        few = Budget(min(12 * n_passes, 5e4 + n_passes))
+        tries = Budget(min(24 * n_passes, 2e6))
+        few = Budget(min(12 * n_passes, 1e5))
         return _at_limit(problem, tries, few)
-    tries = Budget(max(2e6, 16 * n_passes))
-    moves = Budget(min(max(3e4, 40 * n_passes), 1e5 + 8 * n_passes))
+    tries = Budget(max(2e6, min(16 * n_passes, 4e6)))
+    moves = Budget(min(max(3e4, 40 * n_passes), 1e5 + 8 * n_passes, 2e6))
     plan = _at_limit(problem, tries, moves)
     plan = _below_limit(problem, plan, tries, moves)
     if kind == "best":

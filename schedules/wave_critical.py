@@ -33,6 +33,8 @@ Block = tuple[int, int, int]
 def improve(problem: WaveProblem, plan: Plan, budget: Budget, rng: Random) -> Plan:
     """Climb from a plan; stop at the lower bound, or when the budget is spent."""
     n_passes = COST * sum(map(len, plan.rows))
+    if plan.span <= problem.target or budget.passes - budget.spent < n_passes:
+        return plan
     rows, best = list(plan.rows), plan
     times = time_rows(problem, rows)
     assert times is not None
