@@ -82,6 +82,16 @@ def test_requests_that_cannot_be_met_are_refused_before_any_process(flags, messa
         check(options)
 
 
+def test_the_effort_reaches_the_planner(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "zbpp.training.setup.plan", lambda mode, **request: asked.append(request)
+    )
+    schedule_of(Train(effort="fast"))
+    schedule_of(Train())
+    assert [request["effort"] for request in asked] == ["fast", "default"]
+
+
 def test_the_memory_limit_overrules_that_of_the_costs_file(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text('{"f": 2, "memory_limit": 7}')

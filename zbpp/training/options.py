@@ -67,6 +67,9 @@ class Train:
     """Costs file for the plan and for the simulated bubble rate."""
     memory_limit: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """Largest activation memory of a stage, in the unit of the costs."""
+    effort: Literal["fast", "default"] = "default"
+    """How hard to search; every process plans for itself, so for more let zbpp plan
+    write a file."""
     emulate: _Path = None
     """Costs file in ms: layers that sleep instead, to compare with the simulation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -65,6 +65,7 @@ def schedule_of(options: Train) -> Schedule:
         n_microbatches=n_microbatches,
         costs=costs,
         memory=memory,
+        effort=options.effort,
     )
 
 
