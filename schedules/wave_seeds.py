@@ -1,8 +1,9 @@
 """Where the search for a wave begins: greedy plans by rules, rounds, known orders.
 
-Of the rules of `wave_rules` each gives a greedy plan. Two orders are kept as they are,
-with the W's placed by time: that of ZB-V, and the one that is not stretched. A V is
-planned in rounds too. The plan that is best so far cuts the others short.
+Of the rules of `wave_rules` each gives a greedy plan. Some orders are kept as they are,
+with the W's placed by time: the one that is not stretched, and for a V those of ZB-V,
+V-Min and V-Half. A V is planned in rounds too. The plan that is best so far cuts the
+others short.
 """
 
 import math
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from zbpp.schedules.effort import Budget
+from zbpp.schedules.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.wave_fixed import place_weights
 from zbpp.schedules.wave_greedy import Knobs, greedy
 from zbpp.schedules.wave_problem import Plan, Rows, WaveProblem
@@ -65,9 +67,12 @@ def _attempts(problem: WaveProblem, budget: Budget) -> Iterator[Attempt]:
     v = is_v(problem)
     order = lru_cache(partial(order_of, problem))
     if v:
-        yield partial(_keep, problem, order, 0.0, 0.5, budget)
+        yield partial(_keep, problem, partial(order, 0.0), 0.5, budget)
         yield partial(_round, problem, budget)
-    yield partial(_keep, problem, order, 1.0, 1.0, budget)
+        yield partial(_keep, problem, partial(order, 0.0), 0.75, budget)
+        yield partial(_keep, problem, partial(v_min_rows, problem), 0.0, budget)
+        yield partial(_keep, problem, partial(v_half_rows, problem), 0.75, budget)
+    yield partial(_keep, problem, partial(order, 1.0), 1.0, budget)
     for rule in RULES:
         if v or rule.stretch > 0:
             yield partial(_obey, problem, rule, order, budget)
@@ -75,14 +80,13 @@ def _attempts(problem: WaveProblem, budget: Budget) -> Iterator[Attempt]:
 
 def _keep(
     problem: WaveProblem,
-    order: Callable[[float], Rows],
-    stretch: float,
+    rows: Callable[[], Rows],
     late: float,
     budget: Budget,
     below: float,
 ) -> Seed | None:
     budget.spend(2 * problem.n_chunks * problem.n_microbatches)
-    plan = place_weights(problem, order(stretch), [late] * problem.n_stages, below)
+    plan = place_weights(problem, rows(), [late] * problem.n_stages, below)
     return None if plan is None else Seed(retime(problem, plan), None)
 
 

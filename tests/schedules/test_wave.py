@@ -19,7 +19,12 @@ from zbpp.core import (
     peaks,
 )
 from zbpp.schedules.v_modes import plan_v_half, plan_v_min, plan_zbv, plan_zbvpp
+from zbpp.schedules.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.wave import plan_wave
+from zbpp.schedules.wave_fixed import place_weights
+from zbpp.schedules.wave_problem import WaveProblem
+from zbpp.schedules.wave_times import retime
+from zbpp.schedules.zb_v import plan_zb_v
 from zbpp.simulator import bubble_rate, simulate, span
 
 DATA = Path(__file__).parents[1] / "data"
@@ -217,6 +222,50 @@ def test_small_rows_of_the_peers_are_met(row):
 @pytest.mark.parametrize("row", PEERS, ids=name_of)
 def test_rows_of_the_peers_are_met(row):
     assert of_peer(row) <= row["v"]["bubble"] + 1e-5
+
+
+MODELS = {
+    "unit": (Costs(), 0.5),
+    "1.5B": (Costs(18.522, 18.086, 9.337, 0.601), 0.366412),
+    "28.3B": (Costs(10.408, 10.204, 7.703, 0.408), 0.432432),
+}
+PATTERNS = {
+    "V-Min": (v_min_rows, lambda p: (p + 4) // 3),
+    "V-Half": (v_half_rows, lambda p: (p + 2) // 2),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("p", "m"), [(4, 4), (6, 9), (7, 14), (12, 24)])
+def test_published_patterns_are_met(pattern, model, p, m):
+    """Under the memory of a pattern, whenever its W's are placed."""
+    rows_of, limit = PATTERNS[pattern]
+    costs, share = MODELS[model]
+    memory = MemoryModel(m_w=share, limit=limit(p))
+    problem = WaveProblem.of(Placement.wave(p), m, costs, memory)
+    lates = (0.0, 0.5, 0.75, 1.0)
+    found = [
+        place_weights(problem, rows_of(problem), [late] * p, math.inf) for late in lates
+    ]
+    spans = [retime(problem, plan).span for plan in found if plan is not None]
+    assert spans
+    schedule = plan_zbv(
+        n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
+    )
+    assert span(simulate(schedule, costs)) <= min(spans) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (6, 9), (7, 10), (16, 24)])
+def test_the_hand_made_zb_v_is_met(model, p, m):
+    costs, share = MODELS[model]
+    memory = MemoryModel(m_w=share, limit=float(p))
+    hand_made = span(simulate(plan_zb_v(n_stages=p, n_microbatches=m), costs))
+    schedule = plan_zbv(
+        n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
+    )
+    assert span(simulate(schedule, costs)) <= hand_made * (1 + 1e-9)
 
 
 def test_a_span_is_finite_for_times_of_zero():

@@ -1,0 +1,56 @@
+"""The orders of V-Min and V-Half, two repeating patterns (arXiv 2405.15362).
+
+A micro-batch begins six units of time after the one before: two passes of each of F, B
+and W on every stage. These are the times at which the first one begins its F's and B's
+on stage s; the waits keep two passes of a stage from meeting:
+
+             F down   F up             B down             B up              memory
+    V-Min    s        2p - 1 - s       2p + s + wait      4p - 1 - s + wait    about p/3
+             wait: 2 if 3 divides p
+    V-Half   2s       3p - 2 - s       3p - 1 + 2s + wait 6p - 2 - s + wait    about p/2
+             wait: 3 if p is even
+
+Only the order of the F's and B's is taken from them; the times are the real ones, and
+the W's are placed by `place_weights`.
+"""
+
+from zbpp.schedules.wave_problem import Rows, WaveProblem
+
+__all__ = ["v_half_rows", "v_min_rows"]
+
+PERIOD = 6
+
+
+def v_min_rows(problem: WaveProblem) -> Rows:
+    """Order the F's and B's of every stage as V-Min does."""
+    p = problem.n_stages
+    wait = 0 if p % 3 else 2
+    return _rows(
+        problem,
+        [(s, 2 * p - 1 - s, 2 * p + s + wait, 4 * p - 1 - s + wait) for s in range(p)],
+    )
+
+
+def v_half_rows(problem: WaveProblem) -> Rows:
+    """Order the F's and B's of every stage as V-Half does."""
+    p = problem.n_stages
+    wait = 0 if p % 2 else 3
+    return _rows(
+        problem,
+        [
+            (2 * s, 3 * p - 2 - s, 3 * p - 1 + 2 * s + wait, 6 * p - 2 - s + wait)
+            for s in range(p)
+        ],
+    )
+
+
+def _rows(problem: WaveProblem, starts: list[tuple[int, int, int, int]]) -> Rows:
+    rows = []
+    for numbers, first in zip(problem.numbers, starts, strict=True):
+        passes = sorted(
+            (PERIOD * i + start, q)
+            for q, start in zip(numbers, first, strict=True)
+            for i in range(problem.n_microbatches)
+        )
+        rows.append([q for _, q in passes])
+    return rows
