@@ -169,7 +169,7 @@ def _below_limit(
     """
     once = tries.spent + moves.spent
     n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
-    budget = Budget(min(300 * n_passes, 6e5))
+    budget = Budget(min(200 * n_passes, 6e5))
     for lower in problem.lower_limits():
         if budget.passes - budget.spent < once:
             break
