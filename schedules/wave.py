@@ -159,18 +159,17 @@ def _at_limit(
 def _below_limit(
     problem: WaveProblem, plan: Plan, tries: Budget, moves: Budget
 ) -> Plan:
-    """Plan as if there were less memory: more must not give a longer plan.
+    """Plan as if there were less memory: more should not give a longer plan.
 
     A plan under less memory is a plan under more. The limits are the quarters of M_B
-    below the given one. At the first whose lower bound is not below the best span, no
-    lower one can help. If the budget lasts until there, the plan cannot get longer
-    when a limit of quarters is raised. Seeds that moves can hardly make better than the
-    best plan are given up.
+    below what the plan holds, from the top, while the budget lasts; at the first whose
+    lower bound is not below the best span, no lower one can help. Seeds that moves can
+    hardly make better than the best plan are given up.
     """
     once = tries.spent + moves.spent
     n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
-    budget = Budget(min(200 * n_passes, 6e5))
-    for lower in problem.lower_limits():
+    budget = Budget(min(max(2e5, 200 * n_passes), 6e5))
+    for lower in problem.lower_limits(plan.rows):
         if budget.passes - budget.spent < once:
             break
         if max(problem.target, lower.target) >= plan.span:

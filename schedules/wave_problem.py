@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from zbpp.core import (
     ChunkMemory,
@@ -98,15 +99,15 @@ class WaveProblem:
         bound = lower_bound_on(self.times, self.memory, self.n_microbatches)
         return bound * (1 + 1e-9)
 
-    def lower_limits(self) -> Iterator["WaveProblem"]:
-        """The same under less memory: all quarters of M_B below, down to one M_B."""
+    def lower_limits(self, rows: Rows) -> Iterator["WaveProblem"]:
+        """The same under less memory than some rows hold: all quarters of M_B below."""
         held = self.memory.m_b
         whole = [sum(held[chunk] for chunk in own) for own in self.placement.chunks_of]
-        ratios = [
-            limit / one if one > 0 else math.inf
-            for limit, one in zip(self.memory.limit, whole, strict=True)
-        ]
-        most = min(max(ratios), self.n_microbatches)
+        peaks = [max(accumulate(map(self.change.__getitem__, row))) for row in rows]
+        most = max(
+            peak / one if one > 0 else 0.0
+            for peak, one in zip(peaks, whole, strict=True)
+        )
         for quarters in range(math.ceil(4 * most * (1 - 1e-9)) - 1, 3, -1):
             limit = tuple(
                 min(limit, quarters / 4 * one)
