@@ -1,0 +1,158 @@
+"""Find, in the graph of one forward, the weight gradients that can wait for W.
+
+    y ── Addmm ──┬── x ...                      B goes on here
+                 └── T ── weight (a leaf)       W starts here
+
+A matrix product or convolution is split if one of its operands is a leaf that is used
+nowhere else in the graph, or a view or cast of one. All that lies between the product
+and the leaf (the transpose, autocast's cast, the leaf's hooks) then runs in W, by
+autograd itself; so nothing has to be known about it.
+
+A leaf with a second use stays in B: its gradients would be added up in another order.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from zbpp.runtime.torch_private import can_read_saved
+from zbpp.runtime.weight_gradients import RULES, Rule
+
+__all__ = ["Harvest", "Product", "harvest"]
+
+_LEAF = "AccumulateGrad"
+_REENTRANT = "CheckpointFunctionBackward"
+
+_VIEWS_AND_CASTS = {
+    *("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"),
+    *("UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0"),
+    *("UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1"),
+    *("AliasBackward0", "ExpandBackward0", "CloneBackward0"),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A node to split: its rule, the deferred operands, and where W goes on."""
+
+    node: Any
+    rule: Rule
+    operands: tuple[int, ...]
+    edges: tuple[GradientEdge, ...]
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """What B computes and what it leaves.
+
+    Args:
+        products: nodes to split.
+        leaves: all leaves whose gradient is computed in B.
+        where: for each leaf, ``"W"``, or ``"B: "`` and the reason.
+    """
+
+    products: list[Product]
+    leaves: list[Tensor]
+    where: dict[Tensor, str]
+
+
+def harvest(roots: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Harvest:
+    """Walk the graph that ends in the roots.
+
+    Args:
+        roots: tensors that require a gradient.
+        inputs: leaves whose gradients the stage above waits for.
+    """
+    nodes, uses = _walk(get_gradient_edge(root).node for root in roots)
+    kept = {id(x) for x in inputs}
+    products: list[Product] = []
+    reasons: dict[Any, str] = {}
+    deferred: set[Any] = set()
+    is_reentrant = any(type(node).__name__ == _REENTRANT for node in nodes)
+    for node in nodes if not is_reentrant else ():
+        rule = RULES.get(type(node).__name__)
+        if rule is None:
+            continue
+        found = _split(node, rule, uses, kept, reasons)
+        if found is not None:
+            product, leaves = found
+            products.append(product)
+            deferred.update(leaves)
+    where: dict[Tensor, str] = {}
+    left: list[Tensor] = []
+    for node in nodes:
+        if type(node).__name__ != _LEAF:
+            continue
+        leaf = node.variable  # type: ignore[attr-defined]
+        if node in deferred:
+            where[leaf] = "W"
+            continue
+        left.append(leaf)
+        if id(leaf) not in kept:
+            reason = reasons.get(node, "no product's weight")
+            where[leaf] = f"B: {'reentrant checkpoint' if is_reentrant else reason}"
+    return Harvest(products, left, where)
+
+
+def _walk(roots: Iterable[Node]) -> tuple[list[Node], Counter[Node]]:
+    """All nodes, each once, and how many edges lead to each."""
+    uses = Counter(roots)
+    nodes = list(uses)
+    for node in nodes:  # grows as we go
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if below not in uses:
+                nodes.append(below)
+            uses[below] += 1
+    return nodes, uses
+
+
+def _split(
+    node: Any,
+    rule: Rule,
+    uses: Counter[Node],
+    kept: set[int],
+    reasons: dict[Any, str],
+) -> tuple[Product, list[Any]] | None:
+    """Take the first choice of operands that can all be deferred."""
+    edges = node.next_functions
+    for choice, reads in zip(rule.choices, rule.reads, strict=True):
+        operands = tuple(i for i in choice if edges[i][0] is not None)
+        if choice[0] not in operands:
+            continue
+        leaves = [_leaf_above(edges[i][0], uses, kept, reasons) for i in operands]
+        if None in leaves:
+            why = "goes with an operand that stays in B"
+        elif not all(can_read_saved(node, name) for name in reads):
+            why = "packed by saved-tensor hooks"
+        else:
+            chosen = tuple(GradientEdge(*edges[i]) for i in operands)
+            return Product(node, rule, operands, chosen), leaves
+        reasons.update((leaf, why) for leaf in leaves if leaf is not None)
+    return None
+
+
+def _leaf_above(
+    node: Any, uses: Counter[Node], kept: set[int], reasons: dict[Any, str]
+) -> Any | None:
+    """Follow views and casts to a leaf that waits for nothing but this operand."""
+    count = uses[node]
+    while type(node).__name__ in _VIEWS_AND_CASTS:
+        node = node.next_functions[0][0]
+        if node is None:
+            return None
+        count = max(count, uses[node])
+    if type(node).__name__ != _LEAF or id(node.variable) in kept:
+        return None
+    if count > 1:
+        reasons[node] = f"used {count} times"
+        return None
+    if type(node.variable) not in (Tensor, nn.Parameter):
+        reasons[node] = f"a {type(node.variable).__name__}"
+        return None
+    return node
