@@ -146,6 +146,15 @@ def test_passes_in_a_wrong_order_are_refused() -> None:
         graph.backward_input(torch.ones(1, 2))
 
 
+def test_a_tensor_that_was_changed_before_w_is_refused() -> None:
+    state = torch.ones(3, 6)
+    graph = split_forward(lambda: nn.Linear(6, 2)(state).sum())
+    graph.backward_input()
+    state.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place after B"):
+        graph.backward_weight()
+
+
 @pytest.mark.parametrize("build", [mlp, conv, lambda: Checkpointed(mlp())])
 def test_every_hook_fires_once_a_micro_batch(build: Callable[[], nn.Module]) -> None:
     module = build()

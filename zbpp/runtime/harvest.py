@@ -12,7 +12,7 @@ A leaf with a second use stays in B: its gradients would be added up in another 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,27 @@ class Product:
     node: Any
     rule: Rule
     operands: tuple[int, ...]
+    reads: tuple[str, ...]
     edges: tuple[GradientEdge, ...]
+
+    def defer(self, dy: Tensor) -> Callable[[], tuple[Tensor | None, ...]]:
+        """Return the call that computes the gradients of the edges in W.
+
+        Called before the node runs, which frees what is read here.
+        """
+        saved = [getattr(self.node, f"_saved_{name}") for name in self.reads]
+        compute = self.rule.prepare(self.node, self.operands, *saved)
+        kept = (dy, saved[0])  # a convolution's weight, if read, gives its shape only
+        versions = [tensor._version for tensor in kept]
+
+        def run() -> tuple[Tensor | None, ...]:
+            if versions != [tensor._version for tensor in kept]:
+                raise RuntimeError(
+                    "a tensor that W needs was changed in place after B; change a copy"
+                )
+            return compute(dy)
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -132,7 +152,7 @@ def _split(
             why = "packed by saved-tensor hooks"
         else:
             chosen = tuple(GradientEdge(*edges[i]) for i in operands)
-            return Product(node, rule, operands, chosen), leaves
+            return Product(node, rule, operands, reads, chosen), leaves
         reasons.update((leaf, why) for leaf in leaves if leaf is not None)
     return None
 

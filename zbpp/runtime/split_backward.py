@@ -206,8 +206,7 @@ class SplitGraph:
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
             (dy,) = gradients
             if dy is not None:
-                compute = product.rule.prepare(product.node, product.operands)
-                self._queue.defer(product.edges, lambda: compute(dy))
+                self._queue.defer(product.edges, product.defer(dy))
 
         return keep
 

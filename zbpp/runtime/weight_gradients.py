@@ -33,13 +33,14 @@ class Rule:
         choices: operands that may be deferred together, as positions in the node's
             ``next_functions``; those after the first may need no gradient. The first
             choice that fits is taken.
-        reads: for each choice, the saved tensors that `prepare` reads.
-        prepare: reads them from a node before it runs, for the given operands.
+        reads: for each choice, the saved tensors that its gradients are computed from.
+        prepare: called before the node runs, with the node, the operands, and the
+            tensors read.
     """
 
     choices: tuple[tuple[int, ...], ...]
     reads: tuple[tuple[str, ...], ...]
-    prepare: Callable[[Any, tuple[int, ...]], Compute]
+    prepare: Callable[..., Compute]
 
 
 def _is_column_major(sizes: Any, strides: Any) -> bool:
@@ -68,44 +69,40 @@ def _left(
     return lambda dy: (_scaled(dy.mm(right.t().conj()), factor),)
 
 
-def _mm(node: Any, operands: tuple[int, ...]) -> Compute:
+def _mm(node: Any, operands: tuple[int, ...], other: Tensor) -> Compute:
     if operands == (1,):
         sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
-        return _right(node._saved_self, 1, sizes, strides)
+        return _right(other, 1, sizes, strides)
     sizes, strides = node._saved_self_sym_sizes, node._saved_self_sym_strides
-    return _left(node._saved_mat2, 1, sizes, strides)
+    return _left(other, 1, sizes, strides)
 
 
-def _addmm(node: Any, operands: tuple[int, ...]) -> Compute:
+def _addmm(node: Any, operands: tuple[int, ...], other: Tensor) -> Compute:
     alpha = node._saved_alpha
     if operands == (2,):
         sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
-        return _right(node._saved_mat1, alpha, sizes, strides)
+        return _right(other, alpha, sizes, strides)
     sizes, strides = node._saved_mat1_sym_sizes, node._saved_mat1_sym_strides
-    return _left(node._saved_mat2, alpha, sizes, strides)
+    return _left(other, alpha, sizes, strides)
 
 
-def _batched(left: Tensor | None, right: Tensor | None, factor: float) -> Compute:
-    if left is not None:
-        return lambda dy: (_scaled(left.transpose(1, 2).conj().bmm(dy), factor),)
-    assert right is not None
-    return lambda dy: (_scaled(dy.bmm(right.transpose(1, 2).conj()), factor),)
+def _batched(other: Tensor, factor: float, *, is_right: bool) -> Compute:
+    if is_right:
+        return lambda dy: (_scaled(other.transpose(1, 2).conj().bmm(dy), factor),)
+    return lambda dy: (_scaled(dy.bmm(other.transpose(1, 2).conj()), factor),)
 
 
-def _bmm(node: Any, operands: tuple[int, ...]) -> Compute:
-    if operands == (1,):
-        return _batched(node._saved_self, None, 1)
-    return _batched(None, node._saved_mat2, 1)
+def _bmm(node: Any, operands: tuple[int, ...], other: Tensor) -> Compute:
+    return _batched(other, 1, is_right=operands == (1,))
 
 
-def _baddbmm(node: Any, operands: tuple[int, ...]) -> Compute:
-    if operands == (2,):
-        return _batched(node._saved_batch1, None, node._saved_alpha)
-    return _batched(None, node._saved_batch2, node._saved_alpha)
+def _baddbmm(node: Any, operands: tuple[int, ...], other: Tensor) -> Compute:
+    return _batched(other, node._saved_alpha, is_right=operands == (2,))
 
 
-def _convolution(node: Any, operands: tuple[int, ...]) -> Compute:
-    x, weight = node._saved_input, node._saved_weight
+def _convolution(
+    node: Any, operands: tuple[int, ...], x: Tensor, weight: Tensor
+) -> Compute:
     settings = (
         *(node._saved_stride, node._saved_padding, node._saved_dilation),
         *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
