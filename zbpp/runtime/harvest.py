@@ -87,55 +87,71 @@ def harvest(roots: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Harvest:
         roots: tensors that require a gradient.
         inputs: leaves whose gradients the stage above waits for.
     """
-    nodes, uses = _walk(get_gradient_edge(root).node for root in roots)
+    graph = _walk(get_gradient_edge(root).node for root in roots)
     kept = {id(x) for x in inputs}
     products: list[Product] = []
     reasons: dict[Any, str] = {}
     deferred: set[Any] = set()
-    is_reentrant = any(type(node).__name__ == _REENTRANT for node in nodes)
-    for node in nodes if not is_reentrant else ():
-        rule = RULES.get(type(node).__name__)
-        if rule is None:
-            continue
-        found = _split(node, rule, uses, kept, reasons)
+    for node, rule in graph.products if not graph.is_reentrant else ():
+        found = _split(node, rule, graph.uses, kept, reasons)
         if found is not None:
             product, leaves = found
             products.append(product)
             deferred.update(leaves)
     where: dict[Tensor, str] = {}
     left: list[Tensor] = []
-    for node in nodes:
-        if type(node).__name__ != _LEAF:
-            continue
-        leaf = node.variable  # type: ignore[attr-defined]
+    for node in graph.leaves:
+        leaf = node.variable
         if node in deferred:
             where[leaf] = "W"
             continue
         left.append(leaf)
         if id(leaf) not in kept:
             reason = reasons.get(node, "no product's weight")
-            where[leaf] = f"B: {'reentrant checkpoint' if is_reentrant else reason}"
+            reason = "reentrant checkpoint" if graph.is_reentrant else reason
+            where[leaf] = f"B: {reason}"
     return Harvest(products, left, where)
 
 
-def _walk(roots: Iterable[Node]) -> tuple[list[Node], Counter[Node]]:
-    """All nodes, each once, and how many edges lead to each."""
-    uses = Counter(roots)
-    nodes = list(uses)
-    for node in nodes:  # grows as we go
+@dataclass
+class _Graph:
+    uses: dict[Any, int]
+    """How many edges lead to each node, roots included."""
+    leaves: list[Any]
+    products: list[tuple[Any, Rule]]
+    is_reentrant: bool = False
+
+
+def _walk(roots: Iterable[Node]) -> _Graph:
+    """Visit every node once; this is a part of every B, so it is kept short."""
+    uses: dict[Any, int] = Counter(roots)
+    graph = _Graph(uses, [], [])
+    nodes: list[Any] = list(uses)
+    while nodes:
+        node = nodes.pop()
+        name = type(node).__name__
+        if name == _LEAF:
+            graph.leaves.append(node)
+            continue
+        if name in RULES:
+            graph.products.append((node, RULES[name]))
+        elif name == _REENTRANT:
+            graph.is_reentrant = True
         for below, _ in node.next_functions:
             if below is None:
                 continue
-            if below not in uses:
+            if below in uses:
+                uses[below] += 1
+            else:
+                uses[below] = 1
                 nodes.append(below)
-            uses[below] += 1
-    return nodes, uses
+    return graph
 
 
 def _split(
     node: Any,
     rule: Rule,
-    uses: Counter[Node],
+    uses: dict[Any, int],
     kept: set[int],
     reasons: dict[Any, str],
 ) -> tuple[Product, list[Any]] | None:
@@ -158,7 +174,7 @@ def _split(
 
 
 def _leaf_above(
-    node: Any, uses: Counter[Node], kept: set[int], reasons: dict[Any, str]
+    node: Any, uses: dict[Any, int], kept: set[int], reasons: dict[Any, str]
 ) -> Any | None:
     """Follow views and casts to a leaf that waits for nothing but this operand."""
     count = uses[node]

@@ -44,6 +44,9 @@ Root = Any
 Work = Callable[[], tuple[Tensor | None, ...]]
 
 
+_TOGETHER_BYTES = 4 * 2**20
+
+
 class WeightQueue:
     """Weight-gradient work of one micro-batch, left by B for W."""
 
@@ -62,15 +65,24 @@ class WeightQueue:
     def run(self) -> None:
         """Make all calls, hand what they return to autograd, and forget them.
 
-        Operands are freed as W proceeds.
+        Operands are freed as W proceeds. Small gradients are handed over together: a
+        call of autograd costs up to 0.1 ms with cold caches.
         """
         self.began_s = time.perf_counter()
         self._work.reverse()
+        ready: list[tuple[Root, Tensor]] = []
+        n_bytes = 0
         while self._work:
             roots, compute = self._work.pop()
             with torch.no_grad():
-                gradients = compute()
-            torch.autograd.backward(roots, gradients)
+                for root, gradient in zip(roots, compute(), strict=True):
+                    if gradient is not None:
+                        ready.append((root, gradient))
+                        n_bytes += gradient.nbytes
+            del compute
+            if n_bytes >= _TOGETHER_BYTES or not self._work:
+                _hand_over(ready)
+                n_bytes = 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -89,6 +101,14 @@ class WeightQueue:
 
 
 _current: WeightQueue | None = None
+
+
+def _hand_over(ready: list[tuple[Root, Tensor]]) -> None:
+    """Let autograd accumulate the gradients, and forget them."""
+    if ready:
+        roots, gradients = zip(*ready, strict=True)
+        torch.autograd.backward(roots, gradients)
+        ready.clear()
 
 
 def current_queue() -> WeightQueue | None:
