@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge
 
 from zbpp.runtime.harvest import Product, harvest
 
-__all__ = ["SplitGraph", "WeightQueue", "accumulate", "split_forward"]
+__all__ = ["SplitGraph", "WeightQueue", "accumulate", "map_tensors", "split_forward"]
 
 Root = Any
 """A leaf, or a `GradientEdge`: torch's stubs allow no mixture of the two."""
@@ -167,7 +167,8 @@ class SplitGraph:
         The graph is freed, but for what W needs.
 
         Args:
-            gradients: one for each output that requires a gradient; None for scalars.
+            gradients: one for each output that requires a gradient, None among them if
+                an output has no influence; or None if all outputs are scalars.
 
         Returns:
             One for each input that requires a gradient; None if it has no influence.
@@ -183,6 +184,8 @@ class SplitGraph:
         before = [x.grad for x in self._inputs]
         for x in self._inputs:
             x.grad = None
+        if gradients is not None:
+            self._roots, gradients = self._used(gradients)
         if self._roots:
             with self._queue.recording():
                 self._run(gradients)
@@ -191,6 +194,25 @@ class SplitGraph:
             x.grad = gradient
         self._roots, self._inputs, self.outputs = [], [], None
         return result
+
+    def input_gradients(
+        self, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """What B would return, without any gradient for parameters; B may follow."""
+        roots, gradients = self._used(gradients)
+        if not roots or not self._inputs:
+            return (None,) * len(self._inputs)
+        return torch.autograd.grad(
+            roots, self._inputs, gradients, retain_graph=True, allow_unused=True
+        )
+
+    def _used(
+        self, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs that have influence, and their gradients."""
+        pairs = zip(self._roots, gradients, strict=True)
+        used = [(y, dy) for y, dy in pairs if dy is not None]
+        return [y for y, _ in used], [dy for _, dy in used]
 
     def backward_weight(self) -> None:
         """W: the weight gradients that B has deferred, added to ``.grad``.
@@ -256,23 +278,23 @@ def split_forward(
         outputs.append(y)
         return y.detach().requires_grad_(y.requires_grad)
 
-    args, kwargs = _map_tensors(args, take), _map_tensors(kwargs, take)
+    args, kwargs = map_tensors(args, take), map_tensors(kwargs, take)
     queue = WeightQueue()
     with queue.recording():
         result = function(*args, **kwargs)
-    result = _map_tensors(result, give)
+    result = map_tensors(result, give)
     graph = SplitGraph(outputs, inputs, queue)
     graph.outputs = result
     return graph
 
 
-def _map_tensors(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same thing with its tensors changed, in tuples, lists and dicts too."""
     if isinstance(thing, Tensor):
         return change(thing)
     if isinstance(thing, dict):
-        return {key: _map_tensors(value, change) for key, value in thing.items()}
+        return {key: map_tensors(value, change) for key, value in thing.items()}
     if isinstance(thing, list | tuple):
-        items = [_map_tensors(item, change) for item in thing]
+        items = [map_tensors(item, change) for item in thing]
         return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
     return thing

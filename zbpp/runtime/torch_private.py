@@ -8,7 +8,7 @@ from typing import Any
 import torch.autograd.profiler
 import torch.utils.checkpoint
 
-__all__ = ["can_read_saved", "profiling"]
+__all__ = ["accumulates", "can_read_saved", "profiling"]
 
 
 def profiling() -> bool:
@@ -17,6 +17,16 @@ def profiling() -> bool:
     Seen in torch 2.9 to 2.13. Where the name is gone, ranges are always recorded.
     """
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+def accumulates() -> bool:
+    """Whether the backward that runs now is for all leaves, not ``autograd.grad``.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, the answer is yes; torch's
+    pipeline, which infers shapes by ``autograd.grad``, then adds that gradient too.
+    """
+    is_for_all = getattr(torch.autograd, "_is_checkpoint_valid", None)
+    return is_for_all is None or bool(is_for_all())
 
 
 class _Handles(dict[Any, Any]):
