@@ -121,8 +121,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: nn.Sequential(*(Checkpointed(Block(512)) for _ in range(4))),
         (2, 256, 512),
     ),
-    "conv net": (conv_net, (8, 32, 32, 32)),
-    "experts": (lambda: Experts(512), (2, 256, 512)),
+    "conv net": (conv_net, (8, 32, 64, 64)),
+    "experts": (lambda: Experts(512), (4, 512, 512)),
 }
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 def features(i: int) -> tuple[Tensor, ...]:
@@ -162,6 +162,16 @@ def partly_without(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         y = m.a(x)
     return m.b(y + x).detach() + m.a(x)
+
+
+def selective(m: Any, x: Tensor) -> Tensor:
+    """Recomputes all but the matrix products."""
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(kept)
+
+    return checkpoint(m.inner, x, use_reentrant=False, context_fn=contexts)
 
 
 def lin(n: int = 6, k: int = 6, **more: Any) -> nn.Linear:
@@ -322,6 +332,8 @@ CASES: dict[str, Case] = {
     "two checkpoints and a linear": Case(
         lambda: nn.Sequential(Checkpointed(mlp()), lin(), Checkpointed(mlp())),
         "0.inner.0.weight 0.inner.3.weight 1.weight 2.inner.0.weight 2.inner.3.weight"),
+    "selective checkpoint": Case(
+        lambda: Fn(selective, inner=mlp()), "inner.0.weight inner.3.weight"),
     "checkpointed tied weights": Case(lambda: Checkpointed(tied()), ""),
     # lower precision
     "autocast": Case(mlp, MLP, autocast=True),

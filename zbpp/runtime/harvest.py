@@ -14,7 +14,7 @@ A leaf with a second use stays in B: its gradients would be added up in another 
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -35,8 +35,7 @@ _VIEWS_AND_CASTS = {
 }
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A node to split: its rule, the deferred operands, and where W goes on."""
 
     node: Any
@@ -65,19 +64,33 @@ class Product:
         return run
 
 
-@dataclass(frozen=True)
-class Harvest:
+class Harvest(NamedTuple):
     """What B computes and what it leaves.
 
     Args:
         products: nodes to split.
         leaves: all leaves whose gradient is computed in B.
-        where: for each leaf, ``"W"``, or ``"B: "`` and the reason.
+        waiting: the other leaves.
+        reasons: why a leaf is none of those, where there is more to say than that no
+            product uses it.
+        is_reentrant: whether there is a reentrant checkpoint; B then runs all.
     """
 
     products: list[Product]
     leaves: list[Tensor]
-    where: dict[Tensor, str]
+    waiting: list[Tensor]
+    reasons: dict[int, str]
+    is_reentrant: bool
+
+    def where(self) -> dict[Tensor, str]:
+        """For each leaf ``"W"``, or ``"B: "`` and the reason."""
+        found = dict.fromkeys(self.waiting, "W")
+        for leaf in self.leaves:
+            reason = self.reasons.get(id(leaf), "no product's weight")
+            found[leaf] = (
+                f"B: {'reentrant checkpoint' if self.is_reentrant else reason}"
+            )
+        return found
 
 
 def harvest(roots: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Harvest:
@@ -90,27 +103,17 @@ def harvest(roots: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Harvest:
     graph = _walk(get_gradient_edge(root).node for root in roots)
     kept = {id(x) for x in inputs}
     products: list[Product] = []
-    reasons: dict[Any, str] = {}
-    deferred: set[Any] = set()
+    reasons: dict[int, str] = {}
+    deferred: dict[Any, None] = {}
     for node, rule in graph.products if not graph.is_reentrant else ():
         found = _split(node, rule, graph.uses, kept, reasons)
         if found is not None:
             product, leaves = found
             products.append(product)
-            deferred.update(leaves)
-    where: dict[Tensor, str] = {}
-    left: list[Tensor] = []
-    for node in graph.leaves:
-        leaf = node.variable
-        if node in deferred:
-            where[leaf] = "W"
-            continue
-        left.append(leaf)
-        if id(leaf) not in kept:
-            reason = reasons.get(node, "no product's weight")
-            reason = "reentrant checkpoint" if graph.is_reentrant else reason
-            where[leaf] = f"B: {reason}"
-    return Harvest(products, left, where)
+            deferred.update(dict.fromkeys(leaves))
+    leaves = [node.variable for node in graph.leaves if node not in deferred]
+    waiting = [node.variable for node in deferred]
+    return Harvest(products, leaves, waiting, reasons, graph.is_reentrant)
 
 
 @dataclass
@@ -153,7 +156,7 @@ def _split(
     rule: Rule,
     uses: dict[Any, int],
     kept: set[int],
-    reasons: dict[Any, str],
+    reasons: dict[int, str],
 ) -> tuple[Product, list[Any]] | None:
     """Take the first choice of operands that can all be deferred."""
     edges = node.next_functions
@@ -169,12 +172,12 @@ def _split(
         else:
             chosen = tuple(GradientEdge(*edges[i]) for i in operands)
             return Product(node, rule, operands, reads, chosen), leaves
-        reasons.update((leaf, why) for leaf in leaves if leaf is not None)
+        reasons.update((id(leaf.variable), why) for leaf in leaves if leaf is not None)
     return None
 
 
 def _leaf_above(
-    node: Any, uses: dict[Any, int], kept: set[int], reasons: dict[Any, str]
+    node: Any, uses: dict[Any, int], kept: set[int], reasons: dict[int, str]
 ) -> Any | None:
     """Follow views and casts to a leaf that waits for nothing but this operand."""
     count = uses[node]
@@ -186,9 +189,9 @@ def _leaf_above(
     if type(node).__name__ != _LEAF or id(node.variable) in kept:
         return None
     if count > 1:
-        reasons[node] = f"used {count} times"
+        reasons[id(node.variable)] = f"used {count} times"
         return None
     if type(node.variable) not in (Tensor, nn.Parameter):
-        reasons[node] = f"a {type(node.variable).__name__}"
+        reasons[id(node.variable)] = f"a {type(node.variable).__name__}"
         return None
     return node

@@ -157,7 +157,12 @@ class SplitGraph:
 
         To be asked before B.
         """
-        return harvest(self._roots, self._inputs).where
+        where = harvest(self._roots, self._inputs).where()
+        return {
+            p: text
+            for p, text in where.items()
+            if all(p is not x for x in self._inputs)
+        }
 
     def backward_input(
         self, gradients: Tensor | Sequence[Tensor | None] | None = None
