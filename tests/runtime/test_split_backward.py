@@ -1,18 +1,24 @@
-"""B then W is loss.backward(), to the bit; B leaves the weight matmuls to W."""
+"""The split backward alone: what B and W compute, keep and free, on a small MLP."""
 
 import copy
 import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from zoo import Checkpointed, Fn, block, conv, mlp
 
-from zbpp.runtime.split_backward import DeferredLinear, WeightQueue, defer_linears
+from zbpp.runtime.split_backward import SplitGraph, split_forward
+
+PRODUCTS = {
+    *(torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm),
+    torch.ops.aten.baddbmm,
+}
 
 
 class CountMatmuls(TorchDispatchMode):
@@ -23,172 +29,185 @@ class CountMatmuls(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += func.overloadpacket in (
-            torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm,
-        )  # fmt: skip
+        self.count += func.overloadpacket in PRODUCTS
         return func(*args, **(kwargs or {}))
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 5))
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = mlp(), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-def frozen() -> nn.Module:
-    module = mlp()
-    module[0].weight.requires_grad_(False)
-    return module
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.relu(self.linear(x)))
-
-
-CASES: dict[str, Callable[[], nn.Module]] = {
-    "mlp": mlp,
-    "no bias": lambda: nn.Linear(6, 5, bias=False),
-    "tied weights": Tied,
-    "one linear used twice": Twice,
-    "frozen weight": frozen,
-    "checkpoint": lambda: Checkpointed(reentrant=False),
-    "reentrant checkpoint": lambda: Checkpointed(reentrant=True),
-    "convolution": lambda: nn.Sequential(nn.Unflatten(-1, (2, 3)), nn.Flatten(0, 1),
-                                         nn.Conv1d(2, 4, 2)),
-}  # fmt: skip
-
-
-def backward(module: nn.Module, x: Tensor, dy: Tensor, *, split: bool) -> Tensor:
-    """One backward; return the input's gradient."""
-    x = x.clone().requires_grad_()
-    if not split:
-        module(x).backward(dy)
-    else:
-        queue = WeightQueue()
-        with queue.recording():
-            y = module(x)
-        with queue.recording():
-            y.backward(dy)
-        queue.run()
-    assert x.grad is not None
-    return x.grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
-def test_b_then_w_equals_one_backward(case: str, dtype: torch.dtype) -> None:
-    module = CASES[case]()
-    autocast = dtype is torch.bfloat16
-    if not autocast:
-        module = module.to(dtype)
+def counts(module: nn.Module, x: Tensor) -> tuple[int, int, int]:
+    """Matrix products in B, in W, and in a full backward."""
     plain = copy.deepcopy(module)
-    defer_linears([module])
-    for _ in range(3):
-        x = torch.randn(4, 3, 6, dtype=torch.float32 if autocast else dtype)
-        computed = torch.bfloat16 if autocast else dtype
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            dy = torch.randn(plain(x.clone().requires_grad_()).shape, dtype=computed)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            left = backward(module, x, dy, split=True)
-            right = backward(plain, x, dy, split=False)
-        assert torch.equal(left, right)
-    for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if autocast and case == "one linear used twice":
-            # torch sums the two gradients of its cached bf16 copy in bf16, we in fp32
-            torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-2)
-        else:
-            assert p.grad is None or torch.equal(p.grad, q.grad), name
+    graph = split_forward(module, x)
+    dy = torch.ones_like(graph.outputs)
+    with CountMatmuls() as b:
+        graph.backward_input(dy)
+    with CountMatmuls() as w:
+        graph.backward_weight()
+    y = plain(x)
+    with CountMatmuls() as full:
+        y.backward(dy)
+    return b.count, w.count, full.count
 
 
 def test_b_runs_no_weight_matmul_and_w_runs_no_other() -> None:
-    module = mlp()
-    defer_linears([module])
-    x, queue = torch.randn(4, 6, requires_grad=True), WeightQueue()
-    with queue.recording():
-        y = module(x)
-    with CountMatmuls() as b, queue.recording():
-        y.sum().backward()
-    assert (b.count, len(queue)) == (2, 2)
-    assert module[0].weight.grad is None and module[0].bias.grad is not None
-    with CountMatmuls() as w:
-        queue.run()
-    assert w.count == 2 and module[0].weight.grad is not None
-    plain = copy.deepcopy(module)
-    for linear in (plain[0], plain[3]):
-        linear.__class__ = nn.Linear
-    with CountMatmuls() as full:
-        plain(x).sum().backward()
-    assert full.count == 2 + b.count + w.count  # two in the forward
+    x = torch.randn(3, 4, 6, requires_grad=True)
+    assert counts(mlp(), x) == (2, 2, 4)
+    b, w, full = counts(block(), x)
+    assert (b + w, w) == (full, 2)
+    b, w, full = counts(Checkpointed(block()), x)  # B recomputes, W does not
+    assert (b + w, w) == (full, 2)
 
 
-def test_a_checkpointed_block_is_recomputed_once() -> None:
+def test_the_first_stage_splits_too() -> None:
+    module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    assert counts(module, torch.randn(5, 6)) == (1, 2, 3)
+    assert counts(nn.Linear(6, 6, bias=False), torch.randn(5, 6)) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_is_recomputed_once(reentrant: bool) -> None:
     calls = Counter[str]()
-    module = Checkpointed(reentrant=False)
+    module = Checkpointed(mlp(), reentrant=reentrant)
     module.inner.register_forward_pre_hook(lambda *_: calls.update(["forward"]))
-    defer_linears([module])
-    backward(module, torch.randn(2, 6), torch.randn(2, 5), split=True)
-    assert calls["forward"] == 2  # F, and one recompute in B; none in W
+    graph = split_forward(module, torch.randn(2, 6, requires_grad=True))
+    graph.backward_input(torch.randn(2, 6))
+    assert calls["forward"] == 2  # F, and one recompute in B
+    graph.backward_weight()
+    assert calls["forward"] == 2
 
 
-def test_only_plain_linears_of_their_own_weight_are_deferred() -> None:
-    class Odd(nn.Linear):
+def test_inputs_and_outputs_may_be_nested_and_named() -> None:
+    def function(x: Tensor, pair: Any, *, scale: float, more: Any) -> Any:
+        y = layer(x + pair[1]) * scale
+        return {"y": y, "rest": [more["z"] * 2, "text", None], "n": len(pair)}
+
+    layer = nn.Linear(4, 4)
+    x, p, z = (torch.randn(2, 4, requires_grad=True) for _ in range(3))
+    fixed = torch.randn(2, 4)
+    graph = split_forward(function, x, (fixed, p), scale=0.5, more={"z": z, "m": 3})
+    outputs = graph.outputs
+    assert outputs["n"] == 2 and outputs["rest"][1:] == ["text", None]
+    assert outputs["y"].requires_grad and outputs["y"].is_leaf
+    dy = torch.randn(2, 4)
+    dx, dp, dz = graph.backward_input([dy, dy])
+    assert torch.equal(dz, dy * 2) and torch.equal(dx, dp)
+    assert x.grad is None and layer.weight.grad is None
+    graph.backward_weight()
+    (expected,) = torch.autograd.grad(layer(x + p) * 0.5, layer.weight, dy)
+    assert torch.equal(layer.weight.grad, expected)
+
+
+def test_a_scalar_needs_no_gradient() -> None:
+    layer = nn.Linear(4, 1)
+    graph = split_forward(lambda: layer(torch.ones(4)).sum())
+    assert graph.backward_input() == ()
+    graph.backward_weight()
+    assert torch.equal(layer.weight.grad, torch.ones(1, 4))
+
+
+def test_the_report_gives_reasons() -> None:
+    class Sub(nn.Parameter):
         pass
 
-    modules = nn.ModuleList([nn.Linear(2, 2), Odd(2, 2), Tied(), nn.Conv1d(1, 1, 1)])
-    assert defer_linears(modules) == 1
-    assert type(modules[0]) is DeferredLinear and type(modules[1]) is Odd
-    assert defer_linears(modules) == 1  # again: no change
+    tied = nn.Linear(6, 6)
+    odd = nn.Linear(6, 6)
+    odd.weight = Sub(odd.weight.detach())
+    module = nn.Sequential(tied, nn.LayerNorm(6), tied, odd, nn.Linear(6, 2))
+    graph = SplitGraph([module(torch.randn(2, 6))])
+    where = {name: graph.report()[p] for name, p in module.named_parameters()}
+    assert where == {
+        "0.weight": "B: used 2 times",
+        "0.bias": "B: no product's weight",
+        "1.weight": "B: no product's weight",
+        "1.bias": "B: no product's weight",
+        "3.weight": "B: a Sub",
+        "3.bias": "B: no product's weight",
+        "4.weight": "W",
+        "4.bias": "B: no product's weight",
+    }
+    for module, reason in (
+        (Checkpointed(mlp(), reentrant=True), "B: reentrant checkpoint"),
+        (Fn(offloaded, inner=mlp()), "B: packed by saved-tensor hooks"),
+    ):
+        graph = SplitGraph([module(torch.randn(2, 6, requires_grad=True))])
+        assert reason in graph.report().values()
 
 
-def test_a_deferred_linear_is_a_plain_one_elsewhere() -> None:
-    module = mlp()
-    state = copy.deepcopy(module.state_dict())
-    defer_linears([module])
-    module.load_state_dict(state)
-    x = torch.randn(4, 6)
-    module(x).sum().backward()
-    assert module[0].weight.grad is not None
-    with torch.no_grad(), WeightQueue().recording():
-        assert not module(x).requires_grad
+def offloaded(m: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return m.inner(x)
+
+
+def test_passes_in_a_wrong_order_are_refused() -> None:
+    graph = split_forward(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="W runs after B"):
+        graph.backward_weight()
+    graph.backward_input(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="B runs once"):
+        graph.backward_input(torch.ones(1, 2))
+
+
+def test_a_tensor_that_was_changed_before_w_is_refused() -> None:
+    state = torch.ones(3, 6)
+    graph = split_forward(lambda: nn.Linear(6, 2)(state).sum())
+    graph.backward_input()
+    state.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place after B"):
+        graph.backward_weight()
+
+
+@pytest.mark.parametrize("build", [mlp, conv, lambda: Checkpointed(mlp())])
+def test_every_hook_fires_once_a_micro_batch(build: Callable[[], nn.Module]) -> None:
+    module = build()
+    fired = Counter[str]()
+    for name, p in module.named_parameters():
+        p.register_hook(lambda _, n=name: fired.update([f"tensor {n}"]))
+        p.register_post_accumulate_grad_hook(
+            lambda p, n=name: fired.update([f"accumulated {n}"])
+        )
+    for _ in range(3):
+        x = torch.randn(2, 4, 6, 6, requires_grad=True)
+        graph = split_forward(module, x)
+        graph.backward_input(torch.ones_like(graph.outputs))
+        graph.backward_weight()
+    names = [name for name, _ in module.named_parameters()]
+    assert fired == {f"{k} {n}": 3 for k in ("tensor", "accumulated") for n in names}
 
 
 def test_w_frees_what_it_used_and_nothing_leaks() -> None:
     module = mlp()
-    defer_linears([module])
     kept: list[weakref.ref[Tensor]] = []
-    x, queue = torch.randn(4, 6, requires_grad=True), WeightQueue()
-    with queue.recording():
+
+    def forward(x: Tensor) -> Tensor:
         hidden = module[:3](x)
-        y = module[3](hidden)
-    kept.append(weakref.ref(hidden))
-    with queue.recording():
-        y.sum().backward()
-    del hidden, y
-    gc.collect()
-    assert kept[0]() is not None  # W needs the input of the last Linear
-    queue.run()
-    gc.collect()
-    assert kept[0]() is None and len(queue) == 0
+        inner = module[0](x)
+        kept.extend([weakref.ref(hidden), weakref.ref(inner)])
+        return module[3](hidden) + inner[:, :6].sin()
+
+    gc.disable()  # no cycles: all is freed at once
+    try:
+        graph = split_forward(forward, torch.randn(4, 6, requires_grad=True))
+        assert kept[0]() is not None
+        graph.backward_input(torch.ones(4, 6))
+        graph.backward_weight()
+        assert kept[0]() is None and kept[1]() is None
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_left_after_many_steps() -> None:
+    module = nn.Sequential(Checkpointed(mlp()), mlp())
+
+    def n_tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    def step() -> None:
+        graph = split_forward(module, torch.randn(4, 6, requires_grad=True))
+        graph.backward_input(torch.ones(4, 6))
+        graph.backward_weight()
+
+    step()
+    before = n_tensors()
+    for _ in range(200):
+        step()
+    assert n_tensors() <= before

@@ -57,7 +57,7 @@ class _Sleep(torch.autograd.Function):
         if queue is None:
             sleep_until(time.perf_counter() + b_s + w_s)
             return dx, torch.zeros_like(weight), None
-        queue.defer(weight, lambda: _slow_zero(weight, queue.began_s + w_s))
+        queue.defer((weight,), lambda: (_slow_zero(weight, queue.began_s + w_s),))
         sleep_until(queue.began_s + b_s)
         return dx, None, None
 

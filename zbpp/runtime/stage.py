@@ -1,6 +1,6 @@
 """The chunks of one stage, and what each micro-batch keeps alive between its passes.
 
-    F  keeps (inputs, outputs)            B needs them
+    F  keeps its graph, ends included     B needs it
     B  keeps the weight-gradient queue    W needs it
     W  keeps nothing
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.batch import Tensors, count_samples
-from zbpp.runtime.split_backward import WeightQueue, accumulate, defer_linears
+from zbpp.runtime.split_backward import SplitGraph, WeightQueue, accumulate
 
 __all__ = ["Chunk", "LossFn", "Stage"]
 
@@ -40,9 +40,9 @@ class Chunk:
 
 @dataclass
 class _Saved:
-    inputs: Tensors
+    asked: Tensors
     outputs: Tensors
-    queue: WeightQueue
+    graph: SplitGraph
 
 
 class _InOrder:
@@ -91,9 +91,6 @@ class Stage:
         self.device = device
         self._autocast = autocast
         self._seed = seed
-        self.n_deferred = defer_linears(
-            layer for chunk in chunks for layer in chunk.layers
-        )
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
 
     def begin(
@@ -153,7 +150,9 @@ class Stage:
         queue = WeightQueue()
         with queue.recording(), self._autocast_context():
             outputs = self._run_layers(chunk, microbatch, taken)
-        self._saved[chunk, microbatch] = _Saved(taken, outputs, queue)
+        asked = taken if chunk > 0 else ()
+        graph = SplitGraph(outputs, asked, queue)
+        self._saved[chunk, microbatch] = _Saved(asked, outputs, graph)
         return tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
 
     def backward_input(
@@ -182,9 +181,7 @@ class Stage:
         if early:
             for p in own:
                 p.grad = None
-        if roots:
-            with saved.queue.recording():
-                torch.autograd.backward(roots, gradients)
+        found = saved.graph.backward_input(gradients)
         if early:
             late = [p.grad for p in own]
             for p, gradient in zip(own, kept, strict=True):
@@ -192,15 +189,18 @@ class Stage:
             turn.add(microbatch, lambda: _add_all(own, late))
         else:
             turn.add(microbatch, _nothing)
-        asked = [x for x in saved.inputs if x.requires_grad] if chunk > 0 else []
-        result = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in asked)
-        saved.inputs = saved.outputs = ()
+        asked = [x for x in saved.asked if x.requires_grad]
+        result = tuple(
+            torch.zeros_like(x) if dx is None else dx
+            for x, dx in zip(asked, found, strict=True)
+        )
+        saved.asked = saved.outputs = ()
         return result
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """W: the weight gradients that B has deferred."""
-        queue = self._saved.pop((chunk, microbatch)).queue
-        self._deferred[chunk].add(microbatch, queue.run)
+        graph = self._saved.pop((chunk, microbatch)).graph
+        self._deferred[chunk].add(microbatch, graph.backward_weight)
 
     def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
         if inputs is not None:

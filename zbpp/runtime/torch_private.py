@@ -3,9 +3,12 @@
 Each has a fallback, so that a torch without the name is slower, not wrong.
 """
 
-import torch.autograd.profiler
+from typing import Any
 
-__all__ = ["profiling"]
+import torch.autograd.profiler
+import torch.utils.checkpoint
+
+__all__ = ["accumulates", "can_read_saved", "profiling"]
 
 
 def profiling() -> bool:
@@ -14,3 +17,49 @@ def profiling() -> bool:
     Seen in torch 2.9 to 2.13. Where the name is gone, ranges are always recorded.
     """
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+def accumulates() -> bool:
+    """Whether the backward that runs now is for all leaves, not ``autograd.grad``.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, the answer is yes; torch's
+    pipeline, which infers shapes by ``autograd.grad``, then adds that gradient too.
+    """
+    is_for_all = getattr(torch.autograd, "_is_checkpoint_valid", None)
+    return is_for_all is None or bool(is_for_all())
+
+
+class _Handles(dict[Any, Any]):
+    """Keeps the handle of a recomputed tensor where checkpoint would strike it out."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if value is not None:
+            super().__setitem__(key, value)
+
+
+def can_read_saved(node: Any, name: str) -> bool:
+    """Whether a saved tensor of a node may be read once more than autograd does.
+
+    A tensor that no hook has packed can be read at any time. One that activation
+    checkpointing has packed is recomputed when it is first read, and refused when it is
+    read again, though it is still there: it lives as long as its node. We lift the
+    refusal; the recompute still happens once. Other hooks (offloading, say) are left
+    alone.
+
+    Seen in torch 2.13. Where a name is gone, the answer is no, and the gradients of
+    the node are all computed in B.
+    """
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is None or not hasattr(raw, "unpack_hook"):
+        return False
+    if raw.unpack_hook is None:
+        return True
+    holder = raw.data
+    holder_type = getattr(torch.utils.checkpoint, "_Holder", None)
+    if holder_type is None or type(holder) is not holder_type:
+        return False
+    handles = getattr(holder, "handles", None)
+    if type(handles) is dict:
+        holder.handles = _Handles(handles)
+        return True
+    return type(handles) is _Handles

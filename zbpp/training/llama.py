@@ -7,7 +7,7 @@ the layers it needs and no others, and still holds the same weights as the whole
 model. Attention is by Vaswani et al. (arXiv 1706.03762), rotary positions by Su et
 al. (2104.09864), SwiGLU by Shazeer (2002.05202), RMSNorm by Zhang and Sennrich
 (1910.07467), and their arrangement by Touvron et al. (2302.13971). All matrix
-products with weights are `nn.Linear` without bias: that is what the runtime splits.
+products with weights are `nn.Linear` without bias.
 """
 
 import math

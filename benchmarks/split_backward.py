@@ -1,0 +1,287 @@
+"""B + W against one full backward: time and memory, ours and torch's own split.
+
+    python benchmarks/split_backward.py --runs 15
+
+All techniques take turns on the same module in one process, so that a busy machine
+slows them alike; each figure is a median of ratios to the full backward of its turn.
+Freed memory stays with the process, as on a GPU; `--trim` lets glibc hand large blocks
+back to the system at once, and fetching them again is then a part of what is measured.
+"""
+
+import argparse
+import ctypes
+import gc
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import (
+    stage_backward_input,
+    stage_backward_weight,
+)
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from zbpp.runtime.split_backward import SplitGraph
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int = 8) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, width) to the same."""
+        parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its module in the backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the module."""
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Experts(nn.Module):
+    """Four feed-forward experts; each token goes to the best one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            )
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, width) to the same."""
+        rows = x.flatten(0, 1)
+        scores = self.router(rows).softmax(-1)
+        best = scores.argmax(-1)
+        out = torch.zeros_like(rows)
+        for i, expert in enumerate(self.experts):
+            chosen = (best == i).nonzero().flatten()
+            part = expert(rows[chosen]) * scores[chosen, i, None]
+            out = out.index_add(0, chosen, part.to(out.dtype))
+        return x + out.view_as(x)
+
+
+def mlp(width: int) -> nn.Module:
+    """Four Linears."""
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(width, width), nn.GELU()]
+    return nn.Sequential(*layers)
+
+
+def conv_net() -> nn.Module:
+    """Four convolutions with norms."""
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def blocks(n: int, width: int = 512) -> nn.Module:
+    """Transformer blocks."""
+    return nn.Sequential(*(Block(width) for _ in range(n)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "MLP x4": (lambda: mlp(1024), (512, 1024)),
+    "block x4, micro-batch 1": (lambda: blocks(4), (1, 256, 512)),
+    "block x4, micro-batch 2": (lambda: blocks(4), (2, 256, 512)),
+    "block x2, sequence 1024": (lambda: blocks(2, 256), (1, 1024, 256)),
+    "block x4, checkpointed": (
+        lambda: nn.Sequential(*(Checkpointed(Block(512)) for _ in range(4))),
+        (2, 256, 512),
+    ),
+    "conv net": (conv_net, (8, 32, 64, 64)),
+    "experts": (lambda: Experts(512), (4, 512, 512)),
+}
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+Halves = tuple[Callable[[], None], Callable[[], None]]
+
+
+def full(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
+    """One backward; nothing is left for W."""
+    return (lambda: torch.autograd.backward(y, dy)), (lambda: None)
+
+
+def ours(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
+    """The split of zbpp."""
+    graph = SplitGraph([y], [x])
+    return (lambda: _drop(graph.backward_input(dy))), graph.backward_weight
+
+
+def torchs(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
+    """The split of torch.distributed.pipelining."""
+    groups: list[Any] = []
+
+    def b() -> None:
+        _, found = stage_backward_input([y], [dy], [x], module.parameters())
+        groups.extend(found)
+
+    def w() -> None:
+        stage_backward_weight(module.parameters(), groups)
+        groups.clear()
+
+    return b, w
+
+
+TECHNIQUES = {"full": full, "ours": ours, "torch": torchs}
+
+
+def _drop(thing: object) -> None:
+    """Forget a result at once."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made inside that are still alive."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: dict[int, Any] = {}
+        for p in module.parameters():  # what is there already is not counted
+            self._seen[p.untyped_storage()._cdata] = None
+            if p.grad is not None:
+                self._seen[p.grad.untyped_storage()._cdata] = None
+
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
+        """Run the operation and look at what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _note(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._seen:
+            size = storage.nbytes()
+            self.live += size
+            self._seen[key] = weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.live -= size
+        del self._seen[key]
+
+
+def start(
+    module: nn.Module, shape: tuple[int, ...], technique: Any
+) -> tuple[float, Halves]:
+    """F; return its seconds and the two half backwards."""
+    x = torch.randn(shape, requires_grad=True)
+    began = time.perf_counter()
+    y = module(x)
+    f_s = time.perf_counter() - began
+    return f_s, technique(module, x, y, torch.ones_like(y))
+
+
+def measure_time(module: nn.Module, shape: tuple[int, ...], runs: int) -> None:
+    """Print the ratios, techniques in turn."""
+    ratios: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
+    shares: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
+    for turn in range(runs + 2):
+        seconds = {}
+        for name in sorted(TECHNIQUES, key=lambda n: hash((n, turn))):
+            _, (b, w) = start(module, shape, TECHNIQUES[name])
+            began = time.perf_counter()
+            b()
+            middle = time.perf_counter()
+            w()
+            ended = time.perf_counter()
+            seconds[name] = ended - began
+            if turn >= 2:
+                shares[name].append((middle - began) / (ended - began))
+        if turn >= 2:
+            for name, value in seconds.items():
+                ratios[name].append(value / seconds["full"])
+    for name in ("ours", "torch"):
+        low, _, high = statistics.quantiles(ratios[name], n=4)
+        print(
+            f"    {name:6} (B+W)/full {statistics.median(ratios[name]):.3f} "
+            f"({low:.3f}-{high:.3f}), B is {statistics.median(shares[name]):.0%}"
+        )
+
+
+def measure_memory(module: nn.Module, shape: tuple[int, ...]) -> None:
+    """Print live MiB after F, B and W, and the peak through B and through W."""
+    for name, technique in TECHNIQUES.items():
+        module.zero_grad(set_to_none=False)
+        gc.collect()
+        with LiveBytes(module) as bytes_:
+            _, (b, w) = start(module, shape, technique)
+            after = [bytes_.live]
+            b()
+            gc.collect()
+            after.append(bytes_.live)
+            peak = bytes_.peak
+            w()
+            del b, w
+            gc.collect()
+            after.append(bytes_.live)
+        text = " / ".join(f"{x / 2**20:.1f}" for x in after)
+        print(
+            f"    {name:6} MiB after F / B / W {text}, peak through B "
+            f"{peak / 2**20:.1f}, through W {bytes_.peak / 2**20:.1f}"
+        )
+
+
+def main() -> None:
+    """Measure all models, or those whose name contains the given text."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--trim", action="store_true", help="leave glibc as it is")
+    parser.add_argument("--only", default="", help="part of a model's name")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if sys.platform == "linux" and not args.trim:
+        libc = ctypes.CDLL(None)
+        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            libc.mallopt(option, 2**30)
+    print(f"torch {torch.__version__}, 1 thread")
+    for name, (build, shape) in MODELS.items():
+        if args.only not in name:
+            continue
+        torch.manual_seed(0)
+        module = build()
+        start(module, shape, full)[1][0]()  # gradients exist from here on
+        print(name)
+        measure_time(module, shape, args.runs)
+        measure_memory(module, shape)
+
+
+if __name__ == "__main__":
+    main()
