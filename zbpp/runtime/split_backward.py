@@ -71,18 +71,15 @@ class WeightQueue:
         self.began_s = time.perf_counter()
         self._work.reverse()
         ready: list[tuple[Root, Tensor]] = []
-        n_bytes = 0
         while self._work:
             roots, compute = self._work.pop()
             with torch.no_grad():
-                for root, gradient in zip(roots, compute(), strict=True):
-                    if gradient is not None:
-                        ready.append((root, gradient))
-                        n_bytes += gradient.nbytes
+                # no variable: a gradient is to be freed before the next is computed
+                ready += _defined(roots, compute())
             del compute
+            n_bytes = sum(gradient.nbytes for _, gradient in ready)
             if n_bytes >= _TOGETHER_BYTES or not self._work:
                 _hand_over(ready)
-                n_bytes = 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -101,6 +98,13 @@ class WeightQueue:
 
 
 _current: WeightQueue | None = None
+
+
+def _defined(
+    roots: tuple[Root, ...], gradients: tuple[Tensor | None, ...]
+) -> list[tuple[Root, Tensor]]:
+    pairs = zip(roots, gradients, strict=True)
+    return [(root, gradient) for root, gradient in pairs if gradient is not None]
 
 
 def _hand_over(ready: list[tuple[Root, Tensor]]) -> None:
