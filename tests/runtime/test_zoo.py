@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from zoo import CASES, Case, Square
 
-from zbpp.runtime.split_backward import SplitGraph, WeightQueue
+from zbpp.runtime.split_backward import SplitGraph
 from zbpp.runtime.stage import Chunk, Stage
+from zbpp.runtime.weight_queue import WeightQueue
 
 ORDERS = {
     "alone": "F0 B0 W0",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from zbpp.core import Job, PassTimes, Value, What
 from zbpp.runtime.batch import Tensors
-from zbpp.runtime.split_backward import current_queue
 from zbpp.runtime.transport import Reduction, Transport
+from zbpp.runtime.weight_queue import current_queue
 
 __all__ = ["DelayedTransport", "EmulatedLayer", "sleep_until"]
 

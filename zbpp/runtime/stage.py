@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.batch import Tensors, count_samples
-from zbpp.runtime.split_backward import SplitGraph, WeightQueue, accumulate
+from zbpp.runtime.split_backward import SplitGraph
+from zbpp.runtime.weight_queue import WeightQueue, accumulate
 
 __all__ = ["Chunk", "LossFn", "Stage"]
 

@@ -1,0 +1,105 @@
+"""The weight-gradient work of one micro-batch, between its B and its W."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["WeightQueue", "accumulate", "current_queue"]
+
+Root = Any
+"""A leaf, or a `GradientEdge`: torch's stubs allow no mixture of the two."""
+Work = Callable[[], tuple[Tensor | None, ...]]
+
+
+_TOGETHER_BYTES = 4 * 2**20
+
+
+class WeightQueue:
+    """Weight-gradient work of one micro-batch, left by B for W."""
+
+    def __init__(self) -> None:
+        self._work: list[tuple[tuple[Root, ...], Work]] = []
+        self.began_s = 0.0
+        """`time.perf_counter` when the pass that runs now began, for emulation."""
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def defer(self, roots: tuple[Root, ...], compute: Work) -> None:
+        """Keep a call for W; it returns the gradients of the roots."""
+        self._work.append((roots, compute))
+
+    def run(self) -> None:
+        """Make all calls, hand what they return to autograd, and forget them.
+
+        Operands are freed as W proceeds. Small gradients are handed over together: a
+        call of autograd costs up to 0.1 ms with cold caches.
+        """
+        self.began_s = time.perf_counter()
+        self._work.reverse()
+        ready: list[tuple[Root, Tensor]] = []
+        while self._work:
+            roots, compute = self._work.pop()
+            with torch.no_grad():
+                # no variable: a gradient is to be freed before the next is computed
+                ready += _defined(roots, compute())
+            del compute
+            n_bytes = sum(gradient.nbytes for _, gradient in ready)
+            if n_bytes >= _TOGETHER_BYTES or not self._work:
+                _hand_over(ready)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let modules that run inside and defer by themselves use me.
+
+        A plain global, not a context variable: on a GPU autograd runs, and recomputes
+        checkpointed blocks, in a thread of its own.
+        """
+        global _current
+        before, _current = _current, self
+        self.began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            _current = before
+
+
+_current: WeightQueue | None = None
+
+
+def _defined(
+    roots: tuple[Root, ...], gradients: tuple[Tensor | None, ...]
+) -> list[tuple[Root, Tensor]]:
+    pairs = zip(roots, gradients, strict=True)
+    return [(root, gradient) for root, gradient in pairs if gradient is not None]
+
+
+def _hand_over(ready: list[tuple[Root, Tensor]]) -> None:
+    """Let autograd accumulate the gradients, and forget them."""
+    if ready:
+        roots, gradients = zip(*ready, strict=True)
+        torch.autograd.backward(roots, gradients)
+        ready.clear()
+
+
+def current_queue() -> WeightQueue | None:
+    """The queue of the pass that runs now, if its weight gradients are deferred."""
+    return _current
+
+
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to ``parameter.grad`` as autograd does: the first gradient is kept as it is.
+
+    Args:
+        parameter: a leaf.
+        gradient: of the same shape; cast to the parameter's dtype.
+    """
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
