@@ -4,11 +4,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpp.core import LimitError, MemoryModel, Placement
+from zbpp.core import ChunkMemory, LimitError, MemoryModel, Placement
 
-__all__ = ["capped", "check_limits", "check_one_fits"]
+__all__ = ["capped", "check_limits", "check_one_fits", "micro_batch"]
 
 _MARGIN = 1e-9  # relative; as in `Schedule`
+
+
+def micro_batch(held: ChunkMemory, placement: Placement) -> list[float]:
+    """What one micro-batch holds on each stage: M_B."""
+    return [sum(held.m_b[chunk] for chunk in own) for own in placement.chunks_of]
 
 
 def capped(
@@ -35,8 +40,8 @@ def capped(
         return memory
     held = memory.on(placement)
     limits = tuple(
-        min(limit, most * sum(held.m_b[chunk] for chunk in chunks))
-        for limit, chunks in zip(held.limit, placement.chunks_of, strict=True)
+        min(limit, most * one)
+        for limit, one in zip(held.limit, micro_batch(held, placement), strict=True)
     )
     return replace(memory, limit=limits)
 
@@ -51,8 +56,7 @@ def check_one_fits(
         RequestError: the memory does not fit the placement.
     """
     held = memory.on(placement)
-    needs = [sum(held.m_b[chunk] for chunk in own) for own in placement.chunks_of]
-    check_limits(name, needs, held.limit, n_microbatches)
+    check_limits(name, micro_batch(held, placement), held.limit, n_microbatches)
 
 
 def check_limits(

@@ -31,6 +31,7 @@ from zbpp.core import (
     Step,
     lower_bound_on,
 )
+from zbpp.schedules.limits import micro_batch
 
 __all__ = ["Plan", "Rows", "WaveProblem"]
 
@@ -101,8 +102,7 @@ class WaveProblem:
 
     def lower_limits(self, rows: Rows) -> Iterator["WaveProblem"]:
         """The same under less memory than some rows hold: all quarters of M_B below."""
-        held = self.memory.m_b
-        whole = [sum(held[chunk] for chunk in own) for own in self.placement.chunks_of]
+        whole = micro_batch(self.memory, self.placement)
         peaks = [max(accumulate(map(self.change.__getitem__, row))) for row in rows]
         most = max(
             peak / one if one > 0 else 0.0

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zbpp.core import PassKind
+from zbpp.schedules.limits import micro_batch
 from zbpp.schedules.wave_greedy import Knobs, chain_offsets
 from zbpp.schedules.wave_problem import Rows, WaveProblem
 from zbpp.schedules.zb_v import zb_v_cells
@@ -180,7 +181,7 @@ def _caps(problem: WaveProblem, rule: Rule) -> Iterator[int]:
 
 def _fresh(problem: WaveProblem, rule: Rule) -> Iterator[int]:
     m, memory = problem.n_microbatches, problem.memory
-    for limit, chunks in zip(memory.limit, problem.placement.chunks_of, strict=True):
-        whole = sum(memory.m_b[chunk] for chunk in chunks)
+    held = micro_batch(memory, problem.placement)
+    for limit, whole in zip(memory.limit, held, strict=True):
         most = rule.fresh * limit / whole if whole > 0 else math.inf
         yield m if most >= m else max(1, math.ceil(most - 1e-9))
