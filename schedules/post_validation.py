@@ -1,0 +1,75 @@
+"""Put the validation of the last step into the next iteration's warm-up.
+
+    barrier          F0 F1 B0 W0 B1 W1 | O        O waits for the norm of all stages
+    post-validation  F0 F1 V B0 W0 B1 W1 O        O does not; V confirms it
+
+O steps on what its stage knows. The sum of all stages' norms travels while the next
+forwards already run, and V compares: if the step was wrong, V undoes it, and the
+passes before V run once more.
+
+Two rules place V as late as they allow:
+
+- before the stage's first backward, which would overwrite the step's gradients;
+- no pass before a V may read what another stage has computed after its V. Then every
+  message is either sent before its stage's V, and twice if the step was wrong, or
+  after it and once; sender and receiver agree without asking each other.
+"""
+
+from dataclasses import replace
+
+from zbpp.core import Check, Job, Pass, PassKind, Schedule, Step, reads, writes
+
+__all__ = ["post_validated"]
+
+
+def post_validated(schedule: Schedule) -> Schedule:
+    """Give every stage a V in its warm-up and an O at its end.
+
+    Args:
+        schedule: any; one that has a V is returned as it is.
+
+    Raises:
+        ScheduleError: a schedule with a V on some stages only is not valid.
+
+    >>> from zbpp.schedules import plan_zb_h1
+    >>> rows = post_validated(plan_zb_h1(n_stages=2, n_microbatches=2)).orders
+    >>> " ".join(map(str, rows[0]))
+    '0F0 0F1 V 0B0 0W0 0B1 0W1 O'
+    """
+    if any(isinstance(job, Check) for order in schedule.orders for job in order):
+        return schedule
+    cuts = _cuts(schedule)
+    orders = []
+    for stage, (order, cut) in enumerate(zip(schedule.orders, cuts, strict=True)):
+        last: tuple[Job, ...] = () if Step(stage) in order else (Step(stage),)
+        orders.append((*order[:cut], Check(stage), *order[cut:], *last))
+    return replace(schedule, orders=tuple(orders))
+
+
+def _cuts(schedule: Schedule) -> list[int]:
+    """Where the V of each stage goes: before this column."""
+    n_chunks = schedule.placement.n_chunks
+    cuts = [_first_backward(order) for order in schedule.orders]
+    while True:
+        late = {
+            value
+            for order, cut in zip(schedule.orders, cuts, strict=True)
+            for job in order[cut:]
+            if isinstance(job, Pass)
+            for value in writes(job, n_chunks)
+        }
+        moved = False
+        for stage, order in enumerate(schedule.orders):
+            for column, job in enumerate(order[: cuts[stage]]):
+                if isinstance(job, Pass) and not late.isdisjoint(reads(job, n_chunks)):
+                    cuts[stage], moved = column, True
+                    break
+        if not moved:
+            return cuts
+
+
+def _first_backward(order: tuple[Job, ...]) -> int:
+    for column, job in enumerate(order):
+        if not isinstance(job, Pass) or job.kind is not PassKind.F:
+            return column
+    return len(order)
