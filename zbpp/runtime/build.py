@@ -27,6 +27,7 @@ class StageOptions:
     device: torch.device
     autocast: torch.dtype | None
     seed: int | None
+    exact_sums: bool = True
 
 
 def make_transports(
@@ -80,6 +81,7 @@ def build_executors(
             device=options.device,
             autocast=options.autocast,
             seed=options.seed,
+            exact_sums=options.exact_sums,
         )
         share = StageOptimizer(
             runner,

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from zbpp.runtime.harvest import Product, harvest
+from zbpp.runtime.harvest import Harvest, Product, harvest
 from zbpp.runtime.weight_queue import WeightQueue
 
 __all__ = ["SplitGraph", "map_tensors", "split_forward"]
@@ -46,6 +46,10 @@ class SplitGraph:
         outputs: of the forward; those that need no gradient count for nothing.
         inputs: leaves whose gradients B returns.
         queue: where B leaves its work for W; some may be in it already.
+        is_exact: round each weight gradient before it is added, as autograd does.
+            False adds it within the matrix product's own kernel: faster, without a
+            temporary of the weight's size, and different in the last bits. Hooks that
+            only C++ can see (DistributedDataParallel's) then do not fire.
     """
 
     def __init__(
@@ -53,10 +57,14 @@ class SplitGraph:
         outputs: Iterable[Tensor],
         inputs: Iterable[Tensor] = (),
         queue: WeightQueue | None = None,
+        *,
+        is_exact: bool = True,
     ) -> None:
         self._roots = [y for y in outputs if y.requires_grad]
         self._inputs = [x for x in inputs if x.requires_grad]
         self._queue = WeightQueue() if queue is None else queue
+        self._is_exact = is_exact
+        self._found: Harvest | None = None
         self._is_done = False
         self.outputs: Any = None
         """What the function returned, its tensors detached; set by `split_forward`."""
@@ -66,12 +74,22 @@ class SplitGraph:
 
         To be asked before B.
         """
-        where = harvest(self._roots, self._inputs).where()
-        return {
-            p: text
-            for p, text in where.items()
-            if all(p is not x for x in self._inputs)
-        }
+        inputs = {id(x) for x in self._inputs}
+        where = self._harvest().where()
+        return {p: text for p, text in where.items() if id(p) not in inputs}
+
+    def in_b(self) -> list[Tensor]:
+        """The leaves whose gradients B computes, inputs included; ask before B."""
+        return self._harvest().leaves
+
+    def in_w(self) -> list[Tensor]:
+        """The leaves whose gradients W computes."""
+        return self._harvest().waiting
+
+    def _harvest(self) -> Harvest:
+        if self._found is None:
+            self._found = harvest(self._roots, self._inputs)
+        return self._found
 
     def backward_input(
         self, gradients: Tensor | Sequence[Tensor | None] | None = None
@@ -139,7 +157,8 @@ class SplitGraph:
         self._queue.run()
 
     def _run(self, gradients: Sequence[Tensor | None] | None) -> None:
-        found = harvest(self._roots, self._inputs)
+        found = self._harvest()
+        self._found = Harvest([], [], found.waiting, {}, found.is_reentrant)
         if not found.products:
             torch.autograd.backward(self._roots, gradients)
             return
@@ -162,7 +181,9 @@ class SplitGraph:
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
             (dy,) = gradients
             if dy is not None:
-                self._queue.defer(product.edges, product.defer(dy))
+                work = product.defer(dy)
+                add = None if self._is_exact else work.add
+                self._queue.defer(work.edges, work.compute, add)
 
         return keep
 

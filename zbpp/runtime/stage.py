@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.batch import Tensors, count_samples
+from zbpp.runtime.gradient_order import GradientOrder
 from zbpp.runtime.split_backward import SplitGraph
-from zbpp.runtime.weight_queue import WeightQueue, accumulate
+from zbpp.runtime.weight_queue import WeightQueue
 
 __all__ = ["Chunk", "LossFn", "Stage"]
 
@@ -46,23 +47,6 @@ class _Saved:
     graph: SplitGraph
 
 
-class _InOrder:
-    """Runs actions in micro-batch order: one that comes early waits for its turn."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-        self._early: dict[int, Callable[[], None]] = {}
-
-    def is_turn(self, microbatch: int) -> bool:
-        return microbatch == self._turn
-
-    def add(self, microbatch: int, action: Callable[[], None]) -> None:
-        self._early[microbatch] = action
-        while self._turn in self._early:
-            self._early.pop(self._turn)()
-            self._turn += 1
-
-
 class Stage:
     """Forward, B and W of this stage's chunks on single micro-batches.
 
@@ -74,6 +58,7 @@ class Stage:
         autocast: compute dtype of the forward, or None.
         seed: if given, the random generator is seeded before every layer from (seed,
             step, layer, micro-batch), so that dropout is the same under every schedule.
+        exact_sums: False adds gradients as they come, within the products' kernels.
     """
 
     def __init__(
@@ -85,6 +70,7 @@ class Stage:
         device: torch.device,
         autocast: torch.dtype | None = None,
         seed: int | None = None,
+        exact_sums: bool = True,
     ) -> None:
         self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
         self._last = n_chunks - 1
@@ -92,6 +78,11 @@ class Stage:
         self.device = device
         self._autocast = autocast
         self._seed = seed
+        self._exact_sums = exact_sums
+        self._orders = {
+            index: GradientOrder(chunk.parameters(), is_released=not exact_sums)
+            for index, chunk in self.chunks.items()
+        }
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
 
     def begin(
@@ -108,8 +99,8 @@ class Stage:
         self._targets = targets
         self.n_microbatches = n_microbatches
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._direct = {chunk: _InOrder() for chunk in self.chunks}
-        self._deferred = {chunk: _InOrder() for chunk in self.chunks}
+        for order in self._orders.values():
+            order.begin()
         self.losses: dict[int, Tensor] = {}
 
     def weighted_losses(self) -> Tensor:
@@ -152,7 +143,7 @@ class Stage:
         with queue.recording(), self._autocast_context():
             outputs = self._run_layers(chunk, microbatch, taken)
         asked = taken if chunk > 0 else ()
-        graph = SplitGraph(outputs, asked, queue)
+        graph = SplitGraph(outputs, asked, queue, is_exact=self._exact_sums)
         self._saved[chunk, microbatch] = _Saved(asked, outputs, graph)
         return tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
 
@@ -175,21 +166,7 @@ class Stage:
             gradients = tuple(
                 torch.full_like(y, 1.0 / self.n_microbatches) for y in roots
             )
-        turn = self._direct[chunk]
-        own = [p for p in self.chunks[chunk].parameters() if p.requires_grad]
-        early = not turn.is_turn(microbatch)
-        kept = [p.grad for p in own] if early else []
-        if early:
-            for p in own:
-                p.grad = None
-        found = saved.graph.backward_input(gradients)
-        if early:
-            late = [p.grad for p in own]
-            for p, gradient in zip(own, kept, strict=True):
-                p.grad = gradient
-            turn.add(microbatch, lambda: _add_all(own, late))
-        else:
-            turn.add(microbatch, _nothing)
+        found = self._orders[chunk].run_b(microbatch, saved.graph, gradients)
         asked = [x for x in saved.asked if x.requires_grad]
         result = tuple(
             torch.zeros_like(x) if dx is None else dx
@@ -201,7 +178,7 @@ class Stage:
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """W: the weight gradients that B has deferred."""
         graph = self._saved.pop((chunk, microbatch)).graph
-        self._deferred[chunk].add(microbatch, graph.backward_weight)
+        self._orders[chunk].run_w(microbatch, graph)
 
     def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
         if inputs is not None:
@@ -249,14 +226,3 @@ def _to_device(value: object, device: torch.device) -> object:
     if isinstance(value, tuple | list):
         return type(value)(_to_device(item, device) for item in value)
     return value
-
-
-def _add_all(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    with torch.no_grad():
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                accumulate(parameter, gradient)
-
-
-def _nothing() -> None:
-    """The gradients are in place already."""

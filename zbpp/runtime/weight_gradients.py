@@ -14,15 +14,22 @@ make (derivatives.yaml), with the same layouts: the results are equal to the las
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "Compute", "Rule"]
+__all__ = ["RULES", "Gradients", "Rule"]
 
-Compute = Callable[[Tensor], tuple[Tensor | None, ...]]
-"""From the gradient of a node's output to those of its deferred operands."""
+
+class Gradients(Protocol):
+    """The second job of one node, to be done in W."""
+
+    def of(self, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """From the gradient of the node's output to those of its deferred operands."""
+
+    def add_to(self, total: Tensor, dy: Tensor) -> bool:
+        """Add the first operand's gradient in the product's own kernel, if it can."""
 
 
 @dataclass(frozen=True)
@@ -40,83 +47,121 @@ class Rule:
 
     choices: tuple[tuple[int, ...], ...]
     reads: tuple[tuple[str, ...], ...]
-    prepare: Callable[..., Compute]
+    prepare: Callable[..., Gradients]
+
+
+@dataclass(frozen=True)
+class _OfMatrix:
+    """The gradient of one factor of ``factor * (left @ right)``, other being known.
+
+    torch computes it in the layout of the matrix, so a transposed weight's gradient is
+    a transposed product.
+    """
+
+    other: Tensor
+    factor: float
+    is_right: bool
+    is_column_major: bool
+
+    def of(self, dy: Tensor) -> tuple[Tensor]:
+        if self.is_right:
+            left = self.other
+            if self.is_column_major:
+                return (self._scaled(dy.t().mm(left.conj()).t()),)
+            return (self._scaled(left.t().conj().mm(dy)),)
+        if self.is_column_major:
+            return (self._scaled(self.other.conj().mm(dy.t()).t()),)
+        return (self._scaled(dy.mm(self.other.t().conj())),)
+
+    def add_to(self, total: Tensor, dy: Tensor) -> bool:
+        other = self.other.t().conj()
+        left, right = (other, dy) if self.is_right else (dy, other)
+        total.addmm_(left, right, alpha=self.factor)
+        return True
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        return gradient if self.factor == 1 else gradient * self.factor
+
+
+def _mm(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfMatrix:
+    if operands == (1,):
+        sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
+    else:
+        sizes, strides = node._saved_self_sym_sizes, node._saved_self_sym_strides
+    return _OfMatrix(other, 1, operands == (1,), _is_column_major(sizes, strides))
+
+
+def _addmm(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfMatrix:
+    if operands == (2,):
+        sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
+    else:
+        sizes, strides = node._saved_mat1_sym_sizes, node._saved_mat1_sym_strides
+    is_column_major = _is_column_major(sizes, strides)
+    return _OfMatrix(other, node._saved_alpha, operands == (2,), is_column_major)
 
 
 def _is_column_major(sizes: Any, strides: Any) -> bool:
     return bool(strides[0] == 1 and strides[1] == sizes[0])
 
 
-def _scaled(gradient: Tensor, factor: float) -> Tensor:
-    return gradient if factor == 1 else gradient * factor
+@dataclass(frozen=True)
+class _OfBatch:
+    """The same for batches of matrices."""
+
+    other: Tensor
+    factor: float
+    is_right: bool
+
+    def of(self, dy: Tensor) -> tuple[Tensor]:
+        other = self.other.transpose(1, 2).conj()
+        gradient = other.bmm(dy) if self.is_right else dy.bmm(other)
+        return (gradient if self.factor == 1 else gradient * self.factor,)
+
+    def add_to(self, total: Tensor, dy: Tensor) -> bool:
+        other = self.other.transpose(1, 2).conj()
+        left, right = (other, dy) if self.is_right else (dy, other)
+        total.baddbmm_(left, right, alpha=self.factor)
+        return True
 
 
-def _right(
-    left: Tensor, factor: float, sizes: Any, strides: Any
-) -> Callable[[Tensor], tuple[Tensor]]:
-    """The gradient of the right matrix, which torch computes in the matrix's layout."""
-    if _is_column_major(sizes, strides):
-        return lambda dy: (_scaled(dy.t().mm(left.conj()).t(), factor),)
-    return lambda dy: (_scaled(left.t().conj().mm(dy), factor),)
+def _bmm(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfBatch:
+    return _OfBatch(other, 1, operands == (1,))
 
 
-def _left(
-    right: Tensor, factor: float, sizes: Any, strides: Any
-) -> Callable[[Tensor], tuple[Tensor]]:
-    """The gradient of the left matrix."""
-    if _is_column_major(sizes, strides):
-        return lambda dy: (_scaled(right.conj().mm(dy.t()).t(), factor),)
-    return lambda dy: (_scaled(dy.mm(right.t().conj()), factor),)
+def _baddbmm(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfBatch:
+    return _OfBatch(other, node._saved_alpha, operands == (2,))
 
 
-def _mm(node: Any, operands: tuple[int, ...], other: Tensor) -> Compute:
-    if operands == (1,):
-        sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
-        return _right(other, 1, sizes, strides)
-    sizes, strides = node._saved_self_sym_sizes, node._saved_self_sym_strides
-    return _left(other, 1, sizes, strides)
+@dataclass(frozen=True)
+class _OfConvolution:
+    """The gradients of a convolution's weight and bias, from one kernel."""
 
+    x: Tensor
+    weight: Tensor
+    bias_sizes: Any
+    settings: tuple[Any, ...]
+    with_bias: bool
 
-def _addmm(node: Any, operands: tuple[int, ...], other: Tensor) -> Compute:
-    alpha = node._saved_alpha
-    if operands == (2,):
-        sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
-        return _right(other, alpha, sizes, strides)
-    sizes, strides = node._saved_mat1_sym_sizes, node._saved_mat1_sym_strides
-    return _left(other, alpha, sizes, strides)
+    def of(self, dy: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = [False, True, self.with_bias]
+        _, dw, db = torch.ops.aten.convolution_backward(
+            dy, self.x, self.weight, self.bias_sizes, *self.settings, wanted
+        )
+        return (dw, db) if self.with_bias else (dw,)
 
-
-def _batched(other: Tensor, factor: float, *, is_right: bool) -> Compute:
-    if is_right:
-        return lambda dy: (_scaled(other.transpose(1, 2).conj().bmm(dy), factor),)
-    return lambda dy: (_scaled(dy.bmm(other.transpose(1, 2).conj()), factor),)
-
-
-def _bmm(node: Any, operands: tuple[int, ...], other: Tensor) -> Compute:
-    return _batched(other, 1, is_right=operands == (1,))
-
-
-def _baddbmm(node: Any, operands: tuple[int, ...], other: Tensor) -> Compute:
-    return _batched(other, node._saved_alpha, is_right=operands == (2,))
+    def add_to(self, total: Tensor, dy: Tensor) -> bool:
+        return False
 
 
 def _convolution(
     node: Any, operands: tuple[int, ...], x: Tensor, weight: Tensor
-) -> Compute:
+) -> _OfConvolution:
     settings = (
         *(node._saved_stride, node._saved_padding, node._saved_dilation),
         *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
     )
     bias_sizes = node._saved_bias_sym_sizes_opt
-    with_bias = 2 in operands
-
-    def compute(dy: Tensor) -> tuple[Tensor | None, ...]:
-        _, dw, db = torch.ops.aten.convolution_backward(
-            dy, x, weight, bias_sizes, *settings, [False, True, with_bias]
-        )
-        return (dw, db) if with_bias else (dw,)
-
-    return compute
+    return _OfConvolution(x, weight, bias_sizes, settings, 2 in operands)
 
 
 _MATRICES = ("self", "mat2")

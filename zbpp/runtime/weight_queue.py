@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["WeightQueue", "accumulate", "current_queue"]
+__all__ = ["WeightQueue", "current_queue"]
 
 Root = Any
 """A leaf, or a `GradientEdge`: torch's stubs allow no mixture of the two."""
 Work = Callable[[], tuple[Tensor | None, ...]]
+Add = Callable[[], bool] | None
 
 
 _TOGETHER_BYTES = 4 * 2**20
@@ -22,16 +23,22 @@ class WeightQueue:
     """Weight-gradient work of one micro-batch, left by B for W."""
 
     def __init__(self) -> None:
-        self._work: list[tuple[tuple[Root, ...], Work]] = []
+        self._work: list[tuple[tuple[Root, ...], Work, Add]] = []
         self.began_s = 0.0
         """`time.perf_counter` when the pass that runs now began, for emulation."""
 
     def __len__(self) -> int:
         return len(self._work)
 
-    def defer(self, roots: tuple[Root, ...], compute: Work) -> None:
-        """Keep a call for W; it returns the gradients of the roots."""
-        self._work.append((roots, compute))
+    def defer(self, roots: tuple[Root, ...], compute: Work, add: Add = None) -> None:
+        """Keep a call for W.
+
+        Args:
+            roots: where the gradients go.
+            compute: returns one for each root.
+            add: tried first, if given: adds to ``.grad`` itself, or returns False.
+        """
+        self._work.append((roots, compute, add))
 
     def run(self) -> None:
         """Make all calls, hand what they return to autograd, and forget them.
@@ -43,11 +50,12 @@ class WeightQueue:
         self._work.reverse()
         ready: list[tuple[Root, Tensor]] = []
         while self._work:
-            roots, compute = self._work.pop()
+            roots, compute, add = self._work.pop()
             with torch.no_grad():
-                # no variable: a gradient is to be freed before the next is computed
-                ready += _defined(roots, compute())
-            del compute
+                if add is None or not add():
+                    # no variable: a gradient is freed before the next is computed
+                    ready += _defined(roots, compute())
+            del compute, add
             n_bytes = sum(gradient.nbytes for _, gradient in ready)
             if n_bytes >= _TOGETHER_BYTES or not self._work:
                 _hand_over(ready)
@@ -89,17 +97,3 @@ def _hand_over(ready: list[tuple[Root, Tensor]]) -> None:
 def current_queue() -> WeightQueue | None:
     """The queue of the pass that runs now, if its weight gradients are deferred."""
     return _current
-
-
-def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to ``parameter.grad`` as autograd does: the first gradient is kept as it is.
-
-    Args:
-        parameter: a leaf.
-        gradient: of the same shape; cast to the parameter's dtype.
-    """
-    gradient = gradient.to(parameter.dtype)
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)

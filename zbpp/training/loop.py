@@ -64,6 +64,7 @@ def _build(options: Train, schedule: Schedule) -> Pipeline:
         clip_grad_norm=options.clip_grad_norm,
         device=device_of(options),
         autocast=torch.bfloat16 if options.dtype == "bf16" else None,
+        exact_sums=options.exact_sums,
         timeout_s=options.timeout_s,
     )
 
