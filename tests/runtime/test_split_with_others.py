@@ -4,15 +4,23 @@ import pytest
 import torch
 from pool import Pool
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
-from zbpp.runtime.split_backward import SplitGraph
+from zbpp.core import RequestError
+from zbpp.runtime.split_backward import SplitGraph, split_forward
+from zbpp.runtime.stage import Chunk, Stage
+from zbpp.runtime.torch_stage import SplitModule
 
 Found = tuple[list[Tensor], dict[str, str]]
 
@@ -50,19 +58,39 @@ def test_a_compiled_part_runs_in_b_and_the_rest_is_split(backend: str) -> None:
     assert [n for n, text in where.items() if text == "W"] == ["0.weight", "2.weight"]
 
 
-def tensor_parallel() -> tuple[list[Tensor], Found]:
+def tensor_parallel(sequence: bool) -> tuple[list[Tensor], Found, list[int]]:
+    """Also the messages that B and W have sent."""
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Linear(6, 2))
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    layers = nn.Sequential(
+        *(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)),
+        nn.Linear(6, 2),
+    )
+    plan = {
+        "1": ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate()),
+        "3": RowwiseParallel(),
+    }
+    if sequence:
+        plan["0"] = SequenceParallel()
     parallelize_module(layers, init_device_mesh("cpu", (2,)), plan)
-    return both_ways(layers, torch.randn(4, 6))
+    x = torch.randn(3, 4, 6, requires_grad=True)
+    found = both_ways(layers, x)
+    y = layers(x)
+    graph = SplitGraph([y], [x])
+    with CommDebugMode() as in_b:
+        graph.backward_input(torch.ones_like(y))
+    with CommDebugMode() as in_w:
+        graph.backward_weight()
+    return *found, [in_b.get_total_counts(), in_w.get_total_counts()]
 
 
 @pytest.mark.dist
-def test_tensor_parallel_layers_run_in_b(pool: Pool) -> None:
-    for plain, (split, where) in pool.run(tensor_parallel, 2):
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallel_layers_are_split(pool: Pool, sequence: bool) -> None:
+    for plain, (split, where), counts in pool.run(tensor_parallel, 2, sequence):
         assert all(map(torch.equal, split, plain))
-        assert [name for name, text in where.items() if text == "W"] == ["3.weight"]
+        waits = [name for name, text in where.items() if text == "W"]
+        assert waits == ["1.weight", "3.weight", "4.weight"]
+        assert counts[0] > 0 and counts[1] == 0
 
 
 def test_own_saved_tensor_hooks_unpack_once() -> None:
@@ -84,3 +112,40 @@ def test_own_saved_tensor_hooks_unpack_once() -> None:
         else:
             y.sum().backward()
         assert len(unpacked) == 1
+
+
+def data_parallel() -> dict[str, str]:
+    """What is said to each wrapper of data parallelism."""
+    said = {}
+    for name, wrap in {
+        "DistributedDataParallel": DistributedDataParallel,
+        "fully_shard": fully_shard,
+        "replicate": replicate,
+        "fully_shard inside": lambda m: nn.Sequential(fully_shard(m)),
+    }.items():
+        wrapped = wrap(nn.Sequential(nn.Linear(6, 6)))
+        with pytest.raises(RequestError) as refused:
+            split_forward(wrapped, torch.randn(4, 6))
+        said[name] = str(refused.value)
+        with pytest.raises(RequestError, match=r"layers\.3"):
+            Stage(
+                [Chunk(0, 3, (wrapped,))],
+                n_chunks=1,
+                loss_fn=lambda y, _: y.mean(),
+                device=torch.device("cpu"),
+            )
+    outside = DistributedDataParallel(SplitModule(nn.Linear(6, 6)))
+    with pytest.raises(RequestError) as refused:
+        outside(torch.randn(4, 6))
+    said["DistributedDataParallel outside"] = str(refused.value)
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_data_parallel_wrappers_are_refused_by_name(pool: Pool) -> None:
+    for said in pool.run(data_parallel, 2):
+        for name, text in said.items():
+            assert f"is wrapped by {name.split()[0]}" in text
+        assert "the module.0 is" in said["fully_shard inside"]
+    split_forward(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))

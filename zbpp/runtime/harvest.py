@@ -27,6 +27,7 @@ __all__ = ["Deferred", "Harvest", "Product", "harvest"]
 _LEAF = "AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
 
+_KNOWN = (Tensor, nn.Parameter)  # other subclasses may compute something else
 _VIEWS_AND_CASTS = {
     *("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"),
     *("UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0"),
@@ -85,6 +86,8 @@ class Deferred(NamedTuple):
         if leaf is None or leaf.grad is None or leaf.grad.dtype != self.kept[0].dtype:
             return False
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            return False
+        if _is_dtensor(leaf):
             return False
         self._check()
         total = leaf.grad.t() if is_transposed else leaf.grad
@@ -234,7 +237,12 @@ def _leaf_above(
     if count > 1:
         reasons[id(node.variable)] = f"used {count} times"
         return None
-    if type(node.variable) not in (Tensor, nn.Parameter):
+    if type(node.variable) not in _KNOWN and not _is_dtensor(node.variable):
         reasons[id(node.variable)] = f"a {type(node.variable).__name__}"
         return None
     return node
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is split over processes, by tensor parallelism; W sends nothing."""
+    return type(tensor).__name__ == "DTensor"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.runtime.batch import Tensors, count_samples
 from zbpp.runtime.gradient_order import GradientOrder
-from zbpp.runtime.split_backward import SplitGraph
+from zbpp.runtime.split_backward import SplitGraph, check_module
 from zbpp.runtime.weight_queue import WeightQueue
 
 __all__ = ["Chunk", "LossFn", "Stage"]
@@ -59,6 +59,9 @@ class Stage:
         seed: if given, the random generator is seeded before every layer from (seed,
             step, layer, micro-batch), so that dropout is the same under every schedule.
         exact_sums: False adds gradients as they come, within the products' kernels.
+
+    Raises:
+        RequestError: a layer is wrapped by data parallelism.
     """
 
     def __init__(
@@ -73,6 +76,9 @@ class Stage:
         exact_sums: bool = True,
     ) -> None:
         self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
+        for chunk in chunks:
+            for index, layer in enumerate(chunk.layers, start=chunk.first):
+                check_module(layer, f"layers.{index}")
         self._last = n_chunks - 1
         self._loss_fn = loss_fn
         self.device = device

@@ -7,8 +7,14 @@ from typing import Any
 
 import torch.autograd.profiler
 import torch.utils.checkpoint
+from torch import nn
 
-__all__ = ["accumulates", "can_read_saved", "profiling"]
+try:
+    from torch.distributed._composable.contract import _get_registry
+except ImportError:
+    _get_registry = None  # type: ignore[assignment]
+
+__all__ = ["accumulates", "can_read_saved", "data_parallel", "is_in_ddp", "profiling"]
 
 
 def profiling() -> bool:
@@ -63,3 +69,32 @@ def can_read_saved(node: Any, name: str) -> bool:
         holder.handles = _Handles(handles)
         return True
     return type(handles) is _Handles
+
+
+_DATA_PARALLEL = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+    "ReplicateModule": "replicate",
+}
+
+
+def data_parallel(module: nn.Module) -> str | None:
+    """The name of what shards or replicates a module over processes, if anything does.
+
+    Seen in torch 2.13: `fully_shard` adds a base class, `replicate` an entry in the
+    module's registry of composable wrappers, and DistributedDataParallel notes itself
+    while its forward runs. Where a name is gone, that wrapper is not seen.
+    """
+    for base in type(module).__mro__:
+        if base.__name__ in _DATA_PARALLEL:
+            return _DATA_PARALLEL[base.__name__]
+    registry = _get_registry(module) if _get_registry is not None else None
+    names = ("replicate", "fully_shard")
+    return next((name for name in names if name in (registry or ())), None)
+
+
+def is_in_ddp() -> bool:
+    """Whether a DistributedDataParallel forward runs around this call."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    return getattr(ddp, "_active_ddp_module", None) is not None

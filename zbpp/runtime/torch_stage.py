@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.split_backward import SplitGraph, map_tensors, split_forward
+from zbpp.runtime.split_backward import (
+    SplitGraph,
+    check_module,
+    map_tensors,
+    split_forward,
+)
 from zbpp.runtime.torch_private import accumulates
 
 __all__ = ["SplitModule"]
@@ -59,6 +64,7 @@ class SplitModule(nn.Module):
         """Call the module."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        check_module(self)
         graph = split_forward(self.module, *args, **kwargs)
         inputs, outputs = _trainable((args, kwargs)), _trainable(graph.outputs)
         if not outputs:
