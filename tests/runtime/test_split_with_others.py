@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from zbpp.core import RequestError
 from zbpp.runtime.split_backward import SplitGraph, split_forward
@@ -56,6 +57,52 @@ def test_a_compiled_part_runs_in_b_and_the_rest_is_split(backend: str) -> None:
     plain, (split, where) = both_ways(module, torch.randn(4, 6))
     assert all(map(torch.equal, split, plain))
     assert [n for n, text in where.items() if text == "W"] == ["0.weight", "2.weight"]
+
+
+class Recomputed(nn.Module):
+    """A checkpoint around its module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the module, and once more in B."""
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_a_checkpoint_may_hold_a_compiled_part() -> None:
+    compiled = torch.compile(nn.Linear(6, 6), backend="aot_eager")
+    inner = nn.Sequential(nn.Linear(6, 6), compiled)
+    module = nn.Sequential(nn.Linear(6, 6), Recomputed(inner), nn.Linear(6, 6))
+    plain, (split, where) = both_ways(module, torch.randn(4, 6))
+    assert all(map(torch.equal, split, plain))
+    waits = [n for n, text in where.items() if text == "W"]
+    assert waits == ["0.weight", "1.inner.0.weight", "2.weight"]
+
+
+@pytest.mark.parametrize("orders", [("B0 W0 B1 W1"), ("B0 B1 W0 W1")])
+def test_bf16_parameters_may_have_fp32_gradients(orders: str) -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
+    for p in module.parameters():
+        p.grad_dtype = torch.float32
+    inputs = [torch.randn(32, 64).bfloat16() for _ in range(2)]
+    for x in inputs:
+        module(x).sum().backward()
+    plain = take_gradients(module)
+    graphs = [SplitGraph([module(x)]) for x in inputs]
+    for text in orders.split():
+        if text[0] == "B":
+            graphs[int(text[1])].backward_input(torch.ones(32, 64).bfloat16())
+        else:
+            graphs[int(text[1])].backward_weight()
+    split = take_gradients(module)
+    assert all(g.dtype == torch.float32 for g in split)
+    assert all(map(torch.equal, split, plain))
+    rounded = [g.bfloat16().float() for g in split]
+    assert not all(map(torch.equal, split, rounded)), "summed in bf16"
 
 
 def tensor_parallel(sequence: bool) -> tuple[list[Tensor], Found, list[int]]:
