@@ -21,6 +21,7 @@ from zbpp.modes import MODES
 from zbpp.report import Summary, print_comparison, print_report, summarize
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.simulator import plot, simulate, write_trace
+from zbpp.split_report import print_split
 from zbpp.training.options import Train
 
 __all__ = ["Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
@@ -134,11 +135,18 @@ class Compare(Given):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Print versions, devices and backends, and what is missing."""
+    """Print versions, devices and backends, and what is missing; or examine a model."""
+
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION")] = None
+    """A function that returns a module and its inputs: which of its weight gradients
+    can wait for W, and why the others cannot."""
 
     def run(self) -> None:
         """Print one fact a line."""
-        print("\n".join(report_lines()))
+        if self.model is None:
+            print("\n".join(report_lines()))
+        else:
+            print_split(self.model)
 
 
 Command = (

@@ -28,6 +28,7 @@ from zbpp.core import (
     Timeline,
     schedule_text,
 )
+from zbpp.measured import measured_costs
 from zbpp.runtime.batch import Batch, split_inputs, split_targets
 from zbpp.runtime.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.executor import drive
@@ -236,6 +237,35 @@ class Pipeline:
             self.schedule.placement,
             self.n_microbatches,
             tuple(tuple(rows[stage]) for stage in range(self.schedule.n_stages)),
+        )
+
+    def split_report(self) -> dict[str, str]:
+        """For each parameter of this process that has got a gradient, where from.
+
+        ``"W"``, or ``"B: "`` and the reason why it cannot wait; of the first step.
+        """
+        where: dict[torch.Tensor, str] = {}
+        for executor in self._executors.values():
+            for part in executor.stage.where.values():
+                where |= part
+        return {name: where[p] for name, p in self.named_parameters() if p in where}
+
+    def measured_costs(self) -> Costs:
+        """Times of the passes in the last step, in ms (every rank must call).
+
+        Raises:
+            RequestError: the schedule has passes that run B and W together.
+        """
+        mine = {
+            stage: any("W" in part.values() for part in executor.stage.where.values())
+            for stage, executor in self._executors.items()
+        }
+        splits: dict[int, bool] = {}
+        for part in self.gather(mine):
+            splits |= part
+        in_order = [splits[stage] for stage in range(self.schedule.n_stages)]
+        return measured_costs(
+            [self.timeline()], splits=None if all(in_order) else in_order
         )
 
     def gather(self, thing: Any) -> list[Any]:

@@ -85,6 +85,8 @@ class Stage:
         self._autocast = autocast
         self._seed = seed
         self._exact_sums = exact_sums
+        self.where: dict[int, dict[Tensor, str]] = {}
+        """Of each chunk that has run B: `SplitGraph.report` of its first one."""
         self._orders = {
             index: GradientOrder(chunk.parameters(), is_released=not exact_sums)
             for index, chunk in self.chunks.items()
@@ -172,6 +174,8 @@ class Stage:
             gradients = tuple(
                 torch.full_like(y, 1.0 / self.n_microbatches) for y in roots
             )
+        if chunk not in self.where:
+            self.where[chunk] = saved.graph.report()
         found = self._orders[chunk].run_b(microbatch, saved.graph, gradients)
         asked = [x for x in saved.asked if x.requires_grad]
         result = tuple(

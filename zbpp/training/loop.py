@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from zbpp.core import RequestError, Schedule
+from zbpp.core import MemoryModel, RequestError, Schedule, write_costs
 from zbpp.pipeline import Pipeline
 from zbpp.simulator import bubble_rate, simulate
+from zbpp.split_report import summarize_split
 from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.llama import build_layers, cross_entropy
@@ -120,8 +121,20 @@ def _run_steps(
                 )
             )
         recorder.add(pipeline.step(inputs, targets))
+        if step == 0:
+            recorder.say(_describe_split(pipeline))
         for rate in rates:
             rate.step()
+
+
+def _describe_split(pipeline: Pipeline) -> str:
+    """One line about what waits for W (every rank must call)."""
+    sizes = {name: p.numel() for name, p in pipeline.named_parameters()}
+    where, counts = {}, {}
+    for one in pipeline.gather((pipeline.split_report(), sizes)):
+        where |= one[0]
+        counts |= one[1]
+    return f"backward: {summarize_split(where, counts)}"
 
 
 def _warm_up(steps: int, step: int) -> float:
@@ -142,6 +155,10 @@ def _conclude(
             )
         )
     recorder.finish_steps()
+    if options.costs_out is not None:
+        costs = pipeline.measured_costs()
+        if pipeline.rank == 0:
+            write_costs(costs, MemoryModel(), options.costs_out)
     val_loss = pipeline.evaluate(inputs, targets, n_microbatches=n)
     parts = pipeline.gather(fingerprints(pipeline.named_parameters()))
     params_sha256 = combine(parts)

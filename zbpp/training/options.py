@@ -70,6 +70,8 @@ class Train:
     effort: Literal["fast", "default"] = "default"
     """How hard to search; every process plans for itself, so for more let zbpp plan
     write a file."""
+    costs_out: _Path = None
+    """Write the measured times of the passes as a costs file (ms) to plan with."""
     emulate: _Path = None
     """Costs file in ms: layers that sleep instead, to compare with the simulation."""
     exact_sums: bool = True

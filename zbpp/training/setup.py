@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import torch
 
-from zbpp.core import Costs, MemoryModel, RequestError, Schedule, read_costs
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    Pass,
+    PassKind,
+    RequestError,
+    Schedule,
+    read_costs,
+)
 from zbpp.modes import is_file, plan
 from zbpp.runtime.layers import deal
 from zbpp.training.data import load_corpus
@@ -113,13 +121,24 @@ def check(options: Train) -> None:
     Raises:
         RequestError: the schedule, the model, the text or a path cannot be had.
     """
-    split_layers(model_of(options), schedule_of(options).placement.n_chunks)
+    schedule = schedule_of(options)
+    split_layers(model_of(options), schedule.placement.n_chunks)
     device_of(options)
     load_corpus(options.data, seq=options.seq)
-    if options.metrics is not None:
-        folder = options.metrics.parent
-        if options.metrics.is_dir() or not os.access(folder, os.W_OK):
+    for flag in ("metrics", "costs_out"):
+        path = getattr(options, flag)
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
             raise RequestError(
-                f"--metrics {options.metrics} cannot be written; give the path of a "
-                "file in a folder that exists"
+                f"--{flag} {path} cannot be written; give the path of a file in a "
+                "folder that exists"
             )
+    if options.costs_out is not None and _runs_bw(schedule):
+        raise RequestError(
+            f"--costs_out: {schedule.name} runs B and W as one pass, so their times "
+            "cannot be told apart; measure with a mode that splits them, such as ZBH1"
+        )
+
+
+def _runs_bw(schedule: Schedule) -> bool:
+    jobs = (job for order in schedule.orders for job in order)
+    return any(isinstance(job, Pass) and job.kind is PassKind.BW for job in jobs)
