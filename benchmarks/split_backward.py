@@ -33,10 +33,11 @@ from zbpp.runtime.split_backward import SplitGraph
 
 
 class Block(nn.Module):
-    """A transformer block."""
+    """A transformer block; its attention is one kernel, or softmax and products."""
 
-    def __init__(self, width: int, heads: int = 8) -> None:
+    def __init__(self, width: int, heads: int = 8, *, is_fused: bool = True) -> None:
         super().__init__()
+        self.is_fused = is_fused
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv = nn.Linear(width, 3 * width)
@@ -48,7 +49,12 @@ class Block(nn.Module):
         """(batch, sequence, width) to the same."""
         parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.is_fused:
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            y = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norms[1](x))))
 
@@ -107,15 +113,23 @@ def conv_net() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def blocks(n: int, width: int = 512) -> nn.Module:
+def blocks(n: int, width: int = 512, *, is_fused: bool = True) -> nn.Module:
     """Transformer blocks."""
-    return nn.Sequential(*(Block(width) for _ in range(n)))
+    return nn.Sequential(*(Block(width, is_fused=is_fused) for _ in range(n)))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MLP x4": (lambda: mlp(1024), (512, 1024)),
     "block x4, micro-batch 1": (lambda: blocks(4), (1, 256, 512)),
     "block x4, micro-batch 2": (lambda: blocks(4), (2, 256, 512)),
+    "block x4, softmax, micro-batch 1": (
+        lambda: blocks(4, is_fused=False),
+        (1, 256, 512),
+    ),
+    "block x4, softmax, micro-batch 2": (
+        lambda: blocks(4, is_fused=False),
+        (2, 256, 512),
+    ),
     "block x2, sequence 1024": (lambda: blocks(2, 256), (1, 1024, 256)),
     "block x4, checkpointed": (
         lambda: nn.Sequential(*(Checkpointed(Block(512)) for _ in range(4))),

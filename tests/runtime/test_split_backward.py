@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import Checkpointed, Fn, block, conv, mlp
 
+from zbpp.runtime import harvest
 from zbpp.runtime.split_backward import SplitGraph, split_forward
 
 PRODUCTS = {
@@ -211,3 +212,23 @@ def test_nothing_is_left_after_many_steps() -> None:
     for _ in range(200):
         step()
     assert n_tensors() <= before
+
+
+@pytest.mark.parametrize("name", ["has_saved", "can_read_saved"])
+def test_a_torch_that_hides_its_values_runs_all_in_b(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Conv1d(4, 4, 3, padding=1))
+    x = torch.randn(4, 6)
+    module(x).sum().backward()
+    plain = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    monkeypatch.setattr(harvest, name, lambda *_: False)
+    graph = SplitGraph([module(x)])
+    assert all(text.startswith("B: ") for text in graph.report().values())
+    graph.backward_input(torch.ones(4, 6))
+    split = [p.grad for p in module.parameters()]
+    graph.backward_weight()
+    assert [p.grad for p in module.parameters()] == split
+    for got, want in zip(split, plain, strict=True):
+        assert got is not None and want is not None and torch.equal(got, want)

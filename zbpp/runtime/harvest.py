@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from zbpp.runtime.torch_private import can_read_saved
-from zbpp.runtime.weight_gradients import RULES, Gradients, Rule
+from zbpp.runtime.product import LEAF, Product, is_dtensor
+from zbpp.runtime.torch_private import can_read_saved, has_saved
+from zbpp.runtime.weight_gradients import RULES, Rule
 
-__all__ = ["Deferred", "Harvest", "Product", "harvest"]
+__all__ = ["Harvest", "harvest"]
 
-_LEAF = "AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
 
 _KNOWN = (Tensor, nn.Parameter)  # other subclasses may compute something else
@@ -34,80 +34,6 @@ _VIEWS_AND_CASTS = {
     *("UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1"),
     *("AliasBackward0", "ExpandBackward0", "CloneBackward0"),
 }
-
-
-class Product(NamedTuple):
-    """A node to split: its rule, the deferred operands, and where W goes on."""
-
-    node: Any
-    rule: Rule
-    operands: tuple[int, ...]
-    reads: tuple[str, ...]
-    edges: tuple[GradientEdge, ...]
-
-    def defer(self, dy: Tensor) -> "Deferred":
-        """Return the work for W.
-
-        Called before the node runs, which frees what is read here.
-        """
-        saved = [getattr(self.node, f"_saved_{name}") for name in self.reads]
-        gradients = self.rule.prepare(self.node, self.operands, *saved)
-        kept = (dy, saved[0])  # a convolution's weight, if read, gives its shape only
-        versions = [tensor._version for tensor in kept]
-        return Deferred(self.edges, gradients, kept, versions)
-
-
-class Deferred(NamedTuple):
-    """The weight gradients of a product, for W; ``kept`` begins with dy."""
-
-    edges: tuple[GradientEdge, ...]
-    gradients: Gradients
-    kept: tuple[Tensor, ...]
-    versions: list[int]
-
-    def compute(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the edges.
-
-        Raises:
-            RuntimeError: an operand is no longer what B has left.
-        """
-        self._check()
-        return self.gradients.of(self.kept[0])
-
-    def add(self) -> bool:
-        """Add the gradient within the product's kernel, where that is possible.
-
-        That is so if the only edge leads to a leaf, at most transposed, that has a
-        gradient of the same dtype, and no hook that would have to see the summand.
-        """
-        if len(self.edges) > 1:
-            return False
-        leaf, is_transposed = _leaf_below(self.edges[0].node)
-        if leaf is None or leaf.grad is None or leaf.grad.dtype != self.kept[0].dtype:
-            return False
-        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-            return False
-        if _is_dtensor(leaf):
-            return False
-        self._check()
-        total = leaf.grad.t() if is_transposed else leaf.grad
-        return self.gradients.add_to(total, self.kept[0])
-
-    def _check(self) -> None:
-        if self.versions != [tensor._version for tensor in self.kept]:
-            raise RuntimeError(
-                "a tensor that W needs was changed in place after B; change a copy"
-            )
-
-
-def _leaf_below(node: Any) -> tuple[Tensor | None, bool]:
-    """The leaf that a node is, or is the transpose of."""
-    is_transposed = type(node).__name__ == "TBackward0"
-    if is_transposed:
-        node = node.next_functions[0][0]
-    if type(node).__name__ != _LEAF:
-        return None, is_transposed
-    return node.variable, is_transposed
 
 
 class Harvest(NamedTuple):
@@ -179,7 +105,7 @@ def _walk(roots: Iterable[Node]) -> _Graph:
     while nodes:
         node = nodes.pop()
         name = type(node).__name__
-        if name == _LEAF:
+        if name == LEAF:
             graph.leaves.append(node)
             continue
         if name in RULES:
@@ -213,6 +139,8 @@ def _split(
         leaves = [_leaf_above(edges[i][0], uses, kept, reasons) for i in operands]
         if None in leaves:
             why = "goes with an operand that stays in B"
+        elif not has_saved(type(node), rule.settings):
+            why = "this torch hides what W needs"
         elif not all(can_read_saved(node, name) for name in reads):
             why = "packed by saved-tensor hooks"
         else:
@@ -232,17 +160,12 @@ def _leaf_above(
         if node is None:
             return None
         count = max(count, uses[node])
-    if type(node).__name__ != _LEAF or id(node.variable) in kept:
+    if type(node).__name__ != LEAF or id(node.variable) in kept:
         return None
     if count > 1:
         reasons[id(node.variable)] = f"used {count} times"
         return None
-    if type(node.variable) not in _KNOWN and not _is_dtensor(node.variable):
+    if type(node.variable) not in _KNOWN and not is_dtensor(node.variable):
         reasons[id(node.variable)] = f"a {type(node.variable).__name__}"
         return None
     return node
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is split over processes, by tensor parallelism; W sends nothing."""
-    return type(tensor).__name__ == "DTensor"

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from zbpp.core import RequestError
-from zbpp.runtime.harvest import Harvest, Product, harvest
+from zbpp.runtime.harvest import Harvest, harvest
+from zbpp.runtime.product import Product
 from zbpp.runtime.torch_private import data_parallel, is_in_ddp
 from zbpp.runtime.weight_queue import WeightQueue
 

@@ -3,6 +3,7 @@
 Each has a fallback, so that a torch without the name is slower, not wrong.
 """
 
+from functools import cache
 from typing import Any
 
 import torch.autograd.profiler
@@ -14,7 +15,14 @@ try:
 except ImportError:
     _get_registry = None  # type: ignore[assignment]
 
-__all__ = ["accumulates", "can_read_saved", "data_parallel", "is_in_ddp", "profiling"]
+__all__ = [
+    "accumulates",
+    "can_read_saved",
+    "data_parallel",
+    "has_saved",
+    "is_in_ddp",
+    "profiling",
+]
 
 
 def profiling() -> bool:
@@ -41,6 +49,15 @@ class _Handles(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if value is not None:
             super().__setitem__(key, value)
+
+
+@cache
+def has_saved(node_type: Any, names: tuple[str, ...]) -> bool:
+    """Whether nodes of a type show these saved values, as ``_saved_<name>``.
+
+    Where one is gone, the gradients of such nodes are all computed in B.
+    """
+    return all(hasattr(node_type, f"_saved_{name}") for name in names)
 
 
 def can_read_saved(node: Any, name: str) -> bool:

@@ -41,12 +41,14 @@ class Rule:
             ``next_functions``; those after the first may need no gradient. The first
             choice that fits is taken.
         reads: for each choice, the saved tensors that its gradients are computed from.
+        settings: what else ``prepare`` reads from a node.
         prepare: called before the node runs, with the node, the operands, and the
             tensors read.
     """
 
     choices: tuple[tuple[int, ...], ...]
     reads: tuple[tuple[str, ...], ...]
+    settings: tuple[str, ...]
     prepare: Callable[..., Gradients]
 
 
@@ -156,30 +158,38 @@ class _OfConvolution:
 def _convolution(
     node: Any, operands: tuple[int, ...], x: Tensor, weight: Tensor
 ) -> _OfConvolution:
-    settings = (
-        *(node._saved_stride, node._saved_padding, node._saved_dilation),
-        *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
-    )
+    settings = tuple(getattr(node, f"_saved_{name}") for name in _WINDOW)
     bias_sizes = node._saved_bias_sym_sizes_opt
     return _OfConvolution(x, weight, bias_sizes, settings, 2 in operands)
 
 
-_MATRICES = ("self", "mat2")
-_ADDED = ("mat1", "mat2")
-_BATCHES = ("batch1", "batch2")
-
-
-def _of_matrices(left: str, right: str, first: int, prepare: Any) -> Rule:
+def _of_matrices(left: str, right: str, first: int, *settings: str) -> Rule:
     """Try the right matrix, then the left one; each needs the other."""
-    return Rule(((first + 1,), (first,)), ((left,), (right,)), prepare)
+    shapes = (f"{name}_sym_{what}" for name in (left, right) for what in _LAYOUT)
+    settings = (*settings, *shapes)
+    prepare = _addmm if first else _mm
+    return Rule(((first + 1,), (first,)), ((left,), (right,)), settings, prepare)
 
+
+def _of_batches(left: str, right: str, first: int, *settings: str) -> Rule:
+    prepare = _baddbmm if first else _bmm
+    return Rule(((first + 1,), (first,)), ((left,), (right,)), settings, prepare)
+
+
+_LAYOUT = ("sizes", "strides")
+_WINDOW = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 RULES = {
-    "MmBackward0": _of_matrices(*_MATRICES, 0, _mm),
-    "AddmmBackward0": _of_matrices(*_ADDED, 1, _addmm),
-    "BmmBackward0": _of_matrices(*_MATRICES, 0, _bmm),
-    "BaddbmmBackward0": _of_matrices(*_BATCHES, 1, _baddbmm),
+    "MmBackward0": _of_matrices("self", "mat2", 0),
+    "AddmmBackward0": _of_matrices("mat1", "mat2", 1, "alpha"),
+    "BmmBackward0": _of_batches("self", "mat2", 0),
+    "BaddbmmBackward0": _of_batches("batch1", "batch2", 1, "alpha"),
     # One kernel computes both gradients, so the bias goes with the weight.
-    "ConvolutionBackward0": Rule(((1, 2),), (("input", "weight"),), _convolution),
+    "ConvolutionBackward0": Rule(
+        ((1, 2),),
+        (("input", "weight"),),
+        (*_WINDOW, "bias_sym_sizes_opt"),
+        _convolution,
+    ),
 }
 """By the name of the node's type. Nodes of other kinds run in B as a whole."""

@@ -130,7 +130,8 @@ def _run_steps(
 def _describe_split(pipeline: Pipeline) -> str:
     """One line about what waits for W (every rank must call)."""
     sizes = {name: p.numel() for name, p in pipeline.named_parameters()}
-    where, counts = {}, {}
+    where: dict[str, str] = {}
+    counts: dict[str, int] = {}
     for one in pipeline.gather((pipeline.split_report(), sizes)):
         where |= one[0]
         counts |= one[1]
