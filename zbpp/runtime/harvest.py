@@ -139,7 +139,7 @@ def _split(
         leaves = [_leaf_above(edges[i][0], uses, kept, reasons) for i in operands]
         if None in leaves:
             why = "goes with an operand that stays in B"
-        elif not has_saved(type(node), rule.settings):
+        elif not has_saved(node.__class__, rule.settings):
             why = "this torch hides what W needs"
         elif not all(can_read_saved(node, name) for name in reads):
             why = "packed by saved-tensor hooks"
