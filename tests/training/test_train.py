@@ -66,7 +66,13 @@ def read(metrics: Path) -> Outcome:
 def flags(**changed: object) -> list[str]:
     """The tiny run's flags for a command line, in processes."""
     chosen = vars(TINY) | {"transport": "processes", "timeout_s": 20.0} | changed
-    return [f"--{k}={v}" for k, v in chosen.items() if v is not None]
+    return [_flag(k, v) for k, v in chosen.items() if v is not None]
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return f"--{name}={value}"
 
 
 @pytest.fixture(scope="module")
