@@ -33,11 +33,13 @@ from zbpp.runtime.split_backward import SplitGraph
 
 
 class Block(nn.Module):
-    """A transformer block; its attention is one kernel, or softmax and products."""
+    """A transformer block; its attention is one kernel, or products and a softmax."""
 
-    def __init__(self, width: int, heads: int = 8, *, is_fused: bool = True) -> None:
+    def __init__(
+        self, width: int, heads: int = 8, *, is_fused: bool = True, dropout: float = 0
+    ) -> None:
         super().__init__()
-        self.is_fused = is_fused
+        self.is_fused, self.dropout = is_fused, dropout
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv = nn.Linear(width, 3 * width)
@@ -54,7 +56,8 @@ class Block(nn.Module):
         else:
             scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
             later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-            y = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
+            shares = scores.masked_fill(later, float("-inf")).softmax(-1)
+            y = functional.dropout(shares, self.dropout) @ v
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norms[1](x))))
 
@@ -113,22 +116,22 @@ def conv_net() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def blocks(n: int, width: int = 512, *, is_fused: bool = True) -> nn.Module:
+def blocks(n: int, width: int = 512, **options: Any) -> nn.Module:
     """Transformer blocks."""
-    return nn.Sequential(*(Block(width, is_fused=is_fused) for _ in range(n)))
+    return nn.Sequential(*(Block(width, **options) for _ in range(n)))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MLP x4": (lambda: mlp(1024), (512, 1024)),
     "block x4, micro-batch 1": (lambda: blocks(4), (1, 256, 512)),
     "block x4, micro-batch 2": (lambda: blocks(4), (2, 256, 512)),
-    "block x4, softmax, micro-batch 1": (
+    "block x4, softmax": (
         lambda: blocks(4, is_fused=False),
         (1, 256, 512),
     ),
-    "block x4, softmax, micro-batch 2": (
-        lambda: blocks(4, is_fused=False),
-        (2, 256, 512),
+    "block x4, softmax, dropout": (
+        lambda: blocks(4, is_fused=False, dropout=0.1),
+        (1, 256, 512),
     ),
     "block x2, sequence 1024": (lambda: blocks(2, 256), (1, 1024, 256)),
     "block x4, checkpointed": (
