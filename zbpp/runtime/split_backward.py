@@ -28,21 +28,17 @@ tensor([[1., 1.],
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from zbpp.core import RequestError
 from zbpp.runtime.harvest import Harvest, harvest
 from zbpp.runtime.product import Product
-from zbpp.runtime.torch_private import data_parallel, is_in_ddp
 from zbpp.runtime.weight_queue import WeightQueue
+from zbpp.runtime.wrappers import check_module
 
-__all__ = ["SplitGraph", "check_module", "map_tensors", "split_forward"]
-
-_checked: WeakSet[nn.Module] = WeakSet()
+__all__ = ["SplitGraph", "map_tensors", "split_forward"]
 
 
 class SplitGraph:
@@ -232,31 +228,6 @@ def split_forward(
     graph = SplitGraph(outputs, inputs, queue)
     graph.outputs = result
     return graph
-
-
-def check_module(module: nn.Module, name: str = "the module") -> None:
-    """Refuse what would train on wrong gradients, and say nothing.
-
-    `fully_shard` reduces a module's gradients at the end of its B, so that those of W
-    come too late; `replicate` and DistributedDataParallel expect the gradients of one
-    micro-batch after another.
-
-    Raises:
-        RequestError: the module, or one inside, is wrapped by one of them.
-    """
-    wrapper = "DistributedDataParallel" if is_in_ddp() else None
-    if module not in _checked:
-        for path, part in module.named_modules():
-            if (found := data_parallel(part)) is not None:
-                wrapper, name = found, f"{name}.{path}" if path else name
-                break
-    if wrapper is not None:
-        raise RequestError(
-            f"{name} is wrapped by {wrapper}, which would miss weight gradients that "
-            "are computed in W; split the bare module, and reduce its gradients over "
-            "the replicas after the last W"
-        )
-    _checked.add(module)
 
 
 def map_tensors(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.runtime.batch import Tensors, count_samples
 from zbpp.runtime.gradient_order import GradientOrder
-from zbpp.runtime.split_backward import SplitGraph, check_module
+from zbpp.runtime.split_backward import SplitGraph
 from zbpp.runtime.weight_queue import WeightQueue
+from zbpp.runtime.wrappers import check_module
 
 __all__ = ["Chunk", "LossFn", "Stage"]
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from zbpp.runtime.split_backward import (
     SplitGraph,
-    check_module,
     map_tensors,
     split_forward,
 )
 from zbpp.runtime.torch_private import accumulates
+from zbpp.runtime.wrappers import check_module
 
 __all__ = ["SplitModule"]
 
