@@ -275,10 +275,17 @@ def measure_memory(module: nn.Module, shape: tuple[int, ...]) -> None:
             del b, w
             gc.collect()
             after.append(bytes_.live)
+        least = ""
+        if name == "ours":
+            _, (b, w) = start(module, shape, technique)
+            graph = w.__self__  # type: ignore[attr-defined]
+            b()
+            least = f", operands of W {graph.held_bytes() / 2**20:.1f}"
+            w()
         text = " / ".join(f"{x / 2**20:.1f}" for x in after)
         print(
             f"    {name:8} MiB after F / B / W {text}, peak through B "
-            f"{peak / 2**20:.1f}, through W {bytes_.peak / 2**20:.1f}"
+            f"{peak / 2**20:.1f}, through W {bytes_.peak / 2**20:.1f}{least}"
         )
 
 

@@ -232,3 +232,14 @@ def test_a_torch_that_hides_its_values_runs_all_in_b(
     assert [p.grad for p in module.parameters()] == split
     for got, want in zip(split, plain, strict=True):
         assert got is not None and want is not None and torch.equal(got, want)
+
+
+def test_b_leaves_the_operands_of_w_and_no_more() -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    graph = split_forward(module, torch.randn(4, 6))
+    assert graph.held_bytes() == 0
+    graph.backward_input(torch.randn(4, 5))
+    inputs_and_gradients = 4 * (6 + 8) + 4 * (8 + 5)
+    assert graph.held_bytes() == 4 * inputs_and_gradients
+    graph.backward_weight()
+    assert graph.held_bytes() == 0

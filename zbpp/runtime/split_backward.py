@@ -88,6 +88,13 @@ class SplitGraph:
         """The leaves whose gradients W computes."""
         return self._harvest().waiting
 
+    def held_bytes(self) -> int:
+        """Memory that B has left for W: operands of the deferred products.
+
+        It is the least that can be held: for ``y = x w`` both ``x`` and ``dy``.
+        """
+        return self._queue.held_bytes()
+
     def _harvest(self) -> Harvest:
         if self._found is None:
             self._found = harvest(self._roots, self._inputs)
@@ -185,7 +192,7 @@ class SplitGraph:
             if dy is not None:
                 work = product.defer(dy)
                 add = None if self._is_exact else work.add
-                self._queue.defer(work.edges, work.compute, add)
+                self._queue.defer(work.edges, work.compute, add, work.kept)
 
         return keep
 

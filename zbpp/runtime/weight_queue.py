@@ -14,7 +14,7 @@ Root = Any
 """A leaf, or a `GradientEdge`: torch's stubs allow no mixture of the two."""
 Work = Callable[[], tuple[Tensor | None, ...]]
 Add = Callable[[], bool] | None
-
+Kept = tuple[Tensor, ...]
 
 _TOGETHER_BYTES = 4 * 2**20
 
@@ -23,22 +23,38 @@ class WeightQueue:
     """Weight-gradient work of one micro-batch, left by B for W."""
 
     def __init__(self) -> None:
-        self._work: list[tuple[tuple[Root, ...], Work, Add]] = []
+        self._work: list[tuple[tuple[Root, ...], Work, Add, Kept]] = []
         self.began_s = 0.0
         """`time.perf_counter` when the pass that runs now began, for emulation."""
 
     def __len__(self) -> int:
         return len(self._work)
 
-    def defer(self, roots: tuple[Root, ...], compute: Work, add: Add = None) -> None:
+    def held_bytes(self) -> int:
+        """Memory of all operands that wait for W; what shares memory counts once."""
+        storages = {
+            storage.data_ptr(): storage.nbytes()
+            for *_, kept in self._work
+            for storage in (tensor.untyped_storage() for tensor in kept)
+        }
+        return sum(storages.values())
+
+    def defer(
+        self,
+        roots: tuple[Root, ...],
+        compute: Work,
+        add: Add = None,
+        kept: Kept = (),
+    ) -> None:
         """Keep a call for W.
 
         Args:
             roots: where the gradients go.
             compute: returns one for each root.
             add: tried first, if given: adds to ``.grad`` itself, or returns False.
+            kept: the operands, for `held_bytes`.
         """
-        self._work.append((roots, compute, add))
+        self._work.append((roots, compute, add, kept))
 
     def run(self) -> None:
         """Make all calls, hand what they return to autograd, and forget them.
@@ -50,12 +66,12 @@ class WeightQueue:
         self._work.reverse()
         ready: list[tuple[Root, Tensor]] = []
         while self._work:
-            roots, compute, add = self._work.pop()
+            roots, compute, add, kept = self._work.pop()
             with torch.no_grad():
                 if add is None or not add():
                     # no variable: a gradient is freed before the next is computed
                     ready += _defined(roots, compute())
-            del compute, add
+            del compute, add, kept
             n_bytes = sum(gradient.nbytes for _, gradient in ready)
             if n_bytes >= _TOGETHER_BYTES or not self._work:
                 _hand_over(ready)
