@@ -75,6 +75,11 @@ class DistributedTransport:
         self._channels = open_channels(
             group, neighbours, device=device, timeout_s=first_timeout_s
         )
+        self._sums = dist.new_group(  # nothing queues behind a sum that is under way
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=first_timeout_s),
+            use_local_synchronization=True,
+        )
         self._specs: dict[int, Spec] = {}  # of each chunk's activations in training
         self._incoming: dict[Value, _Incoming] = {}
         self._waiting: dict[int, deque[_Incoming]] = {
@@ -83,6 +88,7 @@ class DistributedTransport:
         self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
         self._unconfirmed: deque[tuple[dist.Work, str, int | None]] = deque()
         self._training = True
+        self._side: torch.Stream | None = None
 
     def begin(self, *, training: bool) -> None:
         """Start a step: headers tell the shapes of an evaluation and a first step."""
@@ -96,7 +102,7 @@ class DistributedTransport:
             payload = tensor.detach().to(self._wire).contiguous()
             self._send_one(value, payload, peer, slot=slot)
         while self._outgoing and self._outgoing[0][0].is_completed():
-            self._outgoing.popleft()
+            self._finish_oldest("to hand on")
 
     def _announce(self, value: Value, spec: Spec, peer: int) -> None:
         """Send a header where the receiver does not know the shapes yet."""
@@ -193,7 +199,7 @@ class DistributedTransport:
         buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._wire)
         work = self._receive_one(incoming, buffer, slot=0)
         self._wait(work, f"{job} for {incoming.value} from", incoming.peer)
-        self._confirm()
+        self._confirm(work)
         spec = unpack(buffer.cpu(), incoming.value)
         if self._training:
             self._specs[incoming.value.chunk] = spec
@@ -204,22 +210,39 @@ class DistributedTransport:
         try:
             if self._nccl:
                 work.wait()  # with a time-out it would hold up the host
+                while self._unconfirmed and self._unconfirmed[0][0].is_completed():
+                    self._unconfirmed.popleft()
                 self._unconfirmed.append((work, what, peer))
             else:
                 work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise self._lost(f"waits at {what}", peer, error) from error
 
-    def _confirm(self) -> None:
-        """Wait on the host until all messages so far have come; name the late one."""
-        while self._unconfirmed:
-            work, what, peer = self._unconfirmed.popleft()
-            deadline = time.monotonic() + self._timeout_s
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    late = RuntimeError("timed out")
-                    raise self._lost(f"waits at {what}", peer, late)
-                time.sleep(1e-4)
+    def _confirm(self, last: dist.Work) -> None:
+        """Wait on the host until a message has come; name the oldest late one."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._nccl and not last.is_completed():
+            if time.monotonic() > deadline:
+                late = RuntimeError("timed out")
+                for work, what, peer in self._unconfirmed:
+                    if not work.is_completed():
+                        raise self._lost(f"waits at {what}", peer, late)
+            time.sleep(1e-4)
+
+    def _finish(self, work: dist.Work, vector: Tensor, what: str) -> Tensor:
+        """Wait for a collective, and bring its vector to the host.
+
+        With NCCL on a stream of its own, so that the copy waits for no forward.
+        """
+        if not self._nccl:
+            self._wait(work, what, None)
+            return vector
+        if self._side is None:
+            self._side = torch.Stream(self._device)
+        with self._side:
+            self._wait(work, what, None)
+            self._confirm(work)
+            return vector.cpu()
 
     def _lost(self, what: str, peer: int | None, error: RuntimeError) -> PeerError:
         who = "the other stages" if peer is None else f"stage {peer}"
@@ -228,12 +251,12 @@ class DistributedTransport:
         why = f"no answer in {self._timeout_s:g} s" if late else "the connection broke"
         return PeerError(f"stage {self.stage} {what} {who}: {why}")
 
-    def reduce(self, vector: Tensor) -> "_Sum":
+    def reduce(self, vector: Tensor) -> "DistributedSum":
         """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
         vector = vector.to(self._wire)
-        work = dist.all_reduce(vector, group=self._group, async_op=True)
+        work = dist.all_reduce(vector, group=self._sums, async_op=True)
         assert work is not None
-        return _Sum(self, vector, work)
+        return DistributedSum(self, vector, work)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""
@@ -249,19 +272,28 @@ class DistributedTransport:
         return things
 
     def end(self) -> None:
-        """Wait until all sends have left; nothing may be left to receive."""
+        """End the step; sends may still be under way, so no stage waits for another."""
         assert not self._incoming, f"never received: {list(self._incoming)}"
         if self._training:
             self._timeout_s = self._steady_timeout_s
+
+    def flush(self) -> None:
+        """Wait until all sends have left."""
         while self._outgoing:
-            work, _, value, peer = self._outgoing.popleft()
-            self._wait(work, f"the end of the step to hand {value} to", peer)
+            self._finish_oldest("the end to hand")
+
+    def _finish_oldest(self, doing: str) -> None:
+        work, _, value, peer = self._outgoing.popleft()
+        self._wait(work, f"{doing} {value} to", peer)
 
     def close(self) -> None:
-        """Nothing of ours to give back: the process group belongs to the caller."""
+        """Give back the group of the sums; the pipeline's belongs to the caller."""
+        dist.destroy_process_group(self._sums)
 
 
-class _Sum:
+class DistributedSum:
+    """A sum that is under way; it needs no more of a stage than to have begun it."""
+
     def __init__(
         self, transport: DistributedTransport, vector: Tensor, work: dist.Work
     ) -> None:
@@ -270,12 +302,17 @@ class _Sum:
         self._work: dist.Work | None = work
 
     def ready(self) -> bool:
+        """Always: a sum waits for other processes."""
         return True
 
+    def done(self) -> bool:
+        """Whether it has come."""
+        return self._work is None or self._work.is_completed()
+
     def result(self, job: Job | None = None) -> Tensor:
+        """Wait for it; on the host."""
         if self._work is not None:
-            work, self._work = self._work, None
             what = f"{job or 'a result'} for the sum over"
-            self._transport._wait(work, what, None)
-            self._transport._confirm()
+            self._vector = self._transport._finish(self._work, self._vector, what)
+            self._work = None
         return self._vector

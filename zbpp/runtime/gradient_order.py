@@ -41,6 +41,8 @@ class GradientOrder:
 
     def begin(self) -> None:
         """Start a step."""
+        self.watch: Callable[[int], object] | None = None
+        """Called in this step with each micro-batch that has added gradients."""
         self._b, self._w = _Turns(), _Turns()
         self._waiting: Counter[Tensor] = Counter()
         self._late: dict[int, _Late] = {}
@@ -53,7 +55,9 @@ class GradientOrder:
     ) -> tuple[Tensor | None, ...]:
         """B of a micro-batch; see `SplitGraph.backward_input`."""
         if self._is_released:
-            return graph.backward_input(gradients)
+            result = graph.backward_input(gradients)
+            self._tell(microbatch)
+            return result
         apart: Sequence[Tensor] = ()
         if not self._b.is_turn(microbatch):
             apart = self._parameters
@@ -75,11 +79,13 @@ class GradientOrder:
             self._late[microbatch] = late
         _add_all(pair for pair in found if pair[0] not in self._waiting)
         self._waiting.update((*waiting, *(p for p, _ in late)))
+        self._tell(microbatch)
 
     def run_w(self, microbatch: int, graph: SplitGraph) -> None:
         """W of a micro-batch, or of several whose turn has come."""
         if self._is_released:
             graph.backward_weight()
+            self._tell(microbatch)
             return
         waiting = graph.in_w()
         self._w.add(microbatch, lambda: self._do_w(microbatch, graph, waiting))
@@ -92,6 +98,11 @@ class GradientOrder:
         _add_all(late)
         self._waiting.subtract((*waiting, *(p for p, _ in late)))
         self._waiting = +self._waiting
+        self._tell(microbatch)
+
+    def _tell(self, microbatch: int) -> None:
+        if self.watch is not None:
+            self.watch(microbatch)
 
 
 class _Turns:

@@ -11,6 +11,7 @@ schedules end with the same bits.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,14 @@ class Stage:
             index: GradientOrder(chunk.parameters(), is_released=not exact_sums)
             for index, chunk in self.chunks.items()
         }
+        self.loss_scale = 1.0
+        """What the next backwards multiply the loss by."""
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the random numbers of a forward depend on its place alone."""
+        return self._seed is not None
 
     def begin(
         self,
@@ -123,6 +131,16 @@ class Stage:
             table[0, microbatch] = loss
             table[1, microbatch] = count_samples(self._targets[microbatch])
         return table.to(self.device)
+
+    def watch_gradients(self, look: Callable[[int, int], None]) -> None:
+        """Call ``look(chunk, microbatch)`` in this step after every addition."""
+        for chunk, order in self._orders.items():
+            order.watch = partial(look, chunk)
+
+    def discard(self) -> None:
+        """Forget the forwards so far; they will run once more."""
+        self._saved.clear()
+        self.losses.clear()
 
     def assert_empty(self) -> None:
         """After a step nothing may be left alive."""
@@ -173,7 +191,7 @@ class Stage:
         roots = [y for y in saved.outputs if y.requires_grad]
         if gradients is None:
             gradients = tuple(
-                torch.full_like(y, 1.0 / self.n_microbatches) for y in roots
+                torch.full_like(y, self.loss_scale / self.n_microbatches) for y in roots
             )
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report()
