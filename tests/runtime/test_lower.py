@@ -12,7 +12,7 @@ from zbpp.core import (
     Pass,
     Program,
     Receive,
-    RequestError,
+    ScheduleError,
     Schedule,
     Send,
     Step,
@@ -103,8 +103,11 @@ def test_a_schedule_without_steps_steps_at_its_end() -> None:
     assert lower(bare) == lower(full)
 
 
-def test_post_validation_is_refused_by_name() -> None:
+def test_a_v_that_comes_too_late_is_refused_by_name() -> None:
     full = plan("ZBH1", n_stages=2, n_microbatches=2)
-    checked = tuple((Check(s), *order) for s, order in enumerate(full.orders))
-    with pytest.raises(RequestError, match="has a V"):
-        lower(Schedule("checked", full.placement, 2, checked))
+    above, below = full.orders
+    first = ((Check(0), *above), (Check(1), *below))
+    lower(Schedule("first", full.placement, 2, first))
+    late = ((Check(0), *above), (below[0], Check(1), *below[1:]))
+    with pytest.raises(ScheduleError, match="stage 1.*1F0"):
+        lower(Schedule("late", full.placement, 2, late))
