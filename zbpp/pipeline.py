@@ -8,7 +8,6 @@
 This file wires the layers together: mode -> schedule -> programs -> executors.
 """
 
-import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from zbpp.choose import choose_schedule, choose_validation, is_post_validated
 from zbpp.core import (
     Costs,
     MemoryModel,
-    RequestError,
     Schedule,
     Slot,
     Timeline,
@@ -30,10 +28,10 @@ from zbpp.core import (
 )
 from zbpp.measured import measured_costs
 from zbpp.runtime.access import before_access, eval_mode
+from zbpp.runtime.agreement import agree
 from zbpp.runtime.batch import Batch, split_inputs, split_targets
 from zbpp.runtime.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.executor import drive
-from zbpp.runtime.gradients import parameter_names
 from zbpp.runtime.history import step_rules
 from zbpp.runtime.layers import Model, count_layers, deal
 from zbpp.runtime.life import Life
@@ -172,7 +170,8 @@ class Pipeline:
         )
         sums = (autocast, seed, exact_sums)
         steps = (clip_grad_norm, max_consecutive_skips, patience)
-        self._agree(repr((schedule_text(self.schedule), self.split, sums, steps)))
+        text = schedule_text(self.schedule)
+        agree(self._executors, (text, self.split, sums, steps))
 
     # What a script asks.
 
@@ -365,22 +364,3 @@ class Pipeline:
                 targets=cut_targets if stage == stage_of[-1] else None,
                 n_microbatches=m,
             )
-
-    def _agree(self, text: str) -> None:
-        """Refuse to start if the ranks were asked for different things."""
-        names = {
-            layer: (stage, names)
-            for stage, executor in self._executors.items()
-            for layer, names in parameter_names(executor.stage).items()
-        }
-        answers = self.gather((hashlib.sha256(text.encode()).hexdigest(), names))
-        first = answers[0][0]
-        other = [rank for rank, (digest, _) in enumerate(answers) if digest != first]
-        if other:
-            raise RequestError(
-                f"rank(s) {other} and rank 0 were started with different schedules, "
-                "splits or settings; start all ranks with the same arguments"
-            )
-        for executor in self._executors.values():
-            for _, known in answers:
-                executor.optimizer.history.names.update(known)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from zbpp.choose import is_post_validated
 from zbpp.core import MemoryModel, RequestError, Schedule, write_costs
 from zbpp.pipeline import Pipeline
+from zbpp.runtime.patience import Patience
 from zbpp.simulator import bubble_rate, simulate
 from zbpp.split_report import summarize_split
 from zbpp.training.data import Batch, Corpus, load_corpus
@@ -46,7 +48,7 @@ def train(options: Train, schedule: Schedule) -> None:
         memory_gib=partial(_peak_memory_gib, pipeline.device),
     )
     about_model = _describe_model(pipeline, options)
-    with recorder:
+    with recorder, recorder.hearing():
         recorder.say(about_data)
         recorder.say(about_model)
         _run_steps(pipeline, options, corpus, recorder)
@@ -63,6 +65,14 @@ def _build(options: Train, schedule: Schedule) -> Pipeline:
         optimizer=partial(_make_optimizer, options),
         schedule=schedule,
         clip_grad_norm=options.clip_grad_norm,
+        post_validation=options.post_validation,
+        rollback=options.post_validation_rollback,
+        patience=Patience(
+            failures=options.post_validation_failures,
+            window=options.post_validation_window,
+            clean=options.post_validation_clean,
+        ),
+        max_consecutive_skips=options.max_consecutive_skips,
         device=device_of(options),
         autocast=torch.bfloat16 if options.dtype == "bf16" else None,
         exact_sums=options.exact_sums,
@@ -102,6 +112,7 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
         f"process(es), {schedule.n_microbatches} micro-batches of "
         f"{options.microbatch_size} x {options.seq} bytes, {options.dtype} on "
         f"{pipeline.device.type}"
+        f"{', post-validated' if is_post_validated(schedule) else ''}"
     )
 
 
@@ -155,6 +166,7 @@ def _conclude(
                 windows=n * options.microbatch_size, seq=options.seq
             )
         )
+    pipeline.synchronize()
     recorder.finish_steps()
     if options.costs_out is not None:
         costs = pipeline.measured_costs()

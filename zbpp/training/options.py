@@ -13,6 +13,7 @@ __all__ = ["Train"]
 
 _Path = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
 _Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,21 @@ class Train:
     """Of AdamW."""
     clip_grad_norm: float = 1.0
     """Largest norm of the whole model's gradient."""
+    enable_optimizer_post_validation: _Flag = False
+    """Step before the global gradient norm is known, and take the step back in the next
+    one if it was wrong: the default where the schedule splits the backward."""
+    no_enable_optimizer_post_validation: _Flag = False
+    """Wait for the norm: the default for FThenB, 1F1B and VPP."""
+    post_validation_failures: int = 3
+    """Wait for the norm after so many wrong steps ..."""
+    post_validation_window: int = 10
+    """... of the last so many ..."""
+    post_validation_clean: int = 10
+    """... until so many steps in a row needed no correction."""
+    post_validation_rollback: Literal["deferred", "snapshot"] = "deferred"
+    """Keep a copy of the parameters and step twice, or copy the whole state too."""
+    max_consecutive_skips: int = 5
+    """Stop after so many steps in a row with an Inf or NaN gradient, and name it."""
     validation_microbatches: int = 32
     """Micro-batches of held-out text for the final loss."""
     dim: int = 96
@@ -89,6 +105,9 @@ class Train:
             self._check_at_least(name, 1)
         for name in ("validation_microbatches", "log_every"):
             self._check_at_least(name, 1)
+        for name in ("failures", "window", "clean"):
+            self._check_at_least(f"post_validation_{name}", 1)
+        self._check_at_least("max_consecutive_skips", 1)
         for name in ("seed", "warmup_steps", "lr", "weight_decay"):
             self._check_at_least(name, 0)
         for name in ("clip_grad_norm", "timeout_s"):
@@ -96,6 +115,22 @@ class Train:
                 raise RequestError(
                     f"--{name} is {getattr(self, name)}; it must be above 0"
                 )
+
+        if (
+            self.enable_optimizer_post_validation
+            and self.no_enable_optimizer_post_validation
+        ):
+            raise RequestError(
+                "--enable_optimizer_post_validation is given with and without no-; "
+                "choose one of them, or leave both out"
+            )
+
+    @property
+    def post_validation(self) -> bool | None:
+        """What was asked for; None: what suits the schedule."""
+        if self.enable_optimizer_post_validation:
+            return True
+        return False if self.no_enable_optimizer_post_validation else None
 
     def _check_at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
