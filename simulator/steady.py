@@ -102,7 +102,7 @@ def _leap(earlier: Left, left: Left) -> Left:
         time - 10 * slowest * (slowest - one) / spread
         for time, one in zip((*left.free, *left.known), later, strict=True)
     ]
-    n_stages, origin = len(left.free), max(moved)
+    n_stages, origin = len(left.free), min(moved)
     shifted = tuple(time - origin for time in moved)
     return Left(shifted[:n_stages], shifted[n_stages:])
 

@@ -19,7 +19,7 @@ class Clock:
     Args:
         times: of the jobs.
         n_microbatches: in the iteration that grows.
-        free: from when on each stage may work; None: from 0.
+        free: from when on each stage may work, none before 0; None: from 0.
         known: when each stage's Check has what it needs; None: at 0.
     """
 
