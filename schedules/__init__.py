@@ -6,7 +6,7 @@ from zbpp.schedules.effort import check_effort
 from zbpp.schedules.fthenb import plan_fthenb
 from zbpp.schedules.lower import check_channels, lower, lower_forward
 from zbpp.schedules.one_f_one_b import plan_one_f_one_b
-from zbpp.schedules.post_validation import post_validated
+from zbpp.schedules.post_validation import post_validated, without_checks
 from zbpp.schedules.torch_csv import to_torch_csv
 from zbpp.schedules.v_modes import plan_v_half, plan_v_min, plan_zbv, plan_zbvpp
 from zbpp.schedules.vpp import plan_vpp
@@ -41,4 +41,5 @@ __all__ = [
     "plan_zbvpp",
     "post_validated",
     "to_torch_csv",
+    "without_checks",
 ]

@@ -10,6 +10,15 @@ A value is sent as soon as it is computed. Its receive is posted ``ahead`` jobs 
 the job that reads it, so that it can travel while the stage computes, and so that a
 stage holds buffers only for what it will read next. As a channel keeps the order of
 its sends, a receive is posted earlier still where a later message is needed first.
+
+A V that finds the last step wrong lets its stage run once more what stands before it:
+
+    passes   stage 0 | F0> F1> V ...           stage 1 | +F0 F0 +F1 V F1 ...
+    fails    stage 0 | F0> F1> V F0> F1> ...   stage 1 | +F0 F0 +F1 V +F0 F0 +F1 F1 ...
+
+All stages fail together. So what is sent before a V is received, even if it is not yet
+read, before the V of the other end, and what is sent after it, after it: then each
+channel carries the same messages in the same order at both ends in either case.
 """
 
 from collections import defaultdict
@@ -25,15 +34,17 @@ from zbpp.core import (
     Program,
     Receive,
     Reduce,
-    RequestError,
     Schedule,
     Send,
     Step,
     Value,
     What,
+    at_check,
     reads,
+    replayed,
     writes,
 )
+from zbpp.core.validation import mistake
 
 __all__ = ["check_channels", "lower", "lower_forward"]
 
@@ -49,16 +60,13 @@ def lower(schedule: Schedule, *, ahead: int = 2) -> tuple[Program, ...]:
         ahead: how many jobs before its reader a receive is posted, at least 0.
 
     Raises:
-        RequestError: the schedule holds a Check, which only continuous runs have.
+        ScheduleError: before its V a stage reads what another computes after its own.
     """
-    orders: list[tuple[Job, ...]] = []
-    for stage, order in enumerate(schedule.orders):
-        if Check(stage) in order:
-            raise RequestError(
-                f"schedule {schedule.name}: stage {stage} has a V (post-validation), "
-                "which this version plans but does not run; remove the V's"
-            )
-        orders.append(order if Step(stage) in order else (*order, Step(stage)))
+    orders: list[tuple[Job, ...]] = [
+        order if Step(stage) in order else (*order, Step(stage))
+        for stage, order in enumerate(schedule.orders)
+    ]
+    _check_validation(schedule.placement, orders)
     return _lower_orders(schedule.placement, orders, ahead)
 
 
@@ -84,9 +92,10 @@ def _lower_orders(
     placement: Placement, orders: Sequence[Sequence[Job]], ahead: int
 ) -> tuple[Program, ...]:
     channels = _messages(placement, orders)
+    sent_early = _sent_before_checks(placement, orders)
     programs = []
     for stage, order in enumerate(orders):
-        posts = _posts(placement, order, stage, channels, ahead)
+        posts = _posts(placement, order, stage, channels, sent_early, ahead)
         program: list[Instruction] = []
         for column, job in enumerate(order):
             program += posts[column]
@@ -131,6 +140,7 @@ def _posts(
     order: Sequence[Job],
     stage: int,
     channels: dict[Channel, list[Value]],
+    sent_early: set[Value],
     ahead: int,
 ) -> dict[int, list[Instruction]]:
     """The receives to post before each column of a stage's order."""
@@ -140,6 +150,7 @@ def _posts(
         if isinstance(job, Pass)
         for value in reads(job, placement.n_chunks)
     }
+    check = order.index(Check(stage)) if Check(stage) in order else None
     posts: dict[int, list[Instruction]] = defaultdict(list)
     for (source, target), values in sorted(channels.items()):
         if target != stage:
@@ -150,6 +161,9 @@ def _posts(
             first_need = min(first_need, needed_at[value])
             columns.append(max(0, first_need - ahead))
         for value, column in zip(values, reversed(columns), strict=True):
+            if check is not None:
+                early = value in sent_early
+                column = min(column, check) if early else max(column, check + 1)
             posts[column].append(Receive(value, source))
     return posts
 
@@ -157,8 +171,19 @@ def _posts(
 def check_channels(programs: Sequence[Program], placement: Placement) -> None:
     """Prove that both ends of every channel agree, and that no pass lacks an input.
 
-    Transports that match messages by their order alone (NCCL) rely on it.
+    Transports that match messages by their order alone (NCCL) rely on it. With a V it
+    is proved of the part before it, and of runs in which it passes and in which not.
     """
+    _check_run(programs, placement)
+    if any(isinstance(i, Check) for program in programs for i in program):
+        _check_run([at_check(program)[0] for program in programs], placement)
+        again = [replayed(program) for program in programs]
+        _check_run(again, placement, fails=True)
+
+
+def _check_run(
+    programs: Sequence[Program], placement: Placement, *, fails: bool = False
+) -> None:
     sent: dict[Channel, list[Value]] = defaultdict(list)
     received: dict[Channel, list[Value]] = defaultdict(list)
     for stage, program in enumerate(programs):
@@ -177,4 +202,47 @@ def check_channels(programs: Sequence[Program], placement: Placement) -> None:
                             f"stage {stage}: {instruction} lacks {value}"
                         )
                     here.update(writes(instruction, placement.n_chunks))
+                case Check() if fails:
+                    here.clear()
     assert sent == received, "a channel's ends disagree about its messages"
+
+
+def _before_check(order: Sequence[Job]) -> Sequence[Job]:
+    """The jobs before an order's V; none if it has no V."""
+    for column, job in enumerate(order):
+        if isinstance(job, Check):
+            return order[:column]
+    return ()
+
+
+def _sent_before_checks(
+    placement: Placement, orders: Sequence[Sequence[Job]]
+) -> set[Value]:
+    """What the stages compute before their V's."""
+    return {
+        value
+        for order in orders
+        for job in _before_check(order)
+        if isinstance(job, Pass)
+        for value in writes(job, placement.n_chunks)
+    }
+
+
+def _check_validation(placement: Placement, orders: Sequence[Sequence[Job]]) -> None:
+    """Nothing that is read before a V may be computed after another stage's V."""
+    early = _sent_before_checks(placement, orders)
+    for stage, order in enumerate(orders):
+        for column, job in enumerate(_before_check(order)):
+            assert isinstance(job, Pass)
+            for value in reads(job, placement.n_chunks):
+                if value in early:
+                    continue
+                source = placement.stage_of[value.chunk]
+                raise mistake(
+                    orders,
+                    stage,
+                    column,
+                    f"{job} comes before V, but reads the {value}, which stage "
+                    f"{source} computes after its own V; move the V of stage {stage} "
+                    f"before {job}",
+                )

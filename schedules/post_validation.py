@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from zbpp.core import Check, Job, Pass, PassKind, Schedule, Step, reads, writes
 
-__all__ = ["post_validated"]
+__all__ = ["post_validated", "without_checks"]
 
 
 def post_validated(schedule: Schedule) -> Schedule:
@@ -44,6 +44,15 @@ def post_validated(schedule: Schedule) -> Schedule:
         last: tuple[Job, ...] = () if Step(stage) in order else (Step(stage),)
         orders.append((*order[:cut], Check(stage), *order[cut:], *last))
     return replace(schedule, orders=tuple(orders))
+
+
+def without_checks(schedule: Schedule) -> Schedule:
+    """Take the V's out of a schedule: every O waits for the norm of all stages."""
+    orders = tuple(
+        tuple(job for job in order if not isinstance(job, Check))
+        for order in schedule.orders
+    )
+    return schedule if orders == schedule.orders else replace(schedule, orders=orders)
 
 
 def _cuts(schedule: Schedule) -> list[int]:

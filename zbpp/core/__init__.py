@@ -26,7 +26,15 @@ from zbpp.core.jobs import (
 )
 from zbpp.core.memory import held_during, peaks
 from zbpp.core.placement import Placement
-from zbpp.core.program import Instruction, Program, Receive, Reduce, Send
+from zbpp.core.program import (
+    Instruction,
+    Program,
+    Receive,
+    Reduce,
+    Send,
+    at_check,
+    replayed,
+)
 from zbpp.core.replay import replay
 from zbpp.core.schedule import Order, Schedule
 from zbpp.core.text import draw, format_job, grid, parse_job
@@ -58,6 +66,7 @@ __all__ = [
     "Timeline",
     "Value",
     "What",
+    "at_check",
     "WorkerError",
     "draw",
     "format_job",
@@ -76,6 +85,7 @@ __all__ = [
     "read_schedule",
     "reads",
     "replay",
+    "replayed",
     "schedule_text",
     "write_costs",
     "write_schedule",

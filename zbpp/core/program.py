@@ -2,9 +2,17 @@
 
 from dataclasses import dataclass
 
-from zbpp.core.jobs import Job, Value
+from zbpp.core.jobs import Check, Job, Value
 
-__all__ = ["Instruction", "Program", "Receive", "Reduce", "Send"]
+__all__ = [
+    "Instruction",
+    "Program",
+    "Receive",
+    "Reduce",
+    "Send",
+    "at_check",
+    "replayed",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +51,17 @@ Instruction = Job | Send | Receive | Reduce
 
 Program = tuple[Instruction, ...]
 """The instructions of one stage, in the order in which it runs them."""
+
+
+def at_check(program: Program) -> tuple[Program, Program]:
+    """Cut a program before its V; without one, nothing stands before the cut."""
+    for column, instruction in enumerate(program):
+        if isinstance(instruction, Check):
+            return program[:column], program[column:]
+    return (), program
+
+
+def replayed(program: Program) -> Program:
+    """What a stage runs in all when its V finds that the last step was wrong."""
+    before, rest = at_check(program)
+    return (*before, *rest[:1], *before, *rest[1:]) if before else program

@@ -75,6 +75,11 @@ class DistributedTransport:
         self._channels = open_channels(
             group, neighbours, device=device, timeout_s=first_timeout_s
         )
+        self._sums = dist.new_group(  # nothing queues behind a sum that is under way
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=first_timeout_s),
+            use_local_synchronization=True,
+        )
         self._specs: dict[int, Spec] = {}  # of each chunk's activations in training
         self._incoming: dict[Value, _Incoming] = {}
         self._waiting: dict[int, deque[_Incoming]] = {
@@ -96,7 +101,7 @@ class DistributedTransport:
             payload = tensor.detach().to(self._wire).contiguous()
             self._send_one(value, payload, peer, slot=slot)
         while self._outgoing and self._outgoing[0][0].is_completed():
-            self._outgoing.popleft()
+            self._finish_oldest("to hand on")
 
     def _announce(self, value: Value, spec: Spec, peer: int) -> None:
         """Send a header where the receiver does not know the shapes yet."""
@@ -231,7 +236,7 @@ class DistributedTransport:
     def reduce(self, vector: Tensor) -> "_Sum":
         """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
         vector = vector.to(self._wire)
-        work = dist.all_reduce(vector, group=self._group, async_op=True)
+        work = dist.all_reduce(vector, group=self._sums, async_op=True)
         assert work is not None
         return _Sum(self, vector, work)
 
@@ -249,16 +254,23 @@ class DistributedTransport:
         return things
 
     def end(self) -> None:
-        """Wait until all sends have left; nothing may be left to receive."""
+        """End the step; sends may still be under way, so no stage waits for another."""
         assert not self._incoming, f"never received: {list(self._incoming)}"
         if self._training:
             self._timeout_s = self._steady_timeout_s
+
+    def flush(self) -> None:
+        """Wait until all sends have left."""
         while self._outgoing:
-            work, _, value, peer = self._outgoing.popleft()
-            self._wait(work, f"the end of the step to hand {value} to", peer)
+            self._finish_oldest("the end to hand")
+
+    def _finish_oldest(self, doing: str) -> None:
+        work, _, value, peer = self._outgoing.popleft()
+        self._wait(work, f"{doing} {value} to", peer)
 
     def close(self) -> None:
-        """Nothing of ours to give back: the process group belongs to the caller."""
+        """Give back the group of the sums; the pipeline's belongs to the caller."""
+        dist.destroy_process_group(self._sums)
 
 
 class _Sum:
@@ -271,6 +283,9 @@ class _Sum:
 
     def ready(self) -> bool:
         return True
+
+    def done(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
     def result(self, job: Job | None = None) -> Tensor:
         if self._work is not None:

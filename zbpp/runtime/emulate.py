@@ -150,8 +150,12 @@ class DelayedTransport:
         return self._inner.gather(thing)
 
     def end(self) -> None:
-        """Finish the sends of the step."""
+        """End the step."""
         self._inner.end()
+
+    def flush(self) -> None:
+        """Wait until all sends have left."""
+        self._inner.flush()
 
     def close(self) -> None:
         """Give back what the transport holds."""

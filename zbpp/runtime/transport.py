@@ -5,6 +5,7 @@
 hand over the same tensors, hence the same bits.
 """
 
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,9 @@ class Reduction(Protocol):
 
     def ready(self) -> bool:
         """Whether `result` returns without waiting for a stage of this process."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once; asking waits for nothing."""
 
     def result(self, job: Job | None = None) -> Tensor:
         """Wait for the sum; ``job`` is named if it does not come."""
@@ -51,7 +55,10 @@ class Transport(Protocol):
         """Give every process the things of all processes, by rank."""
 
     def end(self) -> None:
-        """Finish the sends of the step and make sure that no message is left."""
+        """End the step: no message may be left to receive."""
+
+    def flush(self) -> None:
+        """Wait until all sends have left."""
 
     def close(self) -> None:
         """Give back what the transport holds."""
@@ -62,7 +69,9 @@ class LocalHub:
     """What the stages of one process share: a mailbox and the sums under way."""
 
     n_stages: int
-    mail: dict[Value, Tensors] = field(default_factory=dict)
+    mail: dict[Value, deque[Tensors]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     sums: list["_LocalSum"] = field(default_factory=list)
     n_ended: int = 0
 
@@ -83,6 +92,8 @@ class _LocalSum:
     def ready(self) -> bool:
         return self.missing == 0
 
+    done = ready
+
     def result(self, job: Job | None = None) -> Tensor:
         assert self.total is not None and self.ready(), f"{job}: a stage is missing"
         return self.total
@@ -99,9 +110,8 @@ class LocalTransport:
         """Nothing to prepare."""
 
     def send(self, value: Value, tensors: Tensors, peer: int) -> None:
-        """Put the tensors into the mailbox."""
-        assert value not in self._hub.mail, f"{value} was sent twice"
-        self._hub.mail[value] = tensors
+        """Put the tensors into the mailbox, behind an older copy if there is one."""
+        self._hub.mail[value].append(tensors)
 
     def post(self, value: Value, peer: int) -> None:
         """Nothing to prepare."""
@@ -112,7 +122,11 @@ class LocalTransport:
 
     def receive(self, value: Value, job: Job) -> Tensors:
         """Take the tensors out of the mailbox."""
-        return self._hub.mail.pop(value)
+        copies = self._hub.mail[value]
+        tensors = copies.popleft()
+        if not copies:
+            del self._hub.mail[value]
+        return tensors
 
     def reduce(self, vector: Tensor) -> _LocalSum:
         """Add to this process's n-th sum, n being this stage's count so far."""
@@ -137,6 +151,9 @@ class LocalTransport:
             assert not hub.mail, f"never received: {list(hub.mail)}"
             hub.sums.clear()
             hub.n_ended = 0
+
+    def flush(self) -> None:
+        """A message has left when it is sent."""
 
     def close(self) -> None:
         """Nothing to give back."""
