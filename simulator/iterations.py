@@ -155,8 +155,8 @@ class Run:
 
     def _attempts(self, left: Left) -> list[list[Slot]]:
         """Every stage up to its V; then O again, and all passes."""
-        first: list[list[Job]] = []
-        second: list[list[Job]] = []
+        first: list[Sequence[Job]] = []
+        second: list[Sequence[Job]] = []
         for stage, order in enumerate(self._orders):
             cut = order.index(Check(stage))
             first.append(order[: cut + 1])

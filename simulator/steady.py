@@ -50,10 +50,10 @@ def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     late = run.iterate(left, rolled_back=True)[1]
     left = run.iterate(left)[1]
     for _ in range(_PATIENCE):  # lateness spreads, and slack takes some of it away
+        if _repeats(late, left):
+            break
         late, left = run.iterate(late)[1], run.iterate(left)[1]
-    return max(
-        after - before for after, before in zip(late.free, left.free, strict=True)
-    )
+    return max(_later(late, left))
 
 
 def expected_step_time(
