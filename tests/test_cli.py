@@ -223,7 +223,7 @@ def test_plots_and_traces_hold_the_iterations(tmp_path):
     mode = ["ZBH2", *SIZES, "--iterations", "2"]
     picture, trace = tmp_path / "x.svg", tmp_path / "t.json"
     assert main(["plot", *mode, "--out", str(picture)]) == 0
-    for text in ("behind a barrier", "post-validated", "V  validation"):
+    for text in ("behind a barrier", "post-validated", "V  validation", "idle 0.00 %"):
         assert text in picture.read_text()
     assert main(["trace", *mode, "--out", str(trace)]) == 0
     events = json.loads(trace.read_text())["traceEvents"]

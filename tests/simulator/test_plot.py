@@ -71,6 +71,7 @@ def test_a_v_is_a_box_or_a_line_and_has_its_own_colour(tmp_path, takes):
     assert [len(one.get_segments()) for one in lines] == ([] if takes else [3 * 2])
     entries = [text.get_text()[:1] for text in axes.get_legend().texts]
     assert entries == ["F", "B", "W", "O", "V", "i"]
+    assert axes.get_title("right").startswith("idle 0.00 %")
     colours = [patch.get_facecolor() for patch in axes.get_legend().get_patches()]
     assert len(set(colours)) == len(entries)
     if not takes:
