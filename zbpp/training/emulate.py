@@ -119,6 +119,7 @@ def emulate(
         schedule=schedule,
         n_stages=schedule.n_stages,
         post_validation=bool(post_validation),
+        rollback="snapshot",  # for an optimizer that is not one of torch's
         timeout_s=timeout_s,
         device="cpu",
     )
