@@ -2,10 +2,19 @@
 
 from pathlib import Path
 
-from zbpp.core import Costs, MemoryModel, RequestError, Schedule
+from zbpp.core import (
+    Check,
+    Costs,
+    MemoryModel,
+    Pass,
+    PassKind,
+    RequestError,
+    Schedule,
+)
 from zbpp.modes import is_file, plan
+from zbpp.schedules import post_validated, without_checks
 
-__all__ = ["choose_schedule"]
+__all__ = ["choose_schedule", "choose_validation", "is_post_validated"]
 
 
 def choose_schedule(
@@ -56,6 +65,41 @@ def choose_schedule(
             f"{n_microbatches} were asked for"
         )
     return schedule
+
+
+def is_post_validated(schedule: Schedule) -> bool:
+    """Whether the schedule validates its steps in the next warm-up."""
+    return any(isinstance(job, Check) for order in schedule.orders for job in order)
+
+
+def choose_validation(
+    schedule: Schedule, wanted: bool | None, *, steps: bool = True
+) -> Schedule:
+    """Give a schedule its V's, or take them out.
+
+    Args:
+        schedule: with or without V's.
+        wanted: None: yes for schedules that split the backward or have V's already,
+            if there are stages to wait for. Others have bubbles enough for a barrier.
+        steps: whether there is an optimizer.
+
+    Raises:
+        RequestError: steps shall be validated, but the caller takes them.
+    """
+    if wanted and not steps:
+        raise RequestError(
+            "post_validation is on, but optimizer is None: there is no step to "
+            "validate; give an optimizer, or leave post_validation out"
+        )
+    if wanted is None:
+        splits = any(
+            isinstance(job, Pass) and job.kind is PassKind.W
+            for order in schedule.orders
+            for job in order
+        )
+        asked = splits or is_post_validated(schedule)
+        wanted = steps and schedule.n_stages > 1 and asked
+    return post_validated(schedule) if wanted else without_checks(schedule)
 
 
 def _not_one_process_a_stage(n_stages: int | None, n_ranks: int) -> RequestError:

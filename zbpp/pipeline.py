@@ -9,16 +9,16 @@ This file wires the layers together: mode -> schedule -> programs -> executors.
 """
 
 import hashlib
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbpp.choose import choose_schedule
+from zbpp.choose import choose_schedule, choose_validation, is_post_validated
 from zbpp.core import (
     Costs,
     MemoryModel,
@@ -28,11 +28,17 @@ from zbpp.core import (
     Timeline,
     schedule_text,
 )
+from zbpp.runtime.access import before_access, eval_mode
 from zbpp.runtime.batch import Batch, split_inputs, split_targets
 from zbpp.runtime.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.executor import drive
+from zbpp.runtime.gradients import parameter_names
+from zbpp.runtime.history import step_rules
 from zbpp.runtime.layers import Model, count_layers, deal
+from zbpp.runtime.life import Life
+from zbpp.runtime.loss_scale import LossScaler
 from zbpp.runtime.optimizer import MakeOptimizer
+from zbpp.runtime.patience import Patience
 from zbpp.runtime.processes import initialise, own_device
 from zbpp.runtime.result import StepResult
 from zbpp.runtime.stage import LossFn
@@ -60,6 +66,15 @@ class Pipeline:
         n_layers: number of layers, if the model is a builder.
         split: layers of each chunk; None: evenly, the first ones getting one more.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
+        post_validation: step without waiting for the other stages' gradient norms, and
+            take the step back in the next one if they ask for it; None: where the
+            schedule splits the backward or has V's. The results are the same.
+        rollback: how a step is taken back: ``"deferred"``, with a copy of the
+            parameters, or ``"snapshot"``, with one of the optimizer state as well.
+        patience: when steps that are often taken back give way to a barrier.
+        max_consecutive_skips: so many steps in a row with an Inf or NaN gradient end
+            the run with its place; None: any number.
+        loss_scale: of fp16 gradients: a number, or a `LossScaler`.
         costs: times to plan for.
         memory: memory to plan for.
         device: where the layers live; None: this process's GPU, else the CPU.
@@ -85,6 +100,11 @@ class Pipeline:
         n_layers: int | None = None,
         split: Sequence[int] | None = None,
         clip_grad_norm: float | None = None,
+        post_validation: bool | None = None,
+        rollback: Literal["deferred", "snapshot"] = "deferred",
+        patience: Patience | None = None,
+        max_consecutive_skips: int | None = 5,
+        loss_scale: LossScaler | float | None = None,
         costs: Costs | None = None,
         memory: MemoryModel | None = None,
         device: torch.device | str | None = None,
@@ -101,13 +121,24 @@ class Pipeline:
         if dist.is_initialized():
             group = group or dist.group.WORLD
             self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.schedule = choose_schedule(
+        chosen = choose_schedule(
             schedule,
             n_stages=n_stages,
             n_ranks=self.n_ranks,
             n_microbatches=n_microbatches,
             costs=costs or Costs(),
             memory=memory or MemoryModel(),
+        )
+        self.schedule = choose_validation(
+            chosen, post_validation, steps=optimizer is not None
+        )
+        rules = step_rules(
+            clip_grad_norm=clip_grad_norm,
+            post_validation=is_post_validated(self.schedule),
+            patience=patience,
+            rollback=rollback,
+            loss_scale=loss_scale,
+            max_consecutive_skips=max_consecutive_skips if optimizer else None,
         )
         placement = self.schedule.placement
         self.n_layers = count_layers(model, n_layers)
@@ -120,15 +151,20 @@ class Pipeline:
             timeout_s=timeout_s,
             first_timeout_s=first_timeout_s,
         )
-        options = StageOptions(
-            loss_fn, optimizer, clip_grad_norm, self.device, autocast, seed
-        )
+        options = StageOptions(loss_fn, optimizer, rules, self.device, autocast, seed)
         self._executors = build_executors(
             model, self.split, placement, transports, options
         )
         self._n_steps = 0
-        self._failed: str | None = None
-        self._compare_ranks(clip_grad_norm, autocast, seed)
+        self._life = Life(self._executors.values())
+        weakref.finalize(self, self._life.end)
+        before_access(
+            (layer for _, layer in self._layers()),
+            self.optimizers,
+            self._life.synchronize,
+        )
+        settings = (clip_grad_norm, autocast, seed, max_consecutive_skips, patience)
+        self._agree(repr((schedule_text(self.schedule), self.split, settings)))
 
     # What a script asks.
 
@@ -153,15 +189,25 @@ class Pipeline:
         shares = (executor.optimizer for executor in self._executors.values())
         return [share.optimizer for share in shares if share.optimizer is not None]
 
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """The loss scale, as validated; setting its state sets that of one process."""
+        self.synchronize()
+        return next(iter(self._executors.values())).optimizer.history.scaler
+
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """This process's layers as ``layers.<global index>``."""
+        """This process's layers as ``layers.<global index>``, validated."""
+        self.synchronize()
+        yield from self._layers()
+
+    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
         for executor in self._executors.values():
             for chunk in executor.stage.chunks.values():
                 for index, layer in enumerate(chunk.layers, start=chunk.first):
                     yield f"layers.{index}", layer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under their global names."""
+        """This process's parameters under their global names, validated."""
         for name, layer in self.named_layers():
             yield from layer.named_parameters(prefix=name)
 
@@ -183,12 +229,36 @@ class Pipeline:
         """
         m = self.n_microbatches
         self._begin(inputs, targets, m, even=True)
-        with self._running():
+        with self._life.running():
             drive(self._executors, self._programs)
         self._n_steps += 1
-        sums = next(iter(self._executors.values())).optimizer.sums
-        assert sums is not None
-        return StepResult(sums, self.n_layers)
+        result = next(iter(self._executors.values())).optimizer.result
+        assert result is not None
+        return result
+
+    def synchronize(self) -> None:
+        """Wait for the decision on the last step; parameters and state are then right.
+
+        Not needed in a loop of steps. Looking at parameters or optimizer state between
+        steps needs it, unless by this object's methods or a ``state_dict``, which call
+        it. One rank may call it while the others go on.
+
+        Raises:
+            PeerError: another stage died or did not answer.
+            NonFiniteError: too many steps in a row were skipped.
+        """
+        self._life.synchronize()
+
+    def close(self) -> None:
+        """Synchronize, finish the messages and end; also at the end of a ``with``."""
+        self._life.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
 
     def evaluate(
         self,
@@ -206,8 +276,10 @@ class Pipeline:
         """
         m = n_microbatches or self.n_microbatches
         programs = lower_forward(self.schedule.placement, n_microbatches=m)
+        self.synchronize()
         self._begin(inputs, targets, m, even=False)
-        with self._running(), self._eval_mode():
+        layers = [layer for _, layer in self._layers()]
+        with self._life.running(), eval_mode(layers):
             drive(self._executors, programs, training=False)
             reductions = [
                 executor.transport.reduce(executor.stage.weighted_losses())
@@ -257,41 +329,21 @@ class Pipeline:
                 n_microbatches=m,
             )
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Refuse to go on after a failure: messages and gradients are half done."""
-        if self._failed is not None:
-            raise RuntimeError(
-                f"an earlier step failed ({self._failed}); build a new Pipeline"
-            )
-        try:
-            yield
-        except BaseException as error:
-            self._failed = f"{type(error).__name__}: {error}"
-            raise
-
-    @contextmanager
-    def _eval_mode(self) -> Iterator[None]:
-        modes = [
-            (module, module.training)
-            for _, layer in self.named_layers()
-            for module in layer.modules()
-        ]
-        for module, _ in modes:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-
-    def _compare_ranks(self, *settings: object) -> None:
+    def _agree(self, text: str) -> None:
         """Refuse to start if the ranks were asked for different things."""
-        text = repr((schedule_text(self.schedule), self.split, settings))
-        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
-        other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        names = {
+            layer: (stage, names)
+            for stage, executor in self._executors.items()
+            for layer, names in parameter_names(executor.stage).items()
+        }
+        answers = self.gather((hashlib.sha256(text.encode()).hexdigest(), names))
+        first = answers[0][0]
+        other = [rank for rank, (digest, _) in enumerate(answers) if digest != first]
         if other:
             raise RequestError(
                 f"rank(s) {other} and rank 0 were started with different schedules, "
                 "splits or settings; start all ranks with the same arguments"
             )
+        for executor in self._executors.values():
+            for _, known in answers:
+                executor.optimizer.history.names.update(known)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from zbpp.core import Placement, Program, Send
 from zbpp.runtime.distributed import DistributedTransport
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.history import StepRules
 from zbpp.runtime.layers import Model, build_chunks
 from zbpp.runtime.optimizer import MakeOptimizer, StageOptimizer
 from zbpp.runtime.stage import LossFn, Stage
@@ -23,7 +24,7 @@ class StageOptions:
 
     loss_fn: LossFn
     optimizer: MakeOptimizer | None
-    clip_grad_norm: float | None
+    rules: StepRules
     device: torch.device
     autocast: torch.dtype | None
     seed: int | None
@@ -84,8 +85,9 @@ def build_executors(
         share = StageOptimizer(
             runner,
             make_optimizer=options.optimizer,
-            clip_grad_norm=options.clip_grad_norm,
             n_layers=ranges[-1].stop,
+            rules=options.rules,
+            speaks=stage == 0,
         )
         executors[stage] = Executor(
             runner,

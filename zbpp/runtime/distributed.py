@@ -88,6 +88,7 @@ class DistributedTransport:
         self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
         self._unconfirmed: deque[tuple[dist.Work, str, int | None]] = deque()
         self._training = True
+        self._side: torch.Stream | None = None
 
     def begin(self, *, training: bool) -> None:
         """Start a step: headers tell the shapes of an evaluation and a first step."""
@@ -198,7 +199,7 @@ class DistributedTransport:
         buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._wire)
         work = self._receive_one(incoming, buffer, slot=0)
         self._wait(work, f"{job} for {incoming.value} from", incoming.peer)
-        self._confirm()
+        self._confirm(work)
         spec = unpack(buffer.cpu(), incoming.value)
         if self._training:
             self._specs[incoming.value.chunk] = spec
@@ -209,22 +210,39 @@ class DistributedTransport:
         try:
             if self._nccl:
                 work.wait()  # with a time-out it would hold up the host
+                while self._unconfirmed and self._unconfirmed[0][0].is_completed():
+                    self._unconfirmed.popleft()
                 self._unconfirmed.append((work, what, peer))
             else:
                 work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise self._lost(f"waits at {what}", peer, error) from error
 
-    def _confirm(self) -> None:
-        """Wait on the host until all messages so far have come; name the late one."""
-        while self._unconfirmed:
-            work, what, peer = self._unconfirmed.popleft()
-            deadline = time.monotonic() + self._timeout_s
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    late = RuntimeError("timed out")
-                    raise self._lost(f"waits at {what}", peer, late)
-                time.sleep(1e-4)
+    def _confirm(self, last: dist.Work) -> None:
+        """Wait on the host until a message has come; name the oldest late one."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._nccl and not last.is_completed():
+            if time.monotonic() > deadline:
+                late = RuntimeError("timed out")
+                for work, what, peer in self._unconfirmed:
+                    if not work.is_completed():
+                        raise self._lost(f"waits at {what}", peer, late)
+            time.sleep(1e-4)
+
+    def _finish(self, work: dist.Work, vector: Tensor, what: str) -> Tensor:
+        """Wait for a collective, and bring its vector to the host.
+
+        With NCCL on a stream of its own, so that the copy waits for no forward.
+        """
+        if not self._nccl:
+            self._wait(work, what, None)
+            return vector
+        if self._side is None:
+            self._side = torch.Stream(self._device)
+        with self._side:
+            self._wait(work, what, None)
+            self._confirm(work)
+            return vector.cpu()
 
     def _lost(self, what: str, peer: int | None, error: RuntimeError) -> PeerError:
         who = "the other stages" if peer is None else f"stage {peer}"
@@ -233,12 +251,12 @@ class DistributedTransport:
         why = f"no answer in {self._timeout_s:g} s" if late else "the connection broke"
         return PeerError(f"stage {self.stage} {what} {who}: {why}")
 
-    def reduce(self, vector: Tensor) -> "_Sum":
+    def reduce(self, vector: Tensor) -> "DistributedSum":
         """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
         vector = vector.to(self._wire)
         work = dist.all_reduce(vector, group=self._sums, async_op=True)
         assert work is not None
-        return _Sum(self, vector, work)
+        return DistributedSum(self, vector, work)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""
@@ -273,7 +291,9 @@ class DistributedTransport:
         dist.destroy_process_group(self._sums)
 
 
-class _Sum:
+class DistributedSum:
+    """A sum that is under way; it needs no more of a stage than to have begun it."""
+
     def __init__(
         self, transport: DistributedTransport, vector: Tensor, work: dist.Work
     ) -> None:
@@ -282,15 +302,17 @@ class _Sum:
         self._work: dist.Work | None = work
 
     def ready(self) -> bool:
+        """Always: a sum waits for other processes."""
         return True
 
     def done(self) -> bool:
+        """Whether it has come."""
         return self._work is None or self._work.is_completed()
 
     def result(self, job: Job | None = None) -> Tensor:
+        """Wait for it; on the host."""
         if self._work is not None:
-            work, self._work = self._work, None
             what = f"{job or 'a result'} for the sum over"
-            self._transport._wait(work, what, None)
-            self._transport._confirm()
+            self._vector = self._transport._finish(self._work, self._vector, what)
+            self._work = None
         return self._vector

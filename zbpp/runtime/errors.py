@@ -2,7 +2,7 @@
 
 from zbpp.core import RequestError
 
-__all__ = ["PeerError", "ShapeError"]
+__all__ = ["NonFiniteError", "PeerError", "ShapeError"]
 
 
 class PeerError(RuntimeError):
@@ -11,3 +11,7 @@ class PeerError(RuntimeError):
 
 class ShapeError(RequestError):
     """A tensor between two stages changed its shape or dtype between steps."""
+
+
+class NonFiniteError(RuntimeError):
+    """Gradients were Inf or NaN in too many steps in a row."""

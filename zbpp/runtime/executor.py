@@ -5,7 +5,8 @@
     F B W BW      take what it reads, compute, keep what it writes
     Send          hand it to the transport
     Reduce        start the sum of gradient norms and losses over all stages
-    Step          wait for that sum, clip, step or skip
+    Step          wait for that sum, clip, step or skip; or step early
+    Check         validate the early step; if it was wrong, repeat what came before
 
 Every job leaves a `Slot`, and under a profiler a range with its name.
 """
@@ -18,6 +19,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from zbpp.core import (
+    Check,
     Job,
     Pass,
     PassKind,
@@ -29,10 +31,12 @@ from zbpp.core import (
     Step,
     Value,
     What,
+    at_check,
 )
 from zbpp.runtime.batch import Tensors
 from zbpp.runtime.fault import requested_fault
 from zbpp.runtime.optimizer import StageOptimizer
+from zbpp.runtime.rewind import Rewind
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.torch_private import profiling
 from zbpp.runtime.transport import Transport
@@ -69,6 +73,8 @@ class Executor:
         self._fault = requested_fault()
         self._here: dict[Value, Tensors] = {}
         self._posted: set[Value] = set()
+        self._rewind: Rewind | None = None
+        optimizer.strike = self._strike
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             Pass: self._pass,
             Step: self._step,
@@ -98,19 +104,70 @@ class Executor:
         self._passes[PassKind.F] = (
             self.stage.forward if training else self.stage.predict
         )
+        before, rest = at_check(program)
+        if training and self.optimizer.may_replay:
+            self._rewind = Rewind(self.stage)
+        yield from self._run(before)
+        if rest and isinstance(rest[0], Check):
+            yield from self._validate(rest[0], before)
+            rest = rest[1:]
+        self._rewind = None
+        if training:
+            self.optimizer.begin_backward()
+        yield from self._run(rest)
+        assert not self._here and not self._posted, "values were left over"
+        self.stage.assert_empty()
+        self.transport.end()
+
+    def _run(self, program: Program) -> Iterator[None]:
         for instruction in program:
             while not self._ready(instruction):
                 yield
             try:
-                if self._fault is not None:
-                    self._fault.strike(self._rank, self.stage.step, str(instruction))
+                self._strike(str(instruction))
                 self._handlers[type(instruction)](instruction)
             except Exception as error:
                 error.add_note(f"in {instruction}")
                 raise
-        assert not self._here and not self._posted, "values were left over"
-        self.stage.assert_empty()
-        self.transport.end()
+
+    def _validate(self, job: Check, before: Program) -> Iterator[None]:
+        """Settle the last step; if it was wrong, run what was before V once more.
+
+        All stages do so together, so what has been sent before is sent again; what has
+        come of it and was not read yet is wrong as well.
+        """
+        while not self.optimizer.ready_to_validate():
+            yield
+        try:
+            self._strike(str(job))
+            start = time.perf_counter()
+            with self._range(job):
+                wrong = self.optimizer.validate(job)
+            self.slots.append(Slot(job, start, time.perf_counter()))
+        except Exception as error:
+            error.add_note(f"in {job}")
+            raise
+        if wrong:
+            assert self._rewind is not None
+            self._strike("replay")
+            self._here.clear()
+            self._rewind.rewind()
+            yield from self._drop_received(job, before)
+            yield from self._run(before)
+            self._rewind.end()
+
+    def _drop_received(self, job: Check, before: Program) -> Iterator[None]:
+        for instruction in before:
+            if isinstance(instruction, Receive) and instruction.value in self._posted:
+                while not self.transport.ready(instruction.value):
+                    yield
+                self._posted.remove(instruction.value)
+                self.transport.receive(instruction.value, job)
+
+    def _strike(self, name: str) -> None:
+        """Let the fault happen that was asked for here, if any."""
+        if self._fault is not None:
+            self._fault.strike(self._rank, self.stage.step, name)
 
     def _ready(self, instruction: object) -> bool:
         match instruction:
@@ -147,6 +204,8 @@ class Executor:
             tensors = self.transport.receive(value, job)
         elif value is not None:
             tensors = self._here.pop(value)
+        if self._rewind is not None:
+            self._rewind.before(job)
         start = time.perf_counter()
         with self._range(job):
             result = self._passes[job.kind](job.chunk, job.microbatch, tensors)

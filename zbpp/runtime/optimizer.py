@@ -1,4 +1,8 @@
-"""The optimizer behind its barrier: norm over all stages, clip, step or skip.
+"""The optimizer step of one stage: behind its barrier, or early and validated later.
+
+    barrier          reduce ---- O: wait, clip, step or skip
+    post-validation  reduce ---- O: step at once ---- V: wait; keep the step, or take
+                                                         it back, clip, step or skip
 
 Every stage puts the squared gradient norms of its layers into a vector with one entry
 per layer of the whole model, and the last chunk's stage adds the losses. The vectors
@@ -7,27 +11,41 @@ exact, and its entries are then added in layer order. The norm, the clip factor 
 the decision are therefore the same bits on every stage, for any number of stages.
 """
 
-import math
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.core import Job
+from zbpp.runtime.decision import Decision, StepSums, clip_factor, decide
+from zbpp.runtime.gradients import Finder, squared_norms
+from zbpp.runtime.group_values import GroupValues
+from zbpp.runtime.history import History, StepRules
+from zbpp.runtime.result import StepResult
+from zbpp.runtime.speculate import Deferred, Rollback, Snapshot, can_defer
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.transport import Reduction, Transport
+from zbpp.runtime.torch_private import mark_called
+from zbpp.runtime.transport import Transport
 
 __all__ = ["MakeOptimizer", "StageOptimizer", "clip_factor"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Called with one stage's parameters."""
 
+_log = logging.getLogger("zbpp")
 
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients of this global norm are multiplied by, at most 1."""
-    if max_norm is None:
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+
+@dataclass
+class _Pending:
+    """A step whose gradients are there and whose decision is not known yet."""
+
+    sums: StepSums
+    early: bool
+    values: GroupValues | None = None
+    taken: Rollback | None = None
+    local_norm: float = 0.0
 
 
 class StageOptimizer:
@@ -36,8 +54,9 @@ class StageOptimizer:
     Args:
         stage: whose parameters are stepped.
         make_optimizer: builds the optimizer; None leaves gradients to the caller.
-        clip_grad_norm: largest global gradient norm; None: no clipping.
         n_layers: layers of the whole model.
+        rules: how steps are taken.
+        speaks: whether it says what concerns all stages.
     """
 
     def __init__(
@@ -45,12 +64,15 @@ class StageOptimizer:
         stage: Stage,
         *,
         make_optimizer: MakeOptimizer | None,
-        clip_grad_norm: float | None,
         n_layers: int,
+        rules: StepRules,
+        speaks: bool = False,
     ) -> None:
         self._stage = stage
-        self._clip = clip_grad_norm
+        self._clip = rules.clip_grad_norm
         self._n_layers = n_layers
+        self._rules = rules
+        self._speaks = speaks
         self.parameters = [
             p
             for chunk in stage.chunks.values()
@@ -62,55 +84,211 @@ class StageOptimizer:
             if make_optimizer is not None and self.parameters
             else None
         )
-        self._reduction: Reduction | None = None
-        self.sums: Tensor | None = None
-        """Squared norm per layer, then loss per micro-batch, summed over the stages."""
+        self.history = History(rules)
+        self._rollbacks: dict[str, Rollback] = {}
+        self._finder: Finder | None = None
+        self._pending: _Pending | None = None
+        self._replay = False
+        self._torn = False
+        self._said = not speaks
+        self.result: StepResult | None = None
+        """Of the last step."""
+        self.strike: Callable[[str], None] = _nothing
+        """Called with the name of what comes now, for faults on demand."""
+
+    # In the order of a step.
+
+    def begin_backward(self) -> None:
+        """The last step has been decided: what follows from it for this one."""
+        if self.history.scaler is not None:
+            self._stage.loss_scale = self.history.scaler.scale
+        self._finder = Finder(self._stage) if self.history.searches else None
 
     def reduce(self, transport: Transport) -> None:
         """Start the sum of norms and losses over all stages."""
-        vector = torch.zeros(
-            self._n_layers + self._stage.n_microbatches,
-            dtype=torch.float64,
-            device=self._stage.device,
-        )
-        for layer, squared in self._squared_norms():
+        self._unscale()
+        n_losses = self._stage.n_microbatches
+        n_notes = self._n_layers if self._finder is not None else 0
+        vector = torch.zeros(self._n_layers + n_losses + n_notes, dtype=torch.float64)
+        vector = vector.to(self._stage.device)
+        for layer, squared in squared_norms(self._stage):
             vector[layer] = squared
         for microbatch, loss in self._stage.losses.items():
             vector[self._n_layers + microbatch] = loss
-        self._reduction = transport.reduce(vector)
+        if self._finder is not None:
+            for layer, note in self._finder.found.items():
+                vector[self._n_layers + n_losses + layer] = note
+            self._finder = None
+        sums = StepSums(
+            transport.reduce(vector),
+            n_layers=self._n_layers,
+            n_microbatches=n_losses,
+            step=self._stage.step,
+        )
+        early = self.history.early
+        self._pending = _Pending(sums, early)
+        if early and not vector.is_cuda:  # there, reading it would hold up the host
+            own = vector[: self._n_layers].sum().sqrt()
+            self._pending.local_norm = float(own)
+        self.result = StepResult(sums, self._clip, speculative=early)
 
     def ready(self) -> bool:
         """Whether `step` goes on without another stage of this process."""
-        return self._reduction is None or self._reduction.ready()
+        pending = self._pending
+        return pending is None or pending.early or pending.sums.ready()
 
     def step(self, job: Job) -> None:
-        """Wait for the norm; clip and step, or skip the step if it is not finite."""
-        assert self._reduction is not None, "a Step needs a Reduce before it"
-        self.sums = self._reduction.result(job)
-        self._reduction = None
-        if self.optimizer is None:
-            return
-        norm = float(self.sums[: self._n_layers].sum().sqrt())
-        if math.isfinite(norm):
-            factor = clip_factor(norm, self._clip)
-            if factor < 1.0:
-                for p in self.parameters:
-                    if p.grad is not None:
-                        p.grad.mul_(factor)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        """Step at once, or wait for the norm first; see above."""
+        pending = self._pending
+        assert pending is not None, "a Step needs a Reduce before it"
+        if self.optimizer is not None:
+            mark_called(self.optimizer)
+        if not pending.early or pending.sums.done():
+            self.settle(job)
+        elif self.optimizer is not None:
+            pending.values = GroupValues(self.optimizer)
+            if not decide(pending.local_norm, self._clip).corrects:
+                rollback = self._rollback()
+                rollback.speculate()
+                pending.taken = rollback
+                pending.values.end()
 
-    def _squared_norms(self) -> Iterable[tuple[int, Tensor]]:
-        """Squared gradient norm per layer, float64; a shared parameter counts once."""
-        seen: set[nn.Parameter] = set()
-        for chunk in self._stage.chunks.values():
-            for index, layer in enumerate(chunk.layers, start=chunk.first):
-                own = [p for p in layer.parameters() if p not in seen]
-                seen.update(own)
-                squares = [
-                    torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
-                    for p in own
-                    if p.grad is not None
-                ]
-                if squares:
-                    yield index, torch.stack(squares).sum()
+    @property
+    def may_replay(self) -> bool:
+        """Whether `validate` may find that the last step was taken wrongly."""
+        return self._replay or (self._pending is not None and self._pending.early)
+
+    def ready_to_validate(self) -> bool:
+        """Whether `validate` goes on without another stage of this process."""
+        return self._pending is None or self._pending.sums.ready()
+
+    def validate(self, job: Job) -> bool:
+        """Settle the last step.
+
+        Returns:
+            Whether it was taken early and was wrong: what has been computed since, on
+            whatever stage, does not count. The same on every stage.
+        """
+        self.settle(job)
+        replay, self._replay = self._replay, False
+        return replay
+
+    def settle(self, job: Job | None = None) -> None:
+        """Wait for the decision on the last step and leave the state that it asks for.
+
+        Raises:
+            NonFiniteError: too many steps in a row were skipped.
+            RuntimeError: an exception has interrupted an optimizer step.
+        """
+        if self._torn:
+            raise RuntimeError(
+                "an optimizer step was interrupted by an exception, so parameters and "
+                "optimizer state do not belong together; go on from a checkpoint"
+            )
+        pending = self._pending
+        if pending is None:
+            return
+        decision = decide(pending.sums.norm(job), self._clip)
+        if self.optimizer is not None:
+            self._carry_out(decision, pending)
+        self._pending = None
+        self._replay = pending.early and decision.corrects
+        trusted = self.history.early
+        try:
+            self.history.note(decision, pending.sums)
+        finally:
+            if trusted and not self.history.early:
+                self._say_that_early_steps_end()
+
+    def wait(self) -> None:
+        """Wait for the last step's sums, and leave everything as it is."""
+        if self._pending is not None:
+            self._pending.sums.read()
+
+    # How it is done.
+
+    def _carry_out(self, decision: Decision, pending: _Pending) -> None:
+        optimizer, taken = self.optimizer, pending.taken
+        assert optimizer is not None
+        if taken is not None and not decision.corrects:
+            self.strike("commit")
+            self._torn = True
+            taken.commit()
+        else:
+            if taken is not None:
+                self.strike("undo")
+                taken.undo()
+            self.strike("redo")
+            self._torn = True
+            self._clip_gradients(decision.factor)
+            action = _nothing if decision.skipped else optimizer.step
+            if pending.values is None:
+                action()
+            else:
+                pending.values.run(action)
+        optimizer.zero_grad(set_to_none=True)
+        self._torn = False
+
+    def _clip_gradients(self, factor: float) -> None:
+        if factor < 1.0:
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+
+    def _unscale(self) -> None:
+        """Take the loss scale out of the gradients."""
+        if self._stage.loss_scale != 1.0:
+            inverse = 1.0 / self._stage.loss_scale
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.grad.mul_(inverse)
+
+    def _rollback(self) -> Rollback:
+        """What can take a step of the optimizer back; it may have got hooks by now."""
+        assert self.optimizer is not None
+        defers = self._rules.rollback == "deferred" and can_defer(self.optimizer)
+        if defers:
+            if "deferred" not in self._rollbacks:
+                self._rollbacks["deferred"] = Deferred(self.optimizer)
+            return self._rollbacks["deferred"]
+        if "snapshot" not in self._rollbacks:
+            self._rollbacks["snapshot"] = Snapshot(self.optimizer)
+            self._say_what_a_snapshot_costs()
+        return self._rollbacks["snapshot"]
+
+    def _say_what_a_snapshot_costs(self) -> None:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        size = sum(p.nbytes for p in self.parameters)
+        size += sum(
+            value.nbytes
+            for state in optimizer.state.values()
+            if isinstance(state, dict)
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        if self._rules.rollback == "deferred" and self._speaks:
+            _log.warning(
+                "post-validation: %s can only be taken back by a copy of its whole "
+                "state (%.1f MiB now), made in every step; see --no-enable_optimizer_"
+                "post_validation",
+                type(optimizer).__name__,
+                size / 2**20,
+            )
+
+    def _say_that_early_steps_end(self) -> None:
+        patience = self._rules.patience
+        if not self._said:
+            self._said = True
+            _log.warning(
+                "post-validation: %d of the last %d steps had to be taken back, so "
+                "the optimizer now waits for the norm, until %d steps in a row need "
+                "no correction",
+                patience.failures,
+                patience.window,
+                patience.clean,
+            )
+
+
+def _nothing(*_: object) -> None:
+    """A skipped step."""

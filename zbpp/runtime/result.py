@@ -1,9 +1,8 @@
 """What a step hands back; nothing is computed or fetched before it is read."""
 
-import math
 from dataclasses import dataclass
 
-from torch import Tensor
+from zbpp.runtime.decision import Decision, StepSums, decide
 
 __all__ = ["StepResult"]
 
@@ -12,26 +11,39 @@ __all__ = ["StepResult"]
 class StepResult:
     """Loss and gradient norm of one step, the same on every rank.
 
+    Reading waits until all stages have ended the step, and for nothing else: one rank
+    may read, right after the step, while the others go on.
+
     Args:
-        sums: squared gradient norm of each layer, then the loss of each micro-batch.
-        n_layers: how many of them are norms.
+        sums: of the step.
+        clip_grad_norm: largest norm of all gradients; None: any.
+        speculative: whether the step was taken before its norm was known.
     """
 
-    sums: Tensor
-    n_layers: int
-    rollbacks: int = 0
+    sums: StepSums
+    clip_grad_norm: float | None
+    speculative: bool
 
     @property
     def loss(self) -> float:
         """Mean loss over the micro-batches, before the step."""
-        return float(self.sums[self.n_layers :].mean())
+        return self.sums.loss()
 
     @property
     def grad_norm(self) -> float:
         """Norm of all gradients of all stages, before clipping."""
-        return float(self.sums[: self.n_layers].sum().sqrt())
+        return self.sums.norm()
 
     @property
     def skipped(self) -> bool:
         """Whether the optimizer left the parameters alone: the norm was Inf or NaN."""
-        return not math.isfinite(self.grad_norm)
+        return self._decision.skipped
+
+    @property
+    def rollbacks(self) -> int:
+        """How often the step was taken back: 1 if it was taken early and was wrong."""
+        return int(self.speculative and self._decision.corrects)
+
+    @property
+    def _decision(self) -> Decision:
+        return decide(self.sums.norm(), self.clip_grad_norm)

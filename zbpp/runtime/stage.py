@@ -11,6 +11,7 @@ schedules end with the same bits.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,9 @@ class _Saved:
 class _InOrder:
     """Runs actions in micro-batch order: one that comes early waits for its turn."""
 
+    watch: Callable[[int], None] | None = None
+    """Called with each micro-batch whose action has run."""
+
     def __init__(self) -> None:
         self._turn = 0
         self._early: dict[int, Callable[[], None]] = {}
@@ -60,6 +64,8 @@ class _InOrder:
         self._early[microbatch] = action
         while self._turn in self._early:
             self._early.pop(self._turn)()
+            if self.watch is not None:
+                self.watch(self._turn)
             self._turn += 1
 
 
@@ -92,7 +98,14 @@ class Stage:
         self.device = device
         self._autocast = autocast
         self._seed = seed
+        self.loss_scale = 1.0
+        """What the next backwards multiply the loss by."""
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the random numbers of a forward depend on its place alone."""
+        return self._seed is not None
 
     def begin(
         self,
@@ -123,6 +136,17 @@ class Stage:
             table[0, microbatch] = loss
             table[1, microbatch] = count_samples(self._targets[microbatch])
         return table.to(self.device)
+
+    def watch_gradients(self, look: Callable[[int, int], None]) -> None:
+        """Call ``look(chunk, microbatch)`` in this step after every addition."""
+        for turns in (self._direct, self._deferred):
+            for chunk, turn in turns.items():
+                turn.watch = partial(look, chunk)
+
+    def discard(self) -> None:
+        """Forget the forwards so far; they will run once more."""
+        self._saved.clear()
+        self.losses.clear()
 
     def assert_empty(self) -> None:
         """After a step nothing may be left alive."""
@@ -173,7 +197,7 @@ class Stage:
         roots = [y for y in saved.outputs if y.requires_grad]
         if gradients is None:
             gradients = tuple(
-                torch.full_like(y, 1.0 / self.n_microbatches) for y in roots
+                torch.full_like(y, self.loss_scale / self.n_microbatches) for y in roots
             )
         turn = self._direct[chunk]
         own = [p for p in self.chunks[chunk].parameters() if p.requires_grad]

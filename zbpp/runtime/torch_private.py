@@ -3,12 +3,21 @@
 Each has a fallback, so that a torch without the name is slower, not wrong.
 """
 
+import importlib
 from typing import Any
 
+import torch
 import torch.autograd.profiler
 import torch.utils.checkpoint
 
-__all__ = ["accumulates", "can_read_saved", "profiling"]
+__all__ = [
+    "accumulates",
+    "can_read_saved",
+    "has_step_hooks",
+    "mark_called",
+    "plain_step",
+    "profiling",
+]
 
 
 def profiling() -> bool:
@@ -63,3 +72,43 @@ def can_read_saved(node: Any, name: str) -> bool:
         holder.handles = _Handles(handles)
         return True
     return type(handles) is _Handles
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of this optimizer calls functions of others, or is replaced.
+
+    A learning-rate scheduler's wrapper only notes the call, and does not count.
+
+    Seen in torch 2.9 to 2.13. Where a name is gone, the answer is yes.
+    """
+    module = importlib.import_module("torch.optim.optimizer")
+    hooks = [
+        *(getattr(module, f"_global_optimizer_{when}_hooks", None) for when in _WHEN),
+        *(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in _WHEN),
+    ]
+    replaced = vars(optimizer).get("step")
+    return (
+        any(hook is None or len(hook) > 0 for hook in hooks)
+        or not hasattr(type(optimizer).step, "hooked")
+        or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"))
+    )
+
+
+_WHEN = ("pre", "post")
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Step without what torch wraps around every step: hooks and a profiler's range.
+
+    Only for optimizers that `has_step_hooks` has found to have none.
+    """
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+
+def mark_called(optimizer: torch.optim.Optimizer) -> None:
+    """Let a learning-rate scheduler know that a step was asked for before its own.
+
+    The step itself comes later, and the scheduler would warn. Seen in torch 2.9 to
+    2.13; elsewhere the mark does nothing.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]

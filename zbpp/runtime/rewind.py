@@ -1,0 +1,81 @@
+"""What forwards change beside their outputs: buffers, and the random generators.
+
+Forwards before a V may have to run once more, and must then find both as they were:
+BatchNorm's running means would be updated twice, dropout would draw other numbers.
+The random state is kept per pass: stages that share a process also share a generator.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.core import Pass
+from zbpp.runtime.stage import Stage
+
+__all__ = ["Rewind"]
+
+_Random = tuple[Tensor, Tensor | None]
+
+
+class Rewind:
+    """Brings a stage back to where its step began.
+
+    Args:
+        stage: at the beginning of a step.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._states: dict[Pass, _Random] = {}
+        self._end: _Random | None = None
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in _modules(stage)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def before(self, job: Pass) -> None:
+        """A forward comes, for the first or the second time."""
+        if self._stage.seeded:
+            return
+        if self._end is None:
+            self._states[job] = self._random()
+        else:
+            self._set_random(self._states[job])
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """The forwards so far did not count."""
+        self._end = self._random()
+        self._stage.discard()
+        for module, name, buffer, value in self._buffers:
+            buffer.copy_(value)
+            module._buffers[name] = buffer
+
+    def end(self) -> None:
+        """The forwards have run for the second time, and drawn the same numbers."""
+        if self._end is not None:
+            self._set_random(self._end)
+
+    def _random(self) -> _Random:
+        device = self._stage.device
+        on_gpu = device.type == "cuda"
+        return (
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device) if on_gpu else None,
+        )
+
+    def _set_random(self, state: _Random) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self._stage.device)
+
+
+def _modules(stage: Stage) -> list[nn.Module]:
+    found = {
+        module: None
+        for chunk in stage.chunks.values()
+        for layer in chunk.layers
+        for module in layer.modules()
+    }
+    return list(found)
