@@ -3,6 +3,7 @@
     python benchmarks/post_validation_gain.py emulated      # real runs, sleeping stages
     python benchmarks/post_validation_gain.py published     # the paper's times
     python benchmarks/post_validation_gain.py protocols     # chain against all-reduce
+    python benchmarks/post_validation_gain.py slow_v        # V's that take time
 
 ``emulated``: one job (F, B or W of one chunk) takes ``--job_ms`` under every mode. The
 runs take turns, so that a slow spell of the machine hits all of them.
@@ -47,9 +48,9 @@ PUBLISHED = {
 class Gain:
     """What to measure."""
 
-    part: tyro.conf.Positional[Literal["emulated", "published", "protocols"]] = (
-        "emulated"
-    )
+    part: tyro.conf.Positional[
+        Literal["emulated", "published", "protocols", "slow_v"]
+    ] = "emulated"
     stages: tuple[int, ...] = (4, 8)
     modes: tuple[str, ...] = MODES
     job_ms: float = 20.0
@@ -213,10 +214,30 @@ def protocol_steps(
     )
 
 
+def slow_v(options: Gain) -> Table:
+    """What is gained where a V takes a share of an optimizer step's time, simulated."""
+    table = Table(title="m = 3p, optimizer 1, messages 0.1, F = B = W = 1")
+    shares = (0.0, 0.5, 1.0)
+    for column in ("mode", "p", *(f"V = {share:g} O" for share in shares)):
+        table.add_column(column, justify="right")
+    for stages, mode in product(options.stages, (*options.modes, "VHalf", "VMin")):
+        cells = [mode, str(stages)]
+        for share in shares:
+            costs = Costs(comm=0.1, optimizer=1, validation=share)
+            schedule = plan(
+                mode, n_stages=stages, n_microbatches=3 * stages, costs=costs
+            )
+            barrier = steady_step_time(schedule, costs)
+            validated = steady_step_time(post_validated(schedule), costs)
+            cells.append(f"{barrier / validated - 1:+.1%}")
+        table.add_row(*cells)
+    return table
+
+
 def main() -> None:
     """Print one table."""
     options = tyro.cli(Gain, use_underscores=True)
-    parts = {"emulated": emulated, "published": published, "protocols": protocols}
+    parts = {part.__name__: part for part in (emulated, published, protocols, slow_v)}
     Console(width=110).print(parts[options.part](options))
 
 
