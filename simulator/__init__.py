@@ -3,6 +3,7 @@
 from zbpp.core import lower_bound, lower_bounds
 from zbpp.simulator.engine import simulate
 from zbpp.simulator.graph import CriticalPath, critical_path, job_graph
+from zbpp.simulator.iterations import join, simulate_iterations
 from zbpp.simulator.metrics import (
     bubble_rate,
     idle,
@@ -16,14 +17,21 @@ from zbpp.simulator.metrics import (
     work,
 )
 from zbpp.simulator.plot import plot
+from zbpp.simulator.steady import (
+    expected_step_time,
+    rollback_time,
+    steady_step_time,
+)
 from zbpp.simulator.trace import trace_events, write_trace
 
 __all__ = [
     "CriticalPath",
     "bubble_rate",
     "critical_path",
+    "expected_step_time",
     "idle",
     "job_graph",
+    "join",
     "lower_bound",
     "lower_bounds",
     "makespan",
@@ -31,9 +39,12 @@ __all__ = [
     "overhead",
     "peak_memory",
     "plot",
+    "rollback_time",
     "simulate",
+    "simulate_iterations",
     "span",
     "stage_span",
+    "steady_step_time",
     "step_time",
     "trace_events",
     "work",

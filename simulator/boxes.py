@@ -8,7 +8,7 @@ collection, so that ten thousand jobs draw in seconds.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zbpp.core import Job, Pass, Slot, Timeline
+from zbpp.core import Check, Job, Pass, Slot, Timeline
 from zbpp.simulator.metrics import step_time
 
 if TYPE_CHECKING:
@@ -23,15 +23,15 @@ _COLOURS = {
     "W": "#009E73",
     "BW": "#D55E00",
     "O": "#F0E442",
-    "V": "#F0E442",
+    "V": "#CC79A7",
 }
 _NAMES = {
     "F": "F  forward",
     "B": "B  input gradient",
     "W": "W  weight gradient",
     "BW": "BW  both gradients",
-    "O": "O  optimizer",
-    "V": "V  validation",
+    "O": "O  optimizer step",
+    "V": "V  validation of the last step",
 }
 _IDLE = "#E4E4E4"
 _DARK = "#222222"
@@ -75,9 +75,26 @@ def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
                 gid=f"{letter} {leg}",
             )
         )
+    _draw_instants(axes, timeline)
     axes.set_yticks(range(n_stages), [f"stage {stage}" for stage in range(n_stages)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_instants(axes: "Axes", timeline: Timeline) -> None:
+    """Draw a V that takes no time as a line."""
+    from matplotlib.collections import LineCollection
+
+    start = origin(timeline)
+    lines = [
+        [(slot.start - start, stage - 0.5), (slot.start - start, stage + 0.5)]
+        for stage, slot in _slots(timeline)
+        if isinstance(slot.job, Check) and slot.duration == 0
+    ]
+    if lines:
+        axes.add_collection(
+            LineCollection(lines, colors=_COLOURS["V"], linewidths=2, gid="V instants")
+        )
 
 
 def write_numbers(axes: "Axes", timeline: Timeline) -> None:
@@ -119,7 +136,7 @@ def legend_handles(timelines: Sequence[Timeline]) -> "list[Artist]":
         key
         for timeline in timelines
         for key, members in _groups(timeline).items()
-        if any(slot.duration > 0 for _, slot in members)
+        if key[0] == "V" or any(slot.duration > 0 for _, slot in members)
     }
     handles: list[Artist] = [
         Patch(color=_COLOURS[letter], label=name)

@@ -16,6 +16,7 @@ from itertools import pairwise
 import networkx as nx
 
 from zbpp.core import (
+    Check,
     Costs,
     Job,
     Pass,
@@ -66,7 +67,8 @@ def job_graph(
 
     Edges follow from what passes read and write, from the order on each stage, and
     from the barrier: an optimizer step waits for the last weight gradient of every
-    stage. ``with_steps=False`` leaves the optimizer steps out.
+    stage, unless V's of the next iteration wait in its place. ``with_steps=False``
+    leaves the optimizer steps out.
 
     Raises:
         RequestError: the costs have not one entry per chunk of the placement.
@@ -91,6 +93,8 @@ def job_graph(
         ][-1:]
     for job in list(graph):
         if isinstance(job, Step):
+            if Check(job.stage) in graph:
+                continue
             for gradient in last_gradients:
                 graph.add_edge(gradient, job, weight=times.of(gradient))
         elif isinstance(job, Pass):

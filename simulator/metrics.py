@@ -11,7 +11,7 @@ optimizer is no part of the bubble rate, but of the step time.
 
 from itertools import chain
 
-from zbpp.core import MemoryModel, Pass, Timeline, longest_span, pass_span, peaks
+from zbpp.core import MemoryModel, Pass, Step, Timeline, longest_span, pass_span, peaks
 from zbpp.core.timeline import extent
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "span",
     "stage_span",
     "step_time",
+    "waste",
     "work",
 ]
 
@@ -73,6 +74,20 @@ def bubble_rate(timeline: Timeline) -> float:
     """
     longest = span(timeline)
     return (longest - max(work(timeline))) / longest if longest > 0 else 0.0
+
+
+def waste(timeline: Timeline) -> tuple[str, float]:
+    """What pictures say of a timeline: its bubble rate; of several iterations, idle.
+
+    Between iterations O and V are no bubble: of all the time that the slowest stage
+    takes, idle is what it spends in no job.
+    """
+    steps = [slot for slot in timeline.rows[0] if isinstance(slot.job, Step)]
+    if len(steps) < 2:
+        return "bubble rate", bubble_rate(timeline)
+    longest = max(extent(row) for row in timeline.rows)
+    most = max(sum(slot.duration for slot in row) for row in timeline.rows)
+    return "idle", (longest - most) / longest if longest > 0 else 0.0
 
 
 def overhead(timeline: Timeline) -> float:

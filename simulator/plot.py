@@ -19,10 +19,10 @@ from zbpp.simulator.boxes import (
     write_numbers,
 )
 from zbpp.simulator.metrics import (
-    bubble_rate,
     memory_over_time,
     peak_memory,
     step_time,
+    waste,
 )
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def _draw_on(
 def _write_title(
     axes: "Axes", timeline: Timeline, memory: MemoryModel | None, *, pad: float
 ) -> None:
-    facts = [f"bubble rate {100 * bubble_rate(timeline):.2f} %"]
+    name, share = waste(timeline)
+    facts = [f"{name} {100 * share:.2f} %"]
     if memory is not None:
         peak = max(peak_memory(timeline, memory))
         facts.append(f"peak memory {peak:.4g}{_memory_unit(memory)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.core import MemoryModel, Pass, RequestError, Slot, Timeline
-from zbpp.simulator.metrics import bubble_rate, memory_over_time
+from zbpp.simulator.metrics import memory_over_time, waste
 
 __all__ = ["trace_events", "write_trace"]
 
@@ -103,7 +103,8 @@ def trace_events(
 
 
 def _names(timeline: Timeline, run: int) -> Iterator[Event]:
-    name = f"{timeline.name}, bubble rate {bubble_rate(timeline):.4f}"
+    of, share = waste(timeline)
+    name = f"{timeline.name}, {of} {share:.4f}"
     yield _metadata("process_name", run, 0, {"name": name})
     yield _metadata("process_sort_index", run, 0, {"sort_index": run})
     for stage in range(timeline.placement.n_stages):

@@ -161,6 +161,16 @@ def test_the_costs_that_are_shown_are_valid():
     assert (costs.f, memory.m_w) == (18.5, 0.37)
 
 
+def test_the_iterations_that_are_shown_are_what_the_command_draws(capsys):
+    (text,) = blocks("text")
+    command, *drawn = text.splitlines()
+    program, *arguments = shlex.split(command.removeprefix("$ "))
+    assert program == "zbpp" and main(arguments) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1 : 1 + len(drawn)] == drawn
+    assert any(re.match("steady step +9 .*, 10 behind", line) for line in printed)
+
+
 def test_the_table_names_modes():
     rows = re.findall(r"^\| `(\w+)`", README, re.MULTILINE)
     assert len(rows) >= 6

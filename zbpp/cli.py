@@ -20,7 +20,7 @@ from zbpp.flags import Given, OneSchedule, Sized, plan_by_flags, shown_as
 from zbpp.modes import MODES
 from zbpp.report import Summary, print_comparison, print_report, summarize
 from zbpp.schedules import certify, to_torch_csv
-from zbpp.simulator import plot, simulate, write_trace
+from zbpp.simulator import plot, write_trace
 from zbpp.split_report import print_split
 from zbpp.training.options import Train
 
@@ -49,6 +49,7 @@ class Plan(Sized):
         if self.solver is not None:
             found = certify(schedule, costs, memory, seconds=self.solver_seconds)
             schedule, proof = found.schedule, f", {found}"
+        schedule = self.with_checks(schedule)
         _write(self.out, schedule_text(schedule))
         if self.csv is not None:
             _write(self.csv, to_torch_csv(schedule))
@@ -75,7 +76,8 @@ class Show(OneSchedule):
         if self.json:
             print(json.dumps(asdict(summarize(schedule, costs, memory))))
         else:
-            print_report(schedule, costs, memory)
+            drawn = self.timelines(schedule, costs)
+            print_report(schedule, costs, memory, drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ class Plot(OneSchedule):
     def run(self) -> None:
         """Draw, and name the file."""
         schedule, costs, memory = self.load()
-        plot(simulate(schedule, costs), self.out, memory=memory)
+        plot(self.timelines(schedule, costs), self.out, memory=memory)
         print(self.out)
 
 
@@ -102,7 +104,7 @@ class Trace(OneSchedule):
     def run(self) -> None:
         """Write, and name the file."""
         schedule, costs, memory = self.load()
-        write_trace(simulate(schedule, costs), self.out, memory=memory)
+        write_trace(self.timelines(schedule, costs), self.out, memory=memory)
         print(self.out)
 
 
@@ -130,7 +132,9 @@ class Compare(Given):
         if all(isinstance(row, str) for _, row in rows):
             raise RequestError(f"no mode can be had: {rows[0][1]}")
         title = f"{self.stages} stages, {self.microbatches} micro-batches"
-        print_comparison(rows, title=title)
+        print_comparison(
+            rows, title=title, post_validation=self.enable_optimizer_post_validation
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,24 @@ from typing import Annotated
 
 import tyro
 
-from zbpp.core import Costs, MemoryModel, RequestError, Schedule, read_costs
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    RequestError,
+    Schedule,
+    Timeline,
+    read_costs,
+)
 from zbpp.modes import canonical, is_file, plan
+from zbpp.schedules import post_validated, without_checks
+from zbpp.simulator import join, simulate, simulate_iterations
 
 __all__ = ["Given", "OneSchedule", "Sized", "plan_by_flags", "shown_as"]
 
 
 _Text = str | None
 _Count = int | None
+_YesNoUnsaid = Annotated[bool | None, tyro.conf.DisallowNone]
 
 
 def shown_as(metavar: str) -> object:
@@ -31,6 +41,8 @@ class Given:
     """Largest activation memory of a stage, in the unit of the costs."""
     effort: Annotated[str, shown_as("EFFORT")] = "default"
     """How hard to search: fast, default, best (a minute) or best:SECONDS."""
+    enable_optimizer_post_validation: _YesNoUnsaid = None
+    """Step at once and validate in the next iteration (V); no: behind a barrier."""
 
     def models(self) -> tuple[Costs, MemoryModel]:
         """Read the costs, and let the flag overrule the file's memory limit."""
@@ -62,6 +74,16 @@ class Sized(Given):
         )
         return schedule, costs, memory
 
+    def with_checks(self, schedule: Schedule) -> Schedule:
+        """Place V's or take them out, if the flag says so."""
+        match self.enable_optimizer_post_validation:
+            case None:
+                return schedule
+            case True:
+                return post_validated(schedule)
+            case False:
+                return without_checks(schedule)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OneSchedule(Sized):
@@ -71,6 +93,8 @@ class OneSchedule(Sized):
     """A schedule file (or a mode)."""
     pipeline_schedule_mode: Annotated[_Text, shown_as("MODE")] = None
     """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
+    iterations: Annotated[int, shown_as("INT")] = 1
+    """Iterations to draw; of several, with a barrier between them and without."""
 
     def load(self) -> tuple[Schedule, Costs, MemoryModel]:
         """Plan or read the schedule."""
@@ -83,7 +107,30 @@ class OneSchedule(Sized):
                 else "no schedule is named; give a schedule file, or "
                 "--pipeline_schedule_mode with --stages and --microbatches"
             )
-        return self.plan(str(modes.pop()))
+        schedule, costs, memory = self.plan(str(modes.pop()))
+        return self.with_checks(schedule), costs, memory
+
+    def timelines(self, schedule: Schedule, costs: Costs) -> list[Timeline]:
+        """Simulate what is to be drawn.
+
+        Several iterations come behind a barrier and post-validated, one below the
+        other, unless the flag has chosen.
+        """
+        n = self.iterations
+        if n < 1:
+            raise RequestError(f"--iterations is {n}; it must be at least 1")
+        if n == 1:
+            return [simulate(schedule, costs)]
+        kinds = {
+            f"{schedule.name}, {n} iterations behind a barrier": without_checks,
+            f"{schedule.name}, {n} iterations, post-validated": post_validated,
+        }
+        chosen = self.enable_optimizer_post_validation
+        return [
+            join(simulate_iterations(change(schedule), costs, n), name=name)
+            for name, change in kinds.items()
+            if chosen is None or chosen == (change is post_validated)
+        ]
 
 
 def plan_by_flags(

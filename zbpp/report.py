@@ -1,12 +1,14 @@
 """What a schedule costs, as numbers for machines and as text for a terminal."""
 
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 
 from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, draw
+from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import (
     bubble_rate,
     critical_path,
@@ -15,9 +17,11 @@ from zbpp.simulator import (
     makespan,
     overhead,
     peak_memory,
+    rollback_time,
     simulate,
     span,
     stage_span,
+    steady_step_time,
     step_time,
     work,
 )
@@ -40,6 +44,12 @@ class Summary:
     span: float
     makespan: float
     step_time: float
+    step_time_barrier: float
+    """Of one step among many, each of which waits for the sum over all stages."""
+    step_time_post_validation: float
+    """The same, where the sum is awaited in the next step's warm-up."""
+    rollback_time: float
+    """How much later all is if one validation fails."""
     peak_memory: list[float]
     """Per stage."""
     memory_bound: float | list[float]
@@ -83,6 +93,9 @@ def summarize(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Summary:
         span=longest,
         makespan=makespan(timeline),
         step_time=step_time(timeline),
+        step_time_barrier=steady_step_time(without_checks(schedule), costs),
+        step_time_post_validation=steady_step_time(post_validated(schedule), costs),
+        rollback_time=rollback_time(post_validated(schedule), costs),
         peak_memory=held,
         memory_bound=list(limit) if isinstance(limit, tuple) else limit,
         lower_bound=bound,
@@ -91,15 +104,24 @@ def summarize(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Summary:
     )
 
 
-def print_report(schedule: Schedule, costs: Costs, memory: MemoryModel) -> None:
-    """Print the picture, a table of the stages and the figures of a schedule."""
+def print_report(
+    schedule: Schedule,
+    costs: Costs,
+    memory: MemoryModel,
+    drawn: Sequence[Timeline] = (),
+) -> None:
+    """Print the picture, a table of the stages and the figures of a schedule.
+
+    ``drawn``: what the picture shows in place of one iteration; the table and the
+    figures are those of one, unless they say otherwise.
+    """
     summary = summarize(schedule, costs, memory)
     timeline = simulate(schedule, costs)
     print(
         f"{summary.mode}: {summary.n_stages} stages, "
         f"{summary.n_microbatches} micro-batches"
     )
-    print(_picture(timeline))
+    print(_pictures(drawn or [timeline], summary.mode))
     print()
     _console().print(_stage_table(timeline, summary))
     limit = summary.memory_bound
@@ -113,6 +135,9 @@ def print_report(schedule: Schedule, costs: Costs, memory: MemoryModel) -> None:
         "span": f"{summary.span:.6g}, the longest of a stage",
         "makespan": f"{summary.makespan:.6g}, first start to last end of a pass",
         "step time": f"{summary.step_time:.6g}, optimizer included",
+        "steady step": f"{summary.step_time_post_validation:.6g} post-validated (a "
+        f"rollback adds {summary.rollback_time:.6g}), "
+        f"{summary.step_time_barrier:.6g} behind a barrier",
         "peak memory": f"{max(summary.peak_memory):.4g}",
         "critical path": _path_text(schedule, costs),
         "lower bound": f"{summary.lower_bound:.6g} for the span "
@@ -122,15 +147,48 @@ def print_report(schedule: Schedule, costs: Costs, memory: MemoryModel) -> None:
         print(f"{name:14} {text}")
 
 
-def print_comparison(rows: list[tuple[str, Summary | str]], *, title: str) -> None:
-    """Print a table of modes; below it, why a mode has no figures."""
-    _console().print(_comparison_table(rows, title))
+def print_comparison(
+    rows: list[tuple[str, Summary | str]],
+    *,
+    title: str,
+    post_validation: bool | None = None,
+) -> None:
+    """Print a table of modes; below it, why a mode has no figures.
+
+    ``post_validation`` adds steady step times: True with and without it, False
+    without.
+    """
+    columns = dict(_COLUMNS)
+    if post_validation is not None:
+        columns["step, barrier"] = lambda row: f"{row.step_time_barrier:.6g}"
+    if post_validation:
+        columns["step, V"] = lambda row: f"{row.step_time_post_validation:.6g}"
+    table = _comparison_table(rows, title, columns)
+    if post_validation is not None:
+        table.caption = (
+            f"{table.caption}\nstep: the time of one among many, optimizer included, "
+            "behind a barrier or post-validated (V)"
+        )
+    _console().print(table)
     for mode, row in rows:
         if isinstance(row, str):
             print(row if row.startswith(mode) else f"{mode}: {row}")
 
 
-def _comparison_table(rows: list[tuple[str, Summary | str]], title: str) -> Table:
+_Columns = dict[str, Callable[[Summary], str]]
+_COLUMNS: _Columns = {
+    "chunks": lambda row: str(len(row.placement)),
+    "bubble": lambda row: f"{row.bubble_rate:.2%}",
+    "span": lambda row: f"{row.span:.6g}",
+    "makespan": lambda row: f"{row.makespan:.6g}",
+    "peak memory": lambda row: f"{max(row.peak_memory):.4g}",
+    "gap": lambda row: f"{row.gap:.2%}",
+}
+
+
+def _comparison_table(
+    rows: list[tuple[str, Summary | str]], title: str, columns: _Columns
+) -> Table:
     """Tabulate modes; the shortest span is bold."""
     spans = [row.span for _, row in rows if isinstance(row, Summary)]
     table = Table(title=title, title_justify="left", caption_justify="left")
@@ -139,20 +197,15 @@ def _comparison_table(rows: list[tuple[str, Summary | str]], title: str) -> Tabl
         "given, the same memory"
     )
     table.add_column("mode")
-    for name in ("chunks", "bubble", "span", "makespan", "peak memory", "gap"):
+    for name in columns:
         table.add_column(name, justify="right")
     for mode, row in rows:
         if isinstance(row, str):
-            table.add_row(mode, *["-"] * 6, style="dim")
+            table.add_row(mode, *["-"] * len(columns), style="dim")
             continue
         table.add_row(
             mode,
-            str(len(row.placement)),
-            f"{row.bubble_rate:.2%}",
-            f"{row.span:.6g}",
-            f"{row.makespan:.6g}",
-            f"{max(row.peak_memory):.4g}",
-            f"{row.gap:.2%}",
+            *(text(row) for text in columns.values()),
             style="bold" if row.span <= min(spans) * (1 + _ROUNDING) else None,
         )
     return table
@@ -166,15 +219,29 @@ def _terminal_width() -> int:
     return shutil.get_terminal_size((100, 24)).columns
 
 
-def _picture(timeline: Timeline) -> str:
-    """Draw a timeline as text, cropped to the terminal."""
+def _pictures(timelines: Sequence[Timeline], name: str) -> str:
+    """Draw timelines in cells of one size, under their names if these say more."""
     lasting = sorted(
-        slot.duration for row in timeline.rows for slot in row if slot.duration > 0
+        slot.duration
+        for timeline in timelines
+        for row in timeline.rows
+        for slot in row
+        if slot.duration > 0
     )
     if not lasting:
         return "(no job takes time)"
     # One cell is the shortest job, unless that one is much shorter than most.
     unit = max(lasting[0], lasting[len(lasting) // 2] / 4)
+    return "\n".join(
+        _picture(one, unit)
+        if one.name == name
+        else f"{one.name}:\n{_picture(one, unit)}"
+        for one in timelines
+    )
+
+
+def _picture(timeline: Timeline, unit: float) -> str:
+    """Draw a timeline as text, cropped to the terminal."""
     lines = draw(timeline, unit=unit).splitlines()
     width = _terminal_width()
     longest = max(map(len, lines))

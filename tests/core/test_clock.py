@@ -58,6 +58,16 @@ def test_the_step_stands_behind_a_barrier():
     assert time.run(Check(0)) == Slot(Check(0), 5.0, 5.0)
 
 
+def test_an_iteration_begins_where_the_last_one_has_ended():
+    orders = rows("0F0 V 0BW0 O", "1F0 V 1BW0 O")
+    times = Costs(validation=0.5).on(TWO)
+    slots = replay(orders, times, n_microbatches=1, free=[10, 7], known=[10, 14])
+    assert [[slot.start for slot in row] for row in slots] == [
+        [10, 11, 16.5, 18.5],
+        [11, 14, 14.5, 18.5],
+    ]
+
+
 def rows(*texts: str):
     return [
         [parse_job(cell, stage=stage) for cell in text.split()]

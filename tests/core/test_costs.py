@@ -67,7 +67,9 @@ def test_wrong_splits_are_refused():
         Costs(splits=(True, 0))
 
 
-@pytest.mark.parametrize("name", ["f", "b", "w", "comm", "optimizer", "loss"])
+@pytest.mark.parametrize(
+    "name", [*("f", "b", "w", "comm", "optimizer", "loss", "reduction", "validation")]
+)
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
 def test_times_are_finite_and_not_negative(name, value):
     with pytest.raises(RequestError, match=f"^{name} is {value}; it must be finite"):

@@ -122,13 +122,16 @@ per_chunk = values | st.lists(values, min_size=1, max_size=4).map(tuple)
     comm=per_chunk,
     loss=values,
     splits=st.none() | st.lists(st.booleans(), max_size=3).map(tuple),
+    reduction=st.none() | values,
+    validation=values,
     limit=st.none() | per_chunk,
 )
 def test_costs_are_read_back_as_they_were(
-    times, comm, loss, splits, limit, tmp_path_factory
+    times, comm, loss, splits, reduction, validation, limit, tmp_path_factory
 ):
     path = tmp_path_factory.getbasetemp() / "costs.json"
-    costs = Costs(**times, comm=comm, loss=loss, splits=splits)
+    later = {"splits": splits, "reduction": reduction, "validation": validation}
+    costs = Costs(**times, comm=comm, loss=loss, **later)
     memory = MemoryModel(m_b=2.0, limit=limit)
     write_costs(costs, memory, path)
     assert read_costs(path) == (costs, memory)
@@ -149,6 +152,8 @@ def test_keys_that_say_nothing_new_are_left_out(tmp_path):
     assert set(keys) == {"f", "b", "w", "comm", "optimizer", "m_b", "m_w"}
     write_costs(Costs(loss=1, splits=(True,)), MemoryModel(), tmp_path / "costs.json")
     assert {"loss", "splits"} < set(json.loads((tmp_path / "costs.json").read_text()))
+    write_costs(Costs(reduction=0), MemoryModel(), tmp_path / "costs.json")
+    assert "reduction" in json.loads((tmp_path / "costs.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -169,6 +174,11 @@ def test_keys_that_say_nothing_new_are_left_out(tmp_path):
         ('{"comm": [1, "2"]}', r"comm\[1\] is '2', not a number"),
         ('{"comm": [1, -2]}', "comm is -2; it must be finite and at least 0"),
         ('{"loss": [1]}', "loss is a list; it must be one number"),
+        ('{"reduction": [1]}', "reduction is a list; it must be one number"),
+        ('{"reduction": -1}', "reduction is -1; it must be finite and at least 0"),
+        ('{"reduction": null}', "reduction is None, not a number"),
+        ('{"validation": [1]}', "validation is a list; it must be one number"),
+        ('{"validation": -1}', "validation is -1; it must be finite and at least 0"),
         ('{"loss": -1}', "loss is -1; it must be finite and at least 0"),
         ('{"splits": true}', "splits is True, not a list of true or false"),
         ('{"splits": [1, 0]}', r"splits is \[1, 0\], not a list of true or false"),

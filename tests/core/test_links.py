@@ -3,7 +3,7 @@
 import pytest
 
 from zbpp.core import Costs, Placement, RequestError
-from zbpp.core.links import edge_delays
+from zbpp.core.links import edge_delays, reduction_delay
 
 SINGLE = Placement.single(4)
 V = Placement.wave(4)  # 0 1 2 3 3 2 1 0
@@ -77,3 +77,16 @@ def test_a_delay_is_the_same_both_ways_and_none_on_the_same_chunk():
     assert [times.delay(c, c + 1) for c in range(7)] == list(times.hops)
     assert [times.delay(c + 1, c) for c in range(7)] == list(times.hops)
     assert times.delay(2, 2) == 0.0
+
+
+def test_a_sum_over_the_stages_goes_up_a_tree_and_down_again():
+    messages = [reduction_delay((1.0,) * (p - 1), p) for p in (1, 2, 3, 4, 5, 8, 9)]
+    assert messages == [0, 2, 4, 4, 6, 6, 8]
+    assert reduction_delay((0.5, 2.0, 0.0), 4) == 2 * 2 * 2.0  # the slowest link
+
+
+def test_the_sum_takes_what_the_costs_say_or_what_the_links_take():
+    assert Costs().on(SINGLE).reduction == 0
+    assert Costs(comm=LINKS).on(V).reduction == 4 * 3.0
+    assert Costs(comm=LINKS, reduction=0).on(V).reduction == 0
+    assert Costs(reduction=7).on(SINGLE).reduction == 7

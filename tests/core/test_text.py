@@ -118,3 +118,11 @@ def test_draw_tells_the_chunks_of_a_stage_apart():
 def test_draw_aligns_ten_stages_and_more():
     rows = [(Slot(Pass(F, s, 0), 0.0, 1.0),) for s in range(11)]
     assert draw(timeline(*rows)).splitlines()[9:] == [" 9 | F0", "10 | F0"]
+
+
+def test_draw_writes_a_v_without_time_in_front_of_the_next_job():
+    first, second = Pass(F, 0, 0), Pass(BW, 0, 0)
+    for takes, drawn in ((0, "0 | F0   .    VBW0"), (1, "0 | F0  .   V   BW0")):
+        check = Slot(Check(0), 2, 2 + takes)
+        slots = (Slot(first, 0, 1), check, Slot(second, 2 + takes, 3 + takes))
+        assert draw(Timeline("x", Placement.single(1), 1, (slots,))) == drawn

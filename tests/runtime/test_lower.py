@@ -109,5 +109,5 @@ def test_a_v_that_comes_too_late_is_refused_by_name() -> None:
     first = ((Check(0), *above), (Check(1), *below))
     lower(Schedule("first", full.placement, 2, first))
     late = ((Check(0), *above), (below[0], Check(1), *below[1:]))
-    with pytest.raises(ScheduleError, match="stage 1.*1F0"):
+    with pytest.raises(ScheduleError, match=r"stage 1.*1F0"):
         lower(Schedule("late", full.placement, 2, late))

@@ -16,19 +16,23 @@ from zbpp.core import (
     parse_job,
 )
 from zbpp.modes import plan
+from zbpp.schedules import post_validated
 from zbpp.simulator import (
     bubble_rate,
     idle,
+    join,
     makespan,
     memory_over_time,
     overhead,
     peak_memory,
     simulate,
+    simulate_iterations,
     span,
     stage_span,
     step_time,
     work,
 )
+from zbpp.simulator.metrics import waste
 
 #     0    2    4    6    8    10   12   14
 # 0   F F  .  .  .  .  B B  W W  O O          span 10, work 6, idle 4
@@ -134,3 +138,17 @@ def test_memory_ends_at_zero_and_its_maximum_is_the_peak(mode):
 def test_a_memory_model_must_fit_the_placement():
     with pytest.raises(RequestError, match="m_b has 3 entries for 2 chunks"):
         peak_memory(DRAWN, MemoryModel(m_b=(1, 1, 1)))
+
+
+def test_o_and_v_are_no_waste_between_iterations():
+    """Of several iterations idle time is told, of one the bubble rate."""
+    schedule = plan("ZBH2", n_stages=4, n_microbatches=8)
+    costs = Costs(optimizer=1, validation=1)
+    for n in (1, 2):
+        whole = join(simulate_iterations(post_validated(schedule), costs, n))
+        assert bubble_rate(whole) > 0.03  # it counts V, and O between two steps
+        assert waste(whole) == (
+            ("idle", pytest.approx(0)) if n > 1 else ("bubble rate", bubble_rate(whole))
+        )
+    behind = join(simulate_iterations(schedule, costs, 2))
+    assert waste(behind) == ("idle", 6 / 56)

@@ -14,7 +14,15 @@ from matplotlib.figure import Figure
 
 from zbpp.core import Costs, MemoryModel, RequestError
 from zbpp.modes import plan
-from zbpp.simulator import memory_over_time, plot, simulate, step_time
+from zbpp.schedules import post_validated
+from zbpp.simulator import (
+    join,
+    memory_over_time,
+    plot,
+    simulate,
+    simulate_iterations,
+    step_time,
+)
 
 
 def timeline_of(mode, p=4, m=8, costs=None):
@@ -49,6 +57,32 @@ def test_one_box_a_job_and_one_grey_box_a_stage(mode, expected):
     plot(timeline, axes)
     assert boxes(axes) == expected | {"idle": 4}
     assert sum(expected.values()) == sum(map(len, timeline.rows))
+
+
+@pytest.mark.parametrize("takes", [0, 1])
+def test_a_v_is_a_box_or_a_line_and_has_its_own_colour(tmp_path, takes):
+    schedule = post_validated(plan("ZBH2", n_stages=3, n_microbatches=5))
+    costs = Costs(optimizer=2, validation=takes)
+    timeline = join(simulate_iterations(schedule, costs, 2), name="twice")
+    figure = plot(timeline, tmp_path / "v.png", memory=MemoryModel())
+    axes = figure.axes[0]
+    assert boxes(axes)["V 0"] == boxes(axes)["O 0"] == 3 * 2
+    lines = [c for c in axes.collections if c.get_gid() == "V instants"]
+    assert [len(one.get_segments()) for one in lines] == ([] if takes else [3 * 2])
+    entries = [text.get_text()[:1] for text in axes.get_legend().texts]
+    assert entries == ["F", "B", "W", "O", "V", "i"]
+    assert axes.get_title("right").startswith("idle 0.00 %")
+    colours = [patch.get_facecolor() for patch in axes.get_legend().get_patches()]
+    assert len(set(colours)) == len(entries)
+    if not takes:
+        starts = sorted(
+            (slot.start, stage - 0.5)
+            for stage, row in enumerate(timeline.rows)
+            for slot in row
+            if str(slot.job) == "V"
+        )
+        drawn = sorted(tuple(segment[0]) for segment in lines[0].get_segments())
+        assert drawn == starts
 
 
 def test_a_box_stands_where_its_job_runs_and_its_number_in_the_middle(tmp_path):

@@ -1,5 +1,7 @@
 """The single rule "when can this job start", used by planners and the simulator."""
 
+from collections.abc import Sequence
+
 from zbpp.core.costs import PassTimes
 from zbpp.core.jobs import Check, Job, Pass, PassKind, Step, Value, reads, writes
 from zbpp.core.timeline import Slot
@@ -8,21 +10,36 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Time of a pipeline that grows job by job; it starts at 0 on every stage.
+    """Time of a pipeline that grows job by job.
 
     A pass starts when its stage is free and all that it reads has arrived. A Step
     stands behind a barrier: it starts when the last weight gradient of every stage
-    is done.
+    is done. A Check needs what an earlier iteration has summed up.
+
+    Args:
+        times: of the jobs.
+        n_microbatches: in the iteration that grows.
+        free: from when on each stage may work, none before 0; None: from 0.
+        known: when each stage's Check has what it needs; None: at 0.
     """
 
-    def __init__(self, times: PassTimes, *, n_microbatches: int) -> None:
+    def __init__(
+        self,
+        times: PassTimes,
+        *,
+        n_microbatches: int,
+        free: Sequence[float] | None = None,
+        known: Sequence[float] | None = None,
+    ) -> None:
         self._times = times
         self._placement = times.placement
         self._n_chunks = self._placement.n_chunks
         self._written: dict[Value, float] = {}
         self._gradients_due = self._n_chunks * n_microbatches
         self._last_gradient = 0.0
-        self.free = [0.0] * self._placement.n_stages
+        starts = [0.0] * self._placement.n_stages
+        self._known = starts if known is None else list(known)
+        self.free = list(starts if free is None else free)
         """When each stage has ended its last job."""
 
     def arrival(self, job: Job) -> float | None:
@@ -30,7 +47,7 @@ class Clock:
         if isinstance(job, Step):
             return self._last_gradient if self._gradients_due == 0 else None
         if isinstance(job, Check):
-            return 0.0
+            return self._known[job.stage]
         arrival = 0.0
         for value in reads(job, self._n_chunks):
             written = self._written.get(value)

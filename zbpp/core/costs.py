@@ -11,7 +11,7 @@ from typing import assert_never
 
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Check, Job, Pass, PassKind, Step
-from zbpp.core.links import edge_delays
+from zbpp.core.links import edge_delays, reduction_delay
 from zbpp.core.placement import Placement
 
 __all__ = ["ChunkMemory", "Costs", "MemoryModel", "PassTimes", "PerChunk"]
@@ -26,6 +26,9 @@ class Costs:
 
     ``loss`` is the time of the loss, a part of the last chunk's F. ``splits`` says of
     each stage whether its backward can be split into B and W; default: all can.
+    ``reduction`` is the time of the sum of all stages' gradient norms, from the last
+    stage's start of it; None: as many messages as `reduction_delay` says.
+    ``validation`` is the time that a V takes when the sum is there.
 
     Raises:
         RequestError: a time is negative or not finite, or splits holds no booleans.
@@ -38,10 +41,14 @@ class Costs:
     optimizer: PerChunk = 0.0
     loss: float = 0.0
     splits: tuple[bool, ...] | None = None
+    reduction: float | None = None
+    validation: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("f", "b", "w", "comm", "optimizer", "loss"):
+        for name in ("f", "b", "w", "comm", "optimizer", "loss", "validation"):
             _check_numbers(name, getattr(self, name), at_least=0.0)
+        if self.reduction is not None:
+            _check_numbers("reduction", self.reduction, at_least=0.0)
         for stage, split in enumerate(self.splits or ()):
             if not isinstance(split, bool):
                 raise RequestError(
@@ -66,17 +73,23 @@ class Costs:
             )
         can = [splits[stage] for stage in placement.stage_of]
         parts = list(zip(b, w, can, strict=True))
+        hops = edge_delays(self.comm, placement)
+        reduction = self.reduction
+        if reduction is None:
+            reduction = reduction_delay(hops, placement.n_stages)
         return PassTimes(
             placement=placement,
             f=(*f[:-1], f[-1] + self.loss),
             b=tuple(one if split else one + two for one, two, split in parts),
             w=tuple(two if split else 0.0 for _, two, split in parts),
-            hops=edge_delays(self.comm, placement),
+            hops=hops,
             optimizer=tuple(
                 sum(optimizer[chunk] for chunk in chunks)
                 for chunks in placement.chunks_of
             ),
             splits=splits,
+            reduction=reduction,
+            validation=self.validation,
         )
 
 
@@ -97,6 +110,8 @@ class PassTimes:
     hops: tuple[float, ...]
     optimizer: tuple[float, ...]
     splits: tuple[bool, ...]
+    reduction: float = 0.0
+    validation: float = 0.0
 
     def of(self, job: Job) -> float:
         """Time of one job."""
@@ -104,7 +119,7 @@ class PassTimes:
             case Step(stage):
                 return self.optimizer[stage]
             case Check():
-                return 0.0
+                return self.validation
             case Pass(kind, chunk):
                 return self.of_pass(kind, chunk)
 

@@ -36,7 +36,9 @@ _SCHEDULE_KEYS = (
 )
 _TIME_KEYS = ("f", "b", "w", "comm", "optimizer")
 _MEMORY_KEYS = {"m_b": "m_b", "m_w": "m_w", "memory_limit": "limit"}
-_LATER_KEYS = ("loss", "splits")  # written only where they say something
+_ONE_NUMBER = ("loss", "reduction", "validation")
+_LATER_KEYS = (*_ONE_NUMBER, "splits")  # written only where they say something
+_DEFAULTS = Costs()
 
 
 def schedule_text(schedule: Schedule) -> str:
@@ -132,10 +134,10 @@ def _parse_rows(source: str, rows: object) -> tuple[tuple[Job, ...], ...]:
 def write_costs(costs: Costs, memory: MemoryModel, path: str | Path) -> None:
     """Write a costs file, in the form that `parse_costs` reads."""
     data: dict[str, object] = {key: getattr(costs, key) for key in _TIME_KEYS}
-    if costs.loss:
-        data["loss"] = costs.loss
-    if costs.splits is not None:
-        data["splits"] = costs.splits
+    for key in _LATER_KEYS:
+        value = getattr(costs, key)
+        if value != getattr(_DEFAULTS, key):
+            data[key] = value
     for key, field in _MEMORY_KEYS.items():
         value = getattr(memory, field)
         if value is not None:
@@ -162,6 +164,8 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     optimizer     time of an optimizer step; list: per chunk               0
     comm          time of a message; list: per link (`zbpp.core.links`)    0
     loss          time of the loss, on top of the last chunk's f; no list  0
+    reduction     time of the sum of all stages' gradient norms; no list   by comm
+    validation    time of a validation (V) of the last step; no list       0
     splits        list per stage: can its backward be split?               all can
     m_b, m_w      memory from F to B, and of it from B to W; list: chunks  1, 0.5
     memory_limit  list: per stage; null: none                              none
@@ -177,8 +181,9 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
         for key, value in data.items()
         if key != "splits" and not (key == "memory_limit" and value is None)
     }
-    if isinstance(values.get("loss"), tuple):
-        _fail(source, "loss is a list; it must be one number, the last chunk's")
+    for key in _ONE_NUMBER:
+        if isinstance(values.get(key), tuple):
+            _fail(source, f"{key} is a list; it must be one number")
     if "splits" in data:
         values["splits"] = _booleans(source, "splits", data["splits"])
     try:

@@ -22,7 +22,7 @@ from itertools import pairwise
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
-__all__ = ["edge_delays"]
+__all__ = ["edge_delays", "reduction_delay"]
 
 
 def edge_delays(
@@ -58,6 +58,19 @@ def edge_delays(
         delay if source != target else 0.0
         for delay, (source, target) in zip(delays, edges, strict=True)
     )
+
+
+def reduction_delay(hops: tuple[float, ...], n_stages: int) -> float:
+    """Time of a sum of a few numbers over all stages, known to all of them.
+
+    2 ceil(log2 p) messages one after the other, up a binary tree and down again, each
+    on the slowest link (reduce and broadcast of short vectors: Thakur, Rabenseifner
+    and Gropp, "Optimization of collective communication operations in MPICH", 2005).
+
+    >>> reduction_delay((0.5, 0.25, 0.25), n_stages=4)
+    2.0
+    """
+    return 2 * (n_stages - 1).bit_length() * max(hops, default=0.0)
 
 
 def _link(comm: tuple[float, ...], placement: Placement, chunk: int) -> int:

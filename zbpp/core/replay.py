@@ -11,14 +11,21 @@ __all__ = ["replay"]
 
 
 def replay(
-    orders: Sequence[Sequence[Job]], times: PassTimes, *, n_microbatches: int
+    orders: Sequence[Sequence[Job]],
+    times: PassTimes,
+    *,
+    n_microbatches: int,
+    free: Sequence[float] | None = None,
+    known: Sequence[float] | None = None,
 ) -> list[list[Slot]]:
     """Time every job that can run; a row shorter than its order is stuck there.
+
+    ``free`` and ``known`` say what an earlier iteration has left (see `Clock`).
 
     Every stage runs as far as it can, round after round, until none moves. The order
     of these visits does not matter: a start depends only on the inputs' ends.
     """
-    clock = Clock(times, n_microbatches=n_microbatches)
+    clock = Clock(times, n_microbatches=n_microbatches, free=free, known=known)
     rows: list[list[Slot]] = [[] for _ in orders]
     moved = True
     while moved:

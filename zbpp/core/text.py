@@ -73,6 +73,7 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     """Draw a timeline: one cell is ``unit`` of time, ``.`` is idle, ``-`` goes on.
 
     Starts and ends are rounded to whole cells; jobs shorter than half a cell vanish.
+    A V that vanishes is written in front of the job after it: ``VB0``.
     """
     with_chunk = timeline.placement.n_chunks > timeline.placement.n_stages
     starts = [slot.start for row in timeline.rows for slot in row]
@@ -80,13 +81,17 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     rows = []
     for slots in timeline.rows:
         cells: list[str] = []
+        check = ""
         for slot in slots:
             start = round((slot.start - origin) / unit)
             end = round((slot.end - origin) / unit)
             if end > start:
                 cells += ["."] * (start - len(cells))
-                cells.append(format_job(slot.job, with_chunk=with_chunk))
+                cells.append(check + format_job(slot.job, with_chunk=with_chunk))
                 cells += ["-"] * (end - start - 1)
+                check = ""
+            elif isinstance(slot.job, Check):
+                check = str(slot.job)
         rows.append(cells)
     width = max((len(cell) for row in rows for cell in row), default=1)
     number = len(str(len(rows) - 1))

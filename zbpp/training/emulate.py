@@ -4,6 +4,9 @@ Every chunk is one layer that sleeps for the chunk's times, in milliseconds; the
 optimizer sleeps too, and messages wait for the delay of their link. What is measured
 is then the schedule and the runtime's overhead, on as many stages as are wanted,
 whatever the number of cores.
+
+One step at a time, each from a common start, or steps in a row, post-validated or
+behind a barrier: then a stage may begin a step while others still end the last one.
 """
 
 import json
@@ -20,18 +23,24 @@ from torch import Tensor, nn
 from zbpp.core import Costs, PassTimes, Schedule
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.emulate import DelayedTransport, EmulatedLayer, sleep_until
-from zbpp.simulator import bubble_rate, simulate, step_time
+from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
+from zbpp.training.emulated_sum import SlowSums
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of
 
 __all__ = ["Emulation", "emulate", "run_emulated"]
 
 _WARM_UP = 2  # steps that are not counted: the first one learns the shapes
+_SETTLING = 2  # more of them, for steps in a row: until all stages lead as they will
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """Medians over the counted steps, beside what the simulator says; times in ms."""
+    """What was measured, beside what the simulator says; times in ms.
+
+    Medians over single steps (``post_validation`` is None); of steps in a row, the mean
+    step and the bubble of the last one.
+    """
 
     schedule: Schedule
     n_steps: int
@@ -39,21 +48,26 @@ class Emulation:
     simulated_step_ms: float
     bubble_rate: float
     simulated_bubble_rate: float
+    post_validation: bool | None = None
 
     def __str__(self) -> str:
+        among = f"median of {self.n_steps}"
+        if self.post_validation is not None:
+            how = "post-validated" if self.post_validation else "behind a barrier"
+            among = f"{self.n_steps} in a row, {how}"
         return (
             f"{self.schedule.name}  stages: {self.schedule.n_stages}  "
             f"microbatches: {self.schedule.n_microbatches}  "
             f"step: {self.step_ms:.1f} ms measured, {self.simulated_step_ms:.1f} ms "
             f"simulated ({self.step_ms / self.simulated_step_ms - 1:+.1%})  "
             f"bubble: {self.bubble_rate:.1%} measured, "
-            f"{self.simulated_bubble_rate:.1%} simulated  (median of {self.n_steps})"
+            f"{self.simulated_bubble_rate:.1%} simulated  ({among})"
         )
 
     def as_dict(self) -> dict[str, object]:
         """The numbers and what they belong to, for a JSON line."""
         names = ("n_steps", "step_ms", "simulated_step_ms", "bubble_rate",
-                 "simulated_bubble_rate")  # fmt: skip
+                 "simulated_bubble_rate", "post_validation")  # fmt: skip
         return {
             "final": True,
             "mode": self.schedule.name,
@@ -76,7 +90,12 @@ class _SleepingOptimizer(torch.optim.Optimizer):
 
 
 def emulate(
-    schedule: Schedule, costs: Costs, *, n_steps: int, timeout_s: float = 60.0
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    n_steps: int,
+    timeout_s: float = 60.0,
+    post_validation: bool | None = None,
 ) -> Emulation:
     """Run a schedule on sleeping layers (every rank must call).
 
@@ -84,8 +103,12 @@ def emulate(
         schedule: what to run.
         costs: in ms. A message takes its link's ``comm``, or the time that it
             takes by itself if that is longer; the simulator counts ``comm``.
-        n_steps: steps to count, after two that are not.
+        n_steps: steps to count, after some that are not.
         timeout_s: how long a stage may wait for another.
+        post_validation: None: one step at a time, from a common start to the last
+            stage's end, the sum over the stages as fast as it is. Else steps in a row,
+            whose sums take ``costs.reduction``: True: validated in the next step;
+            False: behind a barrier.
     """
     times = costs.on(schedule.placement)
     pipeline = Pipeline(
@@ -95,13 +118,36 @@ def emulate(
         optimizer=_make_optimizer,
         schedule=schedule,
         n_stages=schedule.n_stages,
+        post_validation=bool(post_validation),
+        rollback="snapshot",  # for an optimizer that is not one of torch's
         timeout_s=timeout_s,
         device="cpu",
     )
-    if any(times.hops):
-        for executor in pipeline._executors.values():
+    for stage, executor in pipeline._executors.items():
+        if post_validation is not None:
+            executor.transport = SlowSums(executor.transport, times, stage=stage)
+        elif any(times.hops):
             executor.transport = DelayedTransport(executor.transport, times)
-    batch = torch.zeros(schedule.n_microbatches, 1, dtype=torch.float64)
+    one_by_one = post_validation is None
+    simulated = simulate(pipeline.schedule, costs)
+    measure = _one_by_one if one_by_one else _in_a_row
+    step_ms, bubble = measure(pipeline, n_steps)
+    return Emulation(
+        schedule=schedule,
+        n_steps=n_steps,
+        step_ms=step_ms,
+        simulated_step_ms=step_time(simulated)
+        if one_by_one
+        else steady_step_time(pipeline.schedule, costs),
+        bubble_rate=bubble,
+        simulated_bubble_rate=bubble_rate(simulated),
+        post_validation=post_validation,
+    )
+
+
+def _one_by_one(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
+    """Median step time in ms and bubble rate of steps from a common start."""
+    batch = _batch(pipeline)
     steps, bubbles = [], []
     for step in range(_WARM_UP + n_steps):
         pipeline.gather(None)  # all ranks start together
@@ -112,15 +158,26 @@ def emulate(
         if step >= _WARM_UP:
             steps.append(took * 1e3)
             bubbles.append(bubble_rate(measured))
-    simulated = simulate(schedule, costs)
-    return Emulation(
-        schedule=schedule,
-        n_steps=n_steps,
-        step_ms=statistics.median(steps),
-        simulated_step_ms=step_time(simulated),
-        bubble_rate=statistics.median(bubbles),
-        simulated_bubble_rate=bubble_rate(simulated),
-    )
+    return statistics.median(steps), statistics.median(bubbles)
+
+
+def _in_a_row(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
+    """Mean time in ms between the ends of steps, and the bubble rate of the last."""
+    batch = _batch(pipeline)
+    pipeline.step(batch, batch)
+    pipeline.gather(None)  # the first step is slow
+    ends = []
+    for _ in range(_WARM_UP + _SETTLING + n_steps):
+        pipeline.step(batch, batch)
+        ends.append(time.perf_counter())
+    last = [max(of_ranks) for of_ranks in zip(*pipeline.gather(ends), strict=True)]
+    bubble = bubble_rate(pipeline.timeline())
+    pipeline.synchronize()
+    return (last[-1] - last[-1 - n_steps]) / n_steps * 1e3, bubble
+
+
+def _batch(pipeline: Pipeline) -> Tensor:
+    return torch.zeros(pipeline.n_microbatches, 1, dtype=torch.float64)
 
 
 def run_emulated(options: Train, schedule: Schedule) -> None:

@@ -1,0 +1,112 @@
+"""How long a step takes when one follows another: the period of the iterations.
+
+What an iteration leaves to the next is, for each stage, when it is free and when its V
+knows the sum. If all of these are later by the same time than some iterations ago, the
+stages lead and lag as they did then; all starts are sums and maxima of earlier ends, so
+from then on everything repeats, that much later. The period is that time for one
+iteration. Every stage waits for every other one between two iterations (in its O or
+in its V), so there is one period, wherever the stages begin (F. Baccelli et al.,
+"Synchronization and Linearity", 1992, chapter 3).
+"""
+
+from zbpp.core import Costs, RequestError, Schedule
+from zbpp.simulator.iterations import Left, Protocol, Run
+
+__all__ = ["expected_step_time", "rollback_time", "steady_step_time"]
+
+_UNIT = Costs()
+_SAME = 1e-9  # of a step time
+_PATIENCE = 6  # iterations before a leap
+_LEAPS = 50
+
+
+def steady_step_time(
+    schedule: Schedule, costs: Costs = _UNIT, *, protocol: Protocol | None = None
+) -> float:
+    """Time of an iteration among many, optimizer included, in the unit of the costs.
+
+    With V's in the schedule O waits for nobody; without, it stands behind a barrier
+    (see `simulate_iterations`).
+
+    Raises:
+        RequestError: the costs have not one entry per chunk of the placement.
+    """
+    return _settle(Run(schedule, costs, protocol))[0]
+
+
+def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
+    """By how much one failed validation delays all that follows.
+
+    Every stage steps again and repeats its passes before V; stages that had to wait
+    anyway may lose less than that.
+
+    Raises:
+        RequestError: there is no V, or the costs do not fit the placement.
+    """
+    run = Run(schedule, costs)
+    if not run.has_checks:
+        raise RequestError(f"{schedule.name} has no V that could fail; place V's first")
+    _, left = _settle(run)
+    late = run.iterate(left, rolled_back=True)[1]
+    left = run.iterate(left)[1]
+    for _ in range(_PATIENCE):  # lateness spreads, and slack takes some of it away
+        if _repeats(late, left):
+            break
+        late, left = run.iterate(late)[1], run.iterate(left)[1]
+    return max(_later(late, left))
+
+
+def expected_step_time(
+    schedule: Schedule, costs: Costs = _UNIT, *, failure_rate: float
+) -> float:
+    """Mean time of an iteration if a share of the validations fails, one by one.
+
+    Raises:
+        RequestError: the rate is none, there is no V, or the costs do not fit.
+    """
+    if not 0.0 <= failure_rate <= 1.0:
+        raise RequestError(f"failure_rate is {failure_rate}; it must be from 0 to 1")
+    return steady_step_time(schedule, costs) + failure_rate * rollback_time(
+        schedule, costs
+    )
+
+
+def _settle(run: Run) -> tuple[float, Left]:
+    """Iterate until everything repeats; the period, and a state that repeats."""
+    seen = [run.start]
+    for _ in range(_LEAPS):
+        while len(seen) <= _PATIENCE:
+            left = run.iterate(seen[-1])[1]
+            for back, earlier in enumerate(reversed(seen), start=1):
+                if _repeats(left, earlier):
+                    return (max(left.free) - max(earlier.free)) / back, left
+            seen.append(left)
+        seen = [_leap(seen[0], seen[-1])]
+    raise AssertionError("the iterations of a schedule never repeat")
+
+
+def _repeats(left: Left, earlier: Left) -> bool:
+    later = _later(left, earlier)
+    return max(later) - min(later) <= _SAME * max(later)
+
+
+def _leap(earlier: Left, left: Left) -> Left:
+    """Let stages that slowly fall behind be far behind at once.
+
+    A stage that is a little faster than the slowest one gains on it for many
+    iterations until it must wait. Where all begin changes nothing in the end.
+    """
+    later = _later(left, earlier)
+    slowest, spread = max(later), max(later) - min(later)
+    moved = [
+        time - 10 * slowest * (slowest - one) / spread
+        for time, one in zip((*left.free, *left.known), later, strict=True)
+    ]
+    n_stages, origin = len(left.free), min(moved)
+    shifted = tuple(time - origin for time in moved)
+    return Left(shifted[:n_stages], shifted[n_stages:])
+
+
+def _later(left: Left, earlier: Left) -> list[float]:
+    pairs = zip((*left.free, *left.known), (*earlier.free, *earlier.known), strict=True)
+    return [after - before for after, before in pairs]
