@@ -107,6 +107,22 @@ def test_results_may_be_read_later(pool: Pool) -> None:
         assert (first, last) == (expected[0][0], expected[2][0])
 
 
+def count_unfinished_sends(post_validation: bool) -> list[int]:
+    pipeline = make_pipeline("ZBH1", None, post_validation=post_validation)
+    (executor,) = pipeline._executors.values()
+    counts = []
+    for step in range(6):
+        pipeline.step(*batch(step))
+        counts.append(len(executor.transport._outgoing))
+    return counts
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_sends_are_let_go_in_the_next_step(pool: Pool, post_validation: bool) -> None:
+    for _, second, *later in pool.run(count_unfinished_sends, 2, post_validation):
+        assert second > 0 and set(later) == {second}
+
+
 def use_a_subgroup() -> tuple[int, list[tuple[float, float]]]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[dist.get_rank() % 2]

@@ -88,11 +88,13 @@ class DistributedTransport:
         self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
         self._unconfirmed: deque[tuple[dist.Work, str, int | None]] = deque()
         self._training = True
+        self._n_older = 0  # sends of steps before this one that are not finished
         self._side: torch.Stream | None = None
 
     def begin(self, *, training: bool) -> None:
         """Start a step: headers tell the shapes of an evaluation and a first step."""
         self._training = training
+        self._n_older = len(self._outgoing)
 
     def send(self, value: Value, tensors: Tensors, peer: int) -> None:
         """Start to send; the tensors are kept until they have left."""
@@ -272,10 +274,16 @@ class DistributedTransport:
         return things
 
     def end(self) -> None:
-        """End the step; sends may still be under way, so no stage waits for another."""
+        """End the step; sends may still be under way, so no stage waits for another.
+
+        Those of the step before have been received, as this step has seen its sums.
+        They are let go here: gloo calls no send completed before one waits for it.
+        """
         assert not self._incoming, f"never received: {list(self._incoming)}"
         if self._training:
             self._timeout_s = self._steady_timeout_s
+        while self._n_older > 0 and self._outgoing:
+            self._finish_oldest("the end of the step to hand")
 
     def flush(self) -> None:
         """Wait until all sends have left."""
@@ -284,6 +292,7 @@ class DistributedTransport:
 
     def _finish_oldest(self, doing: str) -> None:
         work, _, value, peer = self._outgoing.popleft()
+        self._n_older -= 1
         self._wait(work, f"{doing} {value} to", peer)
 
     def close(self) -> None:
