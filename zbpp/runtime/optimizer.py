@@ -11,18 +11,19 @@ exact, and its entries are then added in layer order. The norm, the clip factor 
 the decision are therefore the same bits on every stage, for any number of stages.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zbpp.core import Job
 from zbpp.runtime.decision import Decision, StepSums, clip_factor, decide
+from zbpp.runtime.errors import NonFiniteError
 from zbpp.runtime.gradients import Finder, squared_norms
 from zbpp.runtime.group_values import GroupValues
 from zbpp.runtime.history import History, StepRules
+from zbpp.runtime.notices import say_that_early_steps_end, say_what_a_snapshot_costs
 from zbpp.runtime.result import StepResult
 from zbpp.runtime.speculate import Deferred, Rollback, Snapshot, can_defer
 from zbpp.runtime.stage import Stage
@@ -33,8 +34,6 @@ __all__ = ["MakeOptimizer", "StageOptimizer", "clip_factor"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Called with one stage's parameters."""
-
-_log = logging.getLogger("zbpp")
 
 
 @dataclass
@@ -90,6 +89,7 @@ class StageOptimizer:
         self._pending: _Pending | None = None
         self._replay = False
         self._torn = False
+        self._error: NonFiniteError | None = None
         self._said = not speaks
         self.result: StepResult | None = None
         """Of the last step."""
@@ -143,8 +143,10 @@ class StageOptimizer:
         assert pending is not None, "a Step needs a Reduce before it"
         if self.optimizer is not None:
             mark_called(self.optimizer)
-        if not pending.early or pending.sums.done():
+        if not pending.early:
             self.settle(job)
+        elif pending.sums.done():
+            self._settle(job)  # what is wrong is told at V, where all stages are
         elif self.optimizer is not None:
             pending.values = GroupValues(self.optimizer)
             if not decide(pending.local_norm, self._clip).corrects:
@@ -173,6 +175,11 @@ class StageOptimizer:
         replay, self._replay = self._replay, False
         return replay
 
+    def wait(self) -> None:
+        """Wait for the last step's sums, and leave everything as it is."""
+        if self._pending is not None:
+            self._pending.sums.read()
+
     def settle(self, job: Job | None = None) -> None:
         """Wait for the decision on the last step and leave the state that it asks for.
 
@@ -180,6 +187,14 @@ class StageOptimizer:
             NonFiniteError: too many steps in a row were skipped.
             RuntimeError: an exception has interrupted an optimizer step.
         """
+        self._settle(job)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # How it is done.
+
+    def _settle(self, job: Job | None) -> None:
         if self._torn:
             raise RuntimeError(
                 "an optimizer step was interrupted by an exception, so parameters and "
@@ -196,16 +211,11 @@ class StageOptimizer:
         trusted = self.history.early
         try:
             self.history.note(decision, pending.sums)
-        finally:
-            if trusted and not self.history.early:
-                self._say_that_early_steps_end()
-
-    def wait(self) -> None:
-        """Wait for the last step's sums, and leave everything as it is."""
-        if self._pending is not None:
-            self._pending.sums.read()
-
-    # How it is done.
+        except NonFiniteError as error:
+            self._error = error
+        if trusted and not self.history.early and not self._said:
+            self._said = True
+            say_that_early_steps_end(self._rules.patience)
 
     def _carry_out(self, decision: Decision, pending: _Pending) -> None:
         optimizer, taken = self.optimizer, pending.taken
@@ -253,41 +263,9 @@ class StageOptimizer:
             return self._rollbacks["deferred"]
         if "snapshot" not in self._rollbacks:
             self._rollbacks["snapshot"] = Snapshot(self.optimizer)
-            self._say_what_a_snapshot_costs()
+            if self._speaks and self._rules.rollback == "deferred":
+                say_what_a_snapshot_costs(self.optimizer)
         return self._rollbacks["snapshot"]
-
-    def _say_what_a_snapshot_costs(self) -> None:
-        optimizer = self.optimizer
-        assert optimizer is not None
-        size = sum(p.nbytes for p in self.parameters)
-        size += sum(
-            value.nbytes
-            for state in optimizer.state.values()
-            if isinstance(state, dict)
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        if self._rules.rollback == "deferred" and self._speaks:
-            _log.warning(
-                "post-validation: %s can only be taken back by a copy of its whole "
-                "state (%.1f MiB now), made in every step; see --no-enable_optimizer_"
-                "post_validation",
-                type(optimizer).__name__,
-                size / 2**20,
-            )
-
-    def _say_that_early_steps_end(self) -> None:
-        patience = self._rules.patience
-        if not self._said:
-            self._said = True
-            _log.warning(
-                "post-validation: %d of the last %d steps had to be taken back, so "
-                "the optimizer now waits for the norm, until %d steps in a row need "
-                "no correction",
-                patience.failures,
-                patience.window,
-                patience.clean,
-            )
 
 
 def _nothing(*_: object) -> None:

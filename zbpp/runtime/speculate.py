@@ -234,11 +234,6 @@ class Snapshot:
         self._optimizer.state.update(self._state)
         vars(self._optimizer).update(self._plain)
 
-    def copied_bytes(self) -> int:
-        """Size of the last copy."""
-        tensors = [*_tensors(self._state), *self._copies.live]
-        return sum(tensor.nbytes for tensor in tensors)
-
 
 def _clone(value: Any) -> Any:
     if isinstance(value, Tensor):
@@ -248,14 +243,3 @@ def _clone(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_clone(item) for item in value)
     return copy.copy(value)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
