@@ -1,6 +1,7 @@
 """Early steps that are validated later leave the bits of steps behind a barrier."""
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -219,6 +220,37 @@ def test_one_rank_may_look_while_the_others_go_on(pool: Pool, mode: str) -> None
     assert looked[0][0] == [loss for loss, _, _ in plain[0].results]
     for (_, state), outcome in zip(looked, plain, strict=True):
         assert all(same(value, outcome.states[-1][key]) for key, value in state.items())
+
+
+def wait_at_v() -> str:
+    """Rank 1 has sent all gradients of a step, and then hangs."""
+    pipeline = make_pipeline("ZBH1", None, timeout_s=1.0)
+    pipeline.step(*tokens(0))
+    if pipeline.rank == 1:
+        reduce = StageOptimizer.reduce
+
+        def late(self: StageOptimizer, transport: Any) -> None:
+            time.sleep(3)
+            reduce(self, transport)
+
+        StageOptimizer.reduce = late
+    try:
+        for step in (1, 2):
+            pipeline.step(*tokens(step))
+    except PeerError as error:
+        return str(error)
+    finally:
+        if pipeline.rank == 1:
+            StageOptimizer.reduce = reduce
+    return "no error"
+
+
+@pytest.mark.dist
+def test_a_stage_that_waits_at_v_says_so(pool: Pool) -> None:
+    message, _ = pool.run(wait_at_v, 2)
+    assert message == (
+        "stage 0 waits at V for the sum over the other stages: no answer in 1 s"
+    )
 
 
 # What a script sees.

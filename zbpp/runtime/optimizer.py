@@ -109,8 +109,11 @@ class StageOptimizer:
         self._unscale()
         n_losses = self._stage.n_microbatches
         n_notes = self._n_layers if self._finder is not None else 0
-        vector = torch.zeros(self._n_layers + n_losses + n_notes, dtype=torch.float64)
-        vector = vector.to(self._stage.device)
+        vector = torch.zeros(
+            self._n_layers + n_losses + n_notes,
+            dtype=torch.float64,
+            device=self._stage.device,
+        )
         for layer, squared in squared_norms(self._stage):
             vector[layer] = squared
         for microbatch, loss in self._stage.losses.items():
