@@ -30,6 +30,7 @@ from small_model import make_pipeline, refusal
 
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
 from zbpp.runtime import optimizer as optimizer_module
+from zbpp.runtime.errors import PeerError
 from zbpp.runtime.group_values import GroupValues
 from zbpp.runtime.loss_scale import LossScaler
 from zbpp.runtime.optimizer import StageOptimizer
