@@ -34,7 +34,7 @@ _PER_PARAMETER = frozenset(
     )
     if hasattr(torch.optim, name)
 )  # fmt: skip
-_BUCKET_BYTES = {"cpu": 2**24, "cuda": 2**28}
+_BUCKET_BYTES = {"cpu": 2**22, "cuda": 2**28}
 _State = dict[str, Any]
 
 
