@@ -15,6 +15,7 @@ from histories import (
     Injector,
     Outcome,
     batch,
+    bytes_of,
     compare,
     difference,
     draw,
@@ -327,6 +328,53 @@ def test_a_state_dict_is_validated_wherever_it_is_asked_for() -> None:
         pipeline, _ = after_a_spike()
         state = pipeline.optimizers[0].state_dict()["state"][0]["exp_avg"]
         assert same(state, plain["stage 0, 0, exp_avg"])
+
+
+def test_gradients_are_gone_after_a_step_as_they_are_behind_a_barrier() -> None:
+    """So a script that zeroes them itself does no harm."""
+    history = draw(
+        7, mode="ZBH1", n_stages=3, optimizer="adamw", events=(None, SPIKE, None),
+        looks=("",) * 3, patience=ALWAYS, scheduler=None, loss_scale=False,
+    )  # fmt: skip
+    plain = run(history, 3, post_validation=False).states[-1]
+    pipeline = make(history, 3, post_validation=True)
+    injector = Injector(pipeline)
+    parameters = [p for _, p in pipeline.named_parameters()]
+    with uncertain_sums(0):
+        for step, event in enumerate(history.events):
+            injector.begin(event)
+            pipeline.step(*batch(history, step))
+            assert all(p.grad is None for p in parameters)
+            for optimizer in pipeline.optimizers:
+                optimizer.zero_grad(set_to_none=False)
+    state = look(pipeline, [])
+    assert all(same(value, plain[key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_step_with_hooks_waits_so_that_they_see_the_right_one_once(kind: str) -> None:
+    """An average of the weights, say, cannot be taken back."""
+    history = draw(
+        2, mode="ZBH1", n_stages=3, optimizer="adamw", patience=ALWAYS,
+        events=(None, SPIKE, INF, None), looks=("",) * 4, scheduler=None,
+    )  # fmt: skip
+    seen: dict[bool, list[bytes]] = {}
+    for early in (True, False):
+        noted = seen[early] = []
+        pipeline = make(history, 3, post_validation=early)
+        injector = Injector(pipeline)
+
+        def note(optimizer: Any, *_: Any, noted: list[bytes] = noted) -> None:
+            noted.append(bytes_of(optimizer.param_groups[0]["params"][0]))
+
+        for optimizer in pipeline.optimizers:
+            getattr(optimizer, f"register_step_{kind}_hook")(note)
+        with uncertain_sums(0):
+            for step, event in enumerate(history.events):
+                injector.begin(event)
+                pipeline.step(*batch(history, step))
+            pipeline.close()
+    assert seen[True] == seen[False] and len(seen[True]) == 3 * 3
 
 
 def test_a_closed_pipeline_refuses_to_go_on() -> None:

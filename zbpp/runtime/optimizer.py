@@ -11,11 +11,11 @@ exact, and its entries are then added in layer order. The norm, the clip factor 
 the decision are therefore the same bits on every stage, for any number of stages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.core import Job
 from zbpp.runtime.decision import Decision, StepSums, clip_factor, decide
@@ -27,7 +27,7 @@ from zbpp.runtime.notices import say_that_early_steps_end, say_what_a_snapshot_c
 from zbpp.runtime.result import StepResult
 from zbpp.runtime.speculate import Deferred, Rollback, Snapshot, can_defer
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.torch_private import mark_called
+from zbpp.runtime.torch_private import has_step_hooks, mark_called
 from zbpp.runtime.transport import Transport
 
 __all__ = ["MakeOptimizer", "StageOptimizer", "clip_factor"]
@@ -45,6 +45,7 @@ class _Pending:
     values: GroupValues | None = None
     taken: Rollback | None = None
     local_norm: float = 0.0
+    gradients: Sequence[tuple[nn.Parameter, Tensor | None]] = ()
 
 
 class StageOptimizer:
@@ -138,7 +139,9 @@ class StageOptimizer:
     def ready(self) -> bool:
         """Whether `step` goes on without another stage of this process."""
         pending = self._pending
-        return pending is None or pending.early or pending.sums.ready()
+        if pending is None or (pending.early and not self._waits()):
+            return True
+        return pending.sums.ready()
 
     def step(self, job: Job) -> None:
         """Step at once, or wait for the norm first; see above."""
@@ -148,7 +151,7 @@ class StageOptimizer:
             mark_called(self.optimizer)
         if not pending.early:
             self.settle(job)
-        elif pending.sums.done():
+        elif self._waits() or pending.sums.done():
             self._settle(job)  # what is wrong is told at V, where all stages are
         elif self.optimizer is not None:
             pending.values = GroupValues(self.optimizer)
@@ -157,6 +160,8 @@ class StageOptimizer:
                 rollback.speculate()
                 pending.taken = rollback
                 pending.values.end()
+            pending.gradients = [(p, p.grad) for p in self.parameters]
+            self.optimizer.zero_grad(set_to_none=True)  # the caller might do so too
 
     @property
     def may_replay(self) -> bool:
@@ -223,6 +228,8 @@ class StageOptimizer:
     def _carry_out(self, decision: Decision, pending: _Pending) -> None:
         optimizer, taken = self.optimizer, pending.taken
         assert optimizer is not None
+        for parameter, gradient in pending.gradients:
+            parameter.grad = gradient
         if taken is not None and not decision.corrects:
             self.strike("commit")
             self._torn = True
@@ -241,6 +248,10 @@ class StageOptimizer:
                 pending.values.run(action)
         optimizer.zero_grad(set_to_none=True)
         self._torn = False
+
+    def _waits(self) -> bool:
+        """Hooks of a step may do what cannot be taken back: they see the right one."""
+        return self.optimizer is not None and has_step_hooks(self.optimizer)
 
     def _clip_gradients(self, factor: float) -> None:
         if factor < 1.0:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zbpp.runtime.torch_private import has_step_hooks, plain_step
+from zbpp.runtime.torch_private import has_plain_step, plain_step
 
 __all__ = ["Deferred", "Rollback", "Snapshot", "can_defer"]
 
@@ -40,7 +40,7 @@ _State = dict[str, Any]
 
 def can_defer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step is the sum of the steps of its parameters, and nothing else."""
-    return type(optimizer) in _PER_PARAMETER and not has_step_hooks(optimizer)
+    return type(optimizer) in _PER_PARAMETER and has_plain_step(optimizer)
 
 
 class Rollback(Protocol):
@@ -135,7 +135,7 @@ class Deferred:
         groups, held = optimizer.param_groups, optimizer.state
         optimizer.param_groups = [
             {**values, "params": [parameters[p] for p in own]}
-            for group, values in zip(groups, self._values, strict=True)
+            for group, values in zip(groups, self._values, strict=False)
             if (own := [p for p in group["params"] if p in parameters])
         ]
         optimizer.state = used = defaultdict(dict, state)
@@ -192,7 +192,7 @@ class Snapshot:
     """A copy of the parameters and of all state: for any optimizer.
 
     Args:
-        optimizer: its hooks are called in the early step, and again if that is wrong.
+        optimizer: its early step may change its state, its groups and its parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
