@@ -1,14 +1,14 @@
 """Iterations that follow one another, behind a barrier or post-validated.
 
-Two stages under ZB-H2 and the begin of their second iteration; O and V take 1:
+Two stages under ZB-H2 and the start of their second iteration; O and V take 1:
 
     barrier          0 | F0 F1 F2 B0 W0 B1 W1 B2 W2 .  O  F0 F1 F2 B0 W0
                      1 | .  F0 B0 F1 B1 F2 B2 W0 W1 W2 O  .  F0 B0 F1 B1
-                                     the sum is known ^ here
+                                      the sum is known ^ here
 
     post-validation  0 | F0 F1 F2 V  B0 W0 B1 W1 B2 W2 O  F0 F1 F2 V  B0
                      1 | .  F0 V  B0 F1 B1 F2 B2 W0 W1 W2 O  F0 V  B0 F1
-                                           it must be known here ^
+                                          it must be known here ^
 
 The sum of the gradient norms starts when a stage has ended its last pass, and is known
 `Costs.reduction` after the last stage has. Behind a barrier O waits for it. In a

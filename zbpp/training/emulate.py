@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,8 @@ _SETTLING = 2  # more of them, for steps in a row: until all stages lead as they
 class Emulation:
     """What was measured, beside what the simulator says; times in ms.
 
-    Medians over single steps (``post_validation`` is None); of steps in a row, the mean
-    step and the bubble of the last one.
+    Medians over the counted steps; of steps in a row, over the times from the end of
+    one to that of the next, and the bubble is that of the last step.
     """
 
     schedule: Schedule
@@ -162,7 +163,7 @@ def _one_by_one(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
 
 
 def _in_a_row(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
-    """Mean time in ms between the ends of steps, and the bubble rate of the last."""
+    """Median time in ms between the ends of steps, and the bubble rate of the last."""
     batch = _batch(pipeline)
     pipeline.step(batch, batch)
     pipeline.gather(None)  # the first step is slow
@@ -173,7 +174,8 @@ def _in_a_row(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
     last = [max(of_ranks) for of_ranks in zip(*pipeline.gather(ends), strict=True)]
     bubble = bubble_rate(pipeline.timeline())
     pipeline.synchronize()
-    return (last[-1] - last[-1 - n_steps]) / n_steps * 1e3, bubble
+    steps = [after - before for before, after in pairwise(last)][-n_steps:]
+    return statistics.median(steps) * 1e3, bubble
 
 
 def _batch(pipeline: Pipeline) -> Tensor:
