@@ -24,7 +24,13 @@ from zbpp.runtime.access import before_access, eval_mode
 from zbpp.runtime.agreement import agree
 from zbpp.runtime.batch import Batch
 from zbpp.runtime.build import StageOptions, build_executors, make_transports
-from zbpp.runtime.calls import gather_timeline, hand_out, mean_loss
+from zbpp.runtime.calls import (
+    gather_splits,
+    gather_timeline,
+    hand_out,
+    mean_loss,
+    report_split,
+)
 from zbpp.runtime.executor import drive
 from zbpp.runtime.history import step_rules
 from zbpp.runtime.layers import Model, count_layers, deal
@@ -294,11 +300,7 @@ class Pipeline:
 
         ``"W"``, or ``"B: "`` and the reason why it cannot wait; of the first step.
         """
-        where: dict[torch.Tensor, str] = {}
-        for executor in self._executors.values():
-            for part in executor.stage.where.values():
-                where |= part
-        return {name: where[p] for name, p in self.named_parameters() if p in where}
+        return report_split(self._executors)
 
     def measured_costs(self) -> Costs:
         """Times of the passes in the last step, in ms (every rank must call).
@@ -306,17 +308,8 @@ class Pipeline:
         Raises:
             RequestError: the schedule has passes that run B and W together.
         """
-        mine = {
-            stage: any("W" in part.values() for part in executor.stage.where.values())
-            for stage, executor in self._executors.items()
-        }
-        splits: dict[int, bool] = {}
-        for part in self.gather(mine):
-            splits |= part
-        in_order = [splits[stage] for stage in range(self.schedule.n_stages)]
-        return measured_costs(
-            [self.timeline()], splits=None if all(in_order) else in_order
-        )
+        splits = gather_splits(self._executors)
+        return measured_costs([self.timeline()], splits=None if all(splits) else splits)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""

@@ -13,6 +13,7 @@ from zbpp.core import (
     Program,
     Receive,
     Schedule,
+    ScheduleError,
     Send,
     Step,
     Value,
@@ -170,7 +171,7 @@ def test_a_v_that_would_need_another_stages_later_work_is_refused() -> None:
     rows[0].remove(Check(0))
     rows[0].insert(0, Check(0))  # F0 of stage 1 comes before V, F0 of stage 0 does not
     wrong = Schedule("wrong", good.placement, 3, tuple(map(tuple, rows)))
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(ScheduleError) as caught:
         lower(wrong)
     assert "1F0 comes before V, but reads the activation of chunk 0" in str(
         caught.value

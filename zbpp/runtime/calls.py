@@ -6,7 +6,13 @@ from zbpp.core import Placement, Schedule, Slot, Timeline
 from zbpp.runtime.batch import Batch, split_inputs, split_targets
 from zbpp.runtime.executor import Executor
 
-__all__ = ["gather_timeline", "hand_out", "mean_loss"]
+__all__ = [
+    "gather_splits",
+    "gather_timeline",
+    "hand_out",
+    "mean_loss",
+    "report_split",
+]
 
 Executors = Mapping[int, Executor]
 
@@ -68,3 +74,28 @@ def gather_timeline(executors: Executors, schedule: Schedule) -> Timeline:
         schedule.n_microbatches,
         tuple(tuple(rows[stage]) for stage in range(schedule.n_stages)),
     )
+
+
+def report_split(executors: Executors) -> dict[str, str]:
+    """For each parameter with a gradient: where it is computed, `SplitGraph.report`."""
+    found = {}
+    for executor in executors.values():
+        for index, where in executor.stage.where.items():
+            chunk = executor.stage.chunks[index]
+            for place, layer in enumerate(chunk.layers, start=chunk.first):
+                for name, p in layer.named_parameters(prefix=f"layers.{place}"):
+                    if p in where:
+                        found[name] = where[p]
+    return found
+
+
+def gather_splits(executors: Executors) -> list[bool]:
+    """For each stage of all processes whether W has anything to do."""
+    own = {
+        stage: any("W" in part.values() for part in executor.stage.where.values())
+        for stage, executor in executors.items()
+    }
+    splits: dict[int, bool] = {}
+    for part in next(iter(executors.values())).transport.gather(own):
+        splits |= part
+    return [splits[stage] for stage in sorted(splits)]
