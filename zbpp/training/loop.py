@@ -65,7 +65,7 @@ def _build(options: Train, schedule: Schedule) -> Pipeline:
         optimizer=partial(_make_optimizer, options),
         schedule=schedule,
         clip_grad_norm=options.clip_grad_norm,
-        post_validation=options.post_validation,
+        post_validation=options.enable_optimizer_post_validation,
         rollback=options.post_validation_rollback,
         patience=Patience(
             failures=options.post_validation_failures,

@@ -13,7 +13,6 @@ __all__ = ["Train"]
 
 _Path = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
 _Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +47,9 @@ class Train:
     """Of AdamW."""
     clip_grad_norm: float = 1.0
     """Largest norm of the whole model's gradient."""
-    enable_optimizer_post_validation: _Flag = False
+    enable_optimizer_post_validation: bool | None = None
     """Step before the global gradient norm is known, and take the step back in the next
-    one if it was wrong: the default where the schedule splits the backward."""
-    no_enable_optimizer_post_validation: _Flag = False
-    """Wait for the norm: the default for FThenB, 1F1B and VPP."""
+    one if it was wrong (also: --no-enable_...). None: where the backward is split."""
     post_validation_failures: int = 3
     """Wait for the norm after so many wrong steps ..."""
     post_validation_window: int = 10
@@ -115,22 +112,6 @@ class Train:
                 raise RequestError(
                     f"--{name} is {getattr(self, name)}; it must be above 0"
                 )
-
-        if (
-            self.enable_optimizer_post_validation
-            and self.no_enable_optimizer_post_validation
-        ):
-            raise RequestError(
-                "--enable_optimizer_post_validation is given with and without no-; "
-                "choose one of them, or leave both out"
-            )
-
-    @property
-    def post_validation(self) -> bool | None:
-        """What was asked for; None: what suits the schedule."""
-        if self.enable_optimizer_post_validation:
-            return True
-        return False if self.no_enable_optimizer_post_validation else None
 
     def _check_at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
