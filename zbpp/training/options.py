@@ -13,6 +13,7 @@ __all__ = ["Train"]
 
 _Path = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
 _Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_YesNoUnsaid = Annotated[bool | None, tyro.conf.DisallowNone]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,9 @@ class Train:
     """Of AdamW."""
     clip_grad_norm: float = 1.0
     """Largest norm of the whole model's gradient."""
-    enable_optimizer_post_validation: bool | None = None
+    enable_optimizer_post_validation: _YesNoUnsaid = None
     """Step before the global gradient norm is known, and take the step back in the next
-    one if it was wrong (also: --no-enable_...). None: where the backward is split."""
+    one if it was wrong; left out: where the backward is split."""
     post_validation_failures: int = 3
     """Wait for the norm after so many wrong steps ..."""
     post_validation_window: int = 10
