@@ -7,13 +7,15 @@ from importlib.metadata import PackageNotFoundError, version
 from textwrap import dedent
 
 import pytest
+import tyro
 
 from zbpp import doctor
-from zbpp.cli import main
+from zbpp.cli import _spelled_out, main
 from zbpp.core import Costs, MemoryModel, read_schedule
 from zbpp.modes import MODES, plan
 from zbpp.schedules import post_validated, to_torch_csv
 from zbpp.simulator import bubble_rate, makespan, peak_memory, simulate, span
+from zbpp.training.options import Train
 
 SIZES = ["--stages", "2", "--microbatches", "3"]
 ZBH1 = ["--pipeline_schedule_mode", "ZBH1", *SIZES]
@@ -459,3 +461,19 @@ def test_the_solver_proves_a_small_plan_optimal(tmp_path, capsys):
     assert main(["plan", *flags, "--solver_seconds", "0.000001"]) == 0
     assert "above the optimum" in capsys.readouterr().out
     assert read_schedule(out).n_stages == 2
+
+
+def test_post_validation_is_a_flag_of_three_states():
+    name = "enable_optimizer_post_validation"
+    for words, value in (
+        ([], None),
+        ([f"--{name}"], True),
+        (["--enable-optimizer-post-validation", "--steps", "3"], True),
+        ([f"--no-{name}"], False),
+        (["--no_enable_optimizer_post_validation"], False),
+        (["--no-enable-optimizer-post-validation"], False),
+        ([f"--{name}", "False"], False),
+        ([f"--{name}=None"], None),
+    ):
+        options = tyro.cli(Train, args=_spelled_out(words), use_underscores=True)
+        assert options.enable_optimizer_post_validation is value, words

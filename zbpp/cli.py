@@ -6,6 +6,7 @@ request was wrong or cannot be met, 1 a fault of ours or of the machine.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -166,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Command,
             prog="zbpp",
             description="Plan, simulate and run zero-bubble pipeline schedules.",
-            args=arguments,
+            args=_spelled_out(sys.argv[1:] if arguments is None else arguments),
             use_underscores=True,
         )
         command.run()
@@ -194,6 +195,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+_TRI_STATE = re.compile("__(no_)?(enable_optimizer_post_validation)")
+
+
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    """Give a flag that may be on, off or left out its value, which tyro asks for.
+
+    >>> _spelled_out(["--no-enable-optimizer-post-validation", "--steps", "3"])
+    ['--enable_optimizer_post_validation=False', '--steps', '3']
+    """
+    words = []
+    for i, word in enumerate(arguments):
+        found = _TRI_STATE.fullmatch(word.replace("-", "_"))
+        has_value = list(arguments[i + 1 : i + 2]) in (["True"], ["False"], ["None"])
+        if found and (found[1] or not has_value):
+            word = f"--{found[2]}={found[1] is None}"
+        words.append(word)
+    return words
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,7 +8,6 @@
 This file wires the layers together: mode -> schedule -> programs -> executors.
 """
 
-import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,20 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from zbpp.choose import choose_schedule, choose_validation, is_post_validated
-from zbpp.core import (
-    Costs,
-    MemoryModel,
-    RequestError,
-    Schedule,
-    Slot,
-    Timeline,
-    schedule_text,
-)
+from zbpp.core import Costs, MemoryModel, Schedule, Timeline, schedule_text
 from zbpp.runtime.access import before_access, eval_mode
-from zbpp.runtime.batch import Batch, split_inputs, split_targets
+from zbpp.runtime.agreement import agree
+from zbpp.runtime.batch import Batch
 from zbpp.runtime.build import StageOptions, build_executors, make_transports
+from zbpp.runtime.calls import gather_timeline, hand_out, mean_loss
 from zbpp.runtime.executor import drive
-from zbpp.runtime.gradients import parameter_names
 from zbpp.runtime.history import step_rules
 from zbpp.runtime.layers import Model, count_layers, deal
 from zbpp.runtime.life import Life
@@ -163,8 +155,8 @@ class Pipeline:
             self.optimizers,
             self._life.synchronize,
         )
-        settings = (clip_grad_norm, autocast, seed, max_consecutive_skips, patience)
-        self._agree(repr((schedule_text(self.schedule), self.split, settings)))
+        text = schedule_text(self.schedule)
+        agree(self._executors, (text, self.split, rules, autocast, seed))
 
     # What a script asks.
 
@@ -227,8 +219,7 @@ class Pipeline:
             RequestError: the batch does not fit.
             PeerError: another stage died or did not answer.
         """
-        m = self.n_microbatches
-        self._begin(inputs, targets, m, even=True)
+        self._begin(inputs, targets, self.n_microbatches, even=True)
         with self._life.running():
             drive(self._executors, self._programs)
         self._n_steps += 1
@@ -278,15 +269,9 @@ class Pipeline:
         programs = lower_forward(self.schedule.placement, n_microbatches=m)
         self.synchronize()
         self._begin(inputs, targets, m, even=False)
-        layers = [layer for _, layer in self._layers()]
-        with self._life.running(), eval_mode(layers):
+        with self._life.running(), eval_mode(layer for _, layer in self._layers()):
             drive(self._executors, programs, training=False)
-            reductions = [
-                executor.transport.reduce(executor.stage.weighted_losses())
-                for executor in self._executors.values()
-            ]
-            losses, weights = reductions[0].result()
-        return float((losses * weights).sum() / weights.sum())
+            return mean_loss(self._executors)
 
     def timeline(self) -> Timeline:
         """What every stage did in the last step, in seconds (every rank must call).
@@ -294,56 +279,20 @@ class Pipeline:
         Starts are comparable between processes of one machine only. On GPUs these are
         the times at which the host has issued the jobs.
         """
-        transport = next(iter(self._executors.values())).transport
-        own = {stage: executor.slots for stage, executor in self._executors.items()}
-        rows: dict[int, list[Slot]] = {}
-        for part in transport.gather(own):
-            rows.update(part)
-        return Timeline(
-            self.schedule.name,
-            self.schedule.placement,
-            self.n_microbatches,
-            tuple(tuple(rows[stage]) for stage in range(self.schedule.n_stages)),
-        )
+        return gather_timeline(self._executors, self.schedule)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""
         return next(iter(self._executors.values())).transport.gather(thing)
 
-    # How it is done.
-
     def _begin(
         self, inputs: Batch | None, targets: Batch | None, m: int, *, even: bool
     ) -> None:
-        """Hand the micro-batches to the stages that read them."""
-        stage_of = self.schedule.placement.stage_of
-        cut_inputs = split_inputs(inputs, m, even=even) if self.needs_inputs else None
-        cut_targets = (
-            split_targets(targets, m, even=even) if self.needs_targets else None
+        hand_out(
+            self._executors,
+            self.schedule.placement,
+            (inputs, targets),
+            step=self._n_steps,
+            n_microbatches=m,
+            even=even,
         )
-        for stage, executor in self._executors.items():
-            executor.stage.begin(
-                step=self._n_steps,
-                inputs=cut_inputs if stage == stage_of[0] else None,
-                targets=cut_targets if stage == stage_of[-1] else None,
-                n_microbatches=m,
-            )
-
-    def _agree(self, text: str) -> None:
-        """Refuse to start if the ranks were asked for different things."""
-        names = {
-            layer: (stage, names)
-            for stage, executor in self._executors.items()
-            for layer, names in parameter_names(executor.stage).items()
-        }
-        answers = self.gather((hashlib.sha256(text.encode()).hexdigest(), names))
-        first = answers[0][0]
-        other = [rank for rank, (digest, _) in enumerate(answers) if digest != first]
-        if other:
-            raise RequestError(
-                f"rank(s) {other} and rank 0 were started with different schedules, "
-                "splits or settings; start all ranks with the same arguments"
-            )
-        for executor in self._executors.values():
-            for _, known in answers:
-                executor.optimizer.history.names.update(known)

@@ -18,10 +18,12 @@ from zbpp.core import (
     Step,
     Value,
     What,
+    at_check,
     reads,
+    replayed,
 )
 from zbpp.modes import plan
-from zbpp.schedules import check_channels, lower, lower_forward
+from zbpp.schedules import check_channels, lower, lower_forward, post_validated
 
 
 def short(program: Program) -> str:
@@ -38,6 +40,8 @@ def short(program: Program) -> str:
                 words.append(f"{kind}{microbatch}")
             case Step():
                 words.append("O")
+            case Check():
+                words.append("V")
     return " ".join(words)
 
 
@@ -103,8 +107,76 @@ def test_a_schedule_without_steps_steps_at_its_end() -> None:
     assert lower(bare) == lower(full)
 
 
-def test_post_validation_is_refused_by_name() -> None:
-    full = plan("ZBH1", n_stages=2, n_microbatches=2)
-    checked = tuple((Check(s), *order) for s, order in enumerate(full.orders))
-    with pytest.raises(RequestError, match="has a V"):
-        lower(Schedule("checked", full.placement, 2, checked))
+# Post-validation: V marks it, and what stands before it may run twice.
+
+
+def test_two_stages_with_a_v() -> None:
+    programs = lower(post_validated(plan("ZBH1", n_stages=2, n_microbatches=3)))
+    assert "\n".join(map(short, programs)) == dedent("""\
+        F0> F1> V +B0 B0 +B1 W0 F2> +B2 B1 W1 B2 W2 O
+        +F0 F0 +F1 V B0> F1 +F2 B1> W0 F2 B2> W1 W2 O""")
+
+
+@given(
+    mode=st.sampled_from((*MODES, "ZB", "ZBVPP", "VHalf", "VMin")),
+    n_stages=st.integers(1, 6),
+    n_microbatches=st.integers(1, 12),
+    ahead=st.integers(0, 5),
+)
+def test_channels_agree_whether_v_passes_or_fails(
+    mode: str, n_stages: int, n_microbatches: int, ahead: int
+) -> None:
+    schedule = post_validated(
+        plan(mode, n_stages=n_stages, n_microbatches=n_microbatches, effort="fast")
+    )
+    programs = lower(schedule, ahead=ahead)  # has checked its channels
+    again = [replayed(program) for program in programs]
+    for program, twice in zip(programs, again, strict=True):
+        before, rest = at_check(program)
+        posted = {i.value for i in before if isinstance(i, Receive)}
+        late = {i.value for i in rest if isinstance(i, Receive)}
+        assert not posted & late
+        assert len(twice) == len(program) + len(before)
+    assert channels(again) == channels(again, receives=True)
+
+
+def channels(
+    programs: list[Program], *, receives: bool = False
+) -> dict[tuple[int, int], list[Value]]:
+    """What each channel carries, as its senders or its receivers see it."""
+    found: dict[tuple[int, int], list[Value]] = {}
+    for stage, program in enumerate(programs):
+        for i in program:
+            if isinstance(i, Receive if receives else Send):
+                ends = (i.peer, stage) if receives else (stage, i.peer)
+                found.setdefault(ends, []).append(i.value)
+    return found
+
+
+def test_a_receive_on_the_wrong_side_of_v_is_noticed() -> None:
+    """In a run that passes V both ends agree; in one that does not they would not."""
+    schedule = post_validated(plan("ZBH1", n_stages=2, n_microbatches=3))
+    programs = [list(program) for program in lower(schedule)]
+    row = programs[1]
+    at = row.index(Check(1))
+    late = next(i for i in range(at, len(row)) if isinstance(row[i], Receive))
+    row.insert(at, row.pop(late))
+    with pytest.raises(AssertionError, match="disagree"):
+        check_channels([tuple(p) for p in programs], schedule.placement)
+
+
+def test_a_v_that_would_need_another_stages_later_work_is_refused() -> None:
+    good = post_validated(plan("ZBH1", n_stages=2, n_microbatches=3))
+    rows = [list(order) for order in good.orders]
+    rows[0].remove(Check(0))
+    rows[0].insert(0, Check(0))  # F0 of stage 1 comes before V, F0 of stage 0 does not
+    wrong = Schedule("wrong", good.placement, 3, tuple(map(tuple, rows)))
+    with pytest.raises(RequestError) as caught:
+        lower(wrong)
+    assert "1F0 comes before V, but reads the activation of chunk 0" in str(
+        caught.value
+    )
+    assert "stage 0 computes after its own V" in str(caught.value)
+    rows[1].remove(Check(1))
+    rows[1].insert(0, Check(1))
+    lower(Schedule("early", good.placement, 3, tuple(map(tuple, rows))))

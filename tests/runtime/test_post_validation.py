@@ -1,6 +1,7 @@
 """Early steps that are validated later leave the bits of steps behind a barrier."""
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from histories import (
     Injector,
     Outcome,
     batch,
+    bytes_of,
     compare,
     difference,
     draw,
@@ -29,12 +31,14 @@ from small_model import make_pipeline, refusal
 
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
 from zbpp.runtime import optimizer as optimizer_module
+from zbpp.runtime.errors import PeerError
 from zbpp.runtime.group_values import GroupValues
 from zbpp.runtime.loss_scale import LossScaler
 from zbpp.runtime.optimizer import StageOptimizer
 from zbpp.runtime.patience import Patience
 from zbpp.runtime.rewind import Rewind
 from zbpp.runtime.speculate import Deferred, Snapshot, _Copies
+from zbpp.simulator import bubble_rate
 
 SPIKE = Event(2, "linear.weight", 0, 1e5)
 INF = Event(5, "norm.weight", 0, math.inf)
@@ -161,14 +165,14 @@ def test_histories_between_processes(
         mode=mode,
         n_microbatches=4,
         patience=ALWAYS,
-        events=(None, SPIKE, INF, INF, None, SPIKE),
-        looks=("read", "", "state_dict", "", "evaluate", ""),
+        events=(SPIKE, None, INF, INF, None, SPIKE),
+        looks=("read", "", "evaluate", "", "state_dict", ""),
     )
     ours = pool.run(run_rank, n_stages, history, True)
     theirs = pool.run(run_rank, n_stages, history, False)
     for mine, other in zip(ours, theirs, strict=True):
         assert difference(mine, other) is None
-        assert mine.rollbacks == [0, 1, 1, 1, 0, 1]
+        assert mine.rollbacks == [1, 0, 1, 1, 0, 1]
 
 
 def run_unseeded(history: History, post_validation: bool) -> Outcome:
@@ -219,6 +223,37 @@ def test_one_rank_may_look_while_the_others_go_on(pool: Pool, mode: str) -> None
     assert looked[0][0] == [loss for loss, _, _ in plain[0].results]
     for (_, state), outcome in zip(looked, plain, strict=True):
         assert all(same(value, outcome.states[-1][key]) for key, value in state.items())
+
+
+def wait_at_v() -> str:
+    """Rank 1 has sent all gradients of a step, and then hangs."""
+    pipeline = make_pipeline("ZBH1", None, timeout_s=1.0)
+    pipeline.step(*tokens(0))
+    if pipeline.rank == 1:
+        reduce = StageOptimizer.reduce
+
+        def late(self: StageOptimizer, transport: Any) -> None:
+            time.sleep(3)
+            reduce(self, transport)
+
+        StageOptimizer.reduce = late
+    try:
+        for step in (1, 2):
+            pipeline.step(*tokens(step))
+    except PeerError as error:
+        return str(error)
+    finally:
+        if pipeline.rank == 1:
+            StageOptimizer.reduce = reduce
+    return "no error"
+
+
+@pytest.mark.dist
+def test_a_stage_that_waits_at_v_says_so(pool: Pool) -> None:
+    message, _ = pool.run(wait_at_v, 2)
+    assert message == (
+        "stage 0 waits at V for the sum over the other stages: no answer in 1 s"
+    )
 
 
 # What a script sees.
@@ -294,6 +329,70 @@ def test_a_state_dict_is_validated_wherever_it_is_asked_for() -> None:
         pipeline, _ = after_a_spike()
         state = pipeline.optimizers[0].state_dict()["state"][0]["exp_avg"]
         assert same(state, plain["stage 0, 0, exp_avg"])
+
+
+def test_gradients_are_gone_after_a_step_as_they_are_behind_a_barrier() -> None:
+    """So a script that zeroes them itself does no harm."""
+    history = draw(
+        7, mode="ZBH1", n_stages=3, optimizer="adamw", events=(None, SPIKE, None),
+        looks=("",) * 3, patience=ALWAYS, scheduler=None, loss_scale=False,
+    )  # fmt: skip
+    plain = run(history, 3, post_validation=False).states[-1]
+    pipeline = make(history, 3, post_validation=True)
+    injector = Injector(pipeline)
+    parameters = [p for _, p in pipeline.named_parameters()]
+    with uncertain_sums(0):
+        for step, event in enumerate(history.events):
+            injector.begin(event)
+            pipeline.step(*batch(history, step))
+            assert all(p.grad is None for p in parameters)
+            for optimizer in pipeline.optimizers:
+                optimizer.zero_grad(set_to_none=False)
+    state = look(pipeline, [])
+    assert all(same(value, plain[key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_step_with_hooks_waits_so_that_they_see_the_right_one_once(kind: str) -> None:
+    """An average of the weights, say, cannot be taken back."""
+    history = draw(
+        2, mode="ZBH1", n_stages=3, optimizer="adamw", patience=ALWAYS,
+        events=(None, SPIKE, INF, None), looks=("",) * 4, scheduler=None,
+    )  # fmt: skip
+    seen: dict[bool, list[bytes]] = {}
+    for early in (True, False):
+        noted = seen[early] = []
+        pipeline = make(history, 3, post_validation=early)
+        injector = Injector(pipeline)
+
+        def note(optimizer: Any, *_: Any, noted: list[bytes] = noted) -> None:
+            noted.append(bytes_of(optimizer.param_groups[0]["params"][0]))
+
+        for optimizer in pipeline.optimizers:
+            getattr(optimizer, f"register_step_{kind}_hook")(note)
+        with uncertain_sums(0):
+            for step, event in enumerate(history.events):
+                injector.begin(event)
+                pipeline.step(*batch(history, step))
+            pipeline.close()
+    assert seen[True] == seen[False] and len(seen[True]) == 3 * 3
+
+
+def test_the_timeline_of_a_replay_holds_what_really_ran() -> None:
+    history = draw(
+        7, mode="ZBH1", n_stages=3, optimizer="adamw", events=(SPIKE,), looks=("",),
+        patience=ALWAYS, n_microbatches=4,
+    )  # fmt: skip
+    pipeline = make(history, 3, post_validation=True)
+    injector = Injector(pipeline)
+    injector.begin(SPIKE)
+    pipeline.step(*batch(history, 0))
+    injector.begin(None)
+    pipeline.step(*batch(history, 1))
+    rows = [[str(slot.job) for slot in row] for row in pipeline.timeline().rows]
+    assert " ".join(rows[0][:7]) == "0F0 0F1 0F2 V 0F0 0F1 0F2"
+    assert " ".join(rows[2][:4]) == "2F0 V 2F0 2B0"
+    assert 0 <= bubble_rate(pipeline.timeline()) < 1
 
 
 def test_a_closed_pipeline_refuses_to_go_on() -> None:

@@ -180,6 +180,7 @@ def test_the_log_names_the_text_the_model_and_the_results(train, capsys):
     data, model, *steps, val, digest = capsys.readouterr().out.splitlines()
     assert data.startswith(f"data: {__file__}: 1 files, ")
     assert model.startswith("model: ") and "9 layers; ZBH1, 2 stages" in model
+    steps = [line for line in steps if not line.startswith("post-validation: ")]
     assert [line[:8] for line in steps] == ["step:  1", "step:  2", "step:  4"]
     assert val.startswith(f"validation loss: {outcome.val_loss:.4f}")
     assert digest == f"parameters sha256: {outcome.params_sha256}"
@@ -235,3 +236,25 @@ def test_a_wrong_request_ends_with_code_2_and_one_line():
     assert result.stderr == (
         "zbpp: nowhere does not exist; give --data a text file, or a folder with some\n"
     )
+
+
+def test_metrics_count_rollbacks_and_skips(tmp_path, capsys):
+    def rows(**changed):
+        metrics = tmp_path / "metrics.jsonl"
+        own = {"metrics": metrics, "stages": 2, "clip_grad_norm": 0.01}
+        Train(**(vars(TINY) | own | changed)).run()
+        return list(map(json.loads, metrics.read_text().splitlines()))
+
+    early = rows(post_validation_failures=11)
+    behind = rows(enable_optimizer_post_validation=False)
+    assert [row["rollbacks"] for row in early] == [1, 1, 1, 1, 4]
+    assert [row["rollbacks"] for row in behind] == [0, 0, 0, 0, 0]
+    given_up = rows(post_validation_failures=1, post_validation_clean=9)
+    assert [row["rollbacks"] for row in given_up] == [1, 0, 0, 0, 1]
+    out = capsys.readouterr().out
+    assert out.count("post-validation: 1 of the last 10 steps had to be taken") == 1
+    assert out.count("rollbacks: 4") == 1
+    assert not any(row["skipped"] for row in early)
+    for mine, *others in zip(early, behind, given_up, strict=True):
+        for key in mine.keys() - {"tokens_per_s", "rollbacks"}:
+            assert all(other[key] == mine[key] for other in others), key

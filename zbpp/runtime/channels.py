@@ -1,15 +1,16 @@
-"""Channels between neighbours: one pair of stages and one direction each."""
+"""Channels between neighbours, one pair and direction each; and sums over all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from zbpp.core import Value, What
+from zbpp.core import Job, Value, What
 
-__all__ = ["Channel", "open_channels", "tag", "uses_nccl"]
+__all__ = ["Channel", "PendingSum", "open_channels", "tag", "uses_nccl"]
 
 _TENSORS_PER_MESSAGE = 16
 
@@ -70,3 +71,39 @@ def tag(value: Value, slot: int) -> int:
     what = 0 if value.what is What.ACTIVATION else 1
     index = (value.microbatch * 4096 + value.chunk) * 2 + what
     return (index * _TENSORS_PER_MESSAGE + slot) % 2**31
+
+
+class PendingSum:
+    """A sum that is under way; it needs no more of a stage than to have begun it.
+
+    Args:
+        vector: what comes to hold the sum.
+        work: the collective.
+        finish: waits for both and gives the sum on the host; its text is for errors.
+    """
+
+    def __init__(
+        self,
+        vector: Tensor,
+        work: dist.Work,
+        finish: Callable[[dist.Work, Tensor, str], Tensor],
+    ) -> None:
+        self._vector = vector
+        self._work: dist.Work | None = work
+        self._finish = finish
+
+    def ready(self) -> bool:
+        """Always: a sum waits for other processes."""
+        return True
+
+    def done(self) -> bool:
+        """Whether it has come."""
+        return self._work is None or self._work.is_completed()
+
+    def result(self, job: Job | None = None) -> Tensor:
+        """Wait for it."""
+        if self._work is not None:
+            what = f"{job or 'a result'} for the sum over"
+            self._vector = self._finish(self._work, self._vector, what)
+            self._work = None
+        return self._vector

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zbpp.core import Job, Value, What
 from zbpp.runtime.batch import Tensors
-from zbpp.runtime.channels import open_channels, tag, uses_nccl
+from zbpp.runtime.channels import PendingSum, open_channels, tag, uses_nccl
 from zbpp.runtime.errors import PeerError, ShapeError
 from zbpp.runtime.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
 
@@ -251,12 +251,12 @@ class DistributedTransport:
         why = f"no answer in {self._timeout_s:g} s" if late else "the connection broke"
         return PeerError(f"stage {self.stage} {what} {who}: {why}")
 
-    def reduce(self, vector: Tensor) -> "DistributedSum":
+    def reduce(self, vector: Tensor) -> PendingSum:
         """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
         vector = vector.to(self._wire)
         work = dist.all_reduce(vector, group=self._sums, async_op=True)
         assert work is not None
-        return DistributedSum(self, vector, work)
+        return PendingSum(vector, work, self._finish)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""
@@ -289,30 +289,3 @@ class DistributedTransport:
     def close(self) -> None:
         """Give back the group of the sums; the pipeline's belongs to the caller."""
         dist.destroy_process_group(self._sums)
-
-
-class DistributedSum:
-    """A sum that is under way; it needs no more of a stage than to have begun it."""
-
-    def __init__(
-        self, transport: DistributedTransport, vector: Tensor, work: dist.Work
-    ) -> None:
-        self._transport = transport
-        self._vector = vector
-        self._work: dist.Work | None = work
-
-    def ready(self) -> bool:
-        """Always: a sum waits for other processes."""
-        return True
-
-    def done(self) -> bool:
-        """Whether it has come."""
-        return self._work is None or self._work.is_completed()
-
-    def result(self, job: Job | None = None) -> Tensor:
-        """Wait for it; on the host."""
-        if self._work is not None:
-            what = f"{job or 'a result'} for the sum over"
-            self._vector = self._transport._finish(self._work, self._vector, what)
-            self._work = None
-        return self._vector

@@ -1,7 +1,9 @@
 """Faults on demand, for tests: ``ZBPP_FAULT=kind:rank:step:job``.
 
-``raise:1:3:0F2`` raises on rank 1 in step 3 when it comes to job 0F2; ``kill`` and
-``stop`` send this process SIGKILL or SIGSTOP there. Steps count from 0.
+``raise:1:3:0F2`` raises on rank 1 in step 3 when it comes to job 0F2; ``kill``,
+``stop`` and ``term`` send this process SIGKILL, SIGSTOP or SIGTERM there. Steps count
+from 0. Beside jobs there are ``commit``, ``undo``, ``redo`` and ``replay``, the parts
+of a validation; those of step 2 come in step 3.
 """
 
 import os
@@ -13,7 +15,8 @@ from zbpp.core import RequestError
 
 __all__ = ["Fault", "requested_fault"]
 
-_KINDS = ("raise", "kill", "stop")
+_SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM"}
+_KINDS = ("raise", *_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,8 @@ class Fault:
         """
         if (self.rank, self.step, self.job) != (rank, step, job):
             return
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.kind in _SIGNALS:
+            os.kill(os.getpid(), signal.Signals[_SIGNALS[self.kind]])
         else:
             raise RuntimeError("a fault that ZBPP_FAULT asked for")
 

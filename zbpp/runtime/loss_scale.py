@@ -54,6 +54,9 @@ class LossScaler:
         self._growth_interval = growth_interval
         self._good_steps = 0
 
+    def __repr__(self) -> str:
+        return f"LossScaler({vars(self)})"  # ranks compare theirs by it
+
     def update(self, finite: bool) -> None:
         """A step has been decided: ``finite`` says whether it was taken."""
         if self._growth_interval == 0:

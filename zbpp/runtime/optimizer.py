@@ -11,8 +11,7 @@ exact, and its entries are then added in layer order. The norm, the clip factor 
 the decision are therefore the same bits on every stage, for any number of stages.
 """
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,21 +19,21 @@ from torch import Tensor, nn
 
 from zbpp.core import Job
 from zbpp.runtime.decision import Decision, StepSums, clip_factor, decide
+from zbpp.runtime.errors import NonFiniteError
 from zbpp.runtime.gradients import Finder, squared_norms
 from zbpp.runtime.group_values import GroupValues
 from zbpp.runtime.history import History, StepRules
+from zbpp.runtime.notices import say_that_early_steps_end, say_what_a_snapshot_costs
 from zbpp.runtime.result import StepResult
 from zbpp.runtime.speculate import Deferred, Rollback, Snapshot, can_defer
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.torch_private import mark_called
+from zbpp.runtime.torch_private import has_step_hooks, mark_called
 from zbpp.runtime.transport import Transport
 
 __all__ = ["MakeOptimizer", "StageOptimizer", "clip_factor"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Called with one stage's parameters."""
-
-_log = logging.getLogger("zbpp")
 
 
 @dataclass
@@ -46,6 +45,7 @@ class _Pending:
     values: GroupValues | None = None
     taken: Rollback | None = None
     local_norm: float = 0.0
+    gradients: Sequence[tuple[nn.Parameter, Tensor | None]] = ()
 
 
 class StageOptimizer:
@@ -90,6 +90,7 @@ class StageOptimizer:
         self._pending: _Pending | None = None
         self._replay = False
         self._torn = False
+        self._error: NonFiniteError | None = None
         self._said = not speaks
         self.result: StepResult | None = None
         """Of the last step."""
@@ -109,8 +110,11 @@ class StageOptimizer:
         self._unscale()
         n_losses = self._stage.n_microbatches
         n_notes = self._n_layers if self._finder is not None else 0
-        vector = torch.zeros(self._n_layers + n_losses + n_notes, dtype=torch.float64)
-        vector = vector.to(self._stage.device)
+        vector = torch.zeros(
+            self._n_layers + n_losses + n_notes,
+            dtype=torch.float64,
+            device=self._stage.device,
+        )
         for layer, squared in squared_norms(self._stage):
             vector[layer] = squared
         for microbatch, loss in self._stage.losses.items():
@@ -135,7 +139,9 @@ class StageOptimizer:
     def ready(self) -> bool:
         """Whether `step` goes on without another stage of this process."""
         pending = self._pending
-        return pending is None or pending.early or pending.sums.ready()
+        if pending is None or (pending.early and not self._waits()):
+            return True
+        return pending.sums.ready()
 
     def step(self, job: Job) -> None:
         """Step at once, or wait for the norm first; see above."""
@@ -143,8 +149,10 @@ class StageOptimizer:
         assert pending is not None, "a Step needs a Reduce before it"
         if self.optimizer is not None:
             mark_called(self.optimizer)
-        if not pending.early or pending.sums.done():
+        if not pending.early:
             self.settle(job)
+        elif self._waits() or pending.sums.done():
+            self._settle(job)  # what is wrong is told at V, where all stages are
         elif self.optimizer is not None:
             pending.values = GroupValues(self.optimizer)
             if not decide(pending.local_norm, self._clip).corrects:
@@ -152,6 +160,8 @@ class StageOptimizer:
                 rollback.speculate()
                 pending.taken = rollback
                 pending.values.end()
+            pending.gradients = [(p, p.grad) for p in self.parameters]
+            self.optimizer.zero_grad(set_to_none=True)  # the caller might do so too
 
     @property
     def may_replay(self) -> bool:
@@ -173,6 +183,11 @@ class StageOptimizer:
         replay, self._replay = self._replay, False
         return replay
 
+    def wait(self) -> None:
+        """Wait for the last step's sums, and leave everything as it is."""
+        if self._pending is not None:
+            self._pending.sums.read()
+
     def settle(self, job: Job | None = None) -> None:
         """Wait for the decision on the last step and leave the state that it asks for.
 
@@ -180,6 +195,14 @@ class StageOptimizer:
             NonFiniteError: too many steps in a row were skipped.
             RuntimeError: an exception has interrupted an optimizer step.
         """
+        self._settle(job)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # How it is done.
+
+    def _settle(self, job: Job | None) -> None:
         if self._torn:
             raise RuntimeError(
                 "an optimizer step was interrupted by an exception, so parameters and "
@@ -196,20 +219,17 @@ class StageOptimizer:
         trusted = self.history.early
         try:
             self.history.note(decision, pending.sums)
-        finally:
-            if trusted and not self.history.early:
-                self._say_that_early_steps_end()
-
-    def wait(self) -> None:
-        """Wait for the last step's sums, and leave everything as it is."""
-        if self._pending is not None:
-            self._pending.sums.read()
-
-    # How it is done.
+        except NonFiniteError as error:
+            self._error = error
+        if trusted and not self.history.early and not self._said:
+            self._said = True
+            say_that_early_steps_end(self._rules.patience)
 
     def _carry_out(self, decision: Decision, pending: _Pending) -> None:
         optimizer, taken = self.optimizer, pending.taken
         assert optimizer is not None
+        for parameter, gradient in pending.gradients:
+            parameter.grad = gradient
         if taken is not None and not decision.corrects:
             self.strike("commit")
             self._torn = True
@@ -228,6 +248,10 @@ class StageOptimizer:
                 pending.values.run(action)
         optimizer.zero_grad(set_to_none=True)
         self._torn = False
+
+    def _waits(self) -> bool:
+        """Hooks of a step may do what cannot be taken back: they see the right one."""
+        return self.optimizer is not None and has_step_hooks(self.optimizer)
 
     def _clip_gradients(self, factor: float) -> None:
         if factor < 1.0:
@@ -253,41 +277,9 @@ class StageOptimizer:
             return self._rollbacks["deferred"]
         if "snapshot" not in self._rollbacks:
             self._rollbacks["snapshot"] = Snapshot(self.optimizer)
-            self._say_what_a_snapshot_costs()
+            if self._speaks and self._rules.rollback == "deferred":
+                say_what_a_snapshot_costs(self.optimizer)
         return self._rollbacks["snapshot"]
-
-    def _say_what_a_snapshot_costs(self) -> None:
-        optimizer = self.optimizer
-        assert optimizer is not None
-        size = sum(p.nbytes for p in self.parameters)
-        size += sum(
-            value.nbytes
-            for state in optimizer.state.values()
-            if isinstance(state, dict)
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        if self._rules.rollback == "deferred" and self._speaks:
-            _log.warning(
-                "post-validation: %s can only be taken back by a copy of its whole "
-                "state (%.1f MiB now), made in every step; see --no-enable_optimizer_"
-                "post_validation",
-                type(optimizer).__name__,
-                size / 2**20,
-            )
-
-    def _say_that_early_steps_end(self) -> None:
-        patience = self._rules.patience
-        if not self._said:
-            self._said = True
-            _log.warning(
-                "post-validation: %d of the last %d steps had to be taken back, so "
-                "the optimizer now waits for the norm, until %d steps in a row need "
-                "no correction",
-                patience.failures,
-                patience.window,
-                patience.clean,
-            )
 
 
 def _nothing(*_: object) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zbpp.runtime.torch_private import has_step_hooks, plain_step
+from zbpp.runtime.torch_private import has_plain_step, plain_step
 
 __all__ = ["Deferred", "Rollback", "Snapshot", "can_defer"]
 
@@ -34,13 +34,13 @@ _PER_PARAMETER = frozenset(
     )
     if hasattr(torch.optim, name)
 )  # fmt: skip
-_BUCKET_BYTES = {"cpu": 2**24, "cuda": 2**28}
+_BUCKET_BYTES = {"cpu": 2**22, "cuda": 2**28}
 _State = dict[str, Any]
 
 
 def can_defer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step is the sum of the steps of its parameters, and nothing else."""
-    return type(optimizer) in _PER_PARAMETER and not has_step_hooks(optimizer)
+    return type(optimizer) in _PER_PARAMETER and has_plain_step(optimizer)
 
 
 class Rollback(Protocol):
@@ -135,7 +135,7 @@ class Deferred:
         groups, held = optimizer.param_groups, optimizer.state
         optimizer.param_groups = [
             {**values, "params": [parameters[p] for p in own]}
-            for group, values in zip(groups, self._values, strict=True)
+            for group, values in zip(groups, self._values, strict=False)
             if (own := [p for p in group["params"] if p in parameters])
         ]
         optimizer.state = used = defaultdict(dict, state)
@@ -192,7 +192,7 @@ class Snapshot:
     """A copy of the parameters and of all state: for any optimizer.
 
     Args:
-        optimizer: its hooks are called in the early step, and again if that is wrong.
+        optimizer: its early step may change its state, its groups and its parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -234,11 +234,6 @@ class Snapshot:
         self._optimizer.state.update(self._state)
         vars(self._optimizer).update(self._plain)
 
-    def copied_bytes(self) -> int:
-        """Size of the last copy."""
-        tensors = [*_tensors(self._state), *self._copies.live]
-        return sum(tensor.nbytes for tensor in tensors)
-
 
 def _clone(value: Any) -> Any:
     if isinstance(value, Tensor):
@@ -248,14 +243,3 @@ def _clone(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_clone(item) for item in value)
     return copy.copy(value)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

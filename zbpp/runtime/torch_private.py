@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 __all__ = [
     "accumulates",
     "can_read_saved",
+    "has_plain_step",
     "has_step_hooks",
     "mark_called",
     "plain_step",
@@ -75,9 +76,7 @@ def can_read_saved(node: Any, name: str) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of this optimizer calls functions of others, or is replaced.
-
-    A learning-rate scheduler's wrapper only notes the call, and does not count.
+    """Whether a step of this optimizer calls functions of others.
 
     Seen in torch 2.9 to 2.13. Where a name is gone, the answer is yes.
     """
@@ -86,11 +85,17 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
         *(getattr(module, f"_global_optimizer_{when}_hooks", None) for when in _WHEN),
         *(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in _WHEN),
     ]
+    return any(hook is None or len(hook) > 0 for hook in hooks)
+
+
+def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is that of its class, and torch's wrapper around it is known.
+
+    A learning-rate scheduler's wrapper only notes the call, and does not count.
+    """
     replaced = vars(optimizer).get("step")
-    return (
-        any(hook is None or len(hook) > 0 for hook in hooks)
-        or not hasattr(type(optimizer).step, "hooked")
-        or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"))
+    return hasattr(type(optimizer).step, "hooked") and (
+        replaced is None or hasattr(replaced, "_wrapped_by_lr_sched")
     )
 
 
@@ -100,7 +105,7 @@ _WHEN = ("pre", "post")
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
     """Step without what torch wraps around every step: hooks and a profiler's range.
 
-    Only for optimizers that `has_step_hooks` has found to have none.
+    Only for optimizers that have a plain step and no hooks.
     """
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 

@@ -1,11 +1,13 @@
 """What a training run reports: log lines, a progress bar, metrics as JSON lines."""
 
 import json
+import logging
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self, TextIO
 
@@ -61,6 +63,8 @@ class Record:
 def log_line(record: Record, *, memory_gib: float | None, bubble_rate: float) -> str:
     """Write a step like torchtitan's log does, with the pipeline's own numbers.
 
+    ``record.rollbacks`` is the number since the run began.
+
     >>> record = Record(10, 2.77121, 0.93124, 1766.4, 0, False)
     >>> log_line(record, memory_gib=0.119, bubble_rate=0.0451)
     'step: 10  loss:  2.7712  grad_norm:  0.9312  memory:  0.12GiB  tps: 1,766  \
@@ -93,7 +97,7 @@ class Recorder:
     """Reports a run of ``steps`` steps; use it as a context.
 
     A result is read when the next step has been started, because reading waits for
-    it; and it is read only if a log line or the metrics file needs it.
+    it; and but for what is counted, only if a log line or the metrics file needs it.
 
     Args:
         enabled: False makes it silent, as it is on all ranks but one.
@@ -128,6 +132,7 @@ class Recorder:
         self._pending: tuple[int, Result] | None = None
         self._times = [0.0]  # when the run began, then when each step was issued
         self._logged = 0  # last step with a log line
+        self._rollbacks = self._skipped = 0  # so far
 
     def __enter__(self) -> Self:
         if self._enabled and self._path is not None:
@@ -164,9 +169,10 @@ class Recorder:
         self._report_pending()
 
     def write_final(self, **results: object) -> None:
-        """Write the last line of the metrics file."""
+        """Write the last line of the metrics file, with sums over the run."""
         speed = (len(self._times) - 1) * self._tokens / self.seconds
-        self._write(_json({"final": True, **results, "tokens_per_s": speed}))
+        counts = {"rollbacks": self._rollbacks, "skipped": self._skipped}
+        self._write(_json({"final": True, **results, "tokens_per_s": speed, **counts}))
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -175,18 +181,30 @@ class Recorder:
         elif self._enabled:
             print(line, flush=True)
 
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Say what zbpp's logger has to say; without this it goes to stderr."""
+        logger, handler = logging.getLogger("zbpp"), _Hearing(self.say)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
     def _report_pending(self) -> None:
         if self._pending is None or not self._enabled:
             return
         step, result = self._pending
         self._pending = None
+        self._rollbacks += result.rollbacks
+        self._skipped += result.skipped
         if self._metrics is not None:
             self._write(self._record(step, result, since=step - 1).as_json())
         if step == 1 or step == self._steps or step % self._log_every == 0:
             record = self._record(step, result, since=self._logged)
             self.say(
                 log_line(
-                    record,
+                    replace(record, rollbacks=self._rollbacks),
                     memory_gib=self._memory_gib(),
                     bubble_rate=self._bubble_rate,
                 )
@@ -210,6 +228,15 @@ class Recorder:
     def _write(self, line: str) -> None:
         if self._metrics is not None:
             self._metrics.write(line + "\n")
+
+
+class _Hearing(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(self.format(record))
 
 
 def _json(values: dict[str, object]) -> str:

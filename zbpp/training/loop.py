@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from zbpp.choose import is_post_validated
 from zbpp.core import RequestError, Schedule
 from zbpp.pipeline import Pipeline
+from zbpp.runtime.patience import Patience
 from zbpp.simulator import bubble_rate, simulate
 from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
@@ -45,7 +47,7 @@ def train(options: Train, schedule: Schedule) -> None:
         memory_gib=partial(_peak_memory_gib, pipeline.device),
     )
     about_model = _describe_model(pipeline, options)
-    with recorder:
+    with recorder, recorder.hearing():
         recorder.say(about_data)
         recorder.say(about_model)
         _run_steps(pipeline, options, corpus, recorder)
@@ -62,6 +64,14 @@ def _build(options: Train, schedule: Schedule) -> Pipeline:
         optimizer=partial(_make_optimizer, options),
         schedule=schedule,
         clip_grad_norm=options.clip_grad_norm,
+        post_validation=options.enable_optimizer_post_validation,
+        rollback=options.post_validation_rollback,
+        patience=Patience(
+            failures=options.post_validation_failures,
+            window=options.post_validation_window,
+            clean=options.post_validation_clean,
+        ),
+        max_consecutive_skips=options.max_consecutive_skips,
         device=device_of(options),
         autocast=torch.bfloat16 if options.dtype == "bf16" else None,
         timeout_s=options.timeout_s,
@@ -100,6 +110,7 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
         f"process(es), {schedule.n_microbatches} micro-batches of "
         f"{options.microbatch_size} x {options.seq} bytes, {options.dtype} on "
         f"{pipeline.device.type}"
+        f"{', post-validated' if is_post_validated(schedule) else ''}"
     )
 
 
@@ -140,6 +151,7 @@ def _conclude(
                 windows=n * options.microbatch_size, seq=options.seq
             )
         )
+    pipeline.synchronize()
     recorder.finish_steps()
     val_loss = pipeline.evaluate(inputs, targets, n_microbatches=n)
     parts = pipeline.gather(fingerprints(pipeline.named_parameters()))

@@ -47,6 +47,19 @@ class Train:
     """Of AdamW."""
     clip_grad_norm: float = 1.0
     """Largest norm of the whole model's gradient."""
+    enable_optimizer_post_validation: bool | None = None
+    """Step before the global gradient norm is known, and take the step back in the next
+    one if it was wrong (also: --no-enable_...). None: where the backward is split."""
+    post_validation_failures: int = 3
+    """Wait for the norm after so many wrong steps ..."""
+    post_validation_window: int = 10
+    """... of the last so many ..."""
+    post_validation_clean: int = 10
+    """... until so many steps in a row needed no correction."""
+    post_validation_rollback: Literal["deferred", "snapshot"] = "deferred"
+    """Keep a copy of the parameters and step twice, or copy the whole state too."""
+    max_consecutive_skips: int = 5
+    """Stop after so many steps in a row with an Inf or NaN gradient, and name it."""
     validation_microbatches: int = 32
     """Micro-batches of held-out text for the final loss."""
     dim: int = 96
@@ -84,6 +97,9 @@ class Train:
             self._check_at_least(name, 1)
         for name in ("validation_microbatches", "log_every"):
             self._check_at_least(name, 1)
+        for name in ("failures", "window", "clean"):
+            self._check_at_least(f"post_validation_{name}", 1)
+        self._check_at_least("max_consecutive_skips", 1)
         for name in ("seed", "warmup_steps", "lr", "weight_decay"):
             self._check_at_least(name, 0)
         for name in ("clip_grad_norm", "timeout_s"):

@@ -1,0 +1,165 @@
+"""Whatever interrupts a run, what it has saved is the state after a whole step.
+
+Runs save after steps, when SIGTERM asks for it, and after an exception; a fault strikes
+at any part of the protocol. Every file must hold what the same run holds behind a
+barrier after that step.
+"""
+
+import os
+import pickle
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from histories import (
+    ALWAYS,
+    Event,
+    History,
+    Injector,
+    State,
+    batch,
+    draw,
+    look,
+    make,
+    same,
+    uncertain_sums,
+)
+
+from zbpp.core import WorkerError
+from zbpp.runtime.launch import launch
+
+N_STEPS = 8
+SPIKE = Event(2, "linear.weight", 0, 1e5)
+INF = Event(5, "norm.weight", 1, float("inf"))
+POINTS = ("V", "commit", "undo", "redo", "replay", "0F0", "1F1", "0B0", "O",
+          "reduce the gradient norm over all stages")  # fmt: skip
+
+
+def a_history(seed: int) -> History:
+    rng = random.Random(seed)
+    return draw(
+        seed,
+        n_stages=2,
+        mode=rng.choice(["ZBH1", "ZBH2"]),
+        n_microbatches=3,
+        patience=ALWAYS,
+        optimizer=rng.choice(["adamw", "fused", "sgd", "counting"]),
+        events=tuple(rng.choice([None, SPIKE, INF]) for _ in range(N_STEPS)),
+        looks=("",) * N_STEPS,
+        scheduler=None,
+    )
+
+
+def core_of(state: State) -> State:
+    """Without the buffers, which belong to the forwards."""
+    return {k: v for k, v in state.items() if not k.endswith((".mean", ".seen"))}
+
+
+def save(pipeline: Any, folder: str, name: str) -> None:
+    """All or nothing."""
+    path = Path(folder) / f"rank{pipeline.rank}-{name}"
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(pickle.dumps(look(pipeline, [])))
+    draft.rename(path.with_suffix(".state"))
+
+
+def train_and_save(history: History, folder: str, fault: str) -> None:
+    """A user's script: SIGTERM ends the loop; so does an exception."""
+    os.environ["ZBPP_FAULT"] = fault
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    pipeline = make(history, None, post_validation=True, timeout_s=2)
+    injector = Injector(pipeline)
+    done = 0
+    try:
+        with uncertain_sums(history.seed):
+            for step, event in enumerate(history.events):
+                injector.begin(event)
+                pipeline.step(*batch(history, step))
+                done = step + 1
+                if done % 2 == 0 or asked:
+                    save(pipeline, folder, f"after{done}")
+                if asked:
+                    return
+    except RuntimeError:
+        save(pipeline, folder, f"broken{done}")
+        raise
+
+
+def expected_states(history: History) -> list[list[State]]:
+    """By rank, then by the number of steps taken."""
+    pipeline = make(history, 2, post_validation=False)
+    injector = Injector(pipeline)
+    states = [look(pipeline, [])]
+    for step, event in enumerate(history.events):
+        injector.begin(event)
+        pipeline.step(*batch(history, step))
+        states.append(look(pipeline, []))
+    owned = [
+        {f"layers.{i}" for c in executor.stage.chunks.values()
+         for i in range(c.first, c.first + len(c.layers))}
+        for executor in pipeline._executors.values()
+    ]  # fmt: skip
+    return [
+        [
+            {
+                key: value
+                for key, value in state.items()
+                if key == "loss scale"
+                or key.startswith(f"stage {rank},")
+                or ".".join(key.split(".")[:2]) in layers
+            }
+            for state in states
+        ]
+        for rank, layers in enumerate(owned)
+    ]
+
+
+def is_same(left: State, right: State) -> bool:
+    return left.keys() == right.keys() and all(
+        same(value, right[key]) for key, value in left.items()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["kill", "raise", "term"])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_saved_is_whole(kind: str, seed: int, tmp_path: Path) -> None:
+    rng = random.Random(repr((kind, seed)))
+    history = a_history(seed)
+    point = rng.choice(POINTS)
+    rank = int(point[0]) if point[0].isdigit() else rng.randrange(2)
+    fault = f"{kind}:{rank}:{rng.randrange(1, N_STEPS)}:{point}"
+    ended = "whole"
+    try:
+        launch(train_and_save, (history, str(tmp_path), fault), 2)
+    except WorkerError as error:
+        ended = str(error)
+    files = sorted(tmp_path.glob("*.state"))
+    expected = expected_states(history)
+    for file in files:
+        found = pickle.loads(file.read_bytes())
+        name, steps = file.stem[:5], int(file.stem[-1])
+        states = expected[int(name[-1])]
+        if "after" in file.stem:
+            assert is_same(found, states[steps]), f"{file.stem} ({fault}: {ended})"
+        else:
+            near = map(core_of, states[steps : steps + 2])
+            core = core_of(found)
+            assert any(is_same(core, state) for state in near), f"{file} ({fault})"
+    assert files or ended != "whole"
+    if kind == "kill" and ended != "whole":
+        assert "was killed by SIGKILL" in ended
+
+
+def test_the_comparison_sees_a_mixture() -> None:
+    """The control: parameters of one step, optimizer state of the next."""
+    history = a_history(0)
+    rows = expected_states(history)[0]
+    clean = next(i for i, event in enumerate(history.events) if event is None)
+    before, after = rows[clean], rows[clean + 1]
+    mixed = {k: (before if k.startswith("layers") else after)[k] for k in after}
+    assert not is_same(mixed, before) and not is_same(mixed, after)

@@ -1,0 +1,70 @@
+"""What a call of a pipeline means for all its stages in this process."""
+
+from collections.abc import Mapping
+
+from zbpp.core import Placement, Schedule, Slot, Timeline
+from zbpp.runtime.batch import Batch, split_inputs, split_targets
+from zbpp.runtime.executor import Executor
+
+__all__ = ["gather_timeline", "hand_out", "mean_loss"]
+
+Executors = Mapping[int, Executor]
+
+
+def hand_out(
+    executors: Executors,
+    placement: Placement,
+    batch: tuple[Batch | None, Batch | None],
+    *,
+    step: int,
+    n_microbatches: int,
+    even: bool,
+) -> None:
+    """Begin a step, or an evaluation: micro-batches go to the stages that read them.
+
+    Args:
+        executors: of this process, by stage.
+        placement: of the chunks.
+        batch: inputs for the first chunk, targets for the last.
+        step: its number.
+        n_microbatches: how many to cut the batch into.
+        even: refuse micro-batches of different sizes.
+
+    Raises:
+        RequestError: a batch is missing, or cannot be cut so.
+    """
+    inputs, targets = batch
+    m, first, last = n_microbatches, placement.stage_of[0], placement.stage_of[-1]
+    cut_inputs = split_inputs(inputs, m, even=even) if first in executors else None
+    cut_targets = split_targets(targets, m, even=even) if last in executors else None
+    for stage, executor in executors.items():
+        executor.stage.begin(
+            step=step,
+            inputs=cut_inputs if stage == first else None,
+            targets=cut_targets if stage == last else None,
+            n_microbatches=m,
+        )
+
+
+def mean_loss(executors: Executors) -> float:
+    """Mean over the samples of the batch whose forwards have run."""
+    reductions = [
+        executor.transport.reduce(executor.stage.weighted_losses())
+        for executor in executors.values()
+    ]
+    losses, weights = reductions[0].result()
+    return float((losses * weights).sum() / weights.sum())
+
+
+def gather_timeline(executors: Executors, schedule: Schedule) -> Timeline:
+    """The jobs of all stages in the last step, with their times."""
+    own = {stage: executor.slots for stage, executor in executors.items()}
+    rows: dict[int, list[Slot]] = {}
+    for part in next(iter(executors.values())).transport.gather(own):
+        rows.update(part)
+    return Timeline(
+        schedule.name,
+        schedule.placement,
+        schedule.n_microbatches,
+        tuple(tuple(rows[stage]) for stage in range(schedule.n_stages)),
+    )

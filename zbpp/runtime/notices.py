@@ -1,0 +1,43 @@
+"""What a run says of its early steps, by the logger ``zbpp``."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime.patience import Patience
+
+__all__ = ["say_that_early_steps_end", "say_what_a_snapshot_costs"]
+
+_log = logging.getLogger("zbpp")
+
+
+def say_what_a_snapshot_costs(optimizer: torch.optim.Optimizer) -> None:
+    """Early steps of this optimizer need a copy of everything, in every step."""
+    groups = (group["params"] for group in optimizer.param_groups)
+    held = [parameter for group in groups for parameter in group]
+    held += [
+        value
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    _log.warning(
+        "post-validation: %s can only be taken back by a copy of its whole state "
+        "(%.1f MiB now on stage 0), made in every step; "
+        "--no-enable_optimizer_post_validation (post_validation=False) does without",
+        type(optimizer).__name__,
+        sum(tensor.nbytes for tensor in held) / 2**20,
+    )
+
+
+def say_that_early_steps_end(patience: Patience) -> None:
+    """The barrier is back."""
+    _log.warning(
+        "post-validation: %d of the last %d steps had to be taken back, so the "
+        "optimizer now waits for the norm, until %d steps in a row need no correction",
+        patience.failures,
+        patience.window,
+        patience.clean,
+    )
