@@ -294,11 +294,11 @@ def run(history: History, n_stages: int | None, **more: Any) -> Outcome:
 
 
 @contextlib.contextmanager
-def uncertain_sums(seed: int) -> Iterator[None]:
+def uncertain_sums(seed: int, *, share: float = 0.1) -> Iterator[None]:
     """At O the sums of all stages are rarely there, as between processes."""
     rng = random.Random(seed)
     kept = StepSums.done
-    StepSums.done = lambda self: kept(self) and rng.random() < 0.1
+    StepSums.done = lambda self: kept(self) and rng.random() < share
     try:
         yield
     finally:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from histories import ALWAYS, Event, Injector, batch, draw, make, run, uncertain_sums
 from pool import Pool
+from small_model import assert_same, make_pipeline
+from small_model import batch as tokens
 
 from zbpp.runtime.errors import NonFiniteError
 from zbpp.runtime.loss_scale import LossScaler
@@ -169,3 +171,27 @@ def test_all_ranks_end_with_the_same_diagnosis(pool: Pool) -> None:
     assert len(set(answers)) == 1
     message, _ = answers[0]
     assert "on stage 2 in layers.5.linear.weight, micro-batch 2" in message
+
+
+def train_in_fp16(post_validation: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    pipeline = make_pipeline(
+        "ZBV", 2, autocast=torch.float16, loss_scale=LossScaler(2.0**40),
+        clip_grad_norm=1.0, post_validation=post_validation,
+        patience=ALWAYS,
+    )  # fmt: skip
+    with uncertain_sums(0):
+        results = [pipeline.step(*tokens(0)) for _ in range(40)]
+        parameters = {n: p.detach() for n, p in pipeline.named_parameters()}
+    assert pipeline.loss_scaler is not None
+    told = [(r.loss, repr(r.grad_norm), r.skipped) for r in results]
+    return [*told, pipeline.loss_scaler.scale], parameters
+
+
+def test_fp16_finds_its_scale_and_learns() -> None:
+    ours, parameters = train_in_fp16(True)
+    theirs, others = train_in_fp16(False)
+    assert ours == theirs
+    assert_same(parameters, others)
+    *results, scale = ours
+    assert results[0][2] and not results[-1][2] and scale < 2.0**40
+    assert results[-1][0] < 0.8 * results[0][0]

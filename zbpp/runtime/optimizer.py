@@ -38,13 +38,17 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class _Pending:
-    """A step whose gradients are there and whose decision is not known yet."""
+    """A step whose gradients are there and whose decision is not known yet.
+
+    ``local_norm`` is that of this stage's gradients, or 0: if they alone ask for a
+    correction, there is no use in stepping early.
+    """
 
     sums: StepSums
     early: bool
+    local_norm: float
     values: GroupValues | None = None
     taken: Rollback | None = None
-    local_norm: float = 0.0
     gradients: Sequence[tuple[nn.Parameter, Tensor | None]] = ()
 
 
@@ -123,17 +127,17 @@ class StageOptimizer:
             for layer, note in self._finder.found.items():
                 vector[self._n_layers + n_losses + layer] = note
             self._finder = None
+        early = self.history.early
+        local_norm = 0.0
+        if early and not vector.is_cuda:  # there, reading it would hold up the host
+            local_norm = float(vector[: self._n_layers].sum().sqrt())
         sums = StepSums(
             transport.reduce(vector),
             n_layers=self._n_layers,
             n_microbatches=n_losses,
             step=self._stage.step,
         )
-        early = self.history.early
-        self._pending = _Pending(sums, early)
-        if early and not vector.is_cuda:  # there, reading it would hold up the host
-            own = vector[: self._n_layers].sum().sqrt()
-            self._pending.local_norm = float(own)
+        self._pending = _Pending(sums, early, local_norm)
         self.result = StepResult(sums, self._clip, speculative=early)
 
     def ready(self) -> bool:

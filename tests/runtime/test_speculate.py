@@ -1,0 +1,143 @@
+"""Every optimizer of torch that treats parameters one by one is taken back exactly."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from histories import Counting, bytes_of
+from torch import Tensor, nn
+
+from zbpp.runtime import speculate
+from zbpp.runtime.speculate import Deferred, Rollback, Snapshot, can_defer
+
+SHAPES = ((7, 5), (33,), (4, 4), (1,), (20, 3))
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    f"{name} {more}": lambda p, name=name, more=more: getattr(torch.optim, name)(
+        p, lr=0.01, **more
+    )
+    for name, variants in {
+        "ASGD": ({}, {"foreach": True}),
+        "Adadelta": ({}, {"foreach": True}),
+        "Adafactor": ({}, {"foreach": True}),
+        "Adagrad": ({}, {"foreach": True}, {"fused": True}),
+        "Adam": ({}, {"foreach": True}, {"fused": True}, {"amsgrad": True}),
+        "AdamW": ({}, {"foreach": True}, {"fused": True}, {"maximize": True}),
+        "Adamax": ({}, {"foreach": True}),
+        "NAdam": ({}, {"foreach": True}, {"decoupled_weight_decay": True}),
+        "RAdam": ({}, {"foreach": True}),
+        "RMSprop": ({"momentum": 0.9, "centered": True}, {"foreach": True}),
+        "Rprop": ({}, {"foreach": True}),
+        "SGD": ({}, {"momentum": 0.9, "foreach": True},
+                {"momentum": 0.9, "nesterov": True, "fused": True}),
+    }.items()
+    for more in variants
+}  # fmt: skip
+
+
+def make(optimizer: Make, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return optimizer(
+        [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    )
+
+
+def give_gradients(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One parameter gets none in the even steps."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for index, p in enumerate(optimizer.param_groups[0]["params"]):
+        spike = 1e4 if step % 3 == 2 else 1.0
+        p.grad = torch.randn(p.shape, generator=generator) * spike
+        if index == 2 and step % 2 == 0:
+            p.grad = None
+
+
+def held(optimizer: torch.optim.Optimizer) -> list[Any]:
+    found: list[Any] = []
+    for p in optimizer.param_groups[0]["params"]:
+        found.append(bytes_of(p))
+        for name, value in sorted(optimizer.state.get(p, {}).items()):
+            bits = bytes_of(value) if isinstance(value, Tensor) else value
+            found.append((name, bits))
+    return found
+
+
+def check(optimizer: Make, kind: type[Any], **more: Any) -> None:
+    """Six steps: right and wrong early steps against plain ones."""
+    plain, early = make(optimizer, **more), make(optimizer, **more)
+    rollback: Rollback = kind(early)
+    for step in range(6):
+        for each in (plain, early):
+            give_gradients(each, step)
+        before = held(early)
+        rollback.speculate()
+        if step % 2:
+            plain.step()
+            rollback.commit()
+        else:
+            rollback.undo()
+            rollback.undo()  # interrupted, and asked for once more
+            assert held(early) == before
+            if step == 2:  # clipped; the other even steps are skipped
+                for each in (plain, early):
+                    for p in each.param_groups[0]["params"]:
+                        if p.grad is not None:
+                            p.grad.mul_(0.3)
+                    each.step()
+        assert held(early) == held(plain), f"step {step}"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bucket", [1, 100, 2**22])
+def test_deferred(name: str, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculate, "_BUCKET_BYTES", {"cpu": bucket})
+    assert can_defer(make(OPTIMIZERS[name]))
+    check(OPTIMIZERS[name], Deferred)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_snapshot(name: str) -> None:
+    check(OPTIMIZERS[name], Snapshot)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="a newer torch has it")
+@pytest.mark.parametrize("kind", [Deferred, Snapshot])
+def test_muon_takes_matrices(kind: type[Any]) -> None:
+    check(lambda p: torch.optim.Muon(p, lr=0.01), kind, shapes=((7, 5), (4, 4), (3, 9)))
+
+
+def test_what_cannot_be_deferred() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    assert not can_defer(make(lambda p: Own(p, lr=0.1)))
+    assert not can_defer(make(lambda p: Counting(p, lr=0.1)))
+    assert not can_defer(make(lambda p: torch.optim.LBFGS(p)))
+    replaced = make(lambda p: torch.optim.SGD(p, lr=0.1))
+    replaced.step = lambda: None
+    assert not can_defer(replaced)
+    scheduled = make(lambda p: torch.optim.SGD(p, lr=0.1))
+    torch.optim.lr_scheduler.StepLR(scheduled, 2)
+    assert can_defer(scheduled)
+
+
+def live_bytes() -> int:
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def test_deferred_keeps_one_copy_of_the_parameters_and_no_more() -> None:
+    optimizer = make(OPTIMIZERS["AdamW {'fused': True}"], shapes=((1000, 100),) * 4)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    rollback = Deferred(optimizer)
+    before = live_bytes()
+    for _ in range(3):
+        rollback.speculate()
+        assert live_bytes() - before == 4 * 1000 * 100 * 4
+        rollback.commit()
+    assert live_bytes() - before == 4 * 1000 * 100 * 4
