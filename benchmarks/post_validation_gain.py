@@ -3,7 +3,7 @@
     python benchmarks/post_validation_gain.py emulated      # real runs, sleeping stages
     python benchmarks/post_validation_gain.py published     # the paper's times
     python benchmarks/post_validation_gain.py protocols     # chain against all-reduce
-    python benchmarks/post_validation_gain.py slow_v        # V's that take time
+    python benchmarks/post_validation_gain.py rollbacks     # what early steps cost
 
 ``emulated``: one job (F, B or W of one chunk) takes ``--job_ms`` under every mode. The
 runs take turns, so that a slow spell of the machine hits all of them.
@@ -14,7 +14,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -49,7 +49,7 @@ class Gain:
     """What to measure."""
 
     part: tyro.conf.Positional[
-        Literal["emulated", "published", "protocols", "slow_v"]
+        Literal["emulated", "published", "protocols", "rollbacks"]
     ] = "emulated"
     stages: tuple[int, ...] = (4, 8)
     modes: tuple[str, ...] = MODES
@@ -214,22 +214,29 @@ def protocol_steps(
     )
 
 
-def slow_v(options: Gain) -> Table:
-    """What is gained where a V takes a share of an optimizer step's time, simulated."""
-    table = Table(title="m = 3p, optimizer 1, messages 0.1, F = B = W = 1")
-    shares = (0.0, 0.5, 1.0)
-    for column in ("mode", "p", *(f"V = {share:g} O" for share in shares)):
+def rollbacks(options: Gain) -> Table:
+    """What is gained if early steps and V's take the time that they take, simulated.
+
+    The times in plain optimizer steps are those of `post_validation.py`, on a CPU.
+    """
+    ways = {"free": (1.0, 0.0), "snapshot": (2.6, 0.0), "deferred": (2.2, 1.0)}
+    plain = options.optimizer_ms / options.job_ms
+    table = Table(
+        title=f"m = 3p, F = B = W = 1, messages 0.1, plain optimizer step {plain:g}"
+    )
+    for column in ("mode", "p", *ways):
         table.add_column(column, justify="right")
     for stages, mode in product(options.stages, (*options.modes, "VHalf", "VMin")):
         cells = [mode, str(stages)]
-        for share in shares:
-            costs = Costs(comm=0.1, optimizer=1, validation=share)
-            schedule = plan(
-                mode, n_stages=stages, n_microbatches=3 * stages, costs=costs
+        barrier = Costs(comm=0.1, optimizer=plain)
+        schedule = plan(mode, n_stages=stages, n_microbatches=3 * stages, costs=barrier)
+        checked = post_validated(schedule)
+        for step, check in ways.values():
+            early = replace(barrier, optimizer=step * plain, validation=check * plain)
+            gain = steady_step_time(schedule, barrier) / steady_step_time(
+                checked, early
             )
-            barrier = steady_step_time(schedule, costs)
-            validated = steady_step_time(post_validated(schedule), costs)
-            cells.append(f"{barrier / validated - 1:+.1%}")
+            cells.append(f"{gain - 1:+.1%}")
         table.add_row(*cells)
     return table
 
@@ -237,7 +244,9 @@ def slow_v(options: Gain) -> Table:
 def main() -> None:
     """Print one table."""
     options = tyro.cli(Gain, use_underscores=True)
-    parts = {part.__name__: part for part in (emulated, published, protocols, slow_v)}
+    parts = {
+        part.__name__: part for part in (emulated, published, protocols, rollbacks)
+    }
     Console(width=110).print(parts[options.part](options))
 
 

@@ -185,11 +185,16 @@ def _batch(pipeline: Pipeline) -> Tensor:
 def run_emulated(options: Train, schedule: Schedule) -> None:
     """Run one process's share of ``zbpp train --emulate``; rank 0 prints the outcome.
 
-    With ``--metrics``, the outcome is also written as one JSON line.
+    One step at a time, unless a flag asks for post-validation or a barrier. With
+    ``--metrics``, the outcome is also written as one JSON line.
     """
     costs, _ = costs_of(options)
     outcome = emulate(
-        schedule, costs, n_steps=options.steps or 1, timeout_s=options.timeout_s
+        schedule,
+        costs,
+        n_steps=options.steps or 1,
+        timeout_s=options.timeout_s,
+        post_validation=options.post_validation,
     )
     if dist.is_initialized() and dist.get_rank() != 0:
         return
