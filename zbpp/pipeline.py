@@ -20,17 +20,11 @@ from torch import nn
 from zbpp.choose import choose_schedule, choose_validation, is_post_validated
 from zbpp.core import Costs, MemoryModel, Schedule, Timeline, schedule_text
 from zbpp.measured import measured_costs
+from zbpp.runtime import calls
 from zbpp.runtime.access import before_access, eval_mode
 from zbpp.runtime.agreement import agree
 from zbpp.runtime.batch import Batch
 from zbpp.runtime.build import StageOptions, build_executors, make_transports
-from zbpp.runtime.calls import (
-    gather_splits,
-    gather_timeline,
-    hand_out,
-    mean_loss,
-    report_split,
-)
 from zbpp.runtime.executor import drive
 from zbpp.runtime.history import step_rules
 from zbpp.runtime.layers import Model, count_layers, deal
@@ -285,7 +279,7 @@ class Pipeline:
         self._begin(inputs, targets, m, even=False)
         with self._life.running(), eval_mode(layer for _, layer in self._layers()):
             drive(self._executors, programs, training=False)
-            return mean_loss(self._executors)
+            return calls.mean_loss(self._executors)
 
     def timeline(self) -> Timeline:
         """What every stage did in the last step, in seconds (every rank must call).
@@ -293,14 +287,14 @@ class Pipeline:
         Starts are comparable between processes of one machine only. On GPUs these are
         the times at which the host has issued the jobs.
         """
-        return gather_timeline(self._executors, self.schedule)
+        return calls.gather_timeline(self._executors, self.schedule)
 
     def split_report(self) -> dict[str, str]:
         """For each parameter of this process that has got a gradient, where from.
 
         ``"W"``, or ``"B: "`` and the reason why it cannot wait; of the first step.
         """
-        return report_split(self._executors)
+        return calls.report_split(self._executors)
 
     def measured_costs(self) -> Costs:
         """Times of the passes in the last step, in ms (every rank must call).
@@ -308,7 +302,7 @@ class Pipeline:
         Raises:
             RequestError: the schedule has passes that run B and W together.
         """
-        splits = gather_splits(self._executors)
+        splits = calls.gather_splits(self._executors)
         return measured_costs([self.timeline()], splits=None if all(splits) else splits)
 
     def gather(self, thing: Any) -> list[Any]:
@@ -318,7 +312,7 @@ class Pipeline:
     def _begin(
         self, inputs: Batch | None, targets: Batch | None, m: int, *, even: bool
     ) -> None:
-        hand_out(
+        calls.hand_out(
             self._executors,
             self.schedule.placement,
             (inputs, targets),
