@@ -194,7 +194,7 @@ def run_emulated(options: Train, schedule: Schedule) -> None:
         costs,
         n_steps=options.steps or 1,
         timeout_s=options.timeout_s,
-        post_validation=options.post_validation,
+        post_validation=options.enable_optimizer_post_validation,
     )
     if dist.is_initialized() and dist.get_rank() != 0:
         return
