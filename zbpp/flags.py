@@ -23,7 +23,6 @@ __all__ = ["Given", "OneSchedule", "Sized", "plan_by_flags", "shown_as"]
 
 _Text = str | None
 _Count = int | None
-_YesNoUnsaid = Annotated[bool | None, tyro.conf.DisallowNone]
 
 
 def shown_as(metavar: str) -> object:
@@ -41,8 +40,9 @@ class Given:
     """Largest activation memory of a stage, in the unit of the costs."""
     effort: Annotated[str, shown_as("EFFORT")] = "default"
     """How hard to search: fast, default, best (a minute) or best:SECONDS."""
-    enable_optimizer_post_validation: _YesNoUnsaid = None
-    """Step at once and validate in the next iteration (V); no: behind a barrier."""
+    enable_optimizer_post_validation: bool | None = None
+    """Step at once and validate in the next iteration (V), or behind a barrier
+    (--no-enable_...)."""
 
     def models(self) -> tuple[Costs, MemoryModel]:
         """Read the costs, and let the flag overrule the file's memory limit."""
