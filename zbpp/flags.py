@@ -18,11 +18,20 @@ from zbpp.modes import canonical, is_file, plan
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 
-__all__ = ["Given", "OneSchedule", "Sized", "plan_by_flags", "shown_as"]
+__all__ = [
+    "Given",
+    "OneSchedule",
+    "Sized",
+    "YesNoUnsaid",
+    "plan_by_flags",
+    "shown_as",
+]
 
 
 _Text = str | None
 _Count = int | None
+YesNoUnsaid = Annotated[bool | None, tyro.conf.DisallowNone]
+"""``--flag``, ``--no_flag``, or neither."""
 
 
 def shown_as(metavar: str) -> object:
@@ -40,9 +49,8 @@ class Given:
     """Largest activation memory of a stage, in the unit of the costs."""
     effort: Annotated[str, shown_as("EFFORT")] = "default"
     """How hard to search: fast, default, best (a minute) or best:SECONDS."""
-    enable_optimizer_post_validation: bool | None = None
-    """Step at once and validate in the next iteration (V), or behind a barrier
-    (--no-enable_...)."""
+    enable_optimizer_post_validation: YesNoUnsaid = None
+    """Step at once and validate in the next iteration (V); no: behind a barrier."""
 
     def models(self) -> tuple[Costs, MemoryModel]:
         """Read the costs, and let the flag overrule the file's memory limit."""

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 import tyro
 
 from zbpp.core import RequestError
+from zbpp.flags import YesNoUnsaid
 
 __all__ = ["Train"]
 
 _Path = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
 _Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-_YesNoUnsaid = Annotated[bool | None, tyro.conf.DisallowNone]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Train:
     """Of AdamW."""
     clip_grad_norm: float = 1.0
     """Largest norm of the whole model's gradient."""
-    enable_optimizer_post_validation: _YesNoUnsaid = None
+    enable_optimizer_post_validation: YesNoUnsaid = None
     """Step before the global gradient norm is known, and take the step back in the next
     one if it was wrong; left out: where the backward is split."""
     post_validation_failures: int = 3
