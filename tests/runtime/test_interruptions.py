@@ -5,12 +5,9 @@ at any part of the protocol. Every file must hold what the same run holds behind
 barrier after that step.
 """
 
-import os
 import pickle
 import random
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from histories import (
@@ -24,8 +21,8 @@ from histories import (
     look,
     make,
     same,
-    uncertain_sums,
 )
+from saving_run import train_and_save
 
 from zbpp.core import WorkerError
 from zbpp.runtime.launch import launch
@@ -80,39 +77,6 @@ CASES = [
 def core_of(state: State) -> State:
     """Without the buffers, which belong to the forwards."""
     return {k: v for k, v in state.items() if not k.endswith((".mean", ".seen"))}
-
-
-def save(pipeline: Any, folder: str, name: str) -> None:
-    """All or nothing."""
-    path = Path(folder) / f"rank{pipeline.rank}-{name}"
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(pickle.dumps(look(pipeline, [])))
-    draft.rename(path.with_suffix(".state"))
-
-
-def train_and_save(history: History, folder: str, fault: str) -> None:
-    """A user's script: SIGTERM ends the loop; so does an exception."""
-    os.environ["ZBPP_FAULT"] = fault
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    pipeline = make(history, None, post_validation=True, timeout_s=2)
-    injector = Injector(pipeline)
-    done = 0
-    try:
-        with uncertain_sums(0, share=0.0):
-            for step, event in enumerate(history.events):
-                injector.begin(event)
-                pipeline.step(*batch(history, step))
-                done = step + 1
-                if done % 2 == 0 or asked:
-                    save(pipeline, folder, f"after{done}")
-                if asked:
-                    return
-    except RuntimeError:
-        for executor in pipeline._executors.values():
-            executor._fault = None  # it has struck
-        save(pipeline, folder, f"broken{done}")
-        raise
 
 
 def expected_states(history: History) -> list[list[State]]:

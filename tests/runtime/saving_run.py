@@ -1,0 +1,44 @@
+"""A run that saves; processes import it by this name, as they cannot a test's file."""
+
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+from histories import History, Injector, batch, look, make, uncertain_sums
+
+__all__ = ["train_and_save"]
+
+
+def save(pipeline: Any, folder: str, name: str) -> None:
+    """All or nothing."""
+    path = Path(folder) / f"rank{pipeline.rank}-{name}"
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(pickle.dumps(look(pipeline, [])))
+    draft.rename(path.with_suffix(".state"))
+
+
+def train_and_save(history: History, folder: str, fault: str) -> None:
+    """A user's script: SIGTERM ends the loop; so does an exception."""
+    os.environ["ZBPP_FAULT"] = fault
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    pipeline = make(history, None, post_validation=True, timeout_s=2)
+    injector = Injector(pipeline)
+    done = 0
+    try:
+        with uncertain_sums(0, share=0.0):
+            for step, event in enumerate(history.events):
+                injector.begin(event)
+                pipeline.step(*batch(history, step))
+                done = step + 1
+                if done % 2 == 0 or asked:
+                    save(pipeline, folder, f"after{done}")
+                if asked:
+                    return
+    except RuntimeError:
+        for executor in pipeline._executors.values():
+            executor._fault = None  # it has struck
+        save(pipeline, folder, f"broken{done}")
+        raise
