@@ -21,6 +21,7 @@ from zbpp.simulator.steady import (
     expected_step_time,
     rollback_time,
     steady_step_time,
+    with_rollback,
 )
 from zbpp.simulator.trace import trace_events, write_trace
 
@@ -47,6 +48,7 @@ __all__ = [
     "steady_step_time",
     "step_time",
     "trace_events",
+    "with_rollback",
     "work",
     "write_trace",
 ]

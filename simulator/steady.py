@@ -12,7 +12,12 @@ in its V), so there is one period, wherever the stages begin (F. Baccelli et al.
 from zbpp.core import Costs, RequestError, Schedule
 from zbpp.simulator.iterations import Left, Protocol, Run
 
-__all__ = ["expected_step_time", "rollback_time", "steady_step_time"]
+__all__ = [
+    "expected_step_time",
+    "rollback_time",
+    "steady_step_time",
+    "with_rollback",
+]
 
 _UNIT = Costs()
 _SAME = 1e-9  # of a step time
@@ -43,17 +48,26 @@ def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     Raises:
         RequestError: there is no V, or the costs do not fit the placement.
     """
+    return with_rollback(schedule, costs)[1]
+
+
+def with_rollback(schedule: Schedule, costs: Costs = _UNIT) -> tuple[float, float]:
+    """`steady_step_time` and `rollback_time`, from one search for what repeats.
+
+    Raises:
+        RequestError: as `rollback_time`.
+    """
     run = Run(schedule, costs)
     if not run.has_checks:
         raise RequestError(f"{schedule.name} has no V that could fail; place V's first")
-    _, left = _settle(run)
+    period, left = _settle(run)
     late = run.iterate(left, rolled_back=True)[1]
     left = run.iterate(left)[1]
     for _ in range(_PATIENCE):  # lateness spreads, and slack takes some of it away
         if _repeats(late, left):
             break
         late, left = run.iterate(late)[1], run.iterate(left)[1]
-    return max(_later(late, left))
+    return period, max(_later(late, left))
 
 
 def expected_step_time(
@@ -66,9 +80,8 @@ def expected_step_time(
     """
     if not 0.0 <= failure_rate <= 1.0:
         raise RequestError(f"failure_rate is {failure_rate}; it must be from 0 to 1")
-    return steady_step_time(schedule, costs) + failure_rate * rollback_time(
-        schedule, costs
-    )
+    period, lost = with_rollback(schedule, costs)
+    return period + failure_rate * lost
 
 
 def _settle(run: Run) -> tuple[float, Left]:

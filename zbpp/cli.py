@@ -18,7 +18,14 @@ from zbpp.core import RequestError, WorkerError, schedule_text
 from zbpp.doctor import report_lines
 from zbpp.flags import Given, OneSchedule, Sized, plan_by_flags, shown_as
 from zbpp.modes import MODES
-from zbpp.report import Summary, print_comparison, print_report, summarize
+from zbpp.report import (
+    Steady,
+    Summary,
+    print_comparison,
+    print_report,
+    steady,
+    summarize,
+)
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.simulator import plot, write_trace
 from zbpp.split_report import print_split
@@ -74,9 +81,10 @@ class Show(OneSchedule):
         """Print the report."""
         schedule, costs, memory = self.load()
         if self.json:
-            print(json.dumps(asdict(summarize(schedule, costs, memory))))
+            summary, among = summarize(schedule, costs, memory), steady(schedule, costs)
+            print(json.dumps(asdict(summary) | asdict(among)))
         else:
-            drawn = self.timelines(schedule, costs)
+            drawn = self.timelines(schedule, costs) if self.iterations != 1 else ()
             print_report(schedule, costs, memory, drawn)
 
 
@@ -120,20 +128,27 @@ class Compare(Given):
     def run(self) -> None:
         """Print the table; a mode that cannot be had gives its reason below."""
         costs, memory = self.models()
+        validated = self.enable_optimizer_post_validation
         rows: list[tuple[str, Summary | str]] = []
+        steps: dict[str, Steady] = {}
         for mode in MODES:
             try:
                 schedule = plan_by_flags(
                     mode, self.stages, self.microbatches, costs, memory, self.effort
                 )
                 rows.append((mode, summarize(schedule, costs, memory)))
+                if validated is not None:
+                    steps[mode] = steady(schedule, costs)
             except RequestError as error:
                 rows.append((mode, str(error).partition("\n")[0]))
         if all(isinstance(row, str) for _, row in rows):
             raise RequestError(f"no mode can be had: {rows[0][1]}")
         title = f"{self.stages} stages, {self.microbatches} micro-batches"
         print_comparison(
-            rows, title=title, post_validation=self.enable_optimizer_post_validation
+            rows,
+            title=title,
+            steps=None if validated is None else steps,
+            post_validation=bool(validated),
         )
 
 

@@ -1,7 +1,7 @@
 """What a schedule costs, as numbers for machines and as text for a terminal."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -17,16 +17,23 @@ from zbpp.simulator import (
     makespan,
     overhead,
     peak_memory,
-    rollback_time,
     simulate,
     span,
     stage_span,
     steady_step_time,
     step_time,
+    with_rollback,
     work,
 )
 
-__all__ = ["Summary", "print_comparison", "print_report", "summarize"]
+__all__ = [
+    "Steady",
+    "Summary",
+    "print_comparison",
+    "print_report",
+    "steady",
+    "summarize",
+]
 
 _ROUNDING = 1e-9  # relative
 
@@ -44,12 +51,6 @@ class Summary:
     span: float
     makespan: float
     step_time: float
-    step_time_barrier: float
-    """Of one step among many, each of which waits for the sum over all stages."""
-    step_time_post_validation: float
-    """The same, where the sum is awaited in the next step's warm-up."""
-    rollback_time: float
-    """How much later all is if one validation fails."""
     peak_memory: list[float]
     """Per stage."""
     memory_bound: float | list[float]
@@ -93,15 +94,34 @@ def summarize(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Summary:
         span=longest,
         makespan=makespan(timeline),
         step_time=step_time(timeline),
-        step_time_barrier=steady_step_time(without_checks(schedule), costs),
-        step_time_post_validation=steady_step_time(post_validated(schedule), costs),
-        rollback_time=rollback_time(post_validated(schedule), costs),
         peak_memory=held,
         memory_bound=list(limit) if isinstance(limit, tuple) else limit,
         lower_bound=bound,
         lower_bound_by=by,
         gap=longest / bound - 1 if bound > 0 else 0.0,
     )
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Times of one step among many, in the unit of the costs."""
+
+    step_time_barrier: float
+    """Every step waits for the sum over all stages."""
+    step_time_post_validation: float
+    """The sum is awaited in the next step's warm-up."""
+    rollback_time: float
+    """How much later all is if one validation fails."""
+
+
+def steady(schedule: Schedule, costs: Costs) -> Steady:
+    """Simulate steps until they repeat: some ten times the work of `summarize`.
+
+    Raises:
+        RequestError: the costs do not fit the placement.
+    """
+    barrier = steady_step_time(without_checks(schedule), costs)
+    return Steady(barrier, *with_rollback(post_validated(schedule), costs))
 
 
 def print_report(
@@ -116,6 +136,7 @@ def print_report(
     figures are those of one, unless they say otherwise.
     """
     summary = summarize(schedule, costs, memory)
+    among = steady(schedule, costs)
     timeline = simulate(schedule, costs)
     print(
         f"{summary.mode}: {summary.n_stages} stages, "
@@ -135,9 +156,9 @@ def print_report(
         "span": f"{summary.span:.6g}, the longest of a stage",
         "makespan": f"{summary.makespan:.6g}, first start to last end of a pass",
         "step time": f"{summary.step_time:.6g}, optimizer included",
-        "steady step": f"{summary.step_time_post_validation:.6g} post-validated (a "
-        f"rollback adds {summary.rollback_time:.6g}), "
-        f"{summary.step_time_barrier:.6g} behind a barrier",
+        "steady step": f"{among.step_time_post_validation:.6g} post-validated (a "
+        f"rollback adds {among.rollback_time:.6g}), "
+        f"{among.step_time_barrier:.6g} behind a barrier",
         "peak memory": f"{max(summary.peak_memory):.4g}",
         "critical path": _path_text(schedule, costs),
         "lower bound": f"{summary.lower_bound:.6g} for the span "
@@ -151,20 +172,17 @@ def print_comparison(
     rows: list[tuple[str, Summary | str]],
     *,
     title: str,
-    post_validation: bool | None = None,
+    steps: Mapping[str, Steady] | None = None,
+    post_validation: bool = False,
 ) -> None:
     """Print a table of modes; below it, why a mode has no figures.
 
-    ``post_validation`` adds steady step times: True with and without it, False
-    without.
+    ``steps`` adds their steady step times behind a barrier, and with
+    ``post_validation`` those of post-validated steps.
     """
-    columns = dict(_COLUMNS)
-    if post_validation is not None:
-        columns["step, barrier"] = lambda row: f"{row.step_time_barrier:.6g}"
-    if post_validation:
-        columns["step, V"] = lambda row: f"{row.step_time_post_validation:.6g}"
-    table = _comparison_table(rows, title, columns)
-    if post_validation is not None:
+    shown = {} if steps is None else dict(list(_STEPS.items())[: 1 + post_validation])
+    table = _comparison_table(rows, title, shown, steps or {})
+    if steps is not None:
         table.caption = (
             f"{table.caption}\nstep: the time of one among many, optimizer included, "
             "behind a barrier or post-validated (V)"
@@ -175,8 +193,7 @@ def print_comparison(
             print(row if row.startswith(mode) else f"{mode}: {row}")
 
 
-_Columns = dict[str, Callable[[Summary], str]]
-_COLUMNS: _Columns = {
+_COLUMNS: dict[str, Callable[[Summary], str]] = {
     "chunks": lambda row: str(len(row.placement)),
     "bubble": lambda row: f"{row.bubble_rate:.2%}",
     "span": lambda row: f"{row.span:.6g}",
@@ -184,10 +201,18 @@ _COLUMNS: _Columns = {
     "peak memory": lambda row: f"{max(row.peak_memory):.4g}",
     "gap": lambda row: f"{row.gap:.2%}",
 }
+_Steps = dict[str, Callable[[Steady], str]]
+_STEPS: _Steps = {
+    "step, barrier": lambda among: f"{among.step_time_barrier:.6g}",
+    "step, V": lambda among: f"{among.step_time_post_validation:.6g}",
+}
 
 
 def _comparison_table(
-    rows: list[tuple[str, Summary | str]], title: str, columns: _Columns
+    rows: list[tuple[str, Summary | str]],
+    title: str,
+    shown: _Steps,
+    steps: Mapping[str, Steady],
 ) -> Table:
     """Tabulate modes; the shortest span is bold."""
     spans = [row.span for _, row in rows if isinstance(row, Summary)]
@@ -197,15 +222,17 @@ def _comparison_table(
         "given, the same memory"
     )
     table.add_column("mode")
-    for name in columns:
+    names = [*_COLUMNS, *shown]
+    for name in names:
         table.add_column(name, justify="right")
     for mode, row in rows:
         if isinstance(row, str):
-            table.add_row(mode, *["-"] * len(columns), style="dim")
+            table.add_row(mode, *["-"] * len(names), style="dim")
             continue
         table.add_row(
             mode,
-            *(text(row) for text in columns.values()),
+            *(text(row) for text in _COLUMNS.values()),
+            *(text(steps[mode]) for text in shown.values()),
             style="bold" if row.span <= min(spans) * (1 + _ROUNDING) else None,
         )
     return table
