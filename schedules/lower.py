@@ -207,14 +207,6 @@ def _check_run(
     assert sent == received, "a channel's ends disagree about its messages"
 
 
-def _before_check(order: Sequence[Job]) -> Sequence[Job]:
-    """The jobs before an order's V; none if it has no V."""
-    for column, job in enumerate(order):
-        if isinstance(job, Check):
-            return order[:column]
-    return ()
-
-
 def _sent_before_checks(
     placement: Placement, orders: Sequence[Sequence[Job]]
 ) -> set[Value]:
@@ -222,7 +214,7 @@ def _sent_before_checks(
     return {
         value
         for order in orders
-        for job in _before_check(order)
+        for job in at_check(tuple(order))[0]
         if isinstance(job, Pass)
         for value in writes(job, placement.n_chunks)
     }
@@ -232,7 +224,7 @@ def _check_validation(placement: Placement, orders: Sequence[Sequence[Job]]) -> 
     """Nothing that is read before a V may be computed after another stage's V."""
     early = _sent_before_checks(placement, orders)
     for stage, order in enumerate(orders):
-        for column, job in enumerate(_before_check(order)):
+        for column, job in enumerate(at_check(tuple(order))[0]):
             assert isinstance(job, Pass)
             for value in reads(job, placement.n_chunks):
                 if value in early:

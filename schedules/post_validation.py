@@ -36,7 +36,7 @@ def post_validated(schedule: Schedule) -> Schedule:
     >>> " ".join(map(str, rows[0]))
     '0F0 0F1 V 0B0 0W0 0B1 0W1 O'
     """
-    if any(isinstance(job, Check) for order in schedule.orders for job in order):
+    if schedule.is_post_validated:
         return schedule
     cuts = _cuts(schedule)
     orders = []

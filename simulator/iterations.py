@@ -121,7 +121,7 @@ class Run:
         self, schedule: Schedule, costs: Costs, protocol: Protocol | None = None
     ) -> None:
         self.times = costs.on(schedule.placement)
-        self.has_checks = any(isinstance(job, Check) for job in schedule.orders[0])
+        self.has_checks = schedule.is_post_validated
         self._protocol = protocol or (post_validation if self.has_checks else barrier)
         self._n_microbatches = schedule.n_microbatches
         self._orders = [

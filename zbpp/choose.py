@@ -3,10 +3,8 @@
 from pathlib import Path
 
 from zbpp.core import (
-    Check,
     Costs,
     MemoryModel,
-    Pass,
     PassKind,
     RequestError,
     Schedule,
@@ -14,7 +12,7 @@ from zbpp.core import (
 from zbpp.modes import is_file, plan
 from zbpp.schedules import post_validated, without_checks
 
-__all__ = ["choose_schedule", "choose_validation", "is_post_validated"]
+__all__ = ["choose_schedule", "choose_validation"]
 
 
 def choose_schedule(
@@ -67,11 +65,6 @@ def choose_schedule(
     return schedule
 
 
-def is_post_validated(schedule: Schedule) -> bool:
-    """Whether the schedule validates its steps in the next warm-up."""
-    return any(isinstance(job, Check) for order in schedule.orders for job in order)
-
-
 def choose_validation(
     schedule: Schedule, wanted: bool | None, *, steps: bool = True
 ) -> Schedule:
@@ -92,12 +85,7 @@ def choose_validation(
             "validate; give an optimizer, or leave post_validation out"
         )
     if wanted is None:
-        splits = any(
-            isinstance(job, Pass) and job.kind is PassKind.W
-            for order in schedule.orders
-            for job in order
-        )
-        asked = splits or is_post_validated(schedule)
+        asked = schedule.runs(PassKind.W) or schedule.is_post_validated
         wanted = steps and schedule.n_stages > 1 and asked
     return post_validated(schedule) if wanted else without_checks(schedule)
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from zbpp.core import Costs, Pass, PassKind, RequestError, Timeline
 
-__all__ = ["measured_costs"]
+__all__ = ["measured_costs", "not_told_apart"]
 
 _MS = 1e3
 
@@ -33,13 +33,18 @@ def measured_costs(
                 if isinstance(slot.job, Pass):
                     seconds[slot.job.kind, slot.job.chunk].append(slot.duration)
     if any(kind is PassKind.BW for kind, _ in seconds):
-        raise RequestError(
-            f"{timelines[0].name} runs B and W as one pass, so their times cannot be "
-            "told apart; measure with a mode that splits them, such as ZBH1"
-        )
+        raise RequestError(not_told_apart(timelines[0].name))
     n_chunks = timelines[0].placement.n_chunks
     f, b, w = (
         tuple(round(_MS * median(seconds[kind, i]), 6) for i in range(n_chunks))
         for kind in (PassKind.F, PassKind.B, PassKind.W)
     )
     return Costs(f, b, w, splits=None if splits is None else tuple(splits))
+
+
+def not_told_apart(name: str) -> str:
+    """Why a schedule with BW passes cannot be measured, and what to do."""
+    return (
+        f"{name} runs B and W as one pass, so their times cannot be told apart; "
+        "measure with a mode that splits them, such as ZBH1"
+    )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbpp.choose import choose_schedule, choose_validation, is_post_validated
+from zbpp.choose import choose_schedule, choose_validation
 from zbpp.core import Costs, MemoryModel, Schedule, Timeline, schedule_text
 from zbpp.measured import measured_costs
 from zbpp.runtime import calls
@@ -131,7 +131,7 @@ class Pipeline:
         )
         rules = step_rules(
             clip_grad_norm=clip_grad_norm,
-            post_validation=is_post_validated(self.schedule),
+            post_validation=self.schedule.is_post_validated,
             patience=patience,
             rollback=rollback,
             loss_scale=loss_scale,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from zbpp.core.costs import MemoryModel
-from zbpp.core.jobs import Job
+from zbpp.core.jobs import Check, Job, Pass, PassKind
 from zbpp.core.placement import Placement
 from zbpp.core.validation import validate
 
@@ -42,3 +42,16 @@ class Schedule:
     def n_stages(self) -> int:
         """Number of stages."""
         return self.placement.n_stages
+
+    @property
+    def is_post_validated(self) -> bool:
+        """Whether it validates a step in the next warm-up: all stages have a V."""
+        return any(isinstance(job, Check) for job in self.orders[0])
+
+    def runs(self, kind: PassKind) -> bool:
+        """Whether there is a pass of this kind."""
+        return any(
+            isinstance(job, Pass) and job.kind is kind
+            for order in self.orders
+            for job in order
+        )

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from zbpp.choose import is_post_validated
 from zbpp.core import MemoryModel, RequestError, Schedule, write_costs
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.patience import Patience
@@ -112,7 +111,7 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
         f"process(es), {schedule.n_microbatches} micro-batches of "
         f"{options.microbatch_size} x {options.seq} bytes, {options.dtype} on "
         f"{pipeline.device.type}"
-        f"{', post-validated' if is_post_validated(schedule) else ''}"
+        f"{', post-validated' if schedule.is_post_validated else ''}"
     )
 
 

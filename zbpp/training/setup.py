@@ -8,12 +8,12 @@ import torch
 from zbpp.core import (
     Costs,
     MemoryModel,
-    Pass,
     PassKind,
     RequestError,
     Schedule,
     read_costs,
 )
+from zbpp.measured import not_told_apart
 from zbpp.modes import is_file, plan
 from zbpp.runtime.layers import deal
 from zbpp.training.data import load_corpus
@@ -132,13 +132,5 @@ def check(options: Train) -> None:
                 f"--{flag} {path} cannot be written; give the path of a file in a "
                 "folder that exists"
             )
-    if options.costs_out is not None and _runs_bw(schedule):
-        raise RequestError(
-            f"--costs_out: {schedule.name} runs B and W as one pass, so their times "
-            "cannot be told apart; measure with a mode that splits them, such as ZBH1"
-        )
-
-
-def _runs_bw(schedule: Schedule) -> bool:
-    jobs = (job for order in schedule.orders for job in order)
-    return any(isinstance(job, Pass) and job.kind is PassKind.BW for job in jobs)
+    if options.costs_out is not None and schedule.runs(PassKind.BW):
+        raise RequestError(f"--costs_out: {not_told_apart(schedule.name)}")
