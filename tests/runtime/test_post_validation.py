@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,16 +28,19 @@ from histories import (
 from pool import Pool
 from small_model import batch as tokens
 from small_model import make_pipeline, refusal
+from torch import Tensor
 
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
 from zbpp.runtime import optimizer as optimizer_module
+from zbpp.runtime.copies import Copies
 from zbpp.runtime.errors import PeerError
 from zbpp.runtime.group_values import GroupValues
 from zbpp.runtime.loss_scale import LossScaler
 from zbpp.runtime.optimizer import StageOptimizer
 from zbpp.runtime.patience import Patience
 from zbpp.runtime.rewind import Rewind
-from zbpp.runtime.speculate import Deferred, Snapshot, _Copies
+from zbpp.runtime.snapshot import Snapshot
+from zbpp.runtime.speculate import Deferred
 from zbpp.simulator import bubble_rate
 
 SPIKE = Event(2, "linear.weight", 0, 1e5)
@@ -76,21 +79,32 @@ def test_a_thousand_random_histories(first: int) -> None:
 # Negative controls: each part of a rollback is needed, and its lack is noticed.
 
 
-def _no_undo(self: _Copies) -> None:
+def _no_undo(self: Deferred) -> None:
     """The parameters stay as the early step has made them."""
 
 
-def _commit_nothing(self: Deferred) -> None:
+def _commit_nothing(self: Deferred) -> Iterator[None]:
     """m and v stay those of the step before."""
+    return iter(())
+
+
+def _commit_too_late(self: StageOptimizer) -> None:
+    """The next step then finds the state of the step before."""
+
+
+def _copy_once(self: Copies, tensor: Tensor) -> Tensor:
+    """The copies stay those of the first step."""
+    return self._room(tensor)
 
 
 @torch.no_grad()
 def _undo_parameters_only(self: Snapshot) -> None:
-    self._copies.give_back()
+    for parameter in self._taken:
+        parameter.copy_(self._copies.of(parameter))
 
 
 def _validate_without_replay(self: StageOptimizer, job: Any) -> bool:
-    self.settle(job)
+    self._settle(job)
     self._replay = False
     return False
 
@@ -105,7 +119,9 @@ def _rewind_without_buffers(self: Rewind) -> None:
 
 
 BROKEN = {
-    "undo": (_Copies, "give_back", _no_undo, {"rollback": "deferred"}),
+    "undo": (Deferred, "undo", _no_undo, {"rollback": "deferred"}),
+    "copy": (Copies, "take", _copy_once, {"rollback": "deferred"}),
+    "finish": (StageOptimizer, "before_gradients", _commit_too_late, {}),
     "commit": (Deferred, "commit", _commit_nothing, {"optimizer": "adamw"}),
     "state": (Snapshot, "undo", _undo_parameters_only, {"rollback": "snapshot"}),
     "replay": (StageOptimizer, "validate", _validate_without_replay, {}),

@@ -89,6 +89,7 @@ def build_executors(
             make_optimizer=options.optimizer,
             n_layers=ranges[-1].stop,
             rules=options.rules,
+            idle=transport.idle,
             speaks=stage == 0,
         )
         executors[stage] = Executor(

@@ -26,6 +26,7 @@ from zbpp.runtime.batch import Tensors
 from zbpp.runtime.channels import PendingSum, open_channels, tag, uses_nccl
 from zbpp.runtime.errors import PeerError, ShapeError
 from zbpp.runtime.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
+from zbpp.runtime.idle import Idle
 
 __all__ = ["DistributedTransport"]
 
@@ -65,6 +66,7 @@ class DistributedTransport:
         timeout_s: float,
         first_timeout_s: float,
     ) -> None:
+        self.idle = Idle()
         self._group = group
         self.stage = dist.get_rank(group)
         self._device = device
@@ -189,8 +191,9 @@ class DistributedTransport:
             self._start(
                 first, self._known_spec(first.value) or self._header(first, job)
             )
-        for work in incoming.works:
-            self._wait(work, f"{job} for {value} from", incoming.peer)
+        with self.idle.waiting():
+            for work in incoming.works:
+                self._wait(work, f"{job} for {value} from", incoming.peer)
         tensors = (buffer.to(self._device) for buffer in incoming.buffers)
         return tuple(
             tensor.requires_grad_(needs and value.what is What.ACTIVATION)

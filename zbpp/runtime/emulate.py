@@ -108,6 +108,7 @@ class DelayedTransport:
 
     def __init__(self, inner: Transport, times: PassTimes) -> None:
         self._inner = inner
+        self.idle = inner.idle
         self._times = times
 
     def begin(self, *, training: bool) -> None:
@@ -138,7 +139,8 @@ class DelayedTransport:
         tensors = self._inner.receive(value, job)
         step = 1 if value.what is What.ACTIVATION else -1
         delay_s = self._times.delay(value.chunk, value.chunk + step) / 1e3
-        sleep_until(float(tensors[0].detach().max()) + delay_s)
+        with self.idle.waiting():
+            sleep_until(float(tensors[0].detach().max()) + delay_s)
         return tensors
 
     def reduce(self, vector: Tensor) -> Reduction:

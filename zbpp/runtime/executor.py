@@ -206,6 +206,8 @@ class Executor:
             tensors = self._here.pop(value)
         if self._rewind is not None:
             self._rewind.before(job)
+        if job.kind is not PassKind.F:
+            self.optimizer.before_gradients()
         start = time.perf_counter()
         with self._range(job):
             result = self._passes[job.kind](job.chunk, job.microbatch, tensors)

@@ -11,7 +11,7 @@ exact, and its entries are then added in layer order. The norm, the clip factor 
 the decision are therefore the same bits on every stage, for any number of stages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,11 @@ from zbpp.runtime.errors import NonFiniteError
 from zbpp.runtime.gradients import Finder, squared_norms
 from zbpp.runtime.group_values import GroupValues
 from zbpp.runtime.history import History, StepRules
+from zbpp.runtime.idle import Idle
 from zbpp.runtime.notices import say_that_early_steps_end, say_what_a_snapshot_costs
 from zbpp.runtime.result import StepResult
-from zbpp.runtime.speculate import Deferred, Rollback, Snapshot, can_defer
+from zbpp.runtime.snapshot import Snapshot
+from zbpp.runtime.speculate import Deferred, Rollback, can_defer
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.torch_private import has_step_hooks, mark_called
 from zbpp.runtime.transport import Transport
@@ -50,6 +52,7 @@ class _Pending:
     values: GroupValues | None = None
     taken: Rollback | None = None
     gradients: Sequence[tuple[nn.Parameter, Tensor | None]] = ()
+    decision: Decision | None = None
 
 
 class StageOptimizer:
@@ -60,6 +63,7 @@ class StageOptimizer:
         make_optimizer: builds the optimizer; None leaves gradients to the caller.
         n_layers: layers of the whole model.
         rules: how steps are taken.
+        idle: when this stage waits for messages.
         speaks: whether it says what concerns all stages.
     """
 
@@ -70,12 +74,14 @@ class StageOptimizer:
         make_optimizer: MakeOptimizer | None,
         n_layers: int,
         rules: StepRules,
+        idle: Idle,
         speaks: bool = False,
     ) -> None:
         self._stage = stage
         self._clip = rules.clip_grad_norm
         self._n_layers = n_layers
         self._rules = rules
+        self._idle = idle
         self._speaks = speaks
         self.parameters = [
             p
@@ -164,8 +170,13 @@ class StageOptimizer:
                 rollback.speculate()
                 pending.taken = rollback
                 pending.values.end()
+                self._idle.offer(self._keep(pending, rollback))
             pending.gradients = [(p, p.grad) for p in self.parameters]
             self.optimizer.zero_grad(set_to_none=True)  # the caller might do so too
+
+    def before_gradients(self) -> None:
+        """What a right step has left to do needs the gradients of that step."""
+        self._idle.finish()
 
     @property
     def may_replay(self) -> bool:
@@ -183,7 +194,8 @@ class StageOptimizer:
             Whether it was taken early and was wrong: what has been computed since, on
             whatever stage, does not count. The same on every stage.
         """
-        self.settle(job)
+        self._settle(job)
+        self._raise()
         replay, self._replay = self._replay, False
         return replay
 
@@ -195,16 +207,27 @@ class StageOptimizer:
     def settle(self, job: Job | None = None) -> None:
         """Wait for the decision on the last step and leave the state that it asks for.
 
+        The caller may then write to parameters and state.
+
         Raises:
             NonFiniteError: too many steps in a row were skipped.
             RuntimeError: an exception has interrupted an optimizer step.
         """
         self._settle(job)
+        self._idle.finish()
+        self._forget()
+        self._raise()
+
+    # How it is done.
+
+    def _forget(self) -> None:
+        for rollback in self._rollbacks.values():
+            rollback.forget()
+
+    def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    # How it is done.
 
     def _settle(self, job: Job | None) -> None:
         if self._torn:
@@ -216,6 +239,7 @@ class StageOptimizer:
         if pending is None:
             return
         decision = decide(pending.sums.norm(job), self._clip)
+        pending.decision = decision
         if self.optimizer is not None:
             self._carry_out(decision, pending)
         self._pending = None
@@ -232,13 +256,13 @@ class StageOptimizer:
     def _carry_out(self, decision: Decision, pending: _Pending) -> None:
         optimizer, taken = self.optimizer, pending.taken
         assert optimizer is not None
-        for parameter, gradient in pending.gradients:
-            parameter.grad = gradient
         if taken is not None and not decision.corrects:
-            self.strike("commit")
-            self._torn = True
-            taken.commit()
+            self.strike("commit")  # `_keep` is under way, or comes
         else:
+            self._idle.offer(None)
+            self._forget()
+            for parameter, gradient in pending.gradients:
+                parameter.grad = gradient
             if taken is not None:
                 self.strike("undo")
                 taken.undo()
@@ -252,6 +276,24 @@ class StageOptimizer:
                 pending.values.run(action)
         optimizer.zero_grad(set_to_none=True)
         self._torn = False
+
+    def _keep(self, pending: _Pending, taken: Rollback) -> Iterator[bool]:
+        """Once the step is known to be right, do what it has left to do."""
+        while pending.decision is None:
+            if pending.sums.done():
+                pending.decision = decide(pending.sums.norm(), self._clip)
+            else:
+                yield False
+        if pending.decision.corrects:
+            return
+        try:
+            for _ in taken.commit():
+                yield True
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self._torn = True
+            raise
 
     def _waits(self) -> bool:
         """Hooks of a step may do what cannot be taken back: they see the right one."""
@@ -280,7 +322,8 @@ class StageOptimizer:
                 self._rollbacks["deferred"] = Deferred(self.optimizer)
             return self._rollbacks["deferred"]
         if "snapshot" not in self._rollbacks:
-            self._rollbacks["snapshot"] = Snapshot(self.optimizer)
+            ahead = self._rules.rollback == "snapshot"
+            self._rollbacks["snapshot"] = Snapshot(self.optimizer, ahead=ahead)
             if self._speaks and self._rules.rollback == "deferred":
                 say_what_a_snapshot_costs(self.optimizer)
         return self._rollbacks["snapshot"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zbpp.core import Job, Value
 from zbpp.runtime.batch import Tensors
+from zbpp.runtime.idle import Idle
 
 __all__ = ["LocalHub", "LocalTransport", "Reduction", "Transport"]
 
@@ -32,6 +33,9 @@ class Reduction(Protocol):
 
 class Transport(Protocol):
     """One stage's messages. Values of a channel arrive in the order of their sends."""
+
+    idle: Idle
+    """What the stage can do while it waits for a value."""
 
     def begin(self, *, training: bool) -> None:
         """Start a step, or an evaluation."""
@@ -104,6 +108,7 @@ class LocalTransport:
 
     def __init__(self, hub: LocalHub) -> None:
         self._hub = hub
+        self.idle = Idle()
         self._n_sums = 0
 
     def begin(self, *, training: bool) -> None:

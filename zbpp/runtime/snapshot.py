@@ -1,0 +1,97 @@
+"""Take back a step of any optimizer, by a copy of parameters and state."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime.copies import Copies, copy_value
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """A copy of the parameters and of all state.
+
+    Args:
+        optimizer: its early step may change its state, its groups and its parameters.
+        ahead: copy after a right step for the next one, where there is time for it;
+            else the copy of the state is made in the step, and dropped after it.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, ahead: bool = False
+    ) -> None:
+        self._optimizer = optimizer
+        self._ahead = ahead
+        self._copies = Copies()
+        self._taken: list[Tensor] = []
+        self._state: dict[Any, Any] = {}
+        self._plain: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def speculate(self) -> None:
+        """Copy what is not copied yet, then step."""
+        optimizer, take = self._optimizer, self._copies.take
+        self._taken = []
+        for parameter in self._parameters():
+            take(parameter)
+            self._taken.append(parameter)
+        self._state = {k: copy_value(v, take) for k, v in optimizer.state.items()}
+        self._plain = {
+            name: copy_value(value, Tensor.clone)
+            for name, value in vars(optimizer).items()
+            if isinstance(value, bool | int | float | Tensor)
+        }
+        try:
+            with torch.enable_grad():
+                optimizer.step()
+        except BaseException:
+            self.undo()
+            raise
+
+    def commit(self) -> Iterator[None]:
+        """Drop the copy of the state, or bring it up to date."""
+        self._state = {}
+        held = self._parameters()
+        if self._ahead:
+            copy_value(dict(self._optimizer.state), _collect(held))
+        self._copies.keep(held)
+        for tensor in held if self._ahead else ():
+            copying = self._copies.take_slowly(tensor)
+            while True:
+                with torch.no_grad():
+                    if next(copying, _DONE) is _DONE:
+                        break
+                yield
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put everything back."""
+        for parameter in self._taken:
+            parameter.copy_(self._copies.of(parameter))
+        self._copies.keep(self._parameters())  # the other copies are the state now
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        vars(self._optimizer).update(self._plain)
+
+    def forget(self) -> None:
+        """Copy everything anew in the next step."""
+        self._copies.forget()
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+
+def _collect(found: list[Tensor]) -> Any:
+    """Note each tensor of a value, and leave it as it is."""
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    return note
+
+
+_DONE = object()
