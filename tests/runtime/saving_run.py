@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from histories import History, Injector, batch, look, make, uncertain_sums
+from histories import History, Injector, batch, look, make
+from moments import uncertain_sums
 
 __all__ = ["train_and_save"]
 

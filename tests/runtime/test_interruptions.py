@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from histories import (
     ALWAYS,
+    SPIKE,
     Event,
     History,
     Injector,
@@ -28,7 +29,6 @@ from zbpp.core import WorkerError
 from zbpp.runtime.launch import launch
 
 N_STEPS = 8
-SPIKE = Event(2, "linear.weight", 0, 1e5)
 INF = Event(5, "norm.weight", 1, float("inf"))
 POINTS = ("V", "commit", "undo", "redo", "replay", "0F0", "1F1", "0B0", "O",
           "reduce the gradient norm over all stages")  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import torch
 from histories import (
     ALWAYS,
+    SPIKE,
     Event,
     History,
     Injector,
@@ -23,8 +24,8 @@ from histories import (
     make,
     run,
     same,
-    uncertain_sums,
 )
+from moments import uncertain_sums
 from pool import Pool
 from small_model import batch as tokens
 from small_model import make_pipeline, refusal
@@ -43,7 +44,6 @@ from zbpp.runtime.snapshot import Snapshot
 from zbpp.runtime.speculate import Deferred
 from zbpp.simulator import bubble_rate
 
-SPIKE = Event(2, "linear.weight", 0, 1e5)
 INF = Event(5, "norm.weight", 0, math.inf)
 pytestmark = pytest.mark.filterwarnings("error")
 

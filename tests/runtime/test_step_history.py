@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from histories import ALWAYS, Event, Injector, batch, draw, make, run, uncertain_sums
+from histories import ALWAYS, SPIKE, Event, Injector, batch, draw, make, run
+from moments import uncertain_sums
 from pool import Pool
 from small_model import assert_same, make_pipeline
 from small_model import batch as tokens
@@ -15,8 +16,6 @@ from small_model import batch as tokens
 from zbpp.runtime.errors import NonFiniteError
 from zbpp.runtime.loss_scale import LossScaler
 from zbpp.runtime.patience import Patience, Trust
-
-SPIKE = Event(2, "linear.weight", 0, 1e5)
 
 
 def outcomes(trust: Trust, wrong: str) -> str:

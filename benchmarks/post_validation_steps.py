@@ -1,0 +1,162 @@
+"""What rollbacks cost the steps of a real pipeline: two stages that compute.
+
+    python benchmarks/post_validation_steps.py --rounds 12
+
+    barrier      every step waits for the norm of all gradients
+    free         early steps that could not be taken back: the least that is possible
+    deferred     zbpp's default
+    snapshot     with a copy of the optimizer state
+    ..., busy    the same, but nothing is done while a stage waits for messages
+
+No step here is wrong. The ways take turns, each with a model of its own, in blocks of
+steps of which the first two do not count. Costs are in plain optimizer steps: the time
+that a step takes more than a free one, over the time of `optimizer.step()`.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import zbpp
+from zbpp.runtime.launch import launch
+from zbpp.runtime.optimizer import StageOptimizer
+from zbpp.runtime.speculate import Rollback
+
+WAYS = ("barrier", "free", "deferred", "deferred, busy", "snapshot", "snapshot, busy")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What to measure."""
+
+    modes: tuple[str, ...] = ("ZBH1", "ZBH2", "ZBV")
+    width: int = 1024
+    layers: int = 20
+    """Linear layers of both stages together."""
+    samples: int = 64
+    """Of a micro-batch; there are 4."""
+    ways: tuple[str, ...] = WAYS
+    rounds: int = 12
+    steps: int = 10
+    """Of a block."""
+
+
+class Free:
+    """An early step that is never taken back."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.speculate = optimizer.step
+
+    def commit(self) -> Iterator[None]:
+        """Nothing."""
+        return iter(())
+
+    def undo(self) -> None:
+        """Cannot be."""
+        raise AssertionError
+
+    def forget(self) -> None:
+        """Nothing."""
+
+
+def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
+    """A pipeline of its own for each way."""
+    torch.manual_seed(0)
+    width = options.width
+    layers = [
+        nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(options.layers)
+    ]
+    pipeline = zbpp.Pipeline(
+        layers,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+        schedule=mode,
+        n_microbatches=4,
+        clip_grad_norm=1e6,
+        post_validation=way != "barrier",
+        rollback="snapshot" if way.startswith("snapshot") else "deferred",
+    )
+    for executor in pipeline._executors.values():
+        if way.endswith("busy"):
+            executor.transport.idle.waiting = nullcontext  # type: ignore
+        if way == "free":
+            use_free(executor.optimizer)
+    return pipeline
+
+
+def use_free(share: StageOptimizer) -> None:
+    """Let the early steps be plain ones."""
+    assert share.optimizer is not None
+    free: Rollback = Free(share.optimizer)
+    share._rollback = lambda: free  # type: ignore[method-assign]
+
+
+def worker(options: Steps, mode: str, out: str) -> None:
+    """One stage; rank 0 writes the seconds of a step by way, and of the optimizer."""
+    torch.set_num_threads(1)
+    pipelines = {way: make(options, mode, way) for way in options.ways}
+    batch = torch.randn(4 * options.samples, options.width)
+    found: dict[str, list[float]] = {way: [] for way in (*options.ways, "optimizer")}
+    for _ in range(options.rounds + 1):
+        for way, pipeline in pipelines.items():
+            dist.barrier()
+            for step in range(options.steps):
+                if step == 2:
+                    start = time.perf_counter()
+                pipeline.step(batch, batch)
+            found[way].append((time.perf_counter() - start) / (options.steps - 2))
+            pipeline.synchronize()
+        optimizer = pipelines["barrier"].optimizers[0]
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        start = time.perf_counter()
+        optimizer.step()
+        found["optimizer"].append(time.perf_counter() - start)
+        optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps({k: v[1:] for k, v in found.items()}))
+
+
+def main() -> None:
+    """Measure all modes and print a table."""
+    options = tyro.cli(Steps, use_underscores=True)
+    table = Table(title=f"{options.rounds} blocks of {options.steps - 2} steps")
+    for column in ("mode", "way", "step ms", "over barrier", "cost over free"):
+        table.add_column(column, justify="right")
+    for mode in options.modes:
+        with tempfile.TemporaryDirectory() as folder:
+            out = str(Path(folder) / "out.json")
+            launch(worker, (options, mode, out), 2, device="cpu")
+            found = json.loads(Path(out).read_text())
+        step = statistics.median(found["optimizer"])
+        for way in options.ways:
+            pairs = list(zip(found[way], found["barrier"], found["free"], strict=True))
+            low, cost, high = statistics.quantiles(
+                ((own - free) / step for own, _, free in pairs), n=4
+            )
+            table.add_row(
+                mode,
+                way,
+                f"{1e3 * statistics.median(found[way]):.1f}",
+                f"{statistics.median(own / barrier for own, barrier, _ in pairs):.3f}",
+                f"{cost:+.2f} ({low:+.2f} to {high:+.2f})",
+            )
+        table.add_section()
+        table.caption = f"optimizer step: {1e3 * step:.1f} ms"
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What happens at moments of its own between processes, in one process by lot."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from zbpp.runtime import pieces
+from zbpp.runtime.decision import StepSums
+from zbpp.runtime.transport import LocalTransport
+
+__all__ = ["idle_moments", "uncertain_sums"]
+
+
+@contextlib.contextmanager
+def uncertain_sums(seed: int, *, share: float = 0.1) -> Iterator[None]:
+    """At O the sums of all stages are rarely there."""
+    rng = random.Random(seed)
+    kept = StepSums.done
+    StepSums.done = lambda self: kept(self) and rng.random() < share
+    try:
+        yield
+    finally:
+        StepSums.done = kept
+
+
+@contextlib.contextmanager
+def idle_moments(seed: int) -> Iterator[list[bool]]:
+    """Before some messages there is time for some slices of a right step's rest.
+
+    Yields a list to which each slice adds whether it could do anything.
+    """
+    rng = random.Random(seed)
+    receive, size = LocalTransport.receive, dict(pieces._BUCKET_BYTES)
+    slices: list[bool] = []
+
+    def receive_late(self: LocalTransport, *args: Any) -> Any:
+        for _ in range(rng.choice([0, 0, 1, 3, 9])):
+            could = next(self.idle._work or iter(()), None)
+            if could is None:
+                self.idle.offer(None)
+                break
+            slices.append(could)
+        return receive(self, *args)
+
+    LocalTransport.receive = receive_late  # type: ignore[method-assign]
+    pieces._BUCKET_BYTES["cpu"] = 200  # many slices
+    try:
+        yield slices
+    finally:
+        LocalTransport.receive = receive  # type: ignore[method-assign]
+        pieces._BUCKET_BYTES.update(size)

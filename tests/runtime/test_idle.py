@@ -1,0 +1,143 @@
+"""Slices of work run while the stage waits, and only then."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from histories import ALWAYS, SPIKE, History, batch, difference, draw, make, run
+from moments import idle_moments, uncertain_sums
+from pool import Pool
+
+from zbpp.runtime.idle import Idle
+
+
+def slices(n: int, done: list[str], *, possible: Any = None) -> Iterator[bool]:
+    while possible is not None and not possible.is_set():
+        yield False
+    for _ in range(n):
+        time.sleep(0.001)
+        done.append(threading.current_thread().name)
+        yield True
+
+
+def test_work_is_done_while_the_stage_waits_and_not_after() -> None:
+    idle, done = Idle(), list[str]()
+    idle.offer(slices(1000, done))
+    with idle.waiting():
+        time.sleep(0.05)
+    so_far = len(done)
+    assert 5 < so_far < 60
+    time.sleep(0.02)
+    assert len(done) == so_far
+    idle.finish()
+    assert len(done) == 1000
+    here = threading.current_thread().name
+    assert done[so_far:] == [here] * (1000 - so_far)
+    assert here not in done[:so_far]
+
+
+def test_nothing_to_do_starts_no_thread() -> None:
+    idle, before = Idle(), threading.active_count()
+    with idle.waiting():
+        assert threading.active_count() == before
+    idle.finish()
+
+
+def test_work_that_is_done_is_over() -> None:
+    idle, done = Idle(), list[str]()
+    idle.offer(slices(3, done))
+    with idle.waiting():
+        time.sleep(0.05)
+    idle.finish()
+    assert len(done) == 3
+
+
+def test_work_waits_until_it_can_be_done() -> None:
+    idle, done, possible = Idle(), list[str](), threading.Event()
+    idle.offer(slices(1, done, possible=possible))
+    with idle.waiting():
+        time.sleep(0.01)
+        assert not done
+        possible.set()
+        time.sleep(0.05)
+    assert len(done) == 1
+
+
+def test_a_failure_comes_out_where_the_stage_waits() -> None:
+    def fails() -> Iterator[bool]:
+        yield True
+        raise ValueError("no")
+
+    idle = Idle()
+    idle.offer(fails())
+    with pytest.raises(ValueError, match="no"), idle.waiting():
+        time.sleep(0.05)
+    idle.offer(fails())
+    with pytest.raises(ValueError, match="no"):
+        idle.finish()
+
+
+def history_of(rollback: str, **more: Any) -> History:
+    return draw(
+        3, mode="ZBH1", n_microbatches=5, rollback=rollback, dtype=torch.float32,
+        optimizer="fused", patience=ALWAYS, events=(None, None, SPIKE, None, None),
+        looks=("",) * 5, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rollback", ["deferred", "snapshot"])
+def test_slices_between_any_two_jobs_leave_the_same_bits(rollback: str) -> None:
+    history = history_of(rollback, n_stages=4)
+    with uncertain_sums(0, share=0.5), idle_moments(0) as moments:
+        ours = run(history, 4, post_validation=True)
+    assert sum(moments) > 10  # there were some
+    assert difference(ours, run(history, 4, post_validation=False)) is None
+
+
+def count_slices(rollback: str, never: bool = False) -> tuple[int, int]:
+    """Slices while this rank waits, and at other times; rank 0 is late for a step."""
+    history = history_of(rollback)
+    pipeline = make(history, None, post_validation=True)
+    share = pipeline._executors[pipeline.rank].optimizer
+    keep, reduce, counts = share._keep, share.reduce, [0, 0]
+
+    def counted(*args: Any) -> Iterator[bool]:
+        for could in keep(*args):
+            counts[threading.current_thread() is threading.main_thread()] += could
+            yield could
+
+    def reduce_late(transport: Any) -> None:
+        time.sleep(0.02)  # rank 1 has stepped by now
+        reduce(transport)
+
+    share._keep = counted  # type: ignore[method-assign]
+    if never:
+        pipeline._executors[pipeline.rank].transport.idle.waiting = nullcontext
+    if pipeline.rank == 0:
+        share.reduce = reduce_late  # type: ignore[method-assign]
+    for step in range(5):
+        if pipeline.rank == 0:
+            time.sleep(0.1)
+        pipeline.step(*batch(history, step))
+    waiting, otherwise = counts
+    pipeline.close()
+    return waiting, otherwise
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("rollback", ["deferred", "snapshot"])
+def test_a_rank_that_waits_has_done_it_all(pool: Pool, rollback: str) -> None:
+    _, (waiting, otherwise) = pool.run(count_slices, 2, rollback)
+    assert waiting > 0
+    assert otherwise == 0
+
+
+@pytest.mark.dist
+def test_without_a_thread_it_is_left_to_the_stage(pool: Pool) -> None:
+    _, (waiting, otherwise) = pool.run(count_slices, 2, "deferred", True)
+    assert waiting == 0
+    assert otherwise > 0
