@@ -1,4 +1,4 @@
-"""What rollbacks cost the steps of a real pipeline: two stages that compute.
+"""What rollbacks cost the steps of a pipeline: passes that sleep, real optimizers.
 
     python benchmarks/post_validation_steps.py --rounds 12
 
@@ -8,9 +8,12 @@
     snapshot     with a copy of the optimizer state
     ..., busy    the same, but nothing is done while a stage waits for messages
 
-No step here is wrong. The ways take turns, each with a model of its own, in blocks of
-steps of which the first two do not count. Costs are in plain optimizer steps: the time
-that a step takes more than a free one, over the time of `optimizer.step()`.
+Two stages, a process each. F, B and W sleep for ``--job_ms`` each, so that they are no
+source of noise; fused AdamW steps ``--parameters`` numbers on each stage with gradients
+that are there, and every copy is made. No step is wrong. The ways take turns, each with
+a model of its own, in blocks of steps of which the first two do not count. Costs are in
+plain optimizer steps: the time that a step takes more than a free one, over the time of
+`optimizer.step()`.
 """
 
 import json
@@ -27,12 +30,16 @@ import torch.distributed as dist
 import tyro
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 import zbpp
+from zbpp.choose import choose_validation
+from zbpp.modes import plan
+from zbpp.runtime.emulate import EmulatedLayer
 from zbpp.runtime.launch import launch
 from zbpp.runtime.optimizer import StageOptimizer
 from zbpp.runtime.speculate import Rollback
+from zbpp.runtime.transport import Transport
 
 WAYS = ("barrier", "free", "deferred", "deferred, busy", "snapshot", "snapshot, busy")
 
@@ -42,11 +49,9 @@ class Steps:
     """What to measure."""
 
     modes: tuple[str, ...] = ("ZBH1", "ZBH2", "ZBV")
-    width: int = 1024
-    layers: int = 20
-    """Linear layers of both stages together."""
-    samples: int = 64
-    """Of a micro-batch; there are 4."""
+    job_ms: float = 15.0
+    parameters: int = 10_000_000
+    microbatches: int = 4
     ways: tuple[str, ...] = WAYS
     rounds: int = 12
     steps: int = 10
@@ -71,29 +76,58 @@ class Free:
         """Nothing."""
 
 
+class Layer(nn.Module):
+    """A chunk that sleeps, and holds parameters that it does not use."""
+
+    def __init__(self, job_s: float, parameters: int) -> None:
+        super().__init__()
+        self.passes = EmulatedLayer(job_s, job_s, job_s)
+        self.held = nn.ParameterList(torch.randn(parameters // 20) for _ in range(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hand on ``x``."""
+        return self.passes(x)
+
+
 def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
     """A pipeline of its own for each way."""
     torch.manual_seed(0)
-    width = options.width
+    schedule = plan(mode, n_stages=2, n_microbatches=options.microbatches)
+    schedule = choose_validation(schedule, way != "barrier", steps=True)
+    chunks = schedule.placement.n_chunks
     layers = [
-        nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(options.layers)
+        Layer(options.job_ms / 1e3 * 2 / chunks, options.parameters * 2 // chunks)
+        for _ in range(chunks)
     ]
     pipeline = zbpp.Pipeline(
         layers,
-        loss_fn=nn.functional.mse_loss,
+        loss_fn=lambda y, _: y.sum(),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
-        schedule=mode,
-        n_microbatches=4,
-        clip_grad_norm=1e6,
+        schedule=schedule,
+        clip_grad_norm=1e9,
         post_validation=way != "barrier",
         rollback="snapshot" if way.startswith("snapshot") else "deferred",
     )
     for executor in pipeline._executors.values():
+        give_gradients(executor.optimizer)
         if way.endswith("busy"):
             executor.transport.idle.waiting = nullcontext  # type: ignore
         if way == "free":
             use_free(executor.optimizer)
     return pipeline
+
+
+def give_gradients(share: StageOptimizer) -> None:
+    """All parameters get the same gradients in every step."""
+    gradients = [torch.randn_like(p) for p in share.parameters]
+    reduce = share.reduce
+
+    def given(transport: Transport) -> None:
+        for parameter, gradient in zip(share.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        reduce(transport)
+
+    share.reduce = given  # type: ignore[method-assign]
 
 
 def use_free(share: StageOptimizer) -> None:
@@ -107,7 +141,7 @@ def worker(options: Steps, mode: str, out: str) -> None:
     """One stage; rank 0 writes the seconds of a step by way, and of the optimizer."""
     torch.set_num_threads(1)
     pipelines = {way: make(options, mode, way) for way in options.ways}
-    batch = torch.randn(4 * options.samples, options.width)
+    batch = torch.randn(options.microbatches, 1)
     found: dict[str, list[float]] = {way: [] for way in (*options.ways, "optimizer")}
     for _ in range(options.rounds + 1):
         for way, pipeline in pipelines.items():

@@ -63,7 +63,8 @@ class Pipeline:
             take the step back in the next one if they ask for it; None: where the
             schedule splits the backward or has V's. The results are the same.
         rollback: how a step is taken back: ``"deferred"``, with a copy of the
-            parameters, or ``"snapshot"``, with one of the optimizer state as well.
+            parameters and a second step, or ``"snapshot"``, with one of the optimizer
+            state as well; either is kept up while a stage waits for messages.
         patience: when steps that are often taken back give way to a barrier.
         max_consecutive_skips: so many steps in a row with an Inf or NaN gradient end
             the run with its place; None: any number.
