@@ -203,9 +203,8 @@ class Pipeline:
 
     def _layers(self) -> Iterator[tuple[str, nn.Module]]:
         for executor in self._executors.values():
-            for chunk in executor.stage.chunks.values():
-                for index, layer in enumerate(chunk.layers, start=chunk.first):
-                    yield f"layers.{index}", layer
+            for index, layer in executor.stage.numbered():
+                yield f"layers.{index}", layer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under their global names, validated."""

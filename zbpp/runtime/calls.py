@@ -81,8 +81,7 @@ def report_split(executors: Executors) -> dict[str, str]:
     found = {}
     for executor in executors.values():
         for index, where in executor.stage.where.items():
-            chunk = executor.stage.chunks[index]
-            for place, layer in enumerate(chunk.layers, start=chunk.first):
+            for place, layer in executor.stage.chunks[index].numbered():
                 for name, p in layer.named_parameters(prefix=f"layers.{place}"):
                     if p in where:
                         found[name] = where[p]

@@ -13,25 +13,23 @@ __all__ = ["Finder", "parameter_names", "squared_norms"]
 def squared_norms(stage: Stage) -> Iterable[tuple[int, Tensor]]:
     """Squared gradient norm per layer, float64; a shared parameter counts once."""
     seen: set[nn.Parameter] = set()
-    for chunk in stage.chunks.values():
-        for index, layer in enumerate(chunk.layers, start=chunk.first):
-            own = [p for p in layer.parameters() if p not in seen]
-            seen.update(own)
-            squares = [
-                torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
-                for p in own
-                if p.grad is not None
-            ]
-            if squares:
-                yield index, torch.stack(squares).sum()
+    for index, layer in stage.numbered():
+        own = [p for p in layer.parameters() if p not in seen]
+        seen.update(own)
+        squares = [
+            torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
+            for p in own
+            if p.grad is not None
+        ]
+        if squares:
+            yield index, torch.stack(squares).sum()
 
 
 def parameter_names(stage: Stage) -> dict[int, list[str]]:
     """Global names of the parameters of each layer, in the layer's order."""
     return {
         index: [name for name, _ in layer.named_parameters(prefix=f"layers.{index}")]
-        for chunk in stage.chunks.values()
-        for index, layer in enumerate(chunk.layers, start=chunk.first)
+        for index, layer in stage.numbered()
     }
 
 
@@ -53,8 +51,7 @@ class Finder:
         stage.watch_gradients(self._look)
 
     def _look(self, chunk_index: int, microbatch: int) -> None:
-        chunk = self._stage.chunks[chunk_index]
-        for index, layer in enumerate(chunk.layers, start=chunk.first):
+        for index, layer in self._stage.chunks[chunk_index].numbered():
             if index in self.found:
                 continue
             for place, p in enumerate(layer.parameters()):

@@ -100,7 +100,7 @@ def _refuse_sharing(chunks: Sequence[Chunk]) -> None:
     """A parameter in two chunks would be trained twice, and drift apart."""
     home: dict[nn.Parameter, tuple[int, int]] = {}
     for chunk in chunks:
-        for index, layer in enumerate(chunk.layers, start=chunk.first):
+        for index, layer in chunk.numbered():
             for parameter in layer.parameters():
                 other, at = home.setdefault(parameter, (chunk.index, index))
                 if other != chunk.index:

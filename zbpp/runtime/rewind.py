@@ -72,10 +72,9 @@ class Rewind:
 
 
 def _modules(stage: Stage) -> list[nn.Module]:
-    found = {
-        module: None
-        for chunk in stage.chunks.values()
-        for layer in chunk.layers
-        for module in layer.modules()
-    }
-    return list(found)
+    """Each one once, also if layers share it."""
+    return list(
+        dict.fromkeys(
+            module for _, layer in stage.numbered() for module in layer.modules()
+        )
+    )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,10 @@ class Chunk:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""
         return nn.ModuleList(self.layers).parameters()
+
+    def numbered(self) -> Iterator[tuple[int, nn.Module]]:
+        """Global index and layer."""
+        return enumerate(self.layers, start=self.first)
 
 
 @dataclass
@@ -79,7 +84,7 @@ class Stage:
     ) -> None:
         self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
         for chunk in chunks:
-            for index, layer in enumerate(chunk.layers, start=chunk.first):
+            for index, layer in chunk.numbered():
                 check_module(layer, f"layers.{index}")
         self._last = n_chunks - 1
         self._loss_fn = loss_fn
@@ -96,6 +101,10 @@ class Stage:
         self.loss_scale = 1.0
         """What the next backwards multiply the loss by."""
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
+
+    def numbered(self) -> Iterator[tuple[int, nn.Module]]:
+        """Global index and layer, chunk after chunk."""
+        return chain.from_iterable(chunk.numbered() for chunk in self.chunks.values())
 
     @property
     def seeded(self) -> bool:
@@ -218,7 +227,7 @@ class Stage:
     def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
         value: object = inputs[0] if len(inputs) == 1 else inputs
         held = self.chunks[chunk]
-        for layer_index, layer in enumerate(held.layers, start=held.first):
+        for layer_index, layer in held.numbered():
             if self._seed is not None:
                 torch.manual_seed(
                     hash((self._seed, self.step, layer_index, microbatch))
