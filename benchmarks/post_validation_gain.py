@@ -217,9 +217,10 @@ def protocol_steps(
 def rollbacks(options: Gain) -> Table:
     """What is gained if early steps and V's take the time that they take, simulated.
 
-    The times in plain optimizer steps are those of `post_validation.py`, on a CPU.
+    The times in plain optimizer steps are those of `post_validation.py`, on a CPU, for
+    stages that have time enough for a right step's rest while they wait, or none.
     """
-    ways = {"free": (1.0, 0.0), "snapshot": (2.6, 0.0), "deferred": (2.2, 1.0)}
+    ways = {"free": (1.0, 0.0), "has to wait": (1.5, 0.0), "never waits": (1.5, 1.1)}
     plain = options.optimizer_ms / options.job_ms
     table = Table(
         title=f"m = 3p, F = B = W = 1, messages 0.1, plain optimizer step {plain:g}"

@@ -21,7 +21,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,7 +110,7 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
     for executor in pipeline._executors.values():
         give_gradients(executor.optimizer)
         if way.endswith("busy"):
-            executor.transport.idle.waiting = nullcontext  # type: ignore
+            executor.transport.idle._in_thread = False
         if way == "free":
             use_free(executor.optimizer)
     return pipeline
@@ -134,7 +133,7 @@ def use_free(share: StageOptimizer) -> None:
     """Let the early steps be plain ones."""
     assert share.optimizer is not None
     free: Rollback = Free(share.optimizer)
-    share._rollback = lambda: free  # type: ignore[method-assign]
+    share._rollbacks.of = lambda optimizer: free  # type: ignore[method-assign]
 
 
 def worker(options: Steps, mode: str, out: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+from commands import COSTS
 from hypothesis import settings
 
 # No deadline: the machine may be busy. Derandomized: a red run can be run again.
@@ -28,6 +29,13 @@ def _seeds() -> None:
             for part in seed.split("."):
                 function = getattr(function, part)
             function(0)
+
+
+@pytest.fixture
+def costs_file(tmp_path) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(COSTS, encoding="utf-8")
+    return str(path)
 
 
 def _version(package: str) -> str:

@@ -107,6 +107,7 @@ class Event:
 
 
 SPIKE = Event(2, "linear.weight", 0, 1e5)
+INF = Event(5, "norm.weight", 0, math.inf)
 
 
 @dataclass(frozen=True)

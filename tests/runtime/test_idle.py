@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,6 +44,16 @@ def test_nothing_to_do_starts_no_thread() -> None:
     with idle.waiting():
         assert threading.active_count() == before
     idle.finish()
+
+
+def test_on_a_gpu_all_is_left_to_the_stage() -> None:
+    idle, done = Idle(in_thread=False), list[str]()
+    idle.offer(slices(3, done))
+    with idle.waiting():
+        time.sleep(0.02)
+    assert not done
+    idle.finish()
+    assert set(done) == {threading.current_thread().name}
 
 
 def test_work_that_is_done_is_over() -> None:
@@ -116,7 +125,7 @@ def count_slices(rollback: str, never: bool = False) -> tuple[int, int]:
 
     share._keep = counted  # type: ignore[method-assign]
     if never:
-        pipeline._executors[pipeline.rank].transport.idle.waiting = nullcontext
+        pipeline._executors[pipeline.rank].transport.idle._in_thread = False
     if pipeline.rank == 0:
         share.reduce = reduce_late  # type: ignore[method-assign]
     for step in range(5):

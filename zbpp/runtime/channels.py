@@ -1,7 +1,7 @@
 """Channels between neighbours, one pair and direction each; and sums over all."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import Job, Value, What
+from zbpp.runtime.header import Spec
 
-__all__ = ["Channel", "PendingSum", "open_channels", "tag", "uses_nccl"]
+__all__ = ["Channel", "Incoming", "PendingSum", "open_channels", "tag", "uses_nccl"]
 
 _TENSORS_PER_MESSAGE = 16
 
@@ -22,6 +23,17 @@ class Channel:
     group: dist.ProcessGroup
     source: int
     target: int
+
+
+@dataclass
+class Incoming:
+    """A receive that is posted; its buffers exist once the shapes are known."""
+
+    value: Value
+    peer: int
+    spec: Spec | None = None
+    buffers: list[Tensor] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
 
 
 def uses_nccl(group: dist.ProcessGroup) -> bool:

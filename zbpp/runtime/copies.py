@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zbpp.runtime.nested import map_tensors
+
 __all__ = ["Copies", "Mark", "Scratch", "State", "copy_value", "mark"]
 
 State = dict[str, Any]
@@ -106,10 +108,4 @@ class Scratch:
 
 def copy_value(value: Any, copy_tensor: Callable[[Tensor], Tensor]) -> Any:
     """A copy of a value in which tensors may be nested in dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return copy_tensor(value)
-    if isinstance(value, dict):
-        return {key: copy_value(item, copy_tensor) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copy_value(item, copy_tensor) for item in value)
-    return copy.copy(value)
+    return map_tensors(value, copy_tensor, copy.copy)

@@ -13,7 +13,6 @@ stages may share a GPU). With NCCL each channel has a communicator of its own.
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,23 +22,12 @@ from torch import Tensor
 
 from zbpp.core import Job, Value, What
 from zbpp.runtime.batch import Tensors
-from zbpp.runtime.channels import PendingSum, open_channels, tag, uses_nccl
+from zbpp.runtime.channels import Incoming, PendingSum, open_channels, tag, uses_nccl
 from zbpp.runtime.errors import PeerError, ShapeError
 from zbpp.runtime.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
 from zbpp.runtime.idle import Idle
 
 __all__ = ["DistributedTransport"]
-
-
-@dataclass
-class _Incoming:
-    """A receive that is posted; its buffers exist once the shapes are known."""
-
-    value: Value
-    peer: int
-    spec: Spec | None = None
-    buffers: list[Tensor] = field(default_factory=list)
-    works: list[dist.Work] = field(default_factory=list)
 
 
 class DistributedTransport:
@@ -66,7 +54,7 @@ class DistributedTransport:
         timeout_s: float,
         first_timeout_s: float,
     ) -> None:
-        self.idle = Idle()
+        self.idle = Idle(in_thread=device.type == "cpu")
         self._group = group
         self.stage = dist.get_rank(group)
         self._device = device
@@ -83,8 +71,8 @@ class DistributedTransport:
             use_local_synchronization=True,
         )
         self._specs: dict[int, Spec] = {}  # of each chunk's activations in training
-        self._incoming: dict[Value, _Incoming] = {}
-        self._waiting: dict[int, deque[_Incoming]] = {
+        self._incoming: dict[Value, Incoming] = {}
+        self._waiting: dict[int, deque[Incoming]] = {
             peer: deque() for peer in neighbours[self.stage]
         }
         self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
@@ -138,7 +126,7 @@ class DistributedTransport:
 
     def post(self, value: Value, peer: int) -> None:
         """Start to receive, unless the shapes are still unknown."""
-        incoming = _Incoming(value, peer)
+        incoming = Incoming(value, peer)
         self._incoming[value] = incoming
         self._waiting[peer].append(incoming)
         while self._waiting[peer]:
@@ -154,14 +142,14 @@ class DistributedTransport:
             return None if sent is None else sent.of_gradients()
         return self._specs.get(value.chunk) if self._training else None
 
-    def _start(self, incoming: _Incoming, spec: Spec) -> None:
+    def _start(self, incoming: Incoming, spec: Spec) -> None:
         incoming.spec = spec
         for slot, buffer in enumerate(spec.empty(self._wire), start=1):
             incoming.buffers.append(buffer)
             incoming.works.append(self._receive_one(incoming, buffer, slot=slot))
 
     def _receive_one(
-        self, incoming: _Incoming, buffer: Tensor, *, slot: int
+        self, incoming: Incoming, buffer: Tensor, *, slot: int
     ) -> dist.Work:
         peer = incoming.peer
         channel = self._channels[peer, self.stage]
@@ -200,7 +188,7 @@ class DistributedTransport:
             for tensor, needs in zip(tensors, incoming.spec.needs_grad, strict=True)
         )
 
-    def _header(self, incoming: _Incoming, job: Job) -> Spec:
+    def _header(self, incoming: Incoming, job: Job) -> Spec:
         buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._wire)
         work = self._receive_one(incoming, buffer, slot=0)
         self._wait(work, f"{job} for {incoming.value} from", incoming.peer)
@@ -285,7 +273,7 @@ class DistributedTransport:
         assert not self._incoming, f"never received: {list(self._incoming)}"
         if self._training:
             self._timeout_s = self._steady_timeout_s
-        while self._n_older > 0 and self._outgoing:
+        while self._n_older > 0:
             self._finish_oldest("the end of the step to hand")
 
     def flush(self) -> None:

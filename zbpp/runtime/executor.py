@@ -13,8 +13,9 @@ Every job leaves a `Slot`, and under a profiler a range with its name.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
 
 from torch.profiler import record_function
 
@@ -42,6 +43,8 @@ from zbpp.runtime.torch_private import profiling
 from zbpp.runtime.transport import Transport
 
 __all__ = ["Executor", "drive"]
+
+_T = TypeVar("_T")
 
 
 class Executor:
@@ -74,10 +77,12 @@ class Executor:
         self._here: dict[Value, Tensors] = {}
         self._posted: set[Value] = set()
         self._rewind: Rewind | None = None
+        self._is_wrong = False
         optimizer.strike = self._strike
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             Pass: self._pass,
             Step: self._step,
+            Check: self._check,
             Send: self._send,
             Receive: self._receive,
             Reduce: self._reduce,
@@ -109,7 +114,9 @@ class Executor:
             self._rewind = Rewind(self.stage)
         yield from self._run(before)
         if rest and isinstance(rest[0], Check):
-            yield from self._validate(rest[0], before)
+            yield from self._run(rest[:1])
+            if self._is_wrong:
+                yield from self._repeat(rest[0], before)
             rest = rest[1:]
         self._rewind = None
         if training:
@@ -130,31 +137,19 @@ class Executor:
                 error.add_note(f"in {instruction}")
                 raise
 
-    def _validate(self, job: Check, before: Program) -> Iterator[None]:
-        """Settle the last step; if it was wrong, run what was before V once more.
+    def _repeat(self, job: Check, before: Program) -> Iterator[None]:
+        """The early step was wrong: run what was before V once more.
 
         All stages do so together, so what has been sent before is sent again; what has
         come of it and was not read yet is wrong as well.
         """
-        while not self.optimizer.ready_to_validate():
-            yield
-        try:
-            self._strike(str(job))
-            start = time.perf_counter()
-            with self._range(job):
-                wrong = self.optimizer.validate(job)
-            self.slots.append(Slot(job, start, time.perf_counter()))
-        except Exception as error:
-            error.add_note(f"in {job}")
-            raise
-        if wrong:
-            assert self._rewind is not None
-            self._strike("replay")
-            self._here.clear()
-            self._rewind.rewind()
-            yield from self._drop_received(job, before)
-            yield from self._run(before)
-            self._rewind.end()
+        assert self._rewind is not None
+        self._strike("replay")
+        self._here.clear()
+        self._rewind.rewind()
+        yield from self._drop_received(job, before)
+        yield from self._run(before)
+        self._rewind.end()
 
     def _drop_received(self, job: Check, before: Program) -> Iterator[None]:
         for instruction in before:
@@ -176,6 +171,8 @@ class Executor:
                 return value not in self._posted or self.transport.ready(value)
             case Step():
                 return self.optimizer.ready()
+            case Check():
+                return self.optimizer.ready_to_validate()
         return True
 
     def _input_of(self, job: Pass) -> Value | None:
@@ -208,10 +205,9 @@ class Executor:
             self._rewind.before(job)
         if job.kind is not PassKind.F:
             self.optimizer.before_gradients()
-        start = time.perf_counter()
-        with self._range(job):
-            result = self._passes[job.kind](job.chunk, job.microbatch, tensors)
-        self.slots.append(Slot(job, start, time.perf_counter()))
+        result = self._timed(
+            job, partial(self._passes[job.kind], job.chunk, job.microbatch, tensors)
+        )
         value = self._output_of(job)
         if value is not None:
             assert result is not None
@@ -239,15 +235,19 @@ class Executor:
     def _reduce(self, instruction: Reduce) -> None:
         self.optimizer.reduce(self.transport)
 
-    def _range(self, job: Job) -> AbstractContextManager[object]:
-        """Name a job in profiles as it is named in the plots."""
-        return record_function(str(job)) if self._profiled else nullcontext()
-
     def _step(self, job: Step) -> None:
+        self._timed(job, partial(self.optimizer.step, job))
+
+    def _check(self, job: Check) -> None:
+        self._is_wrong = self._timed(job, partial(self.optimizer.validate, job))
+
+    def _timed(self, job: Job, action: Callable[[], _T]) -> _T:
+        """Note when a job runs, and name it in profiles as it is named in the plots."""
         start = time.perf_counter()
-        with self._range(job):
-            self.optimizer.step(job)
+        with record_function(str(job)) if self._profiled else nullcontext():
+            result = action()
         self.slots.append(Slot(job, start, time.perf_counter()))
+        return result
 
 
 def drive(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zbpp.runtime.split_backward import SplitGraph
 
-__all__ = ["GradientOrder", "accumulate"]
+__all__ = ["GradientOrder"]
 
 _Late = list[tuple[Tensor, Tensor]]
 """Parameters, and gradients that are not yet added to theirs."""
@@ -122,19 +122,6 @@ class _Turns:
             self._turn += 1
 
 
-def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to ``parameter.grad`` as autograd does: the first gradient is kept as it is.
-
-    Args:
-        parameter: a leaf.
-        gradient: of the same shape, in the dtype of the parameter's gradients.
-    """
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
-
-
 def _take(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
     """Their gradients, which they have no longer."""
     kept = [(p, p.grad) for p in parameters]
@@ -144,6 +131,10 @@ def _take(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _add_all(late: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """As autograd does: the first gradient of a parameter is kept as it is."""
     with torch.no_grad():
         for parameter, gradient in late:
-            accumulate(parameter, gradient)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)

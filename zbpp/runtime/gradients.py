@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from zbpp.runtime.stage import Stage
 
-__all__ = ["Finder", "parameter_names", "squared_norms"]
+__all__ = ["Finder", "multiply_gradients", "parameter_names", "squared_norms"]
 
 
 def squared_norms(stage: Stage) -> Iterable[tuple[int, Tensor]]:
@@ -23,6 +23,13 @@ def squared_norms(stage: Stage) -> Iterable[tuple[int, Tensor]]:
         ]
         if squares:
             yield index, torch.stack(squares).sum()
+
+
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients that there are, in place; nothing is done for 1."""
+    for p in parameters if factor != 1.0 else ():
+        if p.grad is not None:
+            p.grad.mul_(factor)
 
 
 def parameter_names(stage: Stage) -> dict[int, list[str]]:

@@ -18,9 +18,15 @@ _POLL_S = 5e-4
 
 
 class Idle:
-    """One stage's work that can wait: slices of about a millisecond."""
+    """One stage's work that can wait: slices of about a millisecond.
 
-    def __init__(self) -> None:
+    Args:
+        in_thread: False leaves all of it to `finish`. On a GPU it must: a thread has a
+            current stream of its own, which does not wait for the stage's.
+    """
+
+    def __init__(self, *, in_thread: bool = True) -> None:
+        self._in_thread = in_thread
         self._work: Iterator[bool] | None = None
         self._ends = threading.Event()
         self._pool: ThreadPoolExecutor | None = None
@@ -50,7 +56,7 @@ class Idle:
         Raises:
             Exception: whatever the work raises; there is no more work then.
         """
-        if self._work is None:
+        if self._work is None or not self._in_thread:
             yield
             return
         if self._pool is None:

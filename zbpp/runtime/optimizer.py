@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from zbpp.core import Job
 from zbpp.runtime.decision import Decision, StepSums, clip_factor, decide
 from zbpp.runtime.errors import NonFiniteError
-from zbpp.runtime.gradients import Finder, squared_norms
+from zbpp.runtime.gradients import Finder, multiply_gradients, squared_norms
 from zbpp.runtime.group_values import GroupValues
 from zbpp.runtime.history import History, StepRules
 from zbpp.runtime.idle import Idle
-from zbpp.runtime.notices import say_that_early_steps_end, say_what_a_snapshot_costs
+from zbpp.runtime.notices import say_that_early_steps_end
 from zbpp.runtime.result import StepResult
-from zbpp.runtime.snapshot import Snapshot
-from zbpp.runtime.speculate import Deferred, Rollback, can_defer
+from zbpp.runtime.rollbacks import Rollbacks
+from zbpp.runtime.speculate import Rollback
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.torch_private import has_step_hooks, mark_called
 from zbpp.runtime.transport import Transport
@@ -81,8 +81,8 @@ class StageOptimizer:
         self._clip = rules.clip_grad_norm
         self._n_layers = n_layers
         self._rules = rules
+        self._rollbacks = Rollbacks(rules, speaks=speaks)
         self._idle = idle
-        self._speaks = speaks
         self.parameters = [
             p
             for chunk in stage.chunks.values()
@@ -95,7 +95,6 @@ class StageOptimizer:
             else None
         )
         self.history = History(rules)
-        self._rollbacks: dict[str, Rollback] = {}
         self._finder: Finder | None = None
         self._pending: _Pending | None = None
         self._replay = False
@@ -117,7 +116,7 @@ class StageOptimizer:
 
     def reduce(self, transport: Transport) -> None:
         """Start the sum of norms and losses over all stages."""
-        self._unscale()
+        multiply_gradients(self.parameters, 1.0 / self._stage.loss_scale)
         n_losses = self._stage.n_microbatches
         n_notes = self._n_layers if self._finder is not None else 0
         vector = torch.zeros(
@@ -166,7 +165,7 @@ class StageOptimizer:
         elif self.optimizer is not None:
             pending.values = GroupValues(self.optimizer)
             if not decide(pending.local_norm, self._clip).corrects:
-                rollback = self._rollback()
+                rollback = self._rollbacks.of(self.optimizer)
                 rollback.speculate()
                 pending.taken = rollback
                 pending.values.end()
@@ -215,14 +214,10 @@ class StageOptimizer:
         """
         self._settle(job)
         self._idle.finish()
-        self._forget()
+        self._rollbacks.forget()
         self._raise()
 
     # How it is done.
-
-    def _forget(self) -> None:
-        for rollback in self._rollbacks.values():
-            rollback.forget()
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -260,7 +255,7 @@ class StageOptimizer:
             self.strike("commit")  # `_keep` is under way, or comes
         else:
             self._idle.offer(None)
-            self._forget()
+            self._rollbacks.forget()
             for parameter, gradient in pending.gradients:
                 parameter.grad = gradient
             if taken is not None:
@@ -268,7 +263,7 @@ class StageOptimizer:
                 taken.undo()
             self.strike("redo")
             self._torn = True
-            self._clip_gradients(decision.factor)
+            multiply_gradients(self.parameters, decision.factor)
             action = _nothing if decision.skipped else optimizer.step
             if pending.values is None:
                 action()
@@ -298,35 +293,6 @@ class StageOptimizer:
     def _waits(self) -> bool:
         """Hooks of a step may do what cannot be taken back: they see the right one."""
         return self.optimizer is not None and has_step_hooks(self.optimizer)
-
-    def _clip_gradients(self, factor: float) -> None:
-        if factor < 1.0:
-            for p in self.parameters:
-                if p.grad is not None:
-                    p.grad.mul_(factor)
-
-    def _unscale(self) -> None:
-        """Take the loss scale out of the gradients."""
-        if self._stage.loss_scale != 1.0:
-            inverse = 1.0 / self._stage.loss_scale
-            for p in self.parameters:
-                if p.grad is not None:
-                    p.grad.mul_(inverse)
-
-    def _rollback(self) -> Rollback:
-        """What can take a step of the optimizer back; it may have got hooks by now."""
-        assert self.optimizer is not None
-        defers = self._rules.rollback == "deferred" and can_defer(self.optimizer)
-        if defers:
-            if "deferred" not in self._rollbacks:
-                self._rollbacks["deferred"] = Deferred(self.optimizer)
-            return self._rollbacks["deferred"]
-        if "snapshot" not in self._rollbacks:
-            ahead = self._rules.rollback == "snapshot"
-            self._rollbacks["snapshot"] = Snapshot(self.optimizer, ahead=ahead)
-            if self._speaks and self._rules.rollback == "deferred":
-                say_what_a_snapshot_costs(self.optimizer)
-        return self._rollbacks["snapshot"]
 
 
 def _nothing(*_: object) -> None:

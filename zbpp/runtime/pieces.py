@@ -54,9 +54,11 @@ class Piece:
         return tensor if self.cut is None else tensor.detach().view(-1)[self.cut]
 
     def of_state(self, state: State) -> State:
-        """The part of the parameter's state; its single numbers are not copied."""
+        """The state itself, or a part of it, with single numbers of its own."""
+        if self.cut is None:
+            return state
         return {
-            name: self.of(value) if self.is_cut_in(value) else value
+            name: self.of(value) if self.is_cut_in(value) else value.clone()
             for name, value in state.items()
         }
 
@@ -111,7 +113,7 @@ def _cut(whole: Piece, size: int) -> Iterator[Piece]:
 def _can_cut(optimizer: torch.optim.Optimizer, whole: Piece) -> bool:
     """A first step, which makes the state, is not cut."""
     parameter, gradient = whole.parameter, whole.gradient
-    state = optimizer.state.get(parameter)
+    state = optimizer.state.get(parameter, {})
     return (
         _is_one_of(optimizer, _ELEMENTWISE)
         and type(parameter) in (Tensor, nn.Parameter)

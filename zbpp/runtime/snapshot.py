@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.copies import Copies, copy_value
+from zbpp.runtime.nested import tensors_in
 
 __all__ = ["Snapshot"]
 
@@ -51,20 +52,16 @@ class Snapshot:
             self.undo()
             raise
 
+    @torch.no_grad()
     def commit(self) -> Iterator[None]:
         """Drop the copy of the state, or bring it up to date."""
         self._state = {}
         held = self._parameters()
         if self._ahead:
-            copy_value(dict(self._optimizer.state), _collect(held))
+            held += tensors_in(dict(self._optimizer.state))
         self._copies.keep(held)
         for tensor in held if self._ahead else ():
-            copying = self._copies.take_slowly(tensor)
-            while True:
-                with torch.no_grad():
-                    if next(copying, _DONE) is _DONE:
-                        break
-                yield
+            yield from self._copies.take_slowly(tensor)
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -82,16 +79,3 @@ class Snapshot:
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-
-def _collect(found: list[Tensor]) -> Any:
-    """Note each tensor of a value, and leave it as it is."""
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    return note
-
-
-_DONE = object()

@@ -95,27 +95,17 @@ class Deferred:
             raise
         self._stepped = {parameter: mark(parameter) for parameter in self._stepped}
 
+    @torch.no_grad()
     def commit(self) -> Iterator[None]:
         """Step the state: on the old parameters, which end as the new ones."""
         while self._left:
             yield
-            with torch.no_grad():
-                self._commit(self._left[0])
+            self._commit(self._left[0])
             self._left.popleft()
 
     def _commit(self, bucket: Sequence[Piece]) -> None:
         real = self._optimizer.state
-        states = []
-        for piece in bucket:
-            own = real.get(piece.parameter, {})
-            if piece.cut is not None:
-                own = {
-                    name: value if piece.is_cut_in(whole) else value.clone()
-                    for (name, value), whole in zip(
-                        piece.of_state(own).items(), own.values(), strict=True
-                    )
-                }
-            states.append(own)
+        states = [piece.of_state(real.get(piece.parameter, {})) for piece in bucket]
         copies = [piece.of(self._copies.of(piece.parameter)) for piece in bucket]
         stepped = self._step(bucket, copies, states)
         for piece, copy in zip(bucket, copies, strict=True):
@@ -150,7 +140,7 @@ class Deferred:
         optimizer = self._optimizer
         groups, held = optimizer.param_groups, optimizer.state
         members: dict[int, list[Tensor]] = defaultdict(list)
-        used: dict[Tensor, State] = defaultdict(dict)
+        used: defaultdict[Tensor, State] = defaultdict(dict)
         for piece, target, state in zip(bucket, targets, states, strict=True):
             members[piece.group].append(target)
             if target is not piece.parameter:

@@ -34,11 +34,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from zbpp.runtime.harvest import Harvest, harvest
+from zbpp.runtime.nested import map_tensors
 from zbpp.runtime.product import Product
 from zbpp.runtime.weight_queue import WeightQueue
 from zbpp.runtime.wrappers import check_module
 
-__all__ = ["SplitGraph", "map_tensors", "split_forward"]
+__all__ = ["SplitGraph", "split_forward"]
 
 
 class SplitGraph:
@@ -235,15 +236,3 @@ def split_forward(
     graph = SplitGraph(outputs, inputs, queue)
     graph.outputs = result
     return graph
-
-
-def map_tensors(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same thing with its tensors changed, in tuples, lists and dicts too."""
-    if isinstance(thing, Tensor):
-        return change(thing)
-    if isinstance(thing, dict):
-        return {key: map_tensors(value, change) for key, value in thing.items()}
-    if isinstance(thing, list | tuple):
-        items = [map_tensors(item, change) for item in thing]
-        return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
-    return thing

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.runtime.batch import Tensors, count_samples
 from zbpp.runtime.gradient_order import GradientOrder
+from zbpp.runtime.nested import map_tensors
 from zbpp.runtime.split_backward import SplitGraph
 from zbpp.runtime.weight_queue import WeightQueue
 from zbpp.runtime.wrappers import check_module
@@ -235,7 +236,7 @@ class Stage:
                 )
             value = layer(value)
         if chunk == self._last and self._targets is not None:
-            target = _to_device(self._targets[microbatch], self.device)
+            target = map_tensors(self._targets[microbatch], lambda t: t.to(self.device))
             value = self._loss_fn(value, target)
             if not isinstance(value, Tensor) or value.dim() != 0:
                 raise RequestError(
@@ -256,11 +257,3 @@ class Stage:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
-
-
-def _to_device(value: object, device: torch.device) -> object:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple | list):
-        return type(value)(_to_device(item, device) for item in value)
-    return value

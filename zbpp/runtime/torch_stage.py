@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.split_backward import (
-    SplitGraph,
-    map_tensors,
-    split_forward,
-)
+from zbpp.runtime.nested import map_tensors, tensors_in
+from zbpp.runtime.split_backward import SplitGraph, split_forward
 from zbpp.runtime.torch_private import accumulates
 from zbpp.runtime.wrappers import check_module
 
@@ -91,12 +88,4 @@ def _nothing() -> None:
 
 def _trainable(thing: Any) -> list[Tensor]:
     """All tensors in it that require a gradient."""
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        if x.requires_grad:
-            found.append(x)
-        return x
-
-    map_tensors(thing, note)
-    return found
+    return [tensor for tensor in tensors_in(thing) if tensor.requires_grad]

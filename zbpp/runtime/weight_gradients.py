@@ -85,23 +85,6 @@ class _OfMatrix:
         return gradient if self.factor == 1 else gradient * self.factor
 
 
-def _mm(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfMatrix:
-    if operands == (1,):
-        sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
-    else:
-        sizes, strides = node._saved_self_sym_sizes, node._saved_self_sym_strides
-    return _OfMatrix(other, 1, operands == (1,), _is_column_major(sizes, strides))
-
-
-def _addmm(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfMatrix:
-    if operands == (2,):
-        sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
-    else:
-        sizes, strides = node._saved_mat1_sym_sizes, node._saved_mat1_sym_strides
-    is_column_major = _is_column_major(sizes, strides)
-    return _OfMatrix(other, node._saved_alpha, operands == (2,), is_column_major)
-
-
 def _is_column_major(sizes: Any, strides: Any) -> bool:
     return bool(strides[0] == 1 and strides[1] == sizes[0])
 
@@ -124,14 +107,6 @@ class _OfBatch:
         left, right = (other, dy) if self.is_right else (dy, other)
         total.baddbmm_(left, right, alpha=self.factor)
         return True
-
-
-def _bmm(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfBatch:
-    return _OfBatch(other, 1, operands == (1,))
-
-
-def _baddbmm(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfBatch:
-    return _OfBatch(other, node._saved_alpha, operands == (2,))
 
 
 @dataclass(frozen=True)
@@ -163,17 +138,30 @@ def _convolution(
     return _OfConvolution(x, weight, bias_sizes, settings, 2 in operands)
 
 
-def _of_matrices(left: str, right: str, first: int, *settings: str) -> Rule:
+def _of_matrices(left: str, right: str, first: int, *factor: str) -> Rule:
     """Try the right matrix, then the left one; each needs the other."""
+
+    def prepare(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfMatrix:
+        is_right = operands == (first + 1,)
+        name = right if is_right else left
+        layout = (getattr(node, f"_saved_{name}_sym_{what}") for what in _LAYOUT)
+        is_column_major = _is_column_major(*layout)
+        return _OfMatrix(other, _factor(node, factor), is_right, is_column_major)
+
     shapes = (f"{name}_sym_{what}" for name in (left, right) for what in _LAYOUT)
-    settings = (*settings, *shapes)
-    prepare = _addmm if first else _mm
+    settings = (*shapes, *factor)
     return Rule(((first + 1,), (first,)), ((left,), (right,)), settings, prepare)
 
 
-def _of_batches(left: str, right: str, first: int, *settings: str) -> Rule:
-    prepare = _baddbmm if first else _bmm
-    return Rule(((first + 1,), (first,)), ((left,), (right,)), settings, prepare)
+def _of_batches(left: str, right: str, first: int, *factor: str) -> Rule:
+    def prepare(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfBatch:
+        return _OfBatch(other, _factor(node, factor), operands == (first + 1,))
+
+    return Rule(((first + 1,), (first,)), ((left,), (right,)), factor, prepare)
+
+
+def _factor(node: Any, names: tuple[str, ...]) -> Any:
+    return getattr(node, f"_saved_{names[0]}") if names else 1
 
 
 _LAYOUT = ("sizes", "strides")
