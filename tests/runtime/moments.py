@@ -44,7 +44,7 @@ def idle_moments(seed: int) -> Iterator[list[bool]]:
         return receive(self, *args)
 
     LocalTransport.receive = receive_late  # type: ignore[method-assign]
-    pieces._BUCKET_BYTES["cpu"] = 200  # many slices
+    pieces._BUCKET_BYTES["cpu"] = 400  # many slices
     try:
         yield slices
     finally:
