@@ -1,11 +1,13 @@
 """Early steps that are validated later leave the bits of steps behind a barrier."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from histories import (
-    compare,
-    draw,
-)
+from histories import INF, SPIKE, History, compare, difference, draw, run
+from moments import idle_moments, uncertain_sums
+
+from zbpp.runtime.rewind import Rewind
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -36,3 +38,24 @@ def test_random_histories(first: int) -> None:
 @pytest.mark.parametrize("first", range(60, 1000, 94))
 def test_a_thousand_random_histories(first: int) -> None:
     assert check(range(first, first + 94)) > 94
+
+
+def compare_unseeded(history: History) -> str | None:
+    with uncertain_sums(history.seed), idle_moments(history.seed):
+        ours = run(history, history.n_stages, post_validation=True, seed=None)
+    theirs = run(history, history.n_stages, post_validation=False, seed=None)
+    return difference(ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_torchs_own_random_numbers_are_drawn_once_more(seed: int) -> None:
+    """Dropout without seeds of its own: all stages share one generator."""
+    assert compare_unseeded(draw(seed, dropout=0.3)) is None
+
+
+def test_other_random_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = (None, SPIKE, INF, None)
+    history = draw(1, dropout=0.3, n_stages=3, events=events, looks=("",) * 4)
+    assert compare_unseeded(history) is None
+    monkeypatch.setattr(Rewind, "numbers_of", lambda self, job: nullcontext())
+    assert compare_unseeded(history) is not None

@@ -73,7 +73,7 @@ def _run_with_values_of_now(self: GroupValues, action: Callable[[], object]) -> 
 
 
 def _rewind_without_buffers(self: Rewind) -> None:
-    self._end = self._random()
+    self._repeats = True
     self._stage.discard()
 
 

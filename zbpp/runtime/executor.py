@@ -149,7 +149,6 @@ class Executor:
         self._rewind.rewind()
         yield from self._drop_received(job, before)
         yield from self._run(before)
-        self._rewind.end()
 
     def _drop_received(self, job: Check, before: Program) -> Iterator[None]:
         for instruction in before:
@@ -201,13 +200,12 @@ class Executor:
             tensors = self.transport.receive(value, job)
         elif value is not None:
             tensors = self._here.pop(value)
-        if self._rewind is not None:
-            self._rewind.before(job)
         if job.kind is not PassKind.F:
             self.optimizer.before_gradients()
-        result = self._timed(
-            job, partial(self._passes[job.kind], job.chunk, job.microbatch, tensors)
-        )
+        with nullcontext() if self._rewind is None else self._rewind.numbers_of(job):
+            result = self._timed(
+                job, partial(self._passes[job.kind], job.chunk, job.microbatch, tensors)
+            )
         value = self._output_of(job)
         if value is not None:
             assert result is not None

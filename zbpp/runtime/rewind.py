@@ -2,8 +2,12 @@
 
 Forwards before a V may have to run once more, and must then find both as they were:
 BatchNorm's running means would be updated twice, dropout would draw other numbers.
-The random state is kept per pass: stages that share a process also share a generator.
+A repeated pass draws its numbers again, and leaves the generator where it was: what
+comes next draws what it would have drawn, on all stages that share the process.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +30,7 @@ class Rewind:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._states: dict[Pass, _Random] = {}
-        self._end: _Random | None = None
+        self._repeats = False
         self._buffers = [
             (module, name, buffer, buffer.clone())
             for module in _modules(stage)
@@ -34,28 +38,31 @@ class Rewind:
             if buffer is not None
         ]
 
-    def before(self, job: Pass) -> None:
-        """A forward comes, for the first or the second time."""
+    @contextmanager
+    def numbers_of(self, job: Pass) -> Iterator[None]:
+        """Within this a forward runs, for the first or the second time."""
         if self._stage.seeded:
+            yield
             return
-        if self._end is None:
-            self._states[job] = self._random()
-        else:
-            self._set_random(self._states[job])
+        now = self._random()
+        if not self._repeats:
+            self._states[job] = now
+            yield
+            return
+        self._set_random(self._states[job])
+        try:
+            yield
+        finally:
+            self._set_random(now)
 
     @torch.no_grad()
     def rewind(self) -> None:
         """The forwards so far did not count."""
-        self._end = self._random()
+        self._repeats = True
         self._stage.discard()
         for module, name, buffer, value in self._buffers:
             buffer.copy_(value)
             module._buffers[name] = buffer
-
-    def end(self) -> None:
-        """The forwards have run for the second time, and drawn the same numbers."""
-        if self._end is not None:
-            self._set_random(self._end)
 
     def _random(self) -> _Random:
         device = self._stage.device
