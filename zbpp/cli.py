@@ -18,17 +18,11 @@ from zbpp.core import RequestError, WorkerError, schedule_text
 from zbpp.doctor import report_lines
 from zbpp.flags import Given, OneSchedule, Sized, plan_by_flags, shown_as
 from zbpp.modes import MODES
-from zbpp.report import (
-    Steady,
-    Summary,
-    print_comparison,
-    print_report,
-    steady,
-    summarize,
-)
+from zbpp.report import print_comparison, print_report
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.simulator import plot, write_trace
 from zbpp.split_report import print_split
+from zbpp.summary import Steady, Summary, steady, summarize
 from zbpp.training.options import Train
 
 __all__ = ["Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]

@@ -1,127 +1,24 @@
-"""What a schedule costs, as numbers for machines and as text for a terminal."""
+"""What a schedule costs, as text for a terminal."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 
 from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, draw
-from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import (
-    bubble_rate,
     critical_path,
     idle,
-    lower_bounds,
-    makespan,
-    overhead,
-    peak_memory,
     simulate,
-    span,
     stage_span,
-    steady_step_time,
-    step_time,
-    with_rollback,
     work,
 )
+from zbpp.summary import Steady, Summary, steady, summarize
 
-__all__ = [
-    "Steady",
-    "Summary",
-    "print_comparison",
-    "print_report",
-    "steady",
-    "summarize",
-]
+__all__ = ["print_comparison", "print_report"]
 
 _ROUNDING = 1e-9  # relative
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The figures of one schedule; times and memory in the units of the costs."""
-
-    mode: str
-    n_stages: int
-    n_microbatches: int
-    placement: list[int]
-    bubble_rate: float
-    overhead: float
-    span: float
-    makespan: float
-    step_time: float
-    peak_memory: list[float]
-    """Per stage."""
-    memory_bound: float | list[float]
-    """The memory per stage for which the lower bound holds."""
-    lower_bound: float
-    """Of the span: no schedule with this placement and memory is shorter."""
-    lower_bound_by: str
-    gap: float
-    """span / lower_bound - 1."""
-
-
-def summarize(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Summary:
-    """Simulate a schedule and compare it with the lower bound.
-
-    The bound holds for every schedule with the same placement and costs within the
-    memory limit; if there is none, within the largest memory that this one takes.
-
-    Raises:
-        RequestError: costs or memory do not fit the placement.
-    """
-    timeline = simulate(schedule, costs)
-    held = peak_memory(timeline, memory)
-    limit = max(held) if memory.limit is None else memory.limit
-    bounds = lower_bounds(
-        schedule.placement,
-        schedule.n_microbatches,
-        costs,
-        replace(memory, limit=limit),
-    )
-    by, bound = max(bounds.items(), key=lambda item: item[1])
-    longest = span(timeline)
-    if bound <= longest * (1 + _ROUNDING):
-        bound = min(bound, longest)
-    return Summary(
-        mode=schedule.name,
-        n_stages=schedule.n_stages,
-        n_microbatches=schedule.n_microbatches,
-        placement=list(schedule.placement.stage_of),
-        bubble_rate=bubble_rate(timeline),
-        overhead=overhead(timeline),
-        span=longest,
-        makespan=makespan(timeline),
-        step_time=step_time(timeline),
-        peak_memory=held,
-        memory_bound=list(limit) if isinstance(limit, tuple) else limit,
-        lower_bound=bound,
-        lower_bound_by=by,
-        gap=longest / bound - 1 if bound > 0 else 0.0,
-    )
-
-
-@dataclass(frozen=True)
-class Steady:
-    """Times of one step among many, in the unit of the costs."""
-
-    step_time_barrier: float
-    """Every step waits for the sum over all stages."""
-    step_time_post_validation: float
-    """The sum is awaited in the next step's warm-up."""
-    rollback_time: float
-    """How much later all is if one validation fails."""
-
-
-def steady(schedule: Schedule, costs: Costs) -> Steady:
-    """Simulate steps until they repeat: some ten times the work of `summarize`.
-
-    Raises:
-        RequestError: the costs do not fit the placement.
-    """
-    barrier = steady_step_time(without_checks(schedule), costs)
-    return Steady(barrier, *with_rollback(post_validated(schedule), costs))
 
 
 def print_report(

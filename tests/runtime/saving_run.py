@@ -6,8 +6,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from histories import History, Injector, batch, look, make
+from histories import History, Injector, batch, make
 from moments import uncertain_sums
+from outcomes import look
 
 __all__ = ["train_and_save"]
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from histories import ALWAYS, SPIKE, History, batch, difference, draw, make, run
+from histories import ALWAYS, SPIKE, History, batch, draw, make, run
 from moments import idle_moments, uncertain_sums
+from outcomes import difference
 from pool import Pool
 
 from zbpp.runtime.idle import Idle

@@ -10,19 +10,8 @@ import random
 from pathlib import Path
 
 import pytest
-from histories import (
-    ALWAYS,
-    SPIKE,
-    Event,
-    History,
-    Injector,
-    State,
-    batch,
-    draw,
-    look,
-    make,
-    same,
-)
+from histories import ALWAYS, SPIKE, Event, History, Injector, batch, draw, make
+from outcomes import State, look, same
 from saving_run import train_and_save
 
 from zbpp.core import WorkerError

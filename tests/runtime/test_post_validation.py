@@ -4,8 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from histories import INF, SPIKE, History, compare, difference, draw, run
+from histories import INF, SPIKE, History, compare, draw, run
 from moments import idle_moments, uncertain_sums
+from outcomes import difference
 
 from zbpp.runtime.rewind import Rewind
 

@@ -6,16 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from histories import (
-    ALWAYS,
-    INF,
-    SPIKE,
-    compare,
-    difference,
-    draw,
-    run,
-)
+from histories import ALWAYS, INF, SPIKE, compare, draw, run
 from moments import uncertain_sums
+from outcomes import difference
 from torch import Tensor
 
 from zbpp.runtime.copies import Copies

@@ -5,21 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from histories import (
-    ALWAYS,
-    INF,
-    SPIKE,
-    History,
-    Injector,
-    Outcome,
-    batch,
-    difference,
-    draw,
-    look,
-    make,
-    run,
-    same,
-)
+from histories import ALWAYS, INF, SPIKE, History, Injector, batch, draw, make, run
+from outcomes import Outcome, difference, look, same
 from pool import Pool
 from small_model import batch as tokens
 from small_model import make_pipeline

@@ -4,20 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from histories import (
-    ALWAYS,
-    INF,
-    SPIKE,
-    Injector,
-    batch,
-    bytes_of,
-    draw,
-    look,
-    make,
-    run,
-    same,
-)
+from histories import ALWAYS, INF, SPIKE, Injector, batch, draw, make, run
 from moments import uncertain_sums
+from outcomes import bytes_of, look, same
 from small_model import batch as tokens
 from small_model import make_pipeline, refusal
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from histories import Counting, bytes_of
+from histories import Counting
+from outcomes import bytes_of
 from torch import Tensor, nn
 
 from zbpp.runtime import pieces
