@@ -2,7 +2,7 @@
 
     python benchmarks/post_validation.py rollback --parameters 20_000_000 --rounds 15
 
-compares, on one thread, three ways to step AdamW (fused) and take it back:
+compares, on one thread, four ways to step AdamW (fused) and take it back:
 
     deferred   zbpp's default: a copy of the parameters, and a second step to commit
     snapshot   a copy of parameters and optimizer state, made before the next step

@@ -7,13 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, draw
-from zbpp.simulator import (
-    critical_path,
-    idle,
-    simulate,
-    stage_span,
-    work,
-)
+from zbpp.simulator import critical_path, idle, simulate, stage_span, work
 from zbpp.summary import Steady, Summary, steady, summarize
 
 __all__ = ["print_comparison", "print_report"]

@@ -42,7 +42,9 @@ def _commit_too_late(self: StageOptimizer) -> None:
 
 def _copy_once(self: Copies, tensor: Tensor) -> Tensor:
     """The copies stay those of the first step."""
-    return self._room(tensor)
+    if tensor not in self._of:
+        self._room(tensor).copy_(tensor)
+    return self._of[tensor]
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.nested import map_tensors
@@ -40,15 +41,13 @@ class Copies:
     def take_slowly(self, tensor: Tensor) -> Iterator[None]:
         """The same, in slices."""
         at = mark(tensor)
-        if not tensor.is_contiguous():
+        whole = (self._room(tensor), tensor.detach())
+        parts: list[tuple[Tensor, ...]] = [(part,) for part in whole]
+        if tensor.is_contiguous():
+            parts = [torch.split(part.view(-1), _SLICE) for part in whole]
+        for target, source in zip(*parts, strict=True):
             yield
-            self._room(tensor).copy_(tensor)
-        else:
-            target, source = self._room(tensor).view(-1), tensor.detach().view(-1)
-            for start in range(0, tensor.numel(), _SLICE):
-                yield
-                cut = slice(start, start + _SLICE)
-                target[cut].copy_(source[cut])
+            target.copy_(source)
         self.trust(tensor, at)
 
     def trust(self, tensor: Tensor, at: Mark) -> None:
@@ -67,7 +66,7 @@ class Copies:
 
     def _room(self, tensor: Tensor) -> Tensor:
         if tensor not in self._of:
-            self._of[tensor] = tensor.detach().clone()
+            self._of[tensor] = torch.empty_like(tensor, requires_grad=False)
         return self._of[tensor]
 
 
@@ -90,7 +89,8 @@ class Scratch:
 
     def copy(self, state: State) -> State:
         """A copy for use until `reuse`."""
-        return {name: copy_value(value, self._copy) for name, value in state.items()}
+        copied: State = copy_value(state, self._copy)
+        return copied
 
     def reuse(self) -> None:
         """The copies so far are not needed any more."""

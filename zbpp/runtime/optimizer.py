@@ -52,7 +52,6 @@ class _Pending:
     values: GroupValues | None = None
     taken: Rollback | None = None
     gradients: Sequence[tuple[nn.Parameter, Tensor | None]] = ()
-    decision: Decision | None = None
 
 
 class StageOptimizer:
@@ -234,7 +233,6 @@ class StageOptimizer:
         if pending is None:
             return
         decision = decide(pending.sums.norm(job), self._clip)
-        pending.decision = decision
         if self.optimizer is not None:
             self._carry_out(decision, pending)
         self._pending = None
@@ -274,12 +272,9 @@ class StageOptimizer:
 
     def _keep(self, pending: _Pending, taken: Rollback) -> Iterator[bool]:
         """Once the step is known to be right, do what it has left to do."""
-        while pending.decision is None:
-            if pending.sums.done():
-                pending.decision = decide(pending.sums.norm(), self._clip)
-            else:
-                yield False
-        if pending.decision.corrects:
+        while not pending.sums.done():
+            yield False
+        if decide(pending.sums.norm(), self._clip).corrects:
             return
         try:
             for _ in taken.commit():

@@ -26,7 +26,8 @@ class Snapshot:
     ) -> None:
         self._optimizer = optimizer
         self._ahead = ahead
-        self._copies = Copies()
+        self._copies = Copies()  # of the parameters
+        self._state_copies = Copies()
         self._taken: list[Tensor] = []
         self._state: dict[Any, Any] = {}
         self._plain: dict[str, Any] = {}
@@ -34,12 +35,12 @@ class Snapshot:
     @torch.no_grad()
     def speculate(self) -> None:
         """Copy what is not copied yet, then step."""
-        optimizer, take = self._optimizer, self._copies.take
+        optimizer = self._optimizer
         self._taken = []
         for parameter in self._parameters():
-            take(parameter)
+            self._copies.take(parameter)
             self._taken.append(parameter)
-        self._state = {k: copy_value(v, take) for k, v in optimizer.state.items()}
+        self._state = copy_value(optimizer.state, self._state_copies.take)
         self._plain = {
             name: copy_value(value, Tensor.clone)
             for name, value in vars(optimizer).items()
@@ -56,19 +57,22 @@ class Snapshot:
     def commit(self) -> Iterator[None]:
         """Drop the copy of the state, or bring it up to date."""
         self._state = {}
-        held = self._parameters()
-        if self._ahead:
-            held += tensors_in(dict(self._optimizer.state))
-        self._copies.keep(held)
-        for tensor in held if self._ahead else ():
-            yield from self._copies.take_slowly(tensor)
+        if not self._ahead:
+            self._state_copies = Copies()
+            return
+        held = tensors_in(self._optimizer.state)
+        self._state_copies.keep(held)
+        for tensor in held:
+            yield from self._state_copies.take_slowly(tensor)
+        for parameter in self._parameters():
+            yield from self._copies.take_slowly(parameter)
 
     @torch.no_grad()
     def undo(self) -> None:
         """Put everything back."""
         for parameter in self._taken:
             parameter.copy_(self._copies.of(parameter))
-        self._copies.keep(self._parameters())  # the other copies are the state now
+        self._state_copies = Copies()  # those that there are become the state
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         vars(self._optimizer).update(self._plain)
@@ -76,6 +80,7 @@ class Snapshot:
     def forget(self) -> None:
         """Copy everything anew in the next step."""
         self._copies.forget()
+        self._state_copies.forget()
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
