@@ -1,10 +1,12 @@
 """What it costs to be able to take an optimizer step back.
 
-    python benchmarks/post_validation.py rollback --parameters 20_000_000 --rounds 15
+    python benchmarks/post_validation.py rollback --rounds 15
 
-compares, on one thread, four ways to step AdamW (fused) and take it back:
+compares, on one thread, five ways to step AdamW (fused) and take it back:
 
-    deferred   zbpp's default: a copy of the parameters, and a second step to commit
+    compiled   a copy of the parameters, a first step of the parameters alone by a
+               compiled kernel, and a second step to commit: zbpp's way on large stages
+    deferred   the same with torch's step on a temporary copy of the state
     snapshot   a copy of parameters and optimizer state, made before the next step
     at once    the same copy, made in the step and dropped after it
     inverse    no copy: the formula solved for the old values, as published
@@ -31,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from zbpp.runtime.parameter_step import ParameterStep
 from zbpp.runtime.snapshot import Snapshot
 from zbpp.runtime.speculate import Deferred, Rollback
 
@@ -41,24 +44,37 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 class Cost:
     """What to measure."""
 
-    parameters: int = 20_000_000
-    """Numbers in all, fp32."""
-    tensors: int = 80
-    """Parameters that share them; the widths of one layer are a quarter to two."""
+    parameters: int = 21_000_000
+    """About so many numbers in all, fp32."""
+    width: int = 768
+    """Of the transformer blocks that hold them; 0: 80 tensors of odd sizes."""
     rounds: int = 15
     """Each way once a round."""
     only: str | None = None
     """Run one way once, and print the process's peak memory (for `memory`)."""
 
 
+def block(width: int) -> list[tuple[int, ...]]:
+    """The parameters of a transformer block: attention, feed-forward, two norms."""
+    linears = [(3 * width, width), (width, width), (4 * width, width)]
+    linears.append((width, 4 * width))
+    biases = [(rows,) for rows, _ in linears]
+    return [*linears, *biases, *([(width,)] * 4)]
+
+
+def odd_sizes(parameters: int) -> list[tuple[int, ...]]:
+    """Those of 80 vectors, with which no vectorized kernel comes out even."""
+    each = parameters // 80
+    return [(each // 4,), (each + 1,), (3 * each // 4,), (2 * each - 1,)] * 20
+
+
 def make(options: Cost) -> torch.optim.AdamW:
     """An optimizer that has stepped once, so that its state is there."""
     torch.manual_seed(0)
-    each = options.parameters // options.tensors
-    sizes = [each // 4, each, 3 * each // 4, 2 * each]
-    parameters = [
-        nn.Parameter(torch.randn(sizes[i % 4])) for i in range(options.tensors)
-    ]
+    shapes = odd_sizes(options.parameters)
+    if options.width:
+        shapes = block(options.width) * (options.parameters // (12 * options.width**2))
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 0.1
     optimizer = torch.optim.AdamW(
@@ -109,6 +125,7 @@ class Inverse:
 
 
 WAYS: dict[str, Callable[[torch.optim.AdamW], Rollback]] = {
+    "compiled": lambda optimizer: Deferred(optimizer, ParameterStep(optimizer)),
     "deferred": Deferred,
     "snapshot": partial(Snapshot, ahead=True),
     "at once": Snapshot,
@@ -154,7 +171,7 @@ def peak_mib(options: Cost, way: str) -> float:
     """Largest resident memory of a process that steps and commits (Linux)."""
     command = [
         *(sys.executable, __file__, "rollback", "--only", way),
-        *("--parameters", str(options.parameters), "--tensors", str(options.tensors)),
+        *("--parameters", str(options.parameters), "--width", str(options.width)),
     ]
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(answer.stdout)
@@ -163,6 +180,8 @@ def peak_mib(options: Cost, way: str) -> float:
 def run_once(options: Cost, way: str) -> None:
     """For `peak_mib`: two steps of one way, or of none."""
     optimizer = make(options)
+    if way.startswith("compiled"):
+        ParameterStep(optimizer)
     chosen = WAYS[way](optimizer) if way in WAYS else None
     for _ in range(2):
         if chosen is None:
@@ -212,6 +231,7 @@ def rollback(options: Cost) -> None:
             rows[name].append((early / step - 1, later / step, undo / step))
     exact = {name: share_of_same_bits(optimizer, way) for name, way in ways.items()}
     plain = peak_mib(options, "none")
+    compiler = peak_mib(options, "compiled and plain") - plain
     size = sum(p.nbytes for p in optimizer.param_groups[0]["params"]) / 2**20
     table = Table(title=f"fused AdamW step: {statistics.median(steps[2:]):.1f} ms")
     for column in ("way", "early step - 1", "later", "undo", "memory", "same"):
@@ -220,10 +240,13 @@ def rollback(options: Cost) -> None:
         columns = list(zip(*ratios[2:], strict=True))  # two rounds to warm up
         memory = ""
         if name in ways:
-            memory = f"{(peak_mib(options, name) - plain) / size:.2f} p"
+            beyond = peak_mib(options, name) - plain
+            beyond -= compiler if name == "compiled" else 0
+            memory = f"{beyond / size:.2f} p"
         same = f"{exact[name]:.1%}" if name in ways else ""
         table.add_row(name, *map(spread, columns), memory, same)
     Console(width=120).print(table)
+    print(f"p: {size:.0f} MiB; compiling takes {compiler:.0f} MiB more, once a process")
 
 
 def spread(values: tuple[float, ...]) -> str:

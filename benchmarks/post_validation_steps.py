@@ -4,7 +4,8 @@
 
     barrier      every step waits for the norm of all gradients
     free         early steps that could not be taken back: the least that is possible
-    deferred     zbpp's default
+    deferred     with a copy of the parameters, and a second step
+    compiled     the same, with an early step of the parameters alone
     snapshot     with a copy of the optimizer state
     ..., busy    the same, but nothing is done while a stage waits for messages
 
@@ -40,7 +41,10 @@ from zbpp.runtime.optimizer import StageOptimizer
 from zbpp.runtime.speculate import Rollback
 from zbpp.runtime.transport import Transport
 
-WAYS = ("barrier", "free", "deferred", "deferred, busy", "snapshot", "snapshot, busy")
+WAYS = (
+    *("barrier", "free", "deferred", "deferred, busy", "compiled", "compiled, busy"),
+    *("snapshot", "snapshot, busy"),
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
         schedule=schedule,
         clip_grad_norm=1e9,
         post_validation=way != "barrier",
-        rollback="snapshot" if way.startswith("snapshot") else "deferred",
+        rollback=way.split(",")[0] if way not in ("barrier", "free") else "deferred",
     )
     for executor in pipeline._executors.values():
         give_gradients(executor.optimizer)
@@ -133,7 +137,7 @@ def use_free(share: StageOptimizer) -> None:
     """Let the early steps be plain ones."""
     assert share.optimizer is not None
     free: Rollback = Free(share.optimizer)
-    share._rollbacks.of = lambda optimizer: free  # type: ignore[method-assign]
+    share._rollbacks.now = lambda: free  # type: ignore[method-assign]
 
 
 def worker(options: Steps, mode: str, out: str) -> None:

@@ -11,7 +11,7 @@ This file wires the layers together: mode -> schedule -> programs -> executors.
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from zbpp.runtime.agreement import agree
 from zbpp.runtime.batch import Batch
 from zbpp.runtime.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.executor import drive
-from zbpp.runtime.history import step_rules
+from zbpp.runtime.history import WayBack, step_rules
 from zbpp.runtime.layers import Model, count_layers, deal
 from zbpp.runtime.life import Life
 from zbpp.runtime.loss_scale import LossScaler
@@ -65,6 +65,9 @@ class Pipeline:
         rollback: how a step is taken back: ``"deferred"``, with a copy of the
             parameters and a second step, or ``"snapshot"``, with one of the optimizer
             state as well; either is kept up while a stage waits for messages.
+            ``"compiled"`` is deferred with an early step of the parameters alone, by a
+            kernel that `torch.compile` makes (fused Adam and AdamW); ``"auto"`` takes
+            it on CPUs where a stage has so many parameters (2**25) that it pays.
         patience: when steps that are often taken back give way to a barrier.
         max_consecutive_skips: so many steps in a row with an Inf or NaN gradient end
             the run with its place; None: any number.
@@ -98,7 +101,7 @@ class Pipeline:
         split: Sequence[int] | None = None,
         clip_grad_norm: float | None = None,
         post_validation: bool | None = None,
-        rollback: Literal["deferred", "snapshot"] = "deferred",
+        rollback: WayBack = "auto",
         patience: Patience | None = None,
         max_consecutive_skips: int | None = 5,
         loss_scale: LossScaler | float | None = None,

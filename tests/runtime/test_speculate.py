@@ -52,7 +52,8 @@ def give_gradients(optimizer: torch.optim.Optimizer, step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for index, p in enumerate(optimizer.param_groups[0]["params"]):
         spike = 1e4 if step % 3 == 2 else 1.0
-        p.grad = torch.randn(p.shape, generator=generator) * spike
+        gradient = torch.randn(p.shape, generator=generator) * spike
+        p.grad = gradient.to(p.dtype)
         if index == 2 and step % 2 == 0:
             p.grad = None
 

@@ -6,6 +6,7 @@ skipped steps: too many in a row end the run, with the place of the first bad gr
 
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from zbpp.core import RequestError
 from zbpp.runtime.decision import Decision, StepSums
@@ -14,7 +15,10 @@ from zbpp.runtime.gradients import Finder
 from zbpp.runtime.loss_scale import LossScaler
 from zbpp.runtime.patience import Patience, Trust
 
-__all__ = ["History", "StepRules", "step_rules"]
+__all__ = ["History", "StepRules", "WayBack", "step_rules"]
+
+WayBack = Literal["auto", "deferred", "compiled", "snapshot"]
+"""How an early step is taken back; `zbpp.Pipeline` explains the words."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class StepRules:
     clip_grad_norm: float | None = None
     post_validation: bool = False
     patience: Patience = field(default_factory=Patience)
-    rollback: str = "deferred"
+    rollback: WayBack = "auto"
     loss_scale: LossScaler | None = None
     max_consecutive_skips: int | None = 5
 
@@ -34,7 +38,7 @@ def step_rules(
     clip_grad_norm: float | None,
     post_validation: bool,
     patience: Patience | None,
-    rollback: str,
+    rollback: WayBack,
     loss_scale: LossScaler | float | None,
     max_consecutive_skips: int | None,
 ) -> StepRules:
@@ -43,8 +47,9 @@ def step_rules(
     Raises:
         RequestError: a value is out of its range.
     """
-    if rollback not in ("deferred", "snapshot"):
-        raise RequestError(f"rollback is {rollback!r}; choose 'deferred' or 'snapshot'")
+    if rollback not in get_args(WayBack):
+        choices = ", ".join(map(repr, get_args(WayBack)))
+        raise RequestError(f"rollback is {rollback!r}; choose one of {choices}")
     if max_consecutive_skips is not None and max_consecutive_skips < 1:
         raise RequestError(
             f"max_consecutive_skips is {max_consecutive_skips}; choose 1 or more, or "

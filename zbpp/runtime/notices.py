@@ -7,7 +7,11 @@ from torch import Tensor
 
 from zbpp.runtime.patience import Patience
 
-__all__ = ["say_that_early_steps_end", "say_what_a_snapshot_costs"]
+__all__ = [
+    "say_that_early_steps_end",
+    "say_what_a_snapshot_costs",
+    "say_why_not_compiled",
+]
 
 _log = logging.getLogger("zbpp")
 
@@ -40,4 +44,12 @@ def say_that_early_steps_end(patience: Patience) -> None:
         patience.failures,
         patience.window,
         patience.clean,
+    )
+
+
+def say_why_not_compiled(reason: Exception) -> None:
+    """Early steps copy the optimizer state, a little at a time."""
+    _log.info(
+        "post-validation: early steps take about half as long again as plain ones: %s",
+        reason,
     )

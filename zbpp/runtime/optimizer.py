@@ -80,7 +80,6 @@ class StageOptimizer:
         self._clip = rules.clip_grad_norm
         self._n_layers = n_layers
         self._rules = rules
-        self._rollbacks = Rollbacks(rules, speaks=speaks)
         self._idle = idle
         self.parameters = [
             p
@@ -93,6 +92,7 @@ class StageOptimizer:
             if make_optimizer is not None and self.parameters
             else None
         )
+        self._rollbacks = Rollbacks(self.optimizer, rules, speaks=speaks)
         self.history = History(rules)
         self._finder: Finder | None = None
         self._pending: _Pending | None = None
@@ -164,7 +164,7 @@ class StageOptimizer:
         elif self.optimizer is not None:
             pending.values = GroupValues(self.optimizer)
             if not decide(pending.local_norm, self._clip).corrects:
-                rollback = self._rollbacks.of(self.optimizer)
+                rollback = self._rollbacks.now()
                 rollback.speculate()
                 pending.taken = rollback
                 pending.values.end()

@@ -2,41 +2,64 @@
 
 import torch
 
+from zbpp.core import RequestError
+from zbpp.runtime.adam_kernel import NoKernel
 from zbpp.runtime.history import StepRules
-from zbpp.runtime.notices import say_what_a_snapshot_costs
+from zbpp.runtime.notices import say_what_a_snapshot_costs, say_why_not_compiled
+from zbpp.runtime.parameter_step import ParameterStep
 from zbpp.runtime.snapshot import Snapshot
 from zbpp.runtime.speculate import Deferred, Rollback, can_defer
 
 __all__ = ["Rollbacks"]
+
+_PAYS = 2**25
+"""Parameters of a stage; with fewer, compiling (seconds, 180 MiB) takes too long."""
 
 
 class Rollbacks:
     """The ways that have been needed so far.
 
     Args:
+        optimizer: of one stage; None: it has no parameters.
         rules: what was asked for.
-        speaks: whether it says that a snapshot is made though it was not asked for.
+        speaks: whether it says what is not done as it was asked for.
+
+    Raises:
+        RequestError: a compiled step was asked for, and there is none.
     """
 
-    def __init__(self, rules: StepRules, *, speaks: bool) -> None:
-        self._rules = rules
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        rules: StepRules,
+        *,
+        speaks: bool,
+    ) -> None:
+        self._optimizer = optimizer
+        self._asked = rules.rollback
         self._speaks = speaks
         self._made: dict[str, Rollback] = {}
         self._last = ""
+        self._alone: ParameterStep | None = None
+        if optimizer is not None and rules.post_validation:
+            self._alone = self._compile(optimizer)
 
-    def of(self, optimizer: torch.optim.Optimizer) -> Rollback:
+    def now(self) -> Rollback:
         """What can take a step back; the optimizer may have got hooks by now."""
-        asked = self._rules.rollback
-        way = asked if can_defer(optimizer) else "snapshot"
+        optimizer = self._optimizer
+        assert optimizer is not None
+        deferred = self._asked != "snapshot" and can_defer(optimizer)
+        way = "deferred" if deferred else "snapshot"
         if way != self._last:
             self.forget()  # the other way has stepped
             self._last = way
         if way not in self._made:
-            if way == "deferred":
-                self._made[way] = Deferred(optimizer)
+            if deferred:
+                self._made[way] = Deferred(optimizer, self._alone)
             else:
-                self._made[way] = Snapshot(optimizer, ahead=asked == "snapshot")
-                if self._speaks and asked == "deferred":
+                ahead = self._asked == "snapshot"
+                self._made[way] = Snapshot(optimizer, ahead=ahead)
+                if self._speaks and not ahead:
                     say_what_a_snapshot_costs(optimizer)
         return self._made[way]
 
@@ -44,3 +67,20 @@ class Rollbacks:
         """Others may write to parameters and state now."""
         for rollback in self._made.values():
             rollback.forget()
+
+    def _compile(self, optimizer: torch.optim.Optimizer) -> ParameterStep | None:
+        groups = (group["params"] for group in optimizer.param_groups)
+        parameters = [parameter for group in groups for parameter in group]
+        pays = sum(p.numel() for p in parameters if p.device.type == "cpu") >= _PAYS
+        if self._asked != "compiled" and (self._asked != "auto" or not pays):
+            return None
+        try:
+            return ParameterStep(optimizer)
+        except NoKernel as error:
+            if self._asked == "compiled":
+                raise RequestError(
+                    f"rollback is 'compiled', but {error}; choose 'deferred'"
+                ) from error
+            if self._speaks:
+                say_why_not_compiled(error)
+            return None

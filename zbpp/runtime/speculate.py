@@ -1,6 +1,6 @@
 """Take an optimizer step that can be taken back to the bit.
 
-    Deferred   O   step p with a temporary copy of the state (m, v, step)
+    Deferred   O   step p alone, or with a temporary copy of the state (m, v, step)
                V   right: step a copy of the old p with the state itself
                    wrong: copy the old p back; the state was never touched
     Snapshot   O   step; there is a copy of p and the state as they were
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zbpp.runtime.copies import Copies, Mark, Scratch, State, mark
 from zbpp.runtime.group_values import copy_groups
+from zbpp.runtime.parameter_step import ParameterStep, bits_of
 from zbpp.runtime.pieces import Piece, cut_into_buckets, treats_parameters_apart
 from zbpp.runtime.torch_private import has_plain_step, plain_step
 
@@ -57,14 +58,29 @@ class Deferred:
 
     Args:
         optimizer: one that `can_defer`.
+        parameter_step: steps large parameters without their state, if there is one.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameter_step: ParameterStep | None = None,
+    ) -> None:
         self._optimizer = optimizer
+        self._alone = parameter_step
         self._copies = Copies()
         self._values: list[State] = []
         self._left: deque[list[Piece]] = deque()
         self._stepped: dict[Tensor, Mark] = {}
+        self.stepped_alone: set[Tensor] = set()
+        """In the last early step: those whose state it did not copy."""
+        self._n_early = 0
+        self._compared: list[Piece] = []
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether it has a step for parameters without their state."""
+        return self._alone is not None
 
     @torch.no_grad()
     def speculate(self) -> None:
@@ -72,28 +88,48 @@ class Deferred:
         self._values = copy_groups(self._optimizer)
         self._left = deque(cut_into_buckets(self._optimizer))
         self._stepped = {}
-        state = self._optimizer.state
+        self.stepped_alone = set()
+        self._n_early += 1
+        if self._alone is not None:
+            self._alone.begin(self._values)
+        if self._left:
+            self._compared = self._left[self._n_early % len(self._left)]
         scratch = Scratch()
+        rests: list[Piece] = []
         try:
             for bucket in self._left:
                 for piece in bucket:
                     if piece.first:
                         self._copies.take(piece.parameter)
                         self._stepped[piece.parameter] = None
-                held = (state.get(piece.parameter, {}) for piece in bucket)
-                self._step(
-                    bucket,
-                    [piece.of(piece.parameter) for piece in bucket],
-                    [
-                        scratch.copy(piece.of_state(values))
-                        for piece, values in zip(bucket, held, strict=True)
-                    ],
-                )
-                scratch.reuse()
+                others = [p for p in bucket if not self._step_alone(p, rests)]
+                self._step_on_copies(others, scratch)
+            self._step_on_copies(rests, scratch)
         except BaseException:
             self.undo()  # as if the step had been left to V
             raise
         self._stepped = {parameter: mark(parameter) for parameter in self._stepped}
+
+    def _step_alone(self, piece: Piece, rests: list[Piece]) -> bool:
+        """Step a whole parameter without its state, but for a rest, if that can be."""
+        if self._alone is None or not self._alone.takes(piece):
+            return False
+        if piece.first:
+            self.stepped_alone.add(piece.parameter)
+            rest = self._alone.step(piece)
+            rests += [rest] if rest is not None else []
+        return True
+
+    def _step_on_copies(self, bucket: Sequence[Piece], scratch: Scratch) -> None:
+        if not bucket:
+            return
+        held = self._optimizer.state
+        states = [
+            scratch.copy(piece.of_state(held.get(piece.parameter, {})))
+            for piece in bucket
+        ]
+        self._step(bucket, [piece.of(piece.parameter) for piece in bucket], states)
+        scratch.reuse()
 
     @torch.no_grad()
     def commit(self) -> Iterator[None]:
@@ -118,6 +154,26 @@ class Deferred:
                         value.copy_(stepped[copy][name])
             if piece.last:
                 self._copies.trust(parameter, self._stepped[parameter])
+                if self._alone is not None:
+                    self._alone.counted(parameter)
+        if bucket is self._compared:
+            self._compare(bucket, copies)
+
+    def _compare(self, bucket: Sequence[Piece], copies: Sequence[Tensor]) -> None:
+        """One bucket in each step: were the parameters stepped as their copies were?"""
+        for piece, copy in zip(bucket, copies, strict=True):
+            parameter = piece.parameter
+            if (
+                parameter in self.stepped_alone
+                and not parameter.is_cuda  # would wait for it
+                and mark(parameter) == self._stepped[parameter]
+                and not torch.equal(bits_of(piece.of(parameter)), bits_of(copy))
+            ):
+                raise RuntimeError(
+                    f"the compiled step of a parameter of shape "
+                    f"{tuple(parameter.shape)} differs from the optimizer's, though "
+                    "both agreed at the start; choose rollback='deferred' and report it"
+                )
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -129,6 +185,8 @@ class Deferred:
     def forget(self) -> None:
         """Copy all parameters anew in the next step."""
         self._copies.forget()
+        if self._alone is not None:
+            self._alone.forget()
 
     def _step(
         self,

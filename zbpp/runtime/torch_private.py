@@ -4,13 +4,15 @@ Each has a fallback, so that a torch without the name is slower, not wrong.
 """
 
 import importlib
+import warnings
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.autograd.profiler
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 
 try:
     from torch.distributed._composable.contract import _get_registry
@@ -20,12 +22,14 @@ except ImportError:
 __all__ = [
     "accumulates",
     "can_read_saved",
+    "compiled",
     "data_parallel",
     "has_plain_step",
     "has_saved",
     "has_step_hooks",
     "is_in_ddp",
     "mark_called",
+    "multiply_add",
     "plain_step",
     "profiling",
 ]
@@ -165,3 +169,40 @@ def mark_called(optimizer: torch.optim.Optimizer) -> None:
     2.13; elsewhere the mark does nothing.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def multiply_add() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """``a * b + c``, rounded once, for use in what `compiled` compiles.
+
+    Seen in torch 2.13; None where it is gone.
+    """
+    try:
+        module = importlib.import_module("torch._inductor.inductor_prims")
+    except ImportError:
+        return None
+    return getattr(module, "fma", None)
+
+
+def compiled(
+    function: Callable[..., None], example: tuple[Tensor, ...]
+) -> Callable[..., None]:
+    """One kernel for matrices of any number of rows, and else just like the example.
+
+    Calls are not checked: that would take longer than many a kernel. Seen in torch
+    2.13; without `aot_compile` they are checked, and without `mark_dynamic` another
+    number of rows is compiled once more.
+    """
+    kernel = torch.compile(function, fullgraph=True)
+    dynamo = importlib.import_module("torch._dynamo")
+    for matrix in example:
+        if matrix.dim() == 2 and hasattr(dynamo, "mark_dynamic"):
+            dynamo.mark_dynamic(matrix, 0)
+    ahead = getattr(kernel, "aot_compile", None)
+    if ahead is None:
+        return kernel
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
+        unchecked = ahead((example, {}))
+    if hasattr(unchecked, "disable_guard_check"):
+        unchecked.disable_guard_check()
+    return cast(Callable[..., None], unchecked)

@@ -57,8 +57,12 @@ class Train:
     """... of the last so many ..."""
     post_validation_clean: int = 10
     """... until so many steps in a row needed no correction."""
-    post_validation_rollback: Literal["deferred", "snapshot"] = "deferred"
-    """Keep a copy of the parameters and step twice, or copy the whole state too."""
+    post_validation_rollback: Literal["auto", "deferred", "compiled", "snapshot"] = (
+        "auto"
+    )
+    """Keep a copy of the parameters and step twice (compiled: the early step by a
+    kernel of its own; auto: for stages of 2**25 parameters), or copy the whole state
+    too."""
     max_consecutive_skips: int = 5
     """Stop after so many steps in a row with an Inf or NaN gradient, and name it."""
     validation_microbatches: int = 32
