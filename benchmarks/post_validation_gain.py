@@ -220,7 +220,13 @@ def rollbacks(options: Gain) -> Table:
     The times in plain optimizer steps are those of `post_validation.py`, on a CPU, for
     stages that have time enough for a right step's rest while they wait, or none.
     """
-    ways = {"free": (1.0, 0.0), "has to wait": (1.5, 0.0), "never waits": (1.5, 1.1)}
+    ways = {
+        "free": (1.0, 0.0),
+        "compiled": (1.05, 0.0),
+        "and never waits": (1.05, 1.2),
+        "deferred": (1.6, 0.0),
+        "never waits": (1.6, 1.1),
+    }
     plain = options.optimizer_ms / options.job_ms
     table = Table(
         title=f"m = 3p, F = B = W = 1, messages 0.1, plain optimizer step {plain:g}"

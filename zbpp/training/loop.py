@@ -81,7 +81,11 @@ def _build(options: Train, schedule: Schedule) -> Pipeline:
 
 def _make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:
     return AdamW(
-        parameters, lr=options.lr, betas=_BETAS, weight_decay=options.weight_decay
+        parameters,
+        lr=options.lr,
+        betas=_BETAS,
+        weight_decay=options.weight_decay,
+        fused=True,
     )
 
 
