@@ -11,15 +11,15 @@ This file wires the layers together: mode -> schedule -> programs -> executors.
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zbpp.choose import choose_schedule, choose_validation
-from zbpp.core import Costs, MemoryModel, Schedule, Timeline, schedule_text
-from zbpp.measured import measured_costs
+from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
+from zbpp.pipeline_reports import Reports
 from zbpp.runtime import calls
 from zbpp.runtime.access import before_access, eval_mode
 from zbpp.runtime.agreement import agree
@@ -40,7 +40,7 @@ from zbpp.schedules import lower, lower_forward
 __all__ = ["Pipeline"]
 
 
-class Pipeline:
+class Pipeline(Reports):
     """A model cut into stages, trained by a schedule.
 
     Under torch.distributed (``torchrun`` is enough) this process is one stage; else
@@ -283,34 +283,6 @@ class Pipeline:
         with self._life.running(), eval_mode(layer for _, layer in self._layers()):
             drive(self._executors, programs, training=False)
             return calls.mean_loss(self._executors)
-
-    def timeline(self) -> Timeline:
-        """What every stage did in the last step, in seconds (every rank must call).
-
-        Starts are comparable between processes of one machine only. On GPUs these are
-        the times at which the host has issued the jobs.
-        """
-        return calls.gather_timeline(self._executors, self.schedule)
-
-    def split_report(self) -> dict[str, str]:
-        """For each parameter of this process that has got a gradient, where from.
-
-        ``"W"``, or ``"B: "`` and the reason why it cannot wait; of the first step.
-        """
-        return calls.report_split(self._executors)
-
-    def measured_costs(self) -> Costs:
-        """Times of the passes in the last step, in ms (every rank must call).
-
-        Raises:
-            RequestError: the schedule has passes that run B and W together.
-        """
-        splits = calls.gather_splits(self._executors)
-        return measured_costs([self.timeline()], splits=None if all(splits) else splits)
-
-    def gather(self, thing: Any) -> list[Any]:
-        """Give every process the picklable things of all, by rank."""
-        return next(iter(self._executors.values())).transport.gather(thing)
 
     def _begin(
         self, inputs: Batch | None, targets: Batch | None, m: int, *, even: bool

@@ -60,7 +60,9 @@ def test_a_schedule_with_a_v_of_its_own_is_run_as_it_is() -> None:
 
 
 def test_requests_that_make_no_sense_are_refused() -> None:
-    assert "'deferred' or 'snapshot'" in refusal(make_pipeline, "ZBH1", 2, rollback="x")
+    assert "one of 'auto', 'deferred'" in refusal(
+        make_pipeline, "ZBH1", 2, rollback="x"
+    )
     assert "choose 1 or more" in refusal(
         make_pipeline, "ZBH1", 2, max_consecutive_skips=0
     )
