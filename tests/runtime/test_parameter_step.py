@@ -218,6 +218,13 @@ def test_without_a_compiler(
     assert caplog.messages[0].endswith("compiled: No working C++ compiler found")
 
 
+def test_with_compilation_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    adam_kernel._compile.cache_clear()
+    with pytest.raises(NoKernel, match=r"torch\.compile is switched off"):
+        alone(make(fused(), SHAPES))
+
+
 def test_a_compiled_step_that_cannot_be_is_an_error() -> None:
     def refused(rollback: str) -> str:
         optimizer = partial(torch.optim.SGD, lr=0.1)

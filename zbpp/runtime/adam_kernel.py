@@ -75,9 +75,18 @@ def _compile(
     device: torch.device, dtype: torch.dtype, coupled: bool, near_mean: bool
 ) -> Kernel:
     """The formula; ``near_mean``: m' is nearer to m than to g, see `torch.lerp`."""
+    try:
+        step = _formula(coupled=coupled, near_mean=near_mean)
+        values = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.9), "eps": 0.1}
+        matrices = [torch.zeros(2, 64, device=device, dtype=dtype) for _ in range(4)]
+        return compiled(step, (*matrices, adam_numbers(values, 0, matrices[0])))
+    except (RuntimeError, OSError, ImportError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise NoKernel(f"its step cannot be compiled: {reason[0]}") from error
+
+
+def _formula(*, coupled: bool, near_mean: bool) -> Kernel:
     multiply_add_ = multiply_add()
-    if multiply_add_ is None:
-        raise NoKernel(f"torch {torch.__version__} has no way to compile it")
 
     def step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Tensor) -> None:
         decay, rate, beta2, rest, root, eps, size = numbers.unbind()
@@ -91,10 +100,4 @@ def _compile(
         square = multiply_add_(rest * gradient, gradient, beta2 * square)
         p.copy_(old - size * mean / (square.sqrt() / root + eps))
 
-    values = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.9), "eps": 0.1}
-    matrices = [torch.zeros(2, 64, device=device, dtype=dtype) for _ in range(4)]
-    try:
-        return compiled(step, (*matrices, adam_numbers(values, 0, matrices[0])))
-    except (RuntimeError, OSError, ImportError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise NoKernel(f"its step cannot be compiled: {reason[0]}") from error
+    return step

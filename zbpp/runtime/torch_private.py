@@ -171,16 +171,18 @@ def mark_called(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def multiply_add() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+def multiply_add() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """``a * b + c``, rounded once, for use in what `compiled` compiles.
 
-    Seen in torch 2.13; None where it is gone.
+    Seen in torch 2.13.
+
+    Raises:
+        ImportError: it is gone.
     """
-    try:
-        module = importlib.import_module("torch._inductor.inductor_prims")
-    except ImportError:
-        return None
-    return getattr(module, "fma", None)
+    module = importlib.import_module("torch._inductor.inductor_prims")
+    if not hasattr(module, "fma"):
+        raise ImportError(f"torch {torch.__version__} has no fused multiply-add")
+    return cast(Callable[[Tensor, Tensor, Tensor], Tensor], module.fma)
 
 
 def compiled(
@@ -191,8 +193,13 @@ def compiled(
     Calls are not checked: that would take longer than many a kernel. Seen in torch
     2.13; without `aot_compile` they are checked, and without `mark_dynamic` another
     number of rows is compiled once more.
+
+    Raises:
+        RuntimeError: it cannot be compiled, or compilation is switched off.
     """
     kernel = torch.compile(function, fullgraph=True)
+    if kernel is function:
+        raise RuntimeError("torch.compile is switched off")
     dynamo = importlib.import_module("torch._dynamo")
     for matrix in example:
         if matrix.dim() == 2 and hasattr(dynamo, "mark_dynamic"):
