@@ -9,21 +9,40 @@ import pytest
 MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.timeout(600)
+WAYS_BACK = ("deferred", "compiled", "snapshot")
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(600)]
+
+
+def outcome_of(tmp_path, *flags):
+    """Losses, norms and parameters of a short run, and how many steps were wrong."""
+    metrics = tmp_path / "metrics.jsonl"
+    command = [
+        *(sys.executable, "-m", "zbpp", "train", *flags, "--metrics", str(metrics)),
+        *("--validation_microbatches", "4"),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    *steps, final = map(json.loads, metrics.read_text().splitlines())
+    losses = tuple((step["loss"], step["grad_norm"]) for step in steps)
+    outcome = (losses, final["val_loss"], final["params_sha256"])
+    return outcome, sum(step["rollbacks"] for step in steps)
+
+
 def test_all_modes_and_stages_end_with_the_same_losses_and_parameters(tmp_path):
     outcomes = set()
     for mode in MODES:
-        for stages in (1, 2, 4):
-            metrics = tmp_path / "metrics.jsonl"
-            command = [
-                sys.executable, "-m", "zbpp", "train", "--pipeline_schedule_mode", mode,
-                "--stages", str(stages), "--steps", "3", "--metrics", str(metrics),
-                "--validation_microbatches", "4",
-            ]  # fmt: skip
-            subprocess.run(command, check=True, capture_output=True)
-            *steps, final = map(json.loads, metrics.read_text().splitlines())
-            losses = tuple((step["loss"], step["grad_norm"]) for step in steps)
-            outcomes.add((losses, final["val_loss"], final["params_sha256"]))
+        for stages in ("1", "2", "4"):
+            flags = ("--pipeline_schedule_mode", mode, "--stages", stages)
+            outcomes.add(outcome_of(tmp_path, *flags, "--steps", "3")[0])
     assert len(outcomes) == 1
+
+
+def test_all_ways_to_take_a_step_back_end_with_the_same(tmp_path):
+    """Some steps are right, and some are clipped."""
+    flags = ("--steps", "8", "--clip_grad_norm", "2.6")
+    behind, none = outcome_of(tmp_path, *flags, "--no-enable_optimizer_post_validation")
+    assert none == 0
+    for way in WAYS_BACK:
+        early, wrong = outcome_of(tmp_path, *flags, "--post_validation_rollback", way)
+        assert early == behind
+        assert 0 < wrong < 8
