@@ -73,7 +73,8 @@ def make(options: Cost) -> torch.optim.AdamW:
     torch.manual_seed(0)
     shapes = odd_sizes(options.parameters)
     if options.width:
-        shapes = block(options.width) * (options.parameters // (12 * options.width**2))
+        n_blocks = max(1, round(options.parameters / (12 * options.width**2)))
+        shapes = block(options.width) * n_blocks
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 0.1
