@@ -103,6 +103,8 @@ def test_it_copies_nothing_but_the_parameters() -> None:
         assert len(rollback.stepped_alone) == 4
         assert live_bytes() - before <= 4 * 1000 * 64 * 4 + 64
         finish(rollback.commit())
+    optimizer.zero_grad()
+    assert live_bytes() - before <= 64  # a copy came, and the gradients went
 
 
 def check_histories(seeds: range) -> None:

@@ -158,6 +158,7 @@ class Deferred:
                     self._alone.counted(parameter)
         if bucket is self._compared:
             self._compare(bucket, copies)
+            self._compared = []  # gradients live in there
 
     def _compare(self, bucket: Sequence[Piece], copies: Sequence[Tensor]) -> None:
         """One bucket in each step: were the parameters stepped as their copies were?"""
@@ -179,6 +180,7 @@ class Deferred:
     def undo(self) -> None:
         """Put the parameters back; the state was never touched."""
         self._left.clear()
+        self._compared = []
         for parameter in self._stepped:
             parameter.copy_(self._copies.of(parameter))
 
