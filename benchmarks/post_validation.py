@@ -181,7 +181,7 @@ def peak_mib(options: Cost, way: str) -> float:
 def run_once(options: Cost, way: str) -> None:
     """For `peak_mib`: two steps of one way, or of none."""
     optimizer = make(options)
-    if way.startswith("compiled"):
+    if way == "compiled and plain":
         ParameterStep(optimizer)
     chosen = WAYS[way](optimizer) if way in WAYS else None
     for _ in range(2):

@@ -8,12 +8,22 @@ import pytest
 import torch
 from histories import compare, draw
 from small_model import make_pipeline, refusal
-from test_speculate import Make, check, finish, give_gradients, held, live_bytes, make
+from test_speculate import (
+    Make,
+    check,
+    finish,
+    give_gradients,
+    growths,
+    held,
+    live_bytes,
+    make,
+    stepped_once,
+)
 from torch import Tensor, nn
 
 from zbpp.runtime import adam_kernel, parameter_step, rollbacks
 from zbpp.runtime.adam_kernel import NoKernel
-from zbpp.runtime.history import step_rules
+from zbpp.runtime.history import StepRules
 from zbpp.runtime.parameter_step import ParameterStep
 from zbpp.runtime.rollbacks import Rollbacks
 from zbpp.runtime.speculate import Deferred, Rollback
@@ -92,17 +102,12 @@ def test_what_it_takes() -> None:
 
 
 def test_it_copies_nothing_but_the_parameters() -> None:
-    optimizer = make(fused(), ((1000, 64),) * 4)
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
+    optimizer = stepped_once(64)
     rollback = alone(optimizer)
     before = live_bytes()
-    for _ in range(3):
-        rollback.speculate()
+    for growth in growths(rollback, before):
         assert len(rollback.stepped_alone) == 4
-        assert live_bytes() - before <= 4 * 1000 * 64 * 4 + 64
-        finish(rollback.commit())
+        assert growth <= 4 * 1000 * 64 * 4 + 64
     optimizer.zero_grad()
     assert live_bytes() - before <= 64  # a copy came, and the gradients went
 
@@ -180,14 +185,7 @@ def test_other_optimizers_are_refused(make_optimizer: Make, reason: str) -> None
 
 
 def way(optimizer: torch.optim.Optimizer, asked: str) -> Rollback:
-    rules = step_rules(
-        clip_grad_norm=1.0,
-        post_validation=True,
-        patience=None,
-        rollback=asked,
-        loss_scale=None,
-        max_consecutive_skips=5,
-    )
+    rules = StepRules(post_validation=True, rollback=asked)
     return Rollbacks(optimizer, rules, speaks=True).now()
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbpp.runtime.pieces import ROW
 from zbpp.runtime.torch_private import compiled, multiply_add
 
-__all__ = ["NoKernel", "adam_kernel", "adam_numbers"]
+__all__ = ["NoKernel", "adam_kernel", "adam_numbers", "is_coupled"]
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
@@ -43,7 +44,7 @@ def adam_kernel(
     Raises:
         NoKernel: it cannot be compiled.
     """
-    return _compile(device, dtype, _coupled(values), 1 - values["betas"][0] < 0.5)
+    return _compile(device, dtype, is_coupled(values), 1 - values["betas"][0] < 0.5)
 
 
 def adam_numbers(values: Mapping[str, Any], count: float, like: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def adam_numbers(values: Mapping[str, Any], count: float, like: Tensor) -> Tenso
     lr, decay, (beta1, beta2) = values["lr"], values["weight_decay"], values["betas"]
     numbers = torch.tensor(
         [
-            decay if _coupled(values) else 1 - lr * decay,
+            decay if is_coupled(values) else 1 - lr * decay,
             1 - beta1,
             beta2,
             1 - beta2,
@@ -65,7 +66,7 @@ def adam_numbers(values: Mapping[str, Any], count: float, like: Tensor) -> Tenso
     return numbers.to(like.device, non_blocking=True)
 
 
-def _coupled(values: Mapping[str, Any]) -> bool:
+def is_coupled(values: Mapping[str, Any]) -> bool:
     """Whether weight decay is a part of the gradient."""
     return not values.get("decoupled_weight_decay") and values["weight_decay"] != 0
 
@@ -78,7 +79,7 @@ def _compile(
     try:
         step = _formula(coupled=coupled, near_mean=near_mean)
         values = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.9), "eps": 0.1}
-        matrices = [torch.zeros(2, 64, device=device, dtype=dtype) for _ in range(4)]
+        matrices = [torch.zeros(2, ROW, device=device, dtype=dtype) for _ in range(4)]
         return compiled(step, (*matrices, adam_numbers(values, 0, matrices[0])))
     except (RuntimeError, OSError, ImportError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

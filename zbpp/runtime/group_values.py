@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GroupValues", "copy_groups"]
+__all__ = ["GroupValues", "copy_groups", "parameters_of"]
 
 _Values = list[dict[str, Any]]
 
@@ -25,6 +25,11 @@ def copy_groups(optimizer: torch.optim.Optimizer) -> _Values:
         {name: _copy(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Those of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class GroupValues:

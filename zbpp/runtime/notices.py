@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
+from zbpp.runtime.group_values import parameters_of
 from zbpp.runtime.patience import Patience
 
 __all__ = [
@@ -18,8 +19,7 @@ _log = logging.getLogger("zbpp")
 
 def say_what_a_snapshot_costs(optimizer: torch.optim.Optimizer) -> None:
     """Early steps of this optimizer need a copy of everything, in every step."""
-    groups = (group["params"] for group in optimizer.param_groups)
-    held = [parameter for group in groups for parameter in group]
+    held = parameters_of(optimizer)
     held += [
         value
         for state in optimizer.state.values()

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.adam_kernel import NoKernel, adam_kernel, adam_numbers
+from zbpp.runtime.adam_kernel import NoKernel, adam_kernel, adam_numbers, is_coupled
 from zbpp.runtime.copies import State
-from zbpp.runtime.pieces import Piece
+from zbpp.runtime.pieces import ROW, Piece
 from zbpp.runtime.torch_private import plain_step
 
 __all__ = ["ParameterStep", "bits_of"]
 
-_ROW = 64  # torch's kernels treat the numbers behind the last full vector apart
+_ALIGNED_BYTES = 64
 _SMALLEST = 2**14  # numbers; with fewer, a call takes longer than copies would
 _SAMPLES = 2**18
 _OTHERS = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -166,8 +166,7 @@ def _formula(values: Values) -> tuple[object, ...] | None:
         return None
     if isinstance(values["lr"], Tensor):
         return None
-    coupled = not values.get("decoupled_weight_decay") and values["weight_decay"] != 0
-    return coupled, values["betas"], values["eps"]
+    return is_coupled(values), values["betas"], values["eps"]
 
 
 def _moments(state: State) -> tuple[Tensor, Tensor]:
@@ -175,8 +174,8 @@ def _moments(state: State) -> tuple[Tensor, Tensor]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    shape = (tensor.numel() // _ROW, _ROW)
-    return tensor.detach().as_strided(shape, (_ROW, 1))
+    shape = (tensor.numel() // ROW, ROW)
+    return tensor.detach().as_strided(shape, (ROW, 1))
 
 
 def _is_like(tensor: Tensor, parameter: Tensor) -> bool:
@@ -185,7 +184,7 @@ def _is_like(tensor: Tensor, parameter: Tensor) -> bool:
         and tensor.dtype == parameter.dtype
         and tensor.device == parameter.device
         and tensor.numel() == parameter.numel()
-        and tensor.data_ptr() % _ROW == 0
+        and tensor.data_ptr() % _ALIGNED_BYTES == 0
         and type(parameter) in (Tensor, nn.Parameter)
     )
 
@@ -200,8 +199,9 @@ def _compare(
         NoKernel: a bit differs, or the step cannot be compiled.
     """
     for finest in {dtype, torch.float32}:  # bf16 alone would hide most differences
+        before, g, m, v = _samples(device, finest)
         for count in (0.0, 7.0, 3000.0):
-            p, g, m, v = _samples(device, finest)
+            p = before.clone()
             values = {**group, "lr": 1e-3 / (1 + count), "params": [p.clone()]}
             parameter = values["params"][0]
             parameter.grad = g

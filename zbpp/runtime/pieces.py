@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zbpp.runtime.copies import State
 
-__all__ = ["Piece", "cut_into_buckets", "treats_parameters_apart"]
+__all__ = ["ROW", "Piece", "cut_into_buckets", "treats_parameters_apart"]
 
 _ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
@@ -23,7 +23,8 @@ _ELEMENTWISE = (
 )  # fmt: skip
 _PER_PARAMETER = (*_ELEMENTWISE, "Adafactor", "Muon")
 _BUCKET_BYTES = {"cpu": 2**22, "cuda": 2**28}
-_ALIGNED = 64
+ROW = 64
+"""Numbers; a multiple of every vector's length."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def cut_into_buckets(optimizer: torch.optim.Optimizer) -> Iterator[list[Piece]]:
 
 def _cut(whole: Piece, size: int) -> Iterator[Piece]:
     parameter = whole.parameter
-    length = max(1, size // parameter.element_size() // _ALIGNED) * _ALIGNED
+    length = max(1, size // parameter.element_size() // ROW) * ROW
     for start in range(0, parameter.numel(), length):
         cut = slice(start, min(start + length, parameter.numel()))
         yield Piece(parameter, whole.gradient, whole.group, cut)

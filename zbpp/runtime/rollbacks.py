@@ -4,6 +4,7 @@ import torch
 
 from zbpp.core import RequestError
 from zbpp.runtime.adam_kernel import NoKernel
+from zbpp.runtime.group_values import parameters_of
 from zbpp.runtime.history import StepRules
 from zbpp.runtime.notices import say_what_a_snapshot_costs, say_why_not_compiled
 from zbpp.runtime.parameter_step import ParameterStep
@@ -69,8 +70,7 @@ class Rollbacks:
             rollback.forget()
 
     def _compile(self, optimizer: torch.optim.Optimizer) -> ParameterStep | None:
-        groups = (group["params"] for group in optimizer.param_groups)
-        parameters = [parameter for group in groups for parameter in group]
+        parameters = parameters_of(optimizer)
         pays = sum(p.numel() for p in parameters if p.device.type == "cpu") >= _PAYS
         if self._asked != "compiled" and (self._asked != "auto" or not pays):
             return None

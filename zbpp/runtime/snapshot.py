@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.copies import Copies, copy_value
+from zbpp.runtime.group_values import parameters_of
 from zbpp.runtime.nested import tensors_in
 
 __all__ = ["Snapshot"]
@@ -37,7 +38,7 @@ class Snapshot:
         """Copy what is not copied yet, then step."""
         optimizer = self._optimizer
         self._taken = []
-        for parameter in self._parameters():
+        for parameter in parameters_of(self._optimizer):
             self._copies.take(parameter)
             self._taken.append(parameter)
         self._state = copy_value(optimizer.state, self._state_copies.take)
@@ -64,7 +65,7 @@ class Snapshot:
         self._state_copies.keep(held)
         for tensor in held:
             yield from self._state_copies.take_slowly(tensor)
-        for parameter in self._parameters():
+        for parameter in parameters_of(self._optimizer):
             yield from self._copies.take_slowly(parameter)
 
     @torch.no_grad()
@@ -81,6 +82,3 @@ class Snapshot:
         """Copy everything anew in the next step."""
         self._copies.forget()
         self._state_copies.forget()
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
