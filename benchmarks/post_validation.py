@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from zbpp.runtime.parameter_step import ParameterStep
-from zbpp.runtime.snapshot import Snapshot
-from zbpp.runtime.speculate import Deferred, Rollback
+from zbpp.runtime.optim.rollback.parameter_only import ParameterStep
+from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, Rollback
+from zbpp.runtime.optim.rollback.snapshot import Snapshot
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 
@@ -126,8 +126,10 @@ class Inverse:
 
 
 WAYS: dict[str, Callable[[torch.optim.AdamW], Rollback]] = {
-    "compiled": lambda optimizer: Deferred(optimizer, ParameterStep(optimizer)),
-    "deferred": Deferred,
+    "compiled": lambda optimizer: RecomputeRollback(
+        optimizer, ParameterStep(optimizer)
+    ),
+    "deferred": RecomputeRollback,
     "snapshot": partial(Snapshot, ahead=True),
     "at once": Snapshot,
     "inverse": Inverse,

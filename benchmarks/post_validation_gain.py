@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from zbpp.core import Costs, MemoryModel, PassTimes, Schedule
+from zbpp.emulation.run import emulate
 from zbpp.modes import plan
-from zbpp.runtime.launch import launch
 from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span, steady_step_time
-from zbpp.training.emulate import emulate
+from zbpp.training.launch import launch
 
 TABLES = Path(__file__).parents[1] / "tests" / "data" / "paper_tables.json"
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV")

@@ -33,13 +33,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import zbpp
-from zbpp.choose import choose_validation
+from zbpp.emulation.layers import EmulatedLayer
 from zbpp.modes import plan
-from zbpp.runtime.emulate import EmulatedLayer
-from zbpp.runtime.launch import launch
-from zbpp.runtime.optimizer import StageOptimizer
-from zbpp.runtime.speculate import Rollback
-from zbpp.runtime.transport import Transport
+from zbpp.resolve import choose_validation
+from zbpp.runtime.comm.transport import Transport
+from zbpp.runtime.optim.rollback.recompute import Rollback
+from zbpp.runtime.optim.stage_optimizer import StageOptimizer
+from zbpp.training.launch import launch
 
 WAYS = (
     *("barrier", "free", "deferred", "deferred, busy", "compiled", "compiled, busy"),
@@ -114,7 +114,7 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
     for executor in pipeline._executors.values():
         give_gradients(executor.optimizer)
         if way.endswith("busy"):
-            executor.transport.idle._in_thread = False
+            executor.transport.background._in_thread = False
         if way == "free":
             use_free(executor.optimizer)
     return pipeline

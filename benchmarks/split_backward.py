@@ -28,7 +28,7 @@ from torch.distributed.pipelining._backward import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zbpp.runtime.split_backward import SplitGraph
+from zbpp.runtime.backward.split import SplitGraph
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 

@@ -1,20 +1,25 @@
 """Planners: who does what in which order."""
 
-from zbpp.schedules.auto import plan_auto
-from zbpp.schedules.certify import Certificate, certify
-from zbpp.schedules.effort import check_effort
-from zbpp.schedules.fthenb import plan_fthenb
-from zbpp.schedules.lower import check_channels, lower, lower_forward
-from zbpp.schedules.one_f_one_b import plan_one_f_one_b
-from zbpp.schedules.post_validation import post_validated, without_checks
-from zbpp.schedules.torch_csv import to_torch_csv
-from zbpp.schedules.v_modes import plan_v_half, plan_v_min, plan_zbv, plan_zbvpp
-from zbpp.schedules.vpp import plan_vpp
-from zbpp.schedules.wave import plan_placement, plan_wave
-from zbpp.schedules.zb import plan_zb, plan_zb1p, plan_zb2p
-from zbpp.schedules.zb_h1 import plan_zb_h1
-from zbpp.schedules.zb_h2 import plan_zb_h2
-from zbpp.schedules.zb_v import plan_zb_v
+from zbpp.schedules.passes.lower import check_channels, lower, lower_forward
+from zbpp.schedules.passes.post_validation import post_validated, without_checks
+from zbpp.schedules.passes.torch_csv import to_torch_csv
+from zbpp.schedules.patterns.fthenb import plan_fthenb
+from zbpp.schedules.patterns.one_f_one_b import plan_one_f_one_b
+from zbpp.schedules.patterns.vpp import plan_vpp
+from zbpp.schedules.patterns.zb_h1 import plan_zb_h1
+from zbpp.schedules.patterns.zb_h2 import plan_zb_h2
+from zbpp.schedules.patterns.zb_v import plan_zb_v
+from zbpp.schedules.planner.auto import plan_auto
+from zbpp.schedules.planner.budget import check_effort
+from zbpp.schedules.planner.multi.plan import plan_placement, plan_wave
+from zbpp.schedules.planner.single_modes import plan_zb, plan_zb1p, plan_zb2p
+from zbpp.schedules.planner.solver import Certificate, certify
+from zbpp.schedules.planner.wave_modes import (
+    plan_v_half,
+    plan_v_min,
+    plan_zbv,
+    plan_zbvpp,
+)
 
 __all__ = [
     "Certificate",

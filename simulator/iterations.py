@@ -36,16 +36,22 @@ from zbpp.core import (
     replay,
 )
 
-__all__ = ["Left", "Protocol", "Run", "join", "simulate_iterations"]
+__all__ = [
+    "IteratedSchedule",
+    "IterationState",
+    "SyncRule",
+    "join",
+    "simulate_iterations",
+]
 
 _UNIT = Costs()
 
-Protocol = Callable[[PassTimes, Sequence[float]], tuple[list[float], list[float]]]
+SyncRule = Callable[[PassTimes, Sequence[float]], tuple[list[float], list[float]]]
 """From the end of each stage's passes: when it may step, when its V knows the sum."""
 
 
 @dataclass(frozen=True)
-class Left:
+class IterationState:
     """What an iteration leaves to the next one, per stage."""
 
     free: tuple[float, ...]
@@ -73,7 +79,7 @@ def simulate_iterations(
     Raises:
         RequestError: the costs do not fit the placement, or there is no such V.
     """
-    run = Run(schedule, costs)
+    run = IteratedSchedule(schedule, costs)
     if rolled_back and not (
         run.has_checks and all(0 < i < n_iterations for i in rolled_back)
     ):
@@ -107,7 +113,7 @@ def join(timelines: Sequence[Timeline], *, name: str | None = None) -> Timeline:
     )
 
 
-class Run:
+class IteratedSchedule:
     """One schedule, iterated.
 
     Args:
@@ -118,7 +124,7 @@ class Run:
     """
 
     def __init__(
-        self, schedule: Schedule, costs: Costs, protocol: Protocol | None = None
+        self, schedule: Schedule, costs: Costs, protocol: SyncRule | None = None
     ) -> None:
         self.times = costs.on(schedule.placement)
         self.has_checks = schedule.is_post_validated
@@ -130,14 +136,14 @@ class Run:
         ]
 
     @property
-    def start(self) -> Left:
+    def start(self) -> IterationState:
         """All stages are free at 0, and know all they need."""
         nothing = (0.0,) * len(self._orders)
-        return Left(nothing, nothing)
+        return IterationState(nothing, nothing)
 
     def iterate(
-        self, left: Left, *, rolled_back: bool = False
-    ) -> tuple[list[list[Slot]], Left]:
+        self, left: IterationState, *, rolled_back: bool = False
+    ) -> tuple[list[list[Slot]], IterationState]:
         """Time the next iteration; returns its rows and what it leaves."""
         rows = self._attempts(left) if rolled_back else self._passes(left)
         ends = [row[-1].end for row in rows]
@@ -145,9 +151,9 @@ class Run:
         for stage, row in enumerate(rows):
             job, start = Step(stage), max(ends[stage], steps[stage])
             row.append(Slot(job, start, start + self.times.of(job)))
-        return rows, Left(tuple(row[-1].end for row in rows), tuple(known))
+        return rows, IterationState(tuple(row[-1].end for row in rows), tuple(known))
 
-    def _passes(self, left: Left) -> list[list[Slot]]:
+    def _passes(self, left: IterationState) -> list[list[Slot]]:
         return replay(
             self._orders,
             self.times,
@@ -156,7 +162,7 @@ class Run:
             known=left.known,
         )
 
-    def _attempts(self, left: Left) -> list[list[Slot]]:
+    def _attempts(self, left: IterationState) -> list[list[Slot]]:
         """Every stage up to its V; then O again, and all passes."""
         first: list[Sequence[Job]] = []
         second: list[Sequence[Job]] = []

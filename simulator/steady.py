@@ -10,7 +10,7 @@ in its V), so there is one period, wherever the stages begin (F. Baccelli et al.
 """
 
 from zbpp.core import Costs, RequestError, Schedule
-from zbpp.simulator.iterations import Left, Protocol, Run
+from zbpp.simulator.iterations import IteratedSchedule, IterationState, SyncRule
 
 __all__ = [
     "expected_step_time",
@@ -26,7 +26,7 @@ _LEAPS = 50
 
 
 def steady_step_time(
-    schedule: Schedule, costs: Costs = _UNIT, *, protocol: Protocol | None = None
+    schedule: Schedule, costs: Costs = _UNIT, *, protocol: SyncRule | None = None
 ) -> float:
     """Time of an iteration among many, optimizer included, in the unit of the costs.
 
@@ -36,7 +36,7 @@ def steady_step_time(
     Raises:
         RequestError: the costs have not one entry per chunk of the placement.
     """
-    return _settle(Run(schedule, costs, protocol))[0]
+    return _settle(IteratedSchedule(schedule, costs, protocol))[0]
 
 
 def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
@@ -57,7 +57,7 @@ def with_rollback(schedule: Schedule, costs: Costs = _UNIT) -> tuple[float, floa
     Raises:
         RequestError: as `rollback_time`.
     """
-    run = Run(schedule, costs)
+    run = IteratedSchedule(schedule, costs)
     if not run.has_checks:
         raise RequestError(f"{schedule.name} has no V that could fail; place V's first")
     period, left = _settle(run)
@@ -84,7 +84,7 @@ def expected_step_time(
     return period + failure_rate * lost
 
 
-def _settle(run: Run) -> tuple[float, Left]:
+def _settle(run: IteratedSchedule) -> tuple[float, IterationState]:
     """Iterate until everything repeats; the period, and a state that repeats."""
     seen = [run.start]
     for _ in range(_LEAPS):
@@ -98,12 +98,12 @@ def _settle(run: Run) -> tuple[float, Left]:
     raise AssertionError("the iterations of a schedule never repeat")
 
 
-def _repeats(left: Left, earlier: Left) -> bool:
+def _repeats(left: IterationState, earlier: IterationState) -> bool:
     later = _later(left, earlier)
     return max(later) - min(later) <= _SAME * max(later)
 
 
-def _leap(earlier: Left, left: Left) -> Left:
+def _leap(earlier: IterationState, left: IterationState) -> IterationState:
     """Let stages that slowly fall behind be far behind at once.
 
     A stage that is a little faster than the slowest one gains on it for many
@@ -117,9 +117,9 @@ def _leap(earlier: Left, left: Left) -> Left:
     ]
     n_stages, origin = len(left.free), min(moved)
     shifted = tuple(time - origin for time in moved)
-    return Left(shifted[:n_stages], shifted[n_stages:])
+    return IterationState(shifted[:n_stages], shifted[n_stages:])
 
 
-def _later(left: Left, earlier: Left) -> list[float]:
+def _later(left: IterationState, earlier: IterationState) -> list[float]:
     pairs = zip((*left.free, *left.known), (*earlier.free, *earlier.known), strict=True)
     return [after - before for after, before in pairs]

@@ -2,7 +2,7 @@
 
 import sys
 
-from zbpp.cli import main
+from zbpp.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,8 +13,8 @@ from zbpp.core import (
     peaks,
 )
 from zbpp.schedules import plan_vpp
-from zbpp.schedules.limits import check_limits
-from zbpp.schedules.request import Planner, Request, listed_chunks, models
+from zbpp.schedules.planner.limits import check_limits
+from zbpp.schedules.planner.request import Planner, Request, listed_chunks, models
 
 __all__ = ["fixed", "kept", "plan_fixed_vpp"]
 

@@ -32,7 +32,7 @@ from zbpp.schedules import (
     plan_zbv,
     plan_zbvpp,
 )
-from zbpp.schedules.request import ChunkPlanner, Planner, Request
+from zbpp.schedules.planner.request import ChunkPlanner, Planner, Request
 
 __all__ = ["MODES", "Mode", "canonical", "is_file", "plan"]
 

@@ -17,23 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbpp.choose import choose_schedule, choose_validation
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.pipeline_reports import Reports
-from zbpp.runtime import calls
-from zbpp.runtime.access import before_access, eval_mode
-from zbpp.runtime.agreement import agree
-from zbpp.runtime.batch import Batch
-from zbpp.runtime.build import StageOptions, build_executors, make_transports
+from zbpp.resolve import choose_schedule, choose_validation
+from zbpp.runtime.comm.process_group import initialise, own_device
+from zbpp.runtime.driver import collective_calls as calls
+from zbpp.runtime.driver.agreement import check_agreement
+from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
+from zbpp.runtime.driver.lifecycle import Lifecycle
+from zbpp.runtime.driver.state_access import eval_mode, settle_before_access
 from zbpp.runtime.executor import drive
-from zbpp.runtime.history import WayBack, step_rules
-from zbpp.runtime.layers import Model, count_layers, deal
-from zbpp.runtime.life import Life
-from zbpp.runtime.loss_scale import LossScaler
-from zbpp.runtime.optimizer import MakeOptimizer
-from zbpp.runtime.patience import Patience
-from zbpp.runtime.processes import initialise, own_device
-from zbpp.runtime.result import StepResult
+from zbpp.runtime.microbatches import Batch
+from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.optim.result import StepResult
+from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
+from zbpp.runtime.partition import Model, count_layers, partition_layers
 from zbpp.runtime.stage import LossFn
 from zbpp.schedules import lower, lower_forward
 
@@ -101,7 +101,7 @@ class Pipeline(Reports):
         split: Sequence[int] | None = None,
         clip_grad_norm: float | None = None,
         post_validation: bool | None = None,
-        rollback: WayBack = "auto",
+        rollback: RollbackMethod = "auto",
         patience: Patience | None = None,
         max_consecutive_skips: int | None = 5,
         loss_scale: LossScaler | float | None = None,
@@ -143,7 +143,7 @@ class Pipeline(Reports):
         )
         placement = self.schedule.placement
         self.n_layers = count_layers(model, n_layers)
-        self.split = deal(self.n_layers, placement.n_chunks, split)
+        self.split = partition_layers(self.n_layers, placement.n_chunks, split)
         self._programs = lower(self.schedule)
         transports = make_transports(
             self._programs,
@@ -159,16 +159,16 @@ class Pipeline(Reports):
             model, self.split, placement, transports, options
         )
         self._n_steps = 0
-        self._life = Life(self._executors.values())
-        weakref.finalize(self, self._life.end)
-        before_access(
+        self._lifecycle = Lifecycle(self._executors.values())
+        weakref.finalize(self, self._lifecycle.end)
+        settle_before_access(
             (layer for _, layer in self._layers()),
             self.optimizers,
-            self._life.synchronize,
+            self._lifecycle.synchronize,
         )
         text = schedule_text(self.schedule)
         asked = (self.split, rules, autocast, seed, exact_sums)
-        agree(self._executors, (text, *asked))
+        check_agreement(self._executors, (text, *asked))
 
     # What a script asks.
 
@@ -231,7 +231,7 @@ class Pipeline(Reports):
             PeerError: another stage died or did not answer.
         """
         self._begin(inputs, targets, self.n_microbatches, even=True)
-        with self._life.running():
+        with self._lifecycle.running():
             drive(self._executors, self._programs)
         self._n_steps += 1
         result = next(iter(self._executors.values())).optimizer.result
@@ -249,11 +249,11 @@ class Pipeline(Reports):
             PeerError: another stage died or did not answer.
             NonFiniteError: too many steps in a row were skipped.
         """
-        self._life.synchronize()
+        self._lifecycle.synchronize()
 
     def close(self) -> None:
         """Synchronize, finish the messages and end; also at the end of a ``with``."""
-        self._life.close()
+        self._lifecycle.close()
 
     def __enter__(self) -> Self:
         return self
@@ -280,14 +280,14 @@ class Pipeline(Reports):
         programs = lower_forward(self.schedule.placement, n_microbatches=m)
         self.synchronize()
         self._begin(inputs, targets, m, even=False)
-        with self._life.running(), eval_mode(layer for _, layer in self._layers()):
+        with self._lifecycle.running(), eval_mode(layer for _, layer in self._layers()):
             drive(self._executors, programs, training=False)
             return calls.mean_loss(self._executors)
 
     def _begin(
         self, inputs: Batch | None, targets: Batch | None, m: int, *, even: bool
     ) -> None:
-        calls.hand_out(
+        calls.distribute_batch(
             self._executors,
             self.schedule.placement,
             (inputs, targets),

@@ -1,14 +1,15 @@
 """What a pipeline tells of its last step."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from zbpp.core import Costs, Schedule, Timeline
-from zbpp.measured import measured_costs
-from zbpp.runtime import calls
+from zbpp.core.measured import measured_costs
+from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.executor import Executor
 
-__all__ = ["Reports"]
+__all__ = ["Reports", "summarize_split"]
 
 
 class Reports:
@@ -44,3 +45,29 @@ class Reports:
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""
         return next(iter(self._executors.values())).transport.gather(thing)
+
+
+def summarize_split(where: Mapping[str, str], sizes: Mapping[str, int]) -> str:
+    """One line: the share of the weights in W, and the reasons of the others.
+
+    Args:
+        where: for each parameter ``"W"`` or ``"B: "`` and the reason.
+        sizes: elements of each parameter.
+
+    >>> summarize_split({"a": "W", "b": "B: used 2 times"}, {"a": 90, "b": 10})
+    'W computes the gradients of 90.0% of 100 parameters; B those of 10 (used 2 times)'
+    """
+    total = sum(sizes[name] for name in where)
+    reasons: Counter[str] = Counter()
+    for name, text in where.items():
+        if text != "W":
+            reasons[text.removeprefix("B: ")] += sizes[name]
+    in_w = total - sum(reasons.values())
+    line = (
+        f"W computes the gradients of {in_w / max(1, total):.1%} of {total:,} "
+        "parameters"
+    )
+    if reasons:
+        parts = (f"{n:,} ({reason})" for reason, n in reasons.most_common())
+        line += "; B those of " + ", ".join(parts)
+    return line

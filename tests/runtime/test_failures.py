@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zbpp.runtime.fault import Fault, requested_fault
-from zbpp.runtime.launch import _first_failure
+from zbpp.runtime.support.fault_injection import Fault, requested_fault
+from zbpp.training.launch import _first_failure
 
 pytestmark = pytest.mark.dist
 
@@ -166,10 +166,10 @@ def test_faults_at_every_kind_of_job(
 def test_the_fault_is_read_and_strikes_only_at_its_place() -> None:
     fault = requested_fault({"ZBPP_FAULT": "raise:1:3:0F2"})
     assert fault == Fault("raise", 1, 3, "0F2")
-    fault.strike(0, 3, "0F2")
-    fault.strike(1, 2, "0F2")
+    fault.inject(0, 3, "0F2")
+    fault.inject(1, 2, "0F2")
     with pytest.raises(RuntimeError, match="ZBPP_FAULT"):
-        fault.strike(1, 3, "0F2")
+        fault.inject(1, 3, "0F2")
     with pytest.raises(ValueError, match="kind:rank:step:job"):
         requested_fault({"ZBPP_FAULT": "explode:1:3:0F2"})
     assert requested_fault({}) is None

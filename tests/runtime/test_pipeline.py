@@ -20,7 +20,7 @@ from small_model import (
 from torch import Tensor, nn
 
 from zbpp.core import Pass, Placement, Schedule, Step, parse_job
-from zbpp.runtime.optimizer import clip_factor
+from zbpp.runtime.optim.stage_optimizer import clip_factor
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 4])

@@ -39,7 +39,7 @@ from zbpp.simulator import (
     steady_step_time,
     work,
 )
-from zbpp.simulator.iterations import Left, Run
+from zbpp.simulator.iterations import IteratedSchedule, IterationState
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 5, 8, 11, 12)]
 TIMES = [(1, 1, 1), (3, 2, 1), (2, 3, 2), (5, 1, 3), (1, 2, 3)]
@@ -204,12 +204,12 @@ def largest_cycle_mean(schedule, costs):
 
     Entry (i, j): how much later than j alone was ready is i, an iteration later.
     """
-    run, p, much = Run(schedule, costs), schedule.n_stages, 1e6
+    run, p, much = IteratedSchedule(schedule, costs), schedule.n_stages, 1e6
     n = 2 * p
     columns = []
     for j in range(n):
         begin = [much if i == j else 0.0 for i in range(n)]
-        _, left = run.iterate(Left(tuple(begin[:p]), tuple(begin[p:])))
+        _, left = run.iterate(IterationState(tuple(begin[:p]), tuple(begin[p:])))
         after = (*left.free, *left.known)
         columns.append([end - much if end >= much else -math.inf for end in after])
     walks = [[0.0] + [-math.inf] * (n - 1)]

@@ -5,6 +5,7 @@ import sys
 import pytest
 import tyro
 
+from zbpp.cli.train import TrainCommand
 from zbpp.core import RequestError, write_schedule
 from zbpp.modes import plan
 from zbpp.training.llama import LlamaConfig
@@ -28,7 +29,7 @@ def test_the_flags_load_no_torch():
 def test_without_torch_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=re.escape("pip install 'zbpp[train]'")):
-        Train().run()
+        TrainCommand().run()
 
 
 @pytest.mark.parametrize("spelling", ["schedule-mode", "schedule_mode"])

@@ -20,6 +20,7 @@ from zbpp.training.llama import build_layers, cross_entropy
 from zbpp.training.loop import _load
 from zbpp.training.options import Train
 from zbpp.training.setup import model_of
+from zbpp.training.start import start
 
 MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
 TINY = Train(
@@ -82,7 +83,7 @@ def train(tmp_path_factory):
 
     @functools.cache
     def run(**changed: object) -> Outcome:
-        Train(**(vars(TINY) | {"metrics": metrics} | changed)).run()
+        start(Train(**(vars(TINY) | {"metrics": metrics} | changed)))
         return read(metrics)
 
     return run
@@ -251,7 +252,7 @@ def test_metrics_count_rollbacks_and_skips(tmp_path, capsys):
     def rows(**changed):
         metrics = tmp_path / "metrics.jsonl"
         own = {"metrics": metrics, "stages": 2, "clip_grad_norm": 0.01}
-        Train(**(vars(TINY) | own | changed)).run()
+        start(Train(**(vars(TINY) | own | changed)))
         return list(map(json.loads, metrics.read_text().splitlines()))
 
     early = rows(post_validation_failures=11)

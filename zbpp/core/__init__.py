@@ -1,7 +1,7 @@
 """Values that every layer shares; standard library only."""
 
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
-from zbpp.core.clock import Clock
+from zbpp.core.clock import Clock, replay
 from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
 from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
 from zbpp.core.files import (
@@ -35,7 +35,6 @@ from zbpp.core.program import (
     at_check,
     replayed,
 )
-from zbpp.core.replay import replay
 from zbpp.core.schedule import Order, Schedule
 from zbpp.core.text import draw, format_job, grid, parse_job
 from zbpp.core.timeline import Slot, Timeline, longest_span, pass_span

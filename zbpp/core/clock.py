@@ -1,4 +1,7 @@
-"""The single rule "when can this job start", used by planners and the simulator."""
+"""The rule "when can this job start", and all orders run by it.
+
+The simulator and the deadlock check run on it; planners inline it.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +9,7 @@ from zbpp.core.costs import PassTimes
 from zbpp.core.jobs import Check, Job, Pass, PassKind, Step, Value, reads, writes
 from zbpp.core.timeline import Slot
 
-__all__ = ["Clock"]
+__all__ = ["Clock", "replay"]
 
 
 class Clock:
@@ -81,3 +84,33 @@ class Clock:
         if isinstance(job, Pass):
             return self._placement.stage_of[job.chunk]
         return job.stage
+
+
+def replay(
+    orders: Sequence[Sequence[Job]],
+    times: PassTimes,
+    *,
+    n_microbatches: int,
+    free: Sequence[float] | None = None,
+    known: Sequence[float] | None = None,
+) -> list[list[Slot]]:
+    """Time every job that can run; a row shorter than its order is stuck there.
+
+    ``free`` and ``known`` say what an earlier iteration has left (see `Clock`).
+
+    Every stage runs as far as it can, round after round, until none moves. The order
+    of these visits does not matter: a start depends only on the inputs' ends.
+    """
+    clock = Clock(times, n_microbatches=n_microbatches, free=free, known=known)
+    rows: list[list[Slot]] = [[] for _ in orders]
+    moved = True
+    while moved:
+        moved = False
+        for order, row in zip(orders, rows, strict=True):
+            while len(row) < len(order):
+                slot = clock.run(order[len(row)])
+                if slot is None:
+                    break
+                row.append(slot)
+                moved = True
+    return rows

@@ -50,7 +50,7 @@ def is_plain(
 def can_finish(
     orders: Sequence[Sequence[Job]], placement: Placement, *, n_microbatches: int
 ) -> bool:
-    """Whether no stages wait for one another: `zbpp.core.replay` without times.
+    """Whether no stages wait for one another: `zbpp.core.clock` without times.
 
     An F needs the F of the chunk before, a B the B of the chunk after. Each order must
     hold each of its passes once, F before B before W.

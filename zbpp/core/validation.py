@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from zbpp.core.clock import replay
 from zbpp.core.costs import Costs, MemoryModel
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.jobs import Check, Job, Pass, PassKind, Step
 from zbpp.core.memory import held_during
 from zbpp.core.placement import Placement
 from zbpp.core.quick import can_finish, is_plain
-from zbpp.core.replay import replay
 from zbpp.core.text import grid
 
 __all__ = ["mistake", "validate"]

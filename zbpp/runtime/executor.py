@@ -34,13 +34,13 @@ from zbpp.core import (
     What,
     at_check,
 )
-from zbpp.runtime.batch import Tensors
-from zbpp.runtime.fault import requested_fault
-from zbpp.runtime.optimizer import StageOptimizer
-from zbpp.runtime.rewind import Rewind
+from zbpp.runtime.comm.transport import Transport
+from zbpp.runtime.microbatches import Tensors
+from zbpp.runtime.optim.stage_optimizer import StageOptimizer
+from zbpp.runtime.replay import Replay
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.torch_private import profiling
-from zbpp.runtime.transport import Transport
+from zbpp.runtime.support.fault_injection import requested_fault
+from zbpp.runtime.support.torch_internals import profiling
 
 __all__ = ["Executor", "drive"]
 
@@ -76,9 +76,9 @@ class Executor:
         self._fault = requested_fault()
         self._here: dict[Value, Tensors] = {}
         self._posted: set[Value] = set()
-        self._rewind: Rewind | None = None
+        self._replay: Replay | None = None
         self._is_wrong = False
-        optimizer.strike = self._strike
+        optimizer.inject_fault = self._inject_fault
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             Pass: self._pass,
             Step: self._step,
@@ -111,14 +111,14 @@ class Executor:
         )
         before, rest = at_check(program)
         if training and self.optimizer.may_replay:
-            self._rewind = Rewind(self.stage)
+            self._replay = Replay(self.stage)
         yield from self._run(before)
         if rest and isinstance(rest[0], Check):
             yield from self._run(rest[:1])
             if self._is_wrong:
                 yield from self._repeat(rest[0], before)
             rest = rest[1:]
-        self._rewind = None
+        self._replay = None
         if training:
             self.optimizer.begin_backward()
         yield from self._run(rest)
@@ -131,7 +131,7 @@ class Executor:
             while not self._ready(instruction):
                 yield
             try:
-                self._strike(str(instruction))
+                self._inject_fault(str(instruction))
                 self._handlers[type(instruction)](instruction)
             except Exception as error:
                 error.add_note(f"in {instruction}")
@@ -143,10 +143,10 @@ class Executor:
         All stages do so together, so what has been sent before is sent again; what has
         come of it and was not read yet is wrong as well.
         """
-        assert self._rewind is not None
-        self._strike("replay")
+        assert self._replay is not None
+        self._inject_fault("replay")
         self._here.clear()
-        self._rewind.rewind()
+        self._replay.rewind()
         yield from self._drop_received(job, before)
         yield from self._run(before)
 
@@ -158,10 +158,10 @@ class Executor:
                 self._posted.remove(instruction.value)
                 self.transport.receive(instruction.value, job)
 
-    def _strike(self, name: str) -> None:
+    def _inject_fault(self, name: str) -> None:
         """Let the fault happen that was asked for here, if any."""
         if self._fault is not None:
-            self._fault.strike(self._rank, self.stage.step, name)
+            self._fault.inject(self._rank, self.stage.step, name)
 
     def _ready(self, instruction: object) -> bool:
         match instruction:
@@ -202,7 +202,11 @@ class Executor:
             tensors = self._here.pop(value)
         if job.kind is not PassKind.F:
             self.optimizer.before_gradients()
-        with nullcontext() if self._rewind is None else self._rewind.numbers_of(job):
+        with (
+            nullcontext()
+            if self._replay is None
+            else self._replay.random_numbers_of(job)
+        ):
             result = self._timed(
                 job, partial(self._passes[job.kind], job.chunk, job.microbatch, tensors)
             )

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.batch import Tensors, count_samples
-from zbpp.runtime.gradient_order import GradientOrder
-from zbpp.runtime.nested import map_tensors
-from zbpp.runtime.split_backward import SplitGraph
-from zbpp.runtime.weight_queue import WeightQueue
-from zbpp.runtime.wrappers import check_module
+from zbpp.runtime.backward.accumulate import GradientOrder
+from zbpp.runtime.backward.data_parallel import check_module
+from zbpp.runtime.backward.queue import WeightQueue
+from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime.microbatches import Tensors, count_samples
+from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["Chunk", "LossFn", "Stage"]
 

@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp.core import MemoryModel, RequestError, Schedule, write_costs
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.patience import Patience
+from zbpp.pipeline_reports import summarize_split
+from zbpp.runtime.optim.patience import Patience
 from zbpp.simulator import bubble_rate, simulate
-from zbpp.split_report import summarize_split
 from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.llama import build_layers, cross_entropy

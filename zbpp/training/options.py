@@ -1,6 +1,5 @@
-"""What `zbpp train` can be asked for; it starts the processes and loads no torch."""
+"""The options of `zbpp train`; this file loads no torch."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,20 +7,21 @@ from typing import Annotated, Literal
 import tyro
 
 from zbpp.core import RequestError
-from zbpp.flags import YesNoUnsaid
 
-__all__ = ["Train"]
+__all__ = ["Train", "YesNoUnsaid"]
 
+YesNoUnsaid = Annotated[bool | None, tyro.conf.DisallowNone]
+"""``--flag``, ``--no_flag``, or neither."""
 _Path = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
 _Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a small Llama-style model on bytes of text, split over a pipeline.
+    """Sizes, schedule and optimizer of a training; `zbpp.training.start` runs it.
 
-    Starts its own processes, or runs as one of torchrun's. In fp32 on CPUs the losses
-    and the final parameters depend on neither the mode nor the number of stages.
+    Raises:
+        RequestError: a value is out of its range.
     """
 
     pipeline_schedule_mode: str = "ZBH1"
@@ -122,16 +122,3 @@ class Train:
         value = getattr(self, name)
         if value is not None and not value >= least:
             raise RequestError(f"--{name} is {value}; it must be at least {least}")
-
-    def run(self) -> None:
-        """Train, and return when it is done.
-
-        Raises:
-            RequestError: the request is wrong or cannot be met.
-            WorkerError: a process failed.
-        """
-        if importlib.util.find_spec("torch") is None:
-            raise RequestError("training needs torch: pip install 'zbpp[train]'")
-        from zbpp.training.start import start
-
-        start(self)

@@ -13,9 +13,9 @@ from zbpp.core import (
     Schedule,
     read_costs,
 )
-from zbpp.measured import not_told_apart
+from zbpp.core.measured import not_told_apart
 from zbpp.modes import is_file, plan
-from zbpp.runtime.layers import deal
+from zbpp.runtime.partition import partition_layers
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
@@ -90,8 +90,8 @@ def split_layers(model: LlamaConfig, n_chunks: int) -> list[int]:
         RequestError: there are more chunks than layers.
     """
     if model.n_blocks < n_chunks:
-        return [len(layers) for layers in deal(model.n_layers, n_chunks)]
-    counts = [len(blocks) for blocks in deal(model.n_blocks, n_chunks)]
+        return [len(layers) for layers in partition_layers(model.n_layers, n_chunks)]
+    counts = [len(blocks) for blocks in partition_layers(model.n_blocks, n_chunks)]
     counts[0] += 1
     counts[-1] += 1
     return counts

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from zbpp.core import RequestError, Schedule
-from zbpp.runtime.launch import fail, launch
-from zbpp.training.emulate import run_emulated
+from zbpp.training.emulated import run_emulated
+from zbpp.training.launch import fail, launch
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.setup import check, schedule_of

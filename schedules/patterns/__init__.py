@@ -1,0 +1,4 @@
+"""Hand-made orders, one file each, with a picture and its formula at the top.
+
+They depend on the size of the pipeline alone. Begin with `one_f_one_b` and `zb_h1`.
+"""

@@ -1,0 +1,125 @@
+"""Improve any plan by moving single passes on its critical path.
+
+    0 | F0 F1 .  .  B0 W0 B1 W1    the path that decides when a stage ends goes back
+    1 | .  F0 B0 F1 B1 W0 W1       from pass to pass: to the one before on the stage,
+                                   or, after a wait, to the one that was waited for
+
+Nothing but a change on this path can shorten the span. It falls into blocks, runs of
+passes of one stage without a wait. A step takes one block and either moves its last
+pass, for which another stage waits, to the front; or moves a pass behind the block; or
+moves any pass of it a little; or, as the steady state repeats, swaps two neighbours
+there and the same two at their next 1, 3, 7 or all later meetings. Every result that is
+valid and not worse is taken: steps that change nothing lead to those that do (Balas and
+Vazacopoulos, Management Science 44, 1998, for the job shop).
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from random import Random
+
+from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
+from zbpp.schedules.planner.multi.timing import Times, time_rows
+
+__all__ = ["improve"]
+
+COST = 0.25  # of timing a row, in passes of the greedy planner
+
+Block = tuple[int, int, int]
+"""A stage, and the first and the last place of the block in its row."""
+
+
+def improve(problem: PlacementProblem, plan: Plan, budget: Budget, rng: Random) -> Plan:
+    """Climb from a plan; stop at the lower bound, or when the budget is spent."""
+    n_passes = COST * sum(map(len, plan.rows))
+    if plan.span <= problem.target or budget.passes - budget.spent < n_passes:
+        return plan
+    rows, best = list(plan.rows), plan
+    times = time_rows(problem, rows)
+    assert times is not None
+    blocks = list(_blocks(problem, rows, times))
+    slack = 1e-9 * times.span
+    while blocks and budget.is_left and best.span > problem.target:
+        budget.spend(n_passes)
+        stage, row = _changed(rows, blocks, rng)
+        if not _is_valid(problem, stage, row):
+            continue
+        trial = [row if s == stage else old for s, old in enumerate(rows)]
+        result = time_rows(problem, trial)
+        if result is None or result.span > times.span + slack:
+            continue
+        rows, times = trial, result
+        blocks = list(_blocks(problem, rows, times))
+        if times.span < best.span - slack:
+            best = Plan(times.span, rows)
+    return best
+
+
+def _blocks(problem: PlacementProblem, rows: Rows, times: Times) -> Iterator[Block]:
+    """Go back from the end of the longest stage; give blocks of two passes and more."""
+    stage = max(range(problem.n_stages), key=lambda s: times.spans[s])
+    at = high = len(rows[stage]) - 1
+    slack = 1e-9 * times.span
+    while True:
+        row, starts = rows[stage], times.starts[stage]
+        while at and starts[at - 1] + problem.time[row[at - 1]] >= starts[at] - slack:
+            at -= 1
+        if high > at:
+            yield stage, at, high
+        q = row[at]
+        if not 0 < q < 2 * problem.n_chunks:
+            return
+        i = row[:at].count(q)
+        start = times.arrived[q][i] - problem.delay[q - 1] - problem.time[q - 1]
+        stage = problem.stage[q - 1]
+        row = rows[stage]
+        at = bisect_left(times.starts[stage], start - slack)
+        while row[at] != q - 1:
+            at += 1
+        high = at
+
+
+def _changed(rows: Rows, blocks: Sequence[Block], rng: Random) -> tuple[int, list[int]]:
+    stage, low, high = rng.choice(blocks)
+    row = list(rows[stage])
+    kind = rng.random()
+    if kind < 0.15:
+        _swap_again(row, rng.randrange(low, high), rng.choice((2, 4, 8, len(row))))
+    elif kind < 0.45:
+        to = rng.choice((rng.randrange(low, high), high - 1))
+        row.insert(to, row.pop(high))
+    elif kind < 0.8:
+        passed = rng.choice((0, 0, 1, 2, 4, 8))
+        row.insert(high + passed, row.pop(rng.randrange(low, high)))
+    else:
+        at = rng.randint(low, high)
+        to = at + rng.choice((-3, -2, -1, 1, 2, 3))
+        row.insert(max(0, to), row.pop(at))
+    return stage, row
+
+
+def _swap_again(row: list[int], at: int, times: int) -> None:
+    pair = row[at : at + 2]
+    if pair[0] == pair[1]:
+        return
+    while times > 0 and at < len(row) - 1:
+        if row[at : at + 2] == pair:
+            row[at : at + 2] = reversed(pair)
+            times -= 1
+            at += 1
+        at += 1
+
+
+def _is_valid(problem: PlacementProblem, stage: int, row: list[int]) -> bool:
+    """Does a row fit the memory, and does each W come after its B?"""
+    peak = max(accumulate(map(problem.change.__getitem__, row)))
+    if peak > problem.memory.limit[stage] * (1 + 1e-9):
+        return False
+    pending = dict.fromkeys(row, 0)
+    n_chunks = problem.n_chunks
+    for q in row:
+        pending[q] += 1
+        if q >= 2 * n_chunks and pending[q] > pending[q - n_chunks]:
+            return False
+    return True

@@ -1,0 +1,183 @@
+"""Plan any placement; waves go down the stages and up again, V first of all.
+
+Two stages with two chunks each (placement 0 1 1 0), three micro-batches,
+F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stage:
+
+    limit 1
+    0 | 0F0 .   .   3F0 3B0 3W0 .   0B0 0F1 0W0 .   3F1 3B1 3W1 .   0B1 0F2 0W1 . ...
+    1 | .   1F0 2F0 .   .   2B0 1B0 2W0 1W0 1F1 2F1 .   .   2B1 1B1 2W1 1W1 1F2 ...
+
+    limit 1.5
+    0 | 0F0 0F1 .   3F0 3B0 3W0 0F2 0B0 0W0 3F1 3B1 3W1 .   0B1 3F2 3B2 0W1 3W2 ...
+    1 | .   1F0 2F0 1F1 .   2B0 1B0 2F1 2W0 1W0 1F2 2B1 1B1 2F2 2W1 1W1 2B2 1B2 ...
+
+    limit 2
+    0 | 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 0B1 3W2 0B2 0W1 0W2
+    1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 1B1 2B2 1B2 2W1 1W1 2W2 1W2
+
+Many plans are made and the one with the smallest largest span of a stage is kept:
+
+1. `wave_seeds`: greedy plans by a few rules, rounds, and known orders.
+2. `wave_critical` moves single passes of the best plan.
+3. The same under less memory, as long as that could be better.
+4. `wave_search` changes the settings of good greedy plans, and goes on with 2.
+
+``effort`` says how much of it, counted in passes: ``fast`` is 1 and a little of 2,
+``default`` is 1 to 3, and ``best`` adds 4 for a time. All end when the plan reaches a
+lower bound; the first two depend on nothing but the arguments.
+"""
+
+import math
+from random import Random
+
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    Placement,
+    Schedule,
+)
+from zbpp.schedules.planner.budget import Budget, parse_effort
+from zbpp.schedules.planner.limits import capped, check_one_fits
+from zbpp.schedules.planner.multi.critical_path import improve
+from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
+from zbpp.schedules.planner.multi.search import wander
+from zbpp.schedules.planner.multi.seeds import seeds
+from zbpp.schedules.planner.request import check_sizes
+
+__all__ = ["plan_placement", "plan_wave"]
+
+_UNIT = Costs()
+_NO_LIMIT = MemoryModel()
+
+
+def plan_wave(
+    *,
+    n_stages: int,
+    n_microbatches: int,
+    chunks_per_stage: int = 2,
+    costs: Costs = _UNIT,
+    memory: MemoryModel = _NO_LIMIT,
+    effort: str = "default",
+    name: str = "wave",
+    memory_cap: float = math.inf,
+    default_limit: float = math.inf,
+) -> Schedule:
+    """Plan a wave: `plan_placement` where chunks go to and fro.
+
+    Args:
+        n_stages: stages, at least 1.
+        n_microbatches: micro-batches in a step, at least 1.
+        chunks_per_stage: 2 is the V; any number is planned by the same rules.
+        costs: see `plan_placement`, as the arguments below.
+        memory: likewise.
+        effort: likewise.
+        name: likewise.
+        memory_cap: likewise.
+        default_limit: likewise.
+
+    Raises:
+        RequestError: as `plan_placement`.
+    """
+    check_sizes(n_stages, n_microbatches, chunks_per_stage)
+    return plan_placement(
+        placement=Placement.wave(n_stages, chunks_per_stage),
+        n_microbatches=n_microbatches,
+        costs=costs,
+        memory=memory,
+        effort=effort,
+        name=name,
+        memory_cap=memory_cap,
+        default_limit=default_limit,
+    )
+
+
+def plan_placement(
+    *,
+    placement: Placement,
+    n_microbatches: int,
+    costs: Costs = _UNIT,
+    memory: MemoryModel = _NO_LIMIT,
+    effort: str = "default",
+    name: str = "planned",
+    memory_cap: float = math.inf,
+    default_limit: float = math.inf,
+) -> Schedule:
+    """Plan any placement under the memory limit; without one, memory is no constraint.
+
+    Args:
+        placement: chunk to stage: a wave, interleaved, or any other.
+        n_microbatches: micro-batches in a step, at least 1.
+        costs: one entry per chunk, or numbers for whole stages.
+        memory: likewise; every limit must hold one micro-batch.
+        effort: ``fast``, ``default``, ``best`` or ``best:SECONDS``.
+        name: the mode, for people.
+        memory_cap: a further limit on every stage, in M_B of that stage.
+        default_limit: the same, only where ``memory`` has no limit.
+
+    Raises:
+        LimitError: a limit holds no micro-batch; it names the smallest that works.
+        RequestError: a number is wrong.
+    """
+    check_sizes(placement.n_stages, n_microbatches)
+    check_one_fits(name, placement, memory, n_microbatches)
+    limited = capped(
+        memory, placement, memory_cap=memory_cap, default_limit=default_limit
+    )
+    problem = PlacementProblem.of(placement, n_microbatches, costs, limited)
+    plan = _best(problem, effort)
+    return Schedule(
+        name,
+        placement,
+        n_microbatches,
+        problem.orders(plan.rows),
+        memory=None if memory.limit is None else memory,
+    )
+
+
+def _best(problem: PlacementProblem, effort: str) -> Plan:
+    kind, seconds = parse_effort(effort)
+    n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
+    if kind == "fast":
+        tries = Budget(min(24 * n_passes, 2e6))
+        few = Budget(min(12 * n_passes, 1e5))
+        return _at_limit(problem, tries, few)
+    tries = Budget(max(2e6, min(16 * n_passes, 4e6)))
+    moves = Budget(min(max(3e4, 40 * n_passes), 1e5 + 8 * n_passes, 2e6))
+    plan = _at_limit(problem, tries, moves)
+    plan = _below_limit(problem, plan, tries, moves)
+    if kind == "best":
+        plan = wander(problem, plan, Budget(math.inf, seconds))
+    return plan
+
+
+def _at_limit(
+    problem: PlacementProblem, tries: Budget, moves: Budget, below: float = math.inf
+) -> Plan:
+    """Take the best seed, and move its passes; give up seeds not below a span."""
+    found = seeds(problem, tries, below=below)
+    return improve(problem, found[0].plan, moves, Random(0))
+
+
+def _below_limit(
+    problem: PlacementProblem, plan: Plan, tries: Budget, moves: Budget
+) -> Plan:
+    """Plan as if there were less memory: more should not give a longer plan.
+
+    A plan under less memory is a plan under more. The limits are the quarters of M_B
+    below what the plan holds, from the top, while the budget lasts; at the first whose
+    lower bound is not below the best span, no lower one can help. Seeds that moves can
+    hardly make better than the best plan are given up.
+    """
+    once = tries.spent + moves.spent
+    n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
+    budget = Budget(min(max(2e5, 200 * n_passes), 6e5))
+    for lower in problem.lower_limits(plan.rows):
+        if budget.passes - budget.spent < once:
+            break
+        if max(problem.target, lower.target) >= plan.span:
+            break
+        tries, moves = Budget(tries.passes), Budget(moves.passes)
+        other = _at_limit(lower, tries, moves, below=1.03 * plan.span)
+        budget.spend(tries.spent + moves.spent)
+        plan = min(plan, other, key=lambda one: one.span)
+    return plan

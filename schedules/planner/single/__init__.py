@@ -1,0 +1,1 @@
+"""One chunk a stage: `problem`, then `list_scheduler`, `seeds` and `search`."""

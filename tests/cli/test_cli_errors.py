@@ -1,0 +1,179 @@
+"""The zbpp command where something is wrong or missing, and its exit codes."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from commands import SIZES, ZBH1, run
+
+from zbpp.cli import doctor
+from zbpp.cli.commands import main
+
+
+def test_doctor_tells_what_is_installed(capsys):
+    assert main(["doctor"]) == 0
+    facts = dict(
+        (line[:14].strip(), line[15:]) for line in capsys.readouterr().out.splitlines()
+    )
+    assert facts["zbpp"] == version("zbpp")
+    assert facts["python"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert {"CPU cores", "numpy", "matplotlib", "torch"} <= set(facts)
+
+
+def test_doctor_tells_what_is_missing_and_how_to_get_it(monkeypatch):
+    def hide(package):
+        if package in ("torch", "matplotlib"):
+            raise PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr(doctor, "version", hide)
+    lines = doctor.report_lines()
+    assert "matplotlib     missing: pip install 'zbpp[viz]'" in lines
+    assert "torch          missing: pip install 'zbpp[train]'" in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show"], "zbpp: no schedule is named; give a schedule file"),
+        (["show", "x.json", *ZBH1], "zbpp: two schedules are named"),
+        (["show", "missing.json"], "zbpp: missing.json: cannot be read"),
+        (["show", "ZBW", *SIZES], "zbpp: unknown schedule mode 'ZBW'; did you mean"),
+        (["show", "ZBV", "--stages", "2"], "zbpp: --microbatches is missing; ZBV"),
+        (["show", "ZBV", "--stages", "0"], "zbpp: --stages is 0; it must be at least"),
+        (["show", *ZBH1, "--memory_limit", "0.9"], "zbpp: ZBH1 with 2 stages and"),
+        (
+            ["show", "ZBV", *SIZES, "--chunks_per_stage", "3"],
+            "zbpp: chunks_per_stage i",
+        ),
+        (["show", "VPP", *SIZES, "--chunks_per_stage", "0"], "zbpp: --chunks_per_stag"),
+        (["show", *ZBH1, "--iterations", "0"], "zbpp: --iterations is 0; it must be"),
+        (["show", *ZBH1, "--effort", "worst"], "zbpp: effort 'worst' is not known"),
+        (["show", *ZBH1, "--costs", "no.json"], "zbpp: no.json: cannot be read"),
+        (["plot", *ZBH1, "--out", "x.gif"], "zbpp: x.gif: the name of a picture must"),
+        (["plan", *ZBH1, "--out", "no/x.json"], "zbpp: no/x.json: cannot be written"),
+        (["trace", *ZBH1, "--out", "no/x.json"], "zbpp: no/x.json: cannot be written"),
+        (["compare", *SIZES, "--memory_limit", "0.9"], "zbpp: no mode can be had"),
+    ],
+)
+def test_a_wrong_request_gives_one_line_and_exit_code_2(capsys, arguments, message):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(message)
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_wrong_schedule_file_shows_the_place(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    main(["plan", *ZBH1, "--out", str(path)])
+    assert main(["show", str(path)]) == 0
+    path.write_text(path.read_text().replace("0B0", "0B1", 1))
+    capsys.readouterr()
+    assert main(["show", str(path)]) == 2
+    first, *grid = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"zbpp: {path}: row 0, column")
+    assert any("^" in line for line in grid)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["shwo"],
+        ["show", "--stagse", "2"],
+        ["show", *ZBH1, "--stages", "two"],
+        ["plan", *ZBH1],
+        ["compare", "--stages", "2"],
+        ["train", "--stages", "0"],
+    ],
+)
+def test_bad_flags_leave_with_exit_code_2(capsys, arguments):
+    with pytest.raises(SystemExit) as leaving:
+        main(arguments)
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err
+
+
+def test_exit_codes_of_real_processes(tmp_path):
+    done = run("show", *ZBH1, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["mode"] == "ZBH1"
+    refused = run("show", str(tmp_path / "missing.json"))
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("zbpp: ")
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_fault_of_ours_is_exit_code_1_with_its_traceback():
+    code = (
+        "import sys, zbpp.cli.commands\n"
+        "zbpp.cli.commands.print_report = lambda *_: 1 / 0\n"
+        f"sys.exit(zbpp.cli.commands.main(['show', *{ZBH1}]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = (
+        f"{sys.executable} -m zbpp show ZBV --stages 40 --microbatches 90 | head -1"
+    )
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "ZBV: 40 stages, 90 micro-batches\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "trace", "compare"])
+def test_planning_loads_neither_torch_nor_matplotlib(tmp_path, command):
+    arguments = {
+        "plan": [*ZBH1, "--out", str(tmp_path / "p.json")],
+        "show": ZBH1,
+        "trace": [*ZBH1, "--out", str(tmp_path / "t.json")],
+        "compare": SIZES,
+    }[command]
+    code = (
+        "import sys\n"
+        "from zbpp.cli.commands import main\n"
+        f"assert main({[command, *arguments]}) == 0\n"
+        "loaded = {'torch', 'matplotlib'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("hidden", ["torch", "zbpp.training.start"])
+def test_training_without_torch_says_how_to_get_it(hidden):
+    code = (
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {hidden!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name}', name=name)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+        "from zbpp.cli.commands import main\n"
+        "sys.exit(main(['train']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    if hidden == "torch":
+        assert done.returncode == 2
+        assert done.stderr == (
+            "zbpp: training needs torch; install it: pip install 'zbpp[train]'\n"
+        )
+    else:  # any other module that is missing is a fault of ours
+        assert (done.returncode, "Traceback" in done.stderr) == (1, True)

@@ -1,0 +1,81 @@
+"""Emulated steps in a row: sums that take their time, and steps that overlap."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pool import Pool
+
+from zbpp.core import Costs, Placement
+from zbpp.emulation.run import Emulation, emulate
+from zbpp.emulation.slow_sum import SlowSums
+from zbpp.modes import plan
+from zbpp.runtime.comm.transport import LocalHub
+
+DELAY_MS = 60.0
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def transports(reduction: float) -> list[SlowSums]:
+    times = Costs(reduction=reduction).on(Placement.single(2))
+    locals_ = LocalHub(2).transports()
+    return [SlowSums(one, times, stage=stage) for stage, one in enumerate(locals_)]
+
+
+def test_a_sum_is_there_when_its_delay_after_the_last_start_is_over() -> None:
+    ends = transports(DELAY_MS)
+    first = ends[0].reduce(torch.tensor([1.0, 0.0], dtype=torch.float64))
+    assert not first.ready() and not first.done()
+    time.sleep(0.03)
+    start = time.perf_counter()
+    second = ends[1].reduce(torch.tensor([0.0, 0.1], dtype=torch.float64))
+    assert first.ready() and not first.done()  # it would come, but not at once
+    assert second.result().tolist() == [1.0, 0.1]
+    assert DELAY_MS <= (time.perf_counter() - start) * 1e3 < DELAY_MS + 500
+    assert first.done() and first.result().tolist() == [1.0, 0.1]
+
+
+def test_without_a_delay_a_sum_is_there_at_once() -> None:
+    ends = transports(0.0)
+    sums = [end.reduce(torch.ones(1, dtype=torch.float64)) for end in ends]
+    start = time.perf_counter()
+    assert [float(one.result()) for one in sums] == [2.0, 2.0]
+    assert (time.perf_counter() - start) * 1e3 < DELAY_MS
+
+
+def measured(validated: bool) -> dict[str, object]:
+    """Two stages, three micro-batches, jobs and optimizer of 30 ms."""
+    schedule = plan("ZBH2", n_stages=2, n_microbatches=3)
+    costs = Costs(30, 30, 30, optimizer=30, reduction=20)
+    return emulate(schedule, costs, n_steps=5, post_validation=validated).as_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_post_validated_steps_overlap_and_others_do_not(pool: Pool) -> None:
+    """Simulated: 10 jobs, and 11 jobs with the sum; each is the other's control."""
+    steps = {}
+    for validated, simulated in ((True, 300), (False, 350)):
+        outcome, other = pool.run(measured, 2, validated)
+        assert outcome == other  # the ends of all stages count
+        assert outcome["simulated_step_ms"] == pytest.approx(simulated)
+        assert outcome["post_validation"] is validated
+        steps[validated] = float(str(outcome["step_ms"]))
+        assert simulated - 1 <= steps[validated] < 1.5 * simulated
+    assert steps[True] < steps[False]
+
+
+def test_an_outcome_says_how_it_was_measured() -> None:
+    schedule = plan("ZBH2", n_stages=2, n_microbatches=3)
+    numbers = (schedule, 5, 310.0, 300.0, 0.0, 0.0)
+    assert str(Emulation(*numbers)).endswith("(median of 5)")
+    assert str(Emulation(*numbers, True)).endswith("(5 in a row, post-validated)")
+    assert str(Emulation(*numbers, False)).endswith("(5 in a row, behind a barrier)")
+    assert Emulation(*numbers).as_dict()["post_validation"] is None

@@ -1,0 +1,137 @@
+"""The package as others get it: sdist, wheel from it, install, use from elsewhere."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("zbpp", "schedules", "simulator")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        words, cwd=cwd, env=clean, capture_output=True, text=True, timeout=100
+    )
+
+
+def must_run(*command: str | Path, cwd: Path) -> str:
+    result = run(*command, cwd=cwd)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    """Built from a copy: a build folder in the checkout may hold deleted modules."""
+    copy, out = (tmp_path_factory.mktemp(name) for name in ("copy", "sdist"))
+    for source in SOURCES:
+        for path in (ROOT / source).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                target = copy / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
+    for name in FILES:
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    code = (
+        "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1])"
+    )
+    must_run(sys.executable, "-c", code, out, cwd=copy)
+    (path,) = out.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", out)
+    must_run(sys.executable, "-m", "pip", "wheel", *options, sdist, cwd=out)
+    (path,) = out.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """An environment with the wheel; its dependencies are those of this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False)
+    scripts = folder / ("Scripts" if sys.platform == "win32" else "bin")
+    executable = scripts / "python"
+    options = ("--python", executable, "install", "--no-deps", "--no-index")
+    must_run(sys.executable, "-m", "pip", *options, wheel, cwd=folder)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = Path(must_run(executable, "-c", code, cwd=folder).strip())
+    # A path file adds a folder without reading the path files in it: the editable
+    # install of the checkout stays out of reach.
+    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return executable
+
+
+def test_the_sdist_has_readme_and_license(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*FILES, "zbpp/py.typed", "schedules/vpp.py", "simulator/plot.py"} <= names
+
+
+def test_the_wheel_has_every_module_the_marker_and_the_license(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert "zbpp/py.typed" in names
+    assert [name for name in names if name.endswith("licenses/LICENSE")]
+    modules = {name for name in names if name.endswith(".py")}
+    expected = set()
+    for source in SOURCES:
+        folder = "zbpp" if source == "zbpp" else f"zbpp/{source}"
+        for path in (ROOT / source).rglob("*.py"):
+            expected.add(f"{folder}/{path.relative_to(ROOT / source).as_posix()}")
+    assert modules == expected
+    assert {name.partition("/")[0] for name in modules} == {"zbpp"}
+
+
+def test_the_installed_packages_are_the_wheels_and_load_nothing_heavy(python, tmp_path):
+    code = (
+        "import sys, zbpp, zbpp.schedules, zbpp.simulator\n"
+        "heavy = {'torch', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "print(zbpp.__file__, zbpp.schedules.__file__, zbpp.simulator.__file__)\n"
+    )
+    files = must_run(python, "-c", code, cwd=tmp_path).split()
+    assert len(files) == 3
+    for file in files:
+        assert Path(file).is_relative_to(python.parents[1])
+
+
+@pytest.mark.parametrize("name", ["schedules", "simulator"])
+def test_the_bare_names_stay_free(python, tmp_path, name):
+    result = run(python, "-c", f"import {name}", cwd=tmp_path)
+    assert f"No module named '{name}'" in result.stderr
+
+
+def test_the_commands_work(python, tmp_path):
+    flags = ("show", "1F1B", "--stages", "4", "--microbatches", "8")
+    shown = must_run(python, "-m", "zbpp", *flags, cwd=tmp_path)
+    assert "27.27%" in shown
+    assert must_run(python.parent / "zbpp", *flags, cwd=tmp_path) == shown
+
+
+def test_the_wheel_asks_for_what_it_imports(wheel):
+    """A plain install plans and simulates; torch and matplotlib are extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("dist-info/METADATA")]
+        lines = archive.read(name).decode().splitlines()
+    required = [line for line in lines if line.startswith("Requires-Dist:")]
+    plain = {line.split()[1].partition(">")[0] for line in required if ";" not in line}
+    assert plain == {"networkx", "rich", "tyro"}
+    assert 'Requires-Dist: torch>=2.9; extra == "train"' in required
+    assert 'Requires-Dist: matplotlib>=3.8; extra == "viz"' in required

@@ -1,0 +1,105 @@
+"""Whatever the order of the passes, gradients are added in micro-batch order."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zbpp.runtime.backward.accumulate import GradientOrder
+from zbpp.runtime.backward.split import SplitGraph
+
+N = 5
+
+
+class Fickle(nn.Module):
+    """Uses its first weight once, twice or not at all, as the micro-batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, uses: int) -> Tensor:
+        """(rows, 8) to the same."""
+        for _ in range(uses):
+            x = torch.tanh(self.first(x))
+        return self.last(x)
+
+
+def inputs(uses: Sequence[int]) -> list[tuple[Tensor, int]]:
+    torch.manual_seed(1)
+    return [(torch.randn(6, 8) * 10.0**i, n) for i, n in enumerate(uses)]
+
+
+def plain(module: nn.Module, uses: Sequence[int]) -> list[Tensor]:
+    for x, n in inputs(uses):
+        module(x, n).sum().backward()
+    return gradients(module)
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    found = []
+    for p in module.parameters():
+        assert p.grad is not None
+        found.append(p.grad)
+        p.grad = None
+    return found
+
+
+def passes(seed: int) -> list[tuple[str, int]]:
+    """B and W of all micro-batches in any order in which B is before W."""
+    rng = random.Random(seed)
+    order = [("B", i) for i in range(N)]
+    rng.shuffle(order)
+    for i in range(N):
+        after = order.index(("B", i)) + 1
+        order.insert(rng.randint(after, len(order)), ("W", i))
+    return order
+
+
+def run(
+    module: nn.Module, uses: Sequence[int], seed: int, *, is_released: bool = False
+) -> list[Tensor]:
+    order = GradientOrder(module.parameters(), is_released=is_released)
+    graphs = []
+    for x, n in inputs(uses):
+        y = module(x, n)
+        graphs.append(SplitGraph([y]))
+    for kind, i in passes(seed):
+        if kind == "B":
+            order.run_b(i, graphs[i], [torch.ones(6, 8)])
+        else:
+            order.run_w(i, graphs[i])
+    return gradients(module)
+
+
+USES = [(1,) * N, (1, 2, 1, 2, 1), (2, 1, 1, 0, 2), (0, 1, 2, 2, 1), (1, 2, 2, 2, 1)]
+
+
+@pytest.mark.parametrize("uses", USES)
+@pytest.mark.parametrize("seed", range(12))
+def test_sums_do_not_depend_on_the_order(uses: Sequence[int], seed: int) -> None:
+    module = Fickle()
+    assert all(map(torch.equal, run(module, uses, seed), plain(module, uses)))
+
+
+def test_without_the_order_they_do() -> None:
+    module = Fickle()
+    want = plain(module, USES[1])
+    found = [run(module, USES[1], seed, is_released=True) for seed in range(12)]
+    assert not all(all(map(torch.equal, got, want)) for got in found)
+    for got in found:
+        torch.testing.assert_close(got, want)
+
+
+def test_what_waits_is_forgotten() -> None:
+    module = Fickle()
+    order = GradientOrder(module.parameters())
+    for (x, n), uses in zip(inputs(USES[1]), USES[1], strict=True):
+        graph = SplitGraph([module(x, n)])
+        assert (module.first.weight in set(graph.in_w())) == (uses == 1)
+        i = order._b._turn
+        order.run_b(i, graph, [torch.ones(6, 8)])
+        order.run_w(i, graph)
+    assert not order._waiting and not order._late

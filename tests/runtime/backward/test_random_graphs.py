@@ -1,0 +1,123 @@
+"""Random modules: B then W is the full backward, to the bit, whatever the graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as f
+from torch.utils.checkpoint import checkpoint
+from zoo import Case, Square, features
+from zoo_runs import ORDERS, differences, plainly, split
+
+WIDTH, N_WEIGHTS = 6, 4
+
+# Each takes the module, two values of (3, 4, 6), and one of a few shared weights.
+STEPS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+    "linear": lambda m, x, z, w: f.linear(x, w, m.bias),
+    "linear, no bias": lambda m, x, z, w: f.linear(x, w),
+    "matmul": lambda m, x, z, w: x @ w,
+    "matmul, transposed": lambda m, x, z, w: x @ w.t(),
+    "einsum": lambda m, x, z, w: torch.einsum("bsi,ij->bsj", x, w),
+    "bmm": lambda m, x, z, w: torch.bmm(x, w.expand(3, -1, -1)),
+    "addmm": lambda m, x, z, w: torch.addmm(
+        m.bias, x.flatten(0, 1), w, alpha=0.5).view_as(x),
+    "conv": lambda m, x, z, w: f.conv1d(
+        x.transpose(1, 2), w[..., None], m.bias).transpose(1, 2),
+    "lora": lambda m, x, z, w: f.linear(x, w.detach() + m.up @ m.down),
+    "attention": lambda m, x, z, w: (x @ z.transpose(1, 2)).softmax(-1) @ z,
+    "norm": lambda m, x, z, w: f.layer_norm(x, (WIDTH,), m.bias),
+    "scale": lambda m, x, z, w: x * w[0],
+    "tanh": lambda m, x, z, w: x.tanh(),
+    "add": lambda m, x, z, w: x + z,
+    "gate": lambda m, x, z, w: x * z.sigmoid(),
+    "in place": lambda m, x, z, w: (x + 0).relu_(),
+    "dropout": lambda m, x, z, w: f.dropout(x, 0.3),
+    "view": lambda m, x, z, w: x.flatten(0, 1).unflatten(0, (3, 4)),
+    "slice": lambda m, x, z, w: torch.cat((x[:, 1:], z[:, :1]), 1),
+    "square": lambda m, x, z, w: Square.apply(x.tanh()),
+    "cut": lambda m, x, z, w: x.detach() + z,
+}  # fmt: skip
+
+Step = tuple[str, int, int, int]
+
+
+class Random(nn.Module):
+    """Steps over a growing list of values; some stretches are checkpointed."""
+
+    def __init__(self, parts: list[tuple[bool, list[Step]]], frozen: list[int]) -> None:
+        super().__init__()
+        self.parts = parts
+        self.weights = nn.ParameterList(
+            torch.randn(WIDTH, WIDTH) / 2 for _ in range(N_WEIGHTS)
+        )
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.down = nn.Parameter(torch.randn(2, WIDTH))
+        self.up = nn.Parameter(torch.randn(WIDTH, 2))
+        for i in frozen:
+            self.weights[i].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values = [x]
+        for is_checkpointed, steps in self.parts:
+            run = self._run if not is_checkpointed else self._run_checkpointed
+            values = [*values[-2:], *run(steps, *values)]
+        return values[-1], values[len(values) // 2]
+
+    def _run(self, steps: list[Step], *values: Tensor) -> tuple[Tensor, ...]:
+        made = list(values)
+        for name, i, j, k in steps:
+            x, z = made[-1 - i % len(made)], made[-1 - j % len(made)]
+            made.append(STEPS[name](self, x, z, self.weights[k]))
+        return tuple(made[len(values) :])
+
+    def _run_checkpointed(
+        self, steps: list[Step], *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        return checkpoint(self._run, steps, *values, use_reentrant=False)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(STEPS)),
+        st.sampled_from([0, 0, 0, 1, 2]),
+        st.integers(0, 3),
+        st.integers(0, N_WEIGHTS - 1),
+    ),
+    min_size=1,
+    max_size=5,
+)
+graphs = st.tuples(
+    st.lists(st.tuples(st.booleans(), steps), min_size=1, max_size=3),
+    st.lists(st.integers(0, N_WEIGHTS - 1), max_size=1),
+    st.sampled_from(sorted(ORDERS)),
+    st.sampled_from([torch.float64, torch.float32]),
+)
+
+
+def check(graph: Any) -> None:
+    parts, frozen, order, dtype = graph
+    case = Case(lambda: Random(parts, frozen), "", features)
+    found = []
+    for way in (split, plainly):
+        torch.manual_seed(0)
+        module = case.build().to(dtype)
+        run: Any = ORDERS[order] if way is split else ORDERS[order].count("F")
+        found.append(way(case, module, run, dtype))
+    assert not differences(*found)
+
+
+@settings(max_examples=40)
+@given(graphs)
+def test_random_graphs_split_to_the_bit(graph: Any) -> None:
+    check(graph)
+
+
+@pytest.mark.slow
+@settings(max_examples=500)
+@given(graphs)
+def test_five_hundred_random_graphs_split_to_the_bit(graph: Any) -> None:
+    check(graph)

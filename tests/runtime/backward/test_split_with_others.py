@@ -1,0 +1,198 @@
+"""The split backward beside torch.compile, tensor parallelism and packing hooks."""
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from zbpp.core import RequestError
+from zbpp.runtime.backward.split import SplitGraph, split_forward
+from zbpp.runtime.backward.torch_stage import SplitModule
+from zbpp.runtime.stage import Chunk, Stage
+
+Found = tuple[list[Tensor], dict[str, str]]
+
+
+def both_ways(module: nn.Module, x: Tensor) -> tuple[list[Tensor], Found]:
+    """Gradients of one backward; those of B and W, and where they were computed."""
+    module(x).sum().backward()
+    plain = take_gradients(module)
+    y = module(x)
+    graph = SplitGraph([y])
+    report = graph.report()
+    graph.backward_input(torch.ones_like(y))
+    graph.backward_weight()
+    where = {name: report[p] for name, p in module.named_parameters()}
+    return plain, (take_gradients(module), where)
+
+
+def take_gradients(module: nn.Module) -> list[Tensor]:
+    found = []
+    for p in module.parameters():
+        assert p.grad is not None
+        found.append(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad)
+        p.grad = None
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_part_runs_in_b_and_the_rest_is_split(backend: str) -> None:
+    compiled = torch.compile(nn.Linear(6, 6), backend=backend)
+    module = nn.Sequential(nn.Linear(6, 6), compiled, nn.Linear(6, 6))
+    plain, (split, where) = both_ways(module, torch.randn(4, 6))
+    assert all(map(torch.equal, split, plain))
+    assert [n for n, text in where.items() if text == "W"] == ["0.weight", "2.weight"]
+
+
+class Recomputed(nn.Module):
+    """A checkpoint around its module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the module, and once more in B."""
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_a_checkpoint_may_hold_a_compiled_part() -> None:
+    compiled = torch.compile(nn.Linear(6, 6), backend="aot_eager")
+    inner = nn.Sequential(nn.Linear(6, 6), compiled)
+    module = nn.Sequential(nn.Linear(6, 6), Recomputed(inner), nn.Linear(6, 6))
+    plain, (split, where) = both_ways(module, torch.randn(4, 6))
+    assert all(map(torch.equal, split, plain))
+    waits = [n for n, text in where.items() if text == "W"]
+    assert waits == ["0.weight", "1.inner.0.weight", "2.weight"]
+
+
+@pytest.mark.parametrize("orders", [("B0 W0 B1 W1"), ("B0 B1 W0 W1")])
+def test_bf16_parameters_may_have_fp32_gradients(orders: str) -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
+    for p in module.parameters():
+        p.grad_dtype = torch.float32
+    inputs = [torch.randn(32, 64).bfloat16() for _ in range(2)]
+    for x in inputs:
+        module(x).sum().backward()
+    plain = take_gradients(module)
+    graphs = [SplitGraph([module(x)]) for x in inputs]
+    for text in orders.split():
+        if text[0] == "B":
+            graphs[int(text[1])].backward_input(torch.ones(32, 64).bfloat16())
+        else:
+            graphs[int(text[1])].backward_weight()
+    split = take_gradients(module)
+    assert all(g.dtype == torch.float32 for g in split)
+    assert all(map(torch.equal, split, plain))
+    rounded = [g.bfloat16().float() for g in split]
+    assert not all(map(torch.equal, split, rounded)), "summed in bf16"
+
+
+def tensor_parallel(sequence: bool) -> tuple[list[Tensor], Found, list[int]]:
+    """Also the messages that B and W have sent."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        *(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)),
+        nn.Linear(6, 2),
+    )
+    plan = {
+        "1": ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate()),
+        "3": RowwiseParallel(),
+    }
+    if sequence:
+        plan["0"] = SequenceParallel()
+    parallelize_module(layers, init_device_mesh("cpu", (2,)), plan)
+    x = torch.randn(3, 4, 6, requires_grad=True)
+    found = both_ways(layers, x)
+    y = layers(x)
+    graph = SplitGraph([y], [x])
+    with CommDebugMode() as in_b:
+        graph.backward_input(torch.ones_like(y))
+    with CommDebugMode() as in_w:
+        graph.backward_weight()
+    return *found, [in_b.get_total_counts(), in_w.get_total_counts()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallel_layers_are_split(pool: Pool, sequence: bool) -> None:
+    for plain, (split, where), counts in pool.run(tensor_parallel, 2, sequence):
+        assert all(map(torch.equal, split, plain))
+        waits = [name for name, text in where.items() if text == "W"]
+        assert waits == ["1.weight", "3.weight", "4.weight"]
+        assert counts[0] > 0 and counts[1] == 0
+
+
+def test_own_saved_tensor_hooks_unpack_once() -> None:
+    unpacked = []
+
+    def unpack(x: Tensor) -> Tensor:
+        unpacked.append(x)
+        return x
+
+    module = nn.Linear(6, 6)
+    for is_split in (False, True):
+        unpacked.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            y = module(torch.randn(4, 6))
+        if is_split:
+            graph = SplitGraph([y])
+            graph.backward_input(torch.ones_like(y))
+            graph.backward_weight()
+        else:
+            y.sum().backward()
+        assert len(unpacked) == 1
+
+
+def data_parallel() -> dict[str, str]:
+    """What is said to each wrapper of data parallelism."""
+    said = {}
+    for name, wrap in {
+        "DistributedDataParallel": DistributedDataParallel,
+        "fully_shard": fully_shard,
+        "replicate": replicate,
+        "fully_shard inside": lambda m: nn.Sequential(fully_shard(m)),
+    }.items():
+        wrapped = wrap(nn.Sequential(nn.Linear(6, 6)))
+        with pytest.raises(RequestError) as refused:
+            split_forward(wrapped, torch.randn(4, 6))
+        said[name] = str(refused.value)
+        with pytest.raises(RequestError, match=r"layers\.3"):
+            Stage(
+                [Chunk(0, 3, (wrapped,))],
+                n_chunks=1,
+                loss_fn=lambda y, _: y.mean(),
+                device=torch.device("cpu"),
+            )
+    outside = DistributedDataParallel(SplitModule(nn.Linear(6, 6)))
+    with pytest.raises(RequestError) as refused:
+        outside(torch.randn(4, 6))
+    said["DistributedDataParallel outside"] = str(refused.value)
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_data_parallel_wrappers_are_refused_by_name(pool: Pool) -> None:
+    for said in pool.run(data_parallel, 2):
+        for name, text in said.items():
+            assert f"is wrapped by {name.split()[0]}" in text
+        assert "the module.0 is" in said["fully_shard inside"]
+    split_forward(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))

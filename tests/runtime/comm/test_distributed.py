@@ -1,0 +1,144 @@
+"""Stages as processes give the same bits as stages in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from small_model import (
+    MODES,
+    Trace,
+    assert_same,
+    batch,
+    make_pipeline,
+    refusal,
+    train,
+)
+
+from zbpp.runtime.comm.transport import LocalTransport
+
+pytestmark = pytest.mark.dist
+
+
+def merge(parts: list[Trace]) -> Trace:
+    """One trace of all ranks: results agree, each parameter is on one rank."""
+    losses, validation, parameters = parts[0]
+    for other_losses, other_validation, other_parameters in parts[1:]:
+        assert (other_losses, other_validation) == (losses, validation)
+        assert not parameters.keys() & other_parameters.keys()
+        parameters = parameters | other_parameters
+    return losses, validation, parameters
+
+
+def train_rank(mode: str, more: dict[str, object]) -> Trace:
+    return train(mode, None, **more)
+
+
+@pytest.mark.parametrize("n_stages", [2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_processes_equal_one_process(pool: Pool, mode: str, n_stages: int) -> None:
+    more = {"clip_grad_norm": 0.3}
+    losses, validation, parameters = merge(pool.run(train_rank, n_stages, mode, more))
+    expected = train("1F1B", 1, **more)
+    assert (losses, validation) == expected[:2]
+    assert_same(parameters, expected[2])
+
+
+def test_autocast_gives_the_same_bits_too(pool: Pool) -> None:
+    more: dict[str, object] = {"autocast": torch.bfloat16}
+    losses, _, parameters = merge(pool.run(train_rank, 2, "ZBV", more))
+    expected = train("1F1B", 1, **more)
+    assert losses == expected[0]
+    assert losses != train("1F1B", 1)[0]
+    assert_same(parameters, expected[2])
+
+
+def train_with_only_what_is_needed() -> tuple[bool, bool, float]:
+    pipeline = make_pipeline("ZBV", None)
+    inputs, targets = batch(0)
+    result = pipeline.step(
+        inputs if pipeline.needs_inputs else None,
+        targets if pipeline.needs_targets else None,
+    )
+    return pipeline.needs_inputs, pipeline.needs_targets, result.loss
+
+
+def test_only_the_stages_that_need_a_batch_read_it(pool: Pool) -> None:
+    ranks = pool.run(train_with_only_what_is_needed, 2)
+    loss = ranks[0][2]
+    assert ranks == [(True, True, loss), (False, False, loss)]  # a V turns back to 0
+
+
+def change_shapes() -> str:
+    pipeline = make_pipeline("1F1B", None, timeout_s=5)
+    pipeline.step(*batch(0))
+    pipeline.evaluate(*batch(1, samples=24))
+    pipeline.step(*batch(0))
+    try:
+        return refusal(pipeline.step, *batch(0, samples=18))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_change_of_shape_is_refused_by_the_sender(pool: Pool) -> None:
+    sender, receiver = pool.run(change_shapes, 2)
+    assert "float32[3, 5, 16], but in the first step it was float32[2, 5, 16]" in sender
+    assert "stage 1 waits at" in receiver and "stage 0" in receiver
+
+
+def disagree() -> str:
+    split = (5, 4) if dist.get_rank() == 0 else (4, 5)
+    return refusal(make_pipeline, "1F1B", None, split=split)
+
+
+def test_ranks_with_different_settings_are_refused(pool: Pool) -> None:
+    for message in pool.run(disagree, 2):
+        assert "rank(s) [1] and rank 0 were started with different" in message
+
+
+def read_late() -> tuple[float, float]:
+    pipeline = make_pipeline("ZBH1", None)
+    results = [pipeline.step(*batch(step)) for step in range(3)]
+    return results[0].loss, results[2].loss
+
+
+def test_results_may_be_read_later(pool: Pool) -> None:
+    expected = train("1F1B", 1)[0]
+    for first, last in pool.run(read_late, 2):
+        assert (first, last) == (expected[0][0], expected[2][0])
+
+
+def count_unfinished_sends(post_validation: bool) -> list[int]:
+    pipeline = make_pipeline("ZBH1", None, post_validation=post_validation)
+    (executor,) = pipeline._executors.values()
+    counts = []
+    for step in range(6):
+        pipeline.step(*batch(step))
+        counts.append(len(executor.transport._outgoing))
+    return counts
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_sends_are_let_go_in_the_next_step(pool: Pool, post_validation: bool) -> None:
+    for _, second, *later in pool.run(count_unfinished_sends, 2, post_validation):
+        assert second > 0 and set(later) == {second}
+
+
+def use_a_subgroup() -> tuple[int, list[tuple[float, float]]]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[dist.get_rank() % 2]
+    return dist.get_rank(), train("ZBH1", None, group=group)[0]
+
+
+def test_two_pipelines_side_by_side_in_groups_of_their_own(pool: Pool) -> None:
+    expected = train("1F1B", 1)[0]
+    for _, losses in pool.run(use_a_subgroup, 4):
+        assert losses == expected
+
+
+def test_both_transports_have_the_same_methods() -> None:
+    from zbpp.runtime.comm.distributed import DistributedTransport
+
+    def names(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert names(LocalTransport) == names(DistributedTransport)

@@ -1,0 +1,148 @@
+"""Whatever interrupts a run, what it has saved is the state after a whole step.
+
+Runs save after steps, when SIGTERM asks for it, and after an exception; a fault strikes
+at any part of the protocol. Every file must hold what the same run holds behind a
+barrier after that step.
+"""
+
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+from histories import ALWAYS, SPIKE, Event, History, Injector, batch, draw, make
+from outcomes import State, look, same
+from saving_run import train_and_save
+
+from zbpp.core import WorkerError
+from zbpp.training.launch import launch
+
+N_STEPS = 8
+INF = Event(5, "norm.weight", 1, float("inf"))
+POINTS = ("V", "commit", "undo", "redo", "replay", "0F0", "1F1", "0B0", "O",
+          "reduce the gradient norm over all stages")  # fmt: skip
+
+
+def a_case(kind: str, point: str, in_save: bool) -> tuple[History, str]:
+    """A random history, and a fault that strikes in it for sure.
+
+    Odd steps begin with the step before not validated yet; after even numbers of steps
+    a save has validated it. ``in_save``: strike in that validation, not in V.
+    """
+    rng = random.Random(repr((kind, point, in_save)))
+    events = [rng.choice([None, SPIKE, INF]) for _ in range(N_STEPS)]
+    step = rng.choice([3, 5])
+    events[step] = rng.choice([SPIKE, INF])
+    rank = int(point[0]) if point[0].isdigit() else rng.randrange(2)
+    decided = step if in_save else step - 1
+    if point == "commit":
+        events[decided] = None
+    elif point in ("redo", "replay"):
+        events[decided] = rng.choice([SPIKE, INF])
+    elif point == "undo":  # the stage that sees the Inf itself does not step early
+        events[decided], rank = INF, 0
+    history = draw(
+        rng.randrange(1000),
+        n_stages=2,
+        mode=rng.choice(["ZBH1", "ZBH2"]),
+        n_microbatches=3,
+        patience=ALWAYS,
+        optimizer=rng.choice(["adamw", "fused", "sgd", "counting"]),
+        events=tuple(events),
+        looks=("",) * N_STEPS,
+        scheduler=None,
+    )
+    return history, f"{kind}:{rank}:{step}:{point}"
+
+
+CASES = [
+    (kind, point, in_save)
+    for kind in ("kill", "raise", "term")
+    for point in POINTS
+    for in_save in ((False, True) if point in ("commit", "undo", "redo") else (False,))
+]
+
+
+def core_of(state: State) -> State:
+    """Without the buffers, which belong to the forwards."""
+    return {k: v for k, v in state.items() if not k.endswith((".mean", ".seen"))}
+
+
+def expected_states(history: History) -> list[list[State]]:
+    """By rank, then by the number of steps taken."""
+    pipeline = make(history, 2, post_validation=False)
+    injector = Injector(pipeline)
+    states = [look(pipeline, [])]
+    for step, event in enumerate(history.events):
+        injector.begin(event)
+        pipeline.step(*batch(history, step))
+        states.append(look(pipeline, []))
+    owned = [
+        {f"layers.{i}" for c in executor.stage.chunks.values()
+         for i in range(c.first, c.first + len(c.layers))}
+        for executor in pipeline._executors.values()
+    ]  # fmt: skip
+    return [
+        [
+            {
+                key: value
+                for key, value in state.items()
+                if key == "loss scale"
+                or key.startswith(f"stage {rank},")
+                or ".".join(key.split(".")[:2]) in layers
+            }
+            for state in states
+        ]
+        for rank, layers in enumerate(owned)
+    ]
+
+
+def is_same(left: State, right: State) -> bool:
+    return left.keys() == right.keys() and all(
+        same(value, right[key]) for key, value in left.items()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(("kind", "point", "in_save"), CASES)
+def test_what_is_saved_is_whole(
+    kind: str, point: str, in_save: bool, tmp_path: Path
+) -> None:
+    history, fault = a_case(kind, point, in_save)
+    ended = "whole"
+    try:
+        launch(train_and_save, (history, str(tmp_path), fault), 2)
+    except WorkerError as error:
+        ended = str(error)
+    step = int(fault.split(":")[2])
+    if kind != "term":
+        cause = "was killed by SIGKILL" if kind == "kill" else "that ZBPP_FAULT asked"
+        assert cause in ended, f"{fault}: {ended}"
+    names = {file.stem for file in tmp_path.glob("*.state")}
+    assert {f"rank{rank}-after{step - 1}" for rank in range(2)} <= names
+    if kind == "raise" and not in_save:
+        assert any("broken" in name for name in names)
+    if kind == "term":
+        assert f"rank{fault.split(':')[1]}-after{step + 1}" in names
+    expected = expected_states(history)
+    for name in names:
+        found = pickle.loads((tmp_path / f"{name}.state").read_bytes())
+        rank, steps = int(name[4]), int(name[-1])
+        states = expected[rank]
+        if "after" in name:
+            assert is_same(found, states[steps]), f"{name} ({fault}: {ended})"
+        else:
+            near = map(core_of, states[steps : steps + 2])
+            core = core_of(found)
+            assert any(is_same(core, state) for state in near), f"{name} ({fault})"
+
+
+def test_the_comparison_sees_a_mixture() -> None:
+    """The control: parameters of one step, optimizer state of the next."""
+    history, _ = a_case("term", "commit", False)
+    rows = expected_states(history)[0]
+    clean = next(i for i, event in enumerate(history.events) if event is None)
+    before, after = rows[clean], rows[clean + 1]
+    mixed = {k: (before if k.startswith("layers") else after)[k] for k in after}
+    assert not is_same(mixed, before) and not is_same(mixed, after)

@@ -1,0 +1,121 @@
+"""Each part of a rollback is needed: without it, other bits come out."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from histories import ALWAYS, INF, SPIKE, compare, draw, run
+from moments import uncertain_sums
+from outcomes import difference
+from torch import Tensor
+
+from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.optim.param_groups import GroupValues
+from zbpp.runtime.optim.rollback.copies import Copies
+from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
+from zbpp.runtime.optim.rollback.snapshot import Snapshot
+from zbpp.runtime.optim.stage_optimizer import StageOptimizer
+from zbpp.runtime.replay import Replay
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _no_undo(self: RecomputeRollback) -> None:
+    """The parameters stay as the early step has made them."""
+
+
+def _commit_nothing(self: RecomputeRollback) -> Iterator[None]:
+    """m and v stay those of the step before."""
+    return iter(())
+
+
+def _commit_too_late(self: StageOptimizer) -> None:
+    """The next step then finds the state of the step before."""
+
+
+def _copy_once(self: Copies, tensor: Tensor) -> Tensor:
+    """The copies stay those of the first step."""
+    if tensor not in self._of:
+        self._room(tensor).copy_(tensor)
+    return self._of[tensor]
+
+
+@torch.no_grad()
+def _undo_parameters_only(self: Snapshot) -> None:
+    for parameter in self._taken:
+        parameter.copy_(self._copies.of(parameter))
+
+
+def _trust_always(self: Copies) -> None:
+    """Steps of fused optimizers leave no mark on what they write to."""
+
+
+def _validate_without_replay(self: StageOptimizer, job: Any) -> bool:
+    self._settle(job)
+    self._replay = False
+    return False
+
+
+def _run_with_values_of_now(self: GroupValues, action: Callable[[], object]) -> None:
+    action()
+
+
+def _rewind_without_buffers(self: Replay) -> None:
+    self._repeats = True
+    self._stage.discard()
+
+
+BROKEN = {
+    "undo": (RecomputeRollback, "undo", _no_undo, {"rollback": "deferred"}),
+    "copy": (Copies, "take", _copy_once, {"rollback": "deferred"}),
+    "forget": (
+        Copies,
+        "forget",
+        _trust_always,
+        {"optimizer": "fused", "rollback": "deferred"},
+    ),
+    "finish": (StageOptimizer, "before_gradients", _commit_too_late, {}),
+    "commit": (RecomputeRollback, "commit", _commit_nothing, {"optimizer": "adamw"}),
+    "state": (Snapshot, "undo", _undo_parameters_only, {"rollback": "snapshot"}),
+    "replay": (StageOptimizer, "validate", _validate_without_replay, {}),
+    "rates": (GroupValues, "run", _run_with_values_of_now, {"scheduler": "steps"}),
+    "buffers": (Replay, "rewind", _rewind_without_buffers, {}),
+    "scale": (LossScaler, "update", None, {"loss_scale": True}),
+}
+
+
+@pytest.mark.parametrize("part", BROKEN)
+def test_a_broken_rollback_is_noticed(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, broken, fixed = BROKEN[part]
+    fixed = {"n_stages": 3, "patience": ALWAYS, "optimizer": "adamw"} | fixed
+    events = (None, SPIKE, None, INF, None, SPIKE, INF)
+    looks = ("", "", "state_dict", "", "", "", "")
+    history = draw(5, n_microbatches=3, events=events, looks=looks, **fixed)
+    assert compare(history)[0] is None
+    plain = run(history, 3, post_validation=False)
+    if broken is None:  # of the two runs, only the early one may be broken
+        broken = partial(_twice, getattr(owner, name))
+        monkeypatch.setattr(owner, name, lambda self, finite: broken(self, finite))
+    else:
+        monkeypatch.setattr(owner, name, broken)
+    with uncertain_sums(0):
+        try:
+            ours = run(history, 3, post_validation=True)
+        except RuntimeError as error:  # autograd sees that the weights are others
+            assert "modified by an inplace operation" in str(error)
+        else:
+            assert difference(ours, plain) is not None
+
+
+def _twice(update: Callable[..., None], scaler: LossScaler, finite: bool) -> None:
+    update(scaler, finite)
+    update(scaler, finite)

@@ -1,0 +1,130 @@
+"""Early steps between processes leave the bits of steps behind a barrier."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from histories import ALWAYS, INF, SPIKE, History, Injector, batch, draw, make, run
+from outcomes import Outcome, difference, look, same
+from pool import Pool
+from small_model import batch as tokens
+from small_model import make_pipeline
+
+from zbpp.runtime.optim.stage_optimizer import StageOptimizer
+from zbpp.runtime.support.errors import PeerError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def run_rank(history: History, post_validation: bool) -> Outcome:
+    return run(history, None, post_validation=post_validation)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("seed", "mode", "n_stages"),
+    [(1, "ZBH1", 2), (2, "ZBV", 3), (3, "ZBH2", 4), (4, "1F1B", 3), (6, "ZBV", 2)],
+)
+def test_histories_between_processes(
+    pool: Pool, seed: int, mode: str, n_stages: int
+) -> None:
+    history = draw(
+        seed,
+        mode=mode,
+        n_microbatches=4,
+        patience=ALWAYS,
+        events=(SPIKE, None, INF, INF, None, SPIKE),
+        looks=("read", "", "evaluate", "", "state_dict", ""),
+    )
+    ours = pool.run(run_rank, n_stages, history, True)
+    theirs = pool.run(run_rank, n_stages, history, False)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert difference(mine, other) is None
+        assert mine.rollbacks == [1, 0, 1, 1, 0, 1]
+
+
+def run_unseeded(history: History, post_validation: bool) -> Outcome:
+    return run(history, None, post_validation=post_validation, seed=None)
+
+
+@pytest.mark.dist
+def test_random_numbers_of_torch_are_drawn_once_more(pool: Pool) -> None:
+    history = draw(
+        1, mode="ZBH2", dropout=0.3, n_microbatches=4, patience=ALWAYS,
+        events=(None, SPIKE, INF, None), looks=("",) * 4,
+    )  # fmt: skip
+    ours = pool.run(run_unseeded, 2, history, True)
+    theirs = pool.run(run_unseeded, 2, history, False)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert difference(mine, other) is None
+    seeded = pool.run(run_rank, 2, history, True)
+    assert difference(ours[0], seeded[0]) is not None
+
+
+def read_on_one_rank_only(history: History) -> tuple[list[float], dict[str, Any]]:
+    """Rank 0 looks after every step; the others look at the end only."""
+    pipeline = make(history, None, post_validation=True)
+    injector = Injector(pipeline)
+    seen = []
+    for step, event in enumerate(history.events):
+        injector.begin(event)
+        result = pipeline.step(*batch(history, step))
+        if pipeline.rank == 0:
+            seen.append(result.loss)
+            if step % 2:
+                pipeline.synchronize()
+    state = look(pipeline, [])
+    pipeline.close()
+    return seen, state
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mode", ["ZBH1", "ZBV"])
+def test_one_rank_may_look_while_the_others_go_on(pool: Pool, mode: str) -> None:
+    events = (None, SPIKE, SPIKE, INF, INF, None, SPIKE)
+    history = draw(
+        1, mode=mode, n_microbatches=4, patience=ALWAYS, optimizer="fused",
+        events=events, looks=("",) * len(events), scheduler=None,
+    )  # fmt: skip
+    looked = pool.run(read_on_one_rank_only, 3, history)
+    plain = pool.run(run_rank, 3, history, False)
+    assert looked[0][0] == [loss for loss, _, _ in plain[0].results]
+    for (_, state), outcome in zip(looked, plain, strict=True):
+        assert all(same(value, outcome.states[-1][key]) for key, value in state.items())
+
+
+def wait_at_v() -> str:
+    """Rank 1 has sent all gradients of a step, and then hangs."""
+    pipeline = make_pipeline("ZBH1", None, timeout_s=1.0)
+    pipeline.step(*tokens(0))
+    if pipeline.rank == 1:
+        reduce = StageOptimizer.reduce
+
+        def late(self: StageOptimizer, transport: Any) -> None:
+            time.sleep(3)
+            reduce(self, transport)
+
+        StageOptimizer.reduce = late
+    try:
+        for step in (1, 2):
+            pipeline.step(*tokens(step))
+    except PeerError as error:
+        return str(error)
+    finally:
+        if pipeline.rank == 1:
+            StageOptimizer.reduce = reduce
+    return "no error"
+
+
+@pytest.mark.dist
+def test_a_stage_that_waits_at_v_says_so(pool: Pool) -> None:
+    message, _ = pool.run(wait_at_v, 2)
+    assert message == (
+        "stage 0 waits at V for the sum over the other stages: no answer in 1 s"
+    )

@@ -1,0 +1,219 @@
+"""What a script sees of early steps, and what it may do between them."""
+
+from typing import Any
+
+import pytest
+import torch
+from histories import ALWAYS, INF, SPIKE, Injector, batch, draw, make, run
+from moments import uncertain_sums
+from outcomes import bytes_of, look, same
+from small_model import batch as tokens
+from small_model import make_pipeline, refusal
+
+from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
+from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
+from zbpp.simulator import bubble_rate
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def has_check(pipeline: Any) -> bool:
+    return any(
+        isinstance(job, Check) for row in pipeline.schedule.orders for job in row
+    )
+
+
+def test_on_where_the_backward_is_split_and_there_are_stages_to_wait_for() -> None:
+    for mode, n_stages, wanted in (
+        ("FThenB", 2, False), ("1F1B", 2, False), ("VPP", 2, False), ("ZBH1", 2, True),
+        ("ZBH2", 3, True), ("ZBV", 2, True), ("ZBH1", 1, False),
+    ):  # fmt: skip
+        assert has_check(make_pipeline(mode, n_stages)) is wanted, mode
+    assert has_check(make_pipeline("1F1B", 2, post_validation=True))
+    assert not has_check(make_pipeline("ZBV", 2, post_validation=False))
+    assert not has_check(make_pipeline("ZBV", 2, optimizer=None))
+    message = refusal(make_pipeline, "ZBV", 2, optimizer=None, post_validation=True)
+    assert "no step to validate" in message
+
+
+def test_a_schedule_with_a_v_of_its_own_is_run_as_it_is() -> None:
+    orders = tuple(
+        (
+            Check(stage),
+            *(Pass(PassKind.F, stage, i) for i in range(2)),
+            *(Pass(PassKind.BW, stage, i) for i in range(2)),
+            Step(stage),
+        )
+        for stage in range(2)
+    )
+    schedule = Schedule("early V", Placement.single(2), 2, orders)
+    pipeline = make_pipeline(schedule, None, n_microbatches=2)
+    assert pipeline.schedule == schedule
+    assert pipeline.step(*tokens(0)).rollbacks == 0
+
+
+def test_requests_that_make_no_sense_are_refused() -> None:
+    assert "one of 'auto', 'deferred'" in refusal(
+        make_pipeline, "ZBH1", 2, rollback="x"
+    )
+    assert "choose 1 or more" in refusal(
+        make_pipeline, "ZBH1", 2, max_consecutive_skips=0
+    )
+    assert "failures is 0" in refusal(Patience, failures=0)
+    assert "loss scale of 0" in refusal(make_pipeline, "ZBH1", 2, loss_scale=0.0)
+    assert "growth_interval is -1" in refusal(LossScaler, growth_interval=-1)
+
+
+def test_a_state_dict_is_validated_wherever_it_is_asked_for() -> None:
+    history = draw(
+        2, mode="ZBH1", n_stages=3, optimizer="adamw", events=(None, SPIKE),
+        looks=("", ""), patience=ALWAYS, scheduler=None, loss_scale=False,
+    )  # fmt: skip
+    plain = run(history, 3, post_validation=False).states[-1]
+
+    def after_a_spike() -> Any:
+        pipeline = make(history, 3, post_validation=True)
+        injector = Injector(pipeline)
+        layers = dict(pipeline.named_layers())
+        for step, event in enumerate(history.events):
+            injector.begin(event)
+            pipeline.step(*batch(history, step))
+        return pipeline, torch.nn.ModuleDict(
+            {name.replace(".", "_"): layer for name, layer in layers.items()}
+        )
+
+    with uncertain_sums(1):
+        _, model = after_a_spike()
+        held = model.state_dict()
+        assert same(held["layers_2.linear.weight"], plain["layers.2.linear.weight"])
+        pipeline, _ = after_a_spike()
+        state = pipeline.optimizers[0].state_dict()["state"][0]["exp_avg"]
+        assert same(state, plain["stage 0, 0, exp_avg"])
+
+
+def test_gradients_are_gone_after_a_step_as_they_are_behind_a_barrier() -> None:
+    """So a script that zeroes them itself does no harm."""
+    history = draw(
+        7, mode="ZBH1", n_stages=3, optimizer="adamw", events=(None, SPIKE, None),
+        looks=("",) * 3, patience=ALWAYS, scheduler=None, loss_scale=False,
+    )  # fmt: skip
+    plain = run(history, 3, post_validation=False).states[-1]
+    pipeline = make(history, 3, post_validation=True)
+    injector = Injector(pipeline)
+    parameters = [p for _, p in pipeline.named_parameters()]
+    with uncertain_sums(0):
+        for step, event in enumerate(history.events):
+            injector.begin(event)
+            pipeline.step(*batch(history, step))
+            assert all(p.grad is None for p in parameters)
+            for optimizer in pipeline.optimizers:
+                optimizer.zero_grad(set_to_none=False)
+    state = look(pipeline, [])
+    assert all(same(value, plain[key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_step_with_hooks_waits_so_that_they_see_the_right_one_once(kind: str) -> None:
+    """An average of the weights, say, cannot be taken back."""
+    history = draw(
+        2, mode="ZBH1", n_stages=3, optimizer="adamw", patience=ALWAYS,
+        events=(None, SPIKE, INF, None), looks=("",) * 4, scheduler=None,
+    )  # fmt: skip
+    seen: dict[bool, list[bytes]] = {}
+    for early in (True, False):
+        noted = seen[early] = []
+        pipeline = make(history, 3, post_validation=early)
+        injector = Injector(pipeline)
+
+        def note(optimizer: Any, *_: Any, noted: list[bytes] = noted) -> None:
+            noted.append(bytes_of(optimizer.param_groups[0]["params"][0]))
+
+        for optimizer in pipeline.optimizers:
+            getattr(optimizer, f"register_step_{kind}_hook")(note)
+        with uncertain_sums(0):
+            for step, event in enumerate(history.events):
+                injector.begin(event)
+                pipeline.step(*batch(history, step))
+            pipeline.close()
+    assert seen[True] == seen[False] and len(seen[True]) == 3 * 3
+
+
+def test_the_timeline_of_a_replay_holds_what_really_ran() -> None:
+    history = draw(
+        7, mode="ZBH1", n_stages=3, optimizer="adamw", events=(SPIKE,), looks=("",),
+        patience=ALWAYS, n_microbatches=4,
+    )  # fmt: skip
+    pipeline = make(history, 3, post_validation=True)
+    injector = Injector(pipeline)
+    injector.begin(SPIKE)
+    pipeline.step(*batch(history, 0))
+    injector.begin(None)
+    pipeline.step(*batch(history, 1))
+    rows = [[str(slot.job) for slot in row] for row in pipeline.timeline().rows]
+    assert " ".join(rows[0][:7]) == "0F0 0F1 0F2 V 0F0 0F1 0F2"
+    assert " ".join(rows[2][:4]) == "2F0 V 2F0 2B0"
+    assert 0 <= bubble_rate(pipeline.timeline()) < 1
+
+
+def test_a_closed_pipeline_refuses_to_go_on() -> None:
+    with make_pipeline("ZBH1", 2) as pipeline:
+        pipeline.step(*tokens(0))
+    pipeline.close()
+    with pytest.raises(RuntimeError, match="the pipeline is closed"):
+        pipeline.step(*tokens(1))
+    assert len(list(pipeline.named_parameters())) > 3
+
+
+def test_looking_from_within_a_step_is_refused() -> None:
+    pipeline = make_pipeline("ZBH1", 2)
+    layer = dict(pipeline.named_layers())["layers.3"]
+    handle = layer.register_forward_hook(lambda *_: layer.state_dict() and None)
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        pipeline.step(*tokens(0))
+    handle.remove()
+
+
+def test_an_interrupted_step_is_not_taken_for_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = make_pipeline("ZBH1", 2)
+    with uncertain_sums(0):
+        pipeline.step(*tokens(0))
+
+    def interrupted(self: RecomputeRollback) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RecomputeRollback, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.synchronize()
+    with pytest.raises(RuntimeError, match="go on from a checkpoint"):
+        pipeline.synchronize()
+
+
+def test_an_interrupted_early_step_is_left_to_v(monkeypatch: Any) -> None:
+    plain = make_pipeline("ZBH1", 2, post_validation=False)
+    plain.step(*tokens(0))
+    pipeline = make_pipeline("ZBH1", 2)
+    step, calls = RecomputeRollback._step, []
+
+    def interrupted(self: RecomputeRollback, *args: Any) -> Any:
+        calls.append(1)
+        found = step(self, *args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(RecomputeRollback, "_step", interrupted)
+    with uncertain_sums(0), pytest.raises(KeyboardInterrupt):
+        pipeline.step(*tokens(0))
+    first = dict(pipeline._executors[0].stage.chunks[0].layers[0].named_parameters())
+    expected = dict(plain._executors[0].stage.chunks[0].layers[0].named_parameters())
+    weight = first["weight"].detach()
+    assert not same(weight, expected["weight"])  # not stepped

@@ -1,0 +1,23 @@
+"""How the tests call the zbpp command."""
+
+import json
+import subprocess
+import sys
+
+from zbpp.cli.commands import main
+
+SIZES = ["--stages", "2", "--microbatches", "3"]
+ZBH1 = ["--pipeline_schedule_mode", "ZBH1", *SIZES]
+COSTS = '{"f": 3, "b": 2, "w": 1, "comm": 0.5, "m_b": 4, "m_w": 1, "optimizer": 7}'
+
+
+def run(*arguments):
+    """Run a real process, as a shell would."""
+    command = [sys.executable, "-m", "zbpp", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def shown(capsys, *arguments):
+    """What ``zbpp show --json`` prints."""
+    assert main(["show", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)

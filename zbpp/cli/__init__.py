@@ -1,0 +1,1 @@
+"""The ``zbpp`` command; `commands` holds one dataclass a command."""

@@ -1,0 +1,226 @@
+"""The ``zbpp`` command: one dataclass a command, its fields are the flags.
+
+Every flag may be written with hyphens or underscores. Exit codes: 0 done, 2 the
+request was wrong or cannot be met, 1 a fault of ours or of the machine.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from zbpp.cli.doctor import report_lines
+from zbpp.cli.flags import (
+    CommonFlags,
+    ScheduleFlags,
+    SizedFlags,
+    plan_by_flags,
+    shown_as,
+)
+from zbpp.cli.report import print_comparison, print_report
+from zbpp.cli.split_report import print_split
+from zbpp.cli.summary import Steady, Summary, steady, summarize
+from zbpp.cli.train import TrainCommand
+from zbpp.core import RequestError, WorkerError, schedule_text
+from zbpp.modes import MODES
+from zbpp.schedules import certify, to_torch_csv
+from zbpp.simulator import plot, write_trace
+
+__all__ = ["Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(SizedFlags):
+    """Plan a schedule and write it to a file."""
+
+    pipeline_schedule_mode: Annotated[str, shown_as("MODE")]
+    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
+    out: Path
+    """Schedule file to write (JSON)."""
+    csv: Annotated[Path | None, shown_as("PATH")] = None
+    """Also write the CSV that torch.distributed.pipelining loads."""
+    solver: Literal["cpsat"] | None = None
+    """Let OR-tools prove the plan optimal, better it, or bound it (small cases)."""
+    solver_seconds: Annotated[float, shown_as("FLOAT")] = 60.0
+    """How long the solver may search."""
+
+    def run(self) -> None:
+        """Plan, write, and say what it will cost."""
+        schedule, costs, memory = self.plan(self.pipeline_schedule_mode)
+        proof = ""
+        if self.solver is not None:
+            found = certify(schedule, costs, memory, seconds=self.solver_seconds)
+            schedule, proof = found.schedule, f", {found}"
+        schedule = self.with_checks(schedule)
+        _write(self.out, schedule_text(schedule))
+        if self.csv is not None:
+            _write(self.csv, to_torch_csv(schedule))
+        summary = summarize(schedule, costs, memory)
+        print(
+            f"{self.out}: {summary.mode}, {summary.n_stages} stages, "
+            f"{summary.n_microbatches} micro-batches, "
+            f"bubble rate {summary.bubble_rate:.2%}, "
+            f"peak memory {max(summary.peak_memory):.4g}, "
+            f"gap to the lower bound {summary.gap:.2%}{proof}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show(ScheduleFlags):
+    """Show a schedule as text: picture, bubble rate, memory, gap to the lower bound."""
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead."""
+
+    def run(self) -> None:
+        """Print the report."""
+        schedule, costs, memory = self.load()
+        if self.json:
+            summary, among = summarize(schedule, costs, memory), steady(schedule, costs)
+            print(json.dumps(asdict(summary) | asdict(among)))
+        else:
+            drawn = self.timelines(schedule, costs) if self.iterations != 1 else ()
+            print_report(schedule, costs, memory, drawn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot(ScheduleFlags):
+    """Draw a schedule's timeline."""
+
+    out: Path
+    """Picture to write: .png, .svg, .pdf or .html."""
+
+    def run(self) -> None:
+        """Draw, and name the file."""
+        schedule, costs, memory = self.load()
+        plot(self.timelines(schedule, costs), self.out, memory=memory)
+        print(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(ScheduleFlags):
+    """Write a schedule's timeline for Perfetto; one unit of time is a millisecond."""
+
+    out: Path
+    """Trace to write (Chrome's JSON format)."""
+
+    def run(self) -> None:
+        """Write, and name the file."""
+        schedule, costs, memory = self.load()
+        write_trace(self.timelines(schedule, costs), self.out, memory=memory)
+        print(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(CommonFlags):
+    """Compare all modes in one table."""
+
+    stages: int
+    """Pipeline stages."""
+    microbatches: int
+    """Micro-batches in a step."""
+
+    def run(self) -> None:
+        """Print the table; a mode that cannot be had gives its reason below."""
+        costs, memory = self.models()
+        validated = self.enable_optimizer_post_validation
+        rows: list[tuple[str, Summary | str]] = []
+        steps: dict[str, Steady] = {}
+        for mode in MODES:
+            try:
+                schedule = plan_by_flags(
+                    mode, self.stages, self.microbatches, costs, memory, self.effort
+                )
+                rows.append((mode, summarize(schedule, costs, memory)))
+                if validated is not None:
+                    steps[mode] = steady(schedule, costs)
+            except RequestError as error:
+                rows.append((mode, str(error).partition("\n")[0]))
+        if all(isinstance(row, str) for _, row in rows):
+            raise RequestError(f"no mode can be had: {rows[0][1]}")
+        title = f"{self.stages} stages, {self.microbatches} micro-batches"
+        print_comparison(
+            rows,
+            title=title,
+            steps=None if validated is None else steps,
+            post_validation=bool(validated),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Print versions, devices and backends, and what is missing; or examine a model."""
+
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION")] = None
+    """A function that returns a module and its inputs: which of its weight gradients
+    can wait for W, and why the others cannot."""
+
+    def run(self) -> None:
+        """Print one fact a line."""
+        if self.model is None:
+            print("\n".join(report_lines()))
+        else:
+            print_split(self.model)
+
+
+Command = (
+    Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Plot, tyro.conf.subcommand("plot")]
+    | Annotated[Trace, tyro.conf.subcommand("trace")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code.
+
+    Bad flags leave by ``SystemExit(2)``, as argparse does it.
+    """
+    try:
+        command = tyro.cli(
+            Command,
+            prog="zbpp",
+            description="Plan, simulate and run zero-bubble pipeline schedules.",
+            args=arguments,
+            use_underscores=True,
+        )
+        command.run()
+        sys.stdout.flush()
+    except RequestError as error:
+        print(f"zbpp: {error}", file=sys.stderr)
+        return 2
+    except WorkerError as error:
+        print(f"zbpp: {error}", file=sys.stderr, flush=True)
+        if arguments is None:  # tearing torch down would take most of a second
+            sys.stdout.flush()
+            os._exit(1)
+        return 1
+    except KeyboardInterrupt:
+        print("zbpp: interrupted", file=sys.stderr)
+        return 130
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(
+            "zbpp: training needs torch; install it: pip install 'zbpp[train]'",
+            file=sys.stderr,
+        )
+        return 2
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None

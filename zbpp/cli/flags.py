@@ -1,0 +1,167 @@
+"""The flags that most commands share, and the schedules and costs that they name."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    RequestError,
+    Schedule,
+    Timeline,
+    read_costs,
+)
+from zbpp.modes import canonical, is_file, plan
+from zbpp.schedules import post_validated, without_checks
+from zbpp.simulator import join, simulate, simulate_iterations
+from zbpp.training.options import YesNoUnsaid
+
+__all__ = [
+    "CommonFlags",
+    "ScheduleFlags",
+    "SizedFlags",
+    "plan_by_flags",
+    "shown_as",
+]
+
+
+_Text = str | None
+_Count = int | None
+
+
+def shown_as(metavar: str) -> object:
+    """Name a value in help texts."""
+    return tyro.conf.arg(metavar=metavar)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonFlags:
+    """What most commands are told."""
+
+    costs: Annotated[Path | None, shown_as("PATH")] = None
+    """Costs file (JSON); without it F, B and W take 1 each and messages nothing."""
+    memory_limit: Annotated[float | None, shown_as("FLOAT")] = None
+    """Largest activation memory of a stage, in the unit of the costs."""
+    effort: Annotated[str, shown_as("EFFORT")] = "default"
+    """How hard to search: fast, default, best (a minute) or best:SECONDS."""
+    enable_optimizer_post_validation: YesNoUnsaid = None
+    """Step at once and validate in the next iteration (V); no: behind a barrier."""
+
+    def models(self) -> tuple[Costs, MemoryModel]:
+        """Read the costs, and let the flag overrule the file's memory limit."""
+        costs, memory = Costs(), MemoryModel()
+        if self.costs is not None:
+            costs, memory = read_costs(self.costs)
+        if self.memory_limit is not None:
+            memory = replace(memory, limit=self.memory_limit)
+        return costs, memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedFlags(CommonFlags):
+    """The sizes of a schedule that a command plans or reads."""
+
+    stages: Annotated[_Count, shown_as("INT")] = None
+    """Pipeline stages; a schedule file knows its own."""
+    microbatches: Annotated[_Count, shown_as("INT")] = None
+    """Micro-batches in a step; a schedule file knows its own."""
+    chunks_per_stage: Annotated[_Count, shown_as("INT")] = None
+    """For VPP, ZBVPP and auto; without it, as many as the costs list, or 2."""
+
+    def plan(self, mode: str) -> tuple[Schedule, Costs, MemoryModel]:
+        """Plan a mode, or read a file; also return what it is planned for."""
+        costs, memory = self.models()
+        schedule = plan_by_flags(
+            *(mode, self.stages, self.microbatches, costs, memory, self.effort),
+            chunks_per_stage=self.chunks_per_stage,
+        )
+        return schedule, costs, memory
+
+    def with_checks(self, schedule: Schedule) -> Schedule:
+        """Place V's or take them out, if the flag says so."""
+        match self.enable_optimizer_post_validation:
+            case None:
+                return schedule
+            case True:
+                return post_validated(schedule)
+            case False:
+                return without_checks(schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFlags(SizedFlags):
+    """A schedule: from a file, or planned from a mode."""
+
+    schedule: Annotated[_Text, tyro.conf.Positional, shown_as("PLAN.json")] = None
+    """A schedule file (or a mode)."""
+    pipeline_schedule_mode: Annotated[_Text, shown_as("MODE")] = None
+    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
+    iterations: Annotated[int, shown_as("INT")] = 1
+    """Iterations to draw; of several, with a barrier between them and without."""
+
+    def load(self) -> tuple[Schedule, Costs, MemoryModel]:
+        """Plan or read the schedule."""
+        modes = {self.schedule, self.pipeline_schedule_mode} - {None}
+        if len(modes) != 1:
+            raise RequestError(
+                "two schedules are named; give a schedule file or "
+                "--pipeline_schedule_mode, not both"
+                if modes
+                else "no schedule is named; give a schedule file, or "
+                "--pipeline_schedule_mode with --stages and --microbatches"
+            )
+        schedule, costs, memory = self.plan(str(modes.pop()))
+        return self.with_checks(schedule), costs, memory
+
+    def timelines(self, schedule: Schedule, costs: Costs) -> list[Timeline]:
+        """Simulate what is to be drawn.
+
+        Several iterations come behind a barrier and post-validated, one below the
+        other, unless the flag has chosen.
+        """
+        n = self.iterations
+        if n < 1:
+            raise RequestError(f"--iterations is {n}; it must be at least 1")
+        if n == 1:
+            return [simulate(schedule, costs)]
+        kinds = {
+            f"{schedule.name}, {n} iterations behind a barrier": without_checks,
+            f"{schedule.name}, {n} iterations, post-validated": post_validated,
+        }
+        chosen = self.enable_optimizer_post_validation
+        return [
+            join(simulate_iterations(change(schedule), costs, n), name=name)
+            for name, change in kinds.items()
+            if chosen is None or chosen == (change is post_validated)
+        ]
+
+
+def plan_by_flags(
+    mode: str,
+    stages: int | None,
+    microbatches: int | None,
+    costs: Costs,
+    memory: MemoryModel,
+    effort: str,
+    *,
+    chunks_per_stage: int | None = None,
+) -> Schedule:
+    """Plan, in the words of the flags."""
+    sizes = {"--stages": stages, "--microbatches": microbatches}
+    for flag, value in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
+        if value is not None and value < 1:
+            raise RequestError(f"{flag} is {value}; it must be at least 1")
+        if flag in sizes and value is None and not is_file(mode):
+            raise RequestError(f"{flag} is missing; {canonical(mode)} needs it")
+    return plan(
+        mode,
+        n_stages=stages,
+        n_microbatches=microbatches,
+        costs=costs,
+        memory=memory,
+        effort=effort,
+        chunks_per_stage=chunks_per_stage,
+    )

@@ -1,0 +1,205 @@
+"""What a schedule costs, as text for a terminal."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from zbpp.cli.summary import Steady, Summary, steady, summarize
+from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, draw
+from zbpp.simulator import critical_path, idle, simulate, stage_span, work
+
+__all__ = ["print_comparison", "print_report"]
+
+_ROUNDING = 1e-9  # relative
+
+
+def print_report(
+    schedule: Schedule,
+    costs: Costs,
+    memory: MemoryModel,
+    drawn: Sequence[Timeline] = (),
+) -> None:
+    """Print the picture, a table of the stages and the figures of a schedule.
+
+    ``drawn``: what the picture shows in place of one iteration; the table and the
+    figures are those of one, unless they say otherwise.
+    """
+    summary = summarize(schedule, costs, memory)
+    among = steady(schedule, costs)
+    timeline = simulate(schedule, costs)
+    print(
+        f"{summary.mode}: {summary.n_stages} stages, "
+        f"{summary.n_microbatches} micro-batches"
+    )
+    print(_pictures(drawn or [timeline], summary.mode))
+    print()
+    _console().print(_stage_table(timeline, summary))
+    limit = summary.memory_bound
+    if isinstance(limit, list):
+        within = "the memory limits"
+    else:
+        within = f"memory {limit:.4g} a stage"
+    lines = {
+        "bubble rate": f"{summary.bubble_rate:.2%} of the longest span is idle",
+        "overhead": f"{summary.overhead:.2%} (idle time over ideal time)",
+        "span": f"{summary.span:.6g}, the longest of a stage",
+        "makespan": f"{summary.makespan:.6g}, first start to last end of a pass",
+        "step time": f"{summary.step_time:.6g}, optimizer included",
+        "steady step": f"{among.step_time_post_validation:.6g} post-validated (a "
+        f"rollback adds {among.rollback_time:.6g}), "
+        f"{among.step_time_barrier:.6g} behind a barrier",
+        "peak memory": f"{max(summary.peak_memory):.4g}",
+        "critical path": _path_text(schedule, costs),
+        "lower bound": f"{summary.lower_bound:.6g} for the span "
+        f"(proof: {summary.lower_bound_by}), within {within}; gap {summary.gap:.2%}",
+    }
+    for name, text in lines.items():
+        print(f"{name:14} {text}")
+
+
+def print_comparison(
+    rows: list[tuple[str, Summary | str]],
+    *,
+    title: str,
+    steps: Mapping[str, Steady] | None = None,
+    post_validation: bool = False,
+) -> None:
+    """Print a table of modes; below it, why a mode has no figures.
+
+    ``steps`` adds their steady step times behind a barrier, and with
+    ``post_validation`` those of post-validated steps.
+    """
+    shown = {} if steps is None else dict(list(_STEPS.items())[: 1 + post_validation])
+    table = _comparison_table(rows, title, shown, steps or {})
+    if steps is not None:
+        table.caption = (
+            f"{table.caption}\nstep: the time of one among many, optimizer included, "
+            "behind a barrier or post-validated (V)"
+        )
+    _console().print(table)
+    for mode, row in rows:
+        if isinstance(row, str):
+            print(row if row.startswith(mode) else f"{mode}: {row}")
+
+
+_COLUMNS: dict[str, Callable[[Summary], str]] = {
+    "chunks": lambda row: str(len(row.placement)),
+    "bubble": lambda row: f"{row.bubble_rate:.2%}",
+    "span": lambda row: f"{row.span:.6g}",
+    "makespan": lambda row: f"{row.makespan:.6g}",
+    "peak memory": lambda row: f"{max(row.peak_memory):.4g}",
+    "gap": lambda row: f"{row.gap:.2%}",
+}
+_Steps = dict[str, Callable[[Steady], str]]
+_STEPS: _Steps = {
+    "step, barrier": lambda among: f"{among.step_time_barrier:.6g}",
+    "step, V": lambda among: f"{among.step_time_post_validation:.6g}",
+}
+
+
+def _comparison_table(
+    rows: list[tuple[str, Summary | str]],
+    title: str,
+    shown: _Steps,
+    steps: Mapping[str, Steady],
+) -> Table:
+    """Tabulate modes; the shortest span is bold."""
+    spans = [row.span for _, row in rows if isinstance(row, Summary)]
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.caption = (
+        "gap: span over the lower bound for the same placement and, unless a limit is "
+        "given, the same memory"
+    )
+    table.add_column("mode")
+    names = [*_COLUMNS, *shown]
+    for name in names:
+        table.add_column(name, justify="right")
+    for mode, row in rows:
+        if isinstance(row, str):
+            table.add_row(mode, *["-"] * len(names), style="dim")
+            continue
+        table.add_row(
+            mode,
+            *(text(row) for text in _COLUMNS.values()),
+            *(text(steps[mode]) for text in shown.values()),
+            style="bold" if row.span <= min(spans) * (1 + _ROUNDING) else None,
+        )
+    return table
+
+
+def _console() -> Console:
+    return Console(width=_terminal_width(), highlight=False)
+
+
+def _terminal_width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def _pictures(timelines: Sequence[Timeline], name: str) -> str:
+    """Draw timelines in cells of one size, under their names if these say more."""
+    lasting = sorted(
+        slot.duration
+        for timeline in timelines
+        for row in timeline.rows
+        for slot in row
+        if slot.duration > 0
+    )
+    if not lasting:
+        return "(no job takes time)"
+    # One cell is the shortest job, unless that one is much shorter than most.
+    unit = max(lasting[0], lasting[len(lasting) // 2] / 4)
+    return "\n".join(
+        _picture(one, unit)
+        if one.name == name
+        else f"{one.name}:\n{_picture(one, unit)}"
+        for one in timelines
+    )
+
+
+def _picture(timeline: Timeline, unit: float) -> str:
+    """Draw a timeline as text, cropped to the terminal."""
+    lines = draw(timeline, unit=unit).splitlines()
+    width = _terminal_width()
+    longest = max(map(len, lines))
+    if longest <= width:
+        return "\n".join(lines)
+    cropped = [
+        line if len(line) <= width else line[: width - 4].rstrip() + " ..."
+        for line in lines
+    ]
+    note = f"(the first {width} of {longest} columns; zbpp plot draws everything)"
+    return "\n".join([*cropped, note])
+
+
+def _stage_table(timeline: Timeline, summary: Summary) -> Table:
+    table = Table()
+    for name in ("stage", "chunks", "span", "busy", "idle", "peak memory"):
+        table.add_column(name, justify="right")
+    busy, waiting = work(timeline), idle(timeline)
+    for stage, chunks in enumerate(timeline.placement.chunks_of):
+        table.add_row(
+            str(stage),
+            " ".join(map(str, chunks)),
+            f"{stage_span(timeline, stage):.6g}",
+            f"{busy[stage]:.6g}",
+            f"{max(waiting[stage], 0.0):.6g}",
+            f"{summary.peak_memory[stage]:.4g}",
+        )
+    return table
+
+
+def _path_text(schedule: Schedule, costs: Costs) -> str:
+    path = critical_path(schedule, costs)
+    parts = [
+        f"{kind} {path.time_of(kind):.6g}"
+        for kind in PassKind
+        if path.time_of(kind) > 0
+    ]
+    rest = path.length - sum(path.time_of(kind) for kind in PassKind)
+    if path.time_in_messages > _ROUNDING * path.length:
+        parts.append(f"messages {path.time_in_messages:.6g}")
+    if rest - path.time_in_messages > _ROUNDING * path.length:
+        parts.append(f"optimizer {rest - path.time_in_messages:.6g}")
+    return f"{len(path.slots)} jobs, {path.length:.6g}: {', '.join(parts)}"

@@ -1,0 +1,31 @@
+"""The ``train`` command: the options of a training, and its start."""
+
+import importlib.util
+from dataclasses import dataclass
+
+from zbpp.core import RequestError
+from zbpp.training.options import Train
+
+__all__ = ["TrainCommand"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(Train):
+    """Train a small Llama-style model on bytes of text, split over a pipeline.
+
+    Starts its own processes, or runs as one of torchrun's. In fp32 on CPUs the losses
+    and the final parameters depend on neither the mode nor the number of stages.
+    """
+
+    def run(self) -> None:
+        """Train, and return when it is done.
+
+        Raises:
+            RequestError: the request is wrong or cannot be met.
+            WorkerError: a process failed.
+        """
+        if importlib.util.find_spec("torch") is None:
+            raise RequestError("training needs torch: pip install 'zbpp[train]'")
+        from zbpp.training.start import start
+
+        start(self)

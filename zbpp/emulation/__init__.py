@@ -1,0 +1,1 @@
+"""Stages that sleep instead of computing: schedules measured on few cores."""

@@ -1,0 +1,164 @@
+"""Layers that sleep instead of computing, split like real ones, and slow messages.
+
+They make schedules of many stages measurable on few cores: a sleeping stage takes no
+processor from the others.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.core import Job, PassTimes, Value, What
+from zbpp.runtime.backward.queue import current_queue
+from zbpp.runtime.comm.transport import Reduction, Transport
+from zbpp.runtime.microbatches import Tensors
+
+__all__ = ["DelayedTransport", "EmulatedLayer", "sleep_until"]
+
+_OVERSHOOT_S = 2e-4
+
+
+def sleep_until(deadline: float) -> None:
+    """Wait until `time.perf_counter` reads ``deadline``; a late start is not added.
+
+    Sleeping overshoots by some 0.1 ms, so the last stretch is spent on the clock.
+    """
+    rest = deadline - time.perf_counter() - _OVERSHOOT_S
+    if rest > 0:
+        time.sleep(rest)
+    while time.perf_counter() < deadline:
+        pass
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity; its forward and its two half backwards take their time.
+
+    The time counts from the start of the pass: what torch itself needs is a part of
+    it, as it is a part of every measured cost. (So a chunk holds one such layer.)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, times: tuple[float, ...]
+    ) -> Tensor:
+        queue = current_queue()
+        began = time.perf_counter() if queue is None else queue.began_s
+        ctx.weight, ctx.times, ctx.queue = weight, times, queue
+        y = x.clone()
+        sleep_until(began + times[0])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        weight, queue, (_, b_s, w_s) = ctx.weight, ctx.queue, ctx.times
+        dx = dy.clone()
+        if queue is None:
+            sleep_until(time.perf_counter() + b_s + w_s)
+            return dx, torch.zeros_like(weight), None
+        queue.defer((weight,), lambda: (_slow_zero(weight, queue.began_s + w_s),))
+        sleep_until(queue.began_s + b_s)
+        return dx, None, None
+
+
+def _slow_zero(weight: Tensor, deadline: float) -> Tensor:
+    zero = torch.zeros_like(weight)
+    sleep_until(deadline)
+    return zero
+
+
+class EmulatedLayer(nn.Module):
+    """Takes given times in F, B and W; its output equals its input.
+
+    Args:
+        f_s, b_s, w_s: seconds of forward, input gradient and weight gradient.
+        step_s: seconds that an optimizer shall take for this layer; it is an
+            attribute of the layer's parameter, ``weight.step_s``.
+    """
+
+    def __init__(
+        self, f_s: float, b_s: float, w_s: float, *, step_s: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.times = (f_s, b_s, w_s)
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.weight.step_s = step_s  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hand on ``x`` of any shape, after ``f_s`` seconds."""
+        y: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.times
+        )
+        return y
+
+
+class DelayedTransport:
+    """A transport whose values arrive no sooner than their link's delay after a send.
+
+    The delay occupies neither stage, as in the simulator: the sender goes on at once,
+    and the receiver waits outside its pass. A message that needs longer by itself
+    takes that long. To tell when it was sent, every tensor is filled with the sender's
+    clock (float64: all stages must be on one machine): it carries no other values.
+
+    Args:
+        inner: what moves the messages.
+        times: in ms; `PassTimes.delay` of each edge is kept.
+    """
+
+    def __init__(self, inner: Transport, times: PassTimes) -> None:
+        self._inner = inner
+        self.background = inner.background
+        self._times = times
+
+    def begin(self, *, training: bool) -> None:
+        """Start a step, or an evaluation."""
+        self._inner.begin(training=training)
+
+    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+        """Send the time in place of the tensors."""
+        now = time.perf_counter()
+        stamped = (
+            torch.full_like(tensor, now, dtype=torch.float64).requires_grad_(
+                tensor.requires_grad
+            )
+            for tensor in tensors
+        )
+        self._inner.send(value, tuple(stamped), peer)
+
+    def post(self, value: Value, peer: int) -> None:
+        """Announce that a value will be received."""
+        self._inner.post(value, peer)
+
+    def ready(self, value: Value) -> bool:
+        """Whether `receive` returns without waiting for a stage of this process."""
+        return self._inner.ready(value)
+
+    def receive(self, value: Value, job: Job) -> Tensors:
+        """Wait for a value, and until its delay is over."""
+        tensors = self._inner.receive(value, job)
+        step = 1 if value.what is What.ACTIVATION else -1
+        delay_s = self._times.delay(value.chunk, value.chunk + step) / 1e3
+        with self.background.waiting():
+            sleep_until(float(tensors[0].detach().max()) + delay_s)
+        return tensors
+
+    def reduce(self, vector: Tensor) -> Reduction:
+        """Start to sum a vector over all stages."""
+        return self._inner.reduce(vector)
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Give every process the things of all processes, by rank."""
+        return self._inner.gather(thing)
+
+    def end(self) -> None:
+        """End the step."""
+        self._inner.end()
+
+    def flush(self) -> None:
+        """Wait until all sends have left."""
+        self._inner.flush()
+
+    def close(self) -> None:
+        """Give back what the transport holds."""
+        self._inner.close()

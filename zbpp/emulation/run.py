@@ -1,0 +1,203 @@
+"""`zbpp train --emulate costs.json`: the real runtime on layers that sleep.
+
+Every chunk is one layer that sleeps for the chunk's times, in milliseconds; the
+optimizer sleeps too, and messages wait for the delay of their link. What is measured
+is then the schedule and the runtime's overhead, on as many stages as are wanted,
+whatever the number of cores.
+
+One step at a time, each from a common start, or steps in a row, post-validated or
+behind a barrier: then a stage may begin a step while others still end the last one.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.core import Costs, PassTimes, Schedule
+from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
+from zbpp.emulation.slow_sum import SlowSums
+from zbpp.pipeline import Pipeline
+from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
+
+__all__ = ["Emulation", "emulate"]
+
+_WARM_UP = 2  # steps that are not counted: the first one learns the shapes
+_SETTLING = 2  # more of them, for steps in a row: until all stages lead as they will
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What was measured, beside what the simulator says; times in ms.
+
+    Medians over the counted steps; of steps in a row, over the times from the end of
+    one to that of the next, and the bubble is that of the last step.
+    """
+
+    schedule: Schedule
+    n_steps: int
+    step_ms: float
+    simulated_step_ms: float
+    bubble_rate: float
+    simulated_bubble_rate: float
+    post_validation: bool | None = None
+
+    def __str__(self) -> str:
+        among = f"median of {self.n_steps}"
+        if self.post_validation is not None:
+            how = "post-validated" if self.post_validation else "behind a barrier"
+            among = f"{self.n_steps} in a row, {how}"
+        return (
+            f"{self.schedule.name}  stages: {self.schedule.n_stages}  "
+            f"microbatches: {self.schedule.n_microbatches}  "
+            f"step: {self.step_ms:.1f} ms measured, {self.simulated_step_ms:.1f} ms "
+            f"simulated ({self.step_ms / self.simulated_step_ms - 1:+.1%})  "
+            f"bubble: {self.bubble_rate:.1%} measured, "
+            f"{self.simulated_bubble_rate:.1%} simulated  ({among})"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """The numbers and what they belong to, for a JSON line."""
+        names = ("n_steps", "step_ms", "simulated_step_ms", "bubble_rate",
+                 "simulated_bubble_rate", "post_validation")  # fmt: skip
+        return {
+            "final": True,
+            "mode": self.schedule.name,
+            "n_stages": self.schedule.n_stages,
+            "n_microbatches": self.schedule.n_microbatches,
+            **{name: getattr(self, name) for name in names},
+        }
+
+
+class _SleepingOptimizer(torch.optim.Optimizer):
+    """Takes a given time, and leaves the parameters alone."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], seconds: float) -> None:
+        super().__init__(parameters, {})
+        self._seconds = seconds
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Sleep."""
+        sleep_until(time.perf_counter() + self._seconds)
+
+
+def emulate(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    n_steps: int,
+    timeout_s: float = 60.0,
+    post_validation: bool | None = None,
+) -> Emulation:
+    """Run a schedule on sleeping layers (every rank must call).
+
+    Args:
+        schedule: what to run.
+        costs: in ms. A message takes its link's ``comm``, or the time that it
+            takes by itself if that is longer; the simulator counts ``comm``.
+        n_steps: steps to count, after some that are not.
+        timeout_s: how long a stage may wait for another.
+        post_validation: None: one step at a time, from a common start to the last
+            stage's end, the sum over the stages as fast as it is. Else steps in a row,
+            whose sums take ``costs.reduction``: True: validated in the next step;
+            False: behind a barrier.
+    """
+    times = costs.on(schedule.placement)
+    pipeline = Pipeline(
+        partial(_build, times),
+        n_layers=schedule.placement.n_chunks,
+        loss_fn=_mean,
+        optimizer=_make_optimizer,
+        schedule=schedule,
+        n_stages=schedule.n_stages,
+        post_validation=bool(post_validation),
+        rollback="snapshot",  # for an optimizer that is not one of torch's
+        timeout_s=timeout_s,
+        device="cpu",
+    )
+    for stage, executor in pipeline._executors.items():
+        if post_validation is not None:
+            executor.transport = SlowSums(executor.transport, times, stage=stage)
+        elif any(times.hops):
+            executor.transport = DelayedTransport(executor.transport, times)
+    one_by_one = post_validation is None
+    simulated = simulate(pipeline.schedule, costs)
+    measure = _one_by_one if one_by_one else _in_a_row
+    step_ms, bubble = measure(pipeline, n_steps)
+    return Emulation(
+        schedule=schedule,
+        n_steps=n_steps,
+        step_ms=step_ms,
+        simulated_step_ms=step_time(simulated)
+        if one_by_one
+        else steady_step_time(pipeline.schedule, costs),
+        bubble_rate=bubble,
+        simulated_bubble_rate=bubble_rate(simulated),
+        post_validation=post_validation,
+    )
+
+
+def _one_by_one(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
+    """Median step time in ms and bubble rate of steps from a common start."""
+    batch = _batch(pipeline)
+    steps, bubbles = [], []
+    for step in range(_WARM_UP + n_steps):
+        pipeline.gather(None)  # all ranks start together
+        start = time.perf_counter()
+        pipeline.step(batch, batch)
+        took = max(pipeline.gather(time.perf_counter() - start))
+        measured = pipeline.timeline()
+        if step >= _WARM_UP:
+            steps.append(took * 1e3)
+            bubbles.append(bubble_rate(measured))
+    return statistics.median(steps), statistics.median(bubbles)
+
+
+def _in_a_row(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
+    """Median time in ms between the ends of steps, and the bubble rate of the last."""
+    batch = _batch(pipeline)
+    pipeline.step(batch, batch)
+    pipeline.gather(None)  # the first step is slow
+    ends = []
+    for _ in range(_WARM_UP + _SETTLING + n_steps):
+        pipeline.step(batch, batch)
+        ends.append(time.perf_counter())
+    last = [max(of_ranks) for of_ranks in zip(*pipeline.gather(ends), strict=True)]
+    bubble = bubble_rate(pipeline.timeline())
+    pipeline.synchronize()
+    steps = [after - before for before, after in pairwise(last)][-n_steps:]
+    return statistics.median(steps) * 1e3, bubble
+
+
+def _batch(pipeline: Pipeline) -> Tensor:
+    return torch.zeros(pipeline.n_microbatches, 1, dtype=torch.float64)
+
+
+def _build(times: PassTimes, chunks: range) -> list[nn.Module]:
+    """One sleeping layer a chunk; a stage's first one carries its optimizer's time."""
+    layers: list[nn.Module] = []
+    for chunk in chunks:
+        stage = times.placement.stage_of[chunk]
+        first = times.placement.chunks_of[stage][0]
+        layer = EmulatedLayer(
+            times.f[chunk] / 1e3,
+            times.b[chunk] / 1e3,
+            times.w[chunk] / 1e3,
+            step_s=times.optimizer[stage] / 1e3 if chunk == first else 0.0,
+        )
+        layers.append(layer)
+    return layers
+
+
+def _make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    seconds = sum(getattr(parameter, "step_s", 0.0) for parameter in parameters)
+    return _SleepingOptimizer(parameters, seconds)
+
+
+def _mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean()

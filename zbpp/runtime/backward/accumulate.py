@@ -1,0 +1,140 @@
+"""The gradients of a chunk are added in micro-batch order, whatever the passes' order.
+
+    passes run   B0 B2 B1 W0 W1 W2
+    biases       db0,    db1 + db2       what B computes: in the order of the B's
+    weights               dW0, dW1, dW2  what W computes: in the order of the W's
+
+A pass that comes early is kept apart until its turn. A model may use a weight in other
+ways for another micro-batch, so that its gradient comes from W once and from B the next
+time: then B's waits for the W's before it. So all schedules end with the same bits.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime.backward.split import SplitGraph
+
+__all__ = ["GradientOrder"]
+
+_Late = list[tuple[Tensor, Tensor]]
+"""Parameters, and gradients that are not yet added to theirs."""
+
+
+class GradientOrder:
+    """Runs B and W of one chunk.
+
+    Args:
+        parameters: all of the chunk's.
+        is_released: add every gradient when it is computed. Saves memory where a
+            schedule runs passes out of order, and makes the last bits depend on it.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, is_released: bool = False
+    ) -> None:
+        self._parameters = list(parameters)
+        self._is_released = is_released
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step."""
+        self.watch: Callable[[int], object] | None = None
+        """Called in this step with each micro-batch that has added gradients."""
+        self._b, self._w = _Turns(), _Turns()
+        self._waiting: Counter[Tensor] = Counter()
+        self._late: dict[int, _Late] = {}
+
+    def run_b(
+        self,
+        microbatch: int,
+        graph: SplitGraph,
+        gradients: Sequence[Tensor | None],
+    ) -> tuple[Tensor | None, ...]:
+        """B of a micro-batch; see `SplitGraph.backward_input`."""
+        if self._is_released:
+            result = graph.backward_input(gradients)
+            self._tell(microbatch)
+            return result
+        apart: Sequence[Tensor] = ()
+        if not self._b.is_turn(microbatch):
+            apart = self._parameters
+        elif self._waiting:
+            apart = [p for p in graph.in_b() if p in self._waiting]
+        waiting = graph.in_w()
+        kept = _take(apart)
+        result = graph.backward_input(gradients)
+        found = [(p, p.grad) for p in apart if p.grad is not None]
+        for p, gradient in kept:
+            p.grad = gradient
+        self._b.add(microbatch, lambda: self._end_b(microbatch, found, waiting))
+        return result
+
+    def _end_b(self, microbatch: int, found: _Late, waiting: Sequence[Tensor]) -> None:
+        """Add what B has kept apart, but for what an earlier W goes before."""
+        late = [pair for pair in found if pair[0] in self._waiting]
+        if late:
+            self._late[microbatch] = late
+        _add_all(pair for pair in found if pair[0] not in self._waiting)
+        self._waiting.update((*waiting, *(p for p, _ in late)))
+        self._tell(microbatch)
+
+    def run_w(self, microbatch: int, graph: SplitGraph) -> None:
+        """W of a micro-batch, or of several whose turn has come."""
+        if self._is_released:
+            graph.backward_weight()
+            self._tell(microbatch)
+            return
+        waiting = graph.in_w()
+        self._w.add(microbatch, lambda: self._do_w(microbatch, graph, waiting))
+
+    def _do_w(
+        self, microbatch: int, graph: SplitGraph, waiting: Sequence[Tensor]
+    ) -> None:
+        graph.backward_weight()
+        late = self._late.pop(microbatch, [])
+        _add_all(late)
+        self._waiting.subtract((*waiting, *(p for p, _ in late)))
+        self._waiting = +self._waiting
+        self._tell(microbatch)
+
+    def _tell(self, microbatch: int) -> None:
+        if self.watch is not None:
+            self.watch(microbatch)
+
+
+class _Turns:
+    """Runs actions in micro-batch order: one that comes early waits for its turn."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._early: dict[int, Callable[[], None]] = {}
+
+    def is_turn(self, microbatch: int) -> bool:
+        return microbatch == self._turn
+
+    def add(self, microbatch: int, action: Callable[[], None]) -> None:
+        self._early[microbatch] = action
+        while self._turn in self._early:
+            self._early.pop(self._turn)()
+            self._turn += 1
+
+
+def _take(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    """Their gradients, which they have no longer."""
+    kept = [(p, p.grad) for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return kept
+
+
+def _add_all(late: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """As autograd does: the first gradient of a parameter is kept as it is."""
+    with torch.no_grad():
+        for parameter, gradient in late:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)

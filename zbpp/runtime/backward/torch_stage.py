@@ -1,0 +1,91 @@
+"""Our split backward under torch's own pipeline schedules.
+
+>>> from torch import nn
+>>> from zbpp.runtime.backward.torch_stage import SplitModule
+>>> module = SplitModule(nn.Linear(4, 4))
+
+and then ``PipelineStage(module, ..., dw_builder=module.dw_builder)``: when torch runs
+the module's backward, only B runs, and what ``dw_builder`` returns is W.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.runtime.backward.data_parallel import check_module
+from zbpp.runtime.backward.split import SplitGraph, split_forward
+from zbpp.runtime.support.pytree import map_tensors, tensors_in
+from zbpp.runtime.support.torch_internals import accumulates
+
+__all__ = ["SplitModule"]
+
+
+class _RunB(torch.autograd.Function):
+    """The outputs of a split forward; the backward is B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        graph: SplitGraph,
+        owner: "SplitModule",
+        outputs: list[Tensor],
+        anchor: Tensor,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.graph, ctx.owner = graph, owner
+        return tuple(y.detach() for y in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not accumulates():  # torch's pipeline infers shapes
+            found = ctx.graph.input_gradients(gradients)
+        else:
+            found = ctx.graph.backward_input(gradients)
+            ctx.owner.left = ctx.graph
+        return (None, None, None, None, *found)
+
+
+class SplitModule(nn.Module):
+    """Computes what its module does; its backward leaves W to `dw_builder`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.left: SplitGraph | None = None
+        """The graph whose B has run last."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        check_module(self)
+        graph = split_forward(self.module, *args, **kwargs)
+        inputs, outputs = _trainable((args, kwargs)), _trainable(graph.outputs)
+        if not outputs:
+            return graph.outputs
+        # Without it, a first stage's outputs would seem to need no gradient.
+        anchor = torch.zeros((), requires_grad=True)
+        joined = _RunB.apply(  # type: ignore[no-untyped-call]
+            graph, self, outputs, anchor, *inputs
+        )
+        rest = iter(joined)
+        return map_tensors(
+            graph.outputs, lambda y: next(rest) if y.requires_grad else y
+        )
+
+    def dw_builder(self) -> Callable[[], None]:
+        """Return W of the micro-batch whose backward has just run."""
+        graph, self.left = self.left, None
+        return _nothing if graph is None else graph.backward_weight
+
+
+def _nothing() -> None:
+    """No gradient has reached the module."""
+
+
+def _trainable(thing: Any) -> list[Tensor]:
+    """All tensors in it that require a gradient."""
+    return [tensor for tensor in tensors_in(thing) if tensor.requires_grad]

@@ -1,0 +1,164 @@
+"""How values travel between stages: one small interface, two implementations.
+
+`LocalTransport` serves stages that live in one process (notebooks, tests, one GPU);
+`zbpp.runtime.comm.distributed.DistributedTransport` serves one process per stage. Both
+hand over the same tensors, hence the same bits.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from zbpp.core import Job, Value
+from zbpp.runtime.microbatches import Tensors
+from zbpp.runtime.support.background import BackgroundWork
+
+__all__ = ["LocalHub", "LocalTransport", "Reduction", "Transport"]
+
+
+class Reduction(Protocol):
+    """A sum over all stages that is under way."""
+
+    def ready(self) -> bool:
+        """Whether `result` returns without waiting for a stage of this process."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once; asking waits for nothing."""
+
+    def result(self, job: Job | None = None) -> Tensor:
+        """Wait for the sum; ``job`` is named if it does not come."""
+
+
+class Transport(Protocol):
+    """One stage's messages. Values of a channel arrive in the order of their sends."""
+
+    background: BackgroundWork
+    """What the stage can do while it waits for a value."""
+
+    def begin(self, *, training: bool) -> None:
+        """Start a step, or an evaluation."""
+
+    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+        """Hand over a value and go on at once."""
+
+    def post(self, value: Value, peer: int) -> None:
+        """Announce that a value will be received."""
+
+    def ready(self, value: Value) -> bool:
+        """Whether `receive` returns without waiting for a stage of this process."""
+
+    def receive(self, value: Value, job: Job) -> Tensors:
+        """Wait for a value that was posted; ``job`` is named if it does not come."""
+
+    def reduce(self, vector: Tensor) -> Reduction:
+        """Start to sum a vector over all stages."""
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Give every process the things of all processes, by rank."""
+
+    def end(self) -> None:
+        """End the step: no message may be left to receive."""
+
+    def flush(self) -> None:
+        """Wait until all sends have left."""
+
+    def close(self) -> None:
+        """Give back what the transport holds."""
+
+
+@dataclass
+class LocalHub:
+    """What the stages of one process share: a mailbox and the sums under way."""
+
+    n_stages: int
+    mail: dict[Value, deque[Tensors]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    sums: list["_LocalSum"] = field(default_factory=list)
+    n_ended: int = 0
+
+    def transports(self) -> list["LocalTransport"]:
+        """One transport per stage."""
+        return [LocalTransport(self) for _ in range(self.n_stages)]
+
+
+class _LocalSum:
+    def __init__(self, n_stages: int) -> None:
+        self.missing = n_stages
+        self.total: Tensor | None = None
+
+    def add(self, vector: Tensor) -> None:
+        self.total = vector.clone() if self.total is None else self.total + vector
+        self.missing -= 1
+
+    def ready(self) -> bool:
+        return self.missing == 0
+
+    done = ready
+
+    def result(self, job: Job | None = None) -> Tensor:
+        assert self.total is not None and self.ready(), f"{job}: a stage is missing"
+        return self.total
+
+
+class LocalTransport:
+    """All stages in this process: the hub's mailbox is the only channel."""
+
+    def __init__(self, hub: LocalHub) -> None:
+        self._hub = hub
+        self.background = BackgroundWork()
+        self._n_sums = 0
+
+    def begin(self, *, training: bool) -> None:
+        """Nothing to prepare."""
+
+    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+        """Put the tensors into the mailbox, behind an older copy if there is one."""
+        self._hub.mail[value].append(tensors)
+
+    def post(self, value: Value, peer: int) -> None:
+        """Nothing to prepare."""
+
+    def ready(self, value: Value) -> bool:
+        """Whether the value is in the mailbox."""
+        return value in self._hub.mail
+
+    def receive(self, value: Value, job: Job) -> Tensors:
+        """Take the tensors out of the mailbox."""
+        copies = self._hub.mail[value]
+        tensors = copies.popleft()
+        if not copies:
+            del self._hub.mail[value]
+        return tensors
+
+    def reduce(self, vector: Tensor) -> _LocalSum:
+        """Add to this process's n-th sum, n being this stage's count so far."""
+        sums, n_stages = self._hub.sums, self._hub.n_stages
+        if self._n_sums == len(sums):
+            sums.append(_LocalSum(n_stages))
+        pending = sums[self._n_sums]
+        self._n_sums += 1
+        pending.add(vector)
+        return pending
+
+    def gather(self, thing: Any) -> list[Any]:
+        """There is only this process."""
+        return [thing]
+
+    def end(self) -> None:
+        """The last stage to end finds the mailbox empty, and clears the sums."""
+        hub = self._hub
+        self._n_sums = 0
+        hub.n_ended += 1
+        if hub.n_ended == hub.n_stages:
+            assert not hub.mail, f"never received: {list(hub.mail)}"
+            hub.sums.clear()
+            hub.n_ended = 0
+
+    def flush(self) -> None:
+        """A message has left when it is sent."""
+
+    def close(self) -> None:
+        """Nothing to give back."""

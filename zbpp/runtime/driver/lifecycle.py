@@ -1,0 +1,71 @@
+"""From the first step to the last: no step after a failure, none left unvalidated."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from zbpp.runtime.executor import Executor
+from zbpp.runtime.support.errors import PeerError
+
+__all__ = ["Lifecycle"]
+
+
+class Lifecycle:
+    """What may be done with a pipeline now.
+
+    Args:
+        executors: of this process.
+    """
+
+    def __init__(self, executors: Iterable[Executor]) -> None:
+        self._executors = tuple(executors)
+        self._running = False
+        self._ended: str | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Refuse to go on after a failure: messages and gradients are half done."""
+        if self._ended is not None:
+            raise RuntimeError(f"{self._ended}; build a new Pipeline")
+        self._running = True
+        try:
+            yield
+        except BaseException as error:
+            self._ended = f"an earlier step failed ({type(error).__name__}: {error})"
+            raise
+        finally:
+            self._running = False
+
+    def synchronize(self) -> None:
+        """Settle the last step on every stage of this process.
+
+        Raises:
+            RuntimeError: it is called from within a step, say by a signal handler.
+        """
+        if self._running:
+            raise RuntimeError(
+                "parameters and optimizer state are asked for in the middle of a step; "
+                "note the wish (a signal handler sets a flag) and ask between steps"
+            )
+        for executor in self._executors:
+            executor.optimizer.settle()
+
+    def close(self) -> None:
+        """Settle the last step, finish the messages, give back what is held."""
+        if self._ended is not None:
+            return
+        self.synchronize()
+        self._ended = "the pipeline is closed"
+        for executor in self._executors:
+            executor.transport.flush()
+            executor.transport.close()
+
+    def end(self) -> None:
+        """At the end of the process, a script may have forgotten to close.
+
+        Other stages still need our last messages and our part of the last sum; if they
+        are gone, nobody is left to be told.
+        """
+        with suppress(PeerError):
+            for executor in self._executors if self._ended is None else ():
+                executor.optimizer.wait()
+                executor.transport.flush()

@@ -1,0 +1,99 @@
+"""What the sums over all stages say of a step, on every stage alike.
+
+    norm finite, within the limit    the step stands as it was taken
+    norm finite, above the limit     the gradients are clipped first
+    norm Inf or NaN                  there is no step
+
+A step that was taken before the sums were known is wrong in the last two cases.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zbpp.core import Job
+from zbpp.runtime.comm.transport import Reduction
+
+__all__ = ["Decision", "StepSums", "clip_factor", "decide"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a step; ``factor`` is what its gradients are multiplied by."""
+
+    norm: float
+    factor: float
+    skipped: bool
+
+    @property
+    def corrects(self) -> bool:
+        """Whether a step on the gradients as they are would be wrong."""
+        return self.skipped or self.factor < 1.0
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What gradients of this global norm are multiplied by, at most 1."""
+    if max_norm is None:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def decide(norm: float, max_norm: float | None) -> Decision:
+    """Judge a step by its global gradient norm.
+
+    >>> decide(4.0, 2.0).corrects, decide(1.0, 2.0).corrects
+    (True, False)
+    """
+    skipped = not math.isfinite(norm)
+    return Decision(norm, 1.0 if skipped else clip_factor(norm, max_norm), skipped)
+
+
+class StepSums:
+    """The sums of one step: squared norm of each layer, loss of each micro-batch.
+
+    Reading them waits for the reduction, which needs no more of the other stages than
+    that they have ended their step. They are read from it once.
+
+    Args:
+        reduction: under way.
+        n_layers: of the whole model: so many squared norms.
+        n_microbatches: so many losses come next; anything else comes behind them.
+        step: which one, from 0.
+    """
+
+    def __init__(
+        self, reduction: Reduction, *, n_layers: int, n_microbatches: int, step: int
+    ) -> None:
+        self._reduction = reduction
+        self._n_layers = n_layers
+        self._n_microbatches = n_microbatches
+        self.step = step
+        self._host: Tensor | None = None
+
+    def ready(self) -> bool:
+        """Whether they can be read without a stage of this process."""
+        return self._host is not None or self._reduction.ready()
+
+    def done(self) -> bool:
+        """Whether they can be read at once; asking waits for nothing."""
+        return self._host is not None or self._reduction.done()
+
+    def read(self, job: Job | None = None) -> Tensor:
+        """Wait for them; ``job`` is named if they do not come."""
+        if self._host is None:
+            self._host = self._reduction.result(job).cpu()
+        return self._host
+
+    def norm(self, job: Job | None = None) -> float:
+        """Norm of all gradients of all stages, before clipping."""
+        return float(self.read(job)[: self._n_layers].sum().sqrt())
+
+    def loss(self) -> float:
+        """Mean over the micro-batches."""
+        losses = self.read()[self._n_layers :][: self._n_microbatches]
+        return float(losses.mean())
+
+    def notes(self) -> Tensor:
+        """What stands behind the losses."""
+        return self.read()[self._n_layers + self._n_microbatches :]

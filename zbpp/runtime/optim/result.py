@@ -1,0 +1,49 @@
+"""What a step hands back; nothing is computed or fetched before it is read."""
+
+from dataclasses import dataclass
+
+from zbpp.runtime.optim.decision import Decision, StepSums, decide
+
+__all__ = ["StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss and gradient norm of one step, the same on every rank.
+
+    Reading waits until all stages have ended the step, and for nothing else: one rank
+    may read, right after the step, while the others go on.
+
+    Args:
+        sums: of the step.
+        clip_grad_norm: largest norm of all gradients; None: any.
+        speculative: whether the step was taken before its norm was known.
+    """
+
+    sums: StepSums
+    clip_grad_norm: float | None
+    speculative: bool
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the micro-batches, before the step."""
+        return self.sums.loss()
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of all gradients of all stages, before clipping."""
+        return self.sums.norm()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer left the parameters alone: the norm was Inf or NaN."""
+        return self._decision.skipped
+
+    @property
+    def rollbacks(self) -> int:
+        """How often the step was taken back: 1 if it was taken early and was wrong."""
+        return int(self.speculative and self._decision.corrects)
+
+    @property
+    def _decision(self) -> Decision:
+        return decide(self.sums.norm(), self.clip_grad_norm)

@@ -1,0 +1,137 @@
+"""Cut an optimizer's parameters into pieces that can be stepped one after the other.
+
+    bucket   some MiB: small parameters together, a part of a large one by itself
+
+A part of a parameter may stand for a parameter where the optimizer treats every number
+by itself: gradient and state are cut at the same places. Parts begin at multiples of
+64 numbers, as vectorized kernels treat the numbers behind the last full vector apart.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.runtime.optim.rollback.copies import State
+
+__all__ = ["ROW", "Piece", "cut_into_buckets", "treats_parameters_apart"]
+
+_ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+_PER_PARAMETER = (*_ELEMENTWISE, "Adafactor", "Muon")
+_BUCKET_BYTES = {"cpu": 2**22, "cuda": 2**28}
+ROW = 64
+"""Numbers; a multiple of every vector's length."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter with a gradient, or a part of one.
+
+    ``group`` is its group's place; ``cut`` is where the part lies in the flat
+    parameter, None for all of it.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    group: int
+    cut: slice | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether no other piece of the parameter comes before it."""
+        return self.cut is None or self.cut.start == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether no other piece of the parameter comes after it."""
+        return self.cut is None or self.cut.stop == self.parameter.numel()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor of the parameter's shape; shares its memory."""
+        return tensor if self.cut is None else tensor.detach().view(-1)[self.cut]
+
+    def of_state(self, state: State) -> State:
+        """The state itself, or a part of it, with single numbers of its own."""
+        if self.cut is None:
+            return state
+        return {
+            name: self.of(value) if self.is_cut_in(value) else value.clone()
+            for name, value in state.items()
+        }
+
+    def is_cut_in(self, value: object) -> bool:
+        """Whether a part of the parameter has a part of this value."""
+        same = isinstance(value, Tensor) and value.shape == self.parameter.shape
+        return self.cut is not None and same
+
+
+def treats_parameters_apart(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is the sum of the steps of its parameters, and nothing else."""
+    return _is_one_of(optimizer, _PER_PARAMETER)
+
+
+def _is_one_of(optimizer: torch.optim.Optimizer, names: tuple[str, ...]) -> bool:
+    return any(type(optimizer) is getattr(torch.optim, name, None) for name in names)
+
+
+def cut_into_buckets(optimizer: torch.optim.Optimizer) -> Iterator[list[Piece]]:
+    """All parameters that have a gradient, in order, in buckets of about one size."""
+    bucket: list[Piece] = []
+    room = 0
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            size = _BUCKET_BYTES.get(parameter.device.type, 2**28)
+            if bucket and parameter.nbytes > room:
+                yield bucket
+                bucket = []
+            if not bucket:
+                room = size
+            whole = Piece(parameter, gradient, number)
+            if parameter.nbytes > size and _can_cut(optimizer, whole):
+                yield from ([piece] for piece in _cut(whole, size))
+            else:
+                bucket.append(whole)
+                room -= parameter.nbytes
+    if bucket:
+        yield bucket
+
+
+def _cut(whole: Piece, size: int) -> Iterator[Piece]:
+    parameter = whole.parameter
+    length = max(1, size // parameter.element_size() // ROW) * ROW
+    for start in range(0, parameter.numel(), length):
+        cut = slice(start, min(start + length, parameter.numel()))
+        yield Piece(parameter, whole.gradient, whole.group, cut)
+
+
+def _can_cut(optimizer: torch.optim.Optimizer, whole: Piece) -> bool:
+    """A first step, which makes the state, is not cut."""
+    parameter, gradient = whole.parameter, whole.gradient
+    state = optimizer.state.get(parameter, {})
+    return (
+        _is_one_of(optimizer, _ELEMENTWISE)
+        and type(parameter) in (Tensor, nn.Parameter)
+        and not parameter.is_complex()
+        and bool(state)
+        and all(_is_flat(t, parameter) for t in (parameter, gradient))
+        and all(
+            isinstance(value, Tensor)
+            and (value.numel() == 1 or _is_flat(value, parameter))
+            for value in state.values()
+        )
+    )
+
+
+def _is_flat(tensor: Tensor, parameter: Tensor) -> bool:
+    return (
+        tensor.shape == parameter.shape
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    )

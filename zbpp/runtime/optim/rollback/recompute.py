@@ -1,0 +1,225 @@
+"""Take an optimizer step that can be taken back to the bit.
+
+    Deferred   O   step p alone, or with a temporary copy of the state (m, v, step)
+               V   right: step a copy of the old p with the state itself
+                   wrong: copy the old p back; the state was never touched
+    Snapshot   O   step; there is a copy of p and the state as they were
+               V   right: nothing, or copy what will be the old state of the next step
+                   wrong: put both back
+
+What follows a right step may be done in slices at any time before the next gradients.
+
+Deferred keeps one copy of the parameters, which its second step brings up to date. It
+asks for an optimizer that treats every parameter by itself, as torch's do: the same
+numbers come out of both steps, and of a step on a few parameters at a time, which is
+all the temporary state that there is. Arithmetic inverses of a step do not give the
+bits back, and none can take an Inf out of m.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zbpp.runtime.optim.param_groups import copy_groups
+from zbpp.runtime.optim.rollback.buckets import (
+    Piece,
+    cut_into_buckets,
+    treats_parameters_apart,
+)
+from zbpp.runtime.optim.rollback.copies import Copies, Mark, Scratch, State, mark
+from zbpp.runtime.optim.rollback.parameter_only import ParameterStep, bits_of
+from zbpp.runtime.support.torch_internals import has_plain_step, plain_step
+
+__all__ = ["RecomputeRollback", "Rollback", "can_defer"]
+
+
+class Rollback(Protocol):
+    """An early step: `speculate`, then `commit` or `undo`."""
+
+    def speculate(self) -> None:
+        """Step on the gradients as they are."""
+
+    def commit(self) -> Iterator[None]:
+        """The step was right; each item is a slice of what is left to do."""
+
+    def undo(self) -> None:
+        """The step was wrong; may be called more than once."""
+
+    def forget(self) -> None:
+        """Others may write to parameters and state now."""
+
+
+def can_defer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `RecomputeRollback` can take back a step of this optimizer."""
+    return treats_parameters_apart(optimizer) and has_plain_step(optimizer)
+
+
+class RecomputeRollback:
+    """One more copy of the parameters; the step is computed twice.
+
+    Args:
+        optimizer: one that `can_defer`.
+        parameter_step: steps large parameters without their state, if there is one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameter_step: ParameterStep | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._alone = parameter_step
+        self._copies = Copies()
+        self._values: list[State] = []
+        self._left: deque[list[Piece]] = deque()
+        self._stepped: dict[Tensor, Mark] = {}
+        self.stepped_alone: set[Tensor] = set()
+        """In the last early step: those whose state it did not copy."""
+        self._n_early = 0
+        self._compared: list[Piece] = []
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether it has a step for parameters without their state."""
+        return self._alone is not None
+
+    @torch.no_grad()
+    def speculate(self) -> None:
+        """Step, with the state left as it is."""
+        self._values = copy_groups(self._optimizer)
+        self._left = deque(cut_into_buckets(self._optimizer))
+        self._stepped = {}
+        self.stepped_alone = set()
+        self._n_early += 1
+        if self._alone is not None:
+            self._alone.begin(self._values)
+        if self._left:
+            self._compared = self._left[self._n_early % len(self._left)]
+        scratch = Scratch()
+        rests: list[Piece] = []
+        try:
+            for bucket in self._left:
+                for piece in bucket:
+                    if piece.first:
+                        self._copies.take(piece.parameter)
+                        self._stepped[piece.parameter] = None
+                others = [p for p in bucket if not self._step_alone(p, rests)]
+                self._step_on_copies(others, scratch)
+            self._step_on_copies(rests, scratch)
+        except BaseException:
+            self.undo()  # as if the step had been left to V
+            raise
+        self._stepped = {parameter: mark(parameter) for parameter in self._stepped}
+
+    def _step_alone(self, piece: Piece, rests: list[Piece]) -> bool:
+        """Step a whole parameter without its state, but for a rest, if that can be."""
+        if self._alone is None or not self._alone.takes(piece):
+            return False
+        if piece.first:
+            self.stepped_alone.add(piece.parameter)
+            rest = self._alone.step(piece)
+            rests += [rest] if rest is not None else []
+        return True
+
+    def _step_on_copies(self, bucket: Sequence[Piece], scratch: Scratch) -> None:
+        if not bucket:
+            return
+        held = self._optimizer.state
+        states = [
+            scratch.copy(piece.of_state(held.get(piece.parameter, {})))
+            for piece in bucket
+        ]
+        self._step(bucket, [piece.of(piece.parameter) for piece in bucket], states)
+        scratch.reuse()
+
+    @torch.no_grad()
+    def commit(self) -> Iterator[None]:
+        """Step the state: on the old parameters, which end as the new ones."""
+        while self._left:
+            yield
+            self._commit(self._left[0])
+            self._left.popleft()
+
+    def _commit(self, bucket: Sequence[Piece]) -> None:
+        real = self._optimizer.state
+        states = [piece.of_state(real.get(piece.parameter, {})) for piece in bucket]
+        copies = [piece.of(self._copies.of(piece.parameter)) for piece in bucket]
+        stepped = self._step(bucket, copies, states)
+        for piece, copy in zip(bucket, copies, strict=True):
+            parameter = piece.parameter
+            if piece.cut is None:
+                real[parameter] = stepped[copy]
+            elif piece.last:
+                for name, value in real[parameter].items():
+                    if not piece.is_cut_in(value):
+                        value.copy_(stepped[copy][name])
+            if piece.last:
+                self._copies.trust(parameter, self._stepped[parameter])
+                if self._alone is not None:
+                    self._alone.counted(parameter)
+        if bucket is self._compared:
+            self._compare(bucket, copies)
+            self._compared = []  # gradients live in there
+
+    def _compare(self, bucket: Sequence[Piece], copies: Sequence[Tensor]) -> None:
+        """One bucket in each step: were the parameters stepped as their copies were?"""
+        for piece, copy in zip(bucket, copies, strict=True):
+            parameter = piece.parameter
+            if (
+                parameter in self.stepped_alone
+                and not parameter.is_cuda  # would wait for it
+                and mark(parameter) == self._stepped[parameter]
+                and not torch.equal(bits_of(piece.of(parameter)), bits_of(copy))
+            ):
+                raise RuntimeError(
+                    f"the compiled step of a parameter of shape "
+                    f"{tuple(parameter.shape)} differs from the optimizer's, though "
+                    "both agreed at the start; choose rollback='deferred' and report it"
+                )
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put the parameters back; the state was never touched."""
+        self._left.clear()
+        self._compared = []
+        for parameter in self._stepped:
+            parameter.copy_(self._copies.of(parameter))
+
+    def forget(self) -> None:
+        """Copy all parameters anew in the next step."""
+        self._copies.forget()
+        if self._alone is not None:
+            self._alone.forget()
+
+    def _step(
+        self,
+        bucket: Sequence[Piece],
+        targets: Sequence[Tensor],
+        states: Sequence[State],
+    ) -> Mapping[Tensor, State]:
+        """Step stand-ins of some parameters, with a state of their own."""
+        optimizer = self._optimizer
+        groups, held = optimizer.param_groups, optimizer.state
+        members: dict[int, list[Tensor]] = defaultdict(list)
+        used: defaultdict[Tensor, State] = defaultdict(dict)
+        for piece, target, state in zip(bucket, targets, states, strict=True):
+            members[piece.group].append(target)
+            if target is not piece.parameter:
+                target.grad = piece.of(piece.gradient)
+            if state:
+                used[target] = state
+        optimizer.param_groups = [
+            {**self._values[number], "params": own} for number, own in members.items()
+        ]
+        optimizer.state = used
+        try:
+            plain_step(optimizer)
+        finally:
+            optimizer.param_groups, optimizer.state = groups, held
+            for piece, target in zip(bucket, targets, strict=True):
+                if target is not piece.parameter:
+                    target.grad = None
+        return used

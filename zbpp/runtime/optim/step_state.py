@@ -1,0 +1,126 @@
+"""What follows from the decisions on the steps so far; the same on every stage.
+
+A step's decision moves the loss scale, the trust in early steps, and the count of
+skipped steps: too many in a row end the run, with the place of the first bad gradient.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from zbpp.core import RequestError
+from zbpp.runtime.optim.decision import Decision, StepSums
+from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.optim.norms import NonFiniteFinder
+from zbpp.runtime.optim.patience import Patience, SpeculationGate
+from zbpp.runtime.support.errors import NonFiniteError
+
+__all__ = ["History", "RollbackMethod", "StepRules", "step_rules"]
+
+RollbackMethod = Literal["auto", "deferred", "compiled", "snapshot"]
+"""How an early step is taken back; `zbpp.Pipeline` explains the words."""
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How steps are taken; `zbpp.Pipeline` explains the fields."""
+
+    clip_grad_norm: float | None = None
+    post_validation: bool = False
+    patience: Patience = field(default_factory=Patience)
+    rollback: RollbackMethod = "auto"
+    loss_scale: LossScaler | None = None
+    max_consecutive_skips: int | None = 5
+
+
+def step_rules(
+    *,
+    clip_grad_norm: float | None,
+    post_validation: bool,
+    patience: Patience | None,
+    rollback: RollbackMethod,
+    loss_scale: LossScaler | float | None,
+    max_consecutive_skips: int | None,
+) -> StepRules:
+    """Check what was asked for.
+
+    Raises:
+        RequestError: a value is out of its range.
+    """
+    if rollback not in get_args(RollbackMethod):
+        choices = ", ".join(map(repr, get_args(RollbackMethod)))
+        raise RequestError(f"rollback is {rollback!r}; choose one of {choices}")
+    if max_consecutive_skips is not None and max_consecutive_skips < 1:
+        raise RequestError(
+            f"max_consecutive_skips is {max_consecutive_skips}; choose 1 or more, or "
+            "None for any number"
+        )
+    if isinstance(loss_scale, int | float):
+        loss_scale = LossScaler(float(loss_scale), growth_interval=0)
+    return StepRules(
+        clip_grad_norm=clip_grad_norm,
+        post_validation=post_validation,
+        patience=patience or Patience(),
+        rollback=rollback,
+        loss_scale=loss_scale,
+        max_consecutive_skips=max_consecutive_skips,
+    )
+
+
+class History:
+    """The decisions so far, in what they lead to.
+
+    Args:
+        rules: of the pipeline.
+    """
+
+    def __init__(self, rules: StepRules) -> None:
+        self._rules = rules
+        self._trust = SpeculationGate(rules.patience)
+        self.scaler = deepcopy(rules.loss_scale)
+        self._skips = 0
+        self.names: dict[int, tuple[int, list[str]]] = {}
+        """Stage and parameter names of every layer of the whole model."""
+
+    @property
+    def early(self) -> bool:
+        """Whether the next step is taken before its norm is known."""
+        return self._rules.post_validation and self._trust.early
+
+    @property
+    def searches(self) -> bool:
+        """Whether the next backward looks for gradients that are not finite."""
+        limit = self._rules.max_consecutive_skips
+        return limit is not None and self._skips >= limit - 1
+
+    def note(self, decision: Decision, sums: StepSums) -> None:
+        """A step has been decided, and done.
+
+        Raises:
+            NonFiniteError: it was skipped, as were too many before it.
+        """
+        self._trust.note(decision.corrects)
+        searched = self.searches
+        scaling = self.scaler is not None and self.scaler.may_shrink
+        if self.scaler is not None:
+            self.scaler.update(not decision.skipped)
+        if not decision.skipped:
+            self._skips = 0
+        elif not scaling:
+            self._skips += 1
+            if searched:
+                raise self._diagnosis(sums)
+
+    def _diagnosis(self, sums: StepSums) -> NonFiniteError:
+        found = NonFiniteFinder.first(sums.notes())
+        where = "nowhere in the parameters"
+        if found is not None:
+            layer, place, microbatch = found
+            stage, names = self.names[layer]
+            where = f"on stage {stage} in {names[place]}, micro-batch {microbatch}"
+        return NonFiniteError(
+            f"{self._skips} step(s) in a row were skipped, as gradients were Inf or "
+            f"NaN; in step {sums.step} (from 0) the first of them came up {where}: "
+            "look at that layer and its inputs, lower the learning rate, or raise "
+            "max_consecutive_skips"
+        )

@@ -1,0 +1,1 @@
+"""What every room of the runtime may use, and what uses none of them."""

@@ -1,0 +1,60 @@
+"""Faults on demand, for tests: ``ZBPP_FAULT=kind:rank:step:job``.
+
+``raise:1:3:0F2`` raises on rank 1 in step 3 when it comes to job 0F2; ``kill``,
+``stop`` and ``term`` send this process SIGKILL, SIGSTOP or SIGTERM there. Steps count
+from 0. Beside jobs there are ``commit``, ``undo``, ``redo`` and ``replay``, the parts
+of a validation; those of step 2 come in step 3.
+"""
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zbpp.core import RequestError
+
+__all__ = ["Fault", "requested_fault"]
+
+_SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM"}
+_KINDS = ("raise", *_SIGNALS)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What shall go wrong, and where."""
+
+    kind: str
+    rank: int
+    step: int
+    job: str
+
+    def inject(self, rank: int, step: int, job: str) -> None:
+        """Let it happen if this is the place.
+
+        Raises:
+            RuntimeError: for the kind ``raise``.
+        """
+        if (self.rank, self.step, self.job) != (rank, step, job):
+            return
+        if self.kind in _SIGNALS:
+            os.kill(os.getpid(), signal.Signals[_SIGNALS[self.kind]])
+        else:
+            raise RuntimeError("a fault that ZBPP_FAULT asked for")
+
+
+def requested_fault(environment: Mapping[str, str] = os.environ) -> Fault | None:
+    """Read ``ZBPP_FAULT``.
+
+    Raises:
+        RequestError: it is set, but not of the form above.
+    """
+    text = environment.get("ZBPP_FAULT")
+    if not text:
+        return None
+    parts = text.split(":")
+    if len(parts) != 4 or parts[0] not in _KINDS or not (parts[1] + parts[2]).isdigit():
+        raise RequestError(
+            f"ZBPP_FAULT is {text!r}; write kind:rank:step:job with kind one of "
+            f"{', '.join(_KINDS)}"
+        )
+    return Fault(parts[0], int(parts[1]), int(parts[2]), parts[3])

@@ -1,0 +1,246 @@
+"""Start one local process per stage, and end all of them when one fails.
+
+    launch(worker, args, 4)
+      rank 0 .. 3: join the process group, run worker(*args)
+      one fails:   it writes down why and leaves at once
+                   the others are killed (also a stopped one), the first cause is raised
+
+A process that merely lost its peer is a victim: the cause is looked for elsewhere
+before it is believed.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from zbpp.core import RequestError, WorkerError
+from zbpp.runtime.comm.process_group import initialise, own_device, use_loopback
+from zbpp.runtime.support.errors import PeerError
+
+__all__ = ["fail", "launch"]
+
+_PATIENCE_S = 0.3  # how long a victim's report waits for that of the cause
+
+
+def launch(
+    worker: Callable[..., None],
+    args: tuple[Any, ...],
+    n_processes: int,
+    *,
+    device: str = "auto",
+    timeout_s: float = 600.0,
+) -> None:
+    """Run ``worker(*args)`` in processes that form one process group.
+
+    Args:
+        worker: a function that can be pickled.
+        args: its arguments, which can be pickled.
+        n_processes: number of ranks.
+        device: "auto", "cpu" or "cuda"; chooses the backend.
+        timeout_s: for joining the process group.
+
+    Raises:
+        RequestError: a worker refused the request.
+        WorkerError: a worker raised or was killed.
+    """
+    context = _process_context()
+    reports = Path(tempfile.mkdtemp(prefix="zbpp-"))
+    processes = [
+        context.Process(
+            target=_work,
+            args=(worker, args, rank, n_processes, str(reports), device, timeout_s),
+            name=f"zbpp rank {rank}",
+        )
+        for rank in range(n_processes)
+    ]
+    try:
+        with _killed_at_exit(processes):
+            for process in processes:
+                process.start()
+            failed = _first_failure(processes, reports)
+    finally:
+        if not any(reports.glob("*.txt")):
+            for file in reports.iterdir():
+                file.unlink()
+            reports.rmdir()
+    if failed is not None:
+        raise failed
+
+
+def _process_context() -> SpawnContext | ForkServerContext:
+    """Processes that share no state; where it can be, they are forked from one that
+    has imported torch, which takes seconds.
+    """
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zbpp.pipeline"])
+    return context
+
+
+def _first_failure(processes: list[Any], reports: Path) -> Exception | None:
+    """Wait for the first process that fails; find the cause among all that have."""
+    running: dict[Any, Any] = {process.sentinel: process for process in processes}
+    deadline: float | None = None
+    while running and (deadline is None or time.monotonic() < deadline):
+        rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+        for sentinel in wait(list(running), timeout=rest):
+            running.pop(sentinel).join()
+        cause = _cause(processes, reports)
+        if cause is not None:
+            return cause
+        if deadline is None and any(process.exitcode for process in processes):
+            deadline = time.monotonic() + _PATIENCE_S
+    victims = sorted(_read_reports(reports), key=lambda report: report["time"])
+    return _error(victims[0], reports) if victims else None
+
+
+def _cause(processes: list[Any], reports: Path) -> Exception | None:
+    """The failure that made the others fail, if it is known yet."""
+    found = _read_reports(reports)
+    told = {report["rank"] for report in found}
+    for rank, process in enumerate(processes):
+        if process.exitcode and rank not in told:
+            return WorkerError(f"rank {rank} {_how_it_ended(process.exitcode)}")
+    causes = [report for report in found if report["kind"] != PeerError.__name__]
+    if causes:
+        return _error(min(causes, key=lambda report: report["time"]), reports)
+    return None
+
+
+def _how_it_ended(exitcode: int) -> str:
+    if exitcode < 0:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    return f"ended with exit code {exitcode} and no message"
+
+
+def _read_reports(reports: Path) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in reports.glob("*.json")]
+
+
+def _error(report: dict[str, Any], reports: Path) -> Exception:
+    if report["request"]:
+        return RequestError(report["message"])
+    log = reports / f"rank{report['rank']}.txt"
+    return WorkerError(
+        f"rank {report['rank']} failed: {report['message']} (traceback: {log})"
+    )
+
+
+def _work(
+    worker: Callable[..., None],
+    args: tuple[Any, ...],
+    rank: int,
+    n_processes: int,
+    reports: str,
+    device: str,
+    timeout_s: float,
+) -> None:
+    """What each process runs."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(n_processes),
+        "LOCAL_WORLD_SIZE": str(n_processes),
+    }
+    use_loopback()
+    torch.set_num_threads(1)
+    try:
+        place = own_device() if device == "auto" else torch.device(device)
+        file = str(Path(reports) / "store")
+        store = dist.FileStore(file, n_processes)  # type: ignore[attr-defined]
+        initialise(place, timeout_s=timeout_s, store=store)
+        worker(*args)
+    except BaseException as error:
+        fail(error, rank=rank, reports=Path(reports))
+    dist.destroy_process_group()
+
+
+def fail(error: BaseException, *, rank: int, reports: Path | None = None) -> NoReturn:
+    """Tell why this process ends, and leave: a send to a hung peer would block an exit.
+
+    Args:
+        error: the cause.
+        rank: of this process.
+        reports: the launcher's folder; None (torchrun): tell on stderr.
+    """
+    message = " ".join([f"{type(error).__name__}: {error}", *_notes(error)])
+    request = isinstance(error, RequestError)
+    if request or isinstance(error, PeerError):
+        message = str(error)
+    if reports is None:
+        if not request and not isinstance(error, PeerError):
+            traceback.print_exception(error)
+        print(f"zbpp: rank {rank}: {message}", file=sys.stderr)
+    else:
+        if not request:
+            text = "".join(traceback.format_exception(error))
+            (reports / f"rank{rank}.txt").write_text(text)
+        report = {
+            "rank": rank,
+            "kind": type(error).__name__,
+            "request": request,
+            "message": message,
+            "time": time.time(),
+        }
+        draft = reports / f"rank{rank}.draft"
+        draft.write_text(json.dumps(report))
+        draft.rename(reports / f"rank{rank}.json")  # readers see all of it or nothing
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if request else 1)
+
+
+def _notes(error: BaseException) -> list[str]:
+    return [f"({note})" for note in getattr(error, "__notes__", [])]
+
+
+def _die_with_parent() -> None:
+    """Leave when the launcher is gone, however it went (SIGKILL leaves no trace)."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="zbpp parent watch", daemon=True).start()
+
+
+@contextmanager
+def _killed_at_exit(processes: list[Any]) -> Iterator[None]:
+    """Leave no process behind: not after an error, Ctrl-C or SIGTERM."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+        for process in processes:
+            if process.pid is not None:
+                process.join()
