@@ -8,7 +8,7 @@ import torch
 from outcomes import bytes_of
 from torch import Tensor, nn
 
-from zbpp.runtime.optim.recompute import Rollback
+from zbpp.runtime.optim.rollback.recompute import Rollback
 
 SHAPES = ((7, 5), (33,), (4, 4), (1,), (20, 3), (23, 13), (1000,))
 """With buckets of 100 bytes, the last two are stepped in pieces."""
