@@ -251,7 +251,13 @@ def test_published_patterns_are_met(pattern, model, p, m):
     problem = PlacementProblem.of(Placement.wave(p), m, costs, memory)
     lates = (0.0, 0.5, 0.75, 1.0)
     found = [
-        place_weights(problem, rows_of(problem), [late] * p, math.inf) for late in lates
+        place_weights(
+            problem,
+            rows_of(problem.numbers, problem.n_microbatches),
+            [late] * p,
+            math.inf,
+        )
+        for late in lates
     ]
     spans = [retime(problem, plan).span for plan in found if plan is not None]
     assert spans
