@@ -82,7 +82,7 @@ def drawn(mode: str, n_stages: int, n_microbatches: int, costs: Costs) -> str:
 def test_a_schedule_is_what_is_drawn_on_top_of_its_file(file):
     *request, picture = PICTURES[file]
     assert drawn(*request) == dedent(picture)
-    module = importlib.import_module(f"zbpp.schedules.patterns.patterns.{file}")
+    module = importlib.import_module(f"zbpp.schedules.patterns.{file}")
     assert indent(dedent(picture), "    ") + "\n\n" in module.__doc__
 
 
