@@ -80,13 +80,14 @@ def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | Non
     >>> listed_chunks(Costs(f=(1.0, 2.0, 2.0, 1.0)), MemoryModel(), n_stages=2)
     2
 
-    None if all are numbers (a list of links says nothing), or if the first list has
+    None if all are numbers (a list of links says nothing), or if the longest list has
     no whole number of entries a stage: then the planner names the length that it needs.
     """
     values = (costs.f, costs.b, costs.w, costs.optimizer, memory.m_b, memory.m_w)
     lengths = [len(value) for value in values if isinstance(value, tuple)]
     if isinstance(costs.comm, tuple) and len(costs.comm) > n_stages:
         lengths.append(len(costs.comm) + 1)  # one entry per edge
-    if not lengths or n_stages < 1 or lengths[0] % n_stages:
+    longest = max(lengths, default=0)
+    if n_stages < 1 or longest % n_stages:
         return None
-    return lengths[0] // n_stages or None
+    return longest // n_stages or None

@@ -1,7 +1,7 @@
 """Values that every layer shares; standard library only."""
 
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
-from zbpp.core.clock import Clock, replay
+from zbpp.core.clock import Clock, replay, step_behind_barrier
 from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
 from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
 from zbpp.core.files import (
@@ -92,6 +92,7 @@ __all__ = [
     "replay",
     "replayed",
     "schedule_text",
+    "step_behind_barrier",
     "write_costs",
     "write_schedule",
     "writes",

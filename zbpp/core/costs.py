@@ -1,8 +1,17 @@
-"""How long each pass takes and how much memory it holds.
+"""Times of the passes, and the memory that they hold.
 
-A number stands for a whole stage and is split evenly over the chunks of the stage;
-a tuple has one entry per chunk (``limit``, ``splits``: per stage; ``comm``: per link,
-see `zbpp.core.links`). Times share one unit of the caller's choice, and so do memories.
+A number stands for a whole stage and is dealt evenly to the chunks of the stage. A
+tuple is read by its length, for p stages and C chunks:
+
+=======  ================================================================
+C        one entry per chunk
+p        one per stage, each dealt evenly to the chunks of its stage
+=======  ================================================================
+
+Where C is p, entries are chunks. ``limit`` and ``splits`` are per stage, ``comm`` is
+per link (see `zbpp.core.links`). Dealing suits stages that differ as machines do; where
+the layers differ, as a head on the last chunk, give one entry per chunk. Times share
+one unit of the caller's choice, and so do memories.
 """
 
 import math
@@ -17,7 +26,7 @@ from zbpp.core.placement import Placement
 __all__ = ["ChunkMemory", "Costs", "MemoryModel", "PassTimes", "PerChunk"]
 
 PerChunk = float | tuple[float, ...]
-"""A whole stage's value, or one value per chunk."""
+"""A whole stage's value, or one value per stage or per chunk."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,7 @@ class Costs:
         """Give every chunk its share.
 
         Raises:
-            RequestError: a list has not one entry per chunk (``splits``: per stage,
-                ``comm``: as `zbpp.core.links` says).
+            RequestError: a list has another length than the module's text says.
         """
         f, b, w, optimizer = (
             _per_chunk(name, getattr(self, name), placement)
@@ -236,12 +244,15 @@ def _check_numbers(name: str, value: PerChunk, *, at_least: float) -> None:
 
 
 def _per_chunk(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:
-    if isinstance(value, tuple):
-        if len(value) != placement.n_chunks:
-            raise RequestError(
-                f"{name} has {len(value)} entries for {placement.n_chunks} chunks"
-            )
+    shares = [len(placement.chunks_of[stage]) for stage in placement.stage_of]
+    if not isinstance(value, tuple):
+        return tuple(value / share for share in shares)
+    if len(value) == placement.n_chunks:
         return value
-    return tuple(
-        value / len(placement.chunks_of[stage]) for stage in placement.stage_of
+    if len(value) == placement.n_stages:
+        by_stage = [value[stage] for stage in placement.stage_of]
+        return tuple(one / share for one, share in zip(by_stage, shares, strict=True))
+    raise RequestError(
+        f"{name} has {len(value)} entries for {placement.n_chunks} chunks; give one "
+        f"number, or one per stage ({placement.n_stages}) or chunk"
     )
