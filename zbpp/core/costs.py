@@ -28,6 +28,8 @@ __all__ = ["ChunkMemory", "Costs", "MemoryModel", "PassTimes", "PerChunk"]
 PerChunk = float | tuple[float, ...]
 """A whole stage's value, or one value per stage or per chunk."""
 
+_LEAST, _MOST, _MOST_LIMIT = 1e-100, 1e100, 1e150  # products of these are finite
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -40,7 +42,8 @@ class Costs:
     ``validation`` is the time that a V takes when the sum is there.
 
     Raises:
-        RequestError: a time is negative or not finite, or splits holds no booleans.
+        RequestError: a time is negative, not finite or beyond 1e100 (or so small), or
+            splits holds no booleans.
     """
 
     f: PerChunk = 1.0
@@ -55,9 +58,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("f", "b", "w", "comm", "optimizer", "loss", "validation"):
-            _check_numbers(name, getattr(self, name), at_least=0.0)
+            _check_numbers(name, getattr(self, name))
         if self.reduction is not None:
-            _check_numbers("reduction", self.reduction, at_least=0.0)
+            _check_numbers("reduction", self.reduction)
         for stage, split in enumerate(self.splits or ()):
             if not isinstance(split, bool):
                 raise RequestError(
@@ -160,7 +163,7 @@ class MemoryModel:
     """Memory that F takes (``m_b``), and that W gives back (``m_w``; B: the rest).
 
     Raises:
-        RequestError: ``m_w`` exceeds ``m_b``, or a number is negative or not finite.
+        RequestError: a number is negative, not finite or beyond 1e100 (or so small).
     """
 
     m_b: PerChunk = 1.0
@@ -168,10 +171,10 @@ class MemoryModel:
     limit: PerChunk | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers("m_b", self.m_b, at_least=0.0)
-        _check_numbers("m_w", self.m_w, at_least=0.0)
+        _check_numbers("m_b", self.m_b)
+        _check_numbers("m_w", self.m_w)
         if self.limit is not None:
-            _check_numbers("memory_limit", self.limit, at_least=0.0)
+            _check_numbers("memory_limit", self.limit, most=_MOST_LIMIT)
 
     def on(
         self, placement: Placement, splits: tuple[bool, ...] | None = None
@@ -235,11 +238,16 @@ class ChunkMemory:
                 assert_never(kind)
 
 
-def _check_numbers(name: str, value: PerChunk, *, at_least: float) -> None:
+def _check_numbers(name: str, value: PerChunk, *, most: float = _MOST) -> None:
     for number in value if isinstance(value, tuple) else (value,):
-        if not math.isfinite(number) or number < at_least:
+        if not math.isfinite(number) or number < 0:
             raise RequestError(
-                f"{name} is {number!r}; it must be finite and at least {at_least:g}"
+                f"{name} is {number!r}; it must be finite and at least 0"
+            )
+        if number and not _LEAST <= number <= most:
+            raise RequestError(
+                f"{name} is {number!r}; take another unit: it must be 0, or from "
+                f"{_LEAST:g} to {most:g}"
             )
 
 
