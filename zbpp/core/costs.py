@@ -28,7 +28,7 @@ __all__ = ["ChunkMemory", "Costs", "MemoryModel", "PassTimes", "PerChunk"]
 PerChunk = float | tuple[float, ...]
 """A whole stage's value, or one value per stage or per chunk."""
 
-_LEAST, _MOST, _MOST_LIMIT = 1e-100, 1e100, 1e150  # products of these are finite
+_MOST, _MOST_LIMIT = 1e100, 1e150  # products and sums of these are finite
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Costs:
     ``validation`` is the time that a V takes when the sum is there.
 
     Raises:
-        RequestError: a time is negative, not finite or beyond 1e100 (or so small), or
-            splits holds no booleans.
+        RequestError: a time is negative, not finite or above 1e100, or splits
+            holds no booleans.
     """
 
     f: PerChunk = 1.0
@@ -163,7 +163,7 @@ class MemoryModel:
     """Memory that F takes (``m_b``), and that W gives back (``m_w``; B: the rest).
 
     Raises:
-        RequestError: a number is negative, not finite or beyond 1e100 (or so small).
+        RequestError: a number is negative, not finite or above 1e100.
     """
 
     m_b: PerChunk = 1.0
@@ -244,10 +244,9 @@ def _check_numbers(name: str, value: PerChunk, *, most: float = _MOST) -> None:
             raise RequestError(
                 f"{name} is {number!r}; it must be finite and at least 0"
             )
-        if number and not _LEAST <= number <= most:
+        if number > most:
             raise RequestError(
-                f"{name} is {number!r}; take another unit: it must be 0, or from "
-                f"{_LEAST:g} to {most:g}"
+                f"{name} is {number!r}; take another unit: it must be at most {most:g}"
             )
 
 

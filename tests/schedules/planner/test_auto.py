@@ -10,7 +10,6 @@ from zbpp.core import (
     Placement,
     RequestError,
     Schedule,
-    lower_bound,
 )
 from zbpp.schedules import (
     plan_auto,
