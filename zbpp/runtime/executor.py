@@ -31,8 +31,9 @@ from zbpp.core import (
     Slot,
     Step,
     Value,
-    What,
     at_check,
+    input_of,
+    output_of,
 )
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.microbatches import Tensors
@@ -71,7 +72,7 @@ class Executor:
         self.transport = transport
         self.optimizer = optimizer
         self.slots: list[Slot] = []
-        self._last = n_chunks - 1
+        self._n_chunks = n_chunks
         self._rank = rank
         self._fault = requested_fault()
         self._here: dict[Value, Tensors] = {}
@@ -166,7 +167,7 @@ class Executor:
     def _ready(self, instruction: object) -> bool:
         match instruction:
             case Pass():
-                value = self._input_of(instruction)
+                value = input_of(instruction, self._n_chunks)
                 return value not in self._posted or self.transport.ready(value)
             case Step():
                 return self.optimizer.ready()
@@ -174,27 +175,9 @@ class Executor:
                 return self.optimizer.ready_to_validate()
         return True
 
-    def _input_of(self, job: Pass) -> Value | None:
-        """The tensors that a pass takes from another chunk, if any."""
-        match job.kind:
-            case PassKind.F if job.chunk > 0:
-                return Value(What.ACTIVATION, job.chunk - 1, job.microbatch)
-            case PassKind.B | PassKind.BW if job.chunk < self._last:
-                return Value(What.GRADIENT, job.chunk + 1, job.microbatch)
-        return None
-
-    def _output_of(self, job: Pass) -> Value | None:
-        """The tensors that a pass has for another chunk, if any."""
-        match job.kind:
-            case PassKind.F if job.chunk < self._last:
-                return Value(What.ACTIVATION, job.chunk, job.microbatch)
-            case PassKind.B | PassKind.BW if job.chunk > 0:
-                return Value(What.GRADIENT, job.chunk, job.microbatch)
-        return None
-
     def _pass(self, job: Pass) -> None:
         tensors = None
-        value = self._input_of(job)
+        value = input_of(job, self._n_chunks)
         if value in self._posted:
             self._posted.remove(value)
             tensors = self.transport.receive(value, job)
@@ -210,7 +193,7 @@ class Executor:
             result = self._timed(
                 job, partial(self._passes[job.kind], job.chunk, job.microbatch, tensors)
             )
-        value = self._output_of(job)
+        value = output_of(job, self._n_chunks)
         if value is not None:
             assert result is not None
             self._here[value] = result
