@@ -134,7 +134,7 @@ def count_slices(rollback: str, never: bool = False) -> tuple[int, int]:
     """Slices while this rank waits, and at other times.
 
     Rank 0 is late: it adds its norm to a step's sum when rank 1 has stepped, and
-    begins the next step when rank 1 has done the slices of a valid one.
+    begins the next step when rank 1 has done all its slices.
     """
     history = history_of(rollback)
     pipeline = make(history, None, post_validation=True)
@@ -166,9 +166,8 @@ def count_slices(rollback: str, never: bool = False) -> tuple[int, int]:
         background._in_thread = False
     if pipeline.rank == 0:
         share.reduce = reduce_late  # type: ignore[method-assign]
-    valid = [step for step, event in enumerate(history.events) if event is None]
-    for step in range(len(history.events)):
-        if pipeline.rank == 0 and step - 1 in valid and not never:
+    for step in range(5):
+        if pipeline.rank == 0 and step > 0 and not never:
             store.wait([f"rank 1 has done step {step - 1}"])
         pipeline.step(*batch(history, step))
     waiting, otherwise = counts
