@@ -160,7 +160,7 @@ def test_a_fault_of_ours_is_exit_code_1_with_its_traceback():
         f"sys.exit(zbpp.cli.commands.main(['show', *{ZBH1}]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
@@ -174,7 +174,7 @@ def test_a_reader_that_leaves_early_is_no_error():
         ["bash", "-o", "pipefail", "-c", command],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "ZBV: 40 stages, 90 micro-batches\n"
@@ -196,7 +196,7 @@ def test_planning_loads_neither_torch_nor_matplotlib(tmp_path, command):
         "assert not loaded, loaded\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -214,7 +214,7 @@ def test_training_without_torch_says_how_to_get_it(hidden):
         "sys.exit(main(['train']))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     if hidden == "torch":
         assert done.returncode == 2

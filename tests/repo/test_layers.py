@@ -225,4 +225,4 @@ def test_planning_and_simulating_load_neither_torch_nor_matplotlib():
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
