@@ -1,48 +1,44 @@
-"""What the documents say runs: commands, examples, the picture, the notebooks."""
+"""All that the documents show runs: commands, sessions, files, figures, notebooks."""
 
 import ast
-import doctest
 import json
 import re
 import runpy
-import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import (
+    ROOT,
+    Page,
+    missing_paths,
+    parse_data,
+    run_commands,
+    run_script,
+    run_session,
+    shown_lines,
+    unknown_flags,
+    unknown_names,
+)
 
 from zbpp.cli.commands import main
-from zbpp.core import parse_costs
-from zbpp.modes import MODES
+from zbpp.core import MemoryModel
+from zbpp.modes import MODES, plan
+from zbpp.simulator import bubble_rate, peak_memory, simulate
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")
+README = Page.read("README.md")
+DOCS = [
+    Page.read(path.relative_to(ROOT).as_posix())
+    for path in sorted((ROOT / "docs").glob("*.md"))
+]
+GUIDES = [README, *DOCS]
+OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SCRIPT = "my_train.py"
 
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-
-
-def commands(program: str) -> list[list[str]]:
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
-    words = [shlex.split(line, comments=True) for line in lines]
-    return [rest for first, *rest in words if first == program]
-
-
-def script() -> str:
-    (found,) = [text for text in blocks("python") if ">>>" not in text]
-    return found
-
-
-@pytest.fixture
-def in_tmp(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+by_name = {"ids": lambda page: page.name}
 
 
 @pytest.fixture
@@ -54,130 +50,243 @@ def restored_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# The README's commands.
+# Every page.
 
 
-def test_every_command_is_of_a_kind_that_is_tested():
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
-    programs = {shlex.split(line)[0] for line in lines}
-    assert programs == {"make", "python3.11", "pip", "zbpp", "torchrun", "python"}
+def test_all_pages_are_there():
+    names = {Path(page.name).stem for page in DOCS}
+    assert names == {
+        *("modes", "planning", "simulating", "post_validation"),
+        *("split_backward", "your_script", "limits", "formats"),
+    }
+    for page in DOCS:
+        assert f"({page.name})" in README.text, "the README links every page"
 
 
-def test_the_planning_commands_run_in_their_order(in_tmp, capsys):
-    found = commands("zbpp")
-    assert [name for name, *_ in found] == ["plan", "show", "plot", "compare"]
-    for arguments in found:
-        assert main(arguments) == 0, capsys.readouterr().err
-        assert capsys.readouterr().out
-    made = {path.name for path in in_tmp.iterdir()}
-    assert made == {"plan.json", "torch.csv", "timeline.svg"}
+@pytest.mark.parametrize("page", GUIDES, **by_name)
+def test_every_block_is_of_a_kind_that_is_tested(page):
+    languages = set(re.findall(r"^```(\w+)$", page.text, re.MULTILINE))
+    assert languages <= {"bash", "python", "json", "text"}
+    assert page.text.count("```") == 2 * sum(
+        len(page.blocks(language)) for language in languages
+    )
+    for block in page.blocks("python"):
+        assert ">>>" in block.text or block.file, block.before
+    programs = {first for first, *_ in page.commands()}
+    assert programs <= {"make", "pip", "zbpp", "torchrun", "python"}
 
 
-def test_the_make_targets_exist():
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = [arguments[0] for arguments in commands("make")]
-    assert named == ["train", "test"]
-    assert set(named) <= set(targets)
+@pytest.mark.parametrize("page", [p for p in GUIDES if p.session()], **by_name)
+def test_the_sessions_run(page, tmp_path, restored_threads):
+    assert run_session(page, tmp_path) > 2
+
+
+@pytest.mark.parametrize("page", [p for p in GUIDES if p.commands("zbpp")], **by_name)
+def test_the_commands_run(page, tmp_path, capsys):
+    assert run_commands(page, tmp_path, trainings=False)
+    assert capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_flags_that_make_hands_on_train(in_tmp):
-    (flags,) = re.findall(r'`make train ARGS="(.*?)"`', README)
+@pytest.mark.parametrize(
+    "page", [p for p in GUIDES if "zbpp train" in p.text and p.commands("zbpp")],
+    **by_name,
+)  # fmt: skip
+def test_the_commands_run_with_trainings(page, tmp_path):
+    run_commands(page, tmp_path, trainings=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [shown for page in GUIDES for shown in shown_lines(page)],
+    ids=lambda words: words[0],
+)
+def test_the_output_that_is_shown_is_printed(words, lines, tmp_path, capsys):
+    main(words)
+    captured = capsys.readouterr()
+    assert "\n".join(lines) in (captured.out + captured.err)
+
+
+@pytest.mark.parametrize("page", [p for p in GUIDES if p.blocks("json")], **by_name)
+def test_the_data_that_is_shown_is_valid(page):
+    assert parse_data(page)
+
+
+@pytest.mark.parametrize("page", [*GUIDES, *map(Page.read, OTHERS)], **by_name)
+def test_paths_and_links_exist(page):
+    assert not missing_paths(page)
+
+
+@pytest.mark.parametrize("page", GUIDES, **by_name)
+def test_flags_and_names_exist(page):
+    assert not unknown_flags(page)
+    assert not unknown_names(page)
+
+
+@pytest.mark.parametrize("page", GUIDES, **by_name)
+def test_only_the_short_ways_in_are_shown(page):
+    used = re.findall(r"(?:from|import) (zbpp[\w.]*)", page.text)
+    ways = {"zbpp", "zbpp.core", "zbpp.schedules", "zbpp.simulator", "zbpp.runtime"}
+    assert set(used) <= ways
+
+
+def wrong(text: str) -> Page:
+    return Page("README.md", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\n>>> 1 + 1\n3\n```\n",
+        "```python\n>>> from zbpp.core import Nothing\n```\n",
+        "```python\n>>> 1 + 1\n2\n```\n\n```python\n>>> nothing\n```\n",
+    ],
+)
+def test_a_wrong_session_fails(text, tmp_path):
+    with pytest.raises(AssertionError, match="Failed example"):
+        run_session(wrong(text), tmp_path)
+
+
+def test_a_wrong_command_fails(tmp_path):
+    page = wrong("```bash\nzbpp show missing.json\n```\n")
+    with pytest.raises(AssertionError, match=r"missing\.json"):
+        run_commands(page, tmp_path, trainings=False)
+
+
+def test_a_wrong_file_link_flag_or_name_is_found():
+    with pytest.raises(ValueError, match="F"):
+        parse_data(wrong('```json\n{"F": 1}\n```\n'))
+    page = wrong("[a](docs/none.md) [b](docs/modes.md#none) [c](docs/modes.md#modes)")
+    assert missing_paths(page) == ["docs/none.md", "docs/modes.md#none"]
+    assert unknown_flags(wrong("--costs --no_exact_sums --none")) == ["--none"]
+    page = wrong("`zbpp.core.draw` `zbpp.Pipeline(x)` `zbpp.core.none` `zbpp.none.x`")
+    assert unknown_names(page) == ["zbpp.core.none", "zbpp.none.x"]
+
+
+# The README.
+
+
+def test_the_readme_is_short_and_opens_with_what_a_reader_needs():
+    prose = re.sub(r"^```.*?^```$", "", README.text, flags=re.DOTALL | re.MULTILINE)
+    assert len(prose.split()) <= 900
+    assert len(README.text.split()) <= 1100
+    first = "\n".join(README.text.splitlines()[:30])
+    for shown in ("schedules.svg", "pip install", "zbpp.Pipeline(", "pipeline.step("):
+        assert shown in first
+    assert "torchrun " in first
+
+
+def test_the_modes_have_the_figures_that_the_readme_gives():
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|", README.text, re.MULTILINE)
+    assert [mode for mode, *_ in rows] == list(MODES)
+    for mode, rate, memory in rows:
+        timeline = simulate(plan(mode, n_stages=4, n_microbatches=8))
+        if mode != "auto":
+            assert f"{bubble_rate(timeline):.2%}".replace("%", " %") == rate
+            assert f"{max(peak_memory(timeline, MemoryModel())):g}" == memory
+
+
+def test_the_targets_and_packages_that_are_installed_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [name for name, *_ in README.commands("make")] == ["train", "test"]
+    assert {"train", "test"} <= set(targets)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extras in re.findall(r"\.\[(.*?)\]", README.text):
+        assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert any(words[-1].startswith(".[") for words in README.commands("pip"))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_flags_that_make_hands_on_train(tmp_path):
+    (flags,) = re.findall(r'`make train ARGS="(.*?)"`', README.text)
     tiny = "--steps 2 --seq 16 --dim 16 --n_blocks 6 --hidden 16 --n_heads 2"
     command = [sys.executable, "-m", "zbpp", "train", *flags.split(), *tiny.split()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
+    result = finished(command, tmp_path)
     assert "ZBV, 4 stages in 4 process(es)" in result.stdout
     assert "parameters sha256:" in result.stdout
 
 
-def test_the_packages_that_pip_is_told_to_install_exist():
-    (given, *_) = commands("pip")
-    assert given[:3] == ["install", "-c", "constraints/cpu.txt"]
-    assert (ROOT / "constraints/cpu.txt").exists()
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = set(re.findall(r"\.\[(.*?)\]", README)[0].split(","))
-    assert extras == {"train", "viz"} <= set(project["optional-dependencies"])
+# The scripts.
 
 
-# The README's examples.
+def finished(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    return result
 
 
-def test_the_example_session():
-    (text,) = [text for text in blocks("python") if ">>>" in text]
-    test = doctest.DocTestParser().get_doctest(text, {}, "README", "README.md", 0)
-    assert len(test.examples) > 5
-    assert doctest.DocTestRunner().run(test).failed == 0
+def torchrun(words: list[str], folder: Path) -> str:
+    """Run what ``torchrun words`` runs; it sets one thread a process."""
+    return finished(
+        [sys.executable, "-m", "torch.distributed.run", *words], folder
+    ).stdout
 
 
-def run_script(path: Path, capsys, monkeypatch, *arguments: str) -> list[str]:
-    monkeypatch.setattr(sys, "argv", [path.name, *arguments])
-    runpy.run_path(str(path), run_name="__main__")
-    return capsys.readouterr().out.splitlines()
+def page_with(file: str) -> Page:
+    (page,) = [page for page in GUIDES if file in page.files()]
+    return page
+
+
+def test_the_readmes_script_trains(tmp_path, capsys, restored_threads):
+    import torch
+
+    torch.set_num_threads(1)
+    text = README.files()["train.py"].replace("range(100)", "range(15)")
+    assert "range(15)" in text
+    (tmp_path / "train.py").write_text(f"{text}    print(result.loss)\n")
+    run_script(tmp_path / "train.py")
+    losses = [float(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 15
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_the_users_script_prints_the_same_whatever_the_flag(
-    in_tmp, capsys, monkeypatch, restored_threads
+    tmp_path, capsys, restored_threads
 ):
-    path = in_tmp / SCRIPT
-    path.write_text(script())
-    (in_readme,) = [words for first, *words in commands("python") if first == SCRIPT]
-    printed = run_script(path, capsys, monkeypatch, *in_readme)
-    assert len(printed) == 4
-    assert loss_of(printed[-1]) < 0.9 * loss_of(printed[0])
-    for mode in ("ZBH1", "ZBV"):
-        flags = ("--pipeline_schedule_mode", mode, "--stages", "2")
-        assert run_script(path, capsys, monkeypatch, *flags) == printed
-
-
-def loss_of(line: str) -> float:
-    return float(line.split()[3])
+    page = page_with("my_train.py")
+    page.save_files(tmp_path)
+    ((_, *shown),) = page.commands("python")
+    printed = []
+    for mode in (None, "ZBH1", "ZBV"):
+        flags = ["--pipeline_schedule_mode", mode, "--stages", "2"]
+        run_script(tmp_path / "my_train.py", *(flags if mode else shown))
+        printed.append(capsys.readouterr().out)
+    assert len(set(printed)) == 1
+    first, *_, last = printed[0].splitlines()
+    assert float(last.split()[3]) < 0.9 * float(first.split()[3])
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_users_script_prints_the_same_under_torchrun(in_tmp):
-    (in_tmp / SCRIPT).write_text(script())
-    (arguments,) = commands("torchrun")
-    (in_readme,) = [words for words in commands("python") if words[0] == SCRIPT]
-    outputs = [
-        subprocess.run(command, capture_output=True, text=True, timeout=200)
-        for command in (
-            [sys.executable, "-m", "torch.distributed.run", *arguments],
-            [sys.executable, *in_readme],
-        )
-    ]
-    assert [output.returncode for output in outputs] == [0, 0], outputs
-    assert outputs[0].stdout == outputs[1].stdout
-    assert outputs[0].stdout.startswith("step 5  loss ")
+@pytest.mark.parametrize(
+    ("file", "more", "begins"),
+    [
+        ("train.py", "if pipeline.rank == 0: print(result.loss)\n", "0."),
+        ("my_train.py", "", "step 5  loss "),
+        ("torch_zbv.py", "", "loss "),
+    ],
+)
+def test_the_scripts_print_the_same_under_torchrun(
+    file, more, begins, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    page = page_with(file)
+    page.save_files(tmp_path)
+    (tmp_path / file).write_text(page.files()[file] + more)
+    (words,) = [words for words in page.commands("torchrun") if file in words]
+    printed = torchrun(words, tmp_path)
+    assert printed.startswith(begins)
+    assert torchrun(words, tmp_path) == printed
+    alone = [words for words in page.commands("python") if file in words] or [[file]]
+    if file != "torch_zbv.py":
+        assert finished([sys.executable, *alone[0]], tmp_path).stdout == printed
 
 
-def test_the_costs_that_are_shown_are_valid():
-    (text,) = re.findall(r'`(\{"f".*?\})`', README)
-    costs, memory = parse_costs(text)
-    assert (costs.f, memory.m_w) == (18.5, 0.37)
-
-
-def test_the_iterations_that_are_shown_are_what_the_command_draws(capsys):
-    (text,) = blocks("text")
-    command, *drawn = text.splitlines()
-    program, *arguments = shlex.split(command.removeprefix("$ "))
-    assert program == "zbpp" and main(arguments) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[1 : 1 + len(drawn)] == drawn
-    assert any(re.match("steady step +9 .*, 10 behind", line) for line in printed)
-
-
-def test_the_table_names_modes():
-    rows = re.findall(r"^\| `(\w+)`", README, re.MULTILINE)
-    assert len(rows) >= 6
-    assert set(rows) <= set(MODES)
-
-
-# The picture, the paths, the notebooks.
+# The picture.
 
 
 def test_the_picture_can_be_made_again(tmp_path):
@@ -189,20 +298,6 @@ def test_the_picture_can_be_made_again(tmp_path):
     for text in ("1F1B", "ZBH1", "ZBV", "27.27 %", "11.11 %", "0.00 %"):
         assert text in drawn
         assert text in kept
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_paths_that_are_named_exist(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    linked = re.findall(r"\]\((?!http)([^)#]+)", text)
-    folders = "docs|tests|zbpp|schedules|simulator|benchmarks|notebooks|constraints"
-    quoted = re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
-    missing = [
-        name
-        for name in linked + quoted
-        if not any((folder / name).exists() for folder in (ROOT, (ROOT / page).parent))
-    ]
-    assert not missing
 
 
 def cells(path: Path) -> list[dict]:
@@ -225,16 +320,16 @@ def test_notebooks_hold_calls_only_and_no_outputs(path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run_from_top_to_bottom(path, tmp_path):
     code = (
         "import sys, nbclient, nbformat\n"
         "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
-        "nbclient.NotebookClient(notebook, timeout=400).execute()\n"
+        "nbclient.NotebookClient(notebook, timeout=200).execute()\n"
     )
     command = [sys.executable, "-c", code, str(path)]
     result = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=500
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -1,0 +1,204 @@
+"""The documents as programs: their commands, sessions, files, links and names.
+
+A code block is read by its language:
+
+    bash    lines to type; those of zbpp run in their order, in one folder a page
+    python  with >>>: a session, one a page; else a file
+    json    a file; parsed as a schedule or as costs
+    text    begins with "$ zbpp ...": what the command prints, in part
+
+A file is named in backticks, with a colon, at the end of the line before its block.
+"""
+
+import doctest
+import importlib
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+
+from zbpp.cli import commands as cli
+from zbpp.core import parse_costs, parse_schedule
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(
+    r"(?:^([^\n]*)\n\n?)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
+_FOLDERS = "docs|tests|zbpp|schedules|simulator|benchmarks|notebooks|constraints"
+_NOT_OURS = {"--nproc-per-node", "--parallelism"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code, and the line of prose before it."""
+
+    before: str
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """The name under which it is to be saved."""
+        named = re.search(r"`([\w.]+)`:$", self.before)
+        return named[1] if named else None
+
+
+@dataclass(frozen=True)
+class Page:
+    """One document."""
+
+    name: str
+    text: str
+
+    @classmethod
+    def read(cls, name: str) -> "Page":
+        return cls(name, (ROOT / name).read_text(encoding="utf-8"))
+
+    def blocks(self, language: str) -> list[Block]:
+        found = (Block(*match) for match in _BLOCK.findall(self.text))
+        return [block for block in found if block.language == language]
+
+    def commands(self, program: str | None = None) -> list[list[str]]:
+        """Words of the lines to type; of one program: without its name."""
+        lines = [line for b in self.blocks("bash") for line in b.text.splitlines()]
+        words = [shlex.split(line, comments=True) for line in lines if line.strip()]
+        if program is None:
+            return words
+        return [rest for first, *rest in words if first == program]
+
+    def session(self) -> str:
+        texts = [block.text for block in self.blocks("python")]
+        return "\n".join(text for text in texts if ">>>" in text)
+
+    def files(self) -> dict[str, str]:
+        blocks = self.blocks("python") + self.blocks("json")
+        return {block.file: block.text for block in blocks if block.file}
+
+    def save_files(self, folder: Path) -> None:
+        for name, text in self.files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def run_session(page: Page, folder: Path) -> int:
+    """Run all examples of a page as one session; return how many there are."""
+    parsed = doctest.DocTestParser().get_doctest(page.session(), {}, page.name, None, 0)
+    said: list[str] = []
+    with chdir(folder):
+        failed = doctest.DocTestRunner().run(parsed, out=said.append).failed
+    assert not failed, "".join(said)
+    return len(parsed.examples)
+
+
+def run_commands(page: Page, folder: Path, *, trainings: bool) -> int:
+    """Run the zbpp commands of a page in their order; return how many.
+
+    Without ``trainings`` these are left out, and what reads their files.
+    """
+    page.save_files(folder)
+    found = page.commands("zbpp")
+    if not trainings:
+        written = {word for words in found for word in _written_by_training(words)}
+        found = [c for c in found if c[0] != "train" and not written & set(c)]
+    with chdir(folder):
+        for words in found:
+            assert cli.main(words) == 0, words
+    return len(found)
+
+
+def _written_by_training(words: list[str]) -> set[str]:
+    pairs = pairwise(words) if words[0] == "train" else ()
+    return {path for flag, path in pairs if flag in ("--costs_out", "--metrics")}
+
+
+def run_script(path: Path, *arguments: str) -> None:
+    """Run a file as ``python path arguments`` would, in this process."""
+    before, sys.argv = sys.argv, [path.name, *arguments]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def shown_lines(page: Page) -> Iterator[tuple[list[str], list[str]]]:
+    """Commands whose output is shown, and the lines that are shown of it."""
+    for block in page.blocks("text"):
+        first, *lines = block.text.splitlines()
+        program, *words = shlex.split(first.removeprefix("$ "))
+        assert first.startswith("$ ") and program == "zbpp", first
+        yield words, lines
+
+
+def parse_data(page: Page) -> int:
+    """Parse all JSON that is shown; return how many blocks."""
+    blocks = page.blocks("json")
+    for block in blocks:
+        parse = parse_schedule if '"format"' in block.text else parse_costs
+        parse(block.text)
+    return len(blocks)
+
+
+def missing_paths(page: Page) -> list[str]:
+    """Links and paths in backticks that lead nowhere."""
+    here = (ROOT / page.name).parent
+    linked = re.findall(r"\]\((?!http)([^)]+)\)", page.text)
+    quoted = re.findall(rf"`((?:{_FOLDERS})/[\w./-]*)`", page.text)
+    missing = [
+        name
+        for name in quoted
+        if not any((folder / name).exists() for folder in (ROOT, here))
+    ]
+    for link in linked:
+        name, _, anchor = link.partition("#")
+        path = here / name if name else ROOT / page.name
+        if not path.exists() or (anchor and anchor not in _anchors(path)):
+            missing.append(link)
+    return missing
+
+
+def _anchors(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+    }
+
+
+def unknown_flags(page: Page) -> list[str]:
+    """Flags that no zbpp command has."""
+    kinds: tuple[type, ...] = (
+        cli.Plan,
+        cli.Show,
+        cli.Plot,
+        cli.Trace,
+        cli.Compare,
+        cli.Doctor,
+    )
+    known = {
+        field.name for kind in (*kinds, cli.TrainCommand) for field in fields(kind)
+    }
+    known |= {f"no_{name}" for name in known}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.text)) - _NOT_OURS
+    return sorted(flag for flag in named if flag[2:].replace("-", "_") not in known)
+
+
+def unknown_names(page: Page) -> list[str]:
+    """Dotted names of zbpp in backticks that cannot be imported."""
+    named = re.findall(r"`(zbpp(?:\.\w+)+)", page.text)
+    return sorted(name for name in set(named) if not _exists(name))
+
+
+def _exists(name: str) -> bool:
+    first, *rest = name.split(".")
+    thing: object = importlib.import_module(first)
+    for index, part in enumerate(rest):
+        if not hasattr(thing, part):
+            try:
+                importlib.import_module(".".join([first, *rest[: index + 1]]))
+            except ModuleNotFoundError:
+                return False
+        thing = getattr(thing, part)
+    return True
