@@ -230,10 +230,7 @@ class Stage:
         held = self.chunks[chunk]
         for layer_index, layer in held.numbered():
             if self._seed is not None:
-                torch.manual_seed(
-                    hash((self._seed, self.step, layer_index, microbatch))
-                    & 0x7FFF_FFFF_FFFF_FFFF
-                )
+                self._reseed(hash((self._seed, self.step, layer_index, microbatch)))
             value = layer(value)
         if chunk == self._last and self._targets is not None:
             target = map_tensors(self._targets[microbatch], lambda t: t.to(self.device))
@@ -252,6 +249,14 @@ class Stage:
                 "tensor or a tuple of tensors"
             )
         return outputs
+
+    def _reseed(self, number: int) -> None:
+        seed = number & 0x7FFF_FFFF_FFFF_FFFF
+        if self.device.type == "cpu":
+            # torch.manual_seed notes a stack trace for each kind of absent device.
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
 
     def _autocast_context(self) -> AbstractContextManager[object]:
         if self._autocast is None:
