@@ -275,12 +275,11 @@ def test_the_scripts_print_the_same_under_torchrun(
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     page = page_with(file)
-    page.save_files(tmp_path)
-    (tmp_path / file).write_text(page.files()[file] + more)
+    text = page.files()[file].replace("range(100)", "range(15)")
+    (tmp_path / file).write_text(text + more)
     (words,) = [words for words in page.commands("torchrun") if file in words]
     printed = torchrun(words, tmp_path)
     assert printed.startswith(begins)
-    assert torchrun(words, tmp_path) == printed
     alone = [words for words in page.commands("python") if file in words] or [[file]]
     if file != "torch_zbv.py":
         assert finished([sys.executable, *alone[0]], tmp_path).stdout == printed
