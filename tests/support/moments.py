@@ -30,7 +30,7 @@ def uncertain_sums(seed: int, *, share: float = 0.1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def idle_moments(seed: int) -> Iterator[list[bool]]:
-    """Before some messages there is time for some slices of a right step's rest.
+    """Before some messages there is time for some slices of a valid step's rest.
 
     Yields a list to which each slice adds whether it could do anything.
     """

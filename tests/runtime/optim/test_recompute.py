@@ -1,4 +1,4 @@
-"""Every optimizer of torch that treats parameters one by one is taken back exactly."""
+"""Every optimizer of torch that treats parameters one by one is rolled back exactly."""
 
 from typing import Any
 
