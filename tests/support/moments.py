@@ -1,4 +1,4 @@
-"""What happens at moments of its own between processes, in one process by lot."""
+"""Moments that come by chance between processes, drawn by lot in one process."""
 
 import contextlib
 import random

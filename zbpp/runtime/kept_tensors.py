@@ -134,20 +134,20 @@ class KeptBatch:
             keep: its micro-batch may be needed once more.
         """
         tensors = tensors_in(self._stage.own_batch(job.chunk, job.microbatch))
-        marks = [mark(tensor) for tensor in tensors]
-        copied = []
-        for tensor, at in zip(tensors, marks, strict=True):
-            small = tensor.nbytes <= _SMALL
-            copied.append(keep and (self._changing or small or at is None))
-            if copied[-1]:
-                self._copies.append((tensor, tensor.detach().clone()))
+        before = [(tensor, mark(tensor)) for tensor in tensors]
+        copies = {
+            tensor: tensor.detach().clone()
+            for tensor, at in before
+            if keep and (self._changing or tensor.nbytes <= _SMALL or at is None)
+        }
         yield
-        changed = [mark(t) != at for t, at in zip(tensors, marks, strict=True)]
-        if any(changed):
-            self._changing = True
-            self._lost |= keep and any(
-                c and not has_copy for c, has_copy in zip(changed, copied, strict=True)
-            )
+        for tensor, at in before:
+            if at is None or mark(tensor) != at:
+                self._changing |= at is not None
+                if tensor in copies:  # to write to others would confuse autograd
+                    self._copies.append((tensor, copies[tensor]))
+                elif keep:
+                    self._lost = True
 
     @torch.no_grad()
     def restore(self) -> None:

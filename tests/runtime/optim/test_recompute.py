@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from histories import Counting
 from rollback_checks import OPTIMIZERS, check, growths, live_bytes, make, stepped_once
+from stock_optimizers import Counting
 
 from zbpp.runtime.optim.rollback import buckets
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, can_defer
