@@ -50,8 +50,9 @@ class Pipeline(Reports):
         model: an `nn.Sequential`, a list of layers, or a builder that is called with
             the ranges of layer indices of this process only.
         loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch.
-        optimizer: called with each stage's parameters; None leaves the gradients
-            (of the mean loss over all micro-batches) to the caller.
+        optimizer: called with each stage's parameters, also frozen ones; gives an
+            optimizer, or a list of them. None leaves the gradients (of the mean loss
+            over all micro-batches) to the caller.
         schedule: a mode such as ``"ZBH1"``, a schedule file, or a `Schedule`.
         n_microbatches: micro-batches in a step; may be left out if the schedule is a
             file or a `Schedule`.
@@ -60,15 +61,16 @@ class Pipeline(Reports):
         split: layers of each chunk; None: evenly, the first ones getting one more.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
         post_validation: step without waiting for the other stages' gradient norms, and
-            take the step back in the next one if they ask for it; None: where the
+            roll the step back in the next one if they ask for it; None: where the
             schedule splits the backward or has V's. The results are the same.
-        rollback: how a step is taken back: ``"deferred"``, with a copy of the
+        rollback: how a step is rolled back: ``"deferred"``, with a copy of the
             parameters and a second step, or ``"snapshot"``, with one of the optimizer
             state as well; either is kept up while a stage waits for messages.
-            ``"compiled"`` is deferred with an early step of the parameters alone, by a
-            kernel that `torch.compile` makes (fused Adam and AdamW); ``"auto"`` takes
-            it on CPUs where a stage has so many parameters (2**25) that it pays.
-        patience: when steps that are often taken back give way to a barrier.
+            ``"compiled"`` is deferred with a step of the parameters alone, by a kernel
+            that `torch.compile` makes (fused Adam and AdamW); ``"auto"`` takes it on
+            CPUs where a stage has so many parameters (2**25) that it pays.
+        patience: when steps begin to be speculative, and when those that are often
+            rolled back give way to a barrier.
         max_consecutive_skips: so many steps in a row with an Inf or NaN gradient end
             the run with its place; None: any number.
         loss_scale: of fp16 gradients: a number, or a `LossScaler`.
@@ -161,7 +163,7 @@ class Pipeline(Reports):
         self._n_steps = 0
         self._lifecycle = Lifecycle(self._executors.values())
         weakref.finalize(self, self._lifecycle.end)
-        settle_before_access(
+        self._lifecycle.hooks = settle_before_access(
             (layer for _, layer in self._layers()),
             self.optimizers,
             self._lifecycle.synchronize,
@@ -191,7 +193,7 @@ class Pipeline(Reports):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of this process's stages, for instance for LR schedulers."""
         shares = (executor.optimizer for executor in self._executors.values())
-        return [share.optimizer for share in shares if share.optimizer is not None]
+        return [one for share in shares for one in share.optimizers.all]
 
     @property
     def loss_scaler(self) -> LossScaler | None:

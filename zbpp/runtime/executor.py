@@ -5,15 +5,15 @@
     F B W BW      take what it reads, compute, keep what it writes
     Send          hand it to the transport
     Reduce        start the sum of gradient norms and losses over all stages
-    Step          wait for that sum, clip, step or skip; or step early
-    Check         validate the early step; if it was wrong, repeat what came before
+    Step          wait for that sum, clip, step or skip; or step speculatively
+    Check         validate that step; if it is invalid, replay what came before
 
 Every job leaves a `Slot`, and under a profiler a range with its name.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,8 +77,8 @@ class Executor:
         self._fault = requested_fault()
         self._here: dict[Value, Tensors] = {}
         self._posted: set[Value] = set()
-        self._replay: Replay | None = None
-        self._is_wrong = False
+        self._replay = Replay(stage) if optimizer.speculates else None
+        self._is_invalid = False
         optimizer.inject_fault = self._inject_fault
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             Pass: self._pass,
@@ -107,22 +107,28 @@ class Executor:
         """
         self.slots = []
         self._profiled = profiling()
+        self._trains = training
         self._passes[PassKind.F] = (
             self.stage.forward if training else self.stage.predict
         )
         before, rest = at_check(program)
-        if training and self.optimizer.may_replay:
-            self._replay = Replay(self.stage)
+        if training:
+            self.optimizer.begin_step()
+            if self._replay is not None:
+                self._replay.begin(may_rewind=self.optimizer.may_replay)
         yield from self._run(before)
         if rest and isinstance(rest[0], Check):
             yield from self._run(rest[:1])
-            if self._is_wrong:
-                yield from self._repeat(rest[0], before)
+            if self._is_invalid:
+                yield from self._replay_forwards(rest[0], before)
             rest = rest[1:]
-        self._replay = None
         if training:
+            if self._replay is not None:
+                self._replay.decided()
             self.optimizer.begin_backward()
         yield from self._run(rest)
+        if training and self._replay is not None:
+            self._replay.end()
         assert not self._here and not self._posted, "values were left over"
         self.stage.assert_empty()
         self.transport.end()
@@ -138,11 +144,11 @@ class Executor:
                 error.add_note(f"in {instruction}")
                 raise
 
-    def _repeat(self, job: Check, before: Program) -> Iterator[None]:
-        """The early step was wrong: run what was before V once more.
+    def _replay_forwards(self, job: Check, before: Program) -> Iterator[None]:
+        """The speculative step is invalid: run what was before V once more.
 
         All stages do so together, so what has been sent before is sent again; what has
-        come of it and was not read yet is wrong as well.
+        come of it and was not read yet is invalid as well.
         """
         assert self._replay is not None
         self._inject_fault("replay")
@@ -185,11 +191,7 @@ class Executor:
             tensors = self._here.pop(value)
         if job.kind is not PassKind.F:
             self.optimizer.before_gradients()
-        with (
-            nullcontext()
-            if self._replay is None
-            else self._replay.random_numbers_of(job)
-        ):
+        with self._watching(job):
             result = self._timed(
                 job, partial(self._passes[job.kind], job.chunk, job.microbatch, tensors)
             )
@@ -197,6 +199,11 @@ class Executor:
         if value is not None:
             assert result is not None
             self._here[value] = result
+
+    def _watching(self, job: Pass) -> AbstractContextManager[None]:
+        if self._replay is None or job.kind is not PassKind.F or not self._trains:
+            return nullcontext()
+        return self._replay.forward(job)
 
     def _backward(
         self, chunk: int, microbatch: int, gradients: Tensors | None
@@ -224,7 +231,7 @@ class Executor:
         self._timed(job, partial(self.optimizer.step, job))
 
     def _check(self, job: Check) -> None:
-        self._is_wrong = self._timed(job, partial(self.optimizer.validate, job))
+        self._is_invalid = self._timed(job, partial(self.optimizer.validate, job))
 
     def _timed(self, job: Job, action: Callable[[], _T]) -> _T:
         """Note when a job runs, and name it in profiles as it is named in the plots."""

@@ -219,6 +219,13 @@ class Stage:
         graph = self._saved.pop((chunk, microbatch)).graph
         self._orders[chunk].run_w(microbatch, graph)
 
+    def own_batch(self, chunk: int, microbatch: int) -> list[object]:
+        """The parts of the batch that a forward of this chunk reads, if any."""
+        read: list[Sequence[object] | None] = []
+        read += [self._inputs] if chunk == 0 else []
+        read += [self._targets] if chunk == self._last else []
+        return [part[microbatch] for part in read if part is not None]
+
     def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
         if inputs is not None:
             return inputs

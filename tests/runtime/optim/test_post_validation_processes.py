@@ -1,4 +1,4 @@
-"""Early steps between processes leave the bits of steps behind a barrier."""
+"""Speculative steps between processes leave the bits of steps behind a barrier."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def run_unseeded(history: History, post_validation: bool) -> Outcome:
 
 
 @pytest.mark.dist
-def test_random_numbers_of_torch_are_drawn_once_more(pool: Pool) -> None:
+def test_random_numbers_of_torch_are_replayed(pool: Pool) -> None:
     history = draw(
         1, mode="ZBH2", dropout=0.3, n_microbatches=4, patience=ALWAYS,
         events=(None, SPIKE, INF, None), looks=("",) * 4,
