@@ -65,7 +65,7 @@ class HookWatch:
         return found
 
     def is_clean_leaf(self, leaf: Tensor, node: Any) -> bool:
-        """True if others have no hooks on a leaf's node; remembered until a new hook."""
+        """True if others have no hooks on a leaf's node; kept until a new hook."""
         if id(leaf) in self._clean_leaves:
             return True
         if self.has_hooks(node, before=True):

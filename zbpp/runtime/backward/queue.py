@@ -80,8 +80,8 @@ class WeightQueue:
         """
         if self._has_failed:
             raise RuntimeError(
-                "W has failed before, and its gradients are incomplete; clear them, and "
-                "run a new forward, B and W"
+                "W has failed before, and its gradients are incomplete; clear them, "
+                "and run a new forward, B and W"
             )
         self._has_failed = True
         self._run()

@@ -40,7 +40,7 @@ from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 
-__all__ = ["SplitGraph", "split_forward"]
+__all__ = ["SplitGraph", "run_forward", "split_forward"]
 
 
 class SplitGraph:
@@ -179,8 +179,8 @@ class SplitGraph:
             gradients = (gradients,)
         if len(gradients) != len(self._ends):
             raise RequestError(
-                f"B was given {len(gradients)} gradients, and {len(self._ends)} outputs "
-                "require one; give one for each, None where it has no influence"
+                f"B was given {len(gradients)} gradients, and {len(self._ends)} "
+                "outputs require one; give one for each, None where it has no influence"
             )
         for i, (shape, dy) in enumerate(zip(self._shapes, gradients, strict=True)):
             if dy is not None and shape is not None and dy.shape != shape:
@@ -211,7 +211,7 @@ class _Alias(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
         return dx
 
 
@@ -237,13 +237,30 @@ def split_forward(
     """
     if isinstance(function, nn.Module):
         check_module(function)
+    return run_forward(function, args, kwargs)
+
+
+def run_forward(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    may_change_leaves: bool = False,
+) -> SplitGraph:
+    """F of `split_forward`, unchecked.
+
+    Args:
+        function: what to call.
+        args, kwargs: its arguments.
+        may_change_leaves: let it change even inputs in place that are leaves.
+    """
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
 
     def take(x: Tensor) -> Tensor:
         leaf = x.detach().requires_grad_(x.requires_grad)
         inputs.append(leaf)
-        if x.is_leaf:
+        if not x.requires_grad or (x.is_leaf and not may_change_leaves):
             return leaf
         return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
 
