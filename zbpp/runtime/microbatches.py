@@ -1,15 +1,44 @@
 """Cut a batch into micro-batches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from zbpp.core import RequestError
 
-__all__ = ["Batch", "Tensors", "count_samples", "split_inputs", "split_targets"]
+__all__ = [
+    "Batch",
+    "Tensors",
+    "TupleOfOne",
+    "as_tensors",
+    "as_value",
+    "count_samples",
+    "split_inputs",
+    "split_targets",
+]
 
 Tensors = tuple[Tensor, ...]
-"""What one chunk hands to the next, or a micro-batch: one tensor or several."""
+"""A micro-batch, or a value that one chunk hands to the next: one tensor or several."""
+
+
+class TupleOfOne(tuple[Tensor, ...]):
+    """A value that is a tuple of one; any other `Tensors` of one is a bare tensor."""
+
+
+def as_tensors(value: Any) -> Tensors:
+    """Return a value as it travels; a wrong kind stays as it is, to be refused."""
+    if not isinstance(value, tuple):
+        return (value,)
+    return TupleOfOne(value) if len(value) == 1 and type(value) is tuple else value
+
+
+def as_value(tensors: Tensors) -> Tensor | Tensors:
+    """Return what a layer takes: the inverse of `as_tensors`."""
+    if len(tensors) != 1:
+        return tensors
+    return tuple(tensors) if isinstance(tensors, TupleOfOne) else tensors[0]
+
 
 Batch = Tensor | tuple[Tensor, ...] | list[object]
 """Tensors that are cut along their first dimension, or a list of micro-batches."""
@@ -27,7 +56,7 @@ def split_inputs(batch: Batch | None, n: int, *, even: bool = True) -> list[Tens
         RequestError: the batch cannot be cut so.
     """
     pieces = _split("inputs", batch, n, even=even)
-    return [piece if isinstance(piece, tuple) else (piece,) for piece in pieces]
+    return [as_tensors(piece) for piece in pieces]
 
 
 def split_targets(batch: Batch | None, n: int, *, even: bool = True) -> list[object]:

@@ -29,7 +29,7 @@ from zbpp.runtime.comm.channels import (
     uses_nccl,
 )
 from zbpp.runtime.comm.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
-from zbpp.runtime.microbatches import Tensors
+from zbpp.runtime.microbatches import Tensors, TupleOfOne
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import PeerError, ShapeError
 
@@ -189,7 +189,8 @@ class DistributedTransport:
             for work in incoming.works:
                 self._wait(work, f"{job} for {value} from", incoming.peer)
         tensors = (buffer.to(self._device) for buffer in incoming.buffers)
-        return tuple(
+        kind = TupleOfOne if incoming.spec.is_tuple_of_one else tuple
+        return kind(
             tensor.requires_grad_(needs and value.what is What.ACTIVATION)
             for tensor, needs in zip(tensors, incoming.spec.needs_grad, strict=True)
         )

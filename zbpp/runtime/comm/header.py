@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zbpp.core import Value, What
+from zbpp.runtime.microbatches import TupleOfOne
 from zbpp.runtime.support.errors import ShapeError
 
 __all__ = ["HEADER_LENGTH", "Spec", "pack", "spec_of", "unpack"]
@@ -38,12 +39,14 @@ class Spec:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     needs_grad: tuple[bool, ...]
+    is_tuple_of_one: bool = False
 
     def __str__(self) -> str:
-        return ", ".join(
+        text = ", ".join(
             f"{str(dtype).removeprefix('torch.')}{list(shape)}"
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
+        return f"({text},)" if self.is_tuple_of_one else text
 
     def of_gradients(self) -> "Spec":
         """What comes back for these tensors: one gradient for each that needs one."""
@@ -66,6 +69,7 @@ def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
         tuple(tuple(tensor.shape) for tensor in tensors),
         tuple(tensor.dtype for tensor in tensors),
         tuple(tensor.requires_grad for tensor in tensors),
+        isinstance(tensors, TupleOfOne),
     )
 
 
@@ -76,7 +80,7 @@ def pack(value: Value, spec: Spec) -> Tensor:
         ShapeError: too many tensors or dimensions, or a dtype that cannot be sent.
     """
     numbers = [_WHATS.index(value.what), value.chunk, value.microbatch]
-    numbers.append(len(spec.shapes))
+    numbers.append(-1 if spec.is_tuple_of_one else len(spec.shapes))
     for shape, dtype, needs in zip(
         spec.shapes, spec.dtypes, spec.needs_grad, strict=True
     ):
@@ -99,8 +103,9 @@ def unpack(header: Tensor, expected: Value) -> Spec:
     value = Value(_WHATS[next(numbers)], next(numbers), next(numbers))
     assert value == expected, f"{expected} was due, but {value} came"
     shapes, dtypes, needs_grad = [], [], []
-    for _ in range(next(numbers)):
+    n_tensors = next(numbers)
+    for _ in range(abs(n_tensors)):
         dtypes.append(_DTYPES[next(numbers)])
         needs_grad.append(bool(next(numbers)))
         shapes.append(tuple(next(numbers) for _ in range(next(numbers))))
-    return Spec(tuple(shapes), tuple(dtypes), tuple(needs_grad))
+    return Spec(tuple(shapes), tuple(dtypes), tuple(needs_grad), n_tensors < 0)
