@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,9 +11,9 @@ from torch import Tensor
 
 from zbpp.core import Job, Value, What
 from zbpp.runtime.comm.header import Spec
-from zbpp.runtime.comm.private_group import PrivateGroup
+from zbpp.runtime.comm.private_group import PrivateGroup, draw_name, open_group
 
-__all__ = ["Channel", "Incoming", "PendingSum", "open_channels", "tag"]
+__all__ = ["Channel", "Incoming", "PendingSum", "has_tags", "join", "tag"]
 
 _CHUNKS = 1024
 _TENSORS_PER_MESSAGE = 64  # a header holds fewer
@@ -37,45 +39,59 @@ class Incoming:
     works: list[dist.Work] = field(default_factory=list)
 
 
-def open_channels(
-    shared: PrivateGroup,
+def has_tags(*, nccl: bool) -> bool:
+    """True if messages of one group are told apart by tags."""
+    return not nccl
+
+
+def join(
+    group: dist.ProcessGroup,
     neighbours: Sequence[set[int]],
-    stage: int,
     *,
-    open_pair: Callable[[tuple[int, int]], PrivateGroup] | None,
+    nccl: bool,
     device: torch.device,
-) -> dict[tuple[int, int], Channel]:
-    """Open the channels of this stage; only the two ends of each must call.
+    timeout_s: float,
+) -> tuple[PrivateGroup, dict[tuple[int, int], Channel], Any]:
+    """Open the groups of a pipeline; all its stages must call, and nobody else.
 
     With gloo one group serves all, as tags tell the messages apart. NCCL has no tags,
     and what shares a communicator waits for each other: a send and a receive between
     the same two stages must not, so every direction has its own, and none is shared.
 
     Args:
-        shared: the group of all stages.
+        group: the pipeline's processes, by stage.
         neighbours: the stages that each stage sends to.
-        stage: of this process.
-        open_pair: makes the group of (sending stage, receiving stage); None: all
-            channels use the shared one.
+        nccl: gloo if False.
         device: of this process.
+        timeout_s: for joining, and for collectives.
 
     Returns:
-        Channels by (sending stage, receiving stage).
+        The group of all stages; the channels of this one by (sending stage, receiving
+        stage); a store for this pipeline alone.
+
+    Raises:
+        RuntimeError: a stage did not come.
     """
+    stage = dist.get_rank(group)
+    wire = device if nccl else torch.device("cpu")
+    name = draw_name(group, wire, timeout_s=timeout_s)
+    open_one = partial(open_group, group, nccl=nccl, timeout_s=timeout_s)
+    everyone = open_one(range(dist.get_world_size(group)), name)
     channels = {}
+    # All stages go through the pairs in the same order: no circle of waits.
     for source, peers in enumerate(neighbours):
         for target in sorted(peers):
             if stage not in (source, target):
                 continue
-            if open_pair is None:
-                channels[source, target] = Channel(shared, source, target)
+            if has_tags(nccl=nccl):
+                channels[source, target] = Channel(everyone, source, target)
                 continue
-            # All stages go through the pairs in the same order: no circle of waits.
-            pair = open_pair((source, target))
+            pair = open_one((source, target), f"{name}/{source}_to_{target}")
             # Connect now: done lazily, it has hung.
-            pair.allreduce([torch.zeros(1, device=device)]).wait()
+            pair.allreduce([torch.zeros(1, device=wire)]).wait()
             channels[source, target] = Channel(pair, 0, 1)
-    return channels
+    notes = dist.PrefixStore(f"{name}/notes", group.get_group_store())  # type: ignore[attr-defined]
+    return everyone, channels, notes
 
 
 def tag(value: Value, slot: int, *, training: bool = True) -> int:

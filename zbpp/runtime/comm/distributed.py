@@ -21,15 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import Job, Value, What
-from zbpp.runtime.comm.channels import Incoming, PendingSum, open_channels, tag
+from zbpp.runtime.comm.channels import Incoming, PendingSum, join, tag
 from zbpp.runtime.comm.failures import FailureNotes
 from zbpp.runtime.comm.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
 from zbpp.runtime.comm.private_group import (
-    PrivateGroup,
     break_connections,
-    draw_name,
     gather_objects,
-    open_group,
     uses_nccl,
 )
 from zbpp.runtime.comm.waits import Waits
@@ -77,11 +74,19 @@ class DistributedTransport:
             lost=self._lost,
         )
         try:
-            self._open(group, neighbours, first_timeout_s)
+            self._all, self._channels, store = join(
+                group,
+                neighbours,
+                nccl=self._nccl,
+                device=device,
+                timeout_s=first_timeout_s,
+            )
         except RuntimeError as error:
             raise PeerError(
                 f"stage {self.stage} does not reach the others at the start: {error}"
             ) from error
+        ranks = dist.get_process_group_ranks(group)
+        self._notes = FailureNotes(store, self.stage, ranks)
         self.doing = "the start"
         self._has_failed = False
         self._specs: dict[int, Spec] = {}  # of each chunk's activations in training
@@ -92,30 +97,6 @@ class DistributedTransport:
         self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
         self._training = True
         self._n_older = 0  # sends of steps before this one that are not finished
-
-    def _open(
-        self, group: dist.ProcessGroup, neighbours: list[set[int]], timeout_s: float
-    ) -> None:
-        """Open the group of all stages, where the sums are, and the channels."""
-        ranks = dist.get_process_group_ranks(group)
-        name = draw_name(group, self._wire, timeout_s=timeout_s)
-
-        def open_pair(ends: tuple[int, int]) -> PrivateGroup:
-            pair = f"{name}/{ends[0]}_to_{ends[1]}"
-            return open_group(group, ends, pair, nccl=True, timeout_s=timeout_s)
-
-        self._all = open_group(
-            group, range(len(ranks)), name, nccl=self._nccl, timeout_s=timeout_s
-        )
-        self._channels = open_channels(
-            self._all,
-            neighbours,
-            self.stage,
-            open_pair=open_pair if self._nccl else None,
-            device=self._device,
-        )
-        store = dist.PrefixStore(f"{name}/notes", group.get_group_store())
-        self._notes = FailureNotes(store, self.stage, ranks)
 
     def begin(self, *, training: bool) -> None:
         """Start a step: headers tell the shapes of an evaluation and a first step."""
