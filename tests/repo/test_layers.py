@@ -54,7 +54,7 @@ SEEDS = {"zbpp.schedules.planner.multi.seeds", "zbpp.schedules.planner.multi.rul
 ONLY_IN = {
     "torch": {
         *("zbpp.runtime", "zbpp.emulation", "zbpp.training"),
-        *("zbpp.pipeline", "zbpp.cli.doctor"),
+        *("zbpp.pipeline", "zbpp.pipeline_reports", "zbpp.cli.doctor"),
     },
     "ortools": {"zbpp.schedules.planner.solver"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.boxes"},

@@ -14,12 +14,13 @@ __all__ = [
     "as_tensors",
     "as_value",
     "count_samples",
+    "samples_to_cut",
     "split_inputs",
     "split_targets",
 ]
 
 Tensors = tuple[Tensor, ...]
-"""A micro-batch, or a value that one chunk hands to the next: one tensor or several."""
+"""Value handed from chunk to chunk, or a micro-batch: one tensor or several."""
 
 
 class TupleOfOne(tuple[Tensor, ...]):
@@ -66,8 +67,18 @@ def split_targets(batch: Batch | None, n: int, *, even: bool = True) -> list[obj
 
 def count_samples(micro_batch: object) -> int:
     """Samples of a micro-batch; 1 where that cannot be told."""
-    first = micro_batch[0] if isinstance(micro_batch, tuple) else micro_batch
-    return len(first) if isinstance(first, Tensor) and first.dim() else 1
+    known = _known_samples(micro_batch)
+    return 1 if known is None else known
+
+
+def samples_to_cut(batch: Batch | None) -> int | None:
+    """Samples of a batch that is to be cut; None for a list of micro-batches."""
+    return None if isinstance(batch, list) else _known_samples(batch)
+
+
+def _known_samples(thing: object) -> int | None:
+    first = thing[0] if isinstance(thing, tuple) and thing else thing
+    return len(first) if isinstance(first, Tensor) and first.dim() else None
 
 
 def _split(name: str, batch: Batch | None, n: int, *, even: bool) -> list[object]:
@@ -79,10 +90,22 @@ def _split(name: str, batch: Batch | None, n: int, *, even: bool) -> list[object
                 f"{name} is a list of {len(batch)}; give one entry for each of {n} "
                 "micro-batches, or tensors to be cut"
             )
+        sizes = list(map(_known_samples, batch))
+        if even and len({size for size in sizes if size is not None}) > 1:
+            raise RequestError(
+                f"{name} is a list of micro-batches of {sizes} samples; a step weighs "
+                "all of them alike, so give them the same size"
+            )
         return batch
     if isinstance(batch, Tensor):
         return list(_cut(name, batch, n, even=even))
     if isinstance(batch, tuple) and all(isinstance(x, Tensor) for x in batch):
+        sizes = [_known_samples(x) for x in batch]
+        if len(set(sizes)) > 1:
+            raise RequestError(
+                f"{name} is a tuple of tensors of {sizes} samples; they must have the "
+                "same number, or be given as a list of micro-batches"
+            )
         parts = [_cut(name, x, n, even=even) for x in batch]
         return list(zip(*parts, strict=True))
     raise RequestError(
@@ -98,4 +121,9 @@ def _cut(name: str, tensor: Tensor, n: int, *, even: bool) -> Sequence[Tensor]:
             f"{name} has {samples} samples, which {n} micro-batches cannot share"
             f"{' evenly' if even else ''}; change the batch size or n_microbatches"
         )
-    return tensor.tensor_split(n)
+    pieces = tensor.tensor_split(n)
+    if tensor.requires_grad:
+        return pieces
+    # A version counter for each: a layer may change its micro-batch in place although
+    # the graphs of others, cut from the same tensor, are alive.
+    return [piece.data for piece in pieces]

@@ -49,7 +49,7 @@ class Spec:
         return f"({text},)" if self.is_tuple_of_one else text
 
     def of_gradients(self) -> "Spec":
-        """What comes back for these tensors: one gradient for each that needs one."""
+        """Describe the gradients: one for each tensor that needs one."""
         kept = [i for i, needs in enumerate(self.needs_grad) if needs]
         return Spec(
             tuple(self.shapes[i] for i in kept),
@@ -63,14 +63,37 @@ class Spec:
             yield torch.empty(shape, dtype=dtype, device=device)
 
 
-def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
-    """Describe tensors."""
+def spec_of(value: Value, tensors: tuple[Tensor, ...]) -> Spec:
+    """Describe the tensors of a value.
+
+    Raises:
+        ShapeError: a tensor is more than one block of numbers.
+    """
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            _refuse_others(value, tensor)
     return Spec(
         tuple(tuple(tensor.shape) for tensor in tensors),
         tuple(tensor.dtype for tensor in tensors),
         tuple(tensor.requires_grad for tensor in tensors),
         isinstance(tensors, TupleOfOne),
     )
+
+
+def _refuse_others(value: Value, tensor: Tensor) -> None:
+    """Refuse what holds its numbers elsewhere, as a DTensor or a sparse tensor does."""
+    kind = type(tensor).__name__
+    if hasattr(tensor, "__tensor_flatten__"):
+        hint = "hand on a plain one (x.to_local()) and wrap it in the next layer"
+        if kind != "DTensor":
+            hint = "hand on the plain tensors in it and wrap them in the next layer"
+        raise ShapeError(f"{value}: a {kind} cannot be sent between stages; {hint}")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise ShapeError(
+            f"{value}: a tensor of layout {layout} cannot be sent between stages; hand "
+            "on a dense one, or its parts"
+        )
 
 
 def pack(value: Value, spec: Spec) -> Tensor:
