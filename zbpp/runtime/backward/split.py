@@ -40,7 +40,7 @@ from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 
-__all__ = ["SplitGraph", "run_forward", "split_forward"]
+__all__ = ["SplitGraph", "alias_of", "run_forward", "split_forward"]
 
 
 class SplitGraph:
@@ -215,6 +215,11 @@ class _Alias(torch.autograd.Function):
         return dx
 
 
+def alias_of(leaf: Tensor) -> Tensor:
+    """Return a leaf's data as a tensor that may be changed in place."""
+    return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
+
+
 def split_forward(
     function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> SplitGraph:
@@ -262,7 +267,7 @@ def run_forward(
         inputs.append(leaf)
         if not x.requires_grad or (x.is_leaf and not may_change_leaves):
             return leaf
-        return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
+        return alias_of(leaf)
 
     def give(y: Tensor) -> Tensor:
         outputs.append(y)
