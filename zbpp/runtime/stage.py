@@ -114,7 +114,7 @@ class Stage:
             )
         }
         self.loss_scale = 1.0
-        """What the next backwards multiply the loss by."""
+        """Factor of the loss in the next backwards."""
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
 
     def numbered(self) -> Iterator[tuple[int, nn.Module]]:

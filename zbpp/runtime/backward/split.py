@@ -82,9 +82,12 @@ class SplitGraph:
         watch.look()
 
     def report(self) -> dict[Tensor, str]:
-        """Where each parameter's gradient is computed: ``"W"``, or ``"B: "`` and why.
+        """Say where each gradient is computed: ``"W"``, or ``"B: "`` and why.
 
         To be asked before B.
+
+        Raises:
+            RequestError: B cannot stop at an input that is no leaf, see `plan_split`.
         """
         inputs = {id(x) for x in self._inputs}
         where = self._plan().where()
@@ -182,15 +185,20 @@ class SplitGraph:
                 f"B was given {len(gradients)} gradients, and {len(self._ends)} "
                 "outputs require one; give one for each, None where it has no influence"
             )
-        for i, (shape, dy) in enumerate(zip(self._shapes, gradients, strict=True)):
-            if dy is not None and shape is not None and dy.shape != shape:
+        ends: list[End] = []
+        used: list[Tensor | None] = []
+        for i, dy in enumerate(gradients):
+            if dy is None:
+                continue
+            shape = self._shapes[i]
+            if shape is not None and dy.shape != shape:
                 raise RequestError(
                     f"gradient {i} has the shape {list(dy.shape)}, and its output "
                     f"{list(shape)}"
                 )
-        pairs = zip(self._ends, gradients, strict=True)
-        used = [(end, dy) for end, dy in pairs if dy is not None]
-        return [end for end, _ in used], [dy for _, dy in used]
+            ends.append(self._ends[i])
+            used.append(dy)
+        return ends, used
 
     def backward_weight(self) -> None:
         """W: the weight gradients that B has deferred, added to ``.grad``.
