@@ -21,7 +21,7 @@ from zbpp.core import RequestError
 from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime.backward.split import SplitGraph, alias_of
 from zbpp.runtime.microbatches import (
     Tensors,
     TupleOfOne,
@@ -106,8 +106,15 @@ class Stage:
             index: GradientOrder(chunk.parameters(), is_released=not exact_sums)
             for index, chunk in self.chunks.items()
         }
+        self._changes_inputs = {
+            chunk.index
+            for chunk in chunks
+            if any(
+                getattr(part, "inplace", False) for part in chunk.layers[0].modules()
+            )
+        }
         self.loss_scale = 1.0
-        """What the next backwards multiply the loss by."""
+        """Factor of the loss in the next backwards."""
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
 
     def numbered(self) -> Iterator[tuple[int, nn.Module]]:
@@ -183,9 +190,12 @@ class Stage:
         if inputs is not None:
             inputs = _detached(inputs)
         taken = self._take(microbatch, inputs)
+        read = taken
+        if chunk in self._changes_inputs:
+            read = type(taken)(alias_of(x) if x.requires_grad else x for x in taken)
         queue = WeightQueue()
         with queue.recording(), self._autocast_context():
-            outputs = self._run_layers(chunk, microbatch, taken)
+            outputs = self._run_layers(chunk, microbatch, read)
         asked = taken if chunk > 0 else ()
         graph = SplitGraph(outputs, asked, queue, is_exact=self._exact_sums)
         ends = _detached(outputs) if chunk == self._last else ()

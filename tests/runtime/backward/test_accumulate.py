@@ -1,4 +1,4 @@
-"""Whatever the order of the passes, gradients are added in micro-batch order."""
+"""Gradients are added in micro-batch order, whatever the order of the passes."""
 
 import random
 from collections.abc import Sequence

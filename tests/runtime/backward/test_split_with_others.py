@@ -162,7 +162,7 @@ def test_own_saved_tensor_hooks_unpack_once() -> None:
 
 
 def data_parallel() -> dict[str, str]:
-    """What is said to each wrapper of data parallelism."""
+    """The refusal of each wrapper of data parallelism."""
     said = {}
     for name, wrap in {
         "DistributedDataParallel": DistributedDataParallel,

@@ -14,6 +14,8 @@ __all__ = ["LEAF", "DeferredWeightGrad", "Product", "is_dtensor"]
 LEAF = "AccumulateGrad"
 """The name of a leaf's node."""
 
+_STRIDED = torch.strided
+
 
 class Product(NamedTuple):
     """A node to split: its rule, the deferred operands, and where W goes on."""
@@ -71,7 +73,9 @@ class DeferredWeightGrad(NamedTuple):
             return False
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
             return False
-        if is_dtensor(leaf) or not _are_strided(total, *self.kept):
+        if is_dtensor(leaf):
+            return False
+        if total.layout is not _STRIDED or self.kept[1].layout is not _STRIDED:
             return False
         watch.look()
         if is_transposed and not watch.is_free(self.edges[0].node):
@@ -100,11 +104,10 @@ def _leaf_node_below(node: Any) -> tuple[Any, bool]:
 
 def _version(tensor: Tensor) -> int:
     """Return how often it was changed in place; inference tensors do not tell."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _are_strided(*tensors: Tensor) -> bool:
-    return all(tensor.layout is torch.strided for tensor in tensors)
+    try:
+        return tensor._version
+    except RuntimeError:  # rare, and cheaper than to ask each time
+        return 0
 
 
 def is_dtensor(tensor: Tensor) -> bool:

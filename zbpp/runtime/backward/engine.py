@@ -48,8 +48,12 @@ def run_b(
             torch.autograd.backward(*ends)
         else:
             wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
-            with _deferring(plan.products, queue, is_exact):
+            hooks = _deferring(plan.products, queue, is_exact)
+            try:
                 torch.autograd.backward(*ends, inputs=[*wanted, *_edges(plan)])
+            finally:
+                for hook in hooks:
+                    hook.remove()
         return tuple(x.grad for x in inputs)
     finally:
         for x, gradient in zip(inputs, before, strict=True):
@@ -71,14 +75,20 @@ def run_cut_b(
     kept = {id(x) for x in inputs}
     leaves = [p for p in plan.leaves if p.requires_grad and id(p) not in kept]
     wanted = [*inputs, *leaves, *_edges(plan)]
-    with _deferring(plan.products, queue, is_exact) as deferred, _without_hooks(leaves):
-        found = torch.autograd.grad(
-            ends[0], wanted, grad_outputs=ends[1], allow_unused=True
-        )
+    ran: set[Any] = set()
+    hooks = _deferring(plan.products, queue, is_exact, ran)
+    try:
+        with _without_hooks(leaves):
+            found = torch.autograd.grad(
+                ends[0], wanted, grad_outputs=ends[1], allow_unused=True
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
     result = found[: len(inputs)]
     first_product = len(inputs) + len(leaves)
     for product, dy in zip(plan.products, found[first_product:], strict=True):
-        if dy is not None and product.node not in deferred:
+        if dy is not None and product.node not in ran:
             # nothing below it was wanted, so that it did not run
             _defer(product, queue, is_exact)((dy,))
     pairs = zip(leaves, found[len(inputs) : first_product], strict=True)
@@ -92,21 +102,21 @@ def _edges(plan: SplitPlan) -> list[Any]:
     return [GradientEdge(product.node, 0) for product in plan.products]
 
 
-@contextmanager
 def _deferring(
-    products: Sequence[Product], queue: WeightQueue, is_exact: bool
-) -> Iterator[set[Any]]:
-    """Within this, products that run leave their work to W; yields those that ran."""
-    ran: set[Any] = set()
-    hooks = [
+    products: Sequence[Product],
+    queue: WeightQueue,
+    is_exact: bool,
+    ran: set[Any] | None = None,
+) -> list[Any]:
+    """Let products that run leave their work to W, and note those that ran.
+
+    Returns:
+        The handles of the hooks that do so, to be removed after B.
+    """
+    return [
         watch.add_prehook(product.node, _defer(product, queue, is_exact, ran))
         for product in products
     ]
-    try:
-        yield ran
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _defer(

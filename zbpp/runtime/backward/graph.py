@@ -11,7 +11,6 @@ autograd itself; so nothing has to be known about it.
 A leaf with a second use stays in B: its gradients would be added up in another order.
 """
 
-from collections import Counter
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -161,7 +160,9 @@ def _walk(roots: Iterable[Node], first: Container[Any]) -> _Graph:
         roots: where to start.
         first: nodes to go no further from.
     """
-    uses: dict[Any, int] = Counter(roots)
+    uses: dict[Any, int] = {}
+    for root in roots:
+        uses[root] = uses.get(root, 0) + 1
     graph = _Graph(uses, [], [])
     nodes: list[Any] = [node for node in uses if node not in first]
     while nodes:
@@ -179,10 +180,10 @@ def _walk(roots: Iterable[Node], first: Container[Any]) -> _Graph:
                 continue
             if below in uses:
                 uses[below] += 1
-            else:
-                uses[below] = 1
-                if below not in first:
-                    nodes.append(below)
+                continue
+            uses[below] = 1
+            if below not in first:
+                nodes.append(below)
     return graph
 
 

@@ -40,7 +40,7 @@ from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 
-__all__ = ["SplitGraph", "run_forward", "split_forward"]
+__all__ = ["SplitGraph", "alias_of", "run_forward", "split_forward"]
 
 
 class SplitGraph:
@@ -82,9 +82,12 @@ class SplitGraph:
         watch.look()
 
     def report(self) -> dict[Tensor, str]:
-        """Where each parameter's gradient is computed: ``"W"``, or ``"B: "`` and why.
+        """Say where each gradient is computed: ``"W"``, or ``"B: "`` and why.
 
         To be asked before B.
+
+        Raises:
+            RequestError: B cannot stop at an input that is no leaf, see `plan_split`.
         """
         inputs = {id(x) for x in self._inputs}
         where = self._plan().where()
@@ -182,15 +185,20 @@ class SplitGraph:
                 f"B was given {len(gradients)} gradients, and {len(self._ends)} "
                 "outputs require one; give one for each, None where it has no influence"
             )
-        for i, (shape, dy) in enumerate(zip(self._shapes, gradients, strict=True)):
-            if dy is not None and shape is not None and dy.shape != shape:
+        ends: list[End] = []
+        used: list[Tensor | None] = []
+        for i, dy in enumerate(gradients):
+            if dy is None:
+                continue
+            shape = self._shapes[i]
+            if shape is not None and dy.shape != shape:
                 raise RequestError(
                     f"gradient {i} has the shape {list(dy.shape)}, and its output "
                     f"{list(shape)}"
                 )
-        pairs = zip(self._ends, gradients, strict=True)
-        used = [(end, dy) for end, dy in pairs if dy is not None]
-        return [end for end, _ in used], [dy for _, dy in used]
+            ends.append(self._ends[i])
+            used.append(dy)
+        return ends, used
 
     def backward_weight(self) -> None:
         """W: the weight gradients that B has deferred, added to ``.grad``.
@@ -213,6 +221,11 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> Tensor:
         return dx
+
+
+def alias_of(leaf: Tensor) -> Tensor:
+    """Return a leaf's data as a tensor that may be changed in place."""
+    return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def split_forward(
@@ -262,7 +275,7 @@ def run_forward(
         inputs.append(leaf)
         if not x.requires_grad or (x.is_leaf and not may_change_leaves):
             return leaf
-        return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
+        return alias_of(leaf)
 
     def give(y: Tensor) -> Tensor:
         outputs.append(y)

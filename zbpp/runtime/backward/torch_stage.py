@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import RequestError
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.split import SplitGraph, run_forward
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
@@ -87,17 +86,8 @@ class SplitModule(nn.Module):
         return partial(_run_w, graphs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles.
-
-        Raises:
-            RequestError: a W is left, whose gradients the copy would lack.
-        """
-        if self.left:
-            raise RequestError(
-                f"this SplitModule holds W of {len(self.left)} backwards; call "
-                "dw_builder()() before it is copied or saved"
-            )
-        return dict(vars(self))
+        """Leave W to the original: a copied parameter has no gradient either."""
+        return {**vars(self), "left": []}
 
 
 def _run_w(graphs: Sequence[SplitGraph]) -> None:
