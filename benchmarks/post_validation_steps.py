@@ -3,9 +3,9 @@
     python benchmarks/post_validation_steps.py --rounds 12
 
     barrier      every step waits for the norm of all gradients
-    free         early steps that could not be taken back: the least that is possible
+    free         speculative steps that could not be rolled back: the least possible
     deferred     with a copy of the parameters, and a second step
-    compiled     the same, with an early step of the parameters alone
+    compiled     the same, with a first step of the parameters alone
     snapshot     with a copy of the optimizer state
     ..., busy    the same, but nothing is done while a stage waits for messages
 
