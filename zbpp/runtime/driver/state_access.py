@@ -81,7 +81,7 @@ class AccessHooks:
         names = ["__getstate__"]
         if hasattr(kind, "__deepcopy__"):
             names.append("__deepcopy__")
-        if (kind.__reduce__, kind.__reduce_ex__) != _OF_OBJECT:
+        if any(getattr(kind, n) is not getattr(object, n) for n in _REDUCES):
             names.append("__reduce_ex__")
         for name in names:
             held = vars(owner).get(name)
@@ -105,7 +105,7 @@ class AccessHooks:
         self._handles, self._methods = [], []
 
 
-_OF_OBJECT = (object.__reduce__, object.__reduce_ex__)
+_REDUCES = ("__reduce__", "__reduce_ex__")
 
 
 def settle_before_access(

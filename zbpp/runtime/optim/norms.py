@@ -57,7 +57,8 @@ def _part(gradient: Tensor) -> Part:
 
 
 def _square(part: Part) -> Tensor:
-    return torch.linalg.vector_norm(part.numbers, dtype=torch.float64).square()
+    norm: Tensor = torch.linalg.vector_norm(part.numbers, dtype=torch.float64)
+    return norm.square()
 
 
 def _is_finite(gradient: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The optimizers of one stage, built, stepped and rolled back as if they were one."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +198,7 @@ def _build(
     if make_optimizer is None or not parameters:
         return []
     made = make_optimizer(parameters)
-    found = list(made) if isinstance(made, list | tuple) else [made]
+    found: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
     for one in found:
         if not hasattr(one, "param_groups"):
             raise RequestError(
