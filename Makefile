@@ -4,16 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-slow check format clean
+# Tests run side by side; `make test ARGS="-n 0"` runs them in one process.
+SPREAD := -n 2 --dist worksteal
+
+.PHONY: train test test-slow test-timed check format clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
 
 test: $(READY)
-	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
 
 test-slow: $(READY)
-	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest -m "slow and not timed" $(SPREAD) $(ARGS)
+
+# What measures time runs alone.
+test-timed: $(READY)
+	$(BIN)/pytest -m timed $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

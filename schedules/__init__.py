@@ -1,8 +1,8 @@
-"""Planners: who does what in which order."""
+"""Planners of schedules, and the passes that make programs of them."""
 
 from zbpp.schedules.passes.lower import check_channels, lower, lower_forward
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
-from zbpp.schedules.passes.torch_csv import to_torch_csv
+from zbpp.schedules.passes.torch_csv import to_torch_csv, torch_schedule_name
 from zbpp.schedules.patterns.fthenb import plan_fthenb
 from zbpp.schedules.patterns.one_f_one_b import plan_one_f_one_b
 from zbpp.schedules.patterns.vpp import plan_vpp
@@ -46,5 +46,6 @@ __all__ = [
     "plan_zbvpp",
     "post_validated",
     "to_torch_csv",
+    "torch_schedule_name",
     "without_checks",
 ]

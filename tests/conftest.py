@@ -8,11 +8,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from commands import COSTS
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+
+# One thread a process, in what tests start as well: the tests run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline: the machine may be busy. Derandomized: a red run can be run again.
-settings.register_profile("zbpp", deadline=None, derandomize=True, max_examples=60)
-settings.register_profile("long", deadline=None, max_examples=2000)
+any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("zbpp", any_speed, derandomize=True, max_examples=60)
+settings.register_profile("long", any_speed, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "zbpp"))
 
 

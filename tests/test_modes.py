@@ -76,10 +76,11 @@ def test_sizes_begin_at_one(wrong):
 
 def test_costs_must_fit_the_placement():
     plan("ZBV", n_stages=2, n_microbatches=2, costs=Costs(f=(1, 1, 1, 1)))
-    with pytest.raises(RequestError, match="f has 2 entries for 4 chunks"):
-        plan("ZBV", n_stages=2, n_microbatches=2, costs=Costs(f=(1, 1)))
-    with pytest.raises(RequestError, match="m_b has 2 entries for 4 chunks"):
-        plan("ZBV", n_stages=2, n_microbatches=2, memory=MemoryModel(m_b=(1, 1)))
+    plan("ZBV", n_stages=2, n_microbatches=2, costs=Costs(f=(1, 1)))  # per stage
+    with pytest.raises(RequestError, match="f has 3 entries for 4 chunks"):
+        plan("ZBV", n_stages=2, n_microbatches=2, costs=Costs(f=(1, 1, 1)))
+    with pytest.raises(RequestError, match="m_b has 6 entries for 4 chunks"):
+        plan("ZBV", n_stages=2, n_microbatches=2, memory=MemoryModel(m_b=(1,) * 6))
 
 
 def test_a_limit_that_is_kept_stays_with_the_schedule():

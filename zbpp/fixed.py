@@ -14,7 +14,13 @@ from zbpp.core import (
 )
 from zbpp.schedules import plan_vpp
 from zbpp.schedules.planner.limits import check_limits
-from zbpp.schedules.planner.request import Planner, Request, listed_chunks, models
+from zbpp.schedules.planner.request import (
+    Planner,
+    Request,
+    check_sizes,
+    listed_chunks,
+    models,
+)
 
 __all__ = ["fixed", "kept", "plan_fixed_vpp"]
 
@@ -29,9 +35,9 @@ def fixed(hand_made: HandMade) -> Planner:
     """Make a planner of a hand-made one: its order fits the memory, or is refused."""
 
     def plan_fixed(**request: Unpack[Request]) -> Schedule:
-        schedule = hand_made(
-            n_stages=request["n_stages"], n_microbatches=request["n_microbatches"]
-        )
+        sizes = request["n_stages"], request["n_microbatches"]
+        check_sizes(*sizes)
+        schedule = hand_made(n_stages=sizes[0], n_microbatches=sizes[1])
         return kept(schedule, *models(request))
 
     return plan_fixed
@@ -44,6 +50,7 @@ def plan_fixed_vpp(
     n_stages = request["n_stages"]
     if chunks_per_stage is None:
         chunks_per_stage = listed_chunks(*models(request), n_stages) or 2
+    check_sizes(n_stages, request["n_microbatches"], chunks_per_stage)
     schedule = plan_vpp(
         n_stages=n_stages,
         n_microbatches=request["n_microbatches"],

@@ -9,20 +9,20 @@ This file wires the layers together: mode -> schedule -> programs -> executors.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.pipeline_reports import Reports
-from zbpp.resolve import choose_schedule, choose_validation
+from zbpp.resolve import check_first_step, choose_schedule, choose_validation
 from zbpp.runtime.comm.process_group import initialise, own_device
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.agreement import check_agreement
+from zbpp.runtime.driver.batches import Batches, check_samples
 from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.driver.state_access import eval_mode, settle_before_access
@@ -50,8 +50,9 @@ class Pipeline(Reports):
         model: an `nn.Sequential`, a list of layers, or a builder that is called with
             the ranges of layer indices of this process only.
         loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch.
-        optimizer: called with each stage's parameters; None leaves the gradients
-            (of the mean loss over all micro-batches) to the caller.
+        optimizer: called with each stage's parameters, also frozen ones; gives an
+            optimizer, or a list of them. None leaves the gradients (of the mean loss
+            over all micro-batches) to the caller.
         schedule: a mode such as ``"ZBH1"``, a schedule file, or a `Schedule`.
         n_microbatches: micro-batches in a step; may be left out if the schedule is a
             file or a `Schedule`.
@@ -60,15 +61,16 @@ class Pipeline(Reports):
         split: layers of each chunk; None: evenly, the first ones getting one more.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
         post_validation: step without waiting for the other stages' gradient norms, and
-            take the step back in the next one if they ask for it; None: where the
+            roll the step back in the next one if they ask for it; None: where the
             schedule splits the backward or has V's. The results are the same.
-        rollback: how a step is taken back: ``"deferred"``, with a copy of the
+        rollback: how a step is rolled back: ``"deferred"``, with a copy of the
             parameters and a second step, or ``"snapshot"``, with one of the optimizer
             state as well; either is kept up while a stage waits for messages.
-            ``"compiled"`` is deferred with an early step of the parameters alone, by a
-            kernel that `torch.compile` makes (fused Adam and AdamW); ``"auto"`` takes
-            it on CPUs where a stage has so many parameters (2**25) that it pays.
-        patience: when steps that are often taken back give way to a barrier.
+            ``"compiled"`` is deferred with a step of the parameters alone, by a kernel
+            that `torch.compile` makes (fused Adam and AdamW); ``"auto"`` takes it on
+            CPUs where a stage has so many parameters (2**25) that it pays.
+        patience: when steps begin to be speculative, and when those that are often
+            rolled back give way to a barrier.
         max_consecutive_skips: so many steps in a row with an Inf or NaN gradient end
             the run with its place; None: any number.
         loss_scale: of fp16 gradients: a number, or a `LossScaler`.
@@ -77,6 +79,8 @@ class Pipeline(Reports):
         device: where the layers live; None: this process's GPU, else the CPU.
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
         seed: seeds dropout by step, layer and micro-batch, alike in all modes.
+        first_step: number of the first step; a run that is resumed after n steps gives
+            n, and then draws from ``seed`` as if it had not been interrupted.
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
             rounds them; then all modes agree to the last bit. False adds them as they
             come, within the matrix products: a few per cent faster, with less memory.
@@ -110,6 +114,7 @@ class Pipeline(Reports):
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
         seed: int | None = None,
+        first_step: int = 0,
         exact_sums: bool = True,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 60.0,
@@ -158,63 +163,18 @@ class Pipeline(Reports):
         self._executors = build_executors(
             model, self.split, placement, transports, options
         )
-        self._n_steps = 0
+        self._n_steps = check_first_step(first_step)
+        self._batches = Batches(self._executors, placement)
         self._lifecycle = Lifecycle(self._executors.values())
         weakref.finalize(self, self._lifecycle.end)
-        settle_before_access(
+        self._lifecycle.hooks = settle_before_access(
             (layer for _, layer in self._layers()),
             self.optimizers,
             self._lifecycle.synchronize,
         )
         text = schedule_text(self.schedule)
-        asked = (self.split, rules, autocast, seed, exact_sums)
+        asked = (self.split, rules, autocast, seed, first_step, exact_sums)
         check_agreement(self._executors, (text, *asked))
-
-    # What a script asks.
-
-    @property
-    def n_microbatches(self) -> int:
-        """Micro-batches in a training step."""
-        return self.schedule.n_microbatches
-
-    @property
-    def needs_inputs(self) -> bool:
-        """Whether this process holds the first chunk; others ignore the inputs."""
-        return self.schedule.placement.stage_of[0] in self._executors
-
-    @property
-    def needs_targets(self) -> bool:
-        """Whether this process holds the last chunk; others ignore the targets."""
-        return self.schedule.placement.stage_of[-1] in self._executors
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of this process's stages, for instance for LR schedulers."""
-        shares = (executor.optimizer for executor in self._executors.values())
-        return [share.optimizer for share in shares if share.optimizer is not None]
-
-    @property
-    def loss_scaler(self) -> LossScaler | None:
-        """The loss scale, as validated; setting its state sets that of one process."""
-        self.synchronize()
-        return next(iter(self._executors.values())).optimizer.history.scaler
-
-    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """This process's layers as ``layers.<global index>``, validated."""
-        self.synchronize()
-        yield from self._layers()
-
-    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
-        for executor in self._executors.values():
-            for index, layer in executor.stage.numbered():
-                yield f"layers.{index}", layer
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under their global names, validated."""
-        for name, layer in self.named_layers():
-            yield from layer.named_parameters(prefix=name)
-
-    # What a script does.
 
     def step(
         self, inputs: Batch | None = None, targets: Batch | None = None
@@ -230,8 +190,14 @@ class Pipeline(Reports):
             RequestError: the batch does not fit.
             PeerError: another stage died or did not answer.
         """
-        self._begin(inputs, targets, self.n_microbatches, even=True)
-        with self._lifecycle.running():
+        self._batches.begin(
+            inputs,
+            targets,
+            step=self._n_steps,
+            n_microbatches=self.n_microbatches,
+            training=True,
+        )
+        with self._lifecycle.running(), calls.failures_told(self._executors):
             drive(self._executors, self._programs)
         self._n_steps += 1
         result = next(iter(self._executors.values())).optimizer.result
@@ -258,9 +224,11 @@ class Pipeline(Reports):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if error is None:
             self.close()
+        else:
+            calls.tell_failure(self._executors, error)
 
     def evaluate(
         self,
@@ -275,23 +243,25 @@ class Pipeline(Reports):
             inputs: as for `step`; the last micro-batch may be smaller.
             targets: as for `step`.
             n_microbatches: any number, the same on every rank; None: as in `step`.
+
+        Raises:
+            RequestError: the batch does not fit.
+            PeerError: another stage died, did not answer, or does not evaluate.
         """
         m = n_microbatches or self.n_microbatches
         programs = lower_forward(self.schedule.placement, n_microbatches=m)
         self.synchronize()
-        self._begin(inputs, targets, m, even=False)
-        with self._lifecycle.running(), eval_mode(layer for _, layer in self._layers()):
-            drive(self._executors, programs, training=False)
-            return calls.mean_loss(self._executors)
-
-    def _begin(
-        self, inputs: Batch | None, targets: Batch | None, m: int, *, even: bool
-    ) -> None:
-        calls.distribute_batch(
-            self._executors,
-            self.schedule.placement,
-            (inputs, targets),
-            step=self._n_steps,
-            n_microbatches=m,
-            even=even,
+        self._batches.begin(
+            inputs, targets, step=self._n_steps, n_microbatches=m, training=False
         )
+        layers = (layer for _, layer in self._layers())
+        with (
+            self._lifecycle.running(),
+            calls.failures_told(self._executors),
+            eval_mode(layers),
+        ):
+            drive(self._executors, programs, training=False)
+            own = self._batches.samples(inputs, targets)
+            loss, samples = calls.mean_loss(self._executors, own)
+        check_samples(*samples)
+        return loss

@@ -1,13 +1,17 @@
-"""What a pipeline tells of its last step."""
+"""Views of a pipeline: its layers and optimizers, and reports on its last step."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
+from torch import nn
 
 from zbpp.core import Costs, Schedule, Timeline
 from zbpp.core.measured import measured_costs
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.optim.loss_scale import LossScaler
 
 __all__ = ["Reports", "summarize_split"]
 
@@ -17,9 +21,61 @@ class Reports:
 
     schedule: Schedule
     _executors: Mapping[int, Executor]
+    _n_steps: int
+
+    if TYPE_CHECKING:
+
+        def synchronize(self) -> None: ...
+
+    @property
+    def n_steps(self) -> int:
+        """Steps done so far, those before ``first_step`` included."""
+        return self._n_steps
+
+    @property
+    def n_microbatches(self) -> int:
+        """Micro-batches in a training step."""
+        return self.schedule.n_microbatches
+
+    @property
+    def needs_inputs(self) -> bool:
+        """True if this process holds the first chunk; others ignore the inputs."""
+        return self.schedule.placement.stage_of[0] in self._executors
+
+    @property
+    def needs_targets(self) -> bool:
+        """True if this process holds the last chunk; others ignore the targets."""
+        return self.schedule.placement.stage_of[-1] in self._executors
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of this process's stages, for instance for LR schedulers."""
+        shares = (executor.optimizer for executor in self._executors.values())
+        return [one for share in shares for one in share.optimizers.all]
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """The loss scale, as validated; setting its state sets that of one process."""
+        self.synchronize()
+        return next(iter(self._executors.values())).optimizer.history.scaler
+
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """This process's layers as ``layers.<global index>``, validated."""
+        self.synchronize()
+        yield from self._layers()
+
+    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+        for executor in self._executors.values():
+            for index, layer in executor.stage.numbered():
+                yield f"layers.{index}", layer
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under their global names, validated."""
+        for name, layer in self.named_layers():
+            yield from layer.named_parameters(prefix=name)
 
     def timeline(self) -> Timeline:
-        """What every stage did in the last step, in seconds (every rank must call).
+        """Jobs of every stage in the last step, in seconds (every rank must call).
 
         Starts are comparable between processes of one machine only. On GPUs these are
         the times at which the host has issued the jobs.
@@ -27,7 +83,7 @@ class Reports:
         return calls.gather_timeline(self._executors, self.schedule)
 
     def split_report(self) -> dict[str, str]:
-        """For each parameter of this process that has got a gradient, where from.
+        """Name the origin of each gradient of this process, by parameter.
 
         ``"W"``, or ``"B: "`` and the reason why it cannot wait; of the first step.
         """

@@ -1,4 +1,4 @@
-"""Which schedule a pipeline runs, and on how many stages."""
+"""Choose the schedule of a pipeline and its number of stages."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from zbpp.core import (
 from zbpp.modes import is_file, plan
 from zbpp.schedules import post_validated, without_checks
 
-__all__ = ["choose_schedule", "choose_validation"]
+__all__ = ["check_first_step", "choose_schedule", "choose_validation"]
 
 
 def choose_schedule(
@@ -74,7 +74,7 @@ def choose_validation(
         schedule: with or without V's.
         wanted: None: yes for schedules that split the backward or have V's already,
             if there are stages to wait for. Others have bubbles enough for a barrier.
-        steps: whether there is an optimizer.
+        steps: there is an optimizer.
 
     Raises:
         RequestError: steps shall be validated, but the caller takes them.
@@ -88,6 +88,20 @@ def choose_validation(
         asked = schedule.runs(PassKind.W) or schedule.is_post_validated
         wanted = steps and schedule.n_stages > 1 and asked
     return post_validated(schedule) if wanted else without_checks(schedule)
+
+
+def check_first_step(first_step: int) -> int:
+    """Return a step's number if it can be one.
+
+    Raises:
+        RequestError: it is not a whole number from 0 on.
+    """
+    if not isinstance(first_step, int) or first_step < 0:
+        raise RequestError(
+            f"first_step is {first_step!r}; give the number of steps done before, from "
+            "0 on (pipeline.n_steps when the state was saved)"
+        )
+    return first_step
 
 
 def _not_one_process_a_stage(n_stages: int | None, n_ranks: int) -> RequestError:

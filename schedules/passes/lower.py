@@ -38,8 +38,9 @@ from zbpp.core import (
     Send,
     Step,
     Value,
-    What,
     at_check,
+    output_of,
+    reader,
     reads,
     replayed,
     writes,
@@ -102,36 +103,35 @@ def _lower_orders(
             if isinstance(job, Step):
                 program.append(Reduce(stage))
             program.append(job)
-            if isinstance(job, Pass):
-                program += [Send(*message) for message in _sends(job, placement)]
+            message = _sent(job, placement)
+            if message is not None:
+                program.append(message)
         programs.append(tuple(program))
     check_channels(programs, placement)
     return tuple(programs)
 
 
-def _sends(job: Pass, placement: Placement) -> list[tuple[Value, int]]:
-    """What a pass writes for another stage, and which stage that is."""
-    sends = []
-    for value in writes(job, placement.n_chunks):
-        reader = value.chunk + {What.ACTIVATION: 1, What.GRADIENT: -1}.get(
-            value.what, 0
-        )
-        peer = placement.stage_of[reader]
-        if peer != placement.stage_of[job.chunk]:
-            sends.append((value, peer))
-    return sends
+def _sent(job: Job, placement: Placement) -> Send | None:
+    """Return the message that a job has for another stage, None if there is none."""
+    if not isinstance(job, Pass):
+        return None
+    value = output_of(job, placement.n_chunks)
+    if value is None:
+        return None
+    peer = placement.stage_of[reader(value)]
+    return None if peer == placement.stage_of[job.chunk] else Send(value, peer)
 
 
 def _messages(
     placement: Placement, orders: Sequence[Sequence[Job]]
 ) -> dict[Channel, list[Value]]:
-    """What each channel carries, in the order of the sends."""
+    """List the values that each channel carries, in the order of the sends."""
     channels: dict[Channel, list[Value]] = defaultdict(list)
     for stage, order in enumerate(orders):
         for job in order:
-            if isinstance(job, Pass):
-                for value, peer in _sends(job, placement):
-                    channels[stage, peer].append(value)
+            message = _sent(job, placement)
+            if message is not None:
+                channels[stage, message.peer].append(message.value)
     return channels
 
 
@@ -210,7 +210,7 @@ def _check_run(
 def _sent_before_checks(
     placement: Placement, orders: Sequence[Sequence[Job]]
 ) -> set[Value]:
-    """What the stages compute before their V's."""
+    """Collect the values that the stages compute before their V's."""
     return {
         value
         for order in orders

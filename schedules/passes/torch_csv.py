@@ -8,9 +8,9 @@ transfers itself and leaves the optimizer to the caller, so O and V are left out
     runtime._load_csv("schedule.csv")        # torch 2.13; stage_index = our chunk
 """
 
-from zbpp.core import Pass, PassKind, Schedule
+from zbpp.core import Pass, PassKind, Placement, Schedule
 
-__all__ = ["to_torch_csv"]
+__all__ = ["to_torch_csv", "torch_schedule_name"]
 
 _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
 
@@ -31,3 +31,22 @@ def to_torch_csv(schedule: Schedule) -> str:
         for order in schedule.orders
     )
     return "".join(f"{row}\n" for row in rows)
+
+
+def torch_schedule_name(placement: Placement) -> str | None:
+    """Name the schedule of torch whose placement of chunks is this one, if any.
+
+    torchtitan places the chunks by that name, also where it runs a CSV. A name of
+    another placement lets the ranks wait for messages that are never sent.
+
+    >>> torch_schedule_name(Placement.wave(4))
+    'ZBVZeroBubble'
+    """
+    p = placement.n_stages
+    if placement == Placement.single(p):
+        return "1F1B"
+    if placement == Placement.wave(p):
+        return "ZBVZeroBubble"
+    if placement == Placement.interleaved(p, placement.n_chunks // p):
+        return "Interleaved1F1B"
+    return None

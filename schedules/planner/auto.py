@@ -1,15 +1,28 @@
 """The best plan over the placements, for the given times and memory.
 
-======================  =============  =================================
+======================  =============  =======================================
 placement               memory, M_B    tried where lists of costs have
-======================  =============  =================================
+======================  =============  =======================================
 one chunk a stage       2p, or limit   p entries, or there are no lists
-wave (V)                p, or limit    kp entries, or no lists: k = 2
+wave (V)                p, or limit    kp entries; with p or no lists: k = 2
 interleaved             2p, or limit   the same
-======================  =============  =================================
+======================  =============  =======================================
+
+A list of p entries is per stage (see `zbpp.core.costs`): it fits all placements, and
+they compete. The best plan has
+
+1. the shortest span, the time of a step where steps are post-validated;
+2. of those, the shortest step behind a barrier, which waits for the last stage;
+3. of those, the smallest peak memory.
+
+    p = 8, m = 16, F = B = W = 1    span   behind a barrier   memory, M_B
+    one chunk a stage               48     55                 15
+    V                               48     51.5               8              taken
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 from zbpp.core import (
     Costs,
@@ -20,7 +33,9 @@ from zbpp.core import (
     Schedule,
     longest_span,
     lower_bound,
+    peaks,
     replay,
+    step_behind_barrier,
 )
 from zbpp.schedules.planner.limits import capped
 from zbpp.schedules.planner.multi.plan import plan_placement
@@ -34,6 +49,42 @@ _NO_LIMIT = MemoryModel()
 _ROUNDING = 1e-9  # relative
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan, and the figures that are compared, each only when it is asked for."""
+
+    plan: Schedule
+    costs: Costs
+    memory: MemoryModel
+
+    @cached_property
+    def span(self) -> float:
+        """Largest span of a stage."""
+        times = self.costs.on(self.plan.placement)
+        m = self.plan.n_microbatches
+        return longest_span(replay(self.plan.orders, times, n_microbatches=m))
+
+    @cached_property
+    def step_time(self) -> float:
+        """Time of a step among many, behind a barrier."""
+        times = self.costs.on(self.plan.placement)
+        m = self.plan.n_microbatches
+        return step_behind_barrier(self.plan.orders, times, n_microbatches=m)
+
+    @cached_property
+    def peak(self) -> float:
+        """Largest memory of a stage."""
+        return max(peaks(self.plan.orders, self.memory.on(self.plan.placement)))
+
+    def is_better_than(self, other: "_Candidate") -> bool:
+        """Compare figure by figure; a tie in all of them is not better."""
+        for name in ("span", "step_time", "peak"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if abs(mine - theirs) > _ROUNDING * max(mine, theirs):
+                return bool(mine < theirs)
+        return False
+
+
 def plan_auto(
     *,
     n_stages: int,
@@ -43,15 +94,15 @@ def plan_auto(
     effort: str = "default",
     chunks_per_stage: int | None = None,
 ) -> Schedule:
-    """Plan every placement; keep the first plan with the smallest largest span.
+    """Plan every placement; keep the best plan, of equal ones the first.
 
     A placement is skipped if it cannot be had (its costs, its links or its limit), or
-    if its lower bound is not below the best span so far.
+    if its lower bound is above the best span so far.
 
     Args:
         n_stages: stages, at least 1.
         n_microbatches: micro-batches in a step, at least 1.
-        costs: lists say by their length how many chunks a stage are meant.
+        costs: lists of more than p entries say how many chunks a stage are meant.
         memory: likewise; without a limit each placement has its own, see above.
         effort: see `zbpp.schedules.planner.budget`; it is spent on each placement.
         chunks_per_stage: try placements of this number only.
@@ -61,15 +112,14 @@ def plan_auto(
         RequestError: no placement can be planned; the error is that of the first.
     """
     check_sizes(n_stages, n_microbatches, chunks_per_stage or 1)
-    chunks = chunks_per_stage or listed_chunks(costs, memory, n_stages)
-    best: Schedule | None = None
-    shortest = float("inf")
+    chunks = chunks_per_stage or _chunks(costs, memory, n_stages)
+    best: _Candidate | None = None
     errors: list[RequestError] = []
     for placement, default_limit in _placements(n_stages, chunks):
         try:
             limited = capped(memory, placement, default_limit=default_limit)
             bound = lower_bound(placement, n_microbatches, costs, limited)
-            if bound >= shortest * (1 - _ROUNDING):
+            if best is not None and bound > best.span * (1 + _ROUNDING):
                 continue
             plan = _plan(
                 placement, n_microbatches, costs, memory, effort, default_limit
@@ -77,14 +127,19 @@ def plan_auto(
         except RequestError as error:
             errors.append(error)
             continue
-        times = costs.on(placement)
-        span = longest_span(replay(plan.orders, times, n_microbatches=n_microbatches))
-        if best is None or span < shortest * (1 - _ROUNDING):
-            best, shortest = plan, span
+        found = _Candidate(plan, costs, memory)
+        if best is None or found.is_better_than(best):
+            best = found
     if best is None:
         limits = [error for error in errors if isinstance(error, LimitError)]
         raise min(limits, key=lambda error: error.smallest) if limits else errors[0]
-    return best
+    return best.plan
+
+
+def _chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | None:
+    """Chunks a stage that the lists ask for; None: any number fits them."""
+    listed = listed_chunks(costs, memory, n_stages)
+    return None if listed == 1 else listed
 
 
 def _placements(n_stages: int, chunks: int | None) -> Iterator[tuple[Placement, float]]:

@@ -1,4 +1,4 @@
-"""What planners are asked for: sizes, times, memory, effort, and chunks a stage."""
+"""Requests to planners: sizes, times, memory, effort, and chunks a stage."""
 
 from typing import Protocol, Required, TypedDict, Unpack
 
@@ -27,7 +27,7 @@ class Request(TypedDict, total=False):
     n_microbatches: Required[int]
     """Micro-batches in a step, at least 1."""
     costs: Costs
-    """Times: one entry per chunk, or numbers for whole stages."""
+    """Times: one entry per chunk or stage, or numbers for all stages."""
     memory: MemoryModel
     """Likewise; every limit must hold one micro-batch."""
     effort: str
@@ -60,17 +60,36 @@ def models(request: Request) -> tuple[Costs, MemoryModel]:
     return request.get("costs", _UNIT), request.get("memory", _NO_LIMIT)
 
 
+_MOST_JOBS = 2**24  # with effort fast, minutes and some GB of memory
+_MOST_CHUNKS = 2**13  # the time of lower bounds grows with their square
+
+
 def check_sizes(n_stages: int, n_microbatches: int, chunks_per_stage: int = 1) -> None:
-    """Refuse sizes below 1.
+    """Refuse sizes below 1, and those that would be planned for hours.
 
     Raises:
-        RequestError: there is no stage, no micro-batch or no chunk.
+        RequestError: there is none of one of them, or too many; it says how many jobs
+            or chunks are asked for, and how many are planned at most.
     """
     if min(n_stages, n_microbatches, chunks_per_stage) < 1:
         raise RequestError(
             f"{n_stages} stages with {chunks_per_stage} chunks each and "
             f"{n_microbatches} micro-batches are asked for; there must be at least 1 "
             "of each"
+        )
+    n_chunks = n_stages * chunks_per_stage
+    n_jobs = 3 * n_chunks * n_microbatches
+    if n_jobs > _MOST_JOBS:
+        raise RequestError(
+            f"{n_stages} stages with {chunks_per_stage} chunks each and "
+            f"{n_microbatches} micro-batches are {n_jobs:,} jobs (F, B and W of each "
+            f"chunk and micro-batch); at most {_MOST_JOBS:,} are planned: take fewer "
+            "stages or micro-batches"
+        )
+    if n_chunks > _MOST_CHUNKS:
+        raise RequestError(
+            f"{n_stages} stages with {chunks_per_stage} chunks each are {n_chunks:,} "
+            f"chunks; at most {_MOST_CHUNKS:,} are planned: take fewer stages or chunks"
         )
 
 
@@ -80,13 +99,14 @@ def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | Non
     >>> listed_chunks(Costs(f=(1.0, 2.0, 2.0, 1.0)), MemoryModel(), n_stages=2)
     2
 
-    None if all are numbers (a list of links says nothing), or if the first list has
+    None if all are numbers (a list of links says nothing), or if the longest list has
     no whole number of entries a stage: then the planner names the length that it needs.
     """
     values = (costs.f, costs.b, costs.w, costs.optimizer, memory.m_b, memory.m_w)
     lengths = [len(value) for value in values if isinstance(value, tuple)]
     if isinstance(costs.comm, tuple) and len(costs.comm) > n_stages:
         lengths.append(len(costs.comm) + 1)  # one entry per edge
-    if not lengths or n_stages < 1 or lengths[0] % n_stages:
+    longest = max(lengths, default=0)
+    if n_stages < 1 or longest % n_stages:
         return None
-    return lengths[0] // n_stages or None
+    return longest // n_stages or None

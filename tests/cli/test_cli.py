@@ -22,7 +22,41 @@ def test_plan_writes_the_schedule_and_torchs_csv(tmp_path, capsys):
     assert capsys.readouterr().out == (
         f"{out}: ZBH1, 2 stages, 3 micro-batches, bubble rate 10.00%, peak memory 2, "
         "gap to the lower bound 0.00%\n"
+        "torchtitan: --parallelism.pipeline_parallel_schedule 1F1B "
+        f"--parallelism.pipeline_parallel_schedule_csv {csv} "
+        "--parallelism.pipeline_parallel_degree 2 "
+        "--parallelism.pipeline_parallel_microbatch_size 1 "
+        "--training.local_batch_size 3\n"
     )
+
+
+V_MODES = ("ZBV", "ZBVPP", "VHalf", "VMin", "auto")  # auto: no more than p M_B
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plan_names_the_schedule_of_torchtitan_that_goes_with_the_csv(
+    tmp_path, capsys, mode
+):
+    files = ["--out", str(tmp_path / "p.json"), "--csv", str(tmp_path / "t.csv")]
+    assert main(["plan", *files, "--pipeline_schedule_mode", mode, *SIZES]) == 0
+    name = "Interleaved1F1B" if mode == "VPP" else "1F1B"
+    name = "ZBVZeroBubble" if mode in V_MODES else name
+    _, line = capsys.readouterr().out.splitlines()
+    assert f"pipeline_parallel_schedule {name} " in line
+
+
+def test_plan_says_what_torchtitan_cannot_place_or_does_not_guess(tmp_path, capsys):
+    files = ["--out", str(tmp_path / "p.json"), "--csv", str(tmp_path / "t.csv")]
+    three = [*SIZES, *files, "--chunks_per_stage", "3", "--pipeline_schedule_mode"]
+    assert main(["plan", *three, "ZBVPP"]) == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        "torchtitan: no schedule name places the chunks as 0 1 1 0 0"
+    )
+    assert main(["plan", *three, "VPP"]) == 0
+    _, flags, more = capsys.readouterr().out.splitlines()
+    assert "pipeline_parallel_schedule Interleaved1F1B " in flags
+    assert more.endswith("so that there are 3 chunks a rank, 6 in all")
 
 
 @pytest.mark.parametrize("c", ["-", "_"])
@@ -177,7 +211,7 @@ def test_the_solver_proves_a_small_plan_optimal(tmp_path, capsys):
     out = tmp_path / "plan.json"
     size = ["--stages", "2", "--microbatches", "4", "--out", str(out)]
     flags = ["--pipeline_schedule_mode", "ZBH1", "--solver", "cpsat", *size]
-    assert main(["plan", *flags, "--solver_seconds", "20"]) == 0
+    assert main(["plan", *flags, "--solver_seconds", "100"]) == 0
     assert "proved optimal (span 13)" in capsys.readouterr().out
     flags = ["--pipeline_schedule_mode", "1F1B", "--solver", "cpsat", *size]
     assert main(["plan", *flags, "--solver_seconds", "0.000001"]) == 0

@@ -66,6 +66,52 @@ def test_a_wrong_request_gives_one_line_and_exit_code_2(capsys, arguments, messa
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBH1", "ZBV", "ZBVPP", "auto"])
+def test_sizes_that_would_take_hours_are_refused_with_the_number_of_jobs(capsys, mode):
+    each = 2 if mode in ("VPP", "ZBV", "ZBVPP") else 1
+    many = ["--stages", "1000000", "--microbatches", "1000000"]
+    assert main(["show", mode, *many]) == 2
+    error = capsys.readouterr().err
+    assert f"are {3 * each},000,000,000,000 jobs (F, B and W of each" in error
+    assert "at most 16,777,216 are planned" in error and error.count("\n") == 1
+    assert main(["show", mode, "--stages", "1000000", "--microbatches", "1"]) == 2
+    assert f"are {each},000,000 chunks; at most 8,192 are" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV", "auto"])
+@pytest.mark.parametrize(
+    "key", ["f", "b", "w", "comm", "optimizer", "loss", "reduction", "m_b"]
+)
+@pytest.mark.parametrize("value", [1e308, 1e101])
+def test_numbers_whose_sums_overflow_are_refused(tmp_path, capsys, mode, key, value):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({key: value}))
+    assert main(["show", mode, *SIZES, "--costs", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"zbpp: {path}: {key} is {value!r}; take another unit: it must be at most "
+        "1e+100\n"
+    )
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "ZBV"])
+@pytest.mark.parametrize(
+    "costs",
+    [{"f": 1e100, "b": 1e100}, {"optimizer": 1e16}, {"w": 1e-100}, {"m_b": 1e100}],
+)
+def test_numbers_far_apart_are_shown_without_a_picture_of_them(
+    tmp_path, capsys, mode, costs
+):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(costs))
+    assert main(["show", mode, *SIZES, "--costs", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "nan" not in shown and "bubble rate" in shown
+    assert ("(no picture: the longest job takes 1e+16" in shown) == (
+        "optimizer" in costs
+    )
+
+
 def test_a_wrong_schedule_file_shows_the_place(tmp_path, capsys):
     path = tmp_path / "plan.json"
     main(["plan", *ZBH1, "--out", str(path)])
@@ -114,7 +160,7 @@ def test_a_fault_of_ours_is_exit_code_1_with_its_traceback():
         f"sys.exit(zbpp.cli.commands.main(['show', *{ZBH1}]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
@@ -128,7 +174,7 @@ def test_a_reader_that_leaves_early_is_no_error():
         ["bash", "-o", "pipefail", "-c", command],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "ZBV: 40 stages, 90 micro-batches\n"
@@ -150,7 +196,7 @@ def test_planning_loads_neither_torch_nor_matplotlib(tmp_path, command):
         "assert not loaded, loaded\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -168,7 +214,7 @@ def test_training_without_torch_says_how_to_get_it(hidden):
         "sys.exit(main(['train']))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     if hidden == "torch":
         assert done.returncode == 2

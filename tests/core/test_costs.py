@@ -86,6 +86,18 @@ def test_memories_are_finite_and_not_negative(name):
         MemoryModel(**{field: -1.0})
 
 
+def test_a_list_of_one_entry_a_stage_is_dealt_evenly_to_the_chunks_of_the_stage():
+    """Stage 0 holds chunks 0 and 3, stage 1 holds 1 and 2."""
+    times = Costs(f=(1.0, 3.0), w=(1.0, 2.0, 3.0, 4.0), optimizer=(5.0, 7.0)).on(V)
+    assert times.f == (0.5, 1.5, 1.5, 0.5)
+    assert times.w == (1.0, 2.0, 3.0, 4.0)
+    assert times.optimizer == (5.0, 7.0)
+    held = MemoryModel(m_b=(2.0, 4.0), m_w=1.0, limit=(3.0, 5.0)).on(V)
+    assert (held.m_b, held.m_w) == ((1.0, 2.0, 2.0, 1.0), (0.5,) * 4)
+    swapped = Placement((1, 0))  # as many stages as chunks: entries are chunks
+    assert Costs(f=(1.0, 3.0)).on(swapped).f == (1.0, 3.0)
+
+
 def test_a_list_of_another_length_is_refused_with_both_numbers():
     with pytest.raises(RequestError, match="b has 3 entries for 4 chunks"):
         Costs(b=(1.0, 1.0, 1.0)).on(V)

@@ -7,9 +7,10 @@ import time
 
 import pytest
 import torch
+from fake_clock import FakeClock
 
 from zbpp.core import Costs, Pass, PassKind, Placement, Value, What
-from zbpp.emulation.layers import DelayedTransport
+from zbpp.emulation.layers import DelayedTransport, sleep_until
 from zbpp.runtime.comm.transport import LocalHub
 
 F, B = PassKind.F, PassKind.B
@@ -20,18 +21,19 @@ def transports(comm):
     return [DelayedTransport(one, times) for one in LocalHub(3).transports()]
 
 
-def travel_ms(comm, value: Value, source: int, target: int) -> tuple[float, float]:
+def travel_ms(
+    clock: FakeClock, comm, value: Value, source: int, target: int
+) -> tuple[float, float]:
     """How long a send takes, and from its start to the end of the receive."""
     ends = transports(comm)
-    start = time.perf_counter()
+    start = clock.now
     ends[source].send(value, (torch.zeros(1, 1, requires_grad=True),), target)
-    sent = time.perf_counter()
+    sent = clock.now
     kind, step = (F, 1) if value.what is What.ACTIVATION else (B, -1)
     job = Pass(kind, value.chunk + step, value.microbatch)
     (tensor,) = ends[target].receive(value, job)
-    arrived = time.perf_counter()
     assert tensor.shape == (1, 1) and tensor.requires_grad
-    return (sent - start) * 1e3, (arrived - start) * 1e3
+    return (sent - start) * 1e3, (clock.now - start) * 1e3
 
 
 @pytest.mark.parametrize(
@@ -45,18 +47,27 @@ def travel_ms(comm, value: Value, source: int, target: int) -> tuple[float, floa
     ],
 )
 def test_a_value_arrives_when_the_delay_of_its_link_is_over(
-    value, source, target, delay
+    clock, value, source, target, delay
 ):
-    sent, arrived = travel_ms((40.0, 90.0), value, source, target)
-    assert sent < delay <= arrived < delay + 500
+    sent, arrived = travel_ms(clock, (40.0, 90.0), value, source, target)
+    assert sent < 0.01
+    assert delay <= arrived < delay + 0.01
 
 
-def test_without_a_delay_a_value_arrives_at_once():
-    _, arrived = travel_ms(0.0, Value(What.ACTIVATION, 0, 0), 0, 1)
-    assert arrived < 40
+def test_without_a_delay_a_value_arrives_at_once(clock):
+    _, arrived = travel_ms(clock, 0.0, Value(What.ACTIVATION, 0, 0), 0, 1)
+    assert arrived < 0.01
+
+
+def test_nothing_that_waits_is_early():
+    for wait_s in (0.0, 1e-4, 2e-3):
+        deadline = time.perf_counter() + wait_s
+        sleep_until(deadline)
+        assert time.perf_counter() >= deadline
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.dist
 def test_a_run_takes_the_time_of_its_links_and_its_loss(tmp_path):
     """Between processes; the control is the simulated step without delays."""
@@ -68,7 +79,7 @@ def test_a_run_takes_the_time_of_its_links_and_its_loss(tmp_path):
         *("--pipeline_schedule_mode", "ZBH1", "--stages", "2"),
         *("--microbatches", "3", "--steps", "3", "--metrics", metrics),
     ]
-    subprocess.run([str(word) for word in command], check=True, timeout=100)
+    subprocess.run([str(word) for word in command], check=True, timeout=200)
     outcome = json.loads(metrics.read_text())
     simulated = outcome["simulated_step_ms"]
     assert simulated - 1 <= outcome["step_ms"] < simulated * 1.5

@@ -54,7 +54,7 @@ SEEDS = {"zbpp.schedules.planner.multi.seeds", "zbpp.schedules.planner.multi.rul
 ONLY_IN = {
     "torch": {
         *("zbpp.runtime", "zbpp.emulation", "zbpp.training"),
-        *("zbpp.pipeline", "zbpp.cli.doctor"),
+        *("zbpp.pipeline", "zbpp.pipeline_reports", "zbpp.cli.doctor"),
     },
     "ortools": {"zbpp.schedules.planner.solver"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.boxes"},
@@ -225,4 +225,4 @@ def test_planning_and_simulating_load_neither_torch_nor_matplotlib():
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)

@@ -21,7 +21,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        words, cwd=cwd, env=clean, capture_output=True, text=True, timeout=100
+        words, cwd=cwd, env=clean, capture_output=True, text=True, timeout=200
     )
 
 

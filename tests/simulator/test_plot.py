@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -196,12 +195,12 @@ def test_an_svg_is_xml_with_searchable_text_and_the_same_bytes_each_time(tmp_pat
     assert "4 stages, 8 micro-batches" in text
 
 
-def test_ten_thousand_jobs_take_seconds(tmp_path):
+def test_ten_thousand_jobs_are_drawn_as_few_things(tmp_path):
+    """A box of its own for each would take minutes."""
     timeline = timeline_of("ZBV", p=16, m=104)
     assert sum(map(len, timeline.rows)) > 9_900
-    start = time.perf_counter()
-    plot(timeline, tmp_path / "big.png", memory=MemoryModel())
-    assert time.perf_counter() - start < 20  # 1 s on an idle machine
+    figure = plot(timeline, tmp_path / "big.png", memory=MemoryModel())
+    assert len(figure.findobj()) < 1_000
 
 
 def test_wrong_files_are_refused(tmp_path):
@@ -222,7 +221,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, hidden):
         f"plot(timeline, {str(tmp_path / 'x.png')!r})\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     missing = "pip install 'zbpp[viz]'" in done.stderr
     assert missing == (hidden == "matplotlib")

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpp.core import Costs, RequestError
+from zbpp.core import Costs, RequestError, step_behind_barrier
 from zbpp.modes import MODES, plan
 from zbpp.schedules import (
     plan_one_f_one_b,
@@ -266,3 +266,25 @@ def test_without_a_v_nothing_fails():
     schedule = plan("ZBH1", n_stages=2, n_microbatches=2)
     with pytest.raises(RequestError, match="ZBH1 has no V that could fail"):
         rollback_time(schedule)
+
+
+@pytest.mark.parametrize("mode", MADE)
+def test_one_iteration_tells_the_time_of_a_step_behind_a_barrier(mode):
+    """`step_behind_barrier` is what iterating until all repeats gives."""
+    costs = Costs(
+        *((1.0, 2.0, 1.5), (1.5, 1.0, 2.5), (0.5, 1.0, 1.0)),
+        comm=0.25,
+        optimizer=(3.0, 0.5, 2.0),
+        reduction=0.75,
+    )
+    schedule = plan(
+        mode,
+        n_stages=3,
+        n_microbatches=6,
+        costs=costs,
+        chunks_per_stage=2 if mode == "VPP" else None,
+    )
+    found = step_behind_barrier(
+        schedule.orders, costs.on(schedule.placement), n_microbatches=6
+    )
+    assert found == pytest.approx(steady_step_time(schedule, costs))

@@ -6,6 +6,8 @@ import sys
 
 from zbpp.cli.commands import main
 
+PATIENCE_S = 200
+"""For a process that ends within seconds on an idle machine."""
 SIZES = ["--stages", "2", "--microbatches", "3"]
 ZBH1 = ["--pipeline_schedule_mode", "ZBH1", *SIZES]
 COSTS = '{"f": 3, "b": 2, "w": 1, "comm": 0.5, "m_b": 4, "m_w": 1, "optimizer": 7}'
@@ -14,7 +16,7 @@ COSTS = '{"f": 3, "b": 2, "w": 1, "comm": 0.5, "m_b": 4, "m_w": 1, "optimizer": 
 def run(*arguments):
     """Run a real process, as a shell would."""
     command = [sys.executable, "-m", "zbpp", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def shown(capsys, *arguments):

@@ -6,7 +6,6 @@ must leave the same bits, whenever somebody looks.
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from moments import idle_moments, uncertain_sums
 from outcomes import Outcome, difference, look
+from stock_optimizers import OPTIMIZERS
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
@@ -28,10 +28,16 @@ ALWAYS = Patience(failures=11)
 
 
 class Layer(nn.Module):
-    """Has a gain, a matmul, dropout, and buffers that every forward changes."""
+    """Has a gain, a matmul, dropout, and buffers that every forward changes.
 
-    def __init__(self, dropout: float) -> None:
+    ``noise`` draws from Python's generator; ``in_place`` changes the input.
+    """
+
+    def __init__(
+        self, dropout: float, *, noise: bool = False, in_place: bool = False
+    ) -> None:
         super().__init__()
+        self.noise, self.in_place = noise, in_place
         self.norm = nn.LayerNorm(WIDTH)
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
@@ -39,56 +45,32 @@ class Layer(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            x.sub_(0.1)
         y = self.dropout(self.linear(self.norm(x)))
+        if self.noise:
+            y = y * (1 + 0.2 * random.random())
         self.mean.lerp_(y.detach().float().mean(0), 0.1)
         self.seen = self.seen + 1  # replaced, not changed in place
         return x + torch.tanh(y) * 0.5 + self.mean.to(x.dtype) * 0.01
 
 
-def build(layers: range, *, dropout: float, dtype: torch.dtype) -> list[nn.Module]:
+def build(
+    layers: range,
+    *,
+    dropout: float,
+    dtype: torch.dtype,
+    noise: bool = False,
+    in_place: bool = False,
+) -> list[nn.Module]:
     built = []
     for index in layers:
         torch.manual_seed(index)
-        layer = Layer(dropout)
+        layer = Layer(dropout, noise=noise, in_place=in_place and index == 0)
         layer.norm.to(dtype)
         layer.linear.to(dtype)
         built.append(layer)
     return built
-
-
-class Counting(torch.optim.SGD):
-    """Unknown to zbpp: counts its steps in a group and uses the count."""
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["sum"] = state.get("sum", 0.0) + p.grad
-                    p.sub_(state["sum"], alpha=group["lr"] / group["count"])
-
-
-def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Weights decay, the rest does not."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    return [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(_groups(p), lr=1e-2),
-    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
-    "sgd": lambda p: torch.optim.SGD(_groups(p), lr=1e-2, momentum=0.9, nesterov=True),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "counting": lambda p: Counting(p, lr=1e-2),
-    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
-}
 
 
 def _schedule(kind: str, optimizer: torch.optim.Optimizer) -> Any:
@@ -128,6 +110,10 @@ class History:
     patience: Patience
     events: tuple[Event | None, ...]
     looks: tuple[str, ...]
+    noise: bool = False
+    in_place: bool = False
+    freezes: bool = False
+    """One parameter is frozen until step 2, another one from step 1 on."""
 
 
 def draw(seed: int, **fixed: Any) -> History:
@@ -157,7 +143,8 @@ def draw(seed: int, **fixed: Any) -> History:
         _event(rng, n_microbatches) if rng.random() < bad else None
         for _ in range(n_steps)
     )
-    return History(**(values | {"events": events} | fixed))
+    more = {name: rng.random() < 0.3 for name in ("noise", "in_place", "freezes")}
+    return History(**(values | {"events": events} | more | fixed))
 
 
 def _event(rng: random.Random, n_microbatches: int) -> Event:
@@ -179,7 +166,8 @@ class Injector:
         self.event: Event | None = None
         self._calls: dict[str, int] = {}
         for name, parameter in pipeline.named_parameters():
-            parameter.register_hook(partial(self._hook, name))
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._hook, name))
 
     def begin(self, event: Event | None) -> None:
         self.event = event
@@ -195,7 +183,14 @@ class Injector:
 
 
 def make(history: History, n_stages: int | None, **more: Any) -> Pipeline:
-    model = partial(build, dropout=history.dropout, dtype=history.dtype)
+    layers = build(
+        range(N_LAYERS),
+        dropout=history.dropout,
+        dtype=history.dtype,
+        noise=history.noise,
+        in_place=history.in_place,
+    )
+    layers[3].linear.weight.requires_grad_(not history.freezes)
     scaler = LossScaler(2.0**8, growth_interval=2) if history.loss_scale else None
     settings: dict[str, Any] = {
         "loss_scale": scaler,
@@ -206,8 +201,7 @@ def make(history: History, n_stages: int | None, **more: Any) -> Pipeline:
         "seed": history.seed,
     }
     return Pipeline(
-        model,
-        n_layers=N_LAYERS,
+        layers,
         loss_fn=lambda y, t: ((y.float() - t) ** 2).sum(),
         optimizer=OPTIMIZERS[history.optimizer],
         schedule=history.mode,
@@ -217,10 +211,14 @@ def make(history: History, n_stages: int | None, **more: Any) -> Pipeline:
     )
 
 
-def batch(history: History, step: int) -> tuple[Tensor, Tensor]:
+def batch(history: History, step: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(1000 * history.seed + step)
     x = torch.randn(2 * history.n_microbatches, WIDTH, generator=generator)
-    return x.to(history.dtype), x.roll(1, 1)
+    inputs, targets = x.to(history.dtype), x.roll(1, 1)
+    if not history.in_place:
+        return inputs, targets
+    m = history.n_microbatches  # views of one tensor would share a version counter
+    return [part.clone() for part in inputs.tensor_split(m)], targets
 
 
 def run(history: History, n_stages: int | None, **more: Any) -> Outcome:
@@ -234,10 +232,15 @@ def run(history: History, n_stages: int | None, **more: Any) -> Outcome:
     ]
     results, states = [], []
     torch.manual_seed(history.seed)
+    random.seed(history.seed)
+    parameters = dict(pipeline.named_parameters())
     for step, (event, action) in enumerate(
         zip(history.events, history.looks, strict=True)
     ):
         injector.begin(event)
+        if history.freezes and "layers.3.norm.weight" in parameters:
+            parameters["layers.3.linear.weight"].requires_grad_(step >= 2)
+            parameters["layers.3.norm.weight"].requires_grad_(step < 1)
         results.append(pipeline.step(*batch(history, step)))
         if action == "read":
             assert math.isfinite(results[-1].loss)
@@ -255,6 +258,7 @@ def run(history: History, n_stages: int | None, **more: Any) -> Outcome:
         states,
         [result.rollbacks for result in results],
         torch.get_rng_state(),
+        random.getstate(),
     )
     pipeline.close()
     return outcome

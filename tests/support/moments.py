@@ -1,4 +1,4 @@
-"""What happens at moments of its own between processes, in one process by lot."""
+"""Moments that come by chance between processes, drawn by lot in one process."""
 
 import contextlib
 import random
@@ -30,7 +30,7 @@ def uncertain_sums(seed: int, *, share: float = 0.1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def idle_moments(seed: int) -> Iterator[list[bool]]:
-    """Before some messages there is time for some slices of a right step's rest.
+    """Before some messages there is time for some slices of a valid step's rest.
 
     Yields a list to which each slice adds whether it could do anything.
     """

@@ -1,4 +1,4 @@
-"""What a run leaves, and whether it is the same to the last bit."""
+"""The state that a run leaves, compared to the last bit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +37,13 @@ def look(pipeline: Pipeline, schedulers: list[Any]) -> State:
 
 @dataclass
 class Outcome:
-    """What was seen: results by step, states at the looks and at the end."""
+    """The results by step, and the states at the looks and at the end."""
 
     results: list[tuple[float, float, bool]]
     states: list[State]
     rollbacks: list[int]
     random: Tensor
+    pythons_random: Any
 
 
 def difference(left: Outcome, right: Outcome) -> str | None:
@@ -52,6 +53,8 @@ def difference(left: Outcome, right: Outcome) -> str | None:
     ):
         if repr(ours) != repr(theirs):
             return f"step {step}: {ours} is not {theirs}"
+    if left.pythons_random != right.pythons_random:
+        return "the states of Python's generator differ"
     if not torch.equal(left.random, right.random):
         return "the random states differ"
     for index, (ours, theirs) in enumerate(zip(left.states, right.states, strict=True)):

@@ -7,8 +7,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+TESTS = Path(__file__).parents[1]
+PATIENCE_S = 200.0
+"""For what takes seconds on an idle machine; the tests' own time-out is longer."""
+AFTER_ERROR_S = 5.0
 
 _modules: dict[str, Any] = {}
 
@@ -23,39 +29,54 @@ class Pool:
         self._workers: list[tuple[Any, Any]] = []
 
     def run(
-        self, function: Callable[..., Any], n: int, *args: Any, timeout_s: float = 60
+        self,
+        function: Callable[..., Any],
+        n: int,
+        *args: Any,
+        timeout_s: float = PATIENCE_S,
     ) -> list[Any]:
         """Call ``function(*args)`` on ranks 0 to n-1; return what each returns.
 
         A rank that raises or hangs fails the test, and the pool starts afresh.
         """
-        while len(self._workers) < n:
-            here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
-            self._workers.append((process, here))
+        self._start(n)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(n):
                 source = (function.__code__.co_filename, function.__qualname__)
                 store = str(Path(folder) / "store")
                 self._workers[rank][1].send((*source, args, rank, n, store))
-            results, errors = [], []
-            for rank in range(n):
-                pipe = self._workers[rank][1]
-                if not pipe.poll(timeout_s if not errors else 5):
-                    errors.append(f"rank {rank} did not answer")
-                    continue
-                try:
-                    result, error = pipe.recv()
-                except EOFError:
-                    result, error = None, "died"
-                results.append(result)
-                if error:
-                    errors.append(f"rank {rank}: {error}")
+            answers, errors = self._answers(n, timeout_s)
         if errors:
             self.close()
             raise AssertionError("\n".join(errors))
-        return results
+        return [answers[rank] for rank in range(n)]
+
+    def _answers(self, n: int, timeout_s: float) -> tuple[dict[int, Any], list[str]]:
+        """By rank; after the first error the others have a few seconds left."""
+        answers: dict[int, Any] = {}
+        errors: list[str] = []
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:n])}
+        while waiting:
+            ready = wait([*waiting], timeout_s if not errors else AFTER_ERROR_S)
+            if not ready:
+                errors += [f"rank {rank} did not answer" for rank in waiting.values()]
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank], error = pipe.recv()
+                except EOFError:
+                    error = "died"
+                if error:
+                    errors.append(f"rank {rank}: {error}")
+        return answers, errors
+
+    def _start(self, n: int) -> None:
+        while len(self._workers) < n:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            self._workers.append((process, here))
 
     def close(self) -> None:
         """End all workers."""
@@ -67,7 +88,7 @@ class Pool:
 
 
 def _serve(pipe: Any) -> None:
-    """What a worker does until it is killed."""
+    """Run what comes through the pipe, until the process is killed."""
     import torch
     import torch.distributed as dist
 
@@ -81,7 +102,7 @@ def _serve(pipe: Any) -> None:
         result, error = None, None
         try:
             store = dist.FileStore(store_file, n)
-            initialise(torch.device("cpu"), timeout_s=30, store=store)
+            initialise(torch.device("cpu"), timeout_s=PATIENCE_S, store=store)
             dist.barrier()  # a rank that is done at once must not leave the others
             result = getattr(_load(file), name)(*args)
             dist.destroy_process_group()
@@ -91,9 +112,13 @@ def _serve(pipe: Any) -> None:
 
 
 def _load(file: str) -> Any:
-    """Import a test file by its path; test folders are no packages."""
+    """Import a test file by its path; test folders are no packages.
+
+    Its name holds its folders: files of two folders may be called the same.
+    """
     if file not in _modules:
-        name = "pool_" + Path(file).stem
+        inside = Path(file).resolve().relative_to(TESTS).with_suffix("")
+        name = "_".join(("pool", *inside.parts))
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)

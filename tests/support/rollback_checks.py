@@ -1,4 +1,4 @@
-"""Optimizers of torch, and what a rollback of their steps must leave."""
+"""Optimizers of torch, and the bits that a rollback of their steps must leave."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -70,13 +70,13 @@ def finish(slices: Iterator[None]) -> None:
 
 
 def check(optimizer: Make, kind: type[Any], **more: Any) -> None:
-    """Six steps: right and wrong early steps against plain ones."""
-    plain, early = make(optimizer, **more), make(optimizer, **more)
-    rollback: Rollback = kind(early)
+    """Six steps: valid and invalid speculative steps against plain ones."""
+    plain, ours = make(optimizer, **more), make(optimizer, **more)
+    rollback: Rollback = kind(ours)
     for step in range(6):
-        for each in (plain, early):
+        for each in (plain, ours):
             give_gradients(each, step)
-        before = held(early)
+        before = held(ours)
         rollback.speculate()
         if step % 2:
             plain.step()
@@ -84,14 +84,14 @@ def check(optimizer: Make, kind: type[Any], **more: Any) -> None:
         else:
             rollback.undo()
             rollback.undo()  # interrupted, and asked for once more
-            assert held(early) == before
+            assert held(ours) == before
             if step == 2:  # clipped; the other even steps are skipped
-                for each in (plain, early):
+                for each in (plain, ours):
                     for p in each.param_groups[0]["params"]:
                         if p.grad is not None:
                             p.grad.mul_(0.3)
                     each.step()
-        assert held(early) == held(plain), f"step {step}"
+        assert held(ours) == held(plain), f"step {step}"
 
 
 def live_bytes() -> int:
@@ -110,7 +110,7 @@ def stepped_once(width: int) -> torch.optim.Optimizer:
 
 
 def growths(rollback: Rollback, before: int) -> Iterator[int]:
-    """Bytes that have come after each of three early steps, all of them right."""
+    """Bytes that have come after each of three speculative steps, all of them valid."""
     for _ in range(3):
         rollback.speculate()
         yield live_bytes() - before

@@ -214,7 +214,7 @@ def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", *command],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

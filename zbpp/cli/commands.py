@@ -25,6 +25,7 @@ from zbpp.cli.flags import (
 from zbpp.cli.report import print_comparison, print_report
 from zbpp.cli.split_report import print_split
 from zbpp.cli.summary import Steady, Summary, steady, summarize
+from zbpp.cli.torchtitan import torchtitan_lines
 from zbpp.cli.train import TrainCommand
 from zbpp.core import RequestError, WorkerError, schedule_text
 from zbpp.modes import MODES
@@ -43,7 +44,8 @@ class Plan(SizedFlags):
     out: Path
     """Schedule file to write (JSON)."""
     csv: Annotated[Path | None, shown_as("PATH")] = None
-    """Also write the CSV that torch.distributed.pipelining loads."""
+    """Also write the CSV that torch.distributed.pipelining loads; prints torchtitan's
+    flags for it."""
     solver: Literal["cpsat"] | None = None
     """Let OR-tools prove the plan optimal, better it, or bound it (small cases)."""
     solver_seconds: Annotated[float, shown_as("FLOAT")] = 60.0
@@ -68,6 +70,8 @@ class Plan(SizedFlags):
             f"peak memory {max(summary.peak_memory):.4g}, "
             f"gap to the lower bound {summary.gap:.2%}{proof}"
         )
+        if self.csv is not None:
+            print(*torchtitan_lines(schedule, self.csv), sep="\n")
 
 
 @dataclass(frozen=True, kw_only=True)

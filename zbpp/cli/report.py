@@ -2,17 +2,20 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from rich.console import Console
 from rich.table import Table
 
 from zbpp.cli.summary import Steady, Summary, steady, summarize
 from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, draw
+from zbpp.core.timeline import extent
 from zbpp.simulator import critical_path, idle, simulate, stage_span, work
 
 __all__ = ["print_comparison", "print_report"]
 
 _ROUNDING = 1e-9  # relative
+_MOST_CELLS = 1e6  # of a picture's line before it is cropped
 
 
 def print_report(
@@ -150,6 +153,14 @@ def _pictures(timelines: Sequence[Timeline], name: str) -> str:
         return "(no job takes time)"
     # One cell is the shortest job, unless that one is much shorter than most.
     unit = max(lasting[0], lasting[len(lasting) // 2] / 4)
+    if (
+        max(extent(chain(*timeline.rows)) for timeline in timelines)
+        > _MOST_CELLS * unit
+    ):
+        return (
+            f"(no picture: the longest job takes {lasting[-1]:.6g}, half of all at "
+            f"most {lasting[len(lasting) // 2]:.6g}; zbpp plot draws it)"
+        )
     return "\n".join(
         _picture(one, unit)
         if one.name == name

@@ -1,7 +1,7 @@
 """Values that every layer shares; standard library only."""
 
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
-from zbpp.core.clock import Clock, replay
+from zbpp.core.clock import Clock, replay, step_behind_barrier
 from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
 from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
 from zbpp.core.files import (
@@ -21,6 +21,9 @@ from zbpp.core.jobs import (
     Step,
     Value,
     What,
+    input_of,
+    output_of,
+    reader,
     reads,
     writes,
 )
@@ -71,10 +74,12 @@ __all__ = [
     "format_job",
     "grid",
     "held_during",
+    "input_of",
     "longest_span",
     "lower_bound",
     "lower_bound_on",
     "lower_bounds",
+    "output_of",
     "parse_costs",
     "parse_job",
     "parse_schedule",
@@ -82,10 +87,12 @@ __all__ = [
     "peaks",
     "read_costs",
     "read_schedule",
+    "reader",
     "reads",
     "replay",
     "replayed",
     "schedule_text",
+    "step_behind_barrier",
     "write_costs",
     "write_schedule",
     "writes",

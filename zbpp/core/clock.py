@@ -1,6 +1,7 @@
 """The rule "when can this job start", and all orders run by it.
 
-The simulator and the deadlock check run on it; planners inline it.
+The simulator and the deadlock check run on it. Planners inline it for speed: each copy
+says so, and is tested to give the same times.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from zbpp.core.costs import PassTimes
 from zbpp.core.jobs import Check, Job, Pass, PassKind, Step, Value, reads, writes
 from zbpp.core.timeline import Slot
 
-__all__ = ["Clock", "replay"]
+__all__ = ["Clock", "replay", "step_behind_barrier"]
 
 
 class Clock:
@@ -114,3 +115,17 @@ def replay(
                 row.append(slot)
                 moved = True
     return rows
+
+
+def step_behind_barrier(
+    orders: Sequence[Sequence[Job]], times: PassTimes, *, n_microbatches: int
+) -> float:
+    """Time of a step among many, optimizer included, if all stages step together.
+
+    A step is known to be valid when the last stage has ended and the norms are summed.
+    Then each stage steps, and starts the next iteration: one iteration tells the time
+    of all.
+    """
+    passes = [[job for job in order if isinstance(job, Pass)] for order in orders]
+    rows = replay(passes, times, n_microbatches=n_microbatches, free=times.optimizer)
+    return max(row[-1].end for row in rows) + times.reduction

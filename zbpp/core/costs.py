@@ -1,8 +1,17 @@
-"""How long each pass takes and how much memory it holds.
+"""Times of the passes, and the memory that they hold.
 
-A number stands for a whole stage and is split evenly over the chunks of the stage;
-a tuple has one entry per chunk (``limit``, ``splits``: per stage; ``comm``: per link,
-see `zbpp.core.links`). Times share one unit of the caller's choice, and so do memories.
+A number stands for a whole stage and is dealt evenly to the chunks of the stage. A
+tuple is read by its length, for p stages and C chunks:
+
+=======  ================================================================
+C        one entry per chunk
+p        one per stage, each dealt evenly to the chunks of its stage
+=======  ================================================================
+
+Where C is p, entries are chunks. ``limit`` and ``splits`` are per stage, ``comm`` is
+per link (see `zbpp.core.links`). Dealing suits stages that differ as machines do; where
+the layers differ, as a head on the last chunk, give one entry per chunk. Times share
+one unit of the caller's choice, and so do memories.
 """
 
 import math
@@ -17,7 +26,9 @@ from zbpp.core.placement import Placement
 __all__ = ["ChunkMemory", "Costs", "MemoryModel", "PassTimes", "PerChunk"]
 
 PerChunk = float | tuple[float, ...]
-"""A whole stage's value, or one value per chunk."""
+"""A whole stage's value, or one value per stage or per chunk."""
+
+_MOST, _MOST_LIMIT = 1e100, 1e150  # products and sums of these are finite
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,8 @@ class Costs:
     ``validation`` is the time that a V takes when the sum is there.
 
     Raises:
-        RequestError: a time is negative or not finite, or splits holds no booleans.
+        RequestError: a time is negative, not finite or above 1e100, or splits
+            holds no booleans.
     """
 
     f: PerChunk = 1.0
@@ -46,9 +58,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("f", "b", "w", "comm", "optimizer", "loss", "validation"):
-            _check_numbers(name, getattr(self, name), at_least=0.0)
+            _check_numbers(name, getattr(self, name))
         if self.reduction is not None:
-            _check_numbers("reduction", self.reduction, at_least=0.0)
+            _check_numbers("reduction", self.reduction)
         for stage, split in enumerate(self.splits or ()):
             if not isinstance(split, bool):
                 raise RequestError(
@@ -59,8 +71,7 @@ class Costs:
         """Give every chunk its share.
 
         Raises:
-            RequestError: a list has not one entry per chunk (``splits``: per stage,
-                ``comm``: as `zbpp.core.links` says).
+            RequestError: a list has another length than the module's text says.
         """
         f, b, w, optimizer = (
             _per_chunk(name, getattr(self, name), placement)
@@ -152,7 +163,7 @@ class MemoryModel:
     """Memory that F takes (``m_b``), and that W gives back (``m_w``; B: the rest).
 
     Raises:
-        RequestError: ``m_w`` exceeds ``m_b``, or a number is negative or not finite.
+        RequestError: a number is negative, not finite or above 1e100.
     """
 
     m_b: PerChunk = 1.0
@@ -160,10 +171,10 @@ class MemoryModel:
     limit: PerChunk | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers("m_b", self.m_b, at_least=0.0)
-        _check_numbers("m_w", self.m_w, at_least=0.0)
+        _check_numbers("m_b", self.m_b)
+        _check_numbers("m_w", self.m_w)
         if self.limit is not None:
-            _check_numbers("memory_limit", self.limit, at_least=0.0)
+            _check_numbers("memory_limit", self.limit, most=_MOST_LIMIT)
 
     def on(
         self, placement: Placement, splits: tuple[bool, ...] | None = None
@@ -227,21 +238,28 @@ class ChunkMemory:
                 assert_never(kind)
 
 
-def _check_numbers(name: str, value: PerChunk, *, at_least: float) -> None:
+def _check_numbers(name: str, value: PerChunk, *, most: float = _MOST) -> None:
     for number in value if isinstance(value, tuple) else (value,):
-        if not math.isfinite(number) or number < at_least:
+        if not math.isfinite(number) or number < 0:
             raise RequestError(
-                f"{name} is {number!r}; it must be finite and at least {at_least:g}"
+                f"{name} is {number!r}; it must be finite and at least 0"
+            )
+        if number > most:
+            raise RequestError(
+                f"{name} is {number!r}; take another unit: it must be at most {most:g}"
             )
 
 
 def _per_chunk(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:
-    if isinstance(value, tuple):
-        if len(value) != placement.n_chunks:
-            raise RequestError(
-                f"{name} has {len(value)} entries for {placement.n_chunks} chunks"
-            )
+    shares = [len(placement.chunks_of[stage]) for stage in placement.stage_of]
+    if not isinstance(value, tuple):
+        return tuple(value / share for share in shares)
+    if len(value) == placement.n_chunks:
         return value
-    return tuple(
-        value / len(placement.chunks_of[stage]) for stage in placement.stage_of
+    if len(value) == placement.n_stages:
+        by_stage = [value[stage] for stage in placement.stage_of]
+        return tuple(one / share for one, share in zip(by_stage, shares, strict=True))
+    raise RequestError(
+        f"{name} has {len(value)} entries for {placement.n_chunks} chunks; give one "
+        f"number, or one per stage ({placement.n_stages}) or chunk"
     )

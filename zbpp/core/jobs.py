@@ -1,4 +1,4 @@
-"""What a stage can be told to do, and what each pass reads and writes.
+"""The jobs of a stage, and the values that each pass reads and writes.
 
 A model is cut into chunks 0, 1, 2, ... in forward order. On one micro-batch:
 
@@ -27,13 +27,16 @@ __all__ = [
     "Step",
     "Value",
     "What",
+    "input_of",
+    "output_of",
+    "reader",
     "reads",
     "writes",
 ]
 
 
 class PassKind(StrEnum):
-    """What a pass computes, in the paper's letters (torch calls B "I" and BW "B")."""
+    """Computation of a pass, in the paper's letters (torch: B is "I", BW is "B")."""
 
     F = "F"
     """Forward."""
@@ -95,7 +98,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What one pass hands to another, named by its producer's chunk and micro-batch."""
+    """Data handed from pass to pass, named by its producer's chunk and micro-batch."""
 
     what: What
     chunk: int
@@ -105,40 +108,63 @@ class Value:
         return f"{self.what} of chunk {self.chunk}, micro-batch {self.microbatch}"
 
 
+def input_of(job: Pass, n_chunks: int) -> Value | None:
+    """Return the value that a pass takes from another chunk, None if there is none."""
+    chunk, kind = job.chunk, job.kind
+    if kind is PassKind.F:
+        return Value(What.ACTIVATION, chunk - 1, job.microbatch) if chunk > 0 else None
+    if kind is PassKind.W or chunk == n_chunks - 1:
+        return None
+    return Value(What.GRADIENT, chunk + 1, job.microbatch)
+
+
+def output_of(job: Pass, n_chunks: int) -> Value | None:
+    """Return the value that a pass has for another chunk, None if there is none."""
+    chunk, kind = job.chunk, job.kind
+    if kind is PassKind.F:
+        if chunk == n_chunks - 1:
+            return None
+        return Value(What.ACTIVATION, chunk, job.microbatch)
+    if kind is PassKind.W or chunk == 0:
+        return None
+    return Value(What.GRADIENT, chunk, job.microbatch)
+
+
+def reader(value: Value) -> int:
+    """Return the chunk that reads a value: each value has one reader.
+
+    >>> reader(Value(What.ACTIVATION, chunk=2, microbatch=0))
+    3
+    """
+    match value.what:
+        case What.ACTIVATION:
+            return value.chunk + 1
+        case What.GRADIENT:
+            return value.chunk - 1
+        case What.SAVED | What.DEFERRED:
+            return value.chunk
+        case _:
+            assert_never(value.what)
+
+
 def reads(job: Pass, n_chunks: int) -> tuple[Value, ...]:
     """List the values that a pass needs before it can start."""
-    chunk, i = job.chunk, job.microbatch
-    match job.kind:
-        case PassKind.F:
-            return (Value(What.ACTIVATION, chunk - 1, i),) if chunk > 0 else ()
-        case PassKind.B | PassKind.BW:
-            saved = Value(What.SAVED, chunk, i)
-            if chunk == n_chunks - 1:
-                return (saved,)
-            return (saved, Value(What.GRADIENT, chunk + 1, i))
-        case PassKind.W:
-            return (Value(What.DEFERRED, chunk, i),)
-        case _:
-            assert_never(job.kind)
+    if job.kind is PassKind.W:
+        return (Value(What.DEFERRED, job.chunk, job.microbatch),)
+    value = input_of(job, n_chunks)
+    if job.kind is PassKind.F:
+        return () if value is None else (value,)
+    saved = Value(What.SAVED, job.chunk, job.microbatch)
+    return (saved,) if value is None else (saved, value)
 
 
 def writes(job: Pass, n_chunks: int) -> tuple[Value, ...]:
     """List the values that a pass makes available when it ends."""
-    chunk, i = job.chunk, job.microbatch
-    match job.kind:
-        case PassKind.F:
-            saved = Value(What.SAVED, chunk, i)
-            if chunk == n_chunks - 1:
-                return (saved,)
-            return (saved, Value(What.ACTIVATION, chunk, i))
-        case PassKind.B:
-            deferred = Value(What.DEFERRED, chunk, i)
-            if chunk == 0:
-                return (deferred,)
-            return (deferred, Value(What.GRADIENT, chunk, i))
-        case PassKind.BW:
-            return (Value(What.GRADIENT, chunk, i),) if chunk > 0 else ()
-        case PassKind.W:
-            return ()
-        case _:
-            assert_never(job.kind)
+    if job.kind is PassKind.W:
+        return ()
+    value = output_of(job, n_chunks)
+    if job.kind is PassKind.BW:
+        return () if value is None else (value,)
+    what = What.SAVED if job.kind is PassKind.F else What.DEFERRED
+    kept = Value(what, job.chunk, job.microbatch)
+    return (kept,) if value is None else (kept, value)

@@ -124,7 +124,7 @@ class DelayedTransport:
             )
             for tensor in tensors
         )
-        self._inner.send(value, tuple(stamped), peer)
+        self._inner.send(value, type(tensors)(stamped), peer)
 
     def post(self, value: Value, peer: int) -> None:
         """Announce that a value will be received."""

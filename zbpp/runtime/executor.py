@@ -5,15 +5,15 @@
     F B W BW      take what it reads, compute, keep what it writes
     Send          hand it to the transport
     Reduce        start the sum of gradient norms and losses over all stages
-    Step          wait for that sum, clip, step or skip; or step early
-    Check         validate the early step; if it was wrong, repeat what came before
+    Step          wait for that sum, clip, step or skip; or step speculatively
+    Check         validate that step; if it is invalid, replay what came before
 
 Every job leaves a `Slot`, and under a profiler a range with its name.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,8 +31,9 @@ from zbpp.core import (
     Slot,
     Step,
     Value,
-    What,
     at_check,
+    input_of,
+    output_of,
 )
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.microbatches import Tensors
@@ -71,13 +72,13 @@ class Executor:
         self.transport = transport
         self.optimizer = optimizer
         self.slots: list[Slot] = []
-        self._last = n_chunks - 1
+        self._n_chunks = n_chunks
         self._rank = rank
         self._fault = requested_fault()
         self._here: dict[Value, Tensors] = {}
         self._posted: set[Value] = set()
-        self._replay: Replay | None = None
-        self._is_wrong = False
+        self._replay = Replay(stage) if optimizer.speculates else None
+        self._is_invalid = False
         optimizer.inject_fault = self._inject_fault
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             Pass: self._pass,
@@ -106,22 +107,28 @@ class Executor:
         """
         self.slots = []
         self._profiled = profiling()
+        self._trains = training
         self._passes[PassKind.F] = (
             self.stage.forward if training else self.stage.predict
         )
         before, rest = at_check(program)
-        if training and self.optimizer.may_replay:
-            self._replay = Replay(self.stage)
+        if training:
+            self.optimizer.begin_step()
+            if self._replay is not None:
+                self._replay.begin(may_rewind=self.optimizer.may_replay)
         yield from self._run(before)
         if rest and isinstance(rest[0], Check):
             yield from self._run(rest[:1])
-            if self._is_wrong:
-                yield from self._repeat(rest[0], before)
+            if self._is_invalid:
+                yield from self._replay_forwards(rest[0], before)
             rest = rest[1:]
-        self._replay = None
         if training:
+            if self._replay is not None:
+                self._replay.decided()
             self.optimizer.begin_backward()
         yield from self._run(rest)
+        if training and self._replay is not None:
+            self._replay.end()
         assert not self._here and not self._posted, "values were left over"
         self.stage.assert_empty()
         self.transport.end()
@@ -137,11 +144,11 @@ class Executor:
                 error.add_note(f"in {instruction}")
                 raise
 
-    def _repeat(self, job: Check, before: Program) -> Iterator[None]:
-        """The early step was wrong: run what was before V once more.
+    def _replay_forwards(self, job: Check, before: Program) -> Iterator[None]:
+        """The speculative step is invalid: run what was before V once more.
 
         All stages do so together, so what has been sent before is sent again; what has
-        come of it and was not read yet is wrong as well.
+        come of it and was not read yet is invalid as well.
         """
         assert self._replay is not None
         self._inject_fault("replay")
@@ -166,7 +173,7 @@ class Executor:
     def _ready(self, instruction: object) -> bool:
         match instruction:
             case Pass():
-                value = self._input_of(instruction)
+                value = input_of(instruction, self._n_chunks)
                 return value not in self._posted or self.transport.ready(value)
             case Step():
                 return self.optimizer.ready()
@@ -174,27 +181,9 @@ class Executor:
                 return self.optimizer.ready_to_validate()
         return True
 
-    def _input_of(self, job: Pass) -> Value | None:
-        """The tensors that a pass takes from another chunk, if any."""
-        match job.kind:
-            case PassKind.F if job.chunk > 0:
-                return Value(What.ACTIVATION, job.chunk - 1, job.microbatch)
-            case PassKind.B | PassKind.BW if job.chunk < self._last:
-                return Value(What.GRADIENT, job.chunk + 1, job.microbatch)
-        return None
-
-    def _output_of(self, job: Pass) -> Value | None:
-        """The tensors that a pass has for another chunk, if any."""
-        match job.kind:
-            case PassKind.F if job.chunk < self._last:
-                return Value(What.ACTIVATION, job.chunk, job.microbatch)
-            case PassKind.B | PassKind.BW if job.chunk > 0:
-                return Value(What.GRADIENT, job.chunk, job.microbatch)
-        return None
-
     def _pass(self, job: Pass) -> None:
         tensors = None
-        value = self._input_of(job)
+        value = input_of(job, self._n_chunks)
         if value in self._posted:
             self._posted.remove(value)
             tensors = self.transport.receive(value, job)
@@ -202,18 +191,19 @@ class Executor:
             tensors = self._here.pop(value)
         if job.kind is not PassKind.F:
             self.optimizer.before_gradients()
-        with (
-            nullcontext()
-            if self._replay is None
-            else self._replay.random_numbers_of(job)
-        ):
+        with self._watching(job):
             result = self._timed(
                 job, partial(self._passes[job.kind], job.chunk, job.microbatch, tensors)
             )
-        value = self._output_of(job)
+        value = output_of(job, self._n_chunks)
         if value is not None:
             assert result is not None
             self._here[value] = result
+
+    def _watching(self, job: Pass) -> AbstractContextManager[None]:
+        if self._replay is None or job.kind is not PassKind.F or not self._trains:
+            return nullcontext()
+        return self._replay.forward(job)
 
     def _backward(
         self, chunk: int, microbatch: int, gradients: Tensors | None
@@ -241,7 +231,7 @@ class Executor:
         self._timed(job, partial(self.optimizer.step, job))
 
     def _check(self, job: Check) -> None:
-        self._is_wrong = self._timed(job, partial(self.optimizer.validate, job))
+        self._is_invalid = self._timed(job, partial(self.optimizer.validate, job))
 
     def _timed(self, job: Job, action: Callable[[], _T]) -> _T:
         """Note when a job runs, and name it in profiles as it is named in the plots."""

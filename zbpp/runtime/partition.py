@@ -6,6 +6,7 @@ from torch import nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.stage import Chunk
+from zbpp.runtime.tied import BuilderWatch, refuse_sharing
 
 __all__ = ["Model", "build_chunks", "count_layers", "partition_layers"]
 
@@ -80,32 +81,19 @@ def build_chunks(
         RequestError: a builder returns a wrong number of layers, or layers of
             different chunks share a parameter.
     """
-    chunks = []
-    for index in range(len(ranges)) if isinstance(model, _LAYERS) else held:
-        layers = ranges[index]
-        if isinstance(model, _LAYERS):
-            built = [model[i] for i in layers]
-        else:
-            built = list(model(layers))
-        if len(built) != len(layers):
-            raise RequestError(
-                f"the builder made {len(built)} layers for {layers}, not {len(layers)}"
-            )
-        chunks.append(Chunk(index, layers.start, tuple(built)))
-    _refuse_sharing(chunks)
-    return [chunk for chunk in chunks if chunk.index in held]
+    if isinstance(model, _LAYERS):
+        refuse_sharing((c, i, model[i]) for c, own in enumerate(ranges) for i in own)
+        return [_chunk(i, ranges[i], [model[n] for n in ranges[i]]) for i in held]
+    watch = BuilderWatch(model)
+    chunks = [_chunk(i, ranges[i], watch.layers(ranges[i])) for i in held]
+    refuse_sharing((c.index, *one) for c in chunks for one in c.numbered())
+    watch.check(ranges)
+    return chunks
 
 
-def _refuse_sharing(chunks: Sequence[Chunk]) -> None:
-    """A parameter in two chunks would be trained twice, and drift apart."""
-    home: dict[nn.Parameter, tuple[int, int]] = {}
-    for chunk in chunks:
-        for index, layer in chunk.numbered():
-            for parameter in layer.parameters():
-                other, at = home.setdefault(parameter, (chunk.index, index))
-                if other != chunk.index:
-                    raise RequestError(
-                        f"layers {at} and {index} share a parameter but lie in chunks "
-                        f"{other} and {chunk.index}; put them into one chunk by "
-                        "split=..., or untie them"
-                    )
+def _chunk(index: int, layers: range, built: Sequence[nn.Module]) -> Chunk:
+    if len(built) != len(layers):
+        raise RequestError(
+            f"the builder made {len(built)} layers for {layers}, not {len(layers)}"
+        )
+    return Chunk(index, layers.start, tuple(built))

@@ -1,87 +1,118 @@
-"""What forwards change beside their outputs: buffers, and the random generators.
+"""Bring a stage back to the beginning of a step, and run its forwards once more.
 
-Forwards before a V may have to run once more, and must then find both as they were:
-BatchNorm's running means would be updated twice, dropout would draw other numbers.
-A repeated pass draws its numbers again, and leaves the generator where it was: what
+    random generators    torch's, Python's and numpy's global ones, by pass
+    buffers              BatchNorm's running means would be updated twice
+    batches              a layer, or the loss, may work in place on what it is given
+
+A replayed pass draws its numbers again, and leaves the generators where they were: what
 comes next draws what it would have drawn, on all stages that share the process.
+Generator objects of a model's own are not known here.
 """
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbpp.core import Pass
+from zbpp.runtime.kept_tensors import KeptBatch, KeptBuffers
 from zbpp.runtime.stage import Stage
 
 __all__ = ["Replay"]
-
-_Random = tuple[Tensor, Tensor | None]
 
 
 class Replay:
     """Brings a stage back to where its step began.
 
     Args:
-        stage: at the beginning of a step.
+        stage: whose steps are watched, from the first one on.
     """
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._states: dict[Pass, _Random] = {}
-        self._repeats = False
-        self._buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in _modules(stage)
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self._buffers = KeptBuffers(
+            layer for chunk in stage.chunks.values() for layer in chunk.layers
+        )
+        self._batch = KeptBatch(stage)
+        self._may_rewind = self._replays = False
+        self._states: dict[Pass, tuple[Any, ...]] = {}
+
+    def begin(self, *, may_rewind: bool) -> None:
+        """Start a step.
+
+        Args:
+            may_rewind: the step before may turn out invalid.
+        """
+        self._may_rewind, self._replays = may_rewind, False
+        self._buffers.begin(may_rewind=may_rewind)
+        self._batch.begin()
+
+    def decided(self) -> None:
+        """End the part of a step that may be replayed: nothing is kept from now on."""
+        self._may_rewind = False
+        self._states.clear()
+        self._buffers.decided()
+        self._batch.begin()
+
+    def end(self) -> None:
+        """End a step: learn what its forwards have changed."""
+        self._buffers.end()
 
     @contextmanager
-    def random_numbers_of(self, job: Pass) -> Iterator[None]:
+    def forward(self, job: Pass) -> Iterator[None]:
         """Within this a forward runs, for the first or the second time."""
-        if self._stage.seeded:
-            yield
+        if not self._may_rewind:
+            with self._batch.watching(job, keep=False):
+                yield
             return
         now = self._random()
-        if not self._repeats:
+        if self._replays:
+            self._set_random(self._states[job])
+        else:
             self._states[job] = now
-            yield
-            return
-        self._set_random(self._states[job])
         try:
-            yield
+            with self._batch.watching(job, keep=not self._replays):
+                yield
         finally:
-            self._set_random(now)
+            if self._replays:
+                self._set_random(now)
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """The forwards so far did not count."""
-        self._repeats = True
+        """Make the forwards so far not count.
+
+        Raises:
+            RuntimeError: one of them has changed, for the first time, what had been
+                constant, so that no copy was made.
+        """
+        self._replays = True
         self._stage.discard()
-        for module, name, buffer, value in self._buffers:
-            buffer.copy_(value)
-            module._buffers[name] = buffer
+        self._buffers.restore()
+        self._batch.restore()
 
-    def _random(self) -> _Random:
-        device = self._stage.device
-        on_gpu = device.type == "cuda"
-        return (
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(device) if on_gpu else None,
-        )
+    def _random(self) -> tuple[Any, ...]:
+        """The state of all generators that a forward may draw from."""
+        numpy = sys.modules.get("numpy.random")
+        torchs: tuple[Tensor | None, ...] = (None, None)
+        if not self._stage.seeded:
+            device = self._stage.device
+            on_gpu = device.type == "cuda"
+            torchs = (
+                torch.get_rng_state(),
+                torch.cuda.get_rng_state(device) if on_gpu else None,
+            )
+        return (*torchs, random.getstate(), numpy and numpy.get_state())
 
-    def _set_random(self, state: _Random) -> None:
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self._stage.device)
-
-
-def _modules(stage: Stage) -> list[nn.Module]:
-    """Each one once, also if layers share it."""
-    return list(
-        dict.fromkeys(
-            module for _, layer in stage.numbered() for module in layer.modules()
-        )
-    )
+    def _set_random(self, state: tuple[Any, ...]) -> None:
+        cpu, cuda, pythons, numpys = state
+        if cpu is not None:
+            torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self._stage.device)
+        random.setstate(pythons)
+        if numpys is not None:
+            sys.modules["numpy.random"].set_state(numpys)

@@ -1,6 +1,6 @@
-"""The chunks of one stage, and what each micro-batch keeps alive between its passes.
+"""The chunks of one stage, and the data that a micro-batch keeps between its passes.
 
-    F  keeps its graph, ends included     B needs it
+    F  keeps its graph, not its outputs   B needs it
     B  keeps the weight-gradient queue    W needs it
     W  keeps nothing
 
@@ -22,7 +22,13 @@ from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
-from zbpp.runtime.microbatches import Tensors, count_samples
+from zbpp.runtime.microbatches import (
+    Tensors,
+    TupleOfOne,
+    as_tensors,
+    as_value,
+    count_samples,
+)
 from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["Chunk", "LossFn", "Stage"]
@@ -50,9 +56,10 @@ class Chunk:
 
 @dataclass
 class _Saved:
-    asked: Tensors
-    outputs: Tensors
     graph: SplitGraph
+    asked: Tensors
+    ends: Tensors
+    """Of the last chunk, the losses that B starts from, without their graph."""
 
 
 class Stage:
@@ -109,7 +116,7 @@ class Stage:
 
     @property
     def seeded(self) -> bool:
-        """Whether the random numbers of a forward depend on its place alone."""
+        """True if the random numbers of a forward depend on its place alone."""
         return self._seed is not None
 
     def begin(
@@ -167,22 +174,23 @@ class Stage:
         Args:
             chunk: one of this stage's.
             microbatch: its number in the step.
-            inputs: what the chunk before has put out; None on chunk 0, which reads
-                the step's own inputs.
+            inputs: the outputs of the chunk before; None on chunk 0, which reads the
+                step's own inputs.
 
         Returns:
             The outputs, detached; those that need a gradient say so.
         """
         if inputs is not None:
-            inputs = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+            inputs = _detached(inputs)
         taken = self._take(microbatch, inputs)
         queue = WeightQueue()
         with queue.recording(), self._autocast_context():
             outputs = self._run_layers(chunk, microbatch, taken)
         asked = taken if chunk > 0 else ()
         graph = SplitGraph(outputs, asked, queue, is_exact=self._exact_sums)
-        self._saved[chunk, microbatch] = _Saved(asked, outputs, graph)
-        return tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
+        ends = _detached(outputs) if chunk == self._last else ()
+        self._saved[chunk, microbatch] = _Saved(graph, asked, ends)
+        return _detached(outputs)
 
     def backward_input(
         self, chunk: int, microbatch: int, gradients: Tensors | None
@@ -198,10 +206,11 @@ class Stage:
             One gradient for each input of F that needs one.
         """
         saved = self._saved[chunk, microbatch]
-        roots = [y for y in saved.outputs if y.requires_grad]
         if gradients is None:
             gradients = tuple(
-                torch.full_like(y, self.loss_scale / self.n_microbatches) for y in roots
+                torch.full_like(y, self.loss_scale / self.n_microbatches)
+                for y in saved.ends
+                if y.requires_grad
             )
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report()
@@ -211,7 +220,7 @@ class Stage:
             torch.zeros_like(x) if dx is None else dx
             for x, dx in zip(asked, found, strict=True)
         )
-        saved.asked = saved.outputs = ()
+        saved.asked = saved.ends = ()
         return result
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
@@ -219,21 +228,27 @@ class Stage:
         graph = self._saved.pop((chunk, microbatch)).graph
         self._orders[chunk].run_w(microbatch, graph)
 
+    def own_batch(self, chunk: int, microbatch: int) -> list[object]:
+        """The parts of the batch that a forward of this chunk reads, if any."""
+        read: list[Sequence[object] | None] = []
+        read += [self._inputs] if chunk == 0 else []
+        read += [self._targets] if chunk == self._last else []
+        return [part[microbatch] for part in read if part is not None]
+
     def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
         if inputs is not None:
             return inputs
         assert self._inputs is not None, "this stage needs the step's inputs"
-        return tuple(x.to(self.device) for x in self._inputs[microbatch])
+        own = self._inputs[microbatch]
+        _check(own, f"the input of micro-batch {microbatch} is")
+        return type(own)(x.to(self.device) for x in own)
 
     def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
-        value: object = inputs[0] if len(inputs) == 1 else inputs
+        value: object = as_value(inputs)
         held = self.chunks[chunk]
         for layer_index, layer in held.numbered():
             if self._seed is not None:
-                torch.manual_seed(
-                    hash((self._seed, self.step, layer_index, microbatch))
-                    & 0x7FFF_FFFF_FFFF_FFFF
-                )
+                self._reseed(hash((self._seed, self.step, layer_index, microbatch)))
             value = layer(value)
         if chunk == self._last and self._targets is not None:
             target = map_tensors(self._targets[microbatch], lambda t: t.to(self.device))
@@ -243,17 +258,40 @@ class Stage:
                     "loss_fn must return a scalar tensor, the mean over a micro-batch"
                 )
             self.losses[microbatch] = value.detach()
-        outputs = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(output, Tensor) for output in outputs):
-            kinds = ", ".join(type(output).__name__ for output in outputs)
-            raise RequestError(
-                f"chunk {chunk} (layers {held.first} to "
-                f"{held.first + len(held.layers) - 1}) puts out {kinds}; it must be a "
-                "tensor or a tuple of tensors"
-            )
+        outputs = as_tensors(value)
+        last = held.first + len(held.layers) - 1
+        _check(outputs, f"chunk {chunk} (layers {held.first} to {last}) puts out")
         return outputs
+
+    def _reseed(self, number: int) -> None:
+        seed = number & 0x7FFF_FFFF_FFFF_FFFF
+        if self.device.type == "cpu":
+            # torch.manual_seed notes a stack trace for each kind of absent device.
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
 
     def _autocast_context(self) -> AbstractContextManager[object]:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
+
+
+def _detached(tensors: Tensors) -> Tensors:
+    """Cut them off their graph; they still say whether they need a gradient."""
+    return type(tensors)(y.detach().requires_grad_(y.requires_grad) for y in tensors)
+
+
+def _check(tensors: Tensors, what: str) -> None:
+    """Refuse what cannot travel between chunks as it is.
+
+    Raises:
+        RequestError: an item is no tensor, or the tuple is one of a class of its own.
+    """
+    if type(tensors) not in (tuple, TupleOfOne):
+        kinds = f"a {type(tensors).__name__}"
+    elif all(isinstance(tensor, Tensor) for tensor in tensors):
+        return
+    else:
+        kinds = ", ".join(type(tensor).__name__ for tensor in tensors)
+    raise RequestError(f"{what} {kinds}; it must be a tensor or a tuple of tensors")

@@ -59,22 +59,18 @@ def greedy(
     """Plan by the rules above; None as soon as the span cannot be under ``below``.
 
     The passes that it placed are spent from the budget.
+
+    One long loop over local names, in the order of the rules: what does not change
+    from pass to pass is computed once per problem, and what is seldom needed stands in
+    functions. Choosing in a function of its own costs 5 to 9 % of the time of a plan.
     """
     m, n_chunks = problem.n_microbatches, problem.n_chunks
-    n_stages, stages = problem.n_stages, range(problem.n_stages)
+    n_stages = problem.n_stages
     time, change, delay = problem.time, problem.change, problem.delay
     stage_of, numbers = problem.stage, problem.numbers
-    tiny = 1e-9 * (max(problem.work) / m or 1.0)
-    limit = [one * (1 + 1e-9) for one in problem.memory.limit]
-    forwards = [numbers[s][: len(numbers[s]) // 2] for s in stages]
-    first_b = [numbers[s][len(numbers[s]) // 2] for s in stages]
-    # With this much room an F fits whatever else is to come.
-    whole = [sum(change[q] for q in own) for own in forwards]
-    ample = [
-        total + max(change[q] for q in own)
-        for total, own in zip(whole, forwards, strict=True)
-    ]
-    splits = [stage not in problem.joint for stage in stages]
+    tiny, limit, joint = problem.tiny, problem.limits, problem.joint
+    whole, ample = problem.all_forwards, problem.ample
+    first_b = [own[len(own) // 2] for own in numbers]
     caps, fresh, bonus = knobs.caps, knobs.fresh, knobs.alternate
     hold, later = knobs.hold, knobs.hold_later
     ranks = [
@@ -93,9 +89,9 @@ def greedy(
     slack = [below - one - tiny for one in problem.work]
     start = [-1.0] * n_stages
     was_forward = [False] * n_stages
-    pending: list[list[int]] = [[] for _ in stages]
+    pending: list[list[int]] = [[] for _ in range(n_stages)]
     weights_done = [0] * n_stages
-    rows: list[list[int]] = [[] for _ in stages]
+    rows: list[list[int]] = [[] for _ in range(n_stages)]
     wake = [unknown] * n_stages  # when the stage decides next
     wake[stage_of[0]] = 0.0
     heap = [(0.0, stage_of[0])]
@@ -104,6 +100,7 @@ def greedy(
         now, stage = heappop(heap)
         if wake[stage] != now:  # it was woken earlier
             continue
+        # Rules 1 and 2: of the F's and B's that may go, the one of smallest rank.
         soon = now + tiny
         mine = numbers[stage]
         known: list[tuple[float, float, int]] = []  # rank, arrival, number
@@ -148,6 +145,7 @@ def greedy(
             chosen = _patient(
                 known, now, tiny, time, n_chunks, hold[stage], later[stage]
             )
+        # Rule 3: else a W, if the time or the memory asks for it.
         if chosen < 0 and weights_done[stage] < len(pending[stage]):
             q = pending[stage][weights_done[stage]]
             tail = done[mine[0]] == m
@@ -155,12 +153,14 @@ def greedy(
             if starved or now + time[q] * (1 - share) <= soonest + tiny:
                 chosen = q
                 weights_done[stage] += 1
-        if chosen < 0:  # sleep until something arrives
+        # Rule 4: else sleep until something arrives.
+        if chosen < 0:
             arrivals = [following[q] for q in mine if following[q] > soon]
             wake[stage] = min(arrivals, default=unknown)
             if wake[stage] < unknown:
                 heappush(heap, (wake[stage], stage))
             continue
+        # Run what is chosen, or give up a plan that has become too long.
         if start[stage] < 0:
             start[stage] = now
         else:
@@ -168,6 +168,7 @@ def greedy(
         if slack[stage] < 0:
             budget.spend(sum(map(len, rows)))
             return None
+        # The rule of core/clock.py, inlined for speed
         end = now + time[chosen]
         free[stage] = end
         held[stage] += change[chosen]
@@ -179,7 +180,7 @@ def greedy(
             queue = arrived[chosen]
             following[chosen] = queue[i] if i < len(queue) else unknown
             was_forward[stage] = chosen < n_chunks
-            if chosen >= n_chunks and splits[stage]:
+            if chosen >= n_chunks and stage not in joint:
                 pending[stage].append(chosen + n_chunks)
             if chosen < last:
                 other = chosen + 1

@@ -26,12 +26,13 @@ def place_weights(
 
     None if the order comes to a deadlock, if it does not fit the memory, or as soon
     as the span cannot be under ``below``.
+
+    One long loop over local names: see `greedy` for what a call per pass costs.
     """
     m, n_chunks, n_stages = problem.n_microbatches, problem.n_chunks, problem.n_stages
     time, change, delay = problem.time, problem.change, problem.delay
     stage_of = problem.stage
-    tiny = 1e-9 * (max(problem.work) / m or 1.0)
-    limit = [one * (1 + 1e-9) for one in problem.memory.limit]
+    tiny, limit, joint = problem.tiny, problem.limits, problem.joint
     last = 2 * n_chunks - 1
     arrived: list[list[float]] = [[] for _ in range(last + 1)]
     arrived[0] = [0.0] * m
@@ -45,7 +46,6 @@ def place_weights(
     pending: list[list[int]] = [[] for _ in range(n_stages)]
     weights_done = [0] * n_stages
     result: Rows = [[] for _ in range(n_stages)]
-    joint = problem.joint
     heap = [(0.0, stage) for stage in range(n_stages)]
     heapify(heap)
 
@@ -53,6 +53,7 @@ def place_weights(
         now, stage = heappop(heap)
         if now < free[stage]:
             continue
+        # The next F or B of the row, if it has arrived and fits.
         chosen = -1
         coming = -1.0
         at = place[stage]
@@ -70,6 +71,7 @@ def place_weights(
                     place[stage] = at + 1
                 else:
                     coming = arrival
+        # Else a W, if it does not delay that pass by too much.
         if chosen < 0:
             n_done = weights_done[stage]
             if n_done == len(pending[stage]):
@@ -85,6 +87,7 @@ def place_weights(
             slack[stage] -= now - free[stage]
             if slack[stage] < 0:
                 return None
+        # The rule of core/clock.py, inlined for speed
         end = now + time[chosen]
         free[stage] = end
         held[stage] += change[chosen]

@@ -107,7 +107,7 @@ def plan_placement(
     Args:
         placement: chunk to stage: a wave, interleaved, or any other.
         n_microbatches: micro-batches in a step, at least 1.
-        costs: one entry per chunk, or numbers for whole stages.
+        costs: one entry per chunk or stage, or numbers for all stages.
         memory: likewise; every limit must hold one micro-batch.
         effort: ``fast``, ``default``, ``best`` or ``best:SECONDS``.
         name: the mode, for people.
@@ -118,7 +118,8 @@ def plan_placement(
         LimitError: a limit holds no micro-batch; it names the smallest that works.
         RequestError: a number is wrong.
     """
-    check_sizes(placement.n_stages, n_microbatches)
+    most_chunks = max(map(len, placement.chunks_of))
+    check_sizes(placement.n_stages, n_microbatches, most_chunks)
     check_one_fits(name, placement, memory, n_microbatches)
     limited = capped(
         memory, placement, memory_cap=memory_cap, default_limit=default_limit

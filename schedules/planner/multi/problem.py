@@ -170,6 +170,31 @@ class PlacementProblem:
         ]
         return tuple(self.n_microbatches * one for one in each)
 
+    @cached_property
+    def tiny(self) -> float:
+        """A time that is none: what rounding adds to sums of times."""
+        return 1e-9 * (max(self.work) / self.n_microbatches or 1.0)
+
+    @cached_property
+    def limits(self) -> list[float]:
+        """The memory limit of each stage, and what rounding adds to sums."""
+        return [one * (1 + 1e-9) for one in self.memory.limit]
+
+    @cached_property
+    def all_forwards(self) -> list[float]:
+        """Per stage the memory of a micro-batch that has had all F's and no B."""
+        return [
+            sum(self.change[q] for q in own[: len(own) // 2]) for own in self.numbers
+        ]
+
+    @cached_property
+    def ample(self) -> list[float]:
+        """Per stage the room with which an F fits whatever else is to come."""
+        return [
+            total + max(self.change[q] for q in own[: len(own) // 2])
+            for total, own in zip(self.all_forwards, self.numbers, strict=True)
+        ]
+
     @staticmethod
     def passes(order: Iterable[Job]) -> list[Pass]:
         """The passes of an order; optimizer jobs are left out."""

@@ -25,8 +25,7 @@ class _Draft:
     def __init__(self, problem: PlacementProblem):
         p, m = problem.n_stages, problem.n_microbatches
         self.problem = problem
-        self.tiny = 1e-9 * (max(problem.work) / m or 1.0)
-        self.limit = [one * (1 + 1e-9) for one in problem.memory.limit]
+        self.tiny, self.limit = problem.tiny, problem.limits
         self.rows: Rows = [[] for _ in range(p)]
         self.starts = [0.0] * p
         self.free, self.held, self.idle = [0.0] * p, [0.0] * p, [0.0] * p
@@ -66,6 +65,7 @@ class _Draft:
                 return False
         while self._fills(stage, arrival) and self.weight(stage):
             pass
+        # The rule of core/clock.py, inlined for speed
         gap = arrival - self.free[stage]
         if gap > 0:
             if self.rows[stage]:

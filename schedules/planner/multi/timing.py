@@ -57,6 +57,7 @@ def time_rows(problem: PlacementProblem, rows: Sequence[Sequence[int]]) -> Times
                     break
                 done[q] = i + 1
                 arrival = queue[i]
+                # The rule of core/clock.py, inlined for speed
                 if arrival > now:
                     now = arrival
             begun.append(now)

@@ -10,6 +10,7 @@ pass is named by counting. That is what makes plans of millions of jobs affordab
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from zbpp.core import (
     Costs,
@@ -57,6 +58,19 @@ class Line:
     def work(self, stage: int) -> float:
         """Time that a stage is busy."""
         return self.n_microbatches * (self.f[stage] + self.b[stage] + self.w[stage])
+
+    @cached_property
+    def works(self) -> list[float]:
+        """`work` of every stage."""
+        return [self.work(stage) for stage in range(self.n_stages)]
+
+    @cached_property
+    def room(self) -> list[float]:
+        """Memory of each stage up to which one more F fits, rounding included."""
+        return [
+            limit * (1 + _MARGIN) - held
+            for limit, held in zip(self.limit, self.m_b, strict=True)
+        ]
 
     def bound(self) -> float:
         """Lower bound of the largest span."""
@@ -141,6 +155,7 @@ def play(line: Line, kinds: Kinds) -> float:
                 arrivals = inputs[s] if kind == F else gradients[s]
                 if i >= len(arrivals):
                     break
+                # The rule of core/clock.py, inlined for speed
                 start = arrivals[i] if arrivals[i] > t else t
                 if kind == F:
                     first[s] = min(first[s], start)

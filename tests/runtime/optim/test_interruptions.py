@@ -39,7 +39,7 @@ def a_case(kind: str, point: str, in_save: bool) -> tuple[History, str]:
         events[decided] = None
     elif point in ("redo", "replay"):
         events[decided] = rng.choice([SPIKE, INF])
-    elif point == "undo":  # the stage that sees the Inf itself does not step early
+    elif point == "undo":  # the stage that sees the Inf itself does not speculate
         events[decided], rank = INF, 0
     history = draw(
         rng.randrange(1000),

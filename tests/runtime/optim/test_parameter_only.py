@@ -1,4 +1,4 @@
-"""An early step of the parameters alone has the optimizer's own bits, or is refused."""
+"""Speculative steps of parameters alone have the optimizer's bits, or are refused."""
 
 import logging
 from functools import partial
@@ -60,28 +60,28 @@ def alone(optimizer: torch.optim.Optimizer) -> RecomputeRollback:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_right_and_wrong_steps(name: str, dtype: torch.dtype) -> None:
+def test_valid_and_invalid_steps(name: str, dtype: torch.dtype) -> None:
     check(fused(name, dtype), alone, shapes=SHAPES)
 
 
 def test_state_that_others_write_or_replace() -> None:
     """A checkpoint is loaded, and a parameter gets other memory, between steps."""
-    plain, early = make(fused(), SHAPES), make(fused(), SHAPES)
-    rollback = alone(early)
+    plain, ours = make(fused(), SHAPES), make(fused(), SHAPES)
+    rollback = alone(ours)
     for step in range(6):
-        for each in (plain, early):
+        for each in (plain, ours):
             give_gradients(each, step)
         plain.step()
         rollback.speculate()
         finish(rollback.commit())
         if step == 2:
             rollback.forget()
-            early.load_state_dict(early.state_dict())
+            ours.load_state_dict(ours.state_dict())
         if step == 4:
             rollback.forget()
-            for p in early.param_groups[0]["params"]:
+            for p in ours.param_groups[0]["params"]:
                 p.data = p.data.clone()
-    assert held(early) == held(plain)
+    assert held(ours) == held(plain)
 
 
 def test_what_it_takes() -> None:

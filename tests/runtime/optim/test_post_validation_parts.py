@@ -28,7 +28,7 @@ def _one_thread() -> None:
 
 
 def _no_undo(self: RecomputeRollback) -> None:
-    """The parameters stay as the early step has made them."""
+    """The parameters stay as the speculative step has made them."""
 
 
 def _commit_nothing(self: RecomputeRollback) -> Iterator[None]:
@@ -68,7 +68,7 @@ def _run_with_values_of_now(self: GroupValues, action: Callable[[], object]) -> 
 
 
 def _rewind_without_buffers(self: Replay) -> None:
-    self._repeats = True
+    self._replays = True
     self._stage.discard()
 
 
@@ -102,7 +102,7 @@ def test_a_broken_rollback_is_noticed(
     history = draw(5, n_microbatches=3, events=events, looks=looks, **fixed)
     assert compare(history)[0] is None
     plain = run(history, 3, post_validation=False)
-    if broken is None:  # of the two runs, only the early one may be broken
+    if broken is None:  # of the two runs, only the speculative one may be broken
         broken = partial(_twice, getattr(owner, name))
         monkeypatch.setattr(owner, name, lambda self, finite: broken(self, finite))
     else:

@@ -1,10 +1,10 @@
-"""Early steps between processes leave the bits of steps behind a barrier."""
+"""Speculative steps between processes leave the bits of steps behind a barrier."""
 
-import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from histories import ALWAYS, INF, SPIKE, History, Injector, batch, draw, make, run
 from outcomes import Outcome, difference, look, same
 from pool import Pool
@@ -54,7 +54,7 @@ def run_unseeded(history: History, post_validation: bool) -> Outcome:
 
 
 @pytest.mark.dist
-def test_random_numbers_of_torch_are_drawn_once_more(pool: Pool) -> None:
+def test_random_numbers_of_torch_are_replayed(pool: Pool) -> None:
     history = draw(
         1, mode="ZBH2", dropout=0.3, n_microbatches=4, patience=ALWAYS,
         events=(None, SPIKE, INF, None), looks=("",) * 4,
@@ -100,14 +100,15 @@ def test_one_rank_may_look_while_the_others_go_on(pool: Pool, mode: str) -> None
 
 
 def wait_at_v() -> str:
-    """Rank 1 has sent all gradients of a step, and then hangs."""
-    pipeline = make_pipeline("ZBH1", None, timeout_s=1.0)
+    """Rank 1 has sent all gradients, and then hangs until rank 0 has ended."""
+    pipeline = make_pipeline("ZBH1", None, timeout_s=4.0)
+    store = dist.distributed_c10d._get_default_store()
     pipeline.step(*tokens(0))
     if pipeline.rank == 1:
         reduce = StageOptimizer.reduce
 
         def late(self: StageOptimizer, transport: Any) -> None:
-            time.sleep(3)
+            store.wait(["rank 0 has ended"])
             reduce(self, transport)
 
         StageOptimizer.reduce = late
@@ -119,6 +120,8 @@ def wait_at_v() -> str:
     finally:
         if pipeline.rank == 1:
             StageOptimizer.reduce = reduce
+        else:
+            store.set("rank 0 has ended", "")
     return "no error"
 
 
@@ -126,5 +129,5 @@ def wait_at_v() -> str:
 def test_a_stage_that_waits_at_v_says_so(pool: Pool) -> None:
     message, _ = pool.run(wait_at_v, 2)
     assert message == (
-        "stage 0 waits at V for the sum over the other stages: no answer in 1 s"
+        "stage 0 waits at V for the sum over the other stages: no answer in 4 s"
     )

@@ -1,4 +1,4 @@
-"""What a script sees of early steps, and what it may do between them."""
+"""Scripts may look and act between speculative steps."""
 
 from typing import Any
 
@@ -120,16 +120,16 @@ def test_gradients_are_gone_after_a_step_as_they_are_behind_a_barrier() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pre", "post"])
-def test_a_step_with_hooks_waits_so_that_they_see_the_right_one_once(kind: str) -> None:
-    """An average of the weights, say, cannot be taken back."""
+def test_a_step_with_hooks_waits_so_that_they_see_the_valid_one_once(kind: str) -> None:
+    """An average of the weights, say, cannot be rolled back."""
     history = draw(
         2, mode="ZBH1", n_stages=3, optimizer="adamw", patience=ALWAYS,
         events=(None, SPIKE, INF, None), looks=("",) * 4, scheduler=None,
     )  # fmt: skip
     seen: dict[bool, list[bytes]] = {}
-    for early in (True, False):
-        noted = seen[early] = []
-        pipeline = make(history, 3, post_validation=early)
+    for speculative in (True, False):
+        noted = seen[speculative] = []
+        pipeline = make(history, 3, post_validation=speculative)
         injector = Injector(pipeline)
 
         def note(optimizer: Any, *_: Any, noted: list[bytes] = noted) -> None:
@@ -183,8 +183,8 @@ def test_looking_from_within_a_step_is_refused() -> None:
 def test_an_interrupted_step_is_not_taken_for_a_whole_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pipeline = make_pipeline("ZBH1", 2)
-    with uncertain_sums(0):
+    pipeline = make_pipeline("ZBH1", 2, patience=ALWAYS)
+    with uncertain_sums(0, share=0):
         pipeline.step(*tokens(0))
 
     def interrupted(self: RecomputeRollback) -> None:
@@ -197,10 +197,10 @@ def test_an_interrupted_step_is_not_taken_for_a_whole_one(
         pipeline.synchronize()
 
 
-def test_an_interrupted_early_step_is_left_to_v(monkeypatch: Any) -> None:
+def test_an_interrupted_speculative_step_is_left_to_v(monkeypatch: Any) -> None:
     plain = make_pipeline("ZBH1", 2, post_validation=False)
     plain.step(*tokens(0))
-    pipeline = make_pipeline("ZBH1", 2)
+    pipeline = make_pipeline("ZBH1", 2, patience=ALWAYS)
     step, calls = RecomputeRollback._step, []
 
     def interrupted(self: RecomputeRollback, *args: Any) -> Any:

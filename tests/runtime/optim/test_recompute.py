@@ -1,11 +1,11 @@
-"""Every optimizer of torch that treats parameters one by one is taken back exactly."""
+"""Every optimizer of torch that treats parameters one by one is rolled back exactly."""
 
 from typing import Any
 
 import pytest
 import torch
-from histories import Counting
 from rollback_checks import OPTIMIZERS, check, growths, live_bytes, make, stepped_once
+from stock_optimizers import Counting
 
 from zbpp.runtime.optim.rollback import buckets
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, can_defer

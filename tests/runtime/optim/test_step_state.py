@@ -1,4 +1,4 @@
-"""What follows from decisions: trust, loss scale, a diagnosis after many skips."""
+"""The consequences of decisions: speculation, loss scale, a diagnosis of skips."""
 
 import logging
 import math
@@ -18,22 +18,22 @@ from zbpp.runtime.optim.patience import Patience, SpeculationGate
 from zbpp.runtime.support.errors import NonFiniteError
 
 
-def outcomes(trust: SpeculationGate, wrong: str) -> str:
-    """``E`` for a step that is taken early, ``w`` for one that waits."""
+def outcomes(gate: SpeculationGate, invalid: str) -> str:
+    """``S`` for a speculative step, ``w`` for one that waits."""
     shown = ""
-    for mark in wrong:
-        shown += "E" if trust.early else "w"
-        trust.note(mark == "x")
+    for mark in invalid:
+        shown += "S" if gate.is_open else "w"
+        gate.note(mark == "x")
     return shown
 
 
-def test_trust_is_lost_after_some_failures_and_comes_back() -> None:
+def test_speculation_begins_ends_and_begins_again_after_clean_steps() -> None:
     patience = Patience(failures=2, window=4, clean=3)
-    assert outcomes(SpeculationGate(patience), "x..x..x...xx.") == "EEEEwwwwwwEEw"
-    assert (
-        outcomes(SpeculationGate(patience), "x...x...x....") == "E" * 13
-    )  # never 2 of 4
-    assert outcomes(SpeculationGate(ALWAYS), "x" * 40) == "E" * 40
+    shown = outcomes(SpeculationGate(patience), "x...x..x..x...xx.")
+    assert shown == "wwwwSSSSwwwwwwSSw"
+    shown = outcomes(SpeculationGate(patience), "...x...x...x....")
+    assert shown == "www" + "S" * 13  # never 2 of 4
+    assert outcomes(SpeculationGate(ALWAYS), "x" * 40) == "S" * 40
 
 
 @pytest.fixture
@@ -63,17 +63,17 @@ def run_with(events: str, **more: Any) -> Any:
 
 def test_clipping_in_every_step_leads_back_to_the_barrier(said: list[str]) -> None:
     patience = Patience(failures=2, window=3, clean=2)
-    outcome = run_with("xx.x..xx.x..", patience=patience)
-    assert outcome.rollbacks == [1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0]
+    outcome = run_with("xx..xx.x..xx.x..", patience=patience)
+    assert outcome.rollbacks == [0] * 4 + [1, 1] + [0] * 4 + [1, 1] + [0] * 4
     assert said == [
-        "post-validation: 2 of the last 3 steps had to be taken back, so the optimizer "
-        "now waits for the norm, until 2 steps in a row need no correction"
+        "post-validation: 2 of the last 3 steps had to be rolled back, so the "
+        "optimizer now waits for the norm, until 2 steps in a row need no correction"
     ]
 
 
 def test_an_optimizer_that_needs_a_snapshot_is_named_once(said: list[str]) -> None:
     run_with("....", optimizer="counting", patience=ALWAYS, rollback="deferred")
-    assert len(said) == 1 and "Counting can only be taken back by a copy" in said[0]
+    assert len(said) == 1 and "Counting can only be rolled back by a copy" in said[0]
 
 
 # The loss scale.

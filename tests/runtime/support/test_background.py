@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from histories import ALWAYS, SPIKE, History, batch, draw, make, run
 from moments import idle_moments, uncertain_sums
 from outcomes import difference
@@ -14,78 +15,99 @@ from pool import Pool
 
 from zbpp.runtime.support.background import BackgroundWork
 
+PATIENCE_S = 60.0
+"""For events that come at once on an idle machine."""
 
-def slices(n: int, done: list[str], *, possible: Any = None) -> Iterator[bool]:
-    while possible is not None and not possible.is_set():
-        yield False
-    for _ in range(n):
-        time.sleep(0.001)
-        done.append(threading.current_thread().name)
-        yield True
+
+class Slices:
+    """Work of n slices that tells how far it is; each says which thread did it."""
+
+    def __init__(self, n: int, *, possible: threading.Event | None = None) -> None:
+        self.n, self.possible = n, possible
+        self.done: list[str] = []
+        self.asked, self.some, self.all = (threading.Event() for _ in range(3))
+
+    def __iter__(self) -> Iterator[bool]:
+        while self.possible is not None and not self.possible.is_set():
+            self.asked.set()
+            yield False
+        for _ in range(self.n):
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(0.001)
+            self.done.append(threading.current_thread().name)
+            if len(self.done) == 5:
+                self.some.set()
+            yield True
+        self.all.set()
 
 
 def test_work_is_done_while_the_stage_waits_and_not_after() -> None:
-    background, done = BackgroundWork(), list[str]()
-    background.offer(slices(1000, done))
+    background, work = BackgroundWork(), Slices(100_000)
+    background.offer(iter(work))
     with background.waiting():
-        time.sleep(0.05)
-    so_far = len(done)
-    assert 5 < so_far < 60
+        assert work.some.wait(PATIENCE_S)
+    so_far = len(work.done)
+    assert 5 <= so_far < work.n  # the rest would take the thread 100 s
     time.sleep(0.02)
-    assert len(done) == so_far
+    assert len(work.done) == so_far
     background.finish()
-    assert len(done) == 1000
+    assert len(work.done) == work.n
     here = threading.current_thread().name
-    assert done[so_far:] == [here] * (1000 - so_far)
-    assert here not in done[:so_far]
+    assert set(work.done[so_far:]) == {here}
+    assert here not in work.done[:so_far]
 
 
 def test_nothing_to_do_starts_no_thread() -> None:
-    background, before = BackgroundWork(), threading.active_count()
+    background, before = BackgroundWork(), set(threading.enumerate())
     with background.waiting():
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
     background.finish()
 
 
 def test_on_a_gpu_all_is_left_to_the_stage() -> None:
-    background, done = BackgroundWork(in_thread=False), list[str]()
-    background.offer(slices(3, done))
+    background, work = BackgroundWork(in_thread=False), Slices(3)
+    background.offer(iter(work))
+    before = set(threading.enumerate())
     with background.waiting():
-        time.sleep(0.02)
-    assert not done
+        assert set(threading.enumerate()) <= before
+    assert not work.done
     background.finish()
-    assert set(done) == {threading.current_thread().name}
+    assert work.done == [threading.current_thread().name] * 3
 
 
 def test_work_that_is_done_is_over() -> None:
-    background, done = BackgroundWork(), list[str]()
-    background.offer(slices(3, done))
+    background, work = BackgroundWork(), Slices(3)
+    background.offer(iter(work))
     with background.waiting():
-        time.sleep(0.05)
+        assert work.all.wait(PATIENCE_S)
     background.finish()
-    assert len(done) == 3
+    assert len(work.done) == 3
 
 
 def test_work_waits_until_it_can_be_done() -> None:
-    background, done, possible = BackgroundWork(), list[str](), threading.Event()
-    background.offer(slices(1, done, possible=possible))
+    possible = threading.Event()
+    background, work = BackgroundWork(), Slices(1, possible=possible)
+    background.offer(iter(work))
     with background.waiting():
-        time.sleep(0.01)
-        assert not done
+        assert work.asked.wait(PATIENCE_S)
+        assert not work.done
         possible.set()
-        time.sleep(0.05)
-    assert len(done) == 1
+        assert work.all.wait(PATIENCE_S)
+    assert len(work.done) == 1
 
 
 def test_a_failure_comes_out_where_the_stage_waits() -> None:
+    begun = threading.Event()
+
     def fails() -> Iterator[bool]:
         yield True
+        begun.set()
         raise ValueError("no")
 
     background = BackgroundWork()
     background.offer(fails())
     with pytest.raises(ValueError, match="no"), background.waiting():
-        time.sleep(0.05)
+        assert begun.wait(PATIENCE_S)
     background.offer(fails())
     with pytest.raises(ValueError, match="no"):
         background.finish()
@@ -109,29 +131,44 @@ def test_slices_between_any_two_jobs_leave_the_same_bits(rollback: str) -> None:
 
 
 def count_slices(rollback: str, never: bool = False) -> tuple[int, int]:
-    """Slices while this rank waits, and at other times; rank 0 is late for a step."""
+    """Slices while this rank waits, and at other times.
+
+    Rank 0 is late: it adds its norm to a step's sum when rank 1 has stepped, and
+    begins the next step when rank 1 has done all its slices.
+    """
     history = history_of(rollback)
     pipeline = make(history, None, post_validation=True)
-    share = pipeline._executors[pipeline.rank].optimizer
-    keep, reduce, counts = share._keep, share.reduce, [0, 0]
+    executor = pipeline._executors[pipeline.rank]
+    share, background = executor.optimizer, executor.transport.background
+    keep, take, reduce, counts = share._keep, share.step, share.reduce, [0, 0]
+    store = dist.distributed_c10d._get_default_store()
 
     def counted(*args: Any) -> Iterator[bool]:
-        for could in keep(*args):
+        return count(keep(*args), f"rank {pipeline.rank} has done step {step}")
+
+    def count(work: Iterator[bool], name: str) -> Iterator[bool]:
+        for could in work:
             counts[threading.current_thread() is threading.main_thread()] += could
             yield could
+        store.set(name, "")
+
+    def step_and_tell(job: Any) -> None:
+        take(job)
+        store.set(f"rank {pipeline.rank} has begun step {step}", "")
 
     def reduce_late(transport: Any) -> None:
-        time.sleep(0.02)  # rank 1 has stepped by now
+        store.wait([f"rank 1 has begun step {step}"])
         reduce(transport)
 
     share._keep = counted  # type: ignore[method-assign]
+    share.step = step_and_tell  # type: ignore[method-assign]
     if never:
-        pipeline._executors[pipeline.rank].transport.background._in_thread = False
+        background._in_thread = False
     if pipeline.rank == 0:
         share.reduce = reduce_late  # type: ignore[method-assign]
     for step in range(5):
-        if pipeline.rank == 0:
-            time.sleep(0.1)
+        if pipeline.rank == 0 and step > 0 and not never:
+            store.wait([f"rank 1 has done step {step - 1}"])
         pipeline.step(*batch(history, step))
     waiting, otherwise = counts
     pipeline.close()

@@ -7,7 +7,7 @@ import pytest
 
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
 from zbpp.modes import MODES, plan
-from zbpp.schedules import to_torch_csv
+from zbpp.schedules import to_torch_csv, torch_schedule_name
 
 F, B, W, BW = PassKind
 
@@ -49,3 +49,28 @@ def test_steps_and_checks_are_left_to_the_caller():
     row = (Check(0), Pass(F, 0, 0), Pass(BW, 0, 0), Step(0))
     schedule = Schedule("with O and V", Placement.single(1), 1, (row,))
     assert to_torch_csv(schedule) == "0F0,0B0\n"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_name_for_torch_has_the_same_placement(mode):
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    placed = pytest.importorskip("torch.distributed.pipelining._utils")
+    schedule = plan(mode, n_stages=4, n_microbatches=8)
+    name = torch_schedule_name(schedule.placement)
+    theirs = torch.get_schedule_class(name)
+    each = schedule.placement.n_chunks // 4
+    assert issubclass(theirs, torch.PipelineScheduleSingle) == (each == 1)
+    is_v = theirs is torch.ScheduleZBVZeroBubble  # as torchtitan decides
+    style = "v" if is_v else "loop"
+    found = placed.generate_stage_to_rank_mapping(4, 4 * each, style=style)
+    assert [found[chunk] for chunk in range(4 * each)] == list(
+        schedule.placement.stage_of
+    )
+    expected = {"1F1B": {1}, "ZBVZeroBubble": {2}, "Interleaved1F1B": {2}}
+    assert each in expected[name]
+
+
+def test_a_placement_of_no_schedule_of_torch_has_no_name():
+    assert torch_schedule_name(Placement.interleaved(2, 3)) == "Interleaved1F1B"
+    for stage_of in ((0, 1, 1, 0, 0, 1), (1, 0), (0, 1, 1), (0, 0, 1, 1)):
+        assert torch_schedule_name(Placement(stage_of)) is None

@@ -12,7 +12,7 @@ pytest.importorskip("ortools")
 
 def test_a_plan_at_the_bound_is_proved_optimal() -> None:
     plan = plan_zb_h1(n_stages=2, n_microbatches=4)
-    found = certify(plan, Costs(), MemoryModel(limit=2), seconds=20)
+    found = certify(plan, Costs(), MemoryModel(limit=2), seconds=100)
     assert found.is_optimal and (found.span, found.bound) == (13, 13)
     assert found.schedule.orders == plan.orders
 
@@ -21,7 +21,7 @@ def test_a_better_schedule_is_found_and_keeps_the_limit() -> None:
     costs, memory = Costs(comm=0.25), MemoryModel(limit=3)
     plan = plan_zb_h1(n_stages=2, n_microbatches=5)  # it uses memory 2 only
     before = span(simulate(plan, costs))
-    found = certify(plan, costs, memory, seconds=20)
+    found = certify(plan, costs, memory, seconds=100)
     assert found.is_optimal and found.span < before
     assert span(simulate(found.schedule, costs)) == pytest.approx(found.span)
     assert found.schedule.memory == memory
@@ -30,7 +30,7 @@ def test_a_better_schedule_is_found_and_keeps_the_limit() -> None:
 
 def test_joint_backwards_stay_joint() -> None:
     plan = plan_one_f_one_b(n_stages=2, n_microbatches=3)
-    found = certify(plan, Costs(), MemoryModel(limit=2), seconds=20)
+    found = certify(plan, Costs(), MemoryModel(limit=2), seconds=100)
     assert found.is_optimal and found.span == 12
     jobs = {str(job) for order in found.schedule.orders for job in order}
     assert "0BW0" in jobs and "0B0" not in jobs
@@ -38,14 +38,14 @@ def test_joint_backwards_stay_joint() -> None:
 
 def test_v_placements_are_solved_too() -> None:
     plan = plan_zb_v(n_stages=2, n_microbatches=3)
-    found = certify(plan, Costs(), MemoryModel(limit=2), seconds=20)
+    found = certify(plan, Costs(), MemoryModel(limit=2), seconds=100)
     assert found.is_optimal and found.span == 9  # no bubble: the work of 3
 
 
 def test_our_own_bound_is_not_above_the_solvers() -> None:
     costs, memory = Costs(f=2, b=3, w=1.5, comm=0.5), MemoryModel(limit=2)
     plan = plan_zb_h1(n_stages=2, n_microbatches=4)
-    found = certify(plan, costs, memory, seconds=20)
+    found = certify(plan, costs, memory, seconds=100)
     ours = lower_bound(plan.placement, plan.n_microbatches, costs, memory)
     assert ours <= found.bound + 1e-9 <= found.span + 2e-9
 

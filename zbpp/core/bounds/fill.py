@@ -136,7 +136,7 @@ def _rest(stage: Stage, q: int) -> float:
 
 @dataclass(frozen=True)
 class _State:
-    """How far a micro-batch is: ``n_held`` chunks hold m_b; the W's from ``w_from``
+    """Progress of a micro-batch: ``n_held`` chunks hold m_b; the W's from ``w_from``
     on can run; ``rest`` is the work left without them."""
 
     rest: float

@@ -106,7 +106,7 @@ class Stage:
 
 
 def count(room: float, one: float) -> float:
-    """How many of one fit in the room."""
+    """Count of one thing that fits in the room."""
     if room < 0:
         return 0
     if one <= 0 or math.isinf(room):

@@ -13,7 +13,7 @@ before, then they do so at the start of F of c of i+K. Both is too much.
 So F of c of i+K starts a loop or more after that of i: the time from the start of F of
 c to the end of B of e. It also starts K F's later. Before the last micro-batch there
 are as many such turns as fit in m - 1, and an F of c for each of the rest; its own way
-through the stage is added. With one chunk this is ``cycle`` of `bounds`.
+through the stage is added. With one chunk this is ``cycle``.
 
 The wait: between that B of e of i and that F of c of i+K the stage has more to do.
 
@@ -62,7 +62,7 @@ def _fits(stage: Stage, c: int, e: int) -> float:
 
 
 def _wait(stage: Stage, c: int, e: int, fits: int) -> float:
-    """What the stage must do between B of e and F of c, K micro-batches later."""
+    """Work of the stage between B of e and F of c, K micro-batches later."""
     room = stage.limit - stage.held[c] - (fits - 1) * stage.held[min(c, e)]
     if room < 0:  # no schedule at all
         return 0.0

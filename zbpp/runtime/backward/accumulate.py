@@ -1,4 +1,4 @@
-"""The gradients of a chunk are added in micro-batch order, whatever the passes' order.
+"""Add the gradients of a chunk in micro-batch order, whatever the passes' order.
 
     passes run   B0 B2 B1 W0 W1 W2
     biases       db0,    db1 + db2       what B computes: in the order of the B's
@@ -65,10 +65,12 @@ class GradientOrder:
             apart = [p for p in graph.in_b() if p in self._waiting]
         waiting = graph.in_w()
         kept = _take(apart)
-        result = graph.backward_input(gradients)
-        found = [(p, p.grad) for p in apart if p.grad is not None]
-        for p, gradient in kept:
-            p.grad = gradient
+        try:
+            result = graph.backward_input(gradients)
+            found = [(p, p.grad) for p in apart if p.grad is not None]
+        finally:
+            for p, gradient in kept:
+                p.grad = gradient
         self._b.add(microbatch, lambda: self._end_b(microbatch, found, waiting))
         return result
 
@@ -123,7 +125,7 @@ class _Turns:
 
 
 def _take(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-    """Their gradients, which they have no longer."""
+    """Return their gradients, and leave them without."""
     kept = [(p, p.grad) for p in parameters]
     for p in parameters:
         p.grad = None
@@ -131,7 +133,7 @@ def _take(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _add_all(late: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """As autograd does: the first gradient of a parameter is kept as it is."""
+    """Add as autograd does: the first gradient of a parameter is kept as it is."""
     with torch.no_grad():
         for parameter, gradient in late:
             if parameter.grad is None:

@@ -1,10 +1,12 @@
-"""One product of the graph: what B takes from it, and what W makes of that."""
+"""One product of the graph: the operands B takes from it, and W's gradients."""
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.weight_rules import Gradients, Rule
 
 __all__ = ["LEAF", "DeferredWeightGrad", "Product", "is_dtensor"]
@@ -30,7 +32,7 @@ class Product(NamedTuple):
         saved = [getattr(self.node, f"_saved_{name}") for name in self.reads]
         gradients = self.rule.prepare(self.node, self.operands, *saved)
         kept = (dy, saved[0])  # a convolution's weight, if read, gives its shape only
-        versions = [tensor._version for tensor in kept]
+        versions = [_version(tensor) for tensor in kept]
         return DeferredWeightGrad(self.edges, gradients, kept, versions)
 
 
@@ -54,39 +56,57 @@ class DeferredWeightGrad(NamedTuple):
     def add(self) -> bool:
         """Add the gradient within the product's kernel, where that is possible.
 
-        That is so if the only edge leads to a leaf, at most transposed, that has a
-        gradient of the same dtype, and no hook that would have to see the summand.
+        That is so if the only edge leads to a trainable leaf, at most transposed, that
+        has a gradient of the same dtype and layout, and no hook on the way that would
+        have to see the summand.
         """
         if len(self.edges) > 1:
             return False
-        leaf, is_transposed = _leaf_below(self.edges[0].node)
-        if leaf is None or leaf.grad is None or leaf.grad.dtype != self.kept[0].dtype:
+        node, is_transposed = _leaf_node_below(self.edges[0].node)
+        if node is None:
+            return False
+        leaf = node.variable
+        total = leaf.grad
+        if total is None or total.dtype != self.kept[0].dtype or not leaf.requires_grad:
             return False
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
             return False
-        if is_dtensor(leaf):
+        if is_dtensor(leaf) or not _are_strided(total, *self.kept):
+            return False
+        watch.look()
+        if is_transposed and not watch.is_free(self.edges[0].node):
+            return False
+        if not watch.is_clean_leaf(leaf, node):
             return False
         self._check()
-        total = leaf.grad.t() if is_transposed else leaf.grad
-        return self.gradients.add_to(total, self.kept[0])
+        return self.gradients.add_to(
+            total.t() if is_transposed else total, self.kept[0]
+        )
 
     def _check(self) -> None:
-        if self.versions != [tensor._version for tensor in self.kept]:
+        if self.versions != [_version(tensor) for tensor in self.kept]:
             raise RuntimeError(
                 "a tensor that W needs was changed in place after B; change a copy"
             )
 
 
-def _leaf_below(node: Any) -> tuple[Tensor | None, bool]:
-    """The leaf that a node is, or is the transpose of."""
+def _leaf_node_below(node: Any) -> tuple[Any, bool]:
+    """Return the leaf's node that a node is, or is the transpose of, else None."""
     is_transposed = type(node).__name__ == "TBackward0"
     if is_transposed:
         node = node.next_functions[0][0]
-    if type(node).__name__ != LEAF:
-        return None, is_transposed
-    return node.variable, is_transposed
+    return node if type(node).__name__ == LEAF else None, is_transposed
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often it was changed in place; inference tensors do not tell."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _are_strided(*tensors: Tensor) -> bool:
+    return all(tensor.layout is torch.strided for tensor in tensors)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is split over processes, by tensor parallelism; W sends nothing."""
+    """True if it is split over processes, by tensor parallelism; W sends nothing."""
     return type(tensor).__name__ == "DTensor"

@@ -12,18 +12,28 @@ A leaf with a second use stays in B: its gradients would be added up in another 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from zbpp.core import RequestError
 from zbpp.runtime.backward.deferred_product import LEAF, Product, is_dtensor
+from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.weight_rules import RULES, Rule
-from zbpp.runtime.support.torch_internals import can_read_saved, has_saved
+from zbpp.runtime.support.torch_internals import (
+    can_read_saved,
+    has_saved,
+    is_multi_grad_hook,
+)
 
-__all__ = ["SplitPlan", "plan_split"]
+__all__ = ["End", "SplitPlan", "end_of", "plan_split"]
+
+End = Any
+"""A `GradientEdge`, or the tensor itself; see `end_of`."""
 
 _REENTRANT = "CheckpointFunctionBackward"
 
@@ -36,8 +46,18 @@ _VIEWS_AND_CASTS = {
 }
 
 
+def end_of(tensor: Tensor) -> End:
+    """Return where a tensor's gradient enters the graph; it holds no data.
+
+    Subclasses and nested tensors, which torch does not describe by their edge alone,
+    stand for themselves.
+    """
+    is_plain = type(tensor) in _KNOWN and not tensor.is_nested
+    return get_gradient_edge(tensor) if is_plain else tensor
+
+
 class SplitPlan(NamedTuple):
-    """What B computes and what it leaves.
+    """The work of B, and what it leaves for W.
 
     Args:
         products: nodes to split.
@@ -45,7 +65,7 @@ class SplitPlan(NamedTuple):
         waiting: the other leaves.
         reasons: why a leaf is none of those, where there is more to say than that no
             product uses it.
-        is_reentrant: whether there is a reentrant checkpoint; B then runs all.
+        is_reentrant: there is a reentrant checkpoint; B then runs all.
     """
 
     products: list[Product]
@@ -55,7 +75,7 @@ class SplitPlan(NamedTuple):
     is_reentrant: bool
 
     def where(self) -> dict[Tensor, str]:
-        """For each leaf ``"W"``, or ``"B: "`` and the reason."""
+        """Give for each leaf ``"W"``, or ``"B: "`` and the reason."""
         found = dict.fromkeys(self.waiting, "W")
         for leaf in self.leaves:
             reason = self.reasons.get(id(leaf), "no product's weight")
@@ -65,43 +85,85 @@ class SplitPlan(NamedTuple):
         return found
 
 
-def plan_split(roots: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> SplitPlan:
-    """Walk the graph that ends in the roots.
+def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan:
+    """Walk the graph that ends in the roots and begins with the inputs.
 
     Args:
-        roots: tensors that require a gradient.
-        inputs: leaves whose gradients the stage above waits for.
+        roots: ends of tensors that require a gradient.
+        inputs: tensors whose gradients the stage above waits for.
+
+    Raises:
+        RequestError: a leaf is also used above an input that is no leaf.
     """
-    graph = _walk(get_gradient_edge(root).node for root in roots)
+    inputs = list(inputs)
     kept = {id(x) for x in inputs}
+    first: dict[Any, None] = {x.grad_fn: None for x in inputs if not x.is_leaf}
+    graph = _walk((_node_of(root) for root in roots), first)
+    if first:
+        _check_cut(graph, first)
     products: list[Product] = []
     reasons: dict[int, str] = {}
     deferred: dict[Any, None] = {}
     for node, rule in graph.products if not graph.is_reentrant else ():
-        found = _split(node, rule, graph.uses, kept, reasons)
+        found = _split(node, rule, graph.uses, kept, reasons, is_cut=bool(first))
         if found is not None:
             product, leaves = found
             products.append(product)
             deferred.update(dict.fromkeys(leaves))
-    leaves = [node.variable for node in graph.leaves if node not in deferred]
+    leaves = [
+        leaf
+        for node in graph.leaves
+        if node not in deferred and (leaf := node.variable).requires_grad
+    ]
     waiting = [node.variable for node in deferred]
     return SplitPlan(products, leaves, waiting, reasons, graph.is_reentrant)
+
+
+def _node_of(end: End) -> Node:
+    edge = end if isinstance(end, GradientEdge) else get_gradient_edge(end)
+    return edge.node
+
+
+def _check_cut(graph: "_Graph", first: Collection[Any]) -> None:
+    """Refuse what would run, or count, what is above an input that is no leaf."""
+    if graph.is_reentrant:
+        raise RequestError(
+            "a reentrant checkpoint cannot stop at an input that is no leaf; give "
+            "x.detach().requires_grad_(), or checkpoint with use_reentrant=False"
+        )
+    nodes = list(first)
+    above: set[Any] = set()
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node in graph.uses or node in first:
+                raise RequestError(
+                    f"a {type(node).__name__} is both above an input and in the graph "
+                    "below it, where B stops; give x.detach().requires_grad_() as input"
+                )
+            if node is not None and node not in above:
+                above.add(node)
+                nodes.append(node)
 
 
 @dataclass
 class _Graph:
     uses: dict[Any, int]
-    """How many edges lead to each node, roots included."""
+    """Number of edges that lead to each node, roots included."""
     leaves: list[Any]
     products: list[tuple[Any, Rule]]
     is_reentrant: bool = False
 
 
-def _walk(roots: Iterable[Node]) -> _Graph:
-    """Visit every node once; this is a part of every B, so it is kept short."""
+def _walk(roots: Iterable[Node], first: Container[Any]) -> _Graph:
+    """Visit every node once; this is a part of every B, so it is kept short.
+
+    Args:
+        roots: where to start.
+        first: nodes to go no further from.
+    """
     uses: dict[Any, int] = Counter(roots)
     graph = _Graph(uses, [], [])
-    nodes: list[Any] = list(uses)
+    nodes: list[Any] = [node for node in uses if node not in first]
     while nodes:
         node = nodes.pop()
         name = type(node).__name__
@@ -119,7 +181,8 @@ def _walk(roots: Iterable[Node]) -> _Graph:
                 uses[below] += 1
             else:
                 uses[below] = 1
-                nodes.append(below)
+                if below not in first:
+                    nodes.append(below)
     return graph
 
 
@@ -129,16 +192,20 @@ def _split(
     uses: dict[Any, int],
     kept: set[int],
     reasons: dict[int, str],
+    *,
+    is_cut: bool,
 ) -> tuple[Product, list[Any]] | None:
     """Take the first choice of operands that can all be deferred."""
     edges = node.next_functions
     for choice, reads in zip(rule.choices, rule.reads, strict=True):
-        operands = tuple(i for i in choice if edges[i][0] is not None)
+        operands = tuple(i for i in choice if _needs_gradient(edges[i][0]))
         if choice[0] not in operands:
             continue
         leaves = [_leaf_above(edges[i][0], uses, kept, reasons) for i in operands]
         if None in leaves:
             why = "goes with an operand that stays in B"
+        elif not watch.is_free(node) and watch.has_hooks(node, before=is_cut):
+            why = "a hook on its product"
         elif not has_saved(node.__class__, rule.settings):
             why = "this torch hides what W needs"
         elif not all(can_read_saved(node, name) for name in reads):
@@ -148,6 +215,13 @@ def _split(
             return Product(node, rule, operands, reads, chosen), leaves
         reasons.update((id(leaf.variable), why) for leaf in leaves if leaf is not None)
     return None
+
+
+def _needs_gradient(node: Any) -> bool:
+    """False for an operand without a gradient, or a leaf frozen since the forward."""
+    if node is None:
+        return False
+    return type(node).__name__ != LEAF or bool(node.variable.requires_grad)
 
 
 def _leaf_above(
@@ -160,12 +234,23 @@ def _leaf_above(
         if node is None:
             return None
         count = max(count, uses[node])
-    if type(node).__name__ != LEAF or id(node.variable) in kept:
+    if type(node).__name__ != LEAF:
         return None
+    leaf = node.variable
+    if id(leaf) in kept or not leaf.requires_grad:
+        return None
+    why = None
     if count > 1:
-        reasons[id(node.variable)] = f"used {count} times"
-        return None
-    if type(node.variable) not in _KNOWN and not is_dtensor(node.variable):
-        reasons[id(node.variable)] = f"a {type(node.variable).__name__}"
-        return None
-    return node
+        why = f"used {count} times"
+    elif type(leaf) not in _KNOWN and not is_dtensor(leaf):
+        why = f"a {type(leaf).__name__}"
+    elif leaf.layout is not torch.strided:
+        why = f"its layout is {leaf.layout}"
+    elif leaf._backward_hooks and any(
+        map(is_multi_grad_hook, leaf._backward_hooks.values())
+    ):
+        why = "a hook on several gradients at once"
+    if why is None:
+        return node
+    reasons[id(leaf)] = why
+    return None

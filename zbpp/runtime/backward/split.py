@@ -7,7 +7,7 @@ runs the first, keeps the operands of the second in a queue, and W runs the queu
     B   dx = dy w,  db = sum(dy)      keeps (x, dy)
     W   w.grad += dy^T x              drops them
 
-F runs as ever: B finds the products in the graph that F has left (`harvest`). What is
+F runs as ever: B finds the products in the graph that F has left (`graph`). What is
 no product, or not alone in using its weight, gets its gradient in B. All gradients go
 through autograd's own accumulation, so hooks fire as they would, and a split backward
 and ``loss.backward()`` agree to the last bit.
@@ -31,28 +31,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
+from zbpp.core import RequestError
 from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.deferred_product import Product
-from zbpp.runtime.backward.graph import SplitPlan, plan_split
+from zbpp.runtime.backward.engine import run_b, run_cut_b
+from zbpp.runtime.backward.graph import End, SplitPlan, end_of, plan_split
+from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 
-__all__ = ["SplitGraph", "split_forward"]
+__all__ = ["SplitGraph", "run_forward", "split_forward"]
 
 
 class SplitGraph:
     """The graph of one forward, whose backward is run as B, then W.
 
+    Of the outputs only the place in the graph is kept, not the data.
+
     Args:
         outputs: of the forward; those that need no gradient count for nothing.
-        inputs: leaves whose gradients B returns.
+        inputs: tensors whose gradients B returns. B stops there, also at one that is no
+            leaf: its own graph stays for a backward of its own.
         queue: where B leaves its work for W; some may be in it already.
         is_exact: round each weight gradient before it is added, as autograd does.
             False adds it within the matrix product's own kernel: faster, without a
             temporary of the weight's size, and different in the last bits. Hooks that
-            only C++ can see (DistributedDataParallel's) then do not fire.
+            only C++ can see (DistributedDataParallel's) then do not fire, and a view
+            of a weight retains no gradient.
     """
 
     def __init__(
@@ -63,14 +68,18 @@ class SplitGraph:
         *,
         is_exact: bool = True,
     ) -> None:
-        self._roots = [y for y in outputs if y.requires_grad]
+        roots = [y for y in outputs if y.requires_grad]
+        self._ends: list[End] = [end_of(y) for y in roots]
+        self._shapes = [None if y.is_nested else y.shape for y in roots]
         self._inputs = [x for x in inputs if x.requires_grad]
         self._queue = WeightQueue() if queue is None else queue
         self._is_exact = is_exact
         self._found: SplitPlan | None = None
+        self._n_hooks = 0
         self._is_done = False
         self.outputs: Any = None
-        """What the function returned, its tensors detached; set by `split_forward`."""
+        """The function's result, its tensors detached; set by `split_forward`."""
+        watch.look()
 
     def report(self) -> dict[Tensor, str]:
         """Where each parameter's gradient is computed: ``"W"``, or ``"B: "`` and why.
@@ -97,8 +106,13 @@ class SplitGraph:
         return self._queue.held_bytes()
 
     def _plan(self) -> SplitPlan:
-        if self._found is None:
-            self._found = plan_split(self._roots, self._inputs)
+        """Plan once, and again if hooks were registered since."""
+        if self._is_done and self._found is not None:
+            return self._found
+        watch.look()
+        if self._found is None or self._n_hooks != watch.n_others:
+            self._found = plan_split(self._ends, self._inputs)
+            self._n_hooks = watch.n_others
         return self._found
 
     def backward_input(
@@ -117,85 +131,88 @@ class SplitGraph:
 
         Raises:
             RuntimeError: B has run already.
+            RequestError: the gradients do not fit the outputs; B may be called again.
         """
         if self._is_done:
             raise RuntimeError("B runs once: its graph is freed; run a new forward")
+        ends, given = self._checked(gradients)
+        plan = self._plan()
         self._is_done = True
-        if isinstance(gradients, Tensor):
-            gradients = (gradients,)
-        before = [x.grad for x in self._inputs]
-        for x in self._inputs:
-            x.grad = None
-        if gradients is not None:
-            self._roots, gradients = self._used(gradients)
-        if self._roots:
+        result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
+        if ends:
+            is_cut = any(not x.is_leaf for x in self._inputs)
+            run = run_cut_b if is_cut else run_b
             with self._queue.recording():
-                self._run(gradients)
-        result = tuple(x.grad for x in self._inputs)
-        for x, gradient in zip(self._inputs, before, strict=True):
-            x.grad = gradient
-        self._roots, self._inputs, self.outputs = [], [], None
+                result = run(
+                    plan, (ends, given), self._inputs, self._queue, self._is_exact
+                )
+        self._found = SplitPlan([], [], plan.waiting, {}, plan.is_reentrant)
+        self._ends, self._inputs, self.outputs = [], [], None
         return result
 
     def input_gradients(
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """What B would return, without any gradient for parameters; B may follow."""
-        roots, gradients = self._used(gradients)
-        if not roots or not self._inputs:
+        """Return what B would, without any gradient for parameters; B may follow.
+
+        Raises:
+            RequestError: the gradients do not fit the outputs.
+        """
+        ends, given = self._checked(gradients)
+        if not ends or not self._inputs:
             return (None,) * len(self._inputs)
         return torch.autograd.grad(
-            roots, self._inputs, gradients, retain_graph=True, allow_unused=True
+            ends, self._inputs, given, retain_graph=True, allow_unused=True
         )
 
-    def _used(
-        self, gradients: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs that have influence, and their gradients."""
-        pairs = zip(self._roots, gradients, strict=True)
-        used = [(y, dy) for y, dy in pairs if dy is not None]
-        return [y for y, _ in used], [dy for _, dy in used]
+    def _checked(
+        self, gradients: Tensor | Sequence[Tensor | None] | None
+    ) -> tuple[list[End], list[Tensor | None]]:
+        """Return the ends that have influence, and their gradients."""
+        if gradients is None:
+            if any(shape is None or shape.numel() != 1 for shape in self._shapes):
+                raise RequestError(
+                    "B needs gradients, one for each output: not all are scalars"
+                )
+            return self._ends, [None] * len(self._ends)
+        if isinstance(gradients, Tensor):
+            gradients = (gradients,)
+        if len(gradients) != len(self._ends):
+            raise RequestError(
+                f"B was given {len(gradients)} gradients, and {len(self._ends)} "
+                "outputs require one; give one for each, None where it has no influence"
+            )
+        for i, (shape, dy) in enumerate(zip(self._shapes, gradients, strict=True)):
+            if dy is not None and shape is not None and dy.shape != shape:
+                raise RequestError(
+                    f"gradient {i} has the shape {list(dy.shape)}, and its output "
+                    f"{list(shape)}"
+                )
+        pairs = zip(self._ends, gradients, strict=True)
+        used = [(end, dy) for end, dy in pairs if dy is not None]
+        return [end for end, _ in used], [dy for _, dy in used]
 
     def backward_weight(self) -> None:
         """W: the weight gradients that B has deferred, added to ``.grad``.
 
         Raises:
-            RuntimeError: B has not run, or not to its end.
+            RuntimeError: B has not run, or not to its end, or an earlier W has failed.
         """
-        if not self._is_done or self._roots:
+        if not self._is_done or self._ends:
             raise RuntimeError("W runs after B")
         self._queue.run()
 
-    def _run(self, gradients: Sequence[Tensor | None] | None) -> None:
-        found = self._plan()
-        self._found = SplitPlan([], [], found.waiting, {}, found.is_reentrant)
-        if not found.products:
-            torch.autograd.backward(self._roots, gradients)
-            return
-        # An edge to a product makes it run where nothing below it is wanted in B.
-        edges = (GradientEdge(product.node, 0) for product in found.products)
-        wanted: list[Any] = [*found.leaves, *edges]
-        hooks = [
-            product.node.register_prehook(self._defer(product))
-            for product in found.products
-        ]
-        try:
-            torch.autograd.backward(self._roots, gradients, inputs=wanted)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def _defer(self, product: Product) -> Callable[[tuple[Tensor, ...]], None]:
-        """What the product's node does first in B: keep its operands and gradient."""
+class _Alias(torch.autograd.Function):
+    """The same data, but no leaf: a function may then change it in place."""
 
-        def keep(gradients: tuple[Tensor | None, ...]) -> None:
-            (dy,) = gradients
-            if dy is not None:
-                work = product.defer(dy)
-                add = None if self._is_exact else work.add
-                self._queue.defer(work.edges, work.compute, add, work.kept)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
 
-        return keep
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
 
 
 def split_forward(
@@ -205,34 +222,58 @@ def split_forward(
 
     Args:
         function: what to call.
-        args, kwargs: its arguments. Tensors among them (also in tuples, lists and
-            dicts) that require a gradient are the inputs of B, in this order.
+        args, kwargs: its arguments. Tensors among them that require a gradient, also in
+            tuples, lists, dicts, dataclasses and what torch's pytree knows, are the
+            inputs of B, in this order. Those that are no leaves may be changed in
+            place.
 
     Returns:
-        The graph; its ``outputs`` are what the function returned.
+        The graph; its ``outputs`` are what the function returned, in the same
+        containers.
 
     Raises:
-        RequestError: a wrapper of data parallelism would miss the gradients of W.
+        RequestError: a wrapper of data parallelism would miss the gradients of W, or a
+            tensor that needs a gradient is hidden in an object of an unknown kind.
     """
     if isinstance(function, nn.Module):
         check_module(function)
+    return run_forward(function, args, kwargs)
+
+
+def run_forward(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    may_change_leaves: bool = False,
+) -> SplitGraph:
+    """F of `split_forward`, unchecked.
+
+    Args:
+        function: what to call.
+        args, kwargs: its arguments.
+        may_change_leaves: let it change even inputs in place that are leaves.
+    """
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
 
     def take(x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_(x.requires_grad)
-        inputs.append(x)
-        return x
+        leaf = x.detach().requires_grad_(x.requires_grad)
+        inputs.append(leaf)
+        if not x.requires_grad or (x.is_leaf and not may_change_leaves):
+            return leaf
+        return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
 
     def give(y: Tensor) -> Tensor:
         outputs.append(y)
         return y.detach().requires_grad_(y.requires_grad)
 
-    args, kwargs = map_tensors(args, take), map_tensors(kwargs, take)
+    args = map_tensors(args, take, refuse_hidden)
+    kwargs = map_tensors(kwargs, take, refuse_hidden)
     queue = WeightQueue()
     with queue.recording():
         result = function(*args, **kwargs)
-    result = map_tensors(result, give)
+    result = map_tensors(result, give, refuse_hidden)
     graph = SplitGraph(outputs, inputs, queue)
     graph.outputs = result
     return graph

@@ -8,14 +8,16 @@ and then ``PipelineStage(module, ..., dw_builder=module.dw_builder)``: when torc
 the module's backward, only B runs, and what ``dw_builder`` returns is W.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zbpp.core import RequestError
 from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.split import SplitGraph, split_forward
+from zbpp.runtime.backward.split import SplitGraph, run_forward
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.torch_internals import accumulates
 
@@ -44,7 +46,7 @@ class _RunB(torch.autograd.Function):
             found = ctx.graph.input_gradients(gradients)
         else:
             found = ctx.graph.backward_input(gradients)
-            ctx.owner.left = ctx.graph
+            ctx.owner.left.append(ctx.graph)
         return (None, None, None, None, *found)
 
 
@@ -54,36 +56,54 @@ class SplitModule(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.left: SplitGraph | None = None
-        """The graph whose B has run last."""
+        self.left: list[SplitGraph] = []
+        """Graphs whose B has run, and whose W no one has asked for yet."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         check_module(self)
-        graph = split_forward(self.module, *args, **kwargs)
-        inputs, outputs = _trainable((args, kwargs)), _trainable(graph.outputs)
+        graph = run_forward(self.module, args, kwargs, may_change_leaves=True)
+        inputs, result = _trainable((args, kwargs)), graph.outputs
+        graph.outputs = None  # held by the caller alone
+        outputs = _trainable(result)
         if not outputs:
-            return graph.outputs
+            return result
         # Without it, a first stage's outputs would seem to need no gradient.
         anchor = torch.zeros((), requires_grad=True)
         joined = _RunB.apply(  # type: ignore[no-untyped-call]
             graph, self, outputs, anchor, *inputs
         )
         rest = iter(joined)
-        return map_tensors(
-            graph.outputs, lambda y: next(rest) if y.requires_grad else y
-        )
+        return map_tensors(result, lambda y: next(rest) if y.requires_grad else y)
 
     def dw_builder(self) -> Callable[[], None]:
-        """Return W of the micro-batch whose backward has just run."""
-        graph, self.left = self.left, None
-        return _nothing if graph is None else graph.backward_weight
+        """Return W of all backwards that have run since the last call.
+
+        torch calls it after each, so that it is W of one micro-batch.
+        """
+        graphs, self.left = self.left, []
+        return partial(_run_w, graphs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles.
+
+        Raises:
+            RequestError: a W is left, whose gradients the copy would lack.
+        """
+        if self.left:
+            raise RequestError(
+                f"this SplitModule holds W of {len(self.left)} backwards; call "
+                "dw_builder()() before it is copied or saved"
+            )
+        return dict(vars(self))
 
 
-def _nothing() -> None:
-    """No gradient has reached the module."""
+def _run_w(graphs: Sequence[SplitGraph]) -> None:
+    """Run W of some graphs, in the order of their B."""
+    for graph in graphs:
+        graph.backward_weight()
 
 
 def _trainable(thing: Any) -> list[Tensor]:

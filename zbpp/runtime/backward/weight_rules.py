@@ -26,7 +26,7 @@ class Gradients(Protocol):
     """The second job of one node, to be done in W."""
 
     def of(self, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """From the gradient of the node's output to those of its deferred operands."""
+        """Turn the gradient of the node's output into those of its operands."""
 
     def add_to(self, total: Tensor, dy: Tensor) -> bool:
         """Add the first operand's gradient in the product's own kernel, if it can."""
@@ -34,7 +34,7 @@ class Gradients(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one kind of node is split.
+    """The way to split one kind of node.
 
     Args:
         choices: operands that may be deferred together, as positions in the node's
@@ -68,7 +68,7 @@ class _OfMatrix:
     def of(self, dy: Tensor) -> tuple[Tensor]:
         if self.is_right:
             left = self.other
-            if self.is_column_major:
+            if self.is_column_major and left.layout is torch.strided:
                 return (self._scaled(dy.t().mm(left.conj()).t()),)
             return (self._scaled(left.t().conj().mm(dy)),)
         if self.is_column_major:
@@ -161,7 +161,8 @@ def _of_batches(left: str, right: str, first: int, *factor: str) -> Rule:
 
 
 def _factor(node: Any, names: tuple[str, ...]) -> Any:
-    return getattr(node, f"_saved_{names[0]}") if names else 1
+    """The factor of a product's gradients: the conjugate of its own."""
+    return getattr(node, f"_saved_{names[0]}").conjugate() if names else 1
 
 
 _LAYOUT = ("sizes", "strides")

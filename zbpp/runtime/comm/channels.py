@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,17 +11,19 @@ from torch import Tensor
 
 from zbpp.core import Job, Value, What
 from zbpp.runtime.comm.header import Spec
+from zbpp.runtime.comm.private_group import PrivateGroup, draw_name, open_group
 
-__all__ = ["Channel", "Incoming", "PendingSum", "open_channels", "tag", "uses_nccl"]
+__all__ = ["Channel", "Incoming", "PendingSum", "has_tags", "join", "tag"]
 
-_TENSORS_PER_MESSAGE = 16
+_CHUNKS = 1024
+_TENSORS_PER_MESSAGE = 64  # a header holds fewer
 
 
 @dataclass(frozen=True)
 class Channel:
     """A process group and the ranks in it of the channel's two ends."""
 
-    group: dist.ProcessGroup
+    group: PrivateGroup
     source: int
     target: int
 
@@ -36,52 +39,69 @@ class Incoming:
     works: list[dist.Work] = field(default_factory=list)
 
 
-def uses_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether tensors of the group travel by NCCL."""
-    return bool(dist.get_backend(group) == "nccl")
+def has_tags(*, nccl: bool) -> bool:
+    """True if messages of one group are told apart by tags."""
+    return not nccl
 
 
-def open_channels(
+def join(
     group: dist.ProcessGroup,
     neighbours: Sequence[set[int]],
     *,
+    nccl: bool,
     device: torch.device,
     timeout_s: float,
-) -> dict[tuple[int, int], Channel]:
-    """Open the channels of this stage; all stages must call, as groups are collective.
+) -> tuple[PrivateGroup, dict[tuple[int, int], Channel], Any]:
+    """Open the groups of a pipeline; all its stages must call, and nobody else.
 
     With gloo one group serves all, as tags tell the messages apart. NCCL has no tags,
-    and what shares a communicator waits for each other: every channel gets its own.
+    and what shares a communicator waits for each other: a send and a receive between
+    the same two stages must not, so every direction has its own, and none is shared.
 
     Args:
         group: the pipeline's processes, by stage.
         neighbours: the stages that each stage sends to.
+        nccl: gloo if False.
         device: of this process.
-        timeout_s: for messages of the new groups.
+        timeout_s: for joining, and for collectives.
 
     Returns:
-        Channels by (sending stage, receiving stage).
+        The group of all stages; the channels of this one by (sending stage, receiving
+        stage); a store for this pipeline alone.
+
+    Raises:
+        RuntimeError: a stage did not come.
     """
     stage = dist.get_rank(group)
+    wire = device if nccl else torch.device("cpu")
+    name = draw_name(group, wire, timeout_s=timeout_s)
+    open_one = partial(open_group, group, nccl=nccl, timeout_s=timeout_s)
+    everyone = open_one(range(dist.get_world_size(group)), name)
     channels = {}
+    # All stages go through the pairs in the same order: no circle of waits.
     for source, peers in enumerate(neighbours):
         for target in sorted(peers):
-            ends = [dist.get_global_rank(group, end) for end in (source, target)]
-            own = group
-            if uses_nccl(group):
-                own = dist.new_group(sorted(ends), timeout=timedelta(seconds=timeout_s))
-            if stage in (source, target):
-                if own is not group:  # connect now: done lazily, it has hung
-                    dist.all_reduce(torch.zeros(1, device=device), group=own)
-                ranks = [dist.get_group_rank(own, end) for end in ends]
-                channels[source, target] = Channel(own, *ranks)
-    return channels
+            if stage not in (source, target):
+                continue
+            if has_tags(nccl=nccl):
+                channels[source, target] = Channel(everyone, source, target)
+                continue
+            pair = open_one((source, target), f"{name}/{source}_to_{target}")
+            # Connect now: done lazily, it has hung.
+            pair.allreduce([torch.zeros(1, device=wire)]).wait()
+            channels[source, target] = Channel(pair, 0, 1)
+    notes = dist.PrefixStore(f"{name}/notes", group.get_group_store())  # type: ignore[attr-defined]
+    return everyone, channels, notes
 
 
-def tag(value: Value, slot: int) -> int:
-    """A number that only this tensor of this value has within a step."""
-    what = 0 if value.what is What.ACTIVATION else 1
-    index = (value.microbatch * 4096 + value.chunk) * 2 + what
+def tag(value: Value, slot: int, *, training: bool = True) -> int:
+    """Give a tensor of a value a number that no other has within a step.
+
+    An evaluation has numbers of its own: a step would take its tensors for those that
+    it waits for, if one rank alone evaluates.
+    """
+    kind = (value.what is not What.ACTIVATION) + 2 * (not training)
+    index = (value.microbatch * _CHUNKS + value.chunk) * 4 + kind
     return (index * _TENSORS_PER_MESSAGE + slot) % 2**31
 
 
@@ -105,11 +125,11 @@ class PendingSum:
         self._finish = finish
 
     def ready(self) -> bool:
-        """Always: a sum waits for other processes."""
+        """Return True: a sum waits for other processes."""
         return True
 
     def done(self) -> bool:
-        """Whether it has come."""
+        """True if it has come."""
         return self._work is None or self._work.is_completed()
 
     def result(self, job: Job | None = None) -> Tensor:

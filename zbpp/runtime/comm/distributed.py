@@ -9,9 +9,9 @@ messages, and `zbpp.schedules.lower` has proved that both ends name the same ord
 
 With gloo the messages also carry tags, and CUDA tensors go through host memory (two
 stages may share a GPU). With NCCL each channel has a communicator of its own.
+All groups are this pipeline's own: others may run beside it or after it.
 """
 
-import time
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -21,15 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import Job, Value, What
-from zbpp.runtime.comm.channels import (
-    Incoming,
-    PendingSum,
-    open_channels,
-    tag,
+from zbpp.runtime.comm.channels import Incoming, PendingSum, join, tag
+from zbpp.runtime.comm.failures import FailureNotes
+from zbpp.runtime.comm.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
+from zbpp.runtime.comm.private_group import (
+    break_connections,
+    gather_objects,
     uses_nccl,
 )
-from zbpp.runtime.comm.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
-from zbpp.runtime.microbatches import Tensors
+from zbpp.runtime.comm.waits import Waits
+from zbpp.runtime.microbatches import Tensors, TupleOfOne
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import PeerError, ShapeError
 
@@ -61,41 +62,52 @@ class DistributedTransport:
         first_timeout_s: float,
     ) -> None:
         self.background = BackgroundWork(in_thread=device.type == "cpu")
-        self._group = group
         self.stage = dist.get_rank(group)
         self._device = device
         self._nccl = uses_nccl(group)
         self._wire = device if self._nccl else torch.device("cpu")
-        self._timeout_s = first_timeout_s
         self._steady_timeout_s = timeout_s
-        self._channels = open_channels(
-            group, neighbours, device=device, timeout_s=first_timeout_s
+        self._waits = Waits(
+            nccl=self._nccl,
+            device=device,
+            timeout_s=first_timeout_s,
+            lost=self._lost,
         )
-        self._sums = dist.new_group(  # nothing queues behind a sum that is under way
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=first_timeout_s),
-            use_local_synchronization=True,
-        )
+        try:
+            self._all, self._channels, store = join(
+                group,
+                neighbours,
+                nccl=self._nccl,
+                device=device,
+                timeout_s=first_timeout_s,
+            )
+        except RuntimeError as error:
+            raise PeerError(
+                f"stage {self.stage} does not reach the others at the start: {error}"
+            ) from error
+        ranks = dist.get_process_group_ranks(group)
+        self._notes = FailureNotes(store, self.stage, ranks)
+        self.doing = "the start"
+        self._has_failed = False
         self._specs: dict[int, Spec] = {}  # of each chunk's activations in training
         self._incoming: dict[Value, Incoming] = {}
         self._waiting: dict[int, deque[Incoming]] = {
             peer: deque() for peer in neighbours[self.stage]
         }
         self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
-        self._unconfirmed: deque[tuple[dist.Work, str, int | None]] = deque()
         self._training = True
         self._n_older = 0  # sends of steps before this one that are not finished
-        self._side: torch.Stream | None = None
 
     def begin(self, *, training: bool) -> None:
         """Start a step: headers tell the shapes of an evaluation and a first step."""
+        self._notes.withdraw()
         self._training = training
         self._n_older = len(self._outgoing)
 
     def send(self, value: Value, tensors: Tensors, peer: int) -> None:
         """Start to send; the tensors are kept until they have left."""
         if value.what is What.ACTIVATION:
-            self._announce(value, spec_of(tensors), peer)
+            self._announce(value, spec_of(value, tensors), peer)
         for slot, tensor in enumerate(tensors, start=1):
             payload = tensor.detach().to(self._wire).contiguous()
             self._send_one(value, payload, peer, slot=slot)
@@ -119,15 +131,10 @@ class DistributedTransport:
     def _send_one(self, value: Value, tensor: Tensor, peer: int, *, slot: int) -> None:
         channel = self._channels[self.stage, peer]
         try:
-            work = dist.isend(
-                tensor,
-                group=channel.group,
-                group_dst=channel.target,
-                tag=tag(value, slot),
-            )
+            number = tag(value, slot, training=self._training)
+            work = channel.group.send([tensor], channel.target, number)
         except RuntimeError as error:
             raise self._lost(f"could not send {value} to", peer, error) from error
-        assert work is not None
         self._outgoing.append((work, tensor, value, peer))
 
     def post(self, value: Value, peer: int) -> None:
@@ -142,7 +149,7 @@ class DistributedTransport:
             self._start(self._waiting[peer].popleft(), spec)
 
     def _known_spec(self, value: Value) -> Spec | None:
-        """What a message will look like, if it needs no header."""
+        """Shapes and dtypes of a message, if it needs no header."""
         if value.what is What.GRADIENT:  # as the activation that this stage has sent
             sent = self._specs.get(value.chunk - 1)
             return None if sent is None else sent.of_gradients()
@@ -160,20 +167,14 @@ class DistributedTransport:
         peer = incoming.peer
         channel = self._channels[peer, self.stage]
         try:
-            work = dist.irecv(
-                buffer,
-                group=channel.group,
-                group_src=channel.source,
-                tag=tag(incoming.value, slot),
-            )
+            number = tag(incoming.value, slot, training=self._training)
+            return channel.group.recv([buffer], channel.source, number)
         except RuntimeError as error:
             what = f"could not receive {incoming.value} from"
             raise self._lost(what, peer, error) from error
-        assert work is not None
-        return work
 
     def ready(self, value: Value) -> bool:
-        """Always: a receive waits for another process."""
+        """Return True: a receive waits for another process."""
         return True
 
     def receive(self, value: Value, job: Job) -> Tensors:
@@ -187,9 +188,10 @@ class DistributedTransport:
             )
         with self.background.waiting():
             for work in incoming.works:
-                self._wait(work, f"{job} for {value} from", incoming.peer)
+                self._waits.wait(work, f"{job} for {value} from", incoming.peer)
         tensors = (buffer.to(self._device) for buffer in incoming.buffers)
-        return tuple(
+        kind = TupleOfOne if incoming.spec.is_tuple_of_one else tuple
+        return kind(
             tensor.requires_grad_(needs and value.what is What.ACTIVATION)
             for tensor, needs in zip(tensors, incoming.spec.needs_grad, strict=True)
         )
@@ -197,78 +199,60 @@ class DistributedTransport:
     def _header(self, incoming: Incoming, job: Job) -> Spec:
         buffer = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._wire)
         work = self._receive_one(incoming, buffer, slot=0)
-        self._wait(work, f"{job} for {incoming.value} from", incoming.peer)
-        self._confirm(work)
+        self._waits.wait(work, f"{job} for {incoming.value} from", incoming.peer)
+        self._waits.confirm(work)
         spec = unpack(buffer.cpu(), incoming.value)
         if self._training:
             self._specs[incoming.value.chunk] = spec
         return spec
 
-    def _wait(self, work: dist.Work, what: str, peer: int | None) -> None:
-        """Wait for a message; with NCCL the GPU waits, and the host in `_confirm`."""
-        try:
-            if self._nccl:
-                work.wait()  # with a time-out it would hold up the host
-                while self._unconfirmed and self._unconfirmed[0][0].is_completed():
-                    self._unconfirmed.popleft()
-                self._unconfirmed.append((work, what, peer))
-            else:
-                work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise self._lost(f"waits at {what}", peer, error) from error
-
-    def _confirm(self, last: dist.Work) -> None:
-        """Wait on the host until a message has come; name the oldest late one."""
-        deadline = time.monotonic() + self._timeout_s
-        while self._nccl and not last.is_completed():
-            if time.monotonic() > deadline:
-                late = RuntimeError("timed out")
-                for work, what, peer in self._unconfirmed:
-                    if not work.is_completed():
-                        raise self._lost(f"waits at {what}", peer, late)
-            time.sleep(1e-4)
-
-    def _finish(self, work: dist.Work, vector: Tensor, what: str) -> Tensor:
-        """Wait for a collective, and bring its vector to the host.
-
-        With NCCL on a stream of its own, so that the copy waits for no forward.
-        """
-        if not self._nccl:
-            self._wait(work, what, None)
-            return vector
-        if self._side is None:
-            self._side = torch.Stream(self._device)
-        with self._side:
-            self._wait(work, what, None)
-            self._confirm(work)
-            return vector.cpu()
-
     def _lost(self, what: str, peer: int | None, error: RuntimeError) -> PeerError:
         who = "the other stages" if peer is None else f"stage {peer}"
-        text = str(error)
-        late = "imed out" in text or "imeout" in text
-        why = f"no answer in {self._timeout_s:g} s" if late else "the connection broke"
+        why = "the connection broke"
+        if "imed out" in str(error) or "imeout" in str(error):
+            why = f"no answer in {self._waits.timeout_s:g} s"
+        if not self._has_failed and (first := self._notes.explain(peer, self.doing)):
+            why += f"; {first}"
+        self._cut_off()
         return PeerError(f"stage {self.stage} {what} {who}: {why}")
+
+    def report(self, error: BaseException, *, ends: bool = True) -> None:
+        """Tell the other stages why this one stops, or cannot begin a step.
+
+        Args:
+            error: the cause; gets a note that names the rank that failed first.
+            ends: break the connections, so that the others learn of it at once.
+        """
+        if self._has_failed or isinstance(error, PeerError):
+            return
+        first = self._notes.report(error, self.doing)
+        if ends:
+            if first:
+                error.add_note(first)
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        if not self._has_failed and not self._nccl:
+            break_connections(self._all)
+        self._has_failed = True
 
     def reduce(self, vector: Tensor) -> PendingSum:
         """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
         vector = vector.to(self._wire)
-        work = dist.all_reduce(vector, group=self._sums, async_op=True)
-        assert work is not None
-        return PendingSum(vector, work, self._finish)
+        try:
+            work = self._all.allreduce([vector])
+        except RuntimeError as error:
+            raise self._lost("could not begin a sum with", None, error) from error
+        return PendingSum(vector, work, self._waits.finish)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""
-        things: list[Any] = [None] * dist.get_world_size(self._group)
         try:
             if not self._nccl:  # waits no longer than a step does, unlike the gather
-                dist.monitored_barrier(
-                    self._group, timeout=timedelta(seconds=self._timeout_s)
-                )
-            dist.all_gather_object(things, thing, group=self._group)
+                self._all.monitored_barrier(timedelta(seconds=self._waits.timeout_s))
+            return gather_objects(self._all, thing, self._wire)
         except RuntimeError as error:
             raise self._lost("waits at a gather for", None, error) from error
-        return things
 
     def end(self) -> None:
         """End the step; sends may still be under way, so no stage waits for another.
@@ -278,7 +262,7 @@ class DistributedTransport:
         """
         assert not self._incoming, f"never received: {list(self._incoming)}"
         if self._training:
-            self._timeout_s = self._steady_timeout_s
+            self._waits.timeout_s = self._steady_timeout_s
         while self._n_older > 0:
             self._finish_oldest("the end of the step to hand")
 
@@ -290,8 +274,9 @@ class DistributedTransport:
     def _finish_oldest(self, doing: str) -> None:
         work, _, value, peer = self._outgoing.popleft()
         self._n_older -= 1
-        self._wait(work, f"{doing} {value} to", peer)
+        self._waits.wait(work, f"{doing} {value} to", peer)
 
     def close(self) -> None:
-        """Give back the group of the sums; the pipeline's belongs to the caller."""
-        dist.destroy_process_group(self._sums)
+        """Give back the groups."""
+        for group in {*(c.group for c in self._channels.values()), self._all}:
+            group.shutdown()

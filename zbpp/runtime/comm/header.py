@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zbpp.core import Value, What
+from zbpp.runtime.microbatches import TupleOfOne
 from zbpp.runtime.support.errors import ShapeError
 
 __all__ = ["HEADER_LENGTH", "Spec", "pack", "spec_of", "unpack"]
@@ -38,15 +39,17 @@ class Spec:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     needs_grad: tuple[bool, ...]
+    is_tuple_of_one: bool = False
 
     def __str__(self) -> str:
-        return ", ".join(
+        text = ", ".join(
             f"{str(dtype).removeprefix('torch.')}{list(shape)}"
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
+        return f"({text},)" if self.is_tuple_of_one else text
 
     def of_gradients(self) -> "Spec":
-        """What comes back for these tensors: one gradient for each that needs one."""
+        """Describe the gradients: one for each tensor that needs one."""
         kept = [i for i, needs in enumerate(self.needs_grad) if needs]
         return Spec(
             tuple(self.shapes[i] for i in kept),
@@ -60,13 +63,37 @@ class Spec:
             yield torch.empty(shape, dtype=dtype, device=device)
 
 
-def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
-    """Describe tensors."""
+def spec_of(value: Value, tensors: tuple[Tensor, ...]) -> Spec:
+    """Describe the tensors of a value.
+
+    Raises:
+        ShapeError: a tensor is more than one block of numbers.
+    """
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            _refuse_others(value, tensor)
     return Spec(
         tuple(tuple(tensor.shape) for tensor in tensors),
         tuple(tensor.dtype for tensor in tensors),
         tuple(tensor.requires_grad for tensor in tensors),
+        isinstance(tensors, TupleOfOne),
     )
+
+
+def _refuse_others(value: Value, tensor: Tensor) -> None:
+    """Refuse what holds its numbers elsewhere, as a DTensor or a sparse tensor does."""
+    kind = type(tensor).__name__
+    if hasattr(tensor, "__tensor_flatten__"):
+        hint = "hand on a plain one (x.to_local()) and wrap it in the next layer"
+        if kind != "DTensor":
+            hint = "hand on the plain tensors in it and wrap them in the next layer"
+        raise ShapeError(f"{value}: a {kind} cannot be sent between stages; {hint}")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise ShapeError(
+            f"{value}: a tensor of layout {layout} cannot be sent between stages; hand "
+            "on a dense one, or its parts"
+        )
 
 
 def pack(value: Value, spec: Spec) -> Tensor:
@@ -76,7 +103,7 @@ def pack(value: Value, spec: Spec) -> Tensor:
         ShapeError: too many tensors or dimensions, or a dtype that cannot be sent.
     """
     numbers = [_WHATS.index(value.what), value.chunk, value.microbatch]
-    numbers.append(len(spec.shapes))
+    numbers.append(-1 if spec.is_tuple_of_one else len(spec.shapes))
     for shape, dtype, needs in zip(
         spec.shapes, spec.dtypes, spec.needs_grad, strict=True
     ):
@@ -99,8 +126,9 @@ def unpack(header: Tensor, expected: Value) -> Spec:
     value = Value(_WHATS[next(numbers)], next(numbers), next(numbers))
     assert value == expected, f"{expected} was due, but {value} came"
     shapes, dtypes, needs_grad = [], [], []
-    for _ in range(next(numbers)):
+    n_tensors = next(numbers)
+    for _ in range(abs(n_tensors)):
         dtypes.append(_DTYPES[next(numbers)])
         needs_grad.append(bool(next(numbers)))
         shapes.append(tuple(next(numbers) for _ in range(next(numbers))))
-    return Spec(tuple(shapes), tuple(dtypes), tuple(needs_grad))
+    return Spec(tuple(shapes), tuple(dtypes), tuple(needs_grad), n_tensors < 0)

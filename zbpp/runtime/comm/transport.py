@@ -1,4 +1,4 @@
-"""How values travel between stages: one small interface, two implementations.
+"""Carry values between stages: one small interface, two implementations.
 
 `LocalTransport` serves stages that live in one process (notebooks, tests, one GPU);
 `zbpp.runtime.comm.distributed.DistributedTransport` serves one process per stage. Both
@@ -22,10 +22,10 @@ class Reduction(Protocol):
     """A sum over all stages that is under way."""
 
     def ready(self) -> bool:
-        """Whether `result` returns without waiting for a stage of this process."""
+        """True if `result` returns without waiting for a stage of this process."""
 
     def done(self) -> bool:
-        """Whether `result` returns at once; asking waits for nothing."""
+        """True if `result` returns at once; asking waits for nothing."""
 
     def result(self, job: Job | None = None) -> Tensor:
         """Wait for the sum; ``job`` is named if it does not come."""
@@ -35,7 +35,10 @@ class Transport(Protocol):
     """One stage's messages. Values of a channel arrive in the order of their sends."""
 
     background: BackgroundWork
-    """What the stage can do while it waits for a value."""
+    """Work that the stage can do while it waits for a value."""
+
+    doing: str
+    """The call that is under way, for the words of a failure: ``step 3``."""
 
     def begin(self, *, training: bool) -> None:
         """Start a step, or an evaluation."""
@@ -47,7 +50,7 @@ class Transport(Protocol):
         """Announce that a value will be received."""
 
     def ready(self, value: Value) -> bool:
-        """Whether `receive` returns without waiting for a stage of this process."""
+        """True if `receive` returns without waiting for a stage of this process."""
 
     def receive(self, value: Value, job: Job) -> Tensors:
         """Wait for a value that was posted; ``job`` is named if it does not come."""
@@ -61,6 +64,9 @@ class Transport(Protocol):
     def end(self) -> None:
         """End the step: no message may be left to receive."""
 
+    def report(self, error: BaseException, *, ends: bool = True) -> None:
+        """Tell the other processes why this one stops, or cannot begin a step."""
+
     def flush(self) -> None:
         """Wait until all sends have left."""
 
@@ -70,7 +76,7 @@ class Transport(Protocol):
 
 @dataclass
 class LocalHub:
-    """What the stages of one process share: a mailbox and the sums under way."""
+    """Mailbox and sums under way, shared by the stages of one process."""
 
     n_stages: int
     mail: dict[Value, deque[Tensors]] = field(
@@ -109,6 +115,7 @@ class LocalTransport:
     def __init__(self, hub: LocalHub) -> None:
         self._hub = hub
         self.background = BackgroundWork()
+        self.doing = "the start"
         self._n_sums = 0
 
     def begin(self, *, training: bool) -> None:
@@ -122,7 +129,7 @@ class LocalTransport:
         """Nothing to prepare."""
 
     def ready(self, value: Value) -> bool:
-        """Whether the value is in the mailbox."""
+        """True if the value is in the mailbox."""
         return value in self._hub.mail
 
     def receive(self, value: Value, job: Job) -> Tensors:
@@ -157,8 +164,11 @@ class LocalTransport:
             hub.sums.clear()
             hub.n_ended = 0
 
+    def report(self, error: BaseException, *, ends: bool = True) -> None:
+        """Nobody else is to be told."""
+
     def flush(self) -> None:
-        """A message has left when it is sent."""
+        """Nothing to wait for: a message has left when it is sent."""
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -1,5 +1,6 @@
-"""What `zbpp.Pipeline` does with the executors of its process.
+"""Serve `zbpp.Pipeline`: the executors of one process, from start to end.
 
-`build` makes them, `agreement` compares the ranks, `lifecycle` ends a failed run,
-`state_access` settles before a look, `collective_calls` are the calls of all stages.
+`build` makes them, `agreement` compares the ranks, `batches` hands out a batch,
+`collective_calls` gather results of all stages, `state_access` settles before a look,
+`lifecycle` ends a failed run.
 """

@@ -1,4 +1,4 @@
-"""What all processes of a pipeline must agree on, and be told, before they begin."""
+"""Compare the requests of all processes of a pipeline before they begin."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Build what one process needs to run its stages."""
+"""Build transports, layers, optimizers and executors of one process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ __all__ = ["StageOptions", "build_executors", "make_transports"]
 
 @dataclass(frozen=True)
 class StageOptions:
-    """What every stage is built with; `zbpp.Pipeline` explains the fields."""
+    """Settings of every stage; `zbpp.Pipeline` explains the fields."""
 
     loss_fn: LossFn
     optimizer: MakeOptimizer | None

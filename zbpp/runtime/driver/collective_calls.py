@@ -1,65 +1,66 @@
-"""What a call of a pipeline means for all its stages in this process."""
+"""Pipeline operations over the stages of this process."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from zbpp.core import Placement, Schedule, Slot, Timeline
+import torch
+
+from zbpp.core import Schedule, Slot, Timeline
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 
 __all__ = [
-    "distribute_batch",
+    "failures_told",
     "gather_splits",
     "gather_timeline",
     "mean_loss",
     "report_split",
+    "tell_failure",
 ]
 
 Executors = Mapping[int, Executor]
 
 
-def distribute_batch(
-    executors: Executors,
-    placement: Placement,
-    batch: tuple[Batch | None, Batch | None],
-    *,
-    step: int,
-    n_microbatches: int,
-    even: bool,
-) -> None:
-    """Begin a step, or an evaluation: micro-batches go to the stages that read them.
+@contextmanager
+def failures_told(executors: Executors) -> Iterator[None]:
+    """Tell the other processes, before an error leaves, that this one has failed."""
+    try:
+        yield
+    except BaseException as error:
+        tell_failure(executors, error)
+        raise
+
+
+def tell_failure(executors: Executors, error: BaseException) -> None:
+    """Tell the other processes that this one has failed, and why."""
+    next(iter(executors.values())).transport.report(error)
+
+
+def mean_loss(
+    executors: Executors, samples: tuple[int | None, int | None]
+) -> tuple[float, tuple[int | None, int | None]]:
+    """Mean over the samples of the batch whose forwards have run.
 
     Args:
-        executors: of this process, by stage.
-        placement: of the chunks.
-        batch: inputs for the first chunk, targets for the last.
-        step: its number.
-        n_microbatches: how many to cut the batch into.
-        even: refuse micro-batches of different sizes.
+        executors: of this process.
+        samples: of inputs and targets, where this process knows them.
 
-    Raises:
-        RequestError: a batch is missing, or cannot be cut so.
+    Returns:
+        The mean, and the samples as any process knows them.
     """
-    inputs, targets = batch
-    m, first, last = n_microbatches, placement.stage_of[0], placement.stage_of[-1]
-    cut_inputs = split_inputs(inputs, m, even=even) if first in executors else None
-    cut_targets = split_targets(targets, m, even=even) if last in executors else None
-    for stage, executor in executors.items():
-        executor.stage.begin(
-            step=step,
-            inputs=cut_inputs if stage == first else None,
-            targets=cut_targets if stage == last else None,
-            n_microbatches=m,
+    sums = []
+    for executor in executors.values():
+        table = executor.stage.weighted_losses()
+        told = [0 if sums else count or 0 for count in samples]  # once a process
+        sums.append(
+            executor.transport.reduce(
+                torch.cat([table.flatten(), table.new_tensor(told)])
+            )
         )
-
-
-def mean_loss(executors: Executors) -> float:
-    """Mean over the samples of the batch whose forwards have run."""
-    reductions = [
-        executor.transport.reduce(executor.stage.weighted_losses())
-        for executor in executors.values()
-    ]
-    losses, weights = reductions[0].result()
-    return float((losses * weights).sum() / weights.sum())
+    numbers = sums[0].result()
+    losses, weights = numbers[:-2].view(2, -1)
+    n_inputs, n_targets = (int(count) or None for count in numbers[-2:])
+    mean = float((losses * weights).sum() / weights.sum())
+    return mean, (n_inputs, n_targets)
 
 
 def gather_timeline(executors: Executors, schedule: Schedule) -> Timeline:
@@ -77,7 +78,7 @@ def gather_timeline(executors: Executors, schedule: Schedule) -> Timeline:
 
 
 def report_split(executors: Executors) -> dict[str, str]:
-    """For each parameter with a gradient: where it is computed, `SplitGraph.report`."""
+    """Name the origin of each parameter's gradient: `SplitGraph.report`."""
     found = {}
     for executor in executors.values():
         for index, where in executor.stage.where.items():
@@ -89,7 +90,7 @@ def report_split(executors: Executors) -> dict[str, str]:
 
 
 def gather_splits(executors: Executors) -> list[bool]:
-    """For each stage of all processes whether W has anything to do."""
+    """True for each stage of all processes where W has anything to do."""
     own = {
         stage: any("W" in part.values() for part in executor.stage.where.values())
         for stage, executor in executors.items()

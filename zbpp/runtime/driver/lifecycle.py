@@ -1,8 +1,9 @@
-"""From the first step to the last: no step after a failure, none left unvalidated."""
+"""The life of a pipeline: no step after a failure, none left unvalidated."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
+from zbpp.runtime.driver.state_access import AccessHooks
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.support.errors import PeerError
 
@@ -10,7 +11,7 @@ __all__ = ["Lifecycle"]
 
 
 class Lifecycle:
-    """What may be done with a pipeline now.
+    """The calls that a pipeline may still take.
 
     Args:
         executors: of this process.
@@ -20,6 +21,8 @@ class Lifecycle:
         self._executors = tuple(executors)
         self._running = False
         self._ended: str | None = None
+        self.hooks: AccessHooks | None = None
+        """Removed by `close`."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -50,10 +53,12 @@ class Lifecycle:
             executor.optimizer.settle()
 
     def close(self) -> None:
-        """Settle the last step, finish the messages, give back what is held."""
+        """Settle the last step, finish the messages, give back all that is held."""
         if self._ended is not None:
             return
         self.synchronize()
+        if self.hooks is not None:
+            self.hooks.remove()
         self._ended = "the pipeline is closed"
         for executor in self._executors:
             executor.transport.flush()

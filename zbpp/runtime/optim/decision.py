@@ -1,10 +1,10 @@
-"""What the sums over all stages say of a step, on every stage alike.
+"""The decision on a step by the sums over all stages, on every stage alike.
 
     norm finite, within the limit    the step stands as it was taken
     norm finite, above the limit     the gradients are clipped first
     norm Inf or NaN                  there is no step
 
-A step that was taken before the sums were known is wrong in the last two cases.
+A step that was taken before the sums were known is invalid in the last two cases.
 """
 
 import math
@@ -20,7 +20,7 @@ __all__ = ["Decision", "StepSums", "clip_factor", "decide"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a step; ``factor`` is what its gradients are multiplied by."""
+    """The fate of a step; ``factor`` is what its gradients are multiplied by."""
 
     norm: float
     factor: float
@@ -28,12 +28,12 @@ class Decision:
 
     @property
     def corrects(self) -> bool:
-        """Whether a step on the gradients as they are would be wrong."""
+        """A step on the gradients as they are is invalid."""
         return self.skipped or self.factor < 1.0
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients of this global norm are multiplied by, at most 1."""
+    """Give the factor for gradients of this global norm, at most 1."""
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
@@ -72,11 +72,11 @@ class StepSums:
         self._host: Tensor | None = None
 
     def ready(self) -> bool:
-        """Whether they can be read without a stage of this process."""
+        """True if they can be read without a stage of this process."""
         return self._host is not None or self._reduction.ready()
 
     def done(self) -> bool:
-        """Whether they can be read at once; asking waits for nothing."""
+        """True if they can be read at once; asking waits for nothing."""
         return self._host is not None or self._reduction.done()
 
     def read(self, job: Job | None = None) -> Tensor:
@@ -95,5 +95,5 @@ class StepSums:
         return float(losses.mean())
 
     def notes(self) -> Tensor:
-        """What stands behind the losses."""
+        """The entries behind the losses."""
         return self.read()[self._n_layers + self._n_microbatches :]

@@ -1,6 +1,7 @@
-"""What a run says of its early steps, by the logger ``zbpp``."""
+"""Lines that a run says of its optimizer steps, by the logger ``zbpp``."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +13,14 @@ __all__ = [
     "log_not_compiled",
     "warn_barrier_fallback",
     "warn_snapshot_cost",
+    "warn_unstepped",
 ]
 
 _log = logging.getLogger("zbpp")
 
 
 def warn_snapshot_cost(optimizer: torch.optim.Optimizer) -> None:
-    """Early steps of this optimizer need a copy of everything, in every step."""
+    """Speculative steps of this optimizer copy everything, in every step."""
     held = parameters_of(optimizer)
     held += [
         value
@@ -28,7 +30,7 @@ def warn_snapshot_cost(optimizer: torch.optim.Optimizer) -> None:
         if isinstance(value, Tensor)
     ]
     _log.warning(
-        "post-validation: %s can only be taken back by a copy of its whole state "
+        "post-validation: %s can only be rolled back by a copy of its whole state "
         "(%.1f MiB now on stage 0), made in every step; "
         "--no-enable_optimizer_post_validation (post_validation=False) does without",
         type(optimizer).__name__,
@@ -39,7 +41,7 @@ def warn_snapshot_cost(optimizer: torch.optim.Optimizer) -> None:
 def warn_barrier_fallback(patience: Patience) -> None:
     """The barrier is back."""
     _log.warning(
-        "post-validation: %d of the last %d steps had to be taken back, so the "
+        "post-validation: %d of the last %d steps had to be rolled back, so the "
         "optimizer now waits for the norm, until %d steps in a row need no correction",
         patience.failures,
         patience.window,
@@ -48,8 +50,20 @@ def warn_barrier_fallback(patience: Patience) -> None:
 
 
 def log_not_compiled(reason: Exception) -> None:
-    """Early steps copy the optimizer state, a little at a time."""
+    """Speculative steps copy the optimizer state, a little at a time."""
     _log.info(
-        "post-validation: early steps take about half as long again as plain ones: %s",
+        "post-validation: speculative steps take half as long again as plain ones: %s",
         reason,
+    )
+
+
+def warn_unstepped(names: Sequence[str]) -> None:
+    """Parameters with gradients that no optimizer of their stage steps."""
+    _log.warning(
+        "%d parameter(s) have gradients, but no optimizer steps them (%s%s): their "
+        "gradients are cleared, and do not count in the norm; if that is not meant, "
+        "let the optimizer's builder take all the parameters that it is called with",
+        len(names),
+        ", ".join(names[:5]),
+        ", ..." if len(names) > 5 else "",
     )

@@ -16,8 +16,8 @@ class LossScaler:
 
     Args:
         scale: of the first step.
-        growth_factor: what the scale grows by.
-        backoff_factor: what it shrinks by.
+        growth_factor: of the scale.
+        backoff_factor: of the scale, when it shrinks.
         growth_interval: good steps in a row before it grows; 0 keeps it constant.
 
     Raises:
@@ -73,11 +73,11 @@ class LossScaler:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether a skipped step may be the search for a scale, and no fault."""
+        """A skipped step may be the search for a scale, and no fault."""
         return self._growth_interval > 0 and self.scale > 1.0
 
     def state_dict(self) -> dict[str, float]:
-        """What changes from step to step."""
+        """The values that change from step to step."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

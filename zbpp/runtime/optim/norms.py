@@ -1,31 +1,72 @@
-"""One stage's gradients: their norms by layer, and where one is first not finite."""
+"""One stage's gradients: their norms by layer, and where one is first not finite.
 
-from collections.abc import Iterable
+Gradients may be dense, complex, sparse (COO) or sharded over a tensor-parallel mesh: a
+norm is always that of all numbers, the same on every process of the mesh.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 
 __all__ = ["NonFiniteFinder", "multiply_gradients", "parameter_names", "squared_norms"]
 
 
-def squared_norms(stage: Stage) -> Iterable[tuple[int, Tensor]]:
-    """Squared gradient norm per layer, float64; a shared parameter counts once."""
-    seen: set[nn.Parameter] = set()
-    for index, layer in stage.numbered():
-        own = [p for p in layer.parameters() if p not in seen]
-        seen.update(own)
-        squares = [
-            torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
-            for p in own
-            if p.grad is not None
-        ]
-        if squares:
-            yield index, torch.stack(squares).sum()
+def squared_norms(
+    stage: Stage, counted: Collection[Tensor]
+) -> Iterable[tuple[int, Tensor]]:
+    """Squared gradient norm per layer, float64; a shared parameter counts once.
+
+    Args:
+        stage: whose layers are meant.
+        counted: parameters whose gradients count. Those of them that are in no layer
+            (a loss may have some) count with the stage's last layer.
+    """
+    gradients: list[tuple[int, Tensor]] = []
+    left = dict.fromkeys(counted)
+    last = 0
+    for last, layer in stage.numbered():
+        for p in layer.parameters():
+            if p in left:
+                del left[p]
+                if p.grad is not None:
+                    gradients.append((last, p.grad))
+    gradients += [(last, p.grad) for p in left if p.grad is not None]
+    parts = [_part(gradient) for _, gradient in gradients]
+    squares = sum_over_meshes(parts, [_square(part) for part in parts])
+    by_layer: dict[int, list[Tensor]] = {}
+    for (index, _), square in zip(gradients, squares, strict=True):
+        by_layer.setdefault(index, []).append(square)
+    for index, own in by_layer.items():
+        yield index, torch.stack(own).sum()
 
 
-def multiply_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+def _part(gradient: Tensor) -> Part:
+    """The real numbers of a gradient that this process holds."""
+    part = local_part(gradient)
+    numbers = part.numbers
+    if numbers.layout is torch.sparse_coo:
+        numbers = numbers.coalesce().values()
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers.resolve_conj())
+    return part if numbers is part.numbers else replace(part, numbers=numbers)
+
+
+def _square(part: Part) -> Tensor:
+    return torch.linalg.vector_norm(part.numbers, dtype=torch.float64).square()
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    part = _part(gradient)
+    n_bad = (~torch.isfinite(part.numbers)).sum()
+    return not bool(sum_over_meshes([part], [n_bad])[0])
+
+
+def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply all gradients that there are, in place; nothing is done for 1."""
     for p in parameters if factor != 1.0 else ():
         if p.grad is not None:
@@ -62,13 +103,13 @@ class NonFiniteFinder:
             if index in self.found:
                 continue
             for place, p in enumerate(layer.parameters()):
-                if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
+                if p.grad is not None and not _is_finite(p.grad):
                     self.found[index] = 1 + place + microbatch * self.STRIDE
                     break
 
     @classmethod
     def first(cls, notes: Tensor) -> tuple[int, int, int] | None:
-        """Layer, place of the parameter and micro-batch of what was wrong first.
+        """Layer, place of the parameter and micro-batch that were not finite first.
 
         The backward comes from the last layer, so among those of one micro-batch the
         last layer was first.

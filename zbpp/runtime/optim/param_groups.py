@@ -1,11 +1,11 @@
 """The values of an optimizer's parameter groups (learning rate, betas, ...) in time.
 
-    O     before --(early step)--> after
+    O     before --(speculative step)--> after
           scheduler.step() changes the learning rate
     V     now; the step is taken once more with the values ``before``
 
-A value that is not now what it was after the early step has been changed by the
-caller, and stays; any other becomes what the late step makes of it.
+A value that is not now what it was after the speculative step has been changed by the
+caller, and stays; any other becomes what the second step makes of it.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,8 @@ class GroupValues:
     """The values that a step belongs to, kept for taking it later.
 
     Args:
-        optimizer: whose values are kept; the early step comes between this and `end`.
+        optimizer: whose values are kept; the speculative step comes between this and
+            `end`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -45,11 +46,11 @@ class GroupValues:
         self._after = self.before
 
     def end(self) -> None:
-        """The early step has been taken."""
+        """The speculative step has been taken."""
         self._after = copy_groups(self._optimizer)
 
     def run(self, action: Callable[[], object]) -> None:
-        """Do something with the values as they were before the early step."""
+        """Do something with the values as they were before the step."""
         groups = self._optimizer.param_groups
         now = [dict(group) for group in groups]
         changed = [

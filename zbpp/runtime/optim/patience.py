@@ -1,9 +1,11 @@
-"""When steps are taken early, and when it is not worth while.
+"""When steps are speculative, and when it is not worth while.
 
-    early --(3 of the last 10 steps were wrong)--> wait for the norm
-    early <--(10 steps in a row needed no correction)-- wait for the norm
+    closed: wait for the norm --(10 valid steps in a row)--> open
+    open: step at once --(3 of the last 10 steps were invalid)--> closed
 
-Every stage sees the same decisions at the same step, so all change together.
+A run begins closed: gradients are large in the first steps of most trainings, so their
+norm is clipped step after step, and all of these would be rolled back. Every stage sees
+the same decisions at the same step, so all gates move together.
 """
 
 from collections import deque
@@ -19,9 +21,10 @@ class Patience:
     """Thresholds of the change.
 
     Args:
-        failures: so many wrong steps end early stepping; more than ``window``: never.
-        window: among so many early steps.
-        clean: so many steps in a row without a correction begin it again.
+        failures: so many invalid steps end speculation; more than ``window``: none do,
+            and the first step of a run is speculative.
+        window: among so many speculative steps.
+        clean: so many steps in a row without a correction begin it, or begin it again.
 
     Raises:
         RequestError: one of them is below 1.
@@ -38,22 +41,26 @@ class Patience:
 
 
 class SpeculationGate:
-    """Whether the next step is taken early."""
+    """Open while steps are speculative.
+
+    Args:
+        patience: when it opens and closes.
+    """
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
-        self._wrong: deque[bool] = deque(maxlen=patience.window)
+        self._invalid: deque[bool] = deque(maxlen=patience.window)
         self._clean = 0
-        self.early = True
+        self.is_open = patience.failures > patience.window
 
-    def note(self, wrong: bool) -> None:
-        """A step has been decided; ``wrong``: an early step was, or would have been."""
-        if self.early:
-            self._wrong.append(wrong)
-            if sum(self._wrong) >= self._patience.failures:
-                self.early, self._clean = False, 0
+    def note(self, invalid: bool) -> None:
+        """Count a step; ``invalid``: a speculative one was, or would have been."""
+        if self.is_open:
+            self._invalid.append(invalid)
+            if sum(self._invalid) >= self._patience.failures:
+                self.is_open, self._clean = False, 0
         else:
-            self._clean = 0 if wrong else self._clean + 1
+            self._clean = 0 if invalid else self._clean + 1
             if self._clean >= self._patience.clean:
-                self.early = True
-                self._wrong.clear()
+                self.is_open = True
+                self._invalid.clear()

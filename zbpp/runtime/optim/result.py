@@ -1,4 +1,4 @@
-"""What a step hands back; nothing is computed or fetched before it is read."""
+"""The result of a step; nothing is computed or fetched before it is read."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class StepResult:
     Args:
         sums: of the step.
         clip_grad_norm: largest norm of all gradients; None: any.
-        speculative: whether the step was taken before its norm was known.
+        speculative: the step was taken before its norm was known.
     """
 
     sums: StepSums
@@ -36,12 +36,12 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer left the parameters alone: the norm was Inf or NaN."""
+        """True if the optimizer left the parameters alone: the norm was Inf or NaN."""
         return self._decision.skipped
 
     @property
     def rollbacks(self) -> int:
-        """How often the step was taken back: 1 if it was taken early and was wrong."""
+        """Times that the step was rolled back: 1 if it was speculative and invalid."""
         return int(self.speculative and self._decision.corrects)
 
     @property

@@ -1,7 +1,7 @@
-"""The optimizer step of one stage: behind its barrier, or early and validated later.
+"""The optimizer step of one stage: behind its barrier, or speculative.
 
     barrier          reduce ---- O: wait, clip, step or skip
-    post-validation  reduce ---- O: step at once ---- V: wait; keep the step, or take
+    post-validation  reduce ---- O: step at once ---- V: wait; keep the step, or roll
                                                          it back, clip, step or skip
 
 Every stage puts the squared gradient norms of its layers into a vector with one entry
@@ -15,27 +15,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbpp.core import Job
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.decision import Decision, StepSums, clip_factor, decide
 from zbpp.runtime.optim.log_messages import warn_barrier_fallback
 from zbpp.runtime.optim.norms import NonFiniteFinder, multiply_gradients, squared_norms
+from zbpp.runtime.optim.optimizers import MakeOptimizer, StageOptimizers
 from zbpp.runtime.optim.param_groups import GroupValues
 from zbpp.runtime.optim.result import StepResult
-from zbpp.runtime.optim.rollback.choose import RollbackChooser
 from zbpp.runtime.optim.rollback.recompute import Rollback
 from zbpp.runtime.optim.step_state import History, StepRules
+from zbpp.runtime.optim.untouched import Untouched
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import NonFiniteError
-from zbpp.runtime.support.torch_internals import has_step_hooks, mark_called
 
 __all__ = ["MakeOptimizer", "StageOptimizer", "clip_factor"]
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Called with one stage's parameters."""
 
 
 @dataclass
@@ -43,15 +40,15 @@ class _Pending:
     """A step whose gradients are there and whose decision is not known yet.
 
     ``local_norm`` is that of this stage's gradients, or 0: if they alone ask for a
-    correction, there is no use in stepping early.
+    correction, there is no use in stepping before it.
     """
 
     sums: StepSums
-    early: bool
+    speculative: bool
     local_norm: float
-    values: GroupValues | None = None
-    taken: Rollback | None = None
-    gradients: Sequence[tuple[nn.Parameter, Tensor | None]] = ()
+    values: Sequence[GroupValues] = ()
+    stepped: Rollback | None = None
+    gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
 
 
 class StageOptimizer:
@@ -59,7 +56,7 @@ class StageOptimizer:
 
     Args:
         stage: whose parameters are stepped.
-        make_optimizer: builds the optimizer; None leaves gradients to the caller.
+        make_optimizer: builds one or several; None leaves gradients to the caller.
         n_layers: layers of the whole model.
         rules: how steps are taken.
         background: when this stage waits for messages.
@@ -81,20 +78,12 @@ class StageOptimizer:
         self._n_layers = n_layers
         self._rules = rules
         self._background = background
-        self.parameters = [
-            p
-            for chunk in stage.chunks.values()
-            for p in chunk.parameters()
-            if p.requires_grad
-        ]
-        self.optimizer = (
-            make_optimizer(self.parameters)
-            if make_optimizer is not None and self.parameters
-            else None
+        self.optimizers = StageOptimizers(
+            stage, make_optimizer, rules, is_reporter=is_reporter
         )
-        self._rollbacks = RollbackChooser(
-            self.optimizer, rules, is_reporter=is_reporter
-        )
+        self._untouched = Untouched(stage, self.optimizers)
+        self.speculates = rules.post_validation
+        """Some steps may be speculative."""
         self.history = History(rules)
         self._finder: NonFiniteFinder | None = None
         self._pending: _Pending | None = None
@@ -109,6 +98,15 @@ class StageOptimizer:
 
     # In the order of a step.
 
+    def begin_step(self) -> None:
+        """Another step begins, and the last one may not be decided yet.
+
+        Raises:
+            RequestError: others have written to what that one has stepped.
+        """
+        self._untouched.check()
+        self._untouched.end()  # forwards may change parameters: replays do so again
+
     def begin_backward(self) -> None:
         """The last step has been decided: what follows from it for this one."""
         if self.history.scaler is not None:
@@ -117,7 +115,9 @@ class StageOptimizer:
 
     def reduce(self, transport: Transport) -> None:
         """Start the sum of norms and losses over all stages."""
-        multiply_gradients(self.parameters, 1.0 / self._stage.loss_scale)
+        self.optimizers.drop_others()
+        parameters = self.optimizers.parameters()
+        multiply_gradients(parameters, 1.0 / self._stage.loss_scale)
         n_losses = self._stage.n_microbatches
         n_notes = self._n_layers if self._finder is not None else 0
         vector = torch.zeros(
@@ -125,7 +125,7 @@ class StageOptimizer:
             dtype=torch.float64,
             device=self._stage.device,
         )
-        for layer, squared in squared_norms(self._stage):
+        for layer, squared in squared_norms(self._stage, parameters):
             vector[layer] = squared
         for microbatch, loss in self._stage.losses.items():
             vector[self._n_layers + microbatch] = loss
@@ -133,9 +133,11 @@ class StageOptimizer:
             for layer, note in self._finder.found.items():
                 vector[self._n_layers + n_losses + layer] = note
             self._finder = None
-        early = self.history.early
+        speculative = self.history.speculates
         local_norm = 0.0
-        if early and not vector.is_cuda:  # there, reading it would hold up the host
+        if (
+            speculative and not vector.is_cuda
+        ):  # there, reading it would hold up the host
             local_norm = float(vector[: self._n_layers].sum().sqrt())
         sums = StepSums(
             transport.reduce(vector),
@@ -143,13 +145,13 @@ class StageOptimizer:
             n_microbatches=n_losses,
             step=self._stage.step,
         )
-        self._pending = _Pending(sums, early, local_norm)
-        self.result = StepResult(sums, self._clip, speculative=early)
+        self._pending = _Pending(sums, speculative, local_norm)
+        self.result = StepResult(sums, self._clip, speculative=speculative)
 
     def ready(self) -> bool:
-        """Whether `step` goes on without another stage of this process."""
+        """True if `step` goes on without another stage of this process."""
         pending = self._pending
-        if pending is None or (pending.early and not self._waits()):
+        if pending is None or (pending.speculative and not self.optimizers.must_wait):
             return True
         return pending.sums.ready()
 
@@ -157,41 +159,47 @@ class StageOptimizer:
         """Step at once, or wait for the norm first; see above."""
         pending = self._pending
         assert pending is not None, "a Step needs a Reduce before it"
-        if self.optimizer is not None:
-            mark_called(self.optimizer)
-        if not pending.early:
+        optimizers = self.optimizers
+        optimizers.mark_called()
+        if not pending.speculative:
             self.settle(job)
-        elif self._waits() or pending.sums.done():
-            self._settle(job)  # what is wrong is told at V, where all stages are
-        elif self.optimizer is not None:
-            pending.values = GroupValues(self.optimizer)
-            if not decide(pending.local_norm, self._clip).corrects:
-                rollback = self._rollbacks.now()
-                rollback.speculate()
-                pending.taken = rollback
-                pending.values.end()
-                self._background.offer(self._keep(pending, rollback))
-            pending.gradients = [(p, p.grad) for p in self.parameters]
-            self.optimizer.zero_grad(set_to_none=True)  # the caller might do so too
+        elif optimizers.must_wait or pending.sums.done():
+            self._settle(job)  # an invalid one is told at V, where all stages are
+        elif optimizers:
+            self._speculate(pending)
+            self._untouched.begin()
+
+    def _speculate(self, pending: _Pending) -> None:
+        """Step at once, unless it is known already that the step is invalid."""
+        pending.values = self.optimizers.group_values()
+        if not decide(pending.local_norm, self._clip).corrects:
+            rollback = self.optimizers.rollback()
+            rollback.speculate()
+            pending.stepped = rollback
+            for values in pending.values:
+                values.end()
+            self._background.offer(self._keep(pending, rollback))
+        pending.gradients = [(p, p.grad) for p in self.optimizers.parameters()]
+        self.optimizers.zero_grad()  # the caller might do so too
 
     def before_gradients(self) -> None:
-        """What a right step has left to do needs the gradients of that step."""
+        """Finish the last valid step: it needs the gradients of that step."""
         self._background.finish()
 
     @property
     def may_replay(self) -> bool:
-        """Whether `validate` may find that the last step was taken wrongly."""
-        return self._replay or (self._pending is not None and self._pending.early)
+        """True if `validate` may find that the last step was invalid."""
+        return self._replay or (self._pending is not None and self._pending.speculative)
 
     def ready_to_validate(self) -> bool:
-        """Whether `validate` goes on without another stage of this process."""
+        """True if `validate` goes on without another stage of this process."""
         return self._pending is None or self._pending.sums.ready()
 
     def validate(self, job: Job) -> bool:
         """Settle the last step.
 
         Returns:
-            Whether it was taken early and was wrong: what has been computed since, on
+            True if it was speculative and invalid: what has been computed since, on
             whatever stage, does not count. The same on every stage.
         """
         self._settle(job)
@@ -211,11 +219,13 @@ class StageOptimizer:
 
         Raises:
             NonFiniteError: too many steps in a row were skipped.
+            RequestError: others have written to what the step has changed.
             RuntimeError: an exception has interrupted an optimizer step.
         """
+        self._untouched.check()
         self._settle(job)
         self._background.finish()
-        self._rollbacks.forget()
+        self.optimizers.forget()
         self._raise()
 
     # How it is done.
@@ -235,51 +245,48 @@ class StageOptimizer:
         if pending is None:
             return
         decision = decide(pending.sums.norm(job), self._clip)
-        if self.optimizer is not None:
+        self._untouched.end()
+        if self.optimizers:
             self._carry_out(decision, pending)
         self._pending = None
-        self._replay = pending.early and decision.corrects
-        trusted = self.history.early
+        self._replay = pending.speculative and decision.corrects
+        speculated = self.history.speculates
         try:
             self.history.note(decision, pending.sums)
         except NonFiniteError as error:
             self._error = error
-        if trusted and not self.history.early and not self._said:
+        if speculated and not self.history.speculates and not self._said:
             self._said = True
             warn_barrier_fallback(self._rules.patience)
 
     def _carry_out(self, decision: Decision, pending: _Pending) -> None:
-        optimizer, taken = self.optimizer, pending.taken
-        assert optimizer is not None
-        if taken is not None and not decision.corrects:
+        optimizers, stepped = self.optimizers, pending.stepped
+        if stepped is not None and not decision.corrects:
             self.inject_fault("commit")  # `_keep` is under way, or comes
         else:
             self._background.offer(None)
-            self._rollbacks.forget()
+            optimizers.forget()
             for parameter, gradient in pending.gradients:
                 parameter.grad = gradient
-            if taken is not None:
+            if stepped is not None:
                 self.inject_fault("undo")
-                taken.undo()
+                stepped.undo()
             self.inject_fault("redo")
             self._torn = True
-            multiply_gradients(self.parameters, decision.factor)
-            action = _nothing if decision.skipped else optimizer.step
-            if pending.values is None:
-                action()
-            else:
-                pending.values.run(action)
-        optimizer.zero_grad(set_to_none=True)
+            multiply_gradients(optimizers.parameters(), decision.factor)
+            optimizers.step(pending.values, skipped=decision.skipped)
+        optimizers.zero_grad()
         self._torn = False
 
-    def _keep(self, pending: _Pending, taken: Rollback) -> Iterator[bool]:
-        """Once the step is known to be right, do what it has left to do."""
+    def _keep(self, pending: _Pending, stepped: Rollback) -> Iterator[bool]:
+        """Once the step is known to be valid, do what it has left to do."""
         while not pending.sums.done():
             yield False
         if decide(pending.sums.norm(), self._clip).corrects:
             return
+        self._untouched.end()
         try:
-            for _ in taken.commit():
+            for _ in stepped.commit():
                 yield True
         except GeneratorExit:
             raise
@@ -287,10 +294,6 @@ class StageOptimizer:
             self._torn = True
             raise
 
-    def _waits(self) -> bool:
-        """Hooks of a step may do what cannot be taken back: they see the right one."""
-        return self.optimizer is not None and has_step_hooks(self.optimizer)
-
 
 def _nothing(*_: object) -> None:
-    """A skipped step."""
+    """No fault is asked for."""

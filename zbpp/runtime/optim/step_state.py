@@ -1,6 +1,6 @@
-"""What follows from the decisions on the steps so far; the same on every stage.
+"""The consequences of the decisions on steps so far; the same on every stage.
 
-A step's decision moves the loss scale, the trust in early steps, and the count of
+A step's decision moves the loss scale, the gate of speculation, and the count of
 skipped steps: too many in a row end the run, with the place of the first bad gradient.
 """
 
@@ -18,7 +18,7 @@ from zbpp.runtime.support.errors import NonFiniteError
 __all__ = ["History", "RollbackMethod", "StepRules", "step_rules"]
 
 RollbackMethod = Literal["auto", "deferred", "compiled", "snapshot"]
-"""How an early step is taken back; `zbpp.Pipeline` explains the words."""
+"""How a speculative step is rolled back; `zbpp.Pipeline` explains the words."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,20 @@ class History:
 
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
-        self._trust = SpeculationGate(rules.patience)
+        self._gate = SpeculationGate(rules.patience)
         self.scaler = deepcopy(rules.loss_scale)
         self._skips = 0
         self.names: dict[int, tuple[int, list[str]]] = {}
         """Stage and parameter names of every layer of the whole model."""
 
     @property
-    def early(self) -> bool:
-        """Whether the next step is taken before its norm is known."""
-        return self._rules.post_validation and self._trust.early
+    def speculates(self) -> bool:
+        """The next step is taken before its norm is known."""
+        return self._rules.post_validation and self._gate.is_open
 
     @property
     def searches(self) -> bool:
-        """Whether the next backward looks for gradients that are not finite."""
+        """The next backward looks for gradients that are not finite."""
         limit = self._rules.max_consecutive_skips
         return limit is not None and self._skips >= limit - 1
 
@@ -99,7 +99,7 @@ class History:
         Raises:
             NonFiniteError: it was skipped, as were too many before it.
         """
-        self._trust.note(decision.corrects)
+        self._gate.note(decision.corrects)
         searched = self.searches
         scaling = self.scaler is not None and self.scaler.may_shrink
         if self.scaler is not None:

@@ -1,33 +1,91 @@
-"""Tensors in tuples, lists and dicts."""
+"""Tensors in containers: tuples, lists, dicts, dataclasses and what torch knows.
 
-from collections.abc import Callable
+A container keeps its type. Known are the built-in ones and their subclasses (named
+tuples, `OrderedDict`, `defaultdict`), dataclasses, and classes registered with torch's
+pytree, as Hugging Face's `ModelOutput` is. All else is opaque: handed on as it is.
+"""
+
+import copy
+import dataclasses
+from collections import UserDict, UserList
+from collections.abc import Callable, Set
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["map_tensors", "tensors_in"]
+from zbpp.core import RequestError
+from zbpp.runtime.support.torch_internals import container_functions
+
+__all__ = ["map_tensors", "refuse_hidden", "tensors_in"]
+
+Change = Callable[[Tensor], Tensor]
+Other = Callable[[Any], Any] | None
+
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
 
-def map_tensors(
-    thing: Any,
-    change: Callable[[Tensor], Tensor],
-    other: Callable[[Any], Any] | None = None,
-) -> Any:
-    """The same thing with its tensors changed, in tuples, lists and dicts too.
+def map_tensors(thing: Any, change: Change, other: Other = None) -> Any:
+    """The same thing with its tensors changed, in containers too.
 
     Args:
         thing: anything.
         change: called with every tensor.
-        other: called with whatever else is not a tuple, list or dict; None: it stays.
+        other: called with whatever is neither a tensor nor a container, nor a plain
+            number or text; None: it stays.
     """
     if isinstance(thing, Tensor):
         return change(thing)
-    if isinstance(thing, dict):
+    kind = type(thing)
+    if kind in _PLAIN:
+        return thing
+    if kind is tuple or kind is list:
+        return kind([map_tensors(item, change, other) for item in thing])
+    if kind is dict:
         return {key: map_tensors(value, change, other) for key, value in thing.items()}
-    if isinstance(thing, list | tuple):
+    return _map_other(thing, change, other)
+
+
+def _map_other(thing: Any, change: Change, other: Other) -> Any:
+    """The same for containers of less common kinds."""
+    known = container_functions(type(thing))
+    if known is not None:
+        flatten, unflatten = known
+        children, context = flatten(thing)
+        return unflatten([map_tensors(x, change, other) for x in children], context)
+    if isinstance(thing, tuple):
         items = [map_tensors(item, change, other) for item in thing]
+        if all(new is old for new, old in zip(items, thing, strict=True)):
+            return thing
         return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
+    if isinstance(thing, dict | UserDict):
+        changed: Any = copy.copy(thing)
+        for key, value in thing.items():
+            changed[key] = map_tensors(value, change, other)
+        return changed
+    if isinstance(thing, list | UserList):
+        changed = copy.copy(thing)
+        changed[:] = [map_tensors(item, change, other) for item in thing]
+        return changed
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return _map_dataclass(thing, change, other)
     return thing if other is None else other(thing)
+
+
+def _map_dataclass(thing: Any, change: Change, other: Other) -> Any:
+    """The same for a dataclass, frozen or not, without calling its constructor."""
+    new = {}
+    for field in dataclasses.fields(thing):
+        if hasattr(thing, field.name):
+            old = getattr(thing, field.name)
+            value = map_tensors(old, change, other)
+            if value is not old:
+                new[field.name] = value
+    if not new:
+        return thing if other is None else other(thing)
+    changed = copy.copy(thing)
+    for name, value in new.items():
+        object.__setattr__(changed, name, value)
+    return changed
 
 
 def tensors_in(thing: Any) -> list[Tensor]:
@@ -40,3 +98,27 @@ def tensors_in(thing: Any) -> list[Tensor]:
 
     map_tensors(thing, note)
     return found
+
+
+def refuse_hidden(thing: Any) -> Any:
+    """Return the thing, if no gradient is lost in it; for `map_tensors`.
+
+    Raises:
+        RequestError: an attribute of it, or an item, is a tensor that needs a gradient
+            and is no parameter: it would be cut off, or lead past the split.
+    """
+    if isinstance(thing, nn.Module | type):
+        return thing
+    slots = (getattr(kind, "__slots__", ()) for kind in type(thing).__mro__)
+    names = {name for own in slots for name in ([own] if type(own) is str else own)}
+    inside = [getattr(thing, name, None) for name in names - {"__dict__"}]
+    inside += list(getattr(thing, "__dict__", {}).values())
+    inside += list(thing) if isinstance(thing, Set) else []
+    for tensor in tensors_in(inside):
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            raise RequestError(
+                f"a {type(thing).__name__} holds tensors that need a gradient, and is "
+                "no known container; use a tuple, list, dict or dataclass, or register "
+                "it with torch.utils._pytree.register_pytree_node"
+            )
+    return thing

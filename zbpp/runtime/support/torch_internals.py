@@ -4,15 +4,19 @@ Each has a fallback, so that a torch without the name is slower, not wrong.
 """
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
 import torch
+import torch.autograd.graph
 import torch.autograd.profiler
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 try:
     from torch.distributed._composable.contract import _get_registry
@@ -23,20 +27,24 @@ __all__ = [
     "accumulates",
     "can_read_saved",
     "compiled",
+    "container_functions",
     "data_parallel",
     "has_plain_step",
     "has_saved",
     "has_step_hooks",
+    "hooks_made",
     "is_in_ddp",
+    "is_multi_grad_hook",
     "mark_called",
     "multiply_add",
+    "nodes_made",
     "plain_step",
     "profiling",
 ]
 
 
 def profiling() -> bool:
-    """Whether a profiler records; a range costs some 10 us even if none does.
+    """True while a profiler records; a range costs some 10 us even if none does.
 
     Seen in torch 2.9 to 2.13. Where the name is gone, ranges are always recorded.
     """
@@ -44,7 +52,7 @@ def profiling() -> bool:
 
 
 def accumulates() -> bool:
-    """Whether the backward that runs now is for all leaves, not ``autograd.grad``.
+    """True if the backward that runs now is for all leaves, not ``autograd.grad``.
 
     Seen in torch 2.9 to 2.13. Where the name is gone, the answer is yes; torch's
     pipeline, which infers shapes by ``autograd.grad``, then adds that gradient too.
@@ -63,7 +71,7 @@ class _Handles(dict[Any, Any]):
 
 @cache
 def has_saved(node_type: Any, names: tuple[str, ...]) -> bool:
-    """Whether nodes of a type show these saved values, as ``_saved_<name>``.
+    """True if nodes of a type show these saved values, as ``_saved_<name>``.
 
     Where one is gone, the gradients of such nodes are all computed in B.
     """
@@ -71,7 +79,7 @@ def has_saved(node_type: Any, names: tuple[str, ...]) -> bool:
 
 
 def can_read_saved(node: Any, name: str) -> bool:
-    """Whether a saved tensor of a node may be read once more than autograd does.
+    """True if a saved tensor of a node may be read once more than autograd does.
 
     A tensor that no hook has packed can be read at any time. One that activation
     checkpointing has packed is recomputed when it is first read, and refused when it is
@@ -98,6 +106,49 @@ def can_read_saved(node: Any, name: str) -> bool:
     return type(handles) is _Handles
 
 
+def hooks_made() -> int | None:
+    """Count the removable hooks registered in this process so far, of any kind.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, None: nodes are then examined.
+    """
+    return getattr(RemovableHandle, "next_id", None)
+
+
+def nodes_made() -> int:
+    """Return the sequence number of the next node that this thread makes.
+
+    Seen in torch 2.13. Where the name is gone, a number above those of all nodes.
+    """
+    count = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return sys.maxsize if count is None else int(count())
+
+
+def is_multi_grad_hook(hook: Any) -> bool:
+    """True for the parts of a `register_multi_grad_hook`, which counts gradients.
+
+    Seen in torch 2.9 to 2.13. Where the names differ, such a hook is not recognised,
+    and fires once in B and once in W.
+    """
+    code = getattr(hook, "__code__", None)
+    return (
+        code is not None
+        and code.co_filename == torch.autograd.graph.__file__
+        and code.co_qualname.startswith("register_multi_grad_hook")
+    )
+
+
+def container_functions(
+    kind: type,
+) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], Any]] | None:
+    """Return how torch's pytree takes a kind of container apart, and joins it again.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, None: registered classes are then
+    no containers, except for those that `map_tensors` knows by itself.
+    """
+    known = getattr(pytree, "SUPPORTED_NODES", {}).get(kind)
+    return None if known is None else (known.flatten_fn, known.unflatten_fn)
+
+
 _DATA_PARALLEL = {
     "DistributedDataParallel": "DistributedDataParallel",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
@@ -122,13 +173,13 @@ def data_parallel(module: nn.Module) -> str | None:
 
 
 def is_in_ddp() -> bool:
-    """Whether a DistributedDataParallel forward runs around this call."""
+    """True while a DistributedDataParallel forward runs around this call."""
     ddp = torch.nn.parallel.DistributedDataParallel
     return getattr(ddp, "_active_ddp_module", None) is not None
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of this optimizer calls functions of others.
+    """True if a step of this optimizer calls functions of others.
 
     Seen in torch 2.9 to 2.13. Where a name is gone, the answer is yes.
     """
@@ -141,7 +192,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is that of its class, and torch's wrapper around it is known.
+    """True if its step is that of its class, and torch's wrapper around it is known.
 
     A learning-rate scheduler's wrapper only notes the call, and does not count.
     """

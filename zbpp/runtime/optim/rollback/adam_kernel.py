@@ -31,7 +31,7 @@ class NoKernel(RuntimeError):
 def adam_kernel(
     device: torch.device, dtype: torch.dtype, values: Mapping[str, Any]
 ) -> Kernel:
-    """What steps matrices ``(rows, 64)`` with any number of rows.
+    """Compile a step for matrices ``(rows, 64)`` with any number of rows.
 
     Args:
         device: where all tensors are.
@@ -48,7 +48,7 @@ def adam_kernel(
 
 
 def adam_numbers(values: Mapping[str, Any], count: float, like: Tensor) -> Tensor:
-    """What all numbers of a parameter share, after ``count`` steps of it."""
+    """Factors that all numbers of a parameter share, after ``count`` steps of it."""
     lr, decay, (beta1, beta2) = values["lr"], values["weight_decay"], values["betas"]
     numbers = torch.tensor(
         [
@@ -67,7 +67,7 @@ def adam_numbers(values: Mapping[str, Any], count: float, like: Tensor) -> Tenso
 
 
 def is_coupled(values: Mapping[str, Any]) -> bool:
-    """Whether weight decay is a part of the gradient."""
+    """True if weight decay is a part of the gradient."""
     return not values.get("decoupled_weight_decay") and values["weight_decay"] != 0
 
 

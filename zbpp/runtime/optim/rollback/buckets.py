@@ -1,4 +1,4 @@
-"""Cut an optimizer's parameters into pieces that can be stepped one after the other.
+"""Cut an optimizer's parameters into buckets that can be stepped one after the other.
 
     bucket   some MiB: small parameters together, a part of a large one by itself
 
@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from zbpp.runtime.optim.rollback.copies import State
 
-__all__ = ["ROW", "Piece", "cut_into_buckets", "treats_parameters_apart"]
+__all__ = [
+    "ROW",
+    "Piece",
+    "cut_into_buckets",
+    "treats_numbers_apart",
+    "treats_parameters_apart",
+]
 
 _ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
@@ -42,12 +48,12 @@ class Piece:
 
     @property
     def first(self) -> bool:
-        """Whether no other piece of the parameter comes before it."""
+        """No other piece of the parameter comes before it."""
         return self.cut is None or self.cut.start == 0
 
     @property
     def last(self) -> bool:
-        """Whether no other piece of the parameter comes after it."""
+        """No other piece of the parameter comes after it."""
         return self.cut is None or self.cut.stop == self.parameter.numel()
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -64,13 +70,18 @@ class Piece:
         }
 
     def is_cut_in(self, value: object) -> bool:
-        """Whether a part of the parameter has a part of this value."""
+        """True if a part of the parameter has a part of this value."""
         same = isinstance(value, Tensor) and value.shape == self.parameter.shape
         return self.cut is not None and same
 
 
+def treats_numbers_apart(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a step is the sum of the steps of all single numbers."""
+    return _is_one_of(optimizer, _ELEMENTWISE)
+
+
 def treats_parameters_apart(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is the sum of the steps of its parameters, and nothing else."""
+    """True if a step is the sum of the steps of its parameters, and nothing else."""
     return _is_one_of(optimizer, _PER_PARAMETER)
 
 
@@ -116,7 +127,7 @@ def _can_cut(optimizer: torch.optim.Optimizer, whole: Piece) -> bool:
     parameter, gradient = whole.parameter, whole.gradient
     state = optimizer.state.get(parameter, {})
     return (
-        _is_one_of(optimizer, _ELEMENTWISE)
+        treats_numbers_apart(optimizer)
         and type(parameter) in (Tensor, nn.Parameter)
         and not parameter.is_complex()
         and bool(state)

@@ -1,4 +1,4 @@
-"""Which way an optimizer's early steps are taken back."""
+"""Choose the way in which an optimizer's speculative steps are rolled back."""
 
 import torch
 
@@ -46,7 +46,7 @@ class RollbackChooser:
             self._alone = self._compile(optimizer)
 
     def now(self) -> Rollback:
-        """What can take a step back; the optimizer may have got hooks by now."""
+        """The rollback of the next step; the optimizer may have got hooks by now."""
         optimizer = self._optimizer
         assert optimizer is not None
         deferred = self._asked != "snapshot" and can_defer(optimizer)
@@ -71,7 +71,8 @@ class RollbackChooser:
 
     def _compile(self, optimizer: torch.optim.Optimizer) -> ParameterStep | None:
         parameters = parameters_of(optimizer)
-        pays = sum(p.numel() for p in parameters if p.device.type == "cpu") >= _PAYS
+        learning = (p for p in parameters if p.requires_grad and p.device.type == "cpu")
+        pays = sum(p.numel() for p in learning) >= _PAYS
         if self._asked != "compiled" and (self._asked != "auto" or not pays):
             return None
         try:

@@ -75,7 +75,7 @@ def mark(tensor: Tensor) -> Mark:
 
     Writes through ``tensor.data`` are not seen. None: nothing is known of this tensor.
     """
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_inference():
         return None
     return tensor._version, tensor.data_ptr()
 

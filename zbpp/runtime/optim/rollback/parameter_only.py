@@ -3,10 +3,9 @@
     optimizer.step()   reads p, g, m, v   writes p, m, v
     ParameterStep      reads p, g, m, v   writes p
 
-With this an early step copies nothing. torch has no such kernel; `adam_kernel` makes
-one. Whether its last bits are the optimizer's depends on the products and sums that
-each compiler has fused, so both step many numbers first, and where one bit differs
-there is no such step.
+With this a speculative step copies nothing. torch has no such kernel; `adam_kernel`
+makes one. Its last bits depend on the products and sums that each compiler has fused,
+so both step many numbers first, and where one bit differs there is no such step.
 """
 
 import operator
@@ -72,11 +71,11 @@ class ParameterStep:
             )
 
     def begin(self, values: Sequence[Values]) -> None:
-        """An early step with these values of the parameter groups."""
+        """Begin a step with these values of the parameter groups."""
         self._groups = [_Group(own) for own in values]
 
     def takes(self, piece: Piece) -> bool:
-        """Whether it can step this part of a parameter."""
+        """True if it can step this part of a parameter."""
         parameter, gradient = piece.parameter, piece.gradient
         if parameter.numel() < _SMALLEST or not _is_like(gradient, parameter):
             return False
@@ -153,7 +152,7 @@ class _Views:
         self.p, self._m, self._v = map(_rows, (parameter, *self._moments))
 
     def are_of(self, parameter: Tensor, state: State) -> bool:
-        """Whether neither has been replaced."""
+        """True if neither has been replaced."""
         return parameter.data_ptr() == self._address and all(
             map(operator.is_, _moments(state), self._moments)
         )
@@ -166,7 +165,7 @@ class _Views:
 
 
 def _formula(values: Values) -> tuple[object, ...] | None:
-    """What the bits depend on, as far as it lasts; None: there is no kernel."""
+    """The values that the bits depend on and that last; None: there is no kernel."""
     if not values.get("fused") or any(values.get(name) for name in _OTHERS):
         return None
     if isinstance(values["lr"], Tensor):

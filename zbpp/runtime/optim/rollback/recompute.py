@@ -1,13 +1,13 @@
-"""Take an optimizer step that can be taken back to the bit.
+"""Take an optimizer step that can be rolled back to the bit.
 
     Deferred   O   step p alone, or with a temporary copy of the state (m, v, step)
-               V   right: step a copy of the old p with the state itself
-                   wrong: copy the old p back; the state was never touched
+               V   valid: step a copy of the old p with the state itself
+                   invalid: copy the old p back; the state was never touched
     Snapshot   O   step; there is a copy of p and the state as they were
-               V   right: nothing, or copy what will be the old state of the next step
-                   wrong: put both back
+               V   valid: nothing, or copy what will be the old state of the next step
+                   invalid: put both back
 
-What follows a right step may be done in slices at any time before the next gradients.
+What follows a valid step may be done in slices at any time before the next gradients.
 
 Deferred keeps one copy of the parameters, which its second step brings up to date. It
 asks for an optimizer that treats every parameter by itself, as torch's do: the same
@@ -37,23 +37,23 @@ __all__ = ["RecomputeRollback", "Rollback", "can_defer"]
 
 
 class Rollback(Protocol):
-    """An early step: `speculate`, then `commit` or `undo`."""
+    """A speculative step: `speculate`, then `commit` or `undo`."""
 
     def speculate(self) -> None:
         """Step on the gradients as they are."""
 
     def commit(self) -> Iterator[None]:
-        """The step was right; each item is a slice of what is left to do."""
+        """The step is valid; each item is a slice of what is left to do."""
 
     def undo(self) -> None:
-        """The step was wrong; may be called more than once."""
+        """The step is invalid; may be called more than once."""
 
     def forget(self) -> None:
         """Others may write to parameters and state now."""
 
 
 def can_defer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `RecomputeRollback` can take back a step of this optimizer."""
+    """True if `RecomputeRollback` can roll back a step of this optimizer."""
     return treats_parameters_apart(optimizer) and has_plain_step(optimizer)
 
 
@@ -77,13 +77,13 @@ class RecomputeRollback:
         self._left: deque[list[Piece]] = deque()
         self._stepped: dict[Tensor, Mark] = {}
         self.stepped_alone: set[Tensor] = set()
-        """In the last early step: those whose state it did not copy."""
-        self._n_early = 0
+        """In the last speculative step: those whose state it did not copy."""
+        self._n_steps = 0
         self._compared: list[Piece] = []
 
     @property
     def steps_alone(self) -> bool:
-        """Whether it has a step for parameters without their state."""
+        """It has a step for parameters without their state."""
         return self._alone is not None
 
     @torch.no_grad()
@@ -93,11 +93,11 @@ class RecomputeRollback:
         self._left = deque(cut_into_buckets(self._optimizer))
         self._stepped = {}
         self.stepped_alone = set()
-        self._n_early += 1
+        self._n_steps += 1
         if self._alone is not None:
             self._alone.begin(self._values)
         if self._left:
-            self._compared = self._left[self._n_early % len(self._left)]
+            self._compared = self._left[self._n_steps % len(self._left)]
         scratch = Scratch()
         rests: list[Piece] = []
         try:

@@ -1,4 +1,4 @@
-"""Take back a step of any optimizer, by a copy of parameters and state."""
+"""Roll back a step of any optimizer, by a copy of parameters and state."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +17,8 @@ class Snapshot:
     """A copy of the parameters and of all state.
 
     Args:
-        optimizer: its early step may change its state, its groups and its parameters.
-        ahead: copy after a right step for the next one, where there is time for it;
+        optimizer: its step may change its state, its groups and its parameters.
+        ahead: copy after a valid step for the next one, where there is time for it;
             else the copy of the state is made in the step, and dropped after it.
     """
 
@@ -38,7 +38,7 @@ class Snapshot:
         """Copy what is not copied yet, then step."""
         optimizer = self._optimizer
         self._taken = []
-        for parameter in parameters_of(self._optimizer):
+        for parameter in self._stepped():
             self._copies.take(parameter)
             self._taken.append(parameter)
         self._state = copy_value(optimizer.state, self._state_copies.take)
@@ -65,7 +65,7 @@ class Snapshot:
         self._state_copies.keep(held)
         for tensor in held:
             yield from self._state_copies.take_slowly(tensor)
-        for parameter in parameters_of(self._optimizer):
+        for parameter in self._stepped():
             yield from self._copies.take_slowly(parameter)
 
     @torch.no_grad()
@@ -77,6 +77,15 @@ class Snapshot:
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         vars(self._optimizer).update(self._plain)
+
+    def _stepped(self) -> list[Tensor]:
+        """All parameters but those that have been frozen from the start."""
+        state = self._optimizer.state
+        return [
+            p
+            for p in parameters_of(self._optimizer)
+            if p.requires_grad or p.grad is not None or p in state
+        ]
 
     def forget(self) -> None:
         """Copy everything anew in the next step."""

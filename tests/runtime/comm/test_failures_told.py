@@ -1,0 +1,187 @@
+"""A user's own script says on every rank which rank failed first."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from pool import Pool
+from small_model import batch, make_pipeline
+
+from zbpp.runtime.comm import failures
+from zbpp.runtime.comm.failures import FailureNotes, Note, blame
+from zbpp.runtime.support.errors import PeerError
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = """
+import os, signal, sys, torch
+from torch import nn
+import zbpp
+
+class Fails(nn.Module):
+    def forward(self, x):
+        if pipeline.n_steps == 2 and x.requires_grad:
+            HOW
+        return x
+
+rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def build(layers):
+    return [nn.Sequential(nn.Linear(4, 4), *([Fails()] if i == CULPRIT else []))
+            for i in layers]
+pipeline = zbpp.Pipeline(
+    build, n_layers=n, loss_fn=nn.functional.mse_loss, schedule="ZBH1", timeout_s=60,
+    optimizer=lambda ps: torch.optim.SGD(ps, 0.1), n_microbatches=4, clip_grad_norm=1.0)
+for step in range(5):
+    pipeline.step(torch.ones(8, 4), torch.zeros(8, 4))
+"""
+
+
+def run_by_torchrun(
+    folder: Path, how: str, *, n: int, culprit: int
+) -> tuple[int, dict[int, str]]:
+    """Exit code, and the last words of each rank."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.replace("HOW", how).replace("CULPRIT", str(culprit)))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(n), "--monitor-interval", "5"),  # all have their say
+        *("--redirects", "2", "--log-dir", str(folder / "log"), str(script)),
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
+    logs = (folder / "log").rglob("stderr.log")
+    return done.returncode, {int(log.parent.name): log.read_text() for log in logs}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("n", "culprit"), [(2, 1), (4, 2)])
+def test_an_exception_in_a_layer(tmp_path: Path, n: int, culprit: int) -> None:
+    how = 'raise ValueError("no good")'
+    code, words = run_by_torchrun(tmp_path, how, n=n, culprit=culprit)
+    first = f"rank {culprit} failed first: ValueError: no good in {culprit}F0"
+    assert code != 0 and sorted(words) == list(range(n))
+    for rank, text in words.items():
+        assert text.count(first) == 1, text
+        assert "PeerError" in text or rank == culprit
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("n", "culprit"), [(2, 1), (4, 2)])
+def test_a_killed_rank(tmp_path: Path, n: int, culprit: int) -> None:
+    how = "os.kill(os.getpid(), signal.SIGKILL)"
+    code, words = run_by_torchrun(tmp_path, how, n=n, culprit=culprit)
+    assert code != 0 and not words.pop(culprit)
+    for text in words.values():
+        assert text.count(f"rank {culprit} has left no word") == 1, text
+
+
+def evaluate_alone() -> str:
+    pipeline = make_pipeline("1F1B", None, timeout_s=2, first_timeout_s=2)
+    pipeline.step(*batch(0))
+    try:
+        if pipeline.rank == 0:
+            pipeline.evaluate(*batch(1))
+        else:
+            pipeline.step(*batch(1))
+    except PeerError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_one_rank_that_evaluates_alone(pool: Pool) -> None:
+    """It would have handed the other one an activation that fits."""
+    for message in pool.run(evaluate_alone, 2):
+        assert "all ranks wait (rank 0: evaluate, rank 1: step 1)" in message
+
+
+def evaluate_while_another_sleeps() -> str:
+    import torch.distributed as dist
+
+    pipeline = make_pipeline("1F1B", None, timeout_s=1, first_timeout_s=1)
+    pipeline.step(*batch(0))
+    message = "nothing"
+    try:
+        if pipeline.rank == 0:
+            pipeline.evaluate(*batch(1))
+    except PeerError as error:
+        message = str(error)
+    dist.barrier()
+    return message
+
+
+def test_one_rank_that_evaluates_while_the_others_do_not(pool: Pool) -> None:
+    first, _ = pool.run(evaluate_while_another_sleeps, 2)
+    assert "rank 1 has left no word" in first
+    assert "every rank must call evaluate()" in first
+
+
+def misfit_then_fit() -> list[str]:
+    pipeline = make_pipeline("1F1B", None)
+    words = []
+    if pipeline.rank == 0:
+        try:
+            pipeline.step(*batch(0, samples=13))
+        except ValueError as error:
+            words.append(str(error))
+    pipeline.step(*batch(0))
+    try:
+        if pipeline.rank == 1:
+            raise OSError("disk full")
+        pipeline.step(*batch(1))
+    except (OSError, PeerError) as error:
+        pipeline.__exit__(type(error), error, None)
+        words.append(str(error))
+    return words
+
+
+def test_a_batch_that_does_not_fit_is_forgotten_once_one_fits(pool: Pool) -> None:
+    first, second = pool.run(misfit_then_fit, 2)
+    assert "13 samples" in first[0]
+    assert "rank 1 failed first: OSError: disk full" in first[1]
+    assert second == ["disk full"]
+
+
+def test_the_earliest_of_several_causes_is_the_culprit() -> None:
+    notes = {
+        0: Note("step 1", "OSError: a", order=3),
+        1: Note("step 1", lost=0, order=1),
+        2: Note("step 1", "OSError: b", order=2),
+    }
+    assert blame(notes, [10, 11, 12])[0] == "rank 12 failed first: OSError: b"
+
+
+class _GoneStore:
+    def add(self, *_: object) -> int:
+        raise RuntimeError("the server is gone")
+
+    check = add
+
+
+class _HungStore:
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def add(self, *_: object) -> int:
+        self.answers.wait()
+        raise RuntimeError("too late")
+
+    check = add
+
+
+def test_a_store_that_is_gone_hides_nothing() -> None:
+    notes = FailureNotes(_GoneStore(), 0, [0, 1])
+    assert notes.report(OSError("disk full"), "step 1") == ""
+    assert notes.explain(1, "step 1") == ""
+
+
+def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "_STORE_S", 0.1)
+    monkeypatch.setattr(failures, "_PATIENCE_S", 0.1)
+    store = _HungStore()
+    notes = FailureNotes(store, 0, [0, 1])
+    assert notes.report(OSError("disk full"), "step 1") == ""
+    assert notes.explain(1, "step 1") == ""
+    store.answers.set()

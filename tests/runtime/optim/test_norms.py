@@ -1,0 +1,90 @@
+"""Norms, clipping and steps of gradients that are complex or sparse."""
+
+from typing import Any
+
+import pytest
+import torch
+from histories import ALWAYS
+from moments import uncertain_sums
+from torch import Tensor, nn
+
+from zbpp.pipeline import Pipeline
+
+CLIP = 0.05
+
+
+class Spectral(nn.Module):
+    """Multiplies in the frequencies by complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = torch.fft.irfft(
+            torch.fft.rfft(x) @ self.weight.mT @ self.weight, 8
+        )
+        return torch.tanh(mixed) + x
+
+
+def layers(*, sparse: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(11, 8, sparse=sparse), nn.Linear(8, 8), Spectral(), nn.Linear(8, 3)
+    )
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 11, (8, 4), generator=generator)
+    return tokens, torch.randn(8, 4, 3, generator=generator)
+
+
+def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+def norm_of(parameters: list[nn.Parameter]) -> float:
+    """By hand: of all real numbers."""
+    dense = [
+        p.grad.to_dense() if p.grad.is_sparse else p.grad
+        for p in parameters
+        if p.grad is not None
+    ]
+    return float(sum(g.abs().double().square().sum() for g in dense)) ** 0.5
+
+
+def plain(*, sparse: bool) -> tuple[list[float], list[Tensor]]:
+    model = layers(sparse=sparse)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    norms = []
+    for step in range(3):
+        for x, y in zip(*(t.chunk(4) for t in batch(step)), strict=True):
+            (loss_fn(model(x), y) / 4).backward()
+        norms.append(norm_of(parameters))
+        for p in parameters:
+            assert p.grad is not None
+            p.grad.mul_(min(1.0, CLIP / (norms[-1] + 1e-6)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, [p.detach() for p in parameters]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV"])
+def test_complex_and_sparse_gradients(mode: str, sparse: bool) -> None:
+    norms, expected = plain(sparse=sparse)
+    model = layers(sparse=sparse)
+    settings: dict[str, Any] = {"patience": ALWAYS, "clip_grad_norm": CLIP}
+    pipeline = Pipeline(
+        model, loss_fn=loss_fn, schedule=mode, n_microbatches=4, n_stages=2,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.5), **settings,
+    )  # fmt: skip
+    with uncertain_sums(0, share=0):
+        results = [pipeline.step(*batch(step)) for step in range(3)]
+        pipeline.close()
+    assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-5)
+    assert sum(r.rollbacks for r in results) == (0 if mode == "1F1B" else 3)
+    for value, other in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(value, other)

@@ -1,0 +1,191 @@
+"""A replay finds generators, buffers and batches as they were."""
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from histories import ALWAYS
+from moments import uncertain_sums
+from torch import Tensor, nn
+
+from zbpp.pipeline import Pipeline
+from zbpp.runtime import kept_tensors
+
+N_STEPS, M = 5, 4
+Change = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    """A Linear, and something that a forward does beside."""
+
+    def __init__(self, change: Change | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.zeros(64, 128))  # 32 KiB: not small
+        self.step = 0
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.change is not None:
+            x = self.change(self, x)
+        return torch.tanh(self.linear(x))
+
+
+def pythons_numbers(layer: Any, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def numpys_numbers(layer: Any, x: Tensor) -> Tensor:
+    return x * float(sys.modules["numpy"].random.rand())
+
+
+def in_place(layer: Any, x: Tensor) -> Tensor:
+    return x.sub_(0.2)
+
+
+def running_mean(layer: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.table[0, :8].lerp_(x.mean(0), 0.5)
+    return x + layer.table[0, :8]
+
+
+def unmarked_mean(layer: Any, x: Tensor) -> Tensor:
+    """As some vector quantizers do: no version counter sees it."""
+    layer.table.data[0, :8].lerp_(x.detach().mean(0), 0.5)
+    return x + layer.table[0, :8]
+
+
+def replaced(layer: Any, x: Tensor) -> Tensor:
+    layer.table = layer.table + 0.1
+    return x + layer.table[0, :8]
+
+
+def made_when_needed(layer: Any, x: Tensor) -> Tensor:
+    if "cache" not in layer._buffers:
+        layer.register_buffer("cache", x.detach().mean(0), persistent=False)
+    return x + layer.cache
+
+
+CHANGES = (pythons_numbers, numpys_numbers, in_place, running_mean, unmarked_mean,
+           replaced, made_when_needed)  # fmt: skip
+
+
+def batch(step: int) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    draws = [torch.randn(3, 8, generator=generator) for _ in range(2 * M)]
+    return draws[:M], draws[M:]
+
+
+def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+def changing_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets.mul_(0.5)) ** 2).mean()
+
+
+def run(change: Change | None, *, post_validation: bool, **more: Any) -> Any:
+    """Losses, parameters and buffers, and how many steps were rolled back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(change), Layer(None), Layer(None), Layer(None))
+    settings = {"loss_fn": loss_fn, "schedule": "ZBH1", "clip_grad_norm": 0.01}
+    pipeline = Pipeline(
+        model,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.05),
+        n_stages=2,
+        n_microbatches=M,
+        post_validation=post_validation,
+        patience=ALWAYS,
+        **(settings | more),
+    )
+    random.seed(1)
+    torch.manual_seed(1)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(1)
+    with uncertain_sums(0, share=0):
+        results = []
+        for step in range(N_STEPS):
+            model[0].step = step
+            results.append(pipeline.step(*batch(step)))
+        pipeline.close()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return [r.loss for r in results], state, sum(r.rollbacks for r in results)
+
+
+def compare(change: Change | None, **more: Any) -> None:
+    losses, state, rollbacks = run(change, post_validation=True, **more)
+    expected, held, none = run(change, post_validation=False, **more)
+    assert (rollbacks, none) == (N_STEPS, 0)
+    assert losses == expected
+    for name, value in held.items():
+        assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_replay_leaves_the_bits_of_a_barrier(
+    change: Change, seed: int | None
+) -> None:
+    if change is numpys_numbers:
+        pytest.importorskip("numpy").random.seed(0)
+    compare(change, seed=seed)
+
+
+@pytest.mark.parametrize("mode", ["ZBH1", "ZBV", "ZBH2"])
+def test_a_large_batch_that_is_changed_in_place(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_tensors, "_SMALL", 0)
+    compare(in_place, schedule=mode)
+
+
+@pytest.mark.parametrize("small", [0, 2**14])
+def test_a_loss_that_changes_its_targets(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_tensors, "_SMALL", small)
+    compare(None, loss_fn=changing_loss)
+
+
+def late(change: Change) -> Change:
+    """Begins in the third step."""
+
+    def changed(layer: Any, x: Tensor) -> Tensor:
+        return change(layer, x) if layer.step == 2 else x
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (running_mean, "the buffer table of a Layer was constant so far"),
+        (in_place, "has changed its batch in place, which no forward did before"),
+    ],
+)
+def test_a_large_constant_that_changes_late_ends_the_run_in_words(
+    change: Change, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_tensors, "_SMALL", 0)
+    with pytest.raises(RuntimeError, match=reason):
+        run(late(change), post_validation=True)
+
+
+def test_constants_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But in the first step, which sees what changes."""
+    copied: list[int] = []
+    begin = kept_tensors.KeptBuffers.begin
+
+    def counted(self: Any, *, may_rewind: bool) -> None:
+        begin(self, may_rewind=may_rewind)
+        copied.append(sum(copy.nbytes for copy in self._copies.values()))
+
+    monkeypatch.setattr(kept_tensors.KeptBuffers, "begin", counted)
+    run(running_mean, post_validation=True)
+    table = 64 * 128 * 4
+    first, rest = copied[:2], copied[2:]
+    assert first == [2 * table, 2 * table]
+    assert sorted(rest) == [0] * (N_STEPS - 1) + [table] * (N_STEPS - 1)

@@ -1,0 +1,139 @@
+"""Let autograd run B: all but the deferred products' weight gradients.
+
+Autograd computes what leads to the nodes that it is asked for. So it is asked for the
+leaves of B, the inputs, and the products themselves: an edge to a product makes it run
+even where nothing below it is wanted.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from zbpp.runtime.backward.deferred_product import Product
+from zbpp.runtime.backward.graph import End, SplitPlan
+from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.queue import WeightQueue
+
+__all__ = ["run_b", "run_cut_b"]
+
+Ends = tuple[list[End], list[Tensor | None]]
+"""Ends of outputs, and their gradients."""
+
+
+def run_b(
+    plan: SplitPlan,
+    ends: Ends,
+    inputs: Sequence[Tensor],
+    queue: WeightQueue,
+    is_exact: bool,
+) -> tuple[Tensor | None, ...]:
+    """Run B down to the inputs, all of them leaves; return their gradients.
+
+    Args:
+        plan: of the graph.
+        ends: where B starts.
+        inputs: leaves that require a gradient.
+        queue: takes the work for W.
+        is_exact: see `SplitGraph`.
+    """
+    before = [x.grad for x in inputs]
+    for x in inputs:
+        x.grad = None
+    try:
+        if not plan.products:
+            torch.autograd.backward(*ends)
+        else:
+            wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
+            with _deferring(plan.products, queue, is_exact):
+                torch.autograd.backward(*ends, inputs=[*wanted, *_edges(plan)])
+        return tuple(x.grad for x in inputs)
+    finally:
+        for x, gradient in zip(inputs, before, strict=True):
+            x.grad = gradient
+
+
+def run_cut_b(
+    plan: SplitPlan,
+    ends: Ends,
+    inputs: Sequence[Tensor],
+    queue: WeightQueue,
+    is_exact: bool,
+) -> tuple[Tensor | None, ...]:
+    """Run B down to inputs that are no leaves, and no further; see `run_b`.
+
+    Only ``autograd.grad`` stops at a node without running it. It adds nothing to the
+    leaves: their gradients are handed over afterwards, and their hooks fire then.
+    """
+    kept = {id(x) for x in inputs}
+    leaves = [p for p in plan.leaves if p.requires_grad and id(p) not in kept]
+    wanted = [*inputs, *leaves, *_edges(plan)]
+    with _deferring(plan.products, queue, is_exact) as deferred, _without_hooks(leaves):
+        found = torch.autograd.grad(
+            ends[0], wanted, grad_outputs=ends[1], allow_unused=True
+        )
+    result = found[: len(inputs)]
+    first_product = len(inputs) + len(leaves)
+    for product, dy in zip(plan.products, found[first_product:], strict=True):
+        if dy is not None and product.node not in deferred:
+            # nothing below it was wanted, so that it did not run
+            _defer(product, queue, is_exact)((dy,))
+    pairs = zip(leaves, found[len(inputs) : first_product], strict=True)
+    ready = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+    if ready:
+        torch.autograd.backward([p for p, _ in ready], [g for _, g in ready])
+    return result
+
+
+def _edges(plan: SplitPlan) -> list[Any]:
+    return [GradientEdge(product.node, 0) for product in plan.products]
+
+
+@contextmanager
+def _deferring(
+    products: Sequence[Product], queue: WeightQueue, is_exact: bool
+) -> Iterator[set[Any]]:
+    """Within this, products that run leave their work to W; yields those that ran."""
+    ran: set[Any] = set()
+    hooks = [
+        watch.add_prehook(product.node, _defer(product, queue, is_exact, ran))
+        for product in products
+    ]
+    try:
+        yield ran
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _defer(
+    product: Product, queue: WeightQueue, is_exact: bool, ran: set[Any] | None = None
+) -> Callable[[tuple[Tensor | None, ...]], None]:
+    """Return what runs before the product in B: it keeps the operands and gradient."""
+
+    def keep(gradients: tuple[Tensor | None, ...]) -> None:
+        (dy,) = gradients
+        if ran is not None:
+            ran.add(product.node)
+        if dy is not None:
+            work = product.defer(dy)
+            add = None if is_exact else work.add
+            queue.defer(work.edges, work.compute, add, work.kept)
+
+    return keep
+
+
+@contextmanager
+def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Within this, the hooks of the leaves do not fire."""
+    hooks = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    for leaf, _ in hooks:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, own in hooks:
+            leaf._backward_hooks = own

@@ -1,0 +1,83 @@
+"""Hooks of others on the nodes of a graph.
+
+A node does not show its hooks. Those that were registered on it by hand are found by
+registering one more, which shows the dictionary that all share. Those of a tensor (of
+``w.t()``, say) cannot be found so. Hence the count: torch numbers all hooks, and a node
+that was made after the last one was registered has none.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from zbpp.runtime.support.torch_internals import hooks_made, nodes_made
+
+__all__ = ["HookWatch", "watch"]
+
+
+class HookWatch:
+    """Tells which nodes were made since the last hook, our own left out."""
+
+    def __init__(self) -> None:
+        self._n_own = 0
+        self.n_others = -1
+        """Hooks that others had registered at the last look."""
+        self._first_node = 0
+        self._clean_leaves: set[int] = set()
+
+    def look(self) -> None:
+        """Note whether hooks were registered since the last look.
+
+        If so, every node made until now may have one. A look before a forward keeps
+        its nodes apart from older hooks.
+        """
+        made = hooks_made()
+        n_others = -1 if made is None else made - self._n_own
+        if n_others != self.n_others or made is None:
+            self.n_others = n_others
+            self._first_node = nodes_made()
+            self._clean_leaves.clear()
+
+    def is_free(self, node: Any) -> bool:
+        """True if no hook was registered since the node, no leaf's, was made."""
+        return bool(node._sequence_nr() >= self._first_node)
+
+    def add_prehook(self, node: Any, hook: Callable[..., None]) -> Any:
+        """Register our own hook, to run before the node; return its handle."""
+        self._n_own += 1
+        return node.register_prehook(hook)
+
+    def has_hooks(self, node: Any, *, before: bool) -> bool:
+        """True if others have registered a hook on a node itself.
+
+        Args:
+            node: of any kind.
+            before: count hooks that run before the node, too.
+        """
+        handles = [node.register_hook(_nothing)]
+        if before:
+            handles.append(node.register_prehook(_nothing))
+        self._n_own += len(handles)
+        found = any(len(handle.hooks_dict_ref()) > 1 for handle in handles)
+        for handle in handles:
+            handle.remove()
+        return found
+
+    def is_clean_leaf(self, leaf: Tensor, node: Any) -> bool:
+        """True if others have no hooks on a leaf's node; kept until a new hook."""
+        if id(leaf) in self._clean_leaves:
+            return True
+        if self.has_hooks(node, before=True):
+            return False
+        self._clean_leaves.add(id(leaf))
+        return True
+
+
+def _nothing(*_: Any) -> None:
+    """Change no gradient."""
+
+
+watch = HookWatch()
+"""Of this process, as torch's numbers of hooks are."""
+watch.look()

@@ -1,0 +1,95 @@
+"""Wait for messages and sums, each no longer than a time-out.
+
+With gloo the host waits. With NCCL the GPU waits, and the host only where it needs a
+value: a time-out of NCCL's own would hold it up at every message.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.runtime.support.errors import PeerError
+
+__all__ = ["Waits"]
+
+
+class Waits:
+    """The waits of one stage.
+
+    Args:
+        nccl: gloo if False.
+        device: of this process.
+        timeout_s: how long a wait may last; may be set later.
+        lost: makes the error of a wait, from its words, the peer (None: all) and the
+            cause.
+    """
+
+    def __init__(
+        self,
+        *,
+        nccl: bool,
+        device: torch.device,
+        timeout_s: float,
+        lost: Callable[[str, int | None, RuntimeError], PeerError],
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._nccl = nccl
+        self._device = device
+        self._lost = lost
+        self._unconfirmed: deque[tuple[dist.Work, str, int | None]] = deque()
+        self._side: torch.Stream | None = None
+
+    def wait(self, work: dist.Work, what: str, peer: int | None) -> None:
+        """Wait for a message.
+
+        Raises:
+            PeerError: it did not come.
+        """
+        try:
+            if self._nccl:
+                work.wait()
+                while self._unconfirmed and self._unconfirmed[0][0].is_completed():
+                    self._unconfirmed.popleft()
+                self._unconfirmed.append((work, what, peer))
+            else:
+                work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise self._lost(f"waits at {what}", peer, error) from error
+
+    def confirm(self, last: dist.Work) -> None:
+        """Wait on the host until a message has come; name the oldest late one.
+
+        Raises:
+            PeerError: it did not come.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while self._nccl and not last.is_completed():
+            if time.monotonic() > deadline:
+                late = RuntimeError("timed out")
+                for work, what, peer in self._unconfirmed:
+                    if not work.is_completed():
+                        raise self._lost(f"waits at {what}", peer, late)
+            time.sleep(1e-4)
+
+    def finish(self, work: dist.Work, vector: Tensor, what: str) -> Tensor:
+        """Wait for a collective, and bring its vector to the host.
+
+        With NCCL on a stream of its own, so that the copy waits for no forward.
+
+        Raises:
+            PeerError: it did not end.
+        """
+        if not self._nccl:
+            self.wait(work, what, None)
+            return vector
+        if self._side is None:
+            self._side = torch.Stream(self._device)
+        with self._side:
+            self.wait(work, what, None)
+            self.confirm(work)
+            return vector.cpu()

@@ -1,0 +1,69 @@
+"""Tensors that are sharded over a device mesh (DTensor, tensor parallelism)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["Part", "is_sharded", "local_part", "sum_over_meshes"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The numbers that this process holds of a tensor.
+
+    ``mesh`` is None for a plain tensor; along ``dims`` of it the processes hold
+    different numbers.
+    """
+
+    numbers: Tensor
+    mesh: Any = None
+    dims: tuple[int, ...] = ()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a DTensor; loads nothing where there can be none."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+@torch.no_grad()
+def local_part(tensor: Tensor) -> Part:
+    """The part of this process; partial sums are summed first, by a collective."""
+    if not is_sharded(tensor):
+        return Part(tensor)
+    from torch.distributed.tensor import Replicate
+
+    held: Any = tensor
+    if any(placement.is_partial() for placement in held.placements):
+        held = held.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in held.placements]
+        )
+    dims = (i for i, p in enumerate(held.placements) if not p.is_replicate())
+    return Part(held.to_local(), held.device_mesh, tuple(dims))
+
+
+def sum_over_meshes(parts: Sequence[Part], values: Sequence[Tensor]) -> list[Tensor]:
+    """Add up one number of each part over the processes that hold different ones.
+
+    Every process of a mesh must call with the same parts in the same order; there is
+    one collective for all that are sharded alike.
+    """
+    summed = list(values)
+    alike: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+    for place, part in enumerate(parts):
+        if part.dims:
+            alike.setdefault((part.mesh, part.dims), []).append(place)
+    for (mesh, dims), places in alike.items():
+        total = torch.stack([values[place] for place in places])
+        for dim in dims:
+            dist.all_reduce(total, group=mesh.get_group(dim))
+        for place, value in zip(places, total.unbind(), strict=True):
+            summed[place] = value
+    return summed

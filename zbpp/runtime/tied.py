@@ -1,0 +1,123 @@
+"""Notice parameters that layers of different chunks share, also across processes.
+
+A process sees its own layers only. A parameter that another module holds as well, be it
+alive or dropped by the builder since, may belong to a layer of another chunk. Then, and
+only then, the builder is called once more, for all layers: who shares what is certain
+where all come from one call.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from zbpp.core import RequestError
+
+__all__ = ["BuilderWatch", "refuse_sharing"]
+
+Build = Callable[[range], Sequence[nn.Module]]
+
+
+class BuilderWatch:
+    """Calls of a builder, and all modules that were made in them.
+
+    Args:
+        build: makes the layers of a range of global indices.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._is_suspicious = False
+
+    def layers(self, indices: range) -> list[nn.Module]:
+        """Call the builder, and look who else holds what it returns."""
+        with _made_modules() as made:
+            built = list(self._build(indices))
+        self._is_suspicious |= _is_held_elsewhere(built, made)
+        return built
+
+    def check(self, ranges: Sequence[range]) -> None:
+        """Compare the layers of all chunks if some may share a parameter.
+
+        Raises:
+            RequestError: they do.
+        """
+        if self._is_suspicious and len(ranges) > 1:
+            with _random_numbers_kept():
+                built = list(self._build(range(ranges[-1].stop)))
+            refuse_sharing((c, i, built[i]) for c, r in enumerate(ranges) for i in r)
+
+
+def refuse_sharing(layers: Iterable[tuple[int, int, nn.Module]]) -> None:
+    """Refuse a parameter in two chunks: it would be trained twice, and drift apart.
+
+    Args:
+        layers: chunk, global index and layer.
+
+    Raises:
+        RequestError: names both layers and parameters.
+    """
+    home: dict[nn.Parameter, tuple[int, int, str]] = {}
+    for chunk, index, layer in layers:
+        for name, parameter in layer.named_parameters():
+            other, at, its = home.setdefault(parameter, (chunk, index, name))
+            if other != chunk:
+                raise RequestError(
+                    f"layers {at} and {index} share a parameter ({its} is {name}) but "
+                    f"lie in chunks {other} and {chunk}; put them into one chunk by "
+                    "split=..., or untie them"
+                )
+
+
+@contextmanager
+def _made_modules() -> Iterator[list[nn.Module]]:
+    """Keep every module alive that gets a parameter or a child meanwhile."""
+    made: list[nn.Module] = []
+
+    def note(module: nn.Module, name: str, held: Any) -> None:
+        made.append(module)
+
+    hooks = [
+        register_module_parameter_registration_hook(note),
+        register_module_module_registration_hook(note),
+    ]
+    try:
+        yield made
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_held_elsewhere(layers: Sequence[nn.Module], made: list[nn.Module]) -> bool:
+    """True if a foreign module has a parameter, or two have a submodule, of layers.
+
+    One foreign parent is usual: the model that the layers were taken from.
+    """
+    own = {id(module) for layer in layers for module in layer.modules()}
+    parameters = {id(p) for layer in layers for p in layer.parameters()}
+    alive = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    foreign = {id(m): m for m in (*alive, *made) if id(m) not in own}
+    parents: Counter[int] = Counter()
+    for module in foreign.values():
+        if any(id(p) in parameters for p in module.__dict__["_parameters"].values()):
+            return True
+        children = {id(child) for child in module.__dict__["_modules"].values()}
+        parents.update(children & own)
+    return any(count > 1 for count in parents.values())
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Leave torch's generators as if nothing was drawn."""
+    on_gpu = torch.cuda.is_initialized()
+    devices = [torch.cuda.current_device()] if on_gpu else []
+    with torch.random.fork_rng(devices):
+        yield
