@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,7 +25,8 @@ class Reports:
 
     if TYPE_CHECKING:
 
-        def synchronize(self) -> None: ...
+        def synchronize(self) -> None:
+            """Settle the last step; `zbpp.Pipeline` does."""
 
     @property
     def n_steps(self) -> int:
