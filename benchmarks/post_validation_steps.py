@@ -37,6 +37,7 @@ from zbpp.emulation.layers import EmulatedLayer
 from zbpp.modes import plan
 from zbpp.resolve import choose_validation
 from zbpp.runtime.comm.transport import Transport
+from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.optim.rollback.recompute import Rollback
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.training.launch import launch
@@ -62,7 +63,7 @@ class Steps:
 
 
 class Free:
-    """An early step that is never taken back."""
+    """A speculative step that is never rolled back."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.speculate = optimizer.step
@@ -109,6 +110,7 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
         schedule=schedule,
         clip_grad_norm=1e9,
         post_validation=way != "barrier",
+        patience=Patience(failures=11),  # speculative from the first step on
         rollback=way.split(",")[0] if way not in ("barrier", "free") else "deferred",
     )
     for executor in pipeline._executors.values():
@@ -122,11 +124,12 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
 
 def give_gradients(share: StageOptimizer) -> None:
     """All parameters get the same gradients in every step."""
-    gradients = [torch.randn_like(p) for p in share.parameters]
+    parameters = share.optimizers.parameters()
+    gradients = [torch.randn_like(p) for p in parameters]
     reduce = share.reduce
 
     def given(transport: Transport) -> None:
-        for parameter, gradient in zip(share.parameters, gradients, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         reduce(transport)
 
@@ -134,10 +137,10 @@ def give_gradients(share: StageOptimizer) -> None:
 
 
 def use_free(share: StageOptimizer) -> None:
-    """Let the early steps be plain ones."""
-    assert share.optimizer is not None
-    free: Rollback = Free(share.optimizer)
-    share._rollbacks.now = lambda: free  # type: ignore[method-assign]
+    """Let the speculative steps be plain ones."""
+    (optimizer,) = share.optimizers.all
+    free: Rollback = Free(optimizer)
+    share.optimizers.rollback = lambda: free  # type: ignore[method-assign]
 
 
 def worker(options: Steps, mode: str, out: str) -> None:

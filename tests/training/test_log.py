@@ -41,7 +41,7 @@ def run(steps, *, reads, results=None, **options):
 def test_log_line_has_the_shape_of_torchtitan():
     assert log_line(RECORD, memory_gib=0.119, bubble_rate=0.0451) == (
         "step: 10  loss:  2.7712  grad_norm:  0.9312  memory:  0.12GiB  tps: 1,766  "
-        "bubble: 4.5% (simulated)  rollbacks: 0"
+        "bubble: 4.5% (simulated)  rolled back: 0"
     )
 
 
@@ -49,7 +49,7 @@ def test_log_line_tells_of_a_skipped_step_and_leaves_unknown_memory_out():
     record = Record(3, math.inf, math.nan, 1.0, 2, True)
     assert log_line(record, memory_gib=None, bubble_rate=0.0) == (
         "step:  3  loss:     inf  grad_norm:     nan  tps: 1  "
-        "bubble: 0.0% (simulated)  rollbacks: 2  skipped: not finite"
+        "bubble: 0.0% (simulated)  rolled back: 2  skipped: not finite"
     )
 
 
@@ -94,7 +94,7 @@ def test_a_terminal_gets_a_progress_bar_and_whole_lines(monkeypatch, capsys):
     run(2, reads=[])
     out = capsys.readouterr().out
     assert "0/2" in out and "2/2" in out
-    assert "bubble: 4.0% (simulated)  rollbacks: 0" in out  # not wrapped at 40
+    assert "bubble: 4.0% (simulated)  rolled back: 0" in out  # not wrapped at 40
 
 
 def test_no_terminal_no_bar(capsys):

@@ -23,6 +23,7 @@ from zbpp.core import Costs, PassTimes, Schedule
 from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
 from zbpp.emulation.slow_sum import SlowSums
 from zbpp.pipeline import Pipeline
+from zbpp.runtime.optim.patience import Patience
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
 
 __all__ = ["Emulation", "emulate"]
@@ -117,6 +118,7 @@ def emulate(
         n_stages=schedule.n_stages,
         post_validation=bool(post_validation),
         rollback="snapshot",  # for an optimizer that is not one of torch's
+        patience=Patience(failures=11),  # speculative from the first step on
         timeout_s=timeout_s,
         device="cpu",
     )

@@ -1,4 +1,4 @@
-"""What a training run reports: log lines, a progress bar, metrics as JSON lines."""
+"""The reports of a training run: log lines, a progress bar, metrics as JSON lines."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ _GIB = 2**30
 
 
 class Result(Protocol):
-    """What a step gives: reading a property may wait until its value is known."""
+    """The result of a step: reading a property may wait until its value is known."""
 
     @property
     def loss(self) -> float:
@@ -37,11 +37,11 @@ class Result(Protocol):
 
     @property
     def skipped(self) -> bool:
-        """Whether the gradient was infinite or no number, so nothing was updated."""
+        """The gradient was infinite or no number, so nothing was updated."""
 
     @property
     def rollbacks(self) -> int:
-        """Optimizer steps that were taken back."""
+        """Optimizer steps that were rolled back."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Record:
 def log_line(record: Record, *, memory_gib: float | None, bubble_rate: float) -> str:
     """Write a step like torchtitan's log does, with the pipeline's own numbers.
 
-    ``record.rollbacks`` is the number since the run began.
+    ``record.rollbacks`` is the number of steps since the run began.
 
     >>> record = Record(10, 2.77121, 0.93124, 1766.4, 0, False)
     >>> log_line(record, memory_gib=0.119, bubble_rate=0.0451)
     'step: 10  loss:  2.7712  grad_norm:  0.9312  memory:  0.12GiB  tps: 1,766  \
-bubble: 4.5% (simulated)  rollbacks: 0'
+bubble: 4.5% (simulated)  rolled back: 0'
     """
     parts = [
         f"step: {record.step:2}",
@@ -77,7 +77,7 @@ bubble: 4.5% (simulated)  rollbacks: 0'
         f"memory: {memory_gib:5.2f}GiB" if memory_gib is not None else "",
         f"tps: {record.tokens_per_s:,.0f}",
         f"bubble: {bubble_rate:.1%} (simulated)",
-        f"rollbacks: {record.rollbacks}",
+        f"rolled back: {record.rollbacks}",
         "skipped: not finite" if record.skipped else "",
     ]
     return "  ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""What each process of a training run does: build its part, train, validate, report.
+"""The share of one process in a training run: build, train, validate, report.
 
 All processes run the same code. Only those whose stage reads inputs or targets load
 the text; only rank 0 writes anything, and the pipeline brings it the results.
@@ -142,7 +142,7 @@ def _run_steps(
 
 
 def _describe_split(pipeline: Pipeline) -> str:
-    """One line about what waits for W (every rank must call)."""
+    """One line about the gradients that wait for W (every rank must call)."""
     sizes = {name: p.numel() for name, p in pipeline.named_parameters()}
     where: dict[str, str] = {}
     counts: dict[str, int] = {}

@@ -49,18 +49,18 @@ class Train:
     clip_grad_norm: float = 1.0
     """Largest norm of the whole model's gradient."""
     enable_optimizer_post_validation: YesNoUnsaid = None
-    """Step before the global gradient norm is known, and take the step back in the next
-    one if it was wrong; left out: where the backward is split."""
+    """Step before the global gradient norm is known, and roll the step back in the next
+    one if it was invalid; left out: where the backward is split."""
     post_validation_failures: int = 3
-    """Wait for the norm after so many wrong steps ..."""
+    """Wait for the norm after so many invalid steps ..."""
     post_validation_window: int = 10
     """... of the last so many ..."""
     post_validation_clean: int = 10
-    """... until so many steps in a row needed no correction."""
+    """... until so many steps in a row needed no correction; a run begins so."""
     post_validation_rollback: Literal["auto", "deferred", "compiled", "snapshot"] = (
         "auto"
     )
-    """Keep a copy of the parameters and step twice (compiled: the early step by a
+    """Keep a copy of the parameters and step twice (compiled: the first time by a
     kernel of its own; auto: for stages of 2**25 parameters), or copy the whole state
     too."""
     max_consecutive_skips: int = 5
