@@ -23,7 +23,7 @@ from zbpp.modes import plan
 
 @dataclass(frozen=True)
 class Emulated:
-    """What to measure."""
+    """Options of the measurement."""
 
     stages: int = 4
     microbatches: int = 8

@@ -20,7 +20,7 @@ JOB = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
 
 
 class Verdict:
-    """What a schedule comes to: times in the unit of the costs, one entry a stage."""
+    """Figures of a schedule: times in the unit of the costs, one entry a stage."""
 
     def __init__(self, spans: list[float], work: list[float], peaks: list[float]):
         self.spans, self.work, self.peaks = spans, work, peaks

@@ -72,7 +72,7 @@ def judged(mode: str, p: int, m: int, case: Case, effort: str) -> tuple[float, f
 
 
 def gap(bubble: float, least: float) -> float:
-    """How far a span is above its bound, from the bubble rates of both."""
+    """Gap of a span to its bound, from the bubble rates of both."""
     return (1 - least) / (1 - bubble) - 1
 
 

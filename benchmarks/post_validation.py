@@ -1,8 +1,8 @@
-"""What it costs to be able to take an optimizer step back.
+"""Cost of being able to roll an optimizer step back.
 
     python benchmarks/post_validation.py rollback --rounds 15
 
-compares, on one thread, five ways to step AdamW (fused) and take it back:
+compares, on one thread, five ways to step AdamW (fused) and roll it back:
 
     compiled   a copy of the parameters, a first step of the parameters alone by a
                compiled kernel, and a second step to commit: zbpp's way on large stages
@@ -12,9 +12,9 @@ compares, on one thread, five ways to step AdamW (fused) and take it back:
     inverse    no copy: the formula solved for the old values, as published
 
 The ways take turns, round after round; every ratio is to the plain step of its round.
-What a right step leaves to do (``later``) is done while a stage waits for messages, if
+The rest of a valid step (``later``) is done while a stage waits for messages, if
 it has to wait.
-What early steps gain in a pipeline's time is the other half of the question, and has
+The gain of speculative steps in a pipeline is the other half of the question, and has
 its own file, ``post_validation_gain.py``.
 """
 
@@ -42,7 +42,7 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 
 @dataclass(frozen=True)
 class Cost:
-    """What to measure."""
+    """Options of the measurement."""
 
     parameters: int = 21_000_000
     """About so many numbers in all, fp32."""
@@ -144,7 +144,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def finish(way: Rollback) -> None:
-    """All that a right step leaves to do."""
+    """Do the rest of a valid step."""
     for _ in way.commit():
         pass
 
@@ -159,7 +159,7 @@ def held(optimizer: torch.optim.AdamW) -> list[Tensor]:
 
 
 def share_of_same_bits(optimizer: torch.optim.AdamW, way: Rollback) -> float:
-    """Of all numbers, after a step has been taken back."""
+    """Of all numbers, after a step has been rolled back."""
     before = held(optimizer)
     way.speculate()
     way.undo()
@@ -237,7 +237,7 @@ def rollback(options: Cost) -> None:
     compiler = peak_mib(options, "compiled and plain") - plain
     size = sum(p.nbytes for p in optimizer.param_groups[0]["params"]) / 2**20
     table = Table(title=f"fused AdamW step: {statistics.median(steps[2:]):.1f} ms")
-    for column in ("way", "early step - 1", "later", "undo", "memory", "same"):
+    for column in ("way", "speculative - 1", "later", "undo", "memory", "same"):
         table.add_column(column, justify="left" if column == "way" else "right")
     for name, ratios in rows.items():
         columns = list(zip(*ratios[2:], strict=True))  # two rounds to warm up

@@ -1,9 +1,9 @@
-"""What the optimizer's barrier costs: post-validated steps against steps behind it.
+"""Cost of the optimizer's barrier: post-validated steps against steps behind it.
 
     python benchmarks/post_validation_gain.py emulated      # real runs, sleeping stages
     python benchmarks/post_validation_gain.py published     # the paper's times
     python benchmarks/post_validation_gain.py protocols     # chain against all-reduce
-    python benchmarks/post_validation_gain.py rollbacks     # what early steps cost
+    python benchmarks/post_validation_gain.py rollbacks     # cost of speculation
 
 ``emulated``: one job (F, B or W of one chunk) takes ``--job_ms`` under every mode. The
 runs take turns, so that a slow spell of the machine hits all of them.
@@ -46,7 +46,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Gain:
-    """What to measure."""
+    """Options of the measurement."""
 
     part: tyro.conf.Positional[
         Literal["emulated", "published", "protocols", "rollbacks"]
@@ -215,10 +215,10 @@ def protocol_steps(
 
 
 def rollbacks(options: Gain) -> Table:
-    """What is gained if early steps and V's take the time that they take, simulated.
+    """Gain if speculative steps and V's take their real times, simulated.
 
     The times in plain optimizer steps are those of `post_validation.py`, on a CPU, for
-    stages that have time enough for a right step's rest while they wait, or none.
+    stages that have time enough for a valid step's rest while they wait, or none.
     """
     ways = {
         "free": (1.0, 0.0),

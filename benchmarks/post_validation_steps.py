@@ -1,11 +1,11 @@
-"""What rollbacks cost the steps of a pipeline: passes that sleep, real optimizers.
+"""Cost of rollbacks to the steps of a pipeline: passes that sleep, real optimizers.
 
     python benchmarks/post_validation_steps.py --rounds 12
 
     barrier      every step waits for the norm of all gradients
-    free         speculative steps that could not be rolled back: the least possible
+    free         speculative steps that cannot be rolled back: the least possible
     deferred     with a copy of the parameters, and a second step
-    compiled     the same, with a first step of the parameters alone
+    compiled     the same, with a speculative step of the parameters alone
     snapshot     with a copy of the optimizer state
     ..., busy    the same, but nothing is done while a stage waits for messages
 
@@ -50,7 +50,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Steps:
-    """What to measure."""
+    """Options of the measurement."""
 
     modes: tuple[str, ...] = ("ZBH1", "ZBH2", "ZBV")
     job_ms: float = 15.0

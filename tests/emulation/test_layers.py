@@ -24,7 +24,7 @@ def transports(comm):
 def travel_ms(
     clock: FakeClock, comm, value: Value, source: int, target: int
 ) -> tuple[float, float]:
-    """How long a send takes, and from its start to the end of the receive."""
+    """Seconds of a send, and from its start to the end of the receive."""
     ends = transports(comm)
     start = clock.now
     ends[source].send(value, (torch.zeros(1, 1, requires_grad=True),), target)

@@ -102,7 +102,10 @@ def test_the_commands_run_with_trainings(page, tmp_path):
     [shown for page in GUIDES for shown in shown_lines(page)],
     ids=lambda words: words[0],
 )
-def test_the_output_that_is_shown_is_printed(words, lines, tmp_path, capsys):
+def test_the_output_that_is_shown_is_printed(
+    words, lines, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     main(words)
     captured = capsys.readouterr()
     assert "\n".join(lines) in (captured.out + captured.err)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -13,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("zbpp", "schedules", "simulator")
-FILES = ("pyproject.toml", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 pytestmark = pytest.mark.slow
 
@@ -74,14 +73,26 @@ def python(wheel, tmp_path_factory) -> Path:
     own = Path(must_run(executable, "-c", code, cwd=folder).strip())
     # A path file adds a folder without reading the path files in it: the editable
     # install of the checkout stays out of reach.
-    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    folders = [path for path in sys.path if Path(path).name == "site-packages"]
+    (own / "dependencies.pth").write_text("\n".join(folders) + "\n")
     return executable
 
 
-def test_the_sdist_has_readme_and_license(sdist):
+def sources_as_installed() -> dict[str, str]:
+    """Path in the wheel of every module, and its path in the checkout."""
+    return {
+        f"{'' if source == 'zbpp' else 'zbpp/'}{path}": path
+        for source in SOURCES
+        for path in (
+            file.relative_to(ROOT).as_posix() for file in (ROOT / source).rglob("*.py")
+        )
+    }
+
+
+def test_the_sdist_has_every_module_readme_and_license(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*FILES, "zbpp/py.typed", "schedules/vpp.py", "simulator/plot.py"} <= names
+    assert {*FILES, "zbpp/py.typed", *sources_as_installed().values()} <= names
 
 
 def test_the_wheel_has_every_module_the_marker_and_the_license(wheel):
@@ -90,13 +101,31 @@ def test_the_wheel_has_every_module_the_marker_and_the_license(wheel):
     assert "zbpp/py.typed" in names
     assert [name for name in names if name.endswith("licenses/LICENSE")]
     modules = {name for name in names if name.endswith(".py")}
-    expected = set()
-    for source in SOURCES:
-        folder = "zbpp" if source == "zbpp" else f"zbpp/{source}"
-        for path in (ROOT / source).rglob("*.py"):
-            expected.add(f"{folder}/{path.relative_to(ROOT / source).as_posix()}")
-    assert modules == expected
+    assert modules == set(sources_as_installed())
     assert {name.partition("/")[0] for name in modules} == {"zbpp"}
+
+
+def import_all(python: Path, names: list[str], cwd: Path) -> str:
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    module = importlib.import_module(name)\n"
+        "    print(module.__file__)\n"
+    )
+    return must_run(python, "-c", code, *names, cwd=cwd)
+
+
+def test_every_module_of_the_checkout_is_imported_from_the_wheel(python, tmp_path):
+    names = [
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in sources_as_installed()
+        if not path.endswith("__main__.py")
+    ]
+    assert {"zbpp.runtime.optim.rollback.copies", "zbpp.schedules.planner"} <= {*names}
+    for file in import_all(python, names, tmp_path).splitlines():
+        assert Path(file).is_relative_to(python.parents[1])
+    with pytest.raises(AssertionError, match=r"zbpp\.core\.missing"):
+        import_all(python, ["zbpp.core.missing"], tmp_path)
 
 
 def test_the_installed_packages_are_the_wheels_and_load_nothing_heavy(python, tmp_path):
@@ -133,5 +162,5 @@ def test_the_wheel_asks_for_what_it_imports(wheel):
     required = [line for line in lines if line.startswith("Requires-Dist:")]
     plain = {line.split()[1].partition(">")[0] for line in required if ";" not in line}
     assert plain == {"networkx", "rich", "tyro"}
-    assert 'Requires-Dist: torch>=2.9; extra == "train"' in required
-    assert 'Requires-Dist: matplotlib>=3.8; extra == "viz"' in required
+    assert 'Requires-Dist: torch>=2.13; extra == "train"' in required
+    assert 'Requires-Dist: matplotlib>=3.10; extra == "viz"' in required

@@ -1,4 +1,4 @@
-"""How the tests call the zbpp command."""
+"""Calls of the zbpp command."""
 
 import json
 import subprocess
@@ -20,6 +20,6 @@ def run(*arguments):
 
 
 def shown(capsys, *arguments):
-    """What ``zbpp show --json`` prints."""
+    """Return the JSON of ``zbpp show --json``."""
     assert main(["show", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)

@@ -30,7 +30,7 @@ _BLOCK = re.compile(
     r"(?:^([^\n]*)\n\n?)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
 _FOLDERS = "docs|tests|zbpp|schedules|simulator|benchmarks|notebooks|constraints"
-_NOT_OURS = {"--nproc-per-node", "--parallelism"}
+_NOT_OURS = {"--nproc-per-node", "--parallelism", "--training"}
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class DelayedTransport:
         self._inner.post(value, peer)
 
     def ready(self, value: Value) -> bool:
-        """Whether `receive` returns without waiting for a stage of this process."""
+        """True if `receive` need not wait for a stage of this process."""
         return self._inner.ready(value)
 
     def receive(self, value: Value, job: Job) -> Tensors:

@@ -34,7 +34,7 @@ _SETTLING = 2  # more of them, for steps in a row: until all stages lead as they
 
 @dataclass(frozen=True)
 class Emulation:
-    """What was measured, beside what the simulator says; times in ms.
+    """Measured figures, beside those of the simulator; times in ms.
 
     Medians over the counted steps; of steps in a row, over the times from the end of
     one to that of the next, and the bubble is that of the last step.

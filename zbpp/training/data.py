@@ -111,7 +111,7 @@ def load_corpus(path: str | Path | None = None, *, seq: int) -> Corpus:
 
 
 def is_held_out(file: str) -> bool:
-    """Is a file for validation? Decided by its path below the folder, with ``/``.
+    """True if a file is for validation, by its path below the folder, with ``/``.
 
     Adding or removing other files changes nothing: no text ever changes sides.
     """
@@ -135,7 +135,7 @@ def _files(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
 
 
 def _is_source(file: str) -> bool:
-    """Is it Python source, other than a record of how this Python was built?"""
+    """True for Python source, other than a record of how this Python was built."""
     name = file.rpartition("/")[2]
     return name.endswith(".py") and not name.startswith("_sysconfigdata")
 

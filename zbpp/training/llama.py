@@ -69,7 +69,7 @@ class LlamaConfig:
 
 
 def build_layers(config: LlamaConfig, indices: Iterable[int]) -> list[nn.Module]:
-    """The layers of these indices, alike whatever else is built."""
+    """Build the layers of these indices, alike whatever else is built."""
     return [build_layer(config, index) for index in indices]
 
 

@@ -86,7 +86,7 @@ class Train:
     memory_limit: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """Largest activation memory of a stage, in the unit of the costs."""
     effort: Literal["fast", "default"] = "default"
-    """How hard to search; every process plans for itself, so for more let zbpp plan
+    """Search effort; every process plans for itself, so for more let zbpp plan
     write a file."""
     costs_out: _Path = None
     """Write the measured times of the passes as a costs file (ms) to plan with."""
@@ -100,7 +100,7 @@ class Train:
     transport: Literal["processes", "local"] = "processes"
     """local: all stages in this process, one after the other."""
     timeout_s: float = 60.0
-    """How long a stage may wait for another one."""
+    """Seconds that a stage waits for another one before it gives up."""
 
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches", "microbatch_size", "seq", "steps"):
