@@ -12,6 +12,8 @@ from typing import Any
 
 _modules: dict[str, Any] = {}
 
+_AFTER_ERROR_S = 10  # for the words of ranks that have lost the one that failed
+
 
 class Pool:
     """Runs a test's function in n processes that form a gloo group."""
@@ -23,11 +25,12 @@ class Pool:
         self._workers: list[tuple[Any, Any]] = []
 
     def run(
-        self, function: Callable[..., Any], n: int, *args: Any, timeout_s: float = 60
+        self, function: Callable[..., Any], n: int, *args: Any, timeout_s: float = 100
     ) -> list[Any]:
         """Call ``function(*args)`` on ranks 0 to n-1; return what each returns.
 
-        A rank that raises or hangs fails the test, and the pool starts afresh.
+        A rank that raises or hangs fails the test, and the pool starts afresh. The
+        time-out is for hangs: it is generous, as the machine may be busy.
         """
         while len(self._workers) < n:
             here, there = self._context.Pipe()
@@ -42,7 +45,7 @@ class Pool:
             results, errors = [], []
             for rank in range(n):
                 pipe = self._workers[rank][1]
-                if not pipe.poll(timeout_s if not errors else 5):
+                if not pipe.poll(timeout_s if not errors else _AFTER_ERROR_S):
                     errors.append(f"rank {rank} did not answer")
                     continue
                 try:
@@ -67,7 +70,7 @@ class Pool:
 
 
 def _serve(pipe: Any) -> None:
-    """What a worker does until it is killed."""
+    """Serve calls until this process is killed."""
     import torch
     import torch.distributed as dist
 
@@ -81,12 +84,15 @@ def _serve(pipe: Any) -> None:
         result, error = None, None
         try:
             store = dist.FileStore(store_file, n)
-            initialise(torch.device("cpu"), timeout_s=30, store=store)
+            initialise(torch.device("cpu"), timeout_s=100, store=store)
             dist.barrier()  # a rank that is done at once must not leave the others
             result = getattr(_load(file), name)(*args)
-            dist.destroy_process_group()
+            dist.barrier()  # and a rank that is done first must not break the rest
         except Exception:
             error = traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
         pipe.send((result, error))
 
 
