@@ -228,7 +228,7 @@ class Pipeline(Reports):
         if error is None:
             self.close()
         else:
-            calls.tell_failure(self._executors, error)
+            calls.tell_failure(self._executors, error, doing="code outside of steps")
 
     def evaluate(
         self,

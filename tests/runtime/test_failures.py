@@ -1,12 +1,12 @@
-"""A worker that dies, raises or hangs ends the run: soon, clearly, without orphans."""
+"""A worker that dies, raises or hangs ends the run: clearly and without orphans."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,12 +14,16 @@ import pytest
 from zbpp.runtime.support.fault_injection import Fault, requested_fault
 from zbpp.training.launch import _first_failure
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-TIMEOUT_S = 4
+TIMEOUT_S = 600
+"""A run that waited for this would not end within `PATIENCE_S`: it saw the failure."""
+
+PATIENCE_S = 200
+SHORT_TIMEOUT_S = 4
 TRAIN = (
     sys.executable, "-m", "zbpp", "train", "--stages", "2", "--steps", "100000",
-    "--log_every", "1", "--timeout_s", str(TIMEOUT_S), "--microbatches", "4",
+    "--log_every", "1", "--microbatches", "4",
     "--microbatch_size", "1", "--seq", "16", "--dim", "16", "--n_blocks", "2",
     "--n_heads", "2", "--hidden", "16",
 )  # fmt: skip
@@ -33,9 +37,17 @@ def _heed_ctrl_c() -> None:
 class Run:
     """A training run in the background, and what it leaves."""
 
-    def __init__(self, data: Path, mode: str = "ZBH1", **environment: str) -> None:
+    def __init__(
+        self,
+        data: Path,
+        mode: str = "ZBH1",
+        *,
+        timeout_s: int = TIMEOUT_S,
+        **environment: str,
+    ) -> None:
+        settings = ("--pipeline_schedule_mode", mode, "--timeout_s", str(timeout_s))
         self.process = subprocess.Popen(
-            [*TRAIN, "--data", str(data), "--pipeline_schedule_mode", mode],
+            [*TRAIN, "--data", str(data), *settings],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -60,11 +72,10 @@ class Run:
     def everyone(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def end(self) -> tuple[int, str, float]:
-        """Exit code, stderr, and how long the run went on from now."""
-        start = time.monotonic()
-        _, stderr = self.process.communicate(timeout=60)
-        return self.process.returncode, stderr, time.monotonic() - start
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr."""
+        _, stderr = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, stderr
 
 
 @pytest.fixture
@@ -74,7 +85,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     data.write_text("zero bubble pipeline " * 2000)
     started = []
 
-    def start(*args: str, **more: str) -> Run:
+    def start(*args: str, **more: Any) -> Run:
         started.append(Run(data, *args, **more))
         return started[-1]
 
@@ -86,7 +97,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 def assert_gone(processes: list[psutil.Process]) -> None:
     """A zombie is gone too: only init has not looked at it yet."""
-    _, left = psutil.wait_procs(processes, timeout=2)
+    _, left = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -99,8 +110,8 @@ def test_a_killed_worker(run: Callable[..., Run]) -> None:
     running.wait_for_step(3)
     everyone, ranks = running.everyone(), running.ranks()
     hit(ranks[1], signal.SIGKILL)
-    code, stderr, took = running.end()
-    assert code == 1 and took < 2
+    code, stderr = running.end()
+    assert code == 1
     assert stderr == "zbpp: rank 1 was killed by SIGKILL\n"
     assert_gone(everyone)
 
@@ -109,8 +120,8 @@ def test_a_raising_worker(run: Callable[..., Run]) -> None:
     running = run(ZBPP_FAULT="raise:1:5:1B2")
     running.wait_for_step(3)
     everyone = running.everyone()
-    code, stderr, took = running.end()
-    assert code == 1 and took < 2
+    code, stderr = running.end()
+    assert code == 1
     lines = stderr.splitlines()
     assert len(lines) == 1
     assert "rank 1 failed: RuntimeError: a fault that ZBPP_FAULT asked for" in lines[0]
@@ -121,15 +132,15 @@ def test_a_raising_worker(run: Callable[..., Run]) -> None:
 
 
 def test_a_stopped_worker(run: Callable[..., Run]) -> None:
-    running = run()
+    running = run(timeout_s=SHORT_TIMEOUT_S)
     running.wait_for_step(3)
     everyone, ranks = running.everyone(), running.ranks()
     hit(ranks[1], signal.SIGSTOP)
-    code, stderr, took = running.end()
-    assert code == 1 and took < TIMEOUT_S + 2
+    code, stderr = running.end()
+    assert code == 1
     assert len(stderr.splitlines()) == 1
     assert "stage 0 waits at" in stderr and "stage 1" in stderr
-    assert f"no answer in {TIMEOUT_S} s" in stderr
+    assert f"no answer in {SHORT_TIMEOUT_S} s" in stderr
     assert_gone(everyone)
 
 
@@ -141,8 +152,8 @@ def test_a_signal_to_the_launcher(
     running.wait_for_step(3)
     everyone = running.everyone()
     running.process.send_signal(number)
-    code, _, took = running.end()
-    assert code != 0 and took < 2
+    code, _ = running.end()
+    assert code != 0
     assert_gone(everyone)
 
 
@@ -158,7 +169,7 @@ def test_faults_at_every_kind_of_job(
     rank = 1 if mode == "1F1B" and job.startswith("1") else 0
     if mode == "ZBV" and job.startswith("1"):
         rank = 1
-    code, stderr, _ = run(mode, ZBPP_FAULT=f"{kind}:{rank}:2:{job}").end()
+    code, stderr = run(mode, ZBPP_FAULT=f"{kind}:{rank}:2:{job}").end()
     assert code == 1 and len(stderr.splitlines()) == 1
     assert f"rank {rank} " in stderr
 

@@ -14,10 +14,10 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 PATIENCE_S = 200.0
 """For what takes seconds on an idle machine; the tests' own time-out is longer."""
-AFTER_ERROR_S = 5.0
+AFTER_ERROR_S = 10.0
+"""For the words of ranks that have lost the one that failed."""
 
 _modules: dict[str, Any] = {}
-
 
 class Pool:
     """Runs a test's function in n processes that form a gloo group."""
@@ -37,7 +37,8 @@ class Pool:
     ) -> list[Any]:
         """Call ``function(*args)`` on ranks 0 to n-1; return what each returns.
 
-        A rank that raises or hangs fails the test, and the pool starts afresh.
+        A rank that raises or hangs fails the test, and the pool starts afresh. The
+        time-out is for hangs: it is generous, as the machine may be busy.
         """
         self._start(n)
         with tempfile.TemporaryDirectory() as folder:
@@ -105,9 +106,12 @@ def _serve(pipe: Any) -> None:
             initialise(torch.device("cpu"), timeout_s=PATIENCE_S, store=store)
             dist.barrier()  # a rank that is done at once must not leave the others
             result = getattr(_load(file), name)(*args)
-            dist.destroy_process_group()
+            dist.barrier()  # and a rank that is done first must not break the rest
         except Exception:
             error = traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
         pipe.send((result, error))
 
 

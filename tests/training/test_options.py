@@ -80,7 +80,7 @@ def test_requests_that_cannot_be_met_are_refused_before_any_process(flags, messa
         use_underscores=True,
     )
     with pytest.raises(RequestError, match=re.escape(message)):
-        check(options)
+        check(options, schedule_of(options))
 
 
 def test_the_effort_reaches_the_planner(monkeypatch):

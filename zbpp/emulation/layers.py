@@ -111,6 +111,19 @@ class DelayedTransport:
         self.background = inner.background
         self._times = times
 
+    @property
+    def doing(self) -> str:
+        """The call that is under way."""
+        return self._inner.doing
+
+    @doing.setter
+    def doing(self, call: str) -> None:
+        self._inner.doing = call
+
+    def report(self, error: BaseException, *, ends: bool = True) -> None:
+        """Tell the other processes why this one stops."""
+        self._inner.report(error, ends=ends)
+
     def begin(self, *, training: bool) -> None:
         """Start a step, or an evaluation."""
         self._inner.begin(training=training)

@@ -117,7 +117,7 @@ def _is_held_elsewhere(layers: Sequence[nn.Module], made: list[nn.Module]) -> bo
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
     """Leave torch's generators as if nothing was drawn."""
-    on_gpu = torch.cuda.is_initialized()
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if on_gpu else []
     with torch.random.fork_rng(devices):
         yield

@@ -115,13 +115,12 @@ def device_of(options: Train) -> torch.device | None:
     return torch.device("cuda", local % torch.cuda.device_count())
 
 
-def check(options: Train) -> None:
-    """Find what would stop the run before any process is started.
+def check(options: Train, schedule: Schedule) -> None:
+    """Find before any process is started what would stop the run.
 
     Raises:
-        RequestError: the schedule, the model, the text or a path cannot be had.
+        RequestError: the model, the text or a path cannot be had.
     """
-    schedule = schedule_of(options)
     split_layers(model_of(options), schedule.placement.n_chunks)
     device_of(options)
     load_corpus(options.data, seq=options.seq)

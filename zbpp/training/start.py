@@ -34,9 +34,9 @@ def start(options: Train) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _join(worker, options)
         return
-    if not emulated:
-        check(options)
     schedule = schedule_of(options)
+    if not emulated:
+        check(options, schedule)
     if schedule.n_stages == 1 or options.transport == "local":
         worker(options, schedule)
     else:

@@ -61,7 +61,7 @@ def run_by_torchrun(
 def test_an_exception_in_a_layer(tmp_path: Path, n: int, culprit: int) -> None:
     how = 'raise ValueError("no good")'
     code, words = run_by_torchrun(tmp_path, how, n=n, culprit=culprit)
-    first = f"rank {culprit} failed first: ValueError: no good in {culprit}F0"
+    first = f"rank {culprit} failed first, in {culprit}F0: ValueError: no good"
     assert code != 0 and sorted(words) == list(range(n))
     for rank, text in words.items():
         assert text.count(first) == 1, text
@@ -140,17 +140,19 @@ def misfit_then_fit() -> list[str]:
 def test_a_batch_that_does_not_fit_is_forgotten_once_one_fits(pool: Pool) -> None:
     first, second = pool.run(misfit_then_fit, 2)
     assert "13 samples" in first[0]
-    assert "rank 1 failed first: OSError: disk full" in first[1]
+    assert (
+        "rank 1 failed first, in code outside of steps: OSError: disk full" in first[1]
+    )
     assert second == ["disk full"]
 
 
 def test_the_earliest_of_several_causes_is_the_culprit() -> None:
     notes = {
-        0: Note("step 1", "OSError: a", order=3),
+        0: Note("step 1", "in 0F0: OSError", order=3),
         1: Note("step 1", lost=0, order=1),
-        2: Note("step 1", "OSError: b", order=2),
+        2: Note("step 1", "in 2F0: OSError", order=2),
     }
-    assert blame(notes, [10, 11, 12])[0] == "rank 12 failed first: OSError: b"
+    assert blame(notes, [10, 11, 12])[0] == "rank 12 failed first, in 2F0: OSError"
 
 
 class _GoneStore:

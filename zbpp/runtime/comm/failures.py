@@ -1,6 +1,6 @@
 """Find the stage that failed first: each writes down why it stops, before it stops.
 
-    stage 2   ValueError in 2F1    writes "ValueError in 2F1", breaks its connections
+    stage 2   ValueError in 2F1    writes "in 2F1: ValueError", breaks its connections
     stage 1   lost stage 2         writes "lost 2", reads, says that stage 2 was first
     stage 0   lost stage 1         writes "lost 1", reads, says that stage 2 was first
 
@@ -50,15 +50,15 @@ def blame(notes: Mapping[int, Note], ranks: Sequence[int]) -> tuple[str, bool]:
         notes: of the stages that have written.
         ranks: of the stages, as the launcher counts them.
 
-    >>> blame({0: Note("step 3", lost=1), 1: Note("step 3", "OSError in 1F0")}, [0, 1])
-    ('rank 1 failed first: OSError in 1F0', True)
+    >>> blame({0: Note("step 3", lost=1), 1: Note("step 3", "in 1F0: OSError")}, [0, 1])
+    ('rank 1 failed first, in 1F0: OSError', True)
     >>> blame({0: Note("step 3", lost=1), 1: Note("step 3", lost=2)}, [0, 1, 2])[0]
     'rank 2 has left no word: it was killed, hangs, or has left the loop'
     """
     causes = {stage: note for stage, note in notes.items() if note.cause}
     if causes:
         first = min(causes, key=lambda stage: causes[stage].order)
-        return f"rank {ranks[first]} failed first: {causes[first].cause}", True
+        return f"rank {ranks[first]} failed first, {causes[first].cause}", True
     silent = [stage for stage in range(len(ranks)) if stage not in notes]
     lost = {note.lost for note in notes.values()}
     suspects = [stage for stage in silent if stage in lost] or silent
@@ -91,9 +91,10 @@ class FailureNotes:
 
     def report(self, error: BaseException, doing: str) -> str:
         """Write down this stage's own error; return which rank was the first."""
-        where = "".join(f" {note}" for note in getattr(error, "__notes__", []))
+        notes = [n for n in getattr(error, "__notes__", []) if n.startswith("in ")]
+        where = notes[0] if notes else f"in {doing}"
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        cause = f"{text[:_LONGEST]}{where.partition(chr(10))[0]}"
+        cause = f"{where}: {text[:_LONGEST]}"
         return self._within(_STORE_S, lambda: self._write(Note(doing, cause))) or ""
 
     def explain(self, lost: int | None, doing: str) -> str:

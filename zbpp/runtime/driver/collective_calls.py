@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from zbpp.core import Schedule, Slot, Timeline
+from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.executor import Executor
 
 __all__ = [
@@ -30,9 +31,19 @@ def failures_told(executors: Executors) -> Iterator[None]:
         raise
 
 
-def tell_failure(executors: Executors, error: BaseException) -> None:
-    """Tell the other processes that this one has failed, and why."""
-    next(iter(executors.values())).transport.report(error)
+def tell_failure(
+    executors: Executors, error: BaseException, *, doing: str | None = None
+) -> None:
+    """Tell the other processes that this one has failed, and why.
+
+    Args:
+        executors: of this process.
+        error: the cause.
+        doing: what was under way; None: the last call.
+    """
+    transport = next(iter(executors.values())).transport
+    transport.doing = doing or transport.doing
+    transport.report(error)
 
 
 def mean_loss(
@@ -47,7 +58,7 @@ def mean_loss(
     Returns:
         The mean, and the samples as any process knows them.
     """
-    sums = []
+    sums: list[Reduction] = []
     for executor in executors.values():
         table = executor.stage.weighted_losses()
         told = [0 if sums else count or 0 for count in samples]  # once a process
