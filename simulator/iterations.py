@@ -15,9 +15,9 @@ The sum of the gradient norms starts when a stage has ended its last pass, and i
 schedule with V (see `zbpp.schedules.post_validated`) O starts at once, and V of the
 next iteration waits. A stage starts an iteration when its own O has ended.
 
-If V finds that the step was wrong, every stage steps again and repeats its passes
-before V. These read nothing that is computed after a V, so they form a part of their
-own: the first attempts end, then the second ones begin.
+If V finds the step invalid, every stage rolls it back, steps again and replays its
+passes before V. These read nothing that is computed after a V, so they form a part of
+their own: the first attempts end, then the second ones begin.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -52,12 +52,12 @@ SyncRule = Callable[[PassTimes, Sequence[float]], tuple[list[float], list[float]
 
 @dataclass(frozen=True)
 class IterationState:
-    """What an iteration leaves to the next one, per stage."""
+    """State that an iteration leaves to the next one, per stage."""
 
     free: tuple[float, ...]
-    """When the stage has ended its O."""
+    """End of the stage's O."""
     known: tuple[float, ...]
-    """When its V has what it needs."""
+    """Time from which its V knows the sum."""
 
 
 def simulate_iterations(

@@ -1,4 +1,4 @@
-"""What a timeline says: spans, bubble rate, memory. Simulated and measured alike.
+"""Figures of a timeline, simulated or measured: spans, bubble rate, memory.
 
 Times are in the unit of the timeline. Spans and work count passes only: the
 optimizer is no part of the bubble rate, but of the step time.
@@ -77,7 +77,7 @@ def bubble_rate(timeline: Timeline) -> float:
 
 
 def waste(timeline: Timeline) -> tuple[str, float]:
-    """What pictures say of a timeline: its bubble rate; of several iterations, idle.
+    """Return the figure in a picture's title: bubble rate; of several iterations, idle.
 
     Between iterations O and V are no bubble: of all the time that the slowest stage
     takes, idle is what it spends in no job.

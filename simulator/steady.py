@@ -1,4 +1,4 @@
-"""How long a step takes when one follows another: the period of the iterations.
+"""Time of a step among many: the period of the iterations.
 
 What an iteration leaves to the next is, for each stage, when it is free and when its V
 knows the sum. If all of these are later by the same time than some iterations ago, the
@@ -40,9 +40,9 @@ def steady_step_time(
 
 
 def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
-    """By how much one failed validation delays all that follows.
+    """Time by which one failed validation delays all that follows.
 
-    Every stage steps again and repeats its passes before V; stages that had to wait
+    Every stage steps again and replays its passes before V; stages that had to wait
     anyway may lose less than that.
 
     Raises:

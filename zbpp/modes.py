@@ -189,7 +189,7 @@ def _planner(name: str, chunks_per_stage: int | None) -> Planner:
 
 
 def is_file(mode: str) -> bool:
-    """Whether a mode is the path of a schedule file, which knows its own numbers."""
+    """True if a mode is the path of a schedule file, which knows its own numbers."""
     if _plain(mode) in _NAMES:
         return False
     return mode.endswith(".json") or Path(mode).is_file()

@@ -11,7 +11,7 @@ the job that reads it, so that it can travel while the stage computes, and so th
 stage holds buffers only for what it will read next. As a channel keeps the order of
 its sends, a receive is posted earlier still where a later message is needed first.
 
-A V that finds the last step wrong lets its stage run once more what stands before it:
+A V that finds the last step invalid lets its stage replay the passes before it:
 
     passes   stage 0 | F0> F1> V ...           stage 1 | +F0 F0 +F1 V F1 ...
     fails    stage 0 | F0> F1> V F0> F1> ...   stage 1 | +F0 F0 +F1 V +F0 F0 +F1 F1 ...

@@ -4,14 +4,14 @@
     post-validation  F0 F1 V B0 W0 B1 W1 O        O does not; V confirms it
 
 O steps on what its stage knows. The sum of all stages' norms travels while the next
-forwards already run, and V compares: if the step was wrong, V undoes it, and the
-passes before V run once more.
+forwards already run, and V compares: an invalid step is rolled back, and the passes
+before V are replayed.
 
 Two rules place V as late as they allow:
 
 - before the stage's first backward, which would overwrite the step's gradients;
 - no pass before a V may read what another stage has computed after its V. Then every
-  message is either sent before its stage's V, and twice if the step was wrong, or
+  message is either sent before its stage's V, and twice if the step was invalid, or
   after it and once; sender and receiver agree without asking each other.
 """
 
@@ -56,7 +56,7 @@ def without_checks(schedule: Schedule) -> Schedule:
 
 
 def _cuts(schedule: Schedule) -> list[int]:
-    """Where the V of each stage goes: before this column."""
+    """Find the column of each stage before which its V goes."""
     n_chunks = schedule.placement.n_chunks
     cuts = [_first_backward(order) for order in schedule.orders]
     while True:

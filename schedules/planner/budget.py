@@ -1,4 +1,4 @@
-"""How much work a planner may do.
+"""Effort: the work that a planner may do.
 
 Work is counted in passes placed, not in seconds: the same request gives the same
 schedule on every machine. Only ``best`` looks at the clock.
@@ -74,5 +74,5 @@ class Budget:
 
     @property
     def is_left(self) -> bool:
-        """Is there anything left to spend?"""
+        """True if there is anything left to spend."""
         return self.spent < self.passes and self.seconds_left > 0

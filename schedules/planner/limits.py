@@ -1,4 +1,4 @@
-"""Memory limits: what a mode promises, and what is refused because it cannot fit."""
+"""Memory limits: the promises of modes, and requests that cannot fit."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _MARGIN = 1e-9  # relative; as in `Schedule`
 
 
 def micro_batch(held: ChunkMemory, placement: Placement) -> list[float]:
-    """What one micro-batch holds on each stage: M_B."""
+    """Return the memory of one micro-batch on each stage: M_B."""
     return [sum(held.m_b[chunk] for chunk in own) for own in placement.chunks_of]
 
 

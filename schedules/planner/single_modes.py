@@ -55,7 +55,7 @@ def plan_zb(
 
     Raises:
         LimitError: a limit holds no micro-batch; it names the smallest that works.
-        RequestError: a number is wrong.
+        RequestError: a number is invalid.
     """
     check_sizes(n_stages, n_microbatches)
     placement = Placement.single(n_stages)

@@ -44,7 +44,7 @@ _LARGEST = 2**40  # sums of times and memories in the solver stay far below 2**6
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the solver found; times in the unit of the costs.
+    """Result of the solver; times in the unit of the costs.
 
     ``schedule`` is the given plan, or a better one; no schedule with this placement,
     memory and number of micro-batches has a span below ``bound``.
@@ -61,12 +61,12 @@ class Certificate:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no schedule is better (but for rounding)."""
+        """True if no schedule is better (but for rounding)."""
         return self.span <= self.bound * (1 + 1e-9)
 
     @property
     def gap(self) -> float:
-        """How far the span may be above the optimum, as a share of the bound."""
+        """Largest distance of the span to the optimum, as a share of the bound."""
         return self.span / self.bound - 1
 
 
@@ -184,7 +184,7 @@ class _Problem:
                 model.add(self._start[later] >= self._end(job))
 
     def add_memory(self, memory: ChunkMemory) -> None:
-        """What F takes is given back in two parts, within the stage's limit."""
+        """Let B and W give back what F takes, within the stage's limit."""
         for stage, chunks in enumerate(self._placement.chunks_of):
             limit = memory.limit[stage]
             if limit == float("inf"):

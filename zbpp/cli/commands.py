@@ -49,7 +49,7 @@ class Plan(SizedFlags):
     solver: Literal["cpsat"] | None = None
     """Let OR-tools prove the plan optimal, better it, or bound it (small cases)."""
     solver_seconds: Annotated[float, shown_as("FLOAT")] = 60.0
-    """How long the solver may search."""
+    """Time limit of the solver, in seconds."""
 
     def run(self) -> None:
         """Plan, write, and say what it will cost."""

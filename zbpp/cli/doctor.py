@@ -1,4 +1,4 @@
-"""What is installed, what the machine has, what is missing and how to get it."""
+"""Versions and devices of the machine; what is missing, and how to get it."""
 
 import os
 import platform

@@ -39,14 +39,14 @@ def shown_as(metavar: str) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class CommonFlags:
-    """What most commands are told."""
+    """Flags that most commands share."""
 
     costs: Annotated[Path | None, shown_as("PATH")] = None
     """Costs file (JSON); without it F, B and W take 1 each and messages nothing."""
     memory_limit: Annotated[float | None, shown_as("FLOAT")] = None
     """Largest activation memory of a stage, in the unit of the costs."""
     effort: Annotated[str, shown_as("EFFORT")] = "default"
-    """How hard to search: fast, default, best (a minute) or best:SECONDS."""
+    """Effort of the search: fast, default, best (a minute) or best:SECONDS."""
     enable_optimizer_post_validation: YesNoUnsaid = None
     """Step at once and validate in the next iteration (V); no: behind a barrier."""
 

@@ -1,4 +1,4 @@
-"""What a schedule costs, as text for a terminal."""
+"""Figures of a schedule, as text for a terminal."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence

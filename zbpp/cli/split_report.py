@@ -1,4 +1,4 @@
-"""Which weight gradients wait for W, in words: a log line, or a table of a model.
+"""Table of a model's weight gradients: those that wait for W, and those that cannot.
 
     zbpp doctor --model my_package.my_module:build
 

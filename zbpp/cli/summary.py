@@ -1,4 +1,4 @@
-"""What a schedule costs, as numbers."""
+"""Figures of a schedule, as numbers."""
 
 from dataclasses import dataclass, replace
 
@@ -95,7 +95,7 @@ class Steady:
     step_time_post_validation: float
     """The sum is awaited in the next step's warm-up."""
     rollback_time: float
-    """How much later all is if one validation fails."""
+    """Delay of all that follows if one validation fails."""
 
 
 def steady(schedule: Schedule, costs: Costs) -> Steady:

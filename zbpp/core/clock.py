@@ -44,10 +44,10 @@ class Clock:
         starts = [0.0] * self._placement.n_stages
         self._known = starts if known is None else list(known)
         self.free = list(starts if free is None else free)
-        """When each stage has ended its last job."""
+        """End of the last job of each stage."""
 
     def arrival(self, job: Job) -> float | None:
-        """When all inputs of a job are there; None if one is not yet computed."""
+        """Time at which all inputs of a job are there; None if one is not computed."""
         if isinstance(job, Step):
             return self._last_gradient if self._gradients_due == 0 else None
         if isinstance(job, Check):
@@ -61,7 +61,7 @@ class Clock:
         return arrival
 
     def start(self, job: Job) -> float | None:
-        """When a job can start on its stage; None if an input is not yet computed."""
+        """Time at which a job can start; None if an input is not computed."""
         arrival = self.arrival(job)
         return None if arrival is None else max(arrival, self.free[self.stage(job)])
 

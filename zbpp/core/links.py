@@ -1,4 +1,4 @@
-"""How long a message takes on each edge between two consecutive chunks.
+"""Time of a message on each edge between two consecutive chunks.
 
     chunk        0 ---- 1 ---- 2 ---- 3        edges: F goes right, B goes left
     stage (V)    0      1      1      0        the same two stages share one link

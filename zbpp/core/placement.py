@@ -1,4 +1,4 @@
-"""Which stage holds which chunk."""
+"""Placement of the chunks on the stages."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""An order with its messages: what the runtime executes."""
+"""Programs: orders with their messages, as the runtime executes them."""
 
 from dataclasses import dataclass
 
@@ -62,6 +62,6 @@ def at_check(program: Program) -> tuple[Program, Program]:
 
 
 def replayed(program: Program) -> Program:
-    """What a stage runs in all when its V finds that the last step was wrong."""
+    """List all that a stage runs if its V finds the last step invalid."""
     before, rest = at_check(program)
     return (*before, *rest[:1], *before, *rest[1:]) if before else program

@@ -1,6 +1,6 @@
 """A quick yes for schedules of millions of jobs: one byte a pass, no times.
 
-What these checks let pass is right; what they do not, `zbpp.core.validation` looks at
+Orders that pass these checks are valid; others are looked at by `zbpp.core.validation`
 job by job, to find the place of the mistake and to explain it.
 """
 
@@ -22,7 +22,7 @@ _NEXT = {  # state of a micro-batch on a chunk: nothing done, F, F and B, all
 def is_plain(
     order: Sequence[Job], placement: Placement, stage: int, *, n_microbatches: int
 ) -> bool:
-    """Whether a stage does each pass once, F before B before W, then at most a Step.
+    """True if a stage does each pass once, F before B before W, then at most a Step.
 
     >>> row = [Pass(PassKind.F, 0, 0), Pass(PassKind.BW, 0, 0), Step(0)]
     >>> is_plain(row, Placement.single(1), 0, n_microbatches=1)
@@ -50,7 +50,7 @@ def is_plain(
 def can_finish(
     orders: Sequence[Sequence[Job]], placement: Placement, *, n_microbatches: int
 ) -> bool:
-    """Whether no stages wait for one another: `zbpp.core.clock` without times.
+    """True if no stages wait for one another: `zbpp.core.clock` without times.
 
     An F needs the F of the chunk before, a B the B of the chunk after. Each order must
     hold each of its passes once, F before B before W.

@@ -15,7 +15,7 @@ Order = tuple[Job, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what in which order. It holds no times: those belong to `Timeline`.
+    """Orders of jobs on all stages, without times: those belong to `Timeline`.
 
     Args:
         name: the mode, for people.
@@ -45,11 +45,11 @@ class Schedule:
 
     @property
     def is_post_validated(self) -> bool:
-        """Whether it validates a step in the next warm-up: all stages have a V."""
+        """True if steps are validated in the next warm-up: all stages have a V."""
         return any(isinstance(job, Check) for job in self.orders[0])
 
     def runs(self, kind: PassKind) -> bool:
-        """Whether there is a pass of this kind."""
+        """True if there is a pass of this kind."""
         return any(
             isinstance(job, Pass) and job.kind is kind
             for order in self.orders

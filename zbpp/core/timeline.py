@@ -25,7 +25,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each stage did when: one row of slots per stage, in time order."""
+    """Jobs of all stages in time: one row of slots per stage, in time order."""
 
     name: str
     placement: Placement

@@ -71,7 +71,7 @@ def validate(
 def _misplaced(
     job: Job, placement: Placement, n_microbatches: int, stage: int
 ) -> str | None:
-    """Is the job one of this stage's?"""
+    """Explain why a job is none of this stage's; None if it is."""
     if not isinstance(job, Pass):
         if job.stage != stage:
             return f"{job} of stage {job.stage} stands on stage {stage}"
@@ -90,7 +90,7 @@ def _misplaced(
 
 
 def _repeated(job: Job, seen: dict[Job, int]) -> str | None:
-    """Has the work of this job been done already?"""
+    """Explain that the work of a job is done already; None if not."""
     same: list[Job] = [job]
     if isinstance(job, Pass):
         rivals = {BW: (B, W), B: (BW,), W: (BW,), F: ()}[job.kind]
@@ -102,7 +102,7 @@ def _repeated(job: Job, seen: dict[Job, int]) -> str | None:
 
 
 def _untimely(job: Job, seen: dict[Job, int], stage: int) -> str | None:
-    """Does the job come before what it needs, or after the step?"""
+    """Explain that a job comes before its input, or after O; None if not."""
     if Step(stage) in seen:
         return f"{job} comes after O; the optimizer step must be the last job"
     if isinstance(job, Check):
@@ -118,7 +118,7 @@ def _untimely(job: Job, seen: dict[Job, int], stage: int) -> str | None:
 def _missing(
     seen: dict[Job, int], placement: Placement, n_microbatches: int, stage: int
 ) -> str | None:
-    """Is there a pass that the row ends without?"""
+    """Name a pass that the row ends without; None if it has all."""
     for chunk in placement.chunks_of[stage]:
         for i in range(n_microbatches):
             forward, backward, weight, joint = (

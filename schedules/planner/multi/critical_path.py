@@ -24,7 +24,7 @@ from zbpp.schedules.planner.multi.timing import Times, time_rows
 
 __all__ = ["improve"]
 
-COST = 0.25  # of timing a row, in passes of the greedy planner
+COST = 0.25  # of timing a row, in passes of the list scheduler
 
 Block = tuple[int, int, int]
 """A stage, and the first and the last place of the block in its row."""
@@ -112,7 +112,7 @@ def _swap_again(row: list[int], at: int, times: int) -> None:
 
 
 def _is_valid(problem: PlacementProblem, stage: int, row: list[int]) -> bool:
-    """Does a row fit the memory, and does each W come after its B?"""
+    """True if a row fits the memory, and each W comes after its B."""
     peak = max(accumulate(map(problem.change.__getitem__, row)))
     if peak > problem.memory.limit[stage] * (1 + 1e-9):
         return False

@@ -1,4 +1,4 @@
-"""The greedy planner: one simulation of all stages that decides as it goes.
+"""The list scheduler: one simulation of all stages that decides as it goes.
 
 A stage is asked for its next pass when it becomes free or when an input reaches it.
 Passes are never interrupted, so the arrival of an input is known as soon as its
@@ -6,11 +6,11 @@ producer *starts*: every rule below looks that far ahead.
 
 1. Of the F's and B's that are ready, take the one with the smallest priority. It
    grows by the work of one micro-batch from micro-batch to micro-batch, and along the
-   chain by the time on the way; `Knobs.shift` moves it per number.
+   chain by the time on the way; `Settings.shift` moves it per number.
 2. An F is not ready while memory lacks (see below), or if it would delay a better pass
    that is known to come: a B by more than the share ``hold`` of the F's time, or an F
-   of a later chunk by more than ``hold_later``. The stage's first F is not ready either
-   while `Knobs.caps` micro-batches are in flight, or while `Knobs.fresh` of them have
+   of a later chunk by more than ``hold_later``. Nor is the stage's first F ready while
+   `Settings.caps` micro-batches are in flight, or while `Settings.fresh` of them have
    had no B on the stage.
 3. Else take a W, if it ends before the next known input, or overruns it by at most
    ``late`` of its time (``late_tail`` when the stage has no first F left), or if an F
@@ -30,12 +30,12 @@ from heapq import heappop, heappush
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 
-__all__ = ["Knobs", "chain_offsets", "greedy"]
+__all__ = ["Settings", "chain_offsets", "list_schedule"]
 
 
 @dataclass(frozen=True)
-class Knobs:
-    """What a run of the greedy planner may vary; lists have one entry per stage.
+class Settings:
+    """Priorities and limits of one run; lists have one entry per stage.
 
     ``ranks`` has one entry per number of the chain and micro-batch, in the unit of the
     times: smaller comes first; ``shift`` is added to all of a number. ``alternate`` is
@@ -53,8 +53,8 @@ class Knobs:
     alternate: float = 0.0
 
 
-def greedy(
-    problem: PlacementProblem, knobs: Knobs, below: float, budget: Budget
+def list_schedule(
+    problem: PlacementProblem, settings: Settings, below: float, budget: Budget
 ) -> Plan | None:
     """Plan by the rules above; None as soon as the span cannot be under ``below``.
 
@@ -71,13 +71,13 @@ def greedy(
     tiny, limit, joint = problem.tiny, problem.limits, problem.joint
     whole, ample = problem.all_forwards, problem.ample
     first_b = [own[len(own) // 2] for own in numbers]
-    caps, fresh, bonus = knobs.caps, knobs.fresh, knobs.alternate
-    hold, later = knobs.hold, knobs.hold_later
+    caps, fresh, bonus = settings.caps, settings.fresh, settings.alternate
+    hold, later = settings.hold, settings.hold_later
     ranks = [
         [rank + shift for rank in row] if shift else row
-        for row, shift in zip(knobs.ranks, knobs.shift, strict=True)
+        for row, shift in zip(settings.ranks, settings.shift, strict=True)
     ]
-    late, late_tail = knobs.late, knobs.late_tail
+    late, late_tail = settings.late, settings.late_tail
     last = 2 * n_chunks - 1
     unknown = float("inf")
     arrived: list[list[float]] = [[] for _ in range(last + 2)]
@@ -142,7 +142,7 @@ def greedy(
             elif rank < best:
                 best, chosen = rank, q
         if 0 <= chosen < n_chunks and best_coming < best:
-            chosen = _patient(
+            chosen = _hold_back(
                 known, now, tiny, time, n_chunks, hold[stage], later[stage]
             )
         # Rule 3: else a W, if the time or the memory asks for it.
@@ -196,7 +196,7 @@ def greedy(
     return Plan(max(f - s for f, s in zip(free, start, strict=True)), rows)
 
 
-def _patient(
+def _hold_back(
     known: Sequence[tuple[float, float, int]],
     now: float,
     tiny: float,
@@ -248,7 +248,7 @@ def _reserve(
 
 
 def chain_offsets(problem: PlacementProblem) -> list[float]:
-    """When each number of the chain starts if nothing waits."""
+    """List the starts of the numbers of the chain if nothing waits."""
     offsets = [0.0]
     for q in range(2 * problem.n_chunks - 1):
         offsets.append(offsets[-1] + problem.time[q] + problem.delay[q])

@@ -27,7 +27,7 @@ def place_weights(
     None if the order comes to a deadlock, if it does not fit the memory, or as soon
     as the span cannot be under ``below``.
 
-    One long loop over local names: see `greedy` for what a call per pass costs.
+    One long loop over local names: see `list_schedule` for what a call per pass costs.
     """
     m, n_chunks, n_stages = problem.n_microbatches, problem.n_chunks, problem.n_stages
     time, change, delay = problem.time, problem.change, problem.delay

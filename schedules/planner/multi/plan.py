@@ -17,10 +17,10 @@ F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stag
 
 Many plans are made and the one with the smallest largest span of a stage is kept:
 
-1. `wave_seeds`: greedy plans by a few rules, rounds, and known orders.
-2. `wave_critical` moves single passes of the best plan.
+1. `seeds`: list schedules by a few rules, rounds, and known orders.
+2. `critical_path` moves single passes of the best plan.
 3. The same under less memory, as long as that could be better.
-4. `wave_search` changes the settings of good greedy plans, and goes on with 2.
+4. `search` changes the settings of good list schedules, and goes on with 2.
 
 ``effort`` says how much of it, counted in passes: ``fast`` is 1 and a little of 2,
 ``default`` is 1 to 3, and ``best`` adds 4 for a time. All end when the plan reaches a
@@ -40,7 +40,7 @@ from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.limits import capped, check_one_fits
 from zbpp.schedules.planner.multi.critical_path import improve
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
-from zbpp.schedules.planner.multi.search import wander
+from zbpp.schedules.planner.multi.search import climb_again
 from zbpp.schedules.planner.multi.seeds import seeds
 from zbpp.schedules.planner.request import check_sizes
 
@@ -116,7 +116,7 @@ def plan_placement(
 
     Raises:
         LimitError: a limit holds no micro-batch; it names the smallest that works.
-        RequestError: a number is wrong.
+        RequestError: a number is invalid.
     """
     most_chunks = max(map(len, placement.chunks_of))
     check_sizes(placement.n_stages, n_microbatches, most_chunks)
@@ -147,7 +147,7 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     plan = _at_limit(problem, tries, moves)
     plan = _below_limit(problem, plan, tries, moves)
     if kind == "best":
-        plan = wander(problem, plan, Budget(math.inf, seconds))
+        plan = climb_again(problem, plan, Budget(math.inf, seconds))
     return plan
 
 

@@ -41,7 +41,7 @@ Rows = list[list[int]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run of a planner gives: the rows and the largest span of a stage."""
+    """Result of one run of a planner: the rows and the largest span of a stage."""
 
     span: float
     rows: Rows
@@ -162,7 +162,7 @@ class PlacementProblem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """How long each stage computes."""
+        """Time that each stage computes."""
         times = self.times
         each = [
             sum(times.f[c] + times.b[c] + times.w[c] for c in chunks)

@@ -37,7 +37,7 @@ class _Draft:
         self.n_weights = [0] * p
 
     def arrival(self, q: int) -> float:
-        """When the next pass of a number can start; infinite if not known."""
+        """Time at which the next pass of a number can start; infinite if not known."""
         i, queue = self.done[q], self.arrived[q]
         return queue[i] if i < len(queue) else float("inf")
 
@@ -84,7 +84,7 @@ class _Draft:
         return True
 
     def _fills(self, stage: int, arrival: float) -> bool:
-        """Should a pending W go before a pass that arrives then?"""
+        """True if a pending W should go before a pass that arrives then."""
         at = self.n_weights[stage]
         if at == len(self.pending[stage]):
             return False

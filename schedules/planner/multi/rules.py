@@ -1,4 +1,4 @@
-"""The rules by which the greedy planner of waves is started.
+"""Priority rules for the list scheduler.
 
 If nothing ever waited, micro-batch i would start pass q of the chain at time
 i T + way(q), with T the work of a micro-batch on the busiest stage. A rule *stretches*
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from zbpp.core import PassKind
 from zbpp.schedules.patterns.zb_v import zb_v_cells
 from zbpp.schedules.planner.limits import micro_batch
-from zbpp.schedules.planner.multi.list_scheduler import Knobs, chain_offsets
+from zbpp.schedules.planner.multi.list_scheduler import Settings, chain_offsets
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Rows
 
-__all__ = ["RULES", "Rule", "is_v", "knobs_of", "order_of"]
+__all__ = ["RULES", "Rule", "is_v", "order_of", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ RULES = (
 
 
 def is_v(problem: PlacementProblem) -> bool:
-    """Do two chunks a stage go down the stages and up again?"""
+    """True if two chunks a stage go down the stages and up again."""
     stages = range(problem.n_stages)
     return problem.placement.stage_of == (*stages, *reversed(stages))
 
@@ -112,13 +112,13 @@ def order_of(problem: PlacementProblem, stretch: float) -> Rows:
     ]
 
 
-def knobs_of(
+def settings_of(
     problem: PlacementProblem, rule: Rule, order: Callable[[float], Rows]
-) -> Knobs:
+) -> Settings:
     """Give a rule its numbers; ``order`` is `order_of` the problem."""
     p = problem.n_stages
     unit = max(problem.work) / problem.n_microbatches
-    return Knobs(
+    return Settings(
         caps=tuple(_caps(problem, rule)),
         fresh=tuple(_fresh(problem, rule)),
         ranks=_ranks(problem, rule, order),

@@ -1,6 +1,6 @@
-"""Where the search for a wave begins: greedy plans by rules, rounds, known orders.
+"""Seeds of the search: list schedules by priority rules, rounds, known orders.
 
-Of the rules of `wave_rules` each gives a greedy plan. Some orders are kept as they are,
+Of the rules of `rules` each gives a list schedule. Some orders are kept as they are,
 with the W's placed by time: the one that is not stretched, and for a V those of ZB-V,
 V-Min and V-Half. A V is planned in rounds too. The plan that is best so far cuts the
 others short.
@@ -13,11 +13,11 @@ from functools import lru_cache, partial
 
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.multi.list_scheduler import Knobs, greedy
+from zbpp.schedules.planner.multi.list_scheduler import Settings, list_schedule
 from zbpp.schedules.planner.multi.place_weights import place_weights
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
 from zbpp.schedules.planner.multi.rounds import plan_rounds
-from zbpp.schedules.planner.multi.rules import RULES, Rule, is_v, knobs_of, order_of
+from zbpp.schedules.planner.multi.rules import RULES, Rule, is_v, order_of, settings_of
 from zbpp.schedules.planner.multi.timing import retime
 
 __all__ = ["Seed", "seeds"]
@@ -28,7 +28,7 @@ class Seed:
     """A plan, and the settings that a search may go on from, if there are any."""
 
     plan: Plan
-    knobs: Knobs | None
+    settings: Settings | None
 
 
 Attempt = Callable[[float], Seed | None]
@@ -57,7 +57,7 @@ def seeds(
         if seed.plan.span <= problem.target or not budget.is_left:
             break
     if not found:
-        last = _obey(problem, RULES[0], partial(order_of, problem), budget, math.inf)
+        last = _by_rule(problem, RULES[0], partial(order_of, problem), budget, math.inf)
         assert last is not None
         found.append(last)
     return sorted(found, key=lambda seed: seed.plan.span)
@@ -67,18 +67,18 @@ def _attempts(problem: PlacementProblem, budget: Budget) -> Iterator[Attempt]:
     v, size = is_v(problem), (problem.numbers, problem.n_microbatches)
     order = lru_cache(partial(order_of, problem))
     if v:
-        yield partial(_keep, problem, partial(order, 0.0), 0.5, budget)
-        yield partial(_round, problem, budget)
-        yield partial(_keep, problem, partial(order, 0.0), 0.75, budget)
-        yield partial(_keep, problem, partial(v_min_rows, *size), 0.0, budget)
-        yield partial(_keep, problem, partial(v_half_rows, *size), 0.75, budget)
-    yield partial(_keep, problem, partial(order, 1.0), 1.0, budget)
+        yield partial(_known_order, problem, partial(order, 0.0), 0.5, budget)
+        yield partial(_in_rounds, problem, budget)
+        yield partial(_known_order, problem, partial(order, 0.0), 0.75, budget)
+        yield partial(_known_order, problem, partial(v_min_rows, *size), 0.0, budget)
+        yield partial(_known_order, problem, partial(v_half_rows, *size), 0.75, budget)
+    yield partial(_known_order, problem, partial(order, 1.0), 1.0, budget)
     for rule in RULES:
         if v or rule.stretch > 0:
-            yield partial(_obey, problem, rule, order, budget)
+            yield partial(_by_rule, problem, rule, order, budget)
 
 
-def _keep(
+def _known_order(
     problem: PlacementProblem,
     rows: Callable[[], Rows],
     late: float,
@@ -90,19 +90,19 @@ def _keep(
     return None if plan is None else Seed(retime(problem, plan), None)
 
 
-def _round(problem: PlacementProblem, budget: Budget, below: float) -> Seed | None:
+def _in_rounds(problem: PlacementProblem, budget: Budget, below: float) -> Seed | None:
     budget.spend(9 * problem.n_chunks * problem.n_microbatches)
     plan = plan_rounds(problem)
     return None if plan is None else Seed(retime(problem, plan), None)
 
 
-def _obey(
+def _by_rule(
     problem: PlacementProblem,
     rule: Rule,
     order: Callable[[float], Rows],
     budget: Budget,
     below: float,
 ) -> Seed | None:
-    knobs = knobs_of(problem, rule, order)
-    plan = greedy(problem, knobs, below, budget)
-    return None if plan is None else Seed(retime(problem, plan), knobs)
+    settings = settings_of(problem, rule, order)
+    plan = list_schedule(problem, settings, below, budget)
+    return None if plan is None else Seed(retime(problem, plan), settings)

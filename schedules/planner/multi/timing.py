@@ -11,9 +11,9 @@ __all__ = ["Times", "retime", "time_rows"]
 
 @dataclass(frozen=True)
 class Times:
-    """When every pass of every row starts, and when each stage ends.
+    """Starts of all passes, row by row, and the end of each stage.
 
-    ``arrived[q]`` is when the inputs of number q are there, one micro-batch an entry.
+    ``arrived[q]`` lists when the inputs of number q are there, by micro-batch.
     """
 
     starts: list[list[float]]

@@ -1,4 +1,4 @@
-"""The greedy planner of a line of stages: one event loop, four rules per stage.
+"""The list scheduler of a line of stages: one event loop, four rules per stage.
 
 A heap holds when each stage has to decide next. A pass is never interrupted, so when
 it starts, the arrival of what it sends is known: a stage looks ahead to the next
@@ -24,14 +24,14 @@ from heapq import heappop, heappush, heappushpop
 
 from zbpp.schedules.planner.single.problem import B, F, Kinds, Line, W
 
-__all__ = ["Rules", "Run", "run_greedy"]
+__all__ = ["Rules", "Run", "list_schedule_line"]
 
 _MARGIN = 1e-9  # relative, for sums of times and of memory
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the stages may do, one entry per stage."""
+    """Settings of the four rules, one entry per stage."""
 
     ahead: tuple[int, ...]
     early: tuple[int, ...]
@@ -51,7 +51,7 @@ class Run:
     """Passes that were placed, whether cut or not: the work it took."""
 
 
-def run_greedy(line: Line, rules: Rules, *, cut: float = math.inf) -> Run:
+def list_schedule_line(line: Line, rules: Rules, *, cut: float = math.inf) -> Run:
     """Plan once; give up as soon as the largest span is sure to exceed ``cut``.
 
     One long loop over local names, in the order of the rules; what does not change from

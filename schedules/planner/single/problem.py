@@ -23,7 +23,7 @@ from zbpp.core import (
     lower_bound,
 )
 
-__all__ = ["B", "F", "Kinds", "Line", "W", "line_of", "named", "play"]
+__all__ = ["B", "F", "Kinds", "Line", "W", "line_of", "named", "time_orders"]
 
 F, B, W = range(3)
 Kinds = list[bytearray]
@@ -128,7 +128,7 @@ def _name(stage: int, row: bytearray, *, splits: bool) -> Order:
     return tuple(order)
 
 
-def play(line: Line, kinds: Kinds) -> float:
+def time_orders(line: Line, kinds: Kinds) -> float:
     """Time given orders as the simulator would; return the largest span.
 
     A stage runs until it lacks an input, then its neighbours are tried. Orders that

@@ -1,4 +1,4 @@
-"""Find good rules for the greedy planner: seeds, then small changes that do not hurt.
+"""Find good rules for the list scheduler: seeds, then small changes that do not hurt.
 
     hand-made orders --> seeds --> hill climbing from the best seeds --> fewest idle
           |                |            |
@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.single.list_scheduler import Rules, run_greedy
-from zbpp.schedules.planner.single.problem import Kinds, Line, play
+from zbpp.schedules.planner.single.list_scheduler import Rules, list_schedule_line
+from zbpp.schedules.planner.single.problem import Kinds, Line, time_orders
 from zbpp.schedules.planner.single.seeds import seeds
 
 __all__ = ["Found", "search"]
@@ -36,7 +36,7 @@ class Found:
 
     @property
     def is_optimal(self) -> bool:
-        """Does the span meet its lower bound?"""
+        """True if the span meets its lower bound."""
         return self.span <= self.bound * (1 + _MARGIN)
 
     def offer(self, kinds: Kinds, span: float) -> None:
@@ -61,7 +61,7 @@ def search(line: Line, effort: str, start: Iterable[Kinds] = ()) -> Found:
     found = _search_limit(line, start, Budget(_default(n_jobs)))
     _search_lower(line, found, start, Budget(min(3 * _default(n_jobs), 2e6)))
     if name == "best":
-        _wander(line, found, Budget(math.inf, seconds))
+        _climb_again(line, found, Budget(math.inf, seconds))
     return found
 
 
@@ -69,7 +69,7 @@ def _search_limit(line: Line, start: list[Kinds], budget: Budget) -> Found:
     """Search under the limits of the line: hand-made orders, seeds, climbing."""
     found = Found([], math.inf, line.bound())
     for kinds in start:
-        found.offer(kinds, play(line, kinds))
+        found.offer(kinds, time_orders(line, kinds))
         if found.is_optimal:
             return found
     ranked = _try_seeds(line, found, budget)
@@ -113,7 +113,7 @@ def _lower_limits(line: Line) -> list[int]:
     )
 
 
-def _wander(line: Line, found: Found, budget: Budget) -> None:
+def _climb_again(line: Line, found: Found, budget: Budget) -> None:
     """Climb again and again from other seeds, with other changes."""
     rng = random.Random(1)
     ranked = _try_seeds(line, found, Budget(math.inf), cut_at=1.1)
@@ -143,7 +143,7 @@ def _try_seeds(
     ranked = []
     best = math.inf
     for number, rules in enumerate(seeds(line)):
-        run = run_greedy(line, rules, cut=best * cut_at)
+        run = list_schedule_line(line, rules, cut=best * cut_at)
         budget.spend(run.n_steps)
         if run.kinds:
             best = min(best, run.span)
@@ -165,7 +165,7 @@ def _climb(
     span, rules = start
     while budget.is_left and not found.is_optimal:
         tried = _changed(rules, line, rng)
-        run = run_greedy(line, tried, cut=span)
+        run = list_schedule_line(line, tried, cut=span)
         budget.spend(run.n_steps + line.n_stages)
         if run.kinds:
             span, rules = run.span, tried

@@ -1,4 +1,4 @@
-"""Starting points for the greedy planner: few rules that are good in different places.
+"""Starting points for the list scheduler: few rules that are good in different places.
 
 A row says how many forwards run ahead of the backwards: ``slope * x + offset``, where x
 is either of
@@ -85,7 +85,7 @@ def seeds(line: Line) -> Iterator[Rules]:
 
 
 def _returns(line: Line) -> list[float]:
-    """How many F's of a stage take the time until its first B can arrive."""
+    """Count the F's of a stage that take the time until its first B can arrive."""
     counts = []
     way = 0.0  # from the end of the stage's F to the start of its B
     for stage in reversed(range(line.n_stages)):

@@ -10,14 +10,14 @@ import pytest
 
 from zbpp.core import Costs, MemoryModel, Placement, longest_span, replay
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.multi.list_scheduler import greedy
+from zbpp.schedules.planner.multi.list_scheduler import list_schedule
 from zbpp.schedules.planner.multi.place_weights import place_weights
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Rows
 from zbpp.schedules.planner.multi.rounds import _Draft, plan_rounds
-from zbpp.schedules.planner.multi.rules import RULES, is_v, knobs_of, order_of
+from zbpp.schedules.planner.multi.rules import RULES, is_v, order_of, settings_of
 from zbpp.schedules.planner.multi.timing import time_rows
-from zbpp.schedules.planner.single.list_scheduler import run_greedy
-from zbpp.schedules.planner.single.problem import Line, play
+from zbpp.schedules.planner.single.list_scheduler import list_schedule_line
+from zbpp.schedules.planner.single.problem import Line, time_orders
 from zbpp.schedules.planner.single.seeds import seeds as line_seeds
 
 SEEDS = range(40)
@@ -98,7 +98,7 @@ def test_rows_of_a_line_are_timed_as_by_the_clock(seed):
     problem = replace(problem, memory=free.on(problem.placement, problem.times.splits))
     rows = random_rows(problem, random.Random(seed))
     kinds = [bytearray(q // p for q in row) for row in rows]
-    assert play(line_of_problem(problem), kinds) == clock_span(problem, rows)
+    assert time_orders(line_of_problem(problem), kinds) == clock_span(problem, rows)
 
 
 def line_of_problem(problem: PlacementProblem) -> Line:
@@ -142,7 +142,7 @@ def test_list_scheduling_of_a_line_runs_at_the_times_of_the_clock():
         problem = random_problem(seed, Placement.single(1 + seed % 5))
         p, line = problem.n_stages, line_of_problem(problem)
         for rules in line_seeds(line):
-            run = run_greedy(line, rules)
+            run = list_schedule_line(line, rules)
             rows = [
                 [(s, 2 * p - 1 - s, 3 * p - 1 - s)[kind] for kind in row]
                 for s, row in enumerate(run.kinds)
@@ -159,8 +159,8 @@ def test_list_scheduling_of_any_placement_runs_at_the_times_of_the_clock():
         order = partial(order_of, problem)
         for rule in RULES[::4]:
             if rule.stretch > 0 or is_v(problem):
-                knobs = knobs_of(problem, rule, order)
-                plan = greedy(problem, knobs, math.inf, Budget(math.inf))
+                settings = settings_of(problem, rule, order)
+                plan = list_schedule(problem, settings, math.inf, Budget(math.inf))
                 assert plan is not None
                 ratios.append(plan.span / clock_span(problem, plan.rows))
     check_ratios(ratios)
@@ -174,7 +174,14 @@ def check_ratios(ratios: list[float]) -> None:
     assert max(ratios) < 1.02
 
 
-COPIES = (time_rows, play, place_weights, run_greedy, greedy, _Draft.put)
+COPIES = (
+    time_rows,
+    time_orders,
+    place_weights,
+    list_schedule_line,
+    list_schedule,
+    _Draft.put,
+)
 
 
 @pytest.mark.parametrize("copy", COPIES)

@@ -53,7 +53,7 @@ def fill(stage: Stage) -> float:
 
 
 def _all_fit(stage: Stage, j: int, i: int) -> bool:
-    """Can all micro-batches have had pass j while none has begun pass i?"""
+    """True if all micro-batches can have had pass j while none has begun pass i."""
     c = min(j, stage.v - 1)
     if i >= stage.v:
         c = min(c, stage.chunk(i))
