@@ -19,6 +19,7 @@ AFTER_ERROR_S = 10.0
 
 _modules: dict[str, Any] = {}
 
+
 class Pool:
     """Runs a test's function in n processes that form a gloo group."""
 
