@@ -18,12 +18,12 @@ from zbpp.runtime.support.errors import NonFiniteError
 __all__ = ["History", "RollbackMethod", "StepRules", "step_rules"]
 
 RollbackMethod = Literal["auto", "deferred", "compiled", "snapshot"]
-"""How a speculative step is rolled back; `zbpp.Pipeline` explains the words."""
+"""The way in which speculative steps are rolled back; see `zbpp.Pipeline`."""
 
 
 @dataclass(frozen=True)
 class StepRules:
-    """How steps are taken; `zbpp.Pipeline` explains the fields."""
+    """The rules by which steps are taken; `zbpp.Pipeline` explains the fields."""
 
     clip_grad_norm: float | None = None
     post_validation: bool = False

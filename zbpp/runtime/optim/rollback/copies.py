@@ -13,7 +13,7 @@ from zbpp.runtime.support.pytree import map_tensors
 __all__ = ["Copies", "Mark", "Scratch", "State", "copy_value", "mark"]
 
 State = dict[str, Any]
-"""What an optimizer keeps for one parameter, by name."""
+"""The values that an optimizer keeps for one parameter, by name."""
 
 Mark = tuple[int, int] | None
 
