@@ -322,16 +322,16 @@ def test_notebooks_hold_calls_only_and_no_outputs(path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run_from_top_to_bottom(path, tmp_path):
     code = (
         "import sys, nbclient, nbformat\n"
         "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
-        "nbclient.NotebookClient(notebook, timeout=200).execute()\n"
+        "nbclient.NotebookClient(notebook, timeout=500).execute()\n"
     )
     command = [sys.executable, "-c", code, str(path)]
     result = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=280
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=560
     )
     assert result.returncode == 0, result.stderr[-3000:]
