@@ -24,7 +24,7 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     [(0.0, 1.0), (1.0, 3.0)]
 
     Raises:
-        RequestError: the costs have not one entry per chunk of the placement.
+        RequestError: the costs do not fit the placement.
     """
     if any(isinstance(job, Check) for job in schedule.orders[0]):
         return simulate_iterations(schedule, costs, 1)[0]

@@ -71,7 +71,7 @@ def job_graph(
     leaves the optimizer steps out.
 
     Raises:
-        RequestError: the costs have not one entry per chunk of the placement.
+        RequestError: the costs do not fit the placement.
     """
     placement = schedule.placement
     times = costs.on(placement)
@@ -113,7 +113,7 @@ def critical_path(
     Where several paths are longest, one of them is returned.
 
     Raises:
-        RequestError: the costs have not one entry per chunk of the placement.
+        RequestError: the costs do not fit the placement.
     """
     graph = job_graph(schedule, costs, with_steps=with_steps)
     durations = dict(graph.nodes(data="duration"))

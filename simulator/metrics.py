@@ -104,7 +104,7 @@ def memory_over_time(
     F takes its memory when it starts; B and W give theirs back when they end.
 
     Raises:
-        RequestError: the model has not one entry per chunk.
+        RequestError: the model does not fit the placement.
     """
     of_chunk = memory.on(timeline.placement)
     curves = []
@@ -125,7 +125,7 @@ def peak_memory(timeline: Timeline, memory: MemoryModel) -> list[float]:
     """Largest memory that each stage holds, in the unit of the memory model.
 
     Raises:
-        RequestError: the model has not one entry per chunk.
+        RequestError: the model does not fit the placement.
     """
     orders = [[slot.job for slot in row] for row in timeline.rows]
     return peaks(orders, memory.on(timeline.placement))

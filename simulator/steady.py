@@ -34,7 +34,7 @@ def steady_step_time(
     (see `simulate_iterations`).
 
     Raises:
-        RequestError: the costs have not one entry per chunk of the placement.
+        RequestError: the costs do not fit the placement.
     """
     return _settle(IteratedSchedule(schedule, costs, protocol))[0]
 

@@ -160,14 +160,14 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     ============  =======================================================  =======
     key           value: a number for a whole stage, or a list             default
     ============  =======================================================  =======
-    f, b, w       time of a pass; list: per chunk                          1
-    optimizer     time of an optimizer step; list: per chunk               0
+    f, b, w       time of a pass; list: per stage or per chunk             1
+    optimizer     time of an optimizer step; list: per stage or chunk      0
     comm          time of a message; list: per link (`zbpp.core.links`)    0
     loss          time of the loss, on top of the last chunk's f; no list  0
     reduction     time of the sum of all stages' gradient norms; no list   by comm
     validation    time of a validation (V) of the last step; no list       0
     splits        list per stage: can its backward be split?               all can
-    m_b, m_w      memory from F to B, and of it from B to W; list: chunks  1, 0.5
+    m_b, m_w      memory from F to B, and of it to W; list: stage, chunk   1, 0.5
     memory_limit  list: per stage; null: none                              none
     ============  =======================================================  =======
 
