@@ -51,6 +51,11 @@ WRONG = {
         (1, 3),
         "1BW0 repeats 1B0 of column 1",
     ),
+    "BW and B": (
+        (GOOD[0], "1F0 1BW0 1F1 1B0 1BW1"),
+        (1, 3),
+        "1B0 repeats 1BW0 of column 1",
+    ),
     "BW and W": (
         (GOOD[0], "1F0 1BW0 1F1 1W0 1BW1"),
         (1, 3),
