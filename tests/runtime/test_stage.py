@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
+from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.header import spec_of
 from zbpp.runtime.microbatches import TupleOfOne, split_inputs
-from zbpp.runtime.stage import Chunk, Stage
+from zbpp.runtime.stage import Stage
 
 Pair = namedtuple("Pair", "one two")
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from zoo import Case
 
-from zbpp.runtime.stage import Chunk, Stage
+from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.stage import Stage
 
 ORDERS = {
     "alone": "F0 B0 W0",

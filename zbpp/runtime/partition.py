@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.stage import Chunk
+from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.tied import BuilderWatch, refuse_sharing
 
 __all__ = ["Model", "build_chunks", "count_layers", "partition_layers"]

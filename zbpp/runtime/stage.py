@@ -22,6 +22,7 @@ from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.backward.split import SplitGraph, alias_of
+from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.microbatches import (
     Tensors,
     TupleOfOne,
@@ -31,27 +32,10 @@ from zbpp.runtime.microbatches import (
 )
 from zbpp.runtime.support.pytree import map_tensors
 
-__all__ = ["Chunk", "LossFn", "Stage"]
+__all__ = ["LossFn", "Stage"]
 
 LossFn = Callable[..., Tensor]
 """``loss_fn(outputs, targets) -> scalar``, the mean over one micro-batch."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive layers of the model; ``first`` is the global index of the first."""
-
-    index: int
-    first: int
-    layers: tuple[nn.Module, ...]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter once."""
-        return nn.ModuleList(self.layers).parameters()
-
-    def numbered(self) -> Iterator[tuple[int, nn.Module]]:
-        """Global index and layer."""
-        return enumerate(self.layers, start=self.first)
 
 
 @dataclass

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from zbpp.core import RequestError
 from zbpp.runtime.backward.split import SplitGraph, split_forward
 from zbpp.runtime.backward.torch_stage import SplitModule
-from zbpp.runtime.stage import Chunk, Stage
+from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.stage import Stage
 
 Found = tuple[list[Tensor], dict[str, str]]
 
