@@ -152,7 +152,7 @@ def _work(
     device: str,
     timeout_s: float,
 ) -> None:
-    """What each process runs."""
+    """Run the worker in a process of its own, and write down why it fails."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,1 +1,1 @@
-"""What every room of the runtime may use, and what uses none of them."""
+"""Helpers that every room of the runtime may use; they use none of the rooms."""

@@ -1,4 +1,4 @@
-"""What can go wrong while a pipeline runs."""
+"""Errors of a running pipeline."""
 
 from zbpp.core import RequestError
 

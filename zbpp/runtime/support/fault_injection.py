@@ -21,7 +21,7 @@ _KINDS = ("raise", *_SIGNALS)
 
 @dataclass(frozen=True)
 class Fault:
-    """What shall go wrong, and where."""
+    """A fault and its place."""
 
     kind: str
     rank: int
