@@ -36,7 +36,6 @@ from zbpp.core.program import (
     Reduce,
     Send,
     at_check,
-    replayed,
 )
 from zbpp.core.schedule import Order, Schedule
 from zbpp.core.text import draw, format_job, grid, parse_job
@@ -90,7 +89,6 @@ __all__ = [
     "reader",
     "reads",
     "replay",
-    "replayed",
     "schedule_text",
     "step_behind_barrier",
     "write_costs",

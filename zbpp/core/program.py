@@ -11,7 +11,6 @@ __all__ = [
     "Reduce",
     "Send",
     "at_check",
-    "replayed",
 ]
 
 
@@ -59,9 +58,3 @@ def at_check(program: Program) -> tuple[Program, Program]:
         if isinstance(instruction, Check):
             return program[:column], program[column:]
     return (), program
-
-
-def replayed(program: Program) -> Program:
-    """List all that a stage runs if its V finds the last step invalid."""
-    before, rest = at_check(program)
-    return (*before, *rest[:1], *before, *rest[1:]) if before else program
