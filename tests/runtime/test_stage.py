@@ -9,7 +9,7 @@ import torch
 from pool import Pool
 from torch import Tensor, nn
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, Value, What
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.header import spec_of
@@ -89,8 +89,9 @@ def test_a_batch_is_cut_as_it_is_given() -> None:
     assert all(type(piece) is tuple for piece in split_inputs((x, x), 2))
     both = split_inputs([x, (x,)], 2)
     assert [type(piece) for piece in both] == [tuple, TupleOfOne]
-    assert str(spec_of(both[0])) == "float32[4, 2]"
-    assert str(spec_of(both[1])) == "(float32[4, 2],)"
+    value = Value(What.ACTIVATION, 0, 0)
+    assert str(spec_of(value, both[0])) == "float32[4, 2]"
+    assert str(spec_of(value, both[1])) == "(float32[4, 2],)"
 
 
 def stage(*parts: nn.Module, chunk: int = 0, n_chunks: int = 3) -> Stage:

@@ -6,14 +6,14 @@ must leave the same bits, whenever somebody looks.
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from moments import idle_moments, uncertain_sums
 from outcomes import Outcome, difference, look
-from stock_optimizers import OPTIMIZERS
+from stock_optimizers import OF_ALL_PARAMETERS, OPTIMIZERS
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
@@ -127,7 +127,7 @@ def draw(seed: int, **fixed: Any) -> History:
         "n_stages": rng.randint(1, 4),
         "n_microbatches": n_microbatches,
         "dtype": rng.choice([torch.float32, torch.bfloat16]),
-        "optimizer": rng.choice(list(OPTIMIZERS)),
+        "optimizer": rng.choice(OF_ALL_PARAMETERS),
         "scheduler": rng.choice([None, "steps", "one cycle"]),
         "dropout": rng.choice([0.0, 0.3]),
         "loss_scale": rng.random() < 0.3,
@@ -143,8 +143,18 @@ def draw(seed: int, **fixed: Any) -> History:
         _event(rng, n_microbatches) if rng.random() < bad else None
         for _ in range(n_steps)
     )
-    more = {name: rng.random() < 0.3 for name in ("noise", "in_place", "freezes")}
-    return History(**(values | {"events": events} | more | fixed))
+    return History(**(values | {"events": events} | fixed))
+
+
+def vary(history: History) -> History:
+    """Add what only random histories have: it depends on the seed as well."""
+    rng = random.Random(f"more {history.seed}")
+    more: dict[str, Any] = {
+        name: rng.random() < 0.3 for name in ("noise", "in_place", "freezes")
+    }
+    if rng.random() < 0.3:
+        more["optimizer"] = rng.choice(["several", "matrices only"])
+    return replace(history, **more)
 
 
 def _event(rng: random.Random, n_microbatches: int) -> Event:

@@ -57,6 +57,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "counting": lambda p: Counting(p, lr=1e-2),
     "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
-    "several": _several,
-    "matrices only": _matrices_only,
 }
+OF_ALL_PARAMETERS = tuple(OPTIMIZERS)
+OPTIMIZERS |= {"several": _several, "matrices only": _matrices_only}

@@ -188,9 +188,6 @@ def test_the_log_names_the_text_the_model_and_the_results(train, capsys):
     assert data.startswith(f"data: {__file__}: 1 files, ")
     assert model.startswith("model: ") and "9 layers; ZBH1, 2 stages" in model
     assert split.startswith("backward: W computes the gradients of ")
-    (turned_off,) = (line for line in steps if not line.startswith("step"))
-    assert turned_off.startswith("post-validation: 3 of the last 10 steps had to be")
-    steps.remove(turned_off)  # this run clips every step
     assert [line[:8] for line in steps] == ["step:  1", "step:  2", "step:  4"]
     assert val.startswith(f"validation loss: {outcome.val_loss:.4f}")
     assert digest == f"parameters sha256: {outcome.params_sha256}"

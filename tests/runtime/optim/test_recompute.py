@@ -7,7 +7,6 @@ import torch
 from rollback_checks import (
     OPTIMIZERS,
     check,
-    give_gradients,
     growths,
     live_bytes,
     make,
@@ -60,27 +59,3 @@ def test_deferred_keeps_one_copy_of_the_parameters_and_no_more() -> None:
     for growth in growths(rollback, before):
         assert growth == 4 * 1000 * 100 * 4
     assert live_bytes() - before == 4 * 1000 * 100 * 4
-
-
-class CountingOwn(torch.optim.SGD):
-    """Counts its steps in an attribute, and steps by it."""
-
-    n_steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        self.n_steps = self.n_steps + 1
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.1 / self.n_steps)
-
-
-def test_a_snapshot_rolls_an_optimizers_own_attributes_back() -> None:
-    optimizer = make(lambda parameters: CountingOwn(parameters, lr=0.1))
-    give_gradients(optimizer, 1)
-    optimizer.step()
-    rollback = Snapshot(optimizer)
-    rollback.speculate()
-    assert optimizer.n_steps == 2
-    rollback.undo()
-    assert optimizer.n_steps == 1
