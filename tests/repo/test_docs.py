@@ -1,7 +1,5 @@
-"""All that the documents show runs: commands, sessions, files, figures, notebooks."""
+"""All that the documents show runs: commands, sessions, files, figures."""
 
-import ast
-import json
 import re
 import runpy
 import subprocess
@@ -36,7 +34,6 @@ DOCS = [
 ]
 GUIDES = [README, *DOCS]
 OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 by_name = {"ids": lambda page: page.name}
 
@@ -300,38 +297,3 @@ def test_the_picture_can_be_made_again(tmp_path):
     for text in ("1F1B", "ZBH1", "ZBV", "27.27 %", "11.11 %", "0.00 %"):
         assert text in drawn
         assert text in kept
-
-
-def cells(path: Path) -> list[dict]:
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
-def test_there_are_notebooks():
-    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03"]
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_hold_calls_only_and_no_outputs(path):
-    for cell in cells(path):
-        assert not cell["outputs"]
-        assert cell["execution_count"] is None
-        tree = ast.parse("".join(cell["source"]))
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-        assert not [node for node in ast.walk(tree) if isinstance(node, kinds)]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_run_from_top_to_bottom(path, tmp_path):
-    code = (
-        "import sys, nbclient, nbformat\n"
-        "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
-        "nbclient.NotebookClient(notebook, timeout=500).execute()\n"
-    )
-    command = [sys.executable, "-c", code, str(path)]
-    result = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=560
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
