@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Tests run side by side; `make test ARGS="-n 0"` runs them in one process.
 SPREAD := -n 2 --dist worksteal
 
-.PHONY: train test test-slow test-timed check format clean
+.PHONY: train test test-slow check format clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -16,11 +16,7 @@ test: $(READY)
 	$(BIN)/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
 
 test-slow: $(READY)
-	$(BIN)/pytest -m "slow and not timed" $(SPREAD) $(ARGS)
-
-# What measures time runs alone.
-test-timed: $(READY)
-	$(BIN)/pytest -m timed $(ARGS)
+	$(BIN)/pytest -m slow $(SPREAD) $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
