@@ -9,13 +9,13 @@ import pytest
 MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
 
 
-WAYS_BACK = ("deferred", "compiled", "snapshot")
+WAYS = ("deferred", "compiled", "snapshot")
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(600)]
 
 
 def outcome_of(tmp_path, *flags):
-    """Losses, norms and parameters of a short run, and how many steps were wrong."""
+    """Losses, norms and parameters of a short run, and its rollbacks."""
     metrics = tmp_path / "metrics.jsonl"
     command = [
         *(sys.executable, "-m", "zbpp", "train", *flags, "--metrics", str(metrics)),
@@ -37,12 +37,15 @@ def test_all_modes_and_stages_end_with_the_same_losses_and_parameters(tmp_path):
     assert len(outcomes) == 1
 
 
-def test_all_ways_to_take_a_step_back_end_with_the_same(tmp_path):
-    """Some steps are right, and some are clipped."""
+def test_all_ways_to_roll_a_step_back_end_with_the_same(tmp_path):
+    """Some speculative steps are valid, and some are clipped."""
     flags = ("--steps", "8", "--clip_grad_norm", "2.6")
     behind, none = outcome_of(tmp_path, *flags, "--no-enable_optimizer_post_validation")
     assert none == 0
-    for way in WAYS_BACK:
-        early, wrong = outcome_of(tmp_path, *flags, "--post_validation_rollback", way)
-        assert early == behind
-        assert 0 < wrong < 8
+    flags += ("--post_validation_failures", "11")  # speculative from the first step on
+    for way in WAYS:
+        ours, n_invalid = outcome_of(
+            tmp_path, *flags, "--post_validation_rollback", way
+        )
+        assert ours == behind
+        assert 0 < n_invalid < 8
