@@ -74,18 +74,21 @@ class StageOptimizers:
         if self._leaves_gradients:
             return
         owned = set(self.parameters())
-        others = {
-            f"layers.{index}.{name}": p
+        learning = (p for p in _can_learn(self._stage) if p.grad is not None)
+        others: set[Tensor] = {p for p in learning if p not in owned}
+        for p in others:
+            p.grad = None
+        if others - self._said:
+            warn_unstepped(self._names(others - self._said))
+            self._said |= others
+
+    def _names(self, parameters: set[Tensor]) -> list[str]:
+        return [
+            f"layers.{index}.{name}"
             for index, layer in self._stage.numbered()
             for name, p in layer.named_parameters()
-            if p.grad is not None and p not in owned
-        }
-        news = [name for name, p in others.items() if p not in self._said]
-        if news:
-            warn_unstepped(news)
-        for p in others.values():
-            p.grad = None
-            self._said.add(p)
+            if p in parameters
+        ]
 
     @property
     def must_wait(self) -> bool:
