@@ -108,7 +108,12 @@ def test_a_list_of_another_length_is_refused_with_both_numbers():
     assert MemoryModel(limit=(1.0, 2.0)).on(V).limit == (1.0, 2.0)
 
 
-def test_what_is_kept_for_w_is_part_of_what_f_took():
-    with pytest.raises(RequestError, match=r"chunk 1: m_w 3 exceeds m_b 2"):
-        MemoryModel(m_b=(3.0, 2.0), m_w=3.0).on(Placement.single(2))
-    MemoryModel(m_b=3.0, m_w=3.0).on(V)
+def test_b_may_leave_more_than_f_as_checkpoints_do():
+    held = MemoryModel(m_b=(3.0, 2.0), m_w=3.0).on(Placement.single(2))
+    assert held.peak_b == (0.0, 1.0)
+    assert held.peak_bw == (0.0, 1.0)
+
+
+def test_a_peak_below_what_its_pass_leaves_is_refused():
+    with pytest.raises(RequestError, match=r"chunk 1: peak_f 2 is below .* 3; give"):
+        MemoryModel(m_b=3.0, peak_f=(4.0, 2.0)).on(Placement.single(2))

@@ -22,7 +22,7 @@ def order(text: str):
 
 
 def test_f_takes_at_its_start_b_and_w_give_back_at_their_end():
-    held = held_during(order("0F0 0F1 0B0 0W0 0BW1 O"), ONE)
+    held = held_during(order("0F0 0F1 0B0 0W0 0BW1 O"), ONE, stage=0)
     assert held == pytest.approx([1.0, 2.0, 2.0, 1.4, 1.0, 0.0])
 
 

@@ -2,15 +2,26 @@
 
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
 from zbpp.core.clock import Clock, replay, step_behind_barrier
-from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
+from zbpp.core.costs import (
+    ChunkMemory,
+    Costs,
+    LayerCosts,
+    MemoryModel,
+    PassTimes,
+    format_bytes,
+    parse_memory,
+)
 from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
 from zbpp.core.files import (
     parse_costs,
+    parse_layers,
     parse_schedule,
     read_costs,
+    read_layers,
     read_schedule,
     schedule_text,
     write_costs,
+    write_layers,
     write_schedule,
 )
 from zbpp.core.jobs import (
@@ -40,6 +51,7 @@ from zbpp.core.program import (
 from zbpp.core.schedule import Order, Schedule
 from zbpp.core.text import draw, format_job, grid, parse_job
 from zbpp.core.timeline import Slot, Timeline, longest_span, pass_span
+from zbpp.core.validation import Recompute
 
 __all__ = [
     "Check",
@@ -48,6 +60,7 @@ __all__ = [
     "Costs",
     "Instruction",
     "Job",
+    "LayerCosts",
     "LimitError",
     "MemoryModel",
     "Order",
@@ -57,6 +70,7 @@ __all__ = [
     "Placement",
     "Program",
     "Receive",
+    "Recompute",
     "Reduce",
     "RequestError",
     "Schedule",
@@ -70,6 +84,7 @@ __all__ = [
     "WorkerError",
     "at_check",
     "draw",
+    "format_bytes",
     "format_job",
     "grid",
     "held_during",
@@ -81,10 +96,13 @@ __all__ = [
     "output_of",
     "parse_costs",
     "parse_job",
+    "parse_layers",
+    "parse_memory",
     "parse_schedule",
     "pass_span",
     "peaks",
     "read_costs",
+    "read_layers",
     "read_schedule",
     "reader",
     "reads",
@@ -92,6 +110,7 @@ __all__ = [
     "schedule_text",
     "step_behind_barrier",
     "write_costs",
+    "write_layers",
     "write_schedule",
     "writes",
 ]

@@ -8,20 +8,28 @@ from zbpp.core.jobs import Job, Pass
 __all__ = ["held_during", "peaks"]
 
 
-def held_during(order: Sequence[Job], memory: ChunkMemory) -> list[float]:
-    """Memory that a stage holds while each of its jobs runs.
+def held_during(
+    order: Sequence[Job], memory: ChunkMemory, *, stage: int
+) -> list[float]:
+    """Most that a stage holds while each of its jobs runs, fixed memory included.
 
-    F takes its memory when it starts, B and W give theirs back when they end.
+    Args:
+        order: the jobs of the stage.
+        memory: of all chunks.
+        stage: whose fixed memory it is.
     """
-    held = 0.0
+    held = memory.fixed[stage]
     during = []
     for job in order:
-        change = memory.change(job.kind, job.chunk) if isinstance(job, Pass) else 0.0
-        during.append(held + max(change, 0.0))
-        held += change
+        during.append(held + memory.peak(job))
+        if isinstance(job, Pass):
+            held += memory.change(job.kind, job.chunk)
     return during
 
 
 def peaks(orders: Sequence[Sequence[Job]], memory: ChunkMemory) -> list[float]:
     """Largest memory of each stage, in the unit of the memory model."""
-    return [max(held_during(order, memory), default=0.0) for order in orders]
+    return [
+        max(held_during(order, memory, stage=stage), default=memory.fixed[stage])
+        for stage, order in enumerate(orders)
+    ]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from zbpp.core.costs import MemoryModel
 from zbpp.core.jobs import Check, Job, Pass, PassKind
 from zbpp.core.placement import Placement
-from zbpp.core.validation import validate
+from zbpp.core.validation import Recompute, check_layers, validate
 
-__all__ = ["Order", "Schedule"]
+__all__ = ["Order", "Recompute", "Schedule"]
 
 Order = tuple[Job, ...]
 """The jobs of one stage, in the order in which it runs them."""
@@ -23,10 +23,14 @@ class Schedule:
         n_microbatches: micro-batches in a step, at least 1.
         orders: one order per stage.
         memory: if given, no stage may exceed its limit.
+        split: layers of each chunk that it was planned for; None: any.
+        recompute: for each chunk True if B computes all its layers again, False, or
+            the layers, counted from 0 in the chunk, that it does so with; None: none.
 
     Raises:
         ScheduleError: a pass is missing, doubled, on a wrong stage or before its
             input; the stages wait for one another; or the memory exceeds the limit.
+        RequestError: split or recompute do not fit the chunks.
     """
 
     name: str
@@ -34,8 +38,11 @@ class Schedule:
     n_microbatches: int
     orders: tuple[Order, ...]
     memory: MemoryModel | None = None
+    split: tuple[int, ...] | None = None
+    recompute: tuple[Recompute, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_layers(self.placement, self.split, self.recompute)
         validate(self.placement, self.n_microbatches, self.orders, self.memory)
 
     @property
@@ -47,6 +54,13 @@ class Schedule:
     def is_post_validated(self) -> bool:
         """True if steps are validated in the next warm-up: all stages have a V."""
         return any(isinstance(job, Check) for job in self.orders[0])
+
+    def recomputes(self, chunk: int, n_layers: int) -> frozenset[int]:
+        """Layers of a chunk, counted from 0 in it, that B computes again."""
+        which = False if self.recompute is None else self.recompute[chunk]
+        if isinstance(which, bool):
+            return frozenset(range(n_layers) if which else ())
+        return frozenset(which)
 
     def runs(self, kind: PassKind) -> bool:
         """True if there is a pass of this kind."""

@@ -11,9 +11,11 @@ from zbpp.core.placement import Placement
 from zbpp.core.quick import can_finish, is_plain
 from zbpp.core.text import grid
 
-__all__ = ["mistake", "validate"]
+__all__ = ["Recompute", "check_layers", "mistake", "validate"]
 
 Orders = Sequence[Sequence[Job]]
+Recompute = bool | tuple[int, ...]
+"""All layers of a chunk, none, or these, counted from 0 in the chunk."""
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 
 
@@ -170,12 +172,39 @@ def _check_progress(orders: Orders, placement: Placement, n_microbatches: int) -
         )
 
 
+def check_layers(
+    placement: Placement,
+    split: Sequence[int] | None,
+    recompute: Sequence[Recompute] | None,
+) -> None:
+    """Check that split and recompute have one entry a chunk that can be one.
+
+    Raises:
+        RequestError: it names the entry.
+    """
+    n = placement.n_chunks
+    for name, entries in (("split", split), ("recompute", recompute)):
+        if entries is not None and len(entries) != n:
+            raise RequestError(f"{name} has {len(entries)} entries for {n} chunks")
+    for chunk, layers in enumerate(split or ()):
+        if layers < 1:
+            raise RequestError(f"split[{chunk}] is {layers}; a chunk has 1 or more")
+    for chunk, which in enumerate(recompute or ()):
+        most = None if split is None else split[chunk]
+        for layer in () if isinstance(which, bool) else which:
+            if layer < 0 or (most is not None and layer >= most):
+                raise RequestError(
+                    f"recompute[{chunk}] names layer {layer} of a chunk of "
+                    f"{'some' if most is None else most} layers, counted from 0"
+                )
+
+
 def _check_memory(orders: Orders, placement: Placement, model: MemoryModel) -> None:
     """No stage may exceed its limit (with a margin for rounding)."""
     memory = model.on(placement)
     for stage, order in enumerate(orders):
         limit = memory.limit[stage]
-        for column, held in enumerate(held_during(order, memory)):
+        for column, held in enumerate(held_during(order, memory, stage=stage)):
             if held > limit * (1 + 1e-9):
                 raise mistake(
                     orders,

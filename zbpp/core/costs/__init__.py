@@ -1,0 +1,26 @@
+"""Times and memories that plans are made for, and simulated with.
+
+dealing        numbers for stages and chunks: lists, and how they are dealt
+times          Costs: of passes, messages, optimizer steps; PassTimes: per chunk
+links          the time of a message on each edge between chunks
+memory_model   MemoryModel: what passes leave and need; ChunkMemory: per chunk
+layers         LayerCosts: times and memories per layer, for any split
+units          amounts of memory as people write them
+"""
+
+from zbpp.core.costs.dealing import PerChunk
+from zbpp.core.costs.layers import LayerCosts
+from zbpp.core.costs.memory_model import ChunkMemory, MemoryModel
+from zbpp.core.costs.times import Costs, PassTimes
+from zbpp.core.costs.units import format_bytes, parse_memory
+
+__all__ = [
+    "ChunkMemory",
+    "Costs",
+    "LayerCosts",
+    "MemoryModel",
+    "PassTimes",
+    "PerChunk",
+    "format_bytes",
+    "parse_memory",
+]

@@ -1,0 +1,200 @@
+"""Memory that passes take and give back, and what a stage holds all the time.
+
+On one micro-batch, a chunk holds
+
+    m_b  from the start of F         the graph, and the input that it reads
+    m_w  from the end of B           the operands of the weight gradients
+    0    from the end of W (or BW)
+
+``m_w`` may exceed ``m_b``: a checkpointed F leaves little, and its B what it has
+computed again. Inside a pass there may be more for a while (temporaries): its *peak*,
+counted from what the stage holds when the pass starts.
+
+    held   m_b |    ______                  ___ peak_b
+               |   |      |_____      _____|   |
+           m_w |   |            |    |         |___
+               |___|            |____|
+                   F      B     W     m_w > m_b
+
+``m_fixed`` is there all the time: parameters, gradients, optimizer state, buffers, and
+the copy that a rollback needs. ``limit`` bounds the sum of all. Without peaks and
+``m_fixed``, the model is that of the paper (Qi et al., arXiv 2401.10241, section 2.3),
+with any unit, such as M_B.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from zbpp.core.costs.dealing import MOST_LIMIT, PerChunk, check_numbers, per_chunk
+from zbpp.core.errors import RequestError
+from zbpp.core.jobs import Job, Pass, PassKind, Step
+from zbpp.core.placement import Placement
+
+__all__ = ["ChunkMemory", "MemoryModel"]
+
+_PEAKS = ("peak_f", "peak_b", "peak_w", "peak_bw")
+_MARGIN = 1e-9  # relative, for sums that were rounded
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Memory of the passes; see the module's text.
+
+    Args:
+        m_b: what F leaves.
+        m_w: what B leaves in its place.
+        limit: of a stage, in all; None: none.
+        m_fixed: what is there all the time.
+        peak_f: most that F needs above what is held before it; None: m_b.
+        peak_b: the same of B; None: m_w - m_b, if that is above 0.
+        peak_w: the same of W; None: 0.
+        peak_bw: the same of BW; None: that of B, then W.
+        peak_o: the same of an optimizer step, summed over the chunks of a stage.
+        m_r: what F leaves of a chunk that is recomputed (`recomputed`); None: it
+            cannot be.
+
+    Raises:
+        RequestError: a number is negative, not finite or above 1e100.
+    """
+
+    m_b: PerChunk = 1.0
+    m_w: PerChunk = 0.5
+    limit: PerChunk | None = None
+    m_fixed: PerChunk = 0.0
+    peak_f: PerChunk | None = None
+    peak_b: PerChunk | None = None
+    peak_w: PerChunk | None = None
+    peak_bw: PerChunk | None = None
+    peak_o: PerChunk = 0.0
+    m_r: PerChunk | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("m_b", "m_w", "m_fixed", "peak_o", *_PEAKS, "m_r"):
+            value = getattr(self, name)
+            if value is not None:
+                check_numbers(name, value)
+        if self.limit is not None:
+            check_numbers("memory_limit", self.limit, most=MOST_LIMIT)
+
+    def on(
+        self, placement: Placement, splits: tuple[bool, ...] | None = None
+    ) -> "ChunkMemory":
+        """Give every chunk its share and every stage its limit.
+
+        Args:
+            placement: chunk to stage.
+            splits: `PassTimes.splits`, for planners and bounds: where a backward is
+                one pass, nothing is kept for W, and B stands for BW.
+
+        Raises:
+            RequestError: a list has a wrong length, or a peak is below what its pass
+                leaves.
+        """
+        m_b = per_chunk("m_b", self.m_b, placement)
+        m_w = per_chunk("m_w", self.m_w, placement)
+        rises = tuple(max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True))
+        none = (0.0,) * placement.n_chunks
+        peak_f = self._peaks("peak_f", m_b, placement)
+        peak_b = self._peaks("peak_b", rises, placement)
+        peak_w = self._peaks("peak_w", none, placement)
+        in_turn = tuple(
+            max(of_b, w - b + of_w)
+            for b, w, of_b, of_w in zip(m_b, m_w, peak_b, peak_w, strict=True)
+        )
+        given = self.peak_bw is not None
+        peak_bw = self._peaks("peak_bw", none if given else in_turn, placement)
+        if splits is not None:
+            can = [splits[stage] for stage in placement.stage_of]
+            both = list(zip(m_w, peak_b, peak_bw, peak_w, can, strict=True))
+            m_w = tuple(w if split else 0.0 for w, _, _, _, split in both)
+            peak_b = tuple(b if split else bw for _, b, bw, _, split in both)
+            peak_w = tuple(w if split else 0.0 for _, _, _, w, split in both)
+        fixed = per_chunk("m_fixed", self.m_fixed, placement)
+        peak_o = per_chunk("peak_o", self.peak_o, placement)
+        return ChunkMemory(
+            m_b=m_b,
+            m_w=m_w,
+            limit=self._limits(placement),
+            fixed=tuple(sum(fixed[c] for c in own) for own in placement.chunks_of),
+            peak_f=peak_f,
+            peak_b=peak_b,
+            peak_w=peak_w,
+            peak_bw=peak_bw,
+            peak_o=tuple(sum(peak_o[c] for c in own) for own in placement.chunks_of),
+        )
+
+    def without_limit(self) -> "MemoryModel":
+        """Return the same memory with no limit."""
+        return replace(self, limit=None)
+
+    def _peaks(
+        self, name: str, least: tuple[float, ...], placement: Placement
+    ) -> tuple[float, ...]:
+        value = getattr(self, name)
+        if value is None:
+            return least
+        given = per_chunk(name, value, placement)
+        for chunk, (peak, left) in enumerate(zip(given, least, strict=True)):
+            if peak < left * (1 - _MARGIN):
+                raise RequestError(
+                    f"chunk {chunk}: {name} {peak:g} is below what the pass adds, "
+                    f"{left:g}; give the most that is held inside it, or leave it out"
+                )
+        return tuple(max(pair) for pair in zip(given, least, strict=True))
+
+    def _limits(self, placement: Placement) -> tuple[float, ...]:
+        limit = self.limit
+        if limit is None:
+            return (math.inf,) * placement.n_stages
+        if not isinstance(limit, tuple):
+            return (limit,) * placement.n_stages
+        if len(limit) != placement.n_stages:
+            raise RequestError(
+                f"memory_limit has {len(limit)} entries for {placement.n_stages} stages"
+            )
+        return limit
+
+
+@dataclass(frozen=True)
+class ChunkMemory:
+    """`MemoryModel` on a placement: per chunk; per stage limit, fixed and peak_o."""
+
+    m_b: tuple[float, ...]
+    m_w: tuple[float, ...]
+    limit: tuple[float, ...]
+    fixed: tuple[float, ...]
+    peak_f: tuple[float, ...]
+    peak_b: tuple[float, ...]
+    peak_w: tuple[float, ...]
+    peak_bw: tuple[float, ...]
+    peak_o: tuple[float, ...]
+
+    def change(self, kind: PassKind, chunk: int) -> float:
+        """Memory that a pass leaves behind it: more than before, or less (< 0)."""
+        match kind:
+            case PassKind.F:
+                return self.m_b[chunk]
+            case PassKind.B:
+                return self.m_w[chunk] - self.m_b[chunk]
+            case PassKind.W:
+                return -self.m_w[chunk]
+            case PassKind.BW:
+                return -self.m_b[chunk]
+            case _:
+                assert_never(kind)
+
+    def peak(self, job: Job) -> float:
+        """Most that a job holds above what its stage holds before it; 0 or more."""
+        match job:
+            case Pass(PassKind.F, chunk):
+                return self.peak_f[chunk]
+            case Pass(PassKind.B, chunk):
+                return self.peak_b[chunk]
+            case Pass(PassKind.W, chunk):
+                return self.peak_w[chunk]
+            case Pass(PassKind.BW, chunk):
+                return self.peak_bw[chunk]
+            case Step(stage):
+                return self.peak_o[stage]
+        return 0.0

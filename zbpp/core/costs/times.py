@@ -1,0 +1,139 @@
+"""Times of the passes, of messages and of optimizer steps."""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from zbpp.core.costs.dealing import PerChunk, check_numbers, per_chunk
+from zbpp.core.costs.links import edge_delays, reduction_delay
+from zbpp.core.errors import RequestError
+from zbpp.core.jobs import Check, Job, Pass, PassKind, Step
+from zbpp.core.placement import Placement
+
+__all__ = ["Costs", "PassTimes"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of the passes, of a message between two stages, and of the optimizer.
+
+    ``loss`` is the time of the loss, a part of the last chunk's F. ``splits`` says of
+    each stage whether its backward can be split into B and W; default: all can.
+    ``reduction`` is the time of the sum of all stages' gradient norms, from the last
+    stage's start of it; None: as many messages as `reduction_delay` says.
+    ``validation`` is the time that a V takes when the sum is there.
+
+    Raises:
+        RequestError: a time is negative, not finite or above 1e100, or splits
+            holds no booleans.
+    """
+
+    f: PerChunk = 1.0
+    b: PerChunk = 1.0
+    w: PerChunk = 1.0
+    comm: float | tuple[float, ...] = 0.0
+    optimizer: PerChunk = 0.0
+    loss: float = 0.0
+    splits: tuple[bool, ...] | None = None
+    reduction: float | None = None
+    validation: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("f", "b", "w", "comm", "optimizer", "loss", "validation"):
+            check_numbers(name, getattr(self, name))
+        if self.reduction is not None:
+            check_numbers("reduction", self.reduction)
+        for stage, split in enumerate(self.splits or ()):
+            if not isinstance(split, bool):
+                raise RequestError(
+                    f"splits[{stage}] is {split!r}; write true or false for each stage"
+                )
+
+    def on(self, placement: Placement) -> "PassTimes":
+        """Give every chunk its share.
+
+        Raises:
+            RequestError: a list has another length than `zbpp.core.costs.dealing` says.
+        """
+        f, b, w, optimizer = (
+            per_chunk(name, getattr(self, name), placement)
+            for name in ("f", "b", "w", "optimizer")
+        )
+        splits = (True,) * placement.n_stages if self.splits is None else self.splits
+        if len(splits) != placement.n_stages:
+            raise RequestError(
+                f"splits has {len(splits)} entries for {placement.n_stages} stages"
+            )
+        can = [splits[stage] for stage in placement.stage_of]
+        parts = list(zip(b, w, can, strict=True))
+        hops = edge_delays(self.comm, placement)
+        reduction = self.reduction
+        if reduction is None:
+            reduction = reduction_delay(hops, placement.n_stages)
+        return PassTimes(
+            placement=placement,
+            f=(*f[:-1], f[-1] + self.loss),
+            b=tuple(one if split else one + two for one, two, split in parts),
+            w=tuple(two if split else 0.0 for _, two, split in parts),
+            hops=hops,
+            optimizer=tuple(
+                sum(optimizer[chunk] for chunk in chunks)
+                for chunks in placement.chunks_of
+            ),
+            splits=splits,
+            reduction=reduction,
+            validation=self.validation,
+        )
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """`Costs` on a placement: one entry per chunk.
+
+    ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer`` and ``splits``
+    have one per stage. The last F includes the loss. On a stage that cannot split its
+    backward, ``b`` is the time of both parts and ``w`` is 0: its gradient cannot leave
+    earlier.
+    """
+
+    placement: Placement
+    f: tuple[float, ...]
+    b: tuple[float, ...]
+    w: tuple[float, ...]
+    hops: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    splits: tuple[bool, ...]
+    reduction: float = 0.0
+    validation: float = 0.0
+
+    def of(self, job: Job) -> float:
+        """Time of one job."""
+        match job:
+            case Step(stage):
+                return self.optimizer[stage]
+            case Check():
+                return self.validation
+            case Pass(kind, chunk):
+                return self.of_pass(kind, chunk)
+
+    def of_pass(self, kind: PassKind, chunk: int) -> float:
+        """Time of one pass of a chunk; the only place that says what BW costs."""
+        match kind:
+            case PassKind.F:
+                return self.f[chunk]
+            case PassKind.B:
+                return self.b[chunk]
+            case PassKind.W:
+                return self.w[chunk]
+            case PassKind.BW:
+                return self.b[chunk] + self.w[chunk]
+            case _:
+                assert_never(kind)
+
+    def delay(self, source: int, target: int) -> float:
+        """Time of a message between two consecutive chunks: none on one stage.
+
+        A pure delay: it occupies neither stage (arXiv 2401.10241, appendix).
+        """
+        if source == target:
+            return 0.0
+        return self.hops[source if source < target else target]

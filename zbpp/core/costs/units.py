@@ -1,0 +1,46 @@
+"""Amounts of memory as people write them: ``40GiB``."""
+
+import re
+
+from zbpp.core.errors import RequestError
+
+__all__ = ["format_bytes", "parse_memory"]
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_FORM = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_memory(text: str) -> float:
+    """Read a number, in the unit of the costs, or one with a unit, in bytes.
+
+    >>> parse_memory("40GiB"), parse_memory("1.5 MB"), parse_memory("8")
+    (42949672960.0, 1500000.0, 8.0)
+
+    Raises:
+        RequestError: it is neither.
+    """
+    found = _FORM.fullmatch(text)
+    if found is not None and (not found[2] or found[2].lower() in _UNITS):
+        try:
+            return float(found[1]) * _UNITS.get(found[2].lower(), 1)
+        except ValueError:  # two points, for instance
+            pass
+    raise RequestError(
+        f"{text!r} is no amount of memory; write 40GiB, 512MiB, 16GB, or a number in "
+        "the unit of the costs"
+    )
+
+
+def format_bytes(amount: float) -> str:
+    """Write bytes with a unit, three digits or more.
+
+    >>> format_bytes(0), format_bytes(1536), format_bytes(42949672960)
+    ('0 B', '1.50 KiB', '40.0 GiB')
+    """
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if abs(amount) >= 2**power:
+            number = amount / 2**power
+            digits = 2 if abs(number) < 10 else 1 if abs(number) < 100 else 0
+            return f"{number:.{digits}f} {unit}"
+    return f"{amount:.0f} B"

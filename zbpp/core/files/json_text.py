@@ -1,0 +1,116 @@
+"""JSON in files: reading it, and saying what is wrong with it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Never
+
+from zbpp.core.costs import PerChunk, parse_memory
+from zbpp.core.errors import RequestError
+
+__all__ = [
+    "booleans",
+    "fail",
+    "integer",
+    "memories",
+    "number",
+    "numbers",
+    "object_of",
+    "read",
+    "refuse_unknown",
+]
+
+
+def read(path: str | Path) -> str:
+    """Read a text file.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from None
+
+
+def object_of(text: str, source: str) -> Mapping[str, Any]:
+    """Read one JSON object; ``source`` names the text in errors.
+
+    Raises:
+        RequestError: the text is none.
+    """
+
+    def refuse(name: str) -> Never:
+        fail(source, f"{name} is not a number that JSON knows")
+
+    try:
+        data = json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        fail(source, f"line {error.lineno}, column {error.colno}: no JSON: {error.msg}")
+    except (ValueError, RecursionError) as error:  # a huge number, or nested too deep
+        fail(source, f"no usable JSON: {error}")
+    if not isinstance(data, dict):
+        fail(source, "the file must hold one JSON object")
+    return data
+
+
+def refuse_unknown(
+    source: str, data: Mapping[str, Any], known: tuple[str, ...]
+) -> None:
+    """Refuse keys that are not known.
+
+    Raises:
+        RequestError: it names the key.
+    """
+    for key in data:
+        if key not in known:
+            fail(source, f"unknown key {key!r}; the keys are {', '.join(known)}")
+
+
+def integer(source: str, name: str, value: object) -> int:
+    """Read a whole number from 0 on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        fail(source, f"{name} is {value!r}, not a whole number from 0 on")
+    return value
+
+
+def numbers(source: str, name: str, value: object) -> PerChunk:
+    """Read a number or a list of numbers."""
+    if isinstance(value, list) and value:
+        return tuple(number(source, f"{name}[{i}]", v) for i, v in enumerate(value))
+    return number(source, name, value)
+
+
+def memories(source: str, name: str, value: object) -> PerChunk:
+    """Read memory: a number, a text such as "40GiB", or a list of these."""
+    if isinstance(value, list) and value:
+        return tuple(_memory(source, f"{name}[{i}]", v) for i, v in enumerate(value))
+    return _memory(source, name, value)
+
+
+def _memory(source: str, name: str, value: object) -> float:
+    if not isinstance(value, str):
+        return number(source, name, value)
+    try:
+        return parse_memory(value)
+    except RequestError as error:
+        fail(source, f"{name}: {error}")
+
+
+def booleans(source: str, name: str, value: object) -> tuple[bool, ...]:
+    """Read a list of true or false, one a stage."""
+    if not isinstance(value, list) or not all(isinstance(one, bool) for one in value):
+        fail(source, f"{name} is {value!r}, not a list of true or false, one a stage")
+    return tuple(value)
+
+
+def number(source: str, name: str, value: object) -> float:
+    """Read a number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        fail(source, f"{name} is {value!r}, not a number")
+    return value
+
+
+def fail(source: str, reason: str) -> Never:
+    """Say what is wrong, and where."""
+    raise RequestError(f"{source}: {reason}")

@@ -1,0 +1,83 @@
+"""Layers files: times and memories of each layer of a model."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from zbpp.core.costs import LayerCosts
+from zbpp.core.errors import RequestError
+from zbpp.core.files.json_text import (
+    fail,
+    integer,
+    memories,
+    numbers,
+    object_of,
+    read,
+    refuse_unknown,
+)
+
+__all__ = ["parse_layers", "read_layers", "write_layers"]
+
+_FIELD_OF = {
+    {"limit": "memory_limit"}.get(field.name, field.name): field.name
+    for field in fields(LayerCosts)
+}
+_MEMORIES = {
+    *("m_b", "m_w", "m_fixed", "m_r", "message", "memory_limit"),
+    *("peak_f", "peak_b", "peak_w", "peak_o", "peak_r"),
+}
+_ONE_NUMBER = ("loss", "reduction", "validation")
+
+
+def write_layers(layers: LayerCosts, path: str | Path) -> None:
+    """Write a layers file, in the form that `parse_layers` reads."""
+    default = LayerCosts(n_layers=layers.n_layers)
+    data = {
+        key: getattr(layers, field)
+        for key, field in _FIELD_OF.items()
+        if field == "n_layers" or getattr(layers, field) != getattr(default, field)
+    }
+    Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+
+
+def read_layers(path: str | Path) -> LayerCosts:
+    """Read a layers file; keys that are left out take their defaults.
+
+    Raises:
+        RequestError: the file cannot be read or holds no valid costs.
+    """
+    return parse_layers(read(path), source=str(path))
+
+
+def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
+    """Read the costs of layers from JSON text; ``source`` names it in errors.
+
+    The keys are the fields of `LayerCosts`, and ``memory_limit``. A number stands for
+    every layer, a list has one entry each. Without ``n_layers`` it is the length of the
+    longest list.
+
+    Raises:
+        RequestError: the text holds no valid costs.
+    """
+    data = object_of(text, source)
+    refuse_unknown(source, data, tuple(_FIELD_OF))
+    values: dict[str, Any] = {
+        _FIELD_OF[key]: (memories if key in _MEMORIES else numbers)(source, key, value)
+        for key, value in data.items()
+        if value is not None and key != "n_layers"
+    }
+    for key in _ONE_NUMBER:
+        if isinstance(values.get(key), tuple):
+            fail(source, f"{key} is a list; it must be one number")
+    if "n_layers" in data:
+        n_layers = integer(source, "n_layers", data["n_layers"])
+    else:
+        lists = [len(value) for value in values.values() if isinstance(value, tuple)]
+        if not lists:
+            fail(source, "n_layers is missing, and there is no list to tell it by")
+        n_layers = max(lists)
+    try:
+        return LayerCosts(n_layers=n_layers, **values)
+    except RequestError as error:
+        fail(source, str(error))

@@ -1,0 +1,155 @@
+"""Schedule files: one row of jobs a stage."""
+
+import json
+from pathlib import Path
+
+from zbpp.core.costs import MemoryModel
+from zbpp.core.errors import RequestError
+from zbpp.core.files.json_text import fail, integer, object_of, read, refuse_unknown
+from zbpp.core.jobs import Job
+from zbpp.core.placement import Placement
+from zbpp.core.schedule import Recompute, Schedule
+from zbpp.core.text import parse_job
+from zbpp.core.validation import mistake
+
+__all__ = ["parse_schedule", "read_schedule", "schedule_text", "write_schedule"]
+
+_FORMAT = "zbpp-schedule"
+_VERSION = 1
+_SCHEDULE_KEYS = (
+    "format",
+    "version",
+    "mode",
+    "n_stages",
+    "n_microbatches",
+    "placement",
+    "jobs",
+)
+_LATER_KEYS = ("split", "recompute")  # written only where they say something
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """Write a schedule as JSON, one line a stage."""
+    head: dict[str, object] = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "mode": schedule.name,
+        "n_stages": schedule.n_stages,
+        "n_microbatches": schedule.n_microbatches,
+        "placement": list(schedule.placement.stage_of),
+    }
+    if schedule.split is not None:
+        head["split"] = list(schedule.split)
+    if schedule.recompute is not None:
+        head["recompute"] = schedule.recompute
+    rows = ",\n  ".join(
+        json.dumps([str(job) for job in order]) for order in schedule.orders
+    )
+    return f'{json.dumps(head)[:-1]}, "jobs": [\n  {rows}\n]}}\n'
+
+
+def write_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule file."""
+    Path(path).write_text(schedule_text(schedule), encoding="utf-8")
+
+
+def read_schedule(path: str | Path, *, memory: MemoryModel | None = None) -> Schedule:
+    """Read a schedule file and validate it.
+
+    Raises:
+        RequestError: the file cannot be read or holds no valid schedule.
+    """
+    return parse_schedule(read(path), source=str(path), memory=memory)
+
+
+def parse_schedule(
+    text: str, *, source: str = "schedule", memory: MemoryModel | None = None
+) -> Schedule:
+    """Read a schedule from JSON text; ``source`` names it in errors.
+
+    Raises:
+        RequestError: the text holds no valid schedule.
+    """
+    data = object_of(text, source)
+    for key in _SCHEDULE_KEYS:
+        if key not in data:
+            fail(source, f"the key {key!r} is missing")
+    refuse_unknown(source, data, (*_SCHEDULE_KEYS, *_LATER_KEYS))
+    if data["format"] != _FORMAT or data["version"] != _VERSION:
+        fail(
+            source,
+            f"format {data['format']!r} version {data['version']!r} is not "
+            f"{_FORMAT!r} version {_VERSION}",
+        )
+    if not isinstance(data["mode"], str):
+        fail(source, f"mode is {data['mode']!r}, not a text")
+    n_stages = integer(source, "n_stages", data["n_stages"])
+    n_microbatches = integer(source, "n_microbatches", data["n_microbatches"])
+    if not isinstance(data["placement"], list):
+        fail(source, "placement is not a list of stages, one per chunk")
+    stage_of = tuple(
+        integer(source, f"placement[{chunk}]", stage)
+        for chunk, stage in enumerate(data["placement"])
+    )
+    try:
+        placement = Placement(stage_of)
+        if placement.n_stages != n_stages:
+            fail(
+                source,
+                f"n_stages is {n_stages}, but the placement names "
+                f"{placement.n_stages} stages",
+            )
+        orders = _parse_rows(source, data["jobs"])
+        return Schedule(
+            data["mode"],
+            placement,
+            n_microbatches,
+            orders,
+            memory,
+            split=_parse_split(source, data.get("split")),
+            recompute=_parse_recompute(source, data.get("recompute")),
+        )
+    except RequestError as error:
+        if str(error).startswith(source):
+            raise
+        raise type(error)(f"{source}: {error}") from None
+
+
+def _parse_rows(source: str, rows: object) -> tuple[tuple[Job, ...], ...]:
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        fail(source, "jobs is not a list of rows, one per stage")
+    orders = []
+    for stage, row in enumerate(rows):
+        order = []
+        for column, cell in enumerate(row):
+            try:
+                order.append(parse_job(cell, stage=stage))
+            except RequestError as error:
+                raise mistake(rows, stage, column, str(error)) from None
+        orders.append(tuple(order))
+    return tuple(orders)
+
+
+def _parse_split(source: str, value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        fail(source, f"split is {value!r}, not a list of layers, one a chunk")
+    return tuple(integer(source, f"split[{c}]", n) for c, n in enumerate(value))
+
+
+def _parse_recompute(source: str, value: object) -> tuple[Recompute, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        fail(source, f"recompute is {value!r}, not a list with one entry a chunk")
+    found: list[Recompute] = []
+    for chunk, which in enumerate(value):
+        name = f"recompute[{chunk}]"
+        if isinstance(which, bool):
+            found.append(which)
+        elif isinstance(which, list):
+            found.append(tuple(integer(source, name, layer) for layer in which))
+        else:
+            fail(source, f"{name} is {which!r}, not true, false or a list of layers")
+    return tuple(found)
