@@ -55,6 +55,7 @@ ONLY_IN = {
     "torch": {
         *("zbpp.runtime", "zbpp.emulation", "zbpp.training"),
         *("zbpp.pipeline", "zbpp.pipeline_reports", "zbpp.cli.doctor"),
+        "zbpp.cli.split_report",
     },
     "ortools": {"zbpp.schedules.planner.solver"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.boxes"},

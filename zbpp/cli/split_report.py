@@ -2,48 +2,61 @@
 
     zbpp doctor --model my_package.my_module:build
 
-calls ``build()``, which returns a module and its inputs, and runs one forward.
+calls ``build()``, which returns a module and its inputs, or a model, its batch and its
+loss, and runs one forward.
 """
 
-import importlib
-import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from zbpp.cli.user_model import call_builder
 from zbpp.core import RequestError
 
 __all__ = ["examine", "print_split"]
 
 
-def _load_model(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """Call ``module:function`` and return the module and the inputs that it returns.
+_WANTED = (
+    "it must be a function that returns a pair: a module, and its inputs (a tensor or "
+    "a tuple of them); or (model, batch, loss_fn) as for zbpp.Pipeline"
+)
+
+
+def _load(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """Call ``module:function`` and return a module and the inputs that it gets.
+
+    A model of layers is run as a whole. Its batch is a pair of inputs and targets, as a
+    plain module's is if there is a loss.
 
     Raises:
         RequestError: there is no such function, or it returns something else.
     """
-    path, _, attribute = name.partition(":")
-    if not path or not attribute:
-        raise RequestError(
-            f"--model {name}: write it as module:function; the function returns a "
-            "module and its inputs"
-        )
-    sys.path.insert(0, "")  # as python -m does
-    try:
-        build = getattr(importlib.import_module(path), attribute)
-    except (ImportError, AttributeError) as error:
-        raise RequestError(f"--model {name}: {error}") from error
-    finally:
-        sys.path.remove("")
-    built = build() if callable(build) else None
-    if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]):
-        raise RequestError(
-            f"--model {name}: it must be a function that returns a pair: a module, and "
-            "its inputs (a tensor or a tuple of them)"
-        )
-    module, inputs = built
-    return module, inputs if isinstance(inputs, tuple) else (inputs,)
+    from torch import nn
+
+    from zbpp.runtime.microbatches import as_tensors, as_value
+
+    built = call_builder(name, _WANTED)
+    if not isinstance(built, tuple) or len(built) not in (2, 3):
+        raise RequestError(f"--model {name}: {_WANTED}")
+    model, batch = built[:2]
+    layers: list[Any] | None = None
+    if isinstance(model, list | nn.ModuleList):
+        layers = list(model)
+    elif isinstance(model, tuple):
+        build, n_layers = model if len(model) == 2 else (None, None)
+        is_builder = callable(build) and isinstance(n_layers, int)
+        layers = list(build(range(n_layers)) if is_builder else model)
+    if layers is not None:
+        model = nn.Sequential(*layers)
+    if not callable(model):
+        raise RequestError(f"--model {name}: {_WANTED}")
+    is_pair = isinstance(batch, tuple) and len(batch) == 2
+    if is_pair and (len(built) == 3 or isinstance(model, nn.Sequential)):
+        batch = batch[0]
+        if isinstance(model, nn.Sequential):
+            return model, (as_value(as_tensors(batch)),)
+    return model, batch if isinstance(batch, tuple) else (batch,)
 
 
 def examine(name: str) -> tuple[list[tuple[str, str, str]], str]:
@@ -60,7 +73,7 @@ def examine(name: str) -> tuple[list[tuple[str, str, str]], str]:
     from zbpp.pipeline_reports import summarize_split
     from zbpp.runtime.backward.split import split_forward
 
-    module, inputs = _load_model(name)
+    module, inputs = _load(name)
     report = split_forward(module, *inputs).report()
     rows, where, sizes = [], {}, {}
     for path, p in module.named_parameters():
