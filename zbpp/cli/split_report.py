@@ -44,9 +44,8 @@ def _load(name: str) -> tuple[Any, tuple[Any, ...]]:
     if isinstance(model, list | nn.ModuleList):
         layers = list(model)
     elif isinstance(model, tuple):
-        build, n_layers = model if len(model) == 2 else (None, None)
-        is_builder = callable(build) and isinstance(n_layers, int)
-        layers = list(build(range(n_layers)) if is_builder else model)
+        is_builder = len(model) == 2 and isinstance(model[1], int)
+        layers = list(model[0](range(model[1])) if is_builder else model)
     if layers is not None:
         model = nn.Sequential(*layers)
     if not callable(model):
