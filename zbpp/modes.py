@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
+from zbpp.auto import plan_best
 from zbpp.core import (
     Costs,
     LimitError,
@@ -21,7 +22,6 @@ from zbpp.core import (
 from zbpp.fixed import fixed, kept, plan_fixed_vpp
 from zbpp.schedules import (
     check_effort,
-    plan_auto,
     plan_fthenb,
     plan_one_f_one_b,
     plan_v_half,
@@ -78,8 +78,8 @@ MODES = {
         Mode("VHalf", plan_v_half, "half of 1F1B's bubble and memory: (p+2)//2"),
         Mode("VMin", plan_v_min, "a third of 1F1B's memory: (p+4)//3"),
         Mode(
-            *("auto", plan_auto, "the best placement under any memory limit"),
-            chunked=plan_auto,
+            *("auto", plan_best, "the best of all under any memory limit"),
+            chunked=plan_best,
         ),
     )
 }

@@ -23,6 +23,7 @@ they compete. The best plan has
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Unpack
 
 from zbpp.core import (
     Costs,
@@ -39,10 +40,15 @@ from zbpp.core import (
 )
 from zbpp.schedules.planner.limits import capped
 from zbpp.schedules.planner.multi.plan import plan_placement
-from zbpp.schedules.planner.request import check_sizes, listed_chunks
+from zbpp.schedules.planner.request import (
+    Request,
+    check_sizes,
+    listed_chunks,
+    models,
+)
 from zbpp.schedules.planner.single_modes import plan_zb
 
-__all__ = ["plan_auto"]
+__all__ = ["Candidate", "plan_auto", "plan_one"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
@@ -50,7 +56,7 @@ _ROUNDING = 1e-9  # relative
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """A plan, and the figures that are compared, each only when it is asked for."""
 
     plan: Schedule
@@ -76,7 +82,7 @@ class _Candidate:
         """Largest memory of a stage."""
         return max(peaks(self.plan.orders, self.memory.on(self.plan.placement)))
 
-    def is_better_than(self, other: "_Candidate") -> bool:
+    def is_better_than(self, other: "Candidate") -> bool:
         """Compare figure by figure; a tie in all of them is not better."""
         for name in ("span", "step_time", "peak"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -113,7 +119,7 @@ def plan_auto(
     """
     check_sizes(n_stages, n_microbatches, chunks_per_stage or 1)
     chunks = chunks_per_stage or _chunks(costs, memory, n_stages)
-    best: _Candidate | None = None
+    best: Candidate | None = None
     errors: list[RequestError] = []
     for placement, default_limit in _placements(n_stages, chunks):
         try:
@@ -127,7 +133,7 @@ def plan_auto(
         except RequestError as error:
             errors.append(error)
             continue
-        found = _Candidate(plan, costs, memory)
+        found = Candidate(plan, costs, memory)
         if best is None or found.is_better_than(best):
             best = found
     if best is None:
@@ -149,6 +155,26 @@ def _placements(n_stages: int, chunks: int | None) -> Iterator[tuple[Placement, 
     if chunks != 1:
         yield Placement.wave(n_stages, chunks or 2), n_stages
         yield Placement.interleaved(n_stages, chunks or 2), 2 * n_stages
+
+
+def plan_one(placement: Placement, **request: Unpack[Request]) -> Schedule:
+    """Plan one placement under the limit; without one, under the table's memory.
+
+    Raises:
+        LimitError: nothing fits; it names the smallest limit that works.
+        RequestError: the costs do not fit the placement.
+    """
+    n_stages = placement.n_stages
+    each = placement.n_chunks // n_stages
+    is_wave = each > 1 and placement == Placement.wave(n_stages, each)
+    default_limit = n_stages if is_wave else 2 * n_stages
+    return _plan(
+        placement,
+        request["n_microbatches"],
+        *models(request),
+        request.get("effort", "default"),
+        default_limit,
+    )
 
 
 def _plan(
