@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.pipeline_reports import Reports
+from zbpp.pipeline_switch import Switching
 from zbpp.resolve import check_first_step, choose_schedule, choose_validation
 from zbpp.runtime.comm.process_group import initialise, own_device
 from zbpp.runtime.driver import collective_calls as calls
@@ -40,7 +41,7 @@ from zbpp.schedules import lower, lower_forward
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Reports):
+class Pipeline(Switching, Reports):
     """A model cut into stages, trained by a schedule.
 
     Under torch.distributed (``torchrun`` is enough) this process is one stage; else

@@ -1,0 +1,61 @@
+"""Another schedule for a pipeline that runs: the same chunks, jobs in another order."""
+
+from collections.abc import Mapping, Sequence
+
+from zbpp.core import Program, RequestError, Schedule, schedule_text
+from zbpp.resolve import choose_validation
+from zbpp.runtime.driver.agreement import check_agreement
+from zbpp.runtime.executor import Executor
+from zbpp.schedules import lower
+
+__all__ = ["Switching"]
+
+
+class Switching:
+    """The part of a pipeline that changes its schedule between two steps."""
+
+    schedule: Schedule
+    split: tuple[range, ...]
+    _executors: Mapping[int, Executor]
+    _programs: Sequence[Program]
+
+    def synchronize(self) -> None:
+        """Settle the last step; `zbpp.Pipeline` does."""
+        raise NotImplementedError
+
+    def switch(self, schedule: Schedule) -> None:
+        """Run the next steps by another schedule (every rank must call, with the same).
+
+        Layers stay where they are, and steps are validated as before. Gradients are
+        added in micro-batch order, so losses and parameters are those of a run without
+        the switch, to the bit; with ``exact_sums=False`` they are rounded differently.
+
+        Args:
+            schedule: with the placement and the micro-batches of the present one.
+
+        Raises:
+            RequestError: it has others, or another split; or the ranks were given
+                different ones.
+            PeerError: another stage died or does not switch.
+        """
+        self._check_same_jobs(schedule)
+        schedule = choose_validation(schedule, self.schedule.is_post_validated)
+        programs = lower(schedule)
+        self.synchronize()
+        check_agreement(self._executors, ("switch", schedule_text(schedule)))
+        self.schedule, self._programs = schedule, programs
+
+    def _check_same_jobs(self, schedule: Schedule) -> None:
+        now = self.schedule
+        split = tuple(len(layers) for layers in self.split)
+        for what, before, after in (
+            ("placement", now.placement.stage_of, schedule.placement.stage_of),
+            ("micro-batches", now.n_microbatches, schedule.n_microbatches),
+            ("split", split, schedule.split or split),
+        ):
+            if after != before:
+                raise RequestError(
+                    f"the schedule to switch to has the {what} {after}; the pipeline "
+                    f"runs {before}: build a new Pipeline for another, from a "
+                    "checkpoint"
+                )
