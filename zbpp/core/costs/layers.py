@@ -173,7 +173,10 @@ class LayerCosts:
             for name, values in times.items()
         }
         costs = Costs(
-            **sums,
+            f=sums["f"],
+            b=sums["b"],
+            w=sums["w"],
+            optimizer=sums["optimizer"],
             comm=self._edges(placement, [end - 1 for end in ends[1:-1]]),
             loss=self.loss,
             reduction=self.reduction,
