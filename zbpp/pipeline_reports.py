@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zbpp.core import Costs, Schedule, Timeline
+from zbpp.core import Costs, RequestError, Schedule, Timeline
 from zbpp.core.measured import measured_costs
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.executor import Executor
@@ -78,10 +78,20 @@ class Reports:
     def timeline(self) -> Timeline:
         """Jobs of every stage in the last step, in seconds (every rank must call).
 
-        Starts are comparable between processes of one machine only. On GPUs these are
-        the times at which the host has issued the jobs.
+        Starts are comparable between processes of one machine only. On GPUs the times
+        are those of CUDA events around the jobs, and the call waits for the last one.
+
+        Raises:
+            RequestError: there was no step yet.
         """
-        return calls.gather_timeline(self._executors, self.schedule)
+        return self._timelines(1)[-1]
+
+    def _timelines(self, n: int) -> list[Timeline]:
+        """The last steps, as far as they are kept."""
+        found = calls.gather_timelines(self._executors, self.schedule, n)
+        if not found:
+            raise RequestError("nothing is measured yet; call pipeline.step() first")
+        return found
 
     def split_report(self) -> dict[str, str]:
         """Name the origin of each gradient of this process, by parameter.

@@ -8,10 +8,10 @@
     Step          wait for that sum, clip, step or skip; or step speculatively
     Check         validate that step; if it is invalid, replay what came before
 
-Every job leaves a `Slot`, and under a profiler a range with its name.
+Every job leaves its times (`zbpp.runtime.job_times`), and under a profiler a range with
+its name. The times of O and V are those of their work: the wait for the sum is none.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -28,7 +28,6 @@ from zbpp.core import (
     Receive,
     Reduce,
     Send,
-    Slot,
     Step,
     Value,
     at_check,
@@ -36,6 +35,7 @@ from zbpp.core import (
     output_of,
 )
 from zbpp.runtime.comm.transport import Transport
+from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.microbatches import Tensors
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.replay import Replay
@@ -71,7 +71,7 @@ class Executor:
         self.stage = stage
         self.transport = transport
         self.optimizer = optimizer
-        self.slots: list[Slot] = []
+        self.times = JobTimes(stage.device)
         self._n_chunks = n_chunks
         self._rank = rank
         self._fault = requested_fault()
@@ -105,7 +105,7 @@ class Executor:
             PeerError, ShapeError: from the transport.
             Exception: whatever the model raises, with a note that names the job.
         """
-        self.slots = []
+        self.times.begin(training=training)
         self._profiled = profiling()
         self._trains = training
         self._passes[PassKind.F] = (
@@ -228,17 +228,21 @@ class Executor:
         self.optimizer.reduce(self.transport)
 
     def _step(self, job: Step) -> None:
+        if not self.optimizer.steps_at_once:
+            self.optimizer.wait(job)
         self._timed(job, partial(self.optimizer.step, job))
 
     def _check(self, job: Check) -> None:
+        self.optimizer.wait(job)
         self._is_invalid = self._timed(job, partial(self.optimizer.validate, job))
 
     def _timed(self, job: Job, action: Callable[[], _T]) -> _T:
         """Note when a job runs, and name it in profiles as it is named in the plots."""
-        start = time.perf_counter()
+        now = self.times.now
+        start = now()
         with record_function(str(job)) if self._profiled else nullcontext():
             result = action()
-        self.slots.append(Slot(job, start, time.perf_counter()))
+        self.times.marks.append((job, start, now()))
         return result
 
 

@@ -12,7 +12,7 @@ from zbpp.runtime.executor import Executor
 __all__ = [
     "failures_told",
     "gather_splits",
-    "gather_timeline",
+    "gather_timelines",
     "mean_loss",
     "report_split",
     "tell_failure",
@@ -74,18 +74,30 @@ def mean_loss(
     return mean, (n_inputs, n_targets)
 
 
-def gather_timeline(executors: Executors, schedule: Schedule) -> Timeline:
-    """The jobs of all stages in the last step, with their times."""
-    own = {stage: executor.slots for stage, executor in executors.items()}
-    rows: dict[int, list[Slot]] = {}
+def gather_timelines(
+    executors: Executors, schedule: Schedule, n: int = 1
+) -> list[Timeline]:
+    """The jobs of all stages in the last steps, with their times, oldest first.
+
+    Args:
+        executors: of this process.
+        schedule: of the steps.
+        n: how many; fewer come back where fewer have run, or are kept.
+    """
+    own = {stage: executor.times.steps(n) for stage, executor in executors.items()}
+    rows: dict[int, list[list[Slot]]] = {}
     for part in next(iter(executors.values())).transport.gather(own):
         rows.update(part)
-    return Timeline(
-        schedule.name,
-        schedule.placement,
-        schedule.n_microbatches,
-        tuple(tuple(rows[stage]) for stage in range(schedule.n_stages)),
-    )
+    steps = zip(*(rows[stage] for stage in range(schedule.n_stages)), strict=True)
+    return [
+        Timeline(
+            schedule.name,
+            schedule.placement,
+            schedule.n_microbatches,
+            tuple(tuple(row) for row in step),
+        )
+        for step in steps
+    ]
 
 
 def report_split(executors: Executors) -> dict[str, str]:

@@ -135,9 +135,7 @@ class StageOptimizer:
             self._finder = None
         speculative = self.history.speculates
         local_norm = 0.0
-        if (
-            speculative and not vector.is_cuda
-        ):  # there, reading it would hold up the host
+        if speculative and not vector.is_cuda:  # to read it there holds up the host
             local_norm = float(vector[: self._n_layers].sum().sqrt())
         sums = StepSums(
             transport.reduce(vector),
@@ -148,12 +146,15 @@ class StageOptimizer:
         self._pending = _Pending(sums, speculative, local_norm)
         self.result = StepResult(sums, self._clip, speculative=speculative)
 
+    @property
+    def steps_at_once(self) -> bool:
+        """True if `step` does not wait for the sum."""
+        one = self._pending
+        return one is None or (one.speculative and not self.optimizers.must_wait)
+
     def ready(self) -> bool:
         """True if `step` goes on without another stage of this process."""
-        pending = self._pending
-        if pending is None or (pending.speculative and not self.optimizers.must_wait):
-            return True
-        return pending.sums.ready()
+        return self.steps_at_once or self.ready_to_validate()
 
     def step(self, job: Job) -> None:
         """Step at once, or wait for the norm first; see above."""
@@ -207,10 +208,10 @@ class StageOptimizer:
         replay, self._replay = self._replay, False
         return replay
 
-    def wait(self) -> None:
+    def wait(self, job: Job | None = None) -> None:
         """Wait for the last step's sums, and leave everything as it is."""
         if self._pending is not None:
-            self._pending.sums.read()
+            self._pending.sums.read(job)
 
     def settle(self, job: Job | None = None) -> None:
         """Wait for the decision on the last step and leave the state that it asks for.

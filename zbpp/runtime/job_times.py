@@ -1,0 +1,142 @@
+"""Times of jobs: by the host's clock on CPUs, by CUDA events on GPUs.
+
+    host   F0 B0 W0 ...                    issues kernels, and runs ahead
+    GPU    |e   F0   e|e   B0   e| ...     events in the stream, around each job
+
+To record an event makes nobody wait. What the events say is read when somebody asks for
+it; each step begins with one of its own, from which the others are counted, so that the
+float32 of an elapsed time is fine enough. The first one is waited for, to learn what
+the host's clock read when it passed: so processes of one machine share a time axis.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from zbpp.core import Job, Slot
+
+__all__ = ["Event", "JobTimes"]
+
+_WINDOW = 10
+
+
+class Event(Protocol):
+    """The part of `torch.cuda.Event` that is used here."""
+
+    def record(self) -> None:
+        """Enter the current stream."""
+
+    def query(self) -> bool:
+        """True if the stream has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait until the stream has passed it."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds to a later event; both must have been passed."""
+
+
+Mark = tuple[Job, Any, Any]
+"""A job, and what was noted before and after it: seconds, or events."""
+
+
+class JobTimes:
+    """Notes when the jobs of one stage run.
+
+    Args:
+        device: where they run.
+        make_event: gives an event; None: a CUDA event on GPUs, none on CPUs.
+        window: steps that are kept.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        make_event: Callable[[], Event] | None = None,
+        window: int = _WINDOW,
+    ) -> None:
+        if make_event is None and device.type == "cuda":
+            make_event = _cuda_event
+        self._make_event = make_event
+        self.now: Callable[[], Any] = time.perf_counter
+        """Note the present: a number on CPUs."""
+        if make_event is not None:
+            self.now = self._record
+        self._base: _Base | None = None
+        self._steps: deque[tuple[_Base | None, list[Mark]]] = deque(maxlen=window)
+        self.marks: list[Mark] = []
+        """Of the step that runs; the executor appends to it."""
+
+    def begin(self, *, training: bool) -> None:
+        """Start a step; what an evaluation notes is forgotten."""
+        self.marks = []
+        if not training:
+            return
+        if self._make_event is not None:
+            before, event = self._base, self._record()
+            self._base = _Base(event, before)
+            if before is None:
+                event.synchronize()
+                self._base.start(time.perf_counter())
+            elif before.event.query():
+                before.time_s()  # so that no long chain builds up
+        self._steps.append((self._base, self.marks))
+
+    def steps(self, n: int = 1) -> list[list[Slot]]:
+        """The jobs of the last steps, oldest first, in seconds; no more than are kept.
+
+        On a GPU this waits until the jobs have run.
+        """
+        last = list(self._steps)[-n:] if n > 0 else []
+        return [_read(base, marks) for base, marks in last]
+
+    def _record(self) -> Event:
+        assert self._make_event is not None
+        event = self._make_event()
+        event.record()
+        return event
+
+
+class _Base:
+    """An event whose time on the host's clock is known, or follows from another's."""
+
+    def __init__(self, event: Event, before: "_Base | None") -> None:
+        self.event = event
+        self._before = before
+        self._time_s: float | None = None
+
+    def start(self, time_s: float) -> None:
+        self._time_s, self._before = time_s, None
+
+    def time_s(self) -> float:
+        if self._time_s is None:
+            before = self._before
+            assert before is not None, "the first event knows its time"
+            self.start(before.time_s() + before.event.elapsed_time(self.event) / 1e3)
+        assert self._time_s is not None
+        return self._time_s
+
+
+def _read(base: _Base | None, marks: list[Mark]) -> list[Slot]:
+    if base is None:
+        return [Slot(job, start, end) for job, start, end in marks]
+    if marks:
+        marks[-1][2].synchronize()  # the stream has then passed all before it
+    zero = base.time_s()
+    return [
+        Slot(
+            job,
+            zero + base.event.elapsed_time(start) / 1e3,
+            zero + base.event.elapsed_time(end) / 1e3,
+        )
+        for job, start, end in marks
+    ]
+
+
+def _cuda_event() -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
