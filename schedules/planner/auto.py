@@ -123,7 +123,10 @@ def plan_auto(
     errors: list[RequestError] = []
     for placement, default_limit in _placements(n_stages, chunks):
         try:
-            limited = capped(memory, placement, default_limit=default_limit)
+            splits = costs.on(placement).splits
+            limited = capped(
+                memory, placement, splits=splits, default_limit=default_limit
+            )
             bound = lower_bound(placement, n_microbatches, costs, limited)
             if best is not None and bound > best.span * (1 + _ROUNDING):
                 continue

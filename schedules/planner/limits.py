@@ -1,4 +1,12 @@
-"""Memory limits: the promises of modes, and requests that cannot fit."""
+"""Memory limits: the promises of modes, and requests that cannot fit.
+
+A stage holds least, its *need*, if it runs one micro-batch at a time, and each W right
+after its B. Where passes have no peaks and W's keep no more than m_b, that is M_B: what
+a micro-batch holds when all its F's are done. A promise of n M_B is one of n
+micro-batches in flight:
+
+    limit = m_fixed + (need - M_B) + n M_B
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +14,7 @@ from dataclasses import replace
 
 from zbpp.core import ChunkMemory, LimitError, MemoryModel, Placement
 
-__all__ = ["capped", "check_limits", "check_one_fits", "micro_batch"]
+__all__ = ["beyond", "capped", "check_limits", "check_one_fits", "micro_batch"]
 
 _MARGIN = 1e-9  # relative; as in `Schedule`
 
@@ -16,10 +24,31 @@ def micro_batch(held: ChunkMemory, placement: Placement) -> list[float]:
     return [sum(held.m_b[chunk] for chunk in own) for own in placement.chunks_of]
 
 
+def beyond(held: ChunkMemory, placement: Placement) -> list[float]:
+    """Return what each stage needs beyond M_B to run one micro-batch at a time."""
+    return [_beyond(held, own) for own in placement.chunks_of]
+
+
+def _beyond(held: ChunkMemory, chunks: Sequence[int]) -> float:
+    """The largest of what its passes need, less M_B; never below 0."""
+    before = most = 0.0
+    for c in chunks:
+        after = before + held.m_b[c]
+        most = max(
+            most,
+            before + held.peak_f[c],
+            after + held.peak_b[c],
+            before + held.m_w[c] + held.peak_w[c],
+        )
+        before = after
+    return max(0.0, most - before)
+
+
 def capped(
     memory: MemoryModel,
     placement: Placement,
     *,
+    splits: tuple[bool, ...] | None = None,
     memory_cap: float = math.inf,
     default_limit: float = math.inf,
 ) -> MemoryModel:
@@ -28,6 +57,7 @@ def capped(
     Args:
         memory: what the caller gives.
         placement: chunk to stage.
+        splits: `PassTimes.splits`; None: every stage splits its backward.
         memory_cap: never more than this, in M_B of each stage.
         default_limit: the same where the caller gives no limit.
 
@@ -38,16 +68,29 @@ def capped(
         memory_cap = min(memory_cap, default_limit)
     if math.isinf(memory_cap):
         return memory
-    held = memory.on(placement)
+    held = memory.on(placement, splits)
+    parts = zip(
+        held.limit,
+        held.fixed,
+        beyond(held, placement),
+        micro_batch(held, placement),
+        held.peak_o,
+        strict=True,
+    )
     limits = tuple(
-        min(limit, memory_cap * one)
-        for limit, one in zip(held.limit, micro_batch(held, placement), strict=True)
+        min(limit, fixed + max(more + memory_cap * one, peak_o))
+        for limit, fixed, more, one, peak_o in parts
     )
     return replace(memory, limit=limits)
 
 
 def check_one_fits(
-    name: str, placement: Placement, memory: MemoryModel, n_microbatches: int
+    name: str,
+    placement: Placement,
+    memory: MemoryModel,
+    n_microbatches: int,
+    *,
+    splits: tuple[bool, ...] | None = None,
 ) -> None:
     """Refuse limits that do not hold one micro-batch: the smallest that can work.
 
@@ -55,8 +98,16 @@ def check_one_fits(
         LimitError: it names the smallest limit that works.
         RequestError: the memory does not fit the placement.
     """
-    held = memory.on(placement)
-    check_limits(name, micro_batch(held, placement), held.limit, n_microbatches)
+    held = memory.on(placement, splits)
+    parts = zip(
+        held.fixed,
+        beyond(held, placement),
+        micro_batch(held, placement),
+        held.peak_o,
+        strict=True,
+    )
+    needs = [fixed + max(more + one, peak_o) for fixed, more, one, peak_o in parts]
+    check_limits(name, needs, held.limit, n_microbatches)
 
 
 def check_limits(

@@ -59,9 +59,14 @@ def plan_zb(
     """
     check_sizes(n_stages, n_microbatches)
     placement = Placement.single(n_stages)
-    check_one_fits(name, placement, memory, n_microbatches)
+    splits = costs.on(placement).splits
+    check_one_fits(name, placement, memory, n_microbatches, splits=splits)
     limited = capped(
-        memory, placement, memory_cap=memory_cap, default_limit=2 * n_stages
+        memory,
+        placement,
+        splits=splits,
+        memory_cap=memory_cap,
+        default_limit=2 * n_stages,
     )
     line = line_of(n_stages, n_microbatches, costs, limited)
     found = search(line, effort, hand_made(line))

@@ -15,7 +15,6 @@ Vazacopoulos, Management Science 44, 1998, for the job shop).
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from random import Random
 
 from zbpp.schedules.planner.budget import Budget
@@ -113,8 +112,7 @@ def _swap_again(row: list[int], at: int, times: int) -> None:
 
 def _is_valid(problem: PlacementProblem, stage: int, row: list[int]) -> bool:
     """True if a row fits the memory, and each W comes after its B."""
-    peak = max(accumulate(map(problem.change.__getitem__, row)))
-    if peak > problem.memory.limit[stage] * (1 + 1e-9):
+    if problem.peak_of(row) > problem.memory.limit[stage] * (1 + 1e-9):
         return False
     pending = dict.fromkeys(row, 0)
     n_chunks = problem.n_chunks

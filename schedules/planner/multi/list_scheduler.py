@@ -14,13 +14,19 @@ producer *starts*: every rule below looks that far ahead.
    had no B on the stage.
 3. Else take a W, if it ends before the next known input, or overruns it by at most
    ``late`` of its time (``late_tail`` when the stage has no first F left), or if an F
-   lacks only memory.
+   or a B lacks only memory.
 4. Else sleep until an input arrives.
 
 No deadlock, for every limit that holds one micro-batch: an F is admitted only if
 after it the first micro-batch with no B on this stage could still run all its F's,
 once those before it have given back what they hold. It then comes to its B's, and
 when it is through, it leaves as much memory as the next one may need.
+
+Passes with peaks, and B's that add memory, need room beside that: as much as the most
+of them is left free by every F (`PlacementProblem.forward_limits`). Where the limit is
+too low for this, an F is admitted if all that is in flight could come home after it,
+the W's first, then one micro-batch after the other. A B waits for W's if it, or a W
+after it, would not fit.
 """
 
 from collections.abc import Sequence
@@ -28,6 +34,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.multi.home import comes_home
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 
 __all__ = ["Settings", "chain_offsets", "list_schedule"]
@@ -68,7 +75,8 @@ def list_schedule(
     n_stages = problem.n_stages
     time, change, delay = problem.time, problem.change, problem.delay
     stage_of, numbers = problem.stage, problem.numbers
-    tiny, limit, joint = problem.tiny, problem.limits, problem.joint
+    tiny, limit, joint = problem.tiny, problem.forward_limits, problem.joint
+    peaked, needs, full = not problem.is_plain, problem.needs, problem.limits
     whole, ample = problem.all_forwards, problem.ample
     first_b = [own[len(own) // 2] for own in numbers]
     caps, fresh, bonus = settings.caps, settings.fresh, settings.alternate
@@ -127,13 +135,34 @@ def list_schedule(
                     i - done[mine[-1]] >= caps[stage] or i - back >= fresh[stage]
                 ):
                     continue
-                if need >= 0 and (
-                    change[q] > room or (need if i == back else need + change[q]) > room
+                if (
+                    need >= 0
+                    and (
+                        change[q] > room
+                        or (need if i == back else need + change[q]) > room
+                    )
+                    and (
+                        limit[stage] >= 0
+                        or not comes_home(
+                            problem,
+                            q,
+                            held[stage],
+                            done,
+                            pending[stage][weights_done[stage] :],
+                        )
+                    )
                 ):
                     starved = starved or arrival <= soon
                     continue
                 rank = ranks[q][i] + f_extra
             else:
+                if (
+                    peaked
+                    and held[stage] + needs[q] > full[stage]
+                    and weights_done[stage] < len(pending[stage])
+                ):
+                    starved = starved or arrival <= soon
+                    continue
                 rank = ranks[q][i] + b_extra
             known.append((rank, arrival, q))
             if arrival > soon:

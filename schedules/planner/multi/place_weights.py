@@ -31,7 +31,7 @@ def place_weights(
     """
     m, n_chunks, n_stages = problem.n_microbatches, problem.n_chunks, problem.n_stages
     time, change, delay = problem.time, problem.change, problem.delay
-    stage_of = problem.stage
+    stage_of, needs = problem.stage, problem.needs
     tiny, limit, joint = problem.tiny, problem.limits, problem.joint
     last = 2 * n_chunks - 1
     arrived: list[list[float]] = [[] for _ in range(last + 1)]
@@ -63,7 +63,7 @@ def place_weights(
             i = done[q]
             if i < len(queue):
                 arrival = queue[i]
-                if q < n_chunks and held[stage] + change[q] > limit[stage]:
+                if held[stage] + needs[q] > limit[stage]:
                     pass  # only a W can make room
                 elif arrival <= now + tiny:
                     chosen = q

@@ -120,9 +120,14 @@ def plan_placement(
     """
     most_chunks = max(map(len, placement.chunks_of))
     check_sizes(placement.n_stages, n_microbatches, most_chunks)
-    check_one_fits(name, placement, memory, n_microbatches)
+    splits = costs.on(placement).splits
+    check_one_fits(name, placement, memory, n_microbatches, splits=splits)
     limited = capped(
-        memory, placement, memory_cap=memory_cap, default_limit=default_limit
+        memory,
+        placement,
+        splits=splits,
+        memory_cap=memory_cap,
+        default_limit=default_limit,
     )
     problem = PlacementProblem.of(placement, n_microbatches, costs, limited)
     plan = _best(problem, effort)

@@ -31,7 +31,7 @@ from zbpp.core import (
     Step,
     lower_bound_on,
 )
-from zbpp.schedules.planner.limits import micro_batch
+from zbpp.schedules.planner.limits import beyond, micro_batch
 
 __all__ = ["PlacementProblem", "Plan", "Rows"]
 
@@ -49,7 +49,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Times and memories by number in the chain; see the module's text."""
+    """Times and memories by number in the chain; see the module's text.
+
+    Limits are above what is always there.
+    """
 
     times: PassTimes
     memory: ChunkMemory
@@ -69,7 +72,7 @@ class PlacementProblem:
             RequestError: lists of a wrong length.
         """
         times = costs.on(placement)
-        held = memory.on(placement, times.splits)
+        held = memory.on(placement, times.splits).above_fixed()
         return cls(times, held, n_microbatches)
 
     @property
@@ -92,7 +95,14 @@ class PlacementProblem:
         """The memories as the caller writes them."""
         memory = self.memory
         limit = None if math.inf in memory.limit else memory.limit
-        return MemoryModel(memory.m_b, memory.m_w, limit)
+        return MemoryModel(
+            memory.m_b,
+            memory.m_w,
+            limit,
+            peak_f=memory.peak_f,
+            peak_b=memory.peak_b,
+            peak_w=memory.peak_w,
+        )
 
     @cached_property
     def target(self) -> float:
@@ -103,17 +113,27 @@ class PlacementProblem:
     def lower_limits(self, rows: Rows) -> Iterator["PlacementProblem"]:
         """The same under less memory than some rows hold: all quarters of M_B below."""
         whole = micro_batch(self.memory, self.placement)
-        peaks = [max(accumulate(map(self.change.__getitem__, row))) for row in rows]
+        peaks = [self.peak_of(row) for row in rows]
         most = max(
-            peak / one if one > 0 else 0.0
-            for peak, one in zip(peaks, whole, strict=True)
+            (peak - more) / one if one > 0 else 0.0
+            for peak, more, one in zip(peaks, self.beyond, whole, strict=True)
         )
         for quarters in range(math.ceil(4 * most * (1 - 1e-9)) - 1, 3, -1):
+            parts = zip(self.memory.limit, self.beyond, whole, strict=True)
             limit = tuple(
-                min(limit, quarters / 4 * one)
-                for limit, one in zip(self.memory.limit, whole, strict=True)
+                min(limit, more + quarters / 4 * one) for limit, more, one in parts
             )
             yield replace(self, memory=replace(self.memory, limit=limit))
+
+    def peak_of(self, row: Sequence[int]) -> float:
+        """Most memory that a stage holds along a row."""
+        if self.is_plain:
+            return max(accumulate(map(self.change.__getitem__, row)))
+        held = most = 0.0
+        for q in row:
+            most = max(most, held + self.peak[q])
+            held += self.change[q]
+        return most
 
     def chunk(self, q: int) -> int:
         """The chunk of a number."""
@@ -144,6 +164,41 @@ class PlacementProblem:
         held, kept = self.memory.m_b, self.memory.m_w
         freed = [after - before for before, after in zip(held, kept, strict=True)]
         return (*held, *reversed(freed), *(-one for one in reversed(kept)))
+
+    @cached_property
+    def peak(self) -> tuple[float, ...]:
+        """The most memory inside each number, above what is held before it."""
+        memory = self.memory
+        return (*memory.peak_f, *reversed(memory.peak_b), *reversed(memory.peak_w))
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if only F's add memory, and nothing has a peak above what it leaves."""
+        return all(
+            peak <= max(0.0, change)
+            for peak, change in zip(self.peak, self.change, strict=True)
+        ) and all(change <= 0 for change in self.change[self.n_chunks :])
+
+    @cached_property
+    def needs(self) -> tuple[float, ...]:
+        """Room with which an F or B may start: it fits, and so does any W after it."""
+        return tuple(
+            max(peak, change + self._most_in_w[stage])
+            for peak, change, stage in zip(
+                self.peak, self.change, self.stage, strict=True
+            )
+        )[: 2 * self.n_chunks]
+
+    @cached_property
+    def _most_in_w(self) -> list[float]:
+        """Per stage the largest peak of a W."""
+        chunks_of = self.placement.chunks_of
+        return [max(self.memory.peak_w[c] for c in own) for own in chunks_of]
+
+    @cached_property
+    def beyond(self) -> list[float]:
+        """Per stage the memory beyond M_B that one micro-batch needs."""
+        return beyond(self.memory, self.placement)
 
     @cached_property
     def delay(self) -> tuple[float, ...]:
@@ -179,6 +234,23 @@ class PlacementProblem:
     def limits(self) -> list[float]:
         """The memory limit of each stage, and what rounding adds to sums."""
         return [one * (1 + 1e-9) for one in self.memory.limit]
+
+    @cached_property
+    def forward_limits(self) -> list[float]:
+        """Per stage what may be held after an F, so that all B's and W's fit later.
+
+        The limit, less the most that any pass adds to what F's left; -inf where this
+        holds no micro-batch, though it fits if each pass is looked at for itself.
+        """
+        if self.is_plain:
+            return self.limits
+        found = []
+        for stage, own in enumerate(self.numbers):
+            inside = [self.needs[q] - max(0.0, self.change[q]) for q in own]
+            rise = max(self.needs[q] for q in own[len(own) // 2 :])
+            left = self.limits[stage] - max(0.0, rise, *inside)
+            found.append(left if left >= self.all_forwards[stage] else -math.inf)
+        return found
 
     @cached_property
     def all_forwards(self) -> list[float]:

@@ -60,7 +60,7 @@ class _Draft:
         arrival = self.arrival(q)
         if arrival == float("inf"):
             return False
-        while self.held[stage] + change > self.limit[stage] and change > 0:
+        while self.held[stage] + problem.needs[q] > self.limit[stage]:
             if not self.weight(stage):
                 return False
         while self._fills(stage, arrival) and self.weight(stage):

@@ -176,7 +176,8 @@ def _caps(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
     p, m = problem.n_stages, problem.n_microbatches
     for stage, chunks in enumerate(problem.placement.chunks_of):
         first = problem.memory.m_b[chunks[0]]
-        fits = problem.memory.limit[stage] / first if first > 0 else math.inf
+        room = problem.memory.limit[stage] - problem.beyond[stage]
+        fits = room / first if first > 0 else math.inf
         cap = fits * rule.kappa * (1 - rule.sigma * stage / p) + rule.delta
         yield m if cap >= m else max(1, math.floor(cap + 1e-9))
 
@@ -184,6 +185,6 @@ def _caps(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
 def _fresh(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
     m, memory = problem.n_microbatches, problem.memory
     held = micro_batch(memory, problem.placement)
-    for limit, whole in zip(memory.limit, held, strict=True):
-        most = rule.fresh * limit / whole if whole > 0 else math.inf
+    for limit, more, whole in zip(memory.limit, problem.beyond, held, strict=True):
+        most = rule.fresh * (limit - more) / whole if whole > 0 else math.inf
         yield m if most >= m else max(1, math.ceil(most - 1e-9))

@@ -6,16 +6,17 @@ input of its F and gradient of its B. Then, with n micro-batches between F and B
 
     1. F, if it is ready, fits, and n is below ``ahead`` or F ends before the next B;
        or ``early`` times even if it puts off a B;
-    2. else B, if it is ready;
+    2. else B, if it is ready and fits;
     3. else W, if it ends before the next F or B; or ends late by at most ``late`` of
        itself, and all late ends together by at most ``slack``; or, where rules are
        fair, if waiting would make this stage the one that has waited longest; or if F
-       lacks memory;
+       or B lacks memory;
     4. else sleep until an input arrives.
 
-No stage can be stuck if its limit holds one activation: with none in flight and no W
-left, F fits; else the micro-batch in flight comes back, for the stage below is not
-stuck either, and the last stage waits for none.
+F fits if its peak does, and if after it all that is in flight can come back: the W's,
+then each B with its W. So no stage can be stuck if its limit holds one micro-batch:
+with none in flight and no W left, F fits; else B fits as soon as the W's are done, and
+it comes, for the stage below is not stuck either, and the last stage waits for none.
 """
 
 import math
@@ -58,8 +59,8 @@ def list_schedule_line(line: Line, rules: Rules, *, cut: float = math.inf) -> Ru
     pass to pass is computed once per line. Choosing in a function costs 20 %.
     """
     p, m = line.n_stages, line.n_microbatches
-    f_time, b_time, w_time, m_b, m_w = line.f, line.b, line.w, line.m_b, line.m_w
-    most, works = line.room, line.works
+    f_time, b_time, w_time, works = line.f, line.b, line.w, line.works
+    f_room, b_room = line.forward_room, line.backward_room
     eps = _MARGIN * (max(works) / m)
     idle_left = [cut - work + eps for work in works]
     idle = [0.0] * p
@@ -88,7 +89,7 @@ def list_schedule_line(line: Line, rules: Rules, *, cut: float = math.inf) -> Ru
             next_f = arrivals[i] if i < len(arrivals) else math.inf
             arrivals = gradients[s]
             next_b = arrivals[j] if j < len(arrivals) else math.inf
-            room = (i - j) * m_b[s] + (j - k) * m_w[s] <= most[s]
+            room = j - k <= f_room[s][i - j]
             # Rules 1 to 3: F, else B, else W.
             f_ready = next_f <= t
             kind = -1
@@ -101,12 +102,12 @@ def list_schedule_line(line: Line, rules: Rules, *, cut: float = math.inf) -> Ru
             elif f_ready and room and early[s] > 0:
                 early[s] -= 1
                 kind = F
-            elif next_b <= t:
+            elif next_b <= t and j - k <= b_room[s][i - j]:
                 kind = B
             elif j > k:
                 horizon = next_b if f_ready or not room or next_b < next_f else next_f
                 over = t + w_time[s] - horizon
-                if over <= eps or (f_ready and not room):
+                if over <= eps or (f_ready and not room) or next_b <= t:
                     kind = W
                 elif over <= late[s] and over <= slack[s]:
                     slack[s] -= over

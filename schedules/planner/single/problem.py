@@ -36,8 +36,8 @@ _MARGIN = 1e-9  # relative, for sums of memory; a part of what `Schedule` tolera
 class Line:
     """Times, memory and limits, one entry per stage (``hop``: to the next stage).
 
-    On a stage that cannot split its backward, ``b`` is the time of both parts, and
-    ``w`` and ``m_w`` are 0.
+    Limits are above what is always there. On a stage that cannot split its backward,
+    ``b`` is the time of both parts, and ``w`` and ``m_w`` are 0.
     """
 
     n_microbatches: int
@@ -49,6 +49,9 @@ class Line:
     m_w: tuple[float, ...]
     limit: tuple[float, ...]
     splits: tuple[bool, ...]
+    peak_f: tuple[float, ...]
+    peak_b: tuple[float, ...]
+    peak_w: tuple[float, ...]
 
     @property
     def n_stages(self) -> int:
@@ -65,12 +68,55 @@ class Line:
         return [self.work(stage) for stage in range(self.n_stages)]
 
     @cached_property
-    def room(self) -> list[float]:
-        """Memory of each stage up to which one more F fits, rounding included."""
-        return [
-            limit * (1 + _MARGIN) - held
-            for limit, held in zip(self.limit, self.m_b, strict=True)
-        ]
+    def beyond(self) -> list[float]:
+        """Memory that one micro-batch needs on each stage beyond m_b."""
+        return [self._beyond(stage) for stage in range(self.n_stages)]
+
+    def _beyond(self, stage: int) -> float:
+        """Most above m_b inside the passes of a micro-batch that is alone."""
+        m_b = self.m_b[stage]
+        weight = self.m_w[stage] + self.peak_w[stage]
+        return max(self.peak_f[stage], m_b + self.peak_b[stage], weight) - m_b
+
+    @cached_property
+    def forward_room(self) -> list[list[int]]:
+        """Most W's pending, by micro-batches in flight, with which F may start.
+
+        -1: with none. F needs its peak; then the W's must be able to run, and then B
+        and W of all micro-batches in flight.
+        """
+        return [self._forward_room(stage) for stage in range(self.n_stages)]
+
+    def _forward_room(self, stage: int) -> list[int]:
+        m_b, m_w = self.m_b[stage], self.m_w[stage]
+        peak_w, most = self.peak_w[stage], self._most(stage)
+        room = _most_pending(m_b, m_w, self.n_microbatches, most - self.peak_f[stage])
+        if m_b + peak_w > self.peak_f[stage]:
+            after = _most_pending(m_b, m_w, self.n_microbatches, most - (m_b + peak_w))
+            room = [min(one, max(0, two)) for one, two in zip(room, after, strict=True)]
+        back = max(self.peak_b[stage], m_w - m_b + peak_w)
+        if back > 0:
+            for n in range(len(room)):
+                if (n + 1) * m_b > most - back:
+                    room[n:] = [-1] * (len(room) - n)
+                    break
+        return room
+
+    @cached_property
+    def backward_room(self) -> list[list[int]]:
+        """The same with which B may start: its peak fits, and a W after it."""
+        return [self._backward_room(stage) for stage in range(self.n_stages)]
+
+    def _backward_room(self, stage: int) -> list[int]:
+        m_b, m_w, m = self.m_b[stage], self.m_w[stage], self.n_microbatches
+        more = max(self.peak_b[stage], m_w - m_b + self.peak_w[stage])
+        if more <= 0:
+            return [m] * (m + 1)
+        room = _most_pending(m_b, m_w, m, self._most(stage) - more)
+        return [max(0, n) for n in room]
+
+    def _most(self, stage: int) -> float:
+        return self.limit[stage] * (1 + _MARGIN)
 
     def bound(self) -> float:
         """Lower bound of the largest span."""
@@ -82,6 +128,9 @@ class Line:
                 self.m_b,
                 self.m_w,
                 None if math.inf in self.limit else self.limit,
+                peak_f=self.peak_f,
+                peak_b=self.peak_b,
+                peak_w=self.peak_w,
             ),
         )
 
@@ -96,7 +145,7 @@ def line_of(
     """
     placement = Placement.single(n_stages)
     times = costs.on(placement)
-    held = memory.on(placement, times.splits)
+    held = memory.on(placement, times.splits).above_fixed()
     return Line(
         n_microbatches=n_microbatches,
         f=times.f,
@@ -107,7 +156,21 @@ def line_of(
         m_w=held.m_w,
         limit=held.limit,
         splits=times.splits,
+        peak_f=held.peak_f,
+        peak_b=held.peak_b,
+        peak_w=held.peak_w,
     )
+
+
+def _most_pending(m_b: float, m_w: float, m: int, most: float) -> list[int]:
+    """Most W's pending beside 0, ..., m micro-batches in flight; -1: not even none."""
+    room = []
+    pending = m
+    for n in range(m + 1):
+        while pending >= 0 and n * m_b + pending * m_w > most:
+            pending -= 1
+        room.append(pending)
+    return room
 
 
 def named(line: Line, kinds: Kinds) -> tuple[Order, ...]:
@@ -181,9 +244,10 @@ def time_orders(line: Line, kinds: Kinds) -> float:
 def _peak(line: Line, stage: int, row: bytearray) -> float:
     m_b, m_w = line.m_b[stage], line.m_w[stage]
     change = (m_b, m_w - m_b, -m_w)
+    inside = (line.peak_f[stage], line.peak_b[stage], line.peak_w[stage])
     held = peak = 0.0
     for kind in row:
+        if held + inside[kind] > peak:
+            peak = held + inside[kind]
         held += change[kind]
-        if held > peak:
-            peak = held
     return peak

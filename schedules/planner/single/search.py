@@ -91,8 +91,8 @@ def _search_lower(line: Line, found: Found, start: list[Kinds], budget: Budget) 
             return
         if quarters <= useless:
             continue
-        caps = zip(line.limit, line.m_b, strict=True)
-        limit = tuple(min(cap, quarters / 4 * held) for cap, held in caps)
+        caps = zip(line.limit, line.beyond, line.m_b, strict=True)
+        limit = tuple(min(cap, more + quarters / 4 * held) for cap, more, held in caps)
         lower = replace(line, limit=limit)
         if lower.bound() >= found.span * (1 - _MARGIN):
             useless = quarters
@@ -105,8 +105,10 @@ def _search_lower(line: Line, found: Found, start: list[Kinds], budget: Budget) 
 
 def _lower_limits(line: Line) -> list[int]:
     """List lower limits in quarters of M_B, from 1 M_B on, whole ones first."""
-    ratios = zip(line.limit, line.m_b, strict=True)
-    most = max(limit / held if held else math.inf for limit, held in ratios)
+    ratios = zip(line.limit, line.beyond, line.m_b, strict=True)
+    most = max(
+        (limit - more) / held if held else math.inf for limit, more, held in ratios
+    )
     below = math.ceil(4 * min(most, line.n_microbatches) * (1 - _MARGIN)) - 1
     return sorted(
         range(4, below + 1), key=lambda quarters: (quarters % 4 > 0, -quarters)

@@ -69,7 +69,8 @@ def seeds(line: Line) -> Iterator[Rules]:
     Below p M_B those of at most d forwards come first.
     """
     p, m = line.n_stages, line.n_microbatches
-    little = any(line.limit[stage] < p * line.m_b[stage] for stage in range(p))
+    held = zip(line.limit, line.beyond, line.m_b, strict=True)
+    little = any(limit - more < p * m_b for limit, more, m_b in held)
     rows = sorted(_ROWS, key=lambda row: little and row[0] * _SCALE[row[1]] > 1)
     work = max(line.work(stage) for stage in range(p))
     below = {"d": [float(p - stage) for stage in range(p)], "r": _returns(line)}

@@ -14,8 +14,9 @@ def rows(line: Line, ahead: int) -> list[str]:
 
 
 def line(n: int, b: tuple[float, float], w: tuple[float, float], m_w: float) -> Line:
-    ones, memory = (1.0, 1.0), (2.0, 2.0)
-    return Line(n, ones, b, w, (0.0,), ones, (m_w, m_w), memory, (True, True))
+    ones, memory, none = (1.0, 1.0), (2.0, 2.0), (0.0, 0.0)
+    splits, peaks = (True, True), (ones, none, none)
+    return Line(n, ones, b, w, (0.0,), ones, (m_w, m_w), memory, splits, *peaks)
 
 
 def test_a_w_goes_before_a_b_that_comes_soon_if_an_f_lacks_its_memory() -> None:

@@ -107,6 +107,7 @@ def line_of_problem(problem: PlacementProblem) -> Line:
         problem.n_microbatches,
         *(times.f, times.b, times.w, times.hops),
         *(held.m_b, held.m_w, held.limit, times.splits),
+        *(held.peak_f, held.peak_b, held.peak_w),
     )
 
 

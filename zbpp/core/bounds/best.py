@@ -5,6 +5,7 @@ from zbpp.core.bounds.bottleneck import bottleneck
 from zbpp.core.bounds.cycle import cycle
 from zbpp.core.bounds.fill import fill
 from zbpp.core.bounds.front_tail import front_tail
+from zbpp.core.bounds.relaxed import relaxed
 from zbpp.core.bounds.stage import stages as all_chunks
 from zbpp.core.bounds.turns import turns
 from zbpp.core.bounds.ways import Ways
@@ -66,6 +67,7 @@ def lower_bound_on(times: PassTimes, memory: ChunkMemory, n_microbatches: int) -
 def _all_bounds(
     times: PassTimes, memory: ChunkMemory, n_microbatches: int
 ) -> dict[str, float]:
+    memory = relaxed(memory, times.placement)
     ways = Ways(times, memory, n_microbatches)
     stages = range(times.placement.n_stages)
     views = list(all_chunks(times, memory, n_microbatches))

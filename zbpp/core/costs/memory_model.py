@@ -170,6 +170,19 @@ class ChunkMemory:
     peak_bw: tuple[float, ...]
     peak_o: tuple[float, ...]
 
+    def above_fixed(self) -> "ChunkMemory":
+        """The same with what is always there taken off the limits.
+
+        The rounding that a limit tolerates stays that of the whole limit.
+        """
+        if not any(self.fixed):
+            return self
+        limit = tuple(
+            max(0.0, limit - fixed) + _MARGIN * fixed
+            for limit, fixed in zip(self.limit, self.fixed, strict=True)
+        )
+        return replace(self, limit=limit, fixed=(0.0,) * len(limit))
+
     def change(self, kind: PassKind, chunk: int) -> float:
         """Memory that a pass leaves behind it: more than before, or less (< 0)."""
         match kind:
