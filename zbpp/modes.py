@@ -34,7 +34,7 @@ from zbpp.schedules import (
 )
 from zbpp.schedules.planner.request import ChunkPlanner, Planner, Request
 
-__all__ = ["MODES", "Mode", "canonical", "is_file", "plan"]
+__all__ = ["MODES", "Mode", "canonical", "is_auto", "is_file", "plan"]
 
 
 _UNIT = Costs()
@@ -186,6 +186,11 @@ def _planner(name: str, chunks_per_stage: int | None) -> Planner:
         )
     _at_least_one(name, "chunks_per_stage", chunks_per_stage)
     return partial(mode.chunked, chunks_per_stage=chunks_per_stage)
+
+
+def is_auto(mode: object) -> bool:
+    """True if a mode is any spelling of ``auto``."""
+    return isinstance(mode, str) and _plain(mode) == "auto"
 
 
 def is_file(mode: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
+from zbpp.modes import is_auto
 from zbpp.pipeline_reports import Reports
 from zbpp.pipeline_switch import Switching
 from zbpp.resolve import check_first_step, choose_schedule, choose_validation
@@ -37,6 +38,7 @@ from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
 from zbpp.runtime.partition import Model, count_layers, partition_layers
 from zbpp.runtime.stage import LossFn
 from zbpp.schedules import lower, lower_forward
+from zbpp.tuning.watch import Watch, make_watcher
 
 __all__ = ["Pipeline"]
 
@@ -77,6 +79,9 @@ class Pipeline(Switching, Reports):
         loss_scale: of fp16 gradients: a number, or a `LossScaler`.
         costs: times to plan for.
         memory: memory to plan for.
+        watch: when to plan again from what steps take, with the same placement and
+            split, so with the same results; None or True: for ``"auto"`` after the
+            first steps, and later when costs have drifted; False: never.
         device: where the layers live; None: this process's GPU, else the CPU.
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
         seed: seeds dropout by step, layer and micro-batch, alike in all modes.
@@ -112,6 +117,7 @@ class Pipeline(Switching, Reports):
         loss_scale: LossScaler | float | None = None,
         costs: Costs | None = None,
         memory: MemoryModel | None = None,
+        watch: Watch | bool | None = None,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
         seed: int | None = None,
@@ -173,6 +179,9 @@ class Pipeline(Switching, Reports):
             self.optimizers,
             self._lifecycle.synchronize,
         )
+        self._watcher = make_watcher(
+            watch, is_auto(schedule), self.schedule, costs, memory or MemoryModel()
+        )
         text = schedule_text(self.schedule)
         asked = (self.split, rules, autocast, seed, first_step, exact_sums)
         check_agreement(self._executors, (text, *asked))
@@ -203,6 +212,9 @@ class Pipeline(Switching, Reports):
         self._n_steps += 1
         result = next(iter(self._executors.values())).optimizer.result
         assert result is not None
+        if self._watcher is not None:
+            with calls.failures_told(self._executors):
+                self._watcher.after_step(self)
         return result
 
     def synchronize(self) -> None:

@@ -84,10 +84,13 @@ class Reports:
         Raises:
             RequestError: there was no step yet.
         """
-        return self._timelines(1)[-1]
+        return self.timelines(1)[-1]
 
-    def _timelines(self, n: int) -> list[Timeline]:
-        """The last steps, as far as they are kept."""
+    def timelines(self, n: int) -> list[Timeline]:
+        """The last steps, oldest first, as far as they are kept: 10 or fewer.
+
+        As `timeline`; steps before a `switch` are not to be asked for.
+        """
         found = calls.gather_timelines(self._executors, self.schedule, n)
         if not found:
             raise RequestError("nothing is measured yet; call pipeline.step() first")

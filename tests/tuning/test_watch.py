@@ -1,0 +1,162 @@
+"""A pipeline is planned again from what its steps take, when that pays."""
+
+import logging
+import time
+
+import pytest
+import torch
+from pool import Pool
+from small_model import assert_same, batch, build, make_pipeline
+from torch import Tensor, nn
+
+from zbpp.core import Costs, MemoryModel, PassKind, RequestError, Schedule, Timeline
+from zbpp.modes import plan
+from zbpp.simulator import simulate, span
+from zbpp.tuning.watch import Watch, Watcher, drift, replan
+
+EVEN = Costs(f=1e-3, b=1e-3, w=1e-3)
+SKEWED = Costs(f=(1e-3, 2e-3, 1e-3, 1e-3), b=1e-3, w=(2e-3, 0.3e-3, 1e-3, 1e-3))
+PLAN = plan("ZBH1", n_stages=4, n_microbatches=8)
+
+
+class Steps:
+    """A pipeline whose steps take what the costs say, in seconds."""
+
+    rank = 0
+
+    def __init__(self, costs: Costs, schedule: Schedule = PLAN) -> None:
+        self.costs, self.schedule = costs, schedule
+        self.switches = 0
+
+    def timelines(self, n: int) -> list[Timeline]:
+        return [simulate(self.schedule, self.costs)] * n
+
+    def gather(self, thing: object) -> list[object]:
+        return [thing]
+
+    def switch(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.switches += 1
+
+
+def run(watch: Watch, planned: Costs | None, *phases: tuple[Costs, int]) -> list[int]:
+    """Switches so far after each phase of steps."""
+    steps = Steps(phases[0][0])
+    watcher = Watcher(watch, planned, MemoryModel(limit=8.0))
+    switches = []
+    for costs, n_steps in phases:
+        steps.costs = costs
+        for _ in range(n_steps):
+            watcher.after_step(steps)
+        switches.append(steps.switches)
+    return switches
+
+
+def test_the_first_window_is_planned_for_and_later_ones_only_after_a_drift() -> None:
+    watch = Watch(first=4, every=10)
+    assert run(watch, None, (SKEWED, 3), (SKEWED, 1), (SKEWED, 50)) == [0, 1, 1]
+    assert run(watch, EVEN, (EVEN, 20), (SKEWED, 10)) == [0, 1]
+
+
+def test_a_machine_that_slows_down_as_a_whole_has_not_drifted() -> None:
+    slower = Costs(f=3.0, b=3.0, w=3.0)
+    assert drift(EVEN, slower, PLAN) == pytest.approx(0.0, abs=1e-12)
+    assert drift(EVEN, SKEWED, PLAN) > 0.1
+    assert run(Watch(first=4, every=10), EVEN, (slower, 60)) == [0]
+
+
+def test_a_gain_that_is_too_small_is_left_alone() -> None:
+    found = replan(PLAN, SKEWED, MemoryModel(limit=8.0), effort="fast")
+    assert 0 < found.gain < 1
+    watch = Watch(first=4, least_gain=found.gain * 1.01)
+    assert run(watch, None, (SKEWED, 4)) == [0]
+
+
+def test_the_new_order_is_as_short_as_is_said_and_keeps_the_limit() -> None:
+    memory = MemoryModel(limit=3.0)
+    found = replan(PLAN, SKEWED, memory, effort="fast")
+    assert span(simulate(found.schedule, SKEWED)) == pytest.approx(found.then)
+    assert found.schedule.placement == PLAN.placement
+    with pytest.raises(RequestError):
+        replan(PLAN, SKEWED, MemoryModel(limit=0.5), effort="fast")
+
+
+def test_a_limit_that_nothing_fits_leaves_the_schedule_as_it_is(caplog) -> None:
+    steps = Steps(SKEWED)
+    watcher = Watcher(Watch(first=4), None, MemoryModel(limit=0.5))
+    with caplog.at_level(logging.WARNING, "zbpp"):
+        for _ in range(4):
+            watcher.after_step(steps)
+    assert steps.switches == 0 and "the schedule stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"window": 0},
+        {"window": 11, "first": 20},
+        {"window": 5, "first": 4},
+        {"every": 3},
+    ],
+)
+def test_windows_must_fit(wrong: dict[str, int]) -> None:
+    with pytest.raises(RequestError, match="must be"):
+        Watch(**wrong)
+
+
+class Slow(nn.Module):
+    """A layer whose forward takes 4 ms."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(4e-3)
+        return self.inner(x)
+
+
+def one_slow(layers: range) -> list[nn.Module]:
+    return [
+        Slow(layer) if index == 6 else layer
+        for index, layer in zip(layers, build(layers), strict=True)
+    ]
+
+
+def train(n_stages: int | None, **settings: object) -> tuple[bool, dict[str, Tensor]]:
+    """True if the schedule was switched; the parameters after 8 steps."""
+    pipeline = make_pipeline(
+        "auto", n_stages, model=one_slow, clip_grad_norm=0.3, **settings
+    )
+    first = pipeline.schedule
+    for step in range(8):
+        pipeline.step(*batch(step))
+    parameters = {n: p.detach().clone() for n, p in pipeline.named_parameters()}
+    switched = pipeline.schedule is not first
+    assert pipeline.schedule.placement == first.placement
+    assert not pipeline.schedule.runs(PassKind.BW)
+    pipeline.close()
+    return switched, parameters
+
+
+QUICK = Watch(first=3, window=2, least_gain=-1.0)  # takes whatever is planned
+
+
+def test_a_run_ends_with_the_bits_of_one_that_is_not_watched() -> None:
+    switched, parameters = train(4, watch=QUICK)
+    assert switched
+    unwatched = train(4, watch=False)
+    assert not unwatched[0]
+    assert_same(parameters, unwatched[1])
+
+
+@pytest.mark.dist
+def test_in_two_processes(pool: Pool) -> None:
+    ranks = pool.run(train_quickly, 2)
+    assert all(switched for switched, _ in ranks)
+    assert_same(ranks[0][1] | ranks[1][1], train(1)[1])
+
+
+def train_quickly() -> tuple[bool, dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    return train(None, watch=QUICK)

@@ -1,0 +1,246 @@
+"""Plan again from what steps take: after the first ones, and when costs have drifted.
+
+    step      0 1 2 3 4 5 6 7 8 ...            ... 54
+    window          |-------|                     |-------|
+                            | plan, switch                | drifted? plan, switch
+
+A window is the last steps; the executors keep their times, so watching costs nothing
+but a gather at its end. Rank 0 plans while the others wait, and the schedule travels as
+text. It has the same placement and split: the bits of a run stay what they were.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from zbpp.auto import best_of, plan_on
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    PassKind,
+    RequestError,
+    Schedule,
+    Timeline,
+    longest_span,
+    parse_schedule,
+    replay,
+    schedule_text,
+)
+from zbpp.core.measured import measured_costs
+
+__all__ = [
+    "Replanned",
+    "Watch",
+    "Watched",
+    "Watcher",
+    "drift",
+    "make_watcher",
+    "replan",
+]
+
+_log = logging.getLogger("zbpp")
+_KINDS = (PassKind.F, PassKind.B, PassKind.W)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The steps after which costs are looked at, and what is done about them.
+
+    Args:
+        first: steps before the first plan, a warm-up included; of them the last
+            ``window`` count.
+        every: steps between later looks; None: there are none.
+        window: steps that are measured; at most 10.
+        tolerance: share of the work by which costs may differ before they are planned
+            for again.
+        least_gain: share of the step that another schedule must gain.
+        effort: of the plans.
+    """
+
+    first: int = 6
+    every: int | None = 50
+    window: int = 4
+    tolerance: float = 0.1
+    least_gain: float = 0.02
+    effort: str = "fast"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.window <= min(10, self.first):
+            raise RequestError(
+                f"window is {self.window}; it must be from 1 to 10, and at most first "
+                f"({self.first})"
+            )
+        if self.every is not None and self.every < self.window:
+            raise RequestError(
+                f"every is {self.every}; it must be at least the window {self.window}"
+            )
+
+    def looks_after(self, n_steps: int) -> bool:
+        """True if a window ends with this step, counted from 1 since the start."""
+        if n_steps < self.first:
+            return False
+        later = n_steps - self.first
+        return later == 0 or (self.every is not None and later % self.every == 0)
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A schedule for measured costs, and the spans of it and of the present one."""
+
+    schedule: Schedule
+    now: float
+    then: float
+
+    @property
+    def gain(self) -> float:
+        """Share of the present span."""
+        return 1 - self.then / self.now if self.now > 0 else 0.0
+
+
+def drift(planned: Costs, measured: Costs, schedule: Schedule) -> float:
+    """Share of the work that is elsewhere than planned, 0 to 1.
+
+    A machine that is slower as a whole drifts nowhere: the best order is the same.
+    """
+    shares = []
+    for costs in (planned, measured):
+        times = costs.on(schedule.placement)
+        parts = [
+            times.of_pass(kind, chunk)
+            for kind in _KINDS
+            for chunk in range(schedule.placement.n_chunks)
+        ]
+        total = sum(parts)
+        shares.append([part / total if total > 0 else 0.0 for part in parts])
+    return sum(abs(a - b) for a, b in zip(*shares, strict=True)) / 2
+
+
+def replan(
+    schedule: Schedule, costs: Costs, memory: MemoryModel, *, effort: str
+) -> Replanned:
+    """Plan the order of a schedule again, for other costs.
+
+    Raises:
+        RequestError: nothing fits the memory limit.
+    """
+    placement, m = schedule.placement, schedule.n_microbatches
+    times = costs.on(placement)
+    best = best_of(
+        plan_on(
+            placement,
+            n_stages=placement.n_stages,
+            n_microbatches=m,
+            costs=costs,
+            memory=memory,
+            effort=effort,
+        )
+    )
+    now = longest_span(replay(schedule.orders, times, n_microbatches=m))
+    found = Schedule(
+        best.plan.name,
+        placement,
+        m,
+        best.plan.orders,
+        split=schedule.split,
+        recompute=schedule.recompute,
+    )
+    return Replanned(found, now, best.span)
+
+
+def make_watcher(
+    wanted: Watch | bool | None,
+    is_auto: bool,
+    schedule: Schedule,
+    costs: Costs | None,
+    memory: MemoryModel,
+) -> "Watcher | None":
+    """Make the watcher of a pipeline, if it is to have one.
+
+    Args:
+        wanted: by the caller; None: as for the mode.
+        is_auto: the mode is ``auto``.
+        schedule: that is run first.
+        costs: that it was planned for; None: for none that were measured.
+        memory: with the limit that plans keep.
+    """
+    if wanted is None:
+        wanted = is_auto
+    if wanted is False or schedule.n_stages == 1:
+        return None
+    return Watcher(Watch() if wanted is True else wanted, costs, memory)
+
+
+class Watched(Protocol):
+    """The part of `zbpp.Pipeline` that is watched."""
+
+    schedule: Schedule
+    rank: int
+
+    def timelines(self, n: int) -> list[Timeline]:
+        """Times of the last steps."""
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Give every process the things of all."""
+
+    def switch(self, schedule: Schedule) -> None:
+        """Go on under another schedule."""
+
+
+class Watcher:
+    """Watches one pipeline; `after_step` is called by all its processes.
+
+    Args:
+        watch: when, and what for.
+        planned: costs of the present plan; None: it was made without any.
+        memory: with the limit that plans keep.
+    """
+
+    def __init__(
+        self, watch: Watch, planned: Costs | None, memory: MemoryModel
+    ) -> None:
+        self._watch = watch
+        self._planned = planned
+        self._memory = memory
+        self._n_steps = 0
+
+    def after_step(self, pipeline: Watched) -> None:
+        """Look at the last window if one ends here; switch if that pays."""
+        self._n_steps += 1
+        if not self._watch.looks_after(self._n_steps):
+            return
+        schedule = pipeline.schedule
+        if schedule.runs(PassKind.BW):  # B and W cannot be told apart
+            return
+        timelines = pipeline.timelines(self._watch.window)
+        text: str | None = None
+        if pipeline.rank == 0:
+            self._planned, found = self._look(schedule, timelines)
+            if found is not None:
+                text = schedule_text(found.schedule)
+                _log.info(
+                    "auto: after step %d the order of %s replaces that of %s; span "
+                    "%.4g ms, was %.4g (%.1f %% shorter)",
+                    self._n_steps, found.schedule.name, schedule.name, found.then,
+                    found.now, 100 * found.gain,
+                )  # fmt: skip
+        text = pipeline.gather(text)[0]
+        if text is not None:
+            pipeline.switch(parse_schedule(text))
+
+    def _look(
+        self, schedule: Schedule, timelines: list[Timeline]
+    ) -> tuple[Costs, Replanned | None]:
+        """Costs to compare with from now on, and a schedule that gains enough."""
+        measured = measured_costs(timelines)
+        planned = self._planned
+        if planned is not None:
+            away = drift(planned, measured, schedule)
+            if away <= self._watch.tolerance:
+                return planned, None
+            _log.info("auto: %.0f %% of the work is elsewhere than planned", 100 * away)
+        try:
+            found = replan(schedule, measured, self._memory, effort=self._watch.effort)
+        except RequestError as error:
+            _log.warning("auto: the schedule stays as it is: %s", error)
+            return measured, None
+        return measured, found if found.gain >= self._watch.least_gain else None
