@@ -102,7 +102,7 @@ def drift(planned: Costs, measured: Costs, schedule: Schedule) -> float:
 
     A machine that is slower as a whole drifts nowhere: the best order is the same.
     """
-    shares = []
+    shares: list[list[float]] = []
     for costs in (planned, measured):
         times = costs.on(schedule.placement)
         parts = [
@@ -112,7 +112,8 @@ def drift(planned: Costs, measured: Costs, schedule: Schedule) -> float:
         ]
         total = sum(parts)
         shares.append([part / total if total > 0 else 0.0 for part in parts])
-    return sum(abs(a - b) for a, b in zip(*shares, strict=True)) / 2
+    before, now = shares
+    return sum(abs(a - b) for a, b in zip(before, now, strict=True)) / 2
 
 
 def replan(
