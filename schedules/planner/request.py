@@ -102,9 +102,11 @@ def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | Non
     None if all are numbers (a list of links says nothing), or if the longest list has
     no whole number of entries a stage: then the planner names the length that it needs.
     """
-    values = [costs.f, costs.b, costs.w, costs.optimizer, memory.m_b, memory.m_w]
-    values += [memory.m_fixed, memory.peak_f, memory.peak_b, memory.peak_w]
-    values += [memory.peak_bw, memory.peak_o, memory.m_r]
+    values: list[float | tuple[float, ...] | None]
+    values = [costs.f, costs.b, costs.w, costs.optimizer]
+    values += [memory.m_b, memory.m_w, memory.m_fixed]
+    values += [memory.peak_f, memory.peak_b, memory.peak_w, memory.peak_bw]
+    values += [memory.peak_o, memory.m_r]
     lengths = [len(value) for value in values if isinstance(value, tuple)]
     if isinstance(costs.comm, tuple) and len(costs.comm) > n_stages:
         lengths.append(len(costs.comm) + 1)  # one entry per edge
