@@ -26,6 +26,10 @@ LAYERS = {
         *("numpy", "networkx", "matplotlib"),
     },
     "zbpp.runtime": {"zbpp.runtime", "zbpp.core", "torch"},
+    "zbpp.memory": {
+        *("zbpp.memory", "zbpp.runtime", "zbpp.schedules", "zbpp.core", "torch"),
+        *("zbpp.modes", "zbpp.resolve"),
+    },
 }
 """What a layer may import beside the standard library."""
 
@@ -55,7 +59,7 @@ ONLY_IN = {
     "torch": {
         *("zbpp.runtime", "zbpp.emulation", "zbpp.training"),
         *("zbpp.pipeline", "zbpp.pipeline_reports", "zbpp.cli.doctor"),
-        "zbpp.cli.split_report",
+        *("zbpp.cli.split_report", "zbpp.memory"),
     },
     "ortools": {"zbpp.schedules.planner.solver"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.boxes"},

@@ -29,9 +29,10 @@ class Product(NamedTuple):
     def defer(self, dy: Tensor) -> "DeferredWeightGrad":
         """Return the work for W.
 
-        Called before the node runs, which frees what is read here.
+        Called before the node runs, which frees what is read here. An operand is cut
+        off its graph, which leads to the chunk's input and would keep it until W.
         """
-        saved = [getattr(self.node, f"_saved_{name}") for name in self.reads]
+        saved = [getattr(self.node, f"_saved_{name}").detach() for name in self.reads]
         gradients = self.rule.prepare(self.node, self.operands, *saved)
         kept = (dy, saved[0])  # a convolution's weight, if read, gives its shape only
         versions = [_version(tensor) for tensor in kept]

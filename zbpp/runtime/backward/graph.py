@@ -26,6 +26,7 @@ from zbpp.runtime.backward.weight_rules import RULES, Rule
 from zbpp.runtime.support.torch_internals import (
     can_read_saved,
     has_saved,
+    is_fake,
     is_multi_grad_hook,
 )
 
@@ -51,7 +52,7 @@ def end_of(tensor: Tensor) -> End:
     Subclasses and nested tensors, which torch does not describe by their edge alone,
     stand for themselves.
     """
-    is_plain = type(tensor) in _KNOWN and not tensor.is_nested
+    is_plain = (type(tensor) in _KNOWN or is_fake(tensor)) and not tensor.is_nested
     return get_gradient_edge(tensor) if is_plain else tensor
 
 
@@ -243,7 +244,7 @@ def _leaf_above(
     why = None
     if count > 1:
         why = f"used {count} times"
-    elif type(leaf) not in _KNOWN and not is_dtensor(leaf):
+    elif not (type(leaf) in _KNOWN or is_dtensor(leaf) or is_fake(leaf)):
         why = f"a {type(leaf).__name__}"
     elif leaf.layout is not torch.strided:
         why = f"its layout is {leaf.layout}"

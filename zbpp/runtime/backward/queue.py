@@ -43,9 +43,12 @@ class WeightQueue:
         return len(self._work)
 
     def held_bytes(self) -> int:
-        """Memory of all operands that wait for W; what shares memory counts once."""
+        """Memory of all operands that wait for W; what shares memory counts once.
+
+        Told by their storages: fake tensors have no address.
+        """
         storages = {
-            storage.data_ptr(): storage.nbytes()
+            storage._cdata: storage.nbytes()
             for *_, kept in self._work
             for tensor in kept
             for storage in (part.untyped_storage() for part in _parts(tensor))

@@ -33,6 +33,7 @@ __all__ = [
     "has_saved",
     "has_step_hooks",
     "hooks_made",
+    "is_fake",
     "is_in_ddp",
     "is_multi_grad_hook",
     "mark_called",
@@ -104,6 +105,16 @@ def can_read_saved(node: Any, name: str) -> bool:
         holder.handles = _Handles(handles)
         return True
     return type(handles) is _Handles
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True for a `FakeTensor`, which has sizes and no data, parameters included.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, no tensor is one: their weight
+    gradients then count to B, and estimates of memory are off.
+    """
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and type(tensor) is getattr(module, "FakeTensor", None)
 
 
 def hooks_made() -> int | None:

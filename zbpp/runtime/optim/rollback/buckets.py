@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.optim.rollback.copies import State
+from zbpp.runtime.support.torch_internals import is_fake
 
 __all__ = [
     "ROW",
@@ -128,7 +129,7 @@ def _can_cut(optimizer: torch.optim.Optimizer, whole: Piece) -> bool:
     state = optimizer.state.get(parameter, {})
     return (
         treats_numbers_apart(optimizer)
-        and type(parameter) in (Tensor, nn.Parameter)
+        and (type(parameter) in (Tensor, nn.Parameter) or is_fake(parameter))
         and not parameter.is_complex()
         and bool(state)
         and all(_is_flat(t, parameter) for t in (parameter, gradient))

@@ -1,0 +1,152 @@
+"""Models and batches without data: tensors that have sizes, dtypes and devices only.
+
+torch's `FakeTensorMode` runs the shape functions of its operators, for the kernels of
+one device. The meta device would choose others, for attention and under autocast.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+
+from zbpp.core import RequestError
+from zbpp.runtime.partition import Model, count_layers
+from zbpp.runtime.support.pytree import map_tensors, tensors_in
+
+__all__ = ["FakeModel", "check_device", "fake_mode", "fake_model", "resized"]
+
+
+class FakeModel:
+    """All layers of a model and one micro-batch, as fake tensors of one mode.
+
+    Args:
+        mode: of the tensors; enter it to compute with them.
+        layers: of the whole model, in order.
+        inputs: of the first layer.
+        targets: of the loss; None if the last layer puts it out.
+    """
+
+    def __init__(
+        self, mode: FakeTensorMode, layers: list[nn.Module], inputs: Any, targets: Any
+    ) -> None:
+        self.mode = mode
+        self.layers = layers
+        self.inputs = inputs
+        self.targets = targets
+
+    def of_size(self, samples: int | None) -> "FakeModel":
+        """The same model with another number of samples in the micro-batch."""
+        if samples is None:
+            return self
+        old = _samples(self.inputs)
+        with self.mode:
+            inputs, targets = (
+                resized(part, old, samples) for part in (self.inputs, self.targets)
+            )
+        return FakeModel(self.mode, self.layers, inputs, targets)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the micro-batch."""
+        return _samples(self.inputs)
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device whose operators this torch does not know.
+
+    Raises:
+        RequestError: GPUs, and torch is built without CUDA.
+    """
+    if device.type == "cuda" and torch.version.cuda is None:
+        raise RequestError(
+            "torch is built without CUDA, so it does not know what its kernels take; "
+            "estimate with --device cpu, or on a CUDA build (it needs no GPU)"
+        )
+
+
+def fake_mode() -> FakeTensorMode:
+    """A new mode; real tensors that a model has made are taken as they are."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_model(
+    model: Model,
+    inputs: Any,
+    targets: Any,
+    *,
+    n_layers: int | None = None,
+    device: torch.device,
+) -> FakeModel:
+    """Copy a model and a micro-batch without their data; they stay as they are.
+
+    A builder is called for all layers at once, and makes none of its weights. A model
+    whose parameters are fake already is taken itself.
+
+    Raises:
+        RequestError: there are no layers to take.
+    """
+    check_device(device)
+    n_layers = count_layers(model, n_layers)
+    built: Sequence[nn.Module] | None = None
+    if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
+        built = list(model)
+    parts = [*tensors_in((inputs, targets)), *_tensors_of(built or [])]
+    fakes = [tensor for tensor in parts if isinstance(tensor, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else fake_mode()
+    if built is None:
+        with mode, torch.device(device):
+            built = list(model(range(n_layers)))  # type: ignore[operator]
+    with torch.no_grad():
+        if any(not isinstance(t, FakeTensor) for t in _tensors_of(built)):
+            with FakeCopyMode(mode):
+                built = list(copy.deepcopy(nn.ModuleList(built)))
+        layers = [_moved(layer, device, mode) for layer in built]
+
+    def fake(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, FakeTensor):
+            tensor = mode.from_tensor(tensor)
+        with mode:
+            return tensor.to(device)
+
+    return FakeModel(
+        mode, layers, map_tensors(inputs, fake), map_tensors(targets, fake)
+    )
+
+
+def resized(thing: Any, old: int, new: int) -> Any:
+    """Tensors of ``old`` samples as ones of ``new``; others stay."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != old:
+            return tensor
+        return tensor.new_empty((new, *tensor.shape[1:]))
+
+    return map_tensors(thing, resize)
+
+
+def _samples(inputs: Any) -> int:
+    for tensor in tensors_in(inputs):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    return 1
+
+
+def _tensors_of(layers: Sequence[nn.Module]) -> list[Tensor]:
+    return [
+        tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())
+    ]
+
+
+def _moved(layer: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
+    if any(t.device.type != device.type for t in _tensors_of([layer])):
+        before = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            with mode:
+                layer.to(device)
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(before)
+    return layer

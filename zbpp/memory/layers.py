@@ -1,0 +1,135 @@
+"""Memory of each layer of a model, for planners: `zbpp.core.LayerCosts` in bytes."""
+
+from typing import Any
+
+import torch
+
+from zbpp.core import LayerCosts
+from zbpp.memory.fake import fake_model
+from zbpp.memory.model import ModelMemory, default_optimizer
+from zbpp.memory.trace import TraceOptions
+from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.partition import Model
+from zbpp.runtime.stage import LossFn
+
+__all__ = ["costs_of_layers", "layer_memory", "model_memory"]
+
+
+def model_memory(
+    model: Model,
+    batch: tuple[Any, Any],
+    loss_fn: LossFn | None = None,
+    *,
+    n_layers: int | None = None,
+    microbatch_size: int | None = None,
+    device: torch.device | str = "cpu",
+    autocast: torch.dtype | None = None,
+    exact_sums: bool = True,
+) -> ModelMemory:
+    """Trace the layers of a model on fake tensors; `layer_memory` explains the rest."""
+    inputs, targets = batch
+    device = torch.device(device)
+    fake = fake_model(
+        model,
+        inputs,
+        None if loss_fn is None else targets,
+        n_layers=n_layers,
+        device=device,
+    ).of_size(microbatch_size)
+    return ModelMemory(fake, TraceOptions(device, loss_fn, autocast, exact_sums))
+
+
+def layer_memory(
+    model: Model,
+    batch: tuple[Any, Any],
+    loss_fn: LossFn | None = None,
+    *,
+    optimizer: MakeOptimizer | None = default_optimizer,
+    n_layers: int | None = None,
+    microbatch_size: int | None = None,
+    post_validation: bool = True,
+    rollback: str = "auto",
+    device: torch.device | str = "cpu",
+    autocast: torch.dtype | None = None,
+    exact_sums: bool = True,
+) -> LayerCosts:
+    """Bytes of every layer; its times are left at their defaults.
+
+    No weight is allocated and no kernel runs: real tensors are copied as fake ones, a
+    builder makes fake ones. Equal layers are traced once.
+
+    Args:
+        model: as `zbpp.Pipeline` takes it.
+        batch: inputs and targets of one micro-batch.
+        loss_fn: the mean over a micro-batch; None: the last layer puts it out.
+        optimizer: as `zbpp.Pipeline` takes it; None: there is none.
+        n_layers: of a builder.
+        microbatch_size: samples of a micro-batch, if not those of the batch.
+        post_validation: count the copy that steps are rolled back with.
+        rollback: way of post-validation, as in `zbpp.Pipeline`.
+        device: whose kernels are taken; GPUs need a CUDA build, and no GPU.
+        autocast: compute dtype of the forward.
+        exact_sums: as in `zbpp.Pipeline`.
+
+    Raises:
+        RequestError: the model has no layers, or decides by its data.
+    """
+    memory = model_memory(
+        model,
+        batch,
+        loss_fn,
+        n_layers=n_layers,
+        microbatch_size=microbatch_size,
+        device=device,
+        autocast=autocast,
+        exact_sums=exact_sums,
+    )
+    return costs_of_layers(
+        memory, optimizer, post_validation=post_validation, rollback=rollback
+    )
+
+
+def costs_of_layers(
+    memory: ModelMemory,
+    optimizer: MakeOptimizer | None,
+    *,
+    post_validation: bool = True,
+    rollback: str = "auto",
+) -> LayerCosts:
+    """`layer_memory` of a model that is traced already."""
+    whole, again = memory.whole.layers, memory.recomputed().layers
+    m_b = [max(0, layer.f.left) for layer in whole]
+    m_w = [max(0, layer.f.left + layer.b.left) for layer in whole]
+    fixed, peak_o = [], []
+    seen: set[Any] = set()
+    for i in range(memory.n_layers):
+        own = [p for p in memory.parameters([i]) if p not in seen]
+        gradients = memory.gradients([i])
+        step = memory.optimizer([i], optimizer, rollback)
+        fixed.append(
+            memory.bytes_of([*own, *memory.buffers([i])])
+            + sum(gradients[p] for p in own if p in gradients)
+            + (step.state + step.rollback * post_validation if own else 0)
+            + max(0, whole[i].first_f.left - whole[i].f.left)
+        )
+        peak_o.append(step.speculative_peak if post_validation else step.peak)
+        seen.update(own)
+    return LayerCosts(
+        n_layers=memory.n_layers,
+        m_b=_floats(m_b),
+        m_w=_floats(m_w),
+        m_fixed=_floats(fixed),
+        peak_f=_floats([layer.f.peak for layer in whole]),
+        peak_b=_floats([max(0, layer.b.peak) for layer in whole]),
+        peak_w=_floats([max(0, layer.w.peak) for layer in whole]),
+        peak_o=_floats(peak_o),
+        m_r=_floats([max(0, layer.f.left) for layer in again]),
+        peak_r=_floats([max(0, layer.f.peak) for layer in again]),
+        message=_floats([memory.message(i) for i in range(1, memory.n_layers)])
+        if memory.n_layers > 1
+        else 0.0,
+    )
+
+
+def _floats(values: list[int]) -> tuple[float, ...]:
+    return tuple(map(float, values))

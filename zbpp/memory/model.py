@@ -1,0 +1,178 @@
+"""A model whose layers are traced once each, and the chunks that it can be cut into."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from zbpp.core import RequestError
+from zbpp.memory.alike import classes_of, shortened
+from zbpp.memory.fake import FakeModel
+from zbpp.memory.optimizer import OptimizerMemory, optimizer_memory
+from zbpp.memory.passes import ChunkPasses
+from zbpp.memory.recorder import Spec
+from zbpp.memory.trace import (
+    Ends,
+    Traced,
+    TraceOptions,
+    granularity_of,
+    trace_chunk,
+)
+from zbpp.memory.tracker import storages_of
+from zbpp.runtime.microbatches import as_tensors
+from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+
+__all__ = ["ModelMemory"]
+
+
+class ModelMemory:
+    """Bytes of the layers of a model, and of chunks of it.
+
+    Args:
+        fake: the model and one micro-batch.
+        options: of the stages.
+
+    Raises:
+        RequestError: a layer decides by its data, which fake tensors do not have.
+    """
+
+    def __init__(self, fake: FakeModel, options: TraceOptions) -> None:
+        self.fake = fake
+        self.options = options
+        self.granularity = granularity_of(options.device)
+        self._classes = classes_of(fake.layers)
+        self._chunks: dict[Any, Traced] = {}
+        self._optimizers: dict[Any, OptimizerMemory] = {}
+        traced, stands = self._trace(range(len(fake.layers)))
+        self.whole = traced.passes.repeated(stands)
+        """All layers as one chunk."""
+        self._specs = [traced.specs[place] for place in stands]
+        self._gradients = self._gradients_of(traced, stands)
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.fake.layers)
+
+    def chunk(self, own: range) -> ChunkPasses:
+        """The passes of consecutive layers as one chunk."""
+        traced, stands = self._trace(own)
+        return traced.passes.repeated(stands)
+
+    def parameters(self, layers: Sequence[int]) -> list[nn.Parameter]:
+        """Of some layers, each once."""
+        found = (p for i in layers for p in self.fake.layers[i].parameters())
+        return list(dict.fromkeys(found))
+
+    def gradients(self, layers: Sequence[int]) -> dict[nn.Parameter, int]:
+        """Bytes of the gradients that parameters of some layers get."""
+        return {
+            p: self._gradients[p]
+            for p in self.parameters(layers)
+            if p in self._gradients
+        }
+
+    def buffers(self, layers: Sequence[int]) -> list[Tensor]:
+        """Of some layers, each once."""
+        found = (b for i in layers for b in self.fake.layers[i].buffers())
+        return list(dict.fromkeys(found))
+
+    def bytes_of(self, tensors: Sequence[Tensor]) -> int:
+        """What tensors take; what shares memory counts once."""
+        sizes = {s._cdata: s.nbytes() for t in tensors for s in storages_of(t)}
+        g = self.granularity
+        return sum(-(-size // g) * g for size in sizes.values())
+
+    def optimizer(
+        self, layers: Sequence[int], make: MakeOptimizer | None, rollback: str
+    ) -> OptimizerMemory:
+        """Memory of the optimizer of a stage with these layers."""
+        key = (tuple(self._classes[i] for i in layers), rollback)
+        if key not in self._optimizers:
+            self._optimizers[key] = optimizer_memory(
+                self.fake.mode,
+                self.parameters(layers),
+                self.gradients(layers),
+                make,
+                rollback=rollback,
+                granularity=self.granularity,
+            )
+        return self._optimizers[key]
+
+    def message(self, layer: int) -> int:
+        """Bytes of what a layer reads from the one before."""
+        return sum(self._size(spec) for spec in as_tensors(self._specs[layer]))
+
+    def recomputed(self) -> ChunkPasses:
+        """All layers as one chunk, every one of them recomputed in B."""
+        traced, stands = self._trace(range(self.n_layers), recomputed=True)
+        return traced.passes.repeated(stands)
+
+    def _size(self, spec: Any) -> int:
+        g = self.granularity
+        return -(-spec.n_bytes // g) * g if isinstance(spec, Spec) else 0
+
+    def _trace(
+        self, own: range, *, recomputed: bool = False
+    ) -> tuple[Traced, list[int]]:
+        classes = tuple(self._classes[i] for i in own)
+        kept, stands = shortened(classes)
+        is_last = own.stop == self.n_layers
+        key = (tuple(classes[i] for i in kept), own.start == 0, is_last, recomputed)
+        if key not in self._chunks:
+            layers = [self.fake.layers[own[i]] for i in kept]
+            self._chunks[key] = self._run(layers, self._ends(own, is_last), recomputed)
+        return self._chunks[key], stands
+
+    def _ends(self, own: range, is_last: bool) -> Ends:
+        targets = self.fake.targets if is_last else None
+        if own.start == 0:
+            return Ends(self.fake.inputs, None, targets, is_last)
+        sent: Any = as_tensors(self._specs[own.start])
+        if not all(isinstance(spec, Spec) for spec in sent):
+            raise RequestError(
+                f"layer {own.start} reads a {type(self._specs[own.start]).__name__}; "
+                "a chunk can begin only where it reads a tensor or a tuple of tensors"
+            )
+        return Ends(None, sent, targets, is_last)
+
+    def _run(self, layers: Sequence[nn.Module], ends: Ends, recomputed: bool) -> Traced:
+        try:
+            return trace_chunk(
+                self.fake.mode, layers, ends, self.options, recomputed=recomputed
+            )
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        ) as error:
+            raise RequestError(
+                f"the model cannot be traced without data: {error} has a result that "
+                "depends on numbers; use an operator of fixed shape there, or measure "
+                "with `zbpp profile`"
+            ) from error
+
+    def _gradients_of(
+        self, traced: Traced, stands: Sequence[int]
+    ) -> dict[nn.Parameter, int]:
+        """Bytes of all gradients; a layer that was not traced has those of its like."""
+        kept, _ = shortened(self._classes)
+        found: dict[nn.Parameter, int] = {}
+        for layer, place in zip(self.fake.layers, stands, strict=True):
+            like = self.fake.layers[kept[place]]
+            pairs = zip(layer.parameters(), like.parameters(), strict=True)
+            for parameter, same in pairs:
+                if same in traced.gradients:
+                    found[parameter] = traced.gradients[same]
+        return found
+
+
+def default_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW, as it comes."""
+    return torch.optim.AdamW(parameters)

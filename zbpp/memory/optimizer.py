@@ -1,0 +1,142 @@
+"""Optimizer state, and what a step needs for a while: the optimizer runs on fakes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.memory.tracker import StorageTracker
+from zbpp.runtime.optim.rollback.buckets import treats_numbers_apart
+from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, can_defer
+from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+
+__all__ = ["OptimizerMemory", "optimizer_memory"]
+
+_PIECES = 3 * 2**20
+"""Numbers of a parameter that are stepped here piece by piece: enough pieces."""
+_COMPILED_FROM = 2**25
+"""Parameters of a stage; from here on ``rollback="auto"`` compiles a step on CPUs."""
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes of a stage's optimizer.
+
+    Args:
+        state: there all the time after the first step.
+        peak: most that a step behind a barrier needs besides.
+        rollback: copies that post-validation keeps.
+        speculative_peak: most that a speculative step needs besides.
+    """
+
+    state: int = 0
+    peak: int = 0
+    rollback: int = 0
+    speculative_peak: int = 0
+
+
+class _StepTracker(StorageTracker):  # type: ignore[no-untyped-call]
+    """Optimizers may read numbers, which fake tensors do not have: 1 stands for all."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def optimizer_memory(
+    mode: Any,
+    parameters: Sequence[nn.Parameter],
+    gradients: Mapping[nn.Parameter, int],
+    make_optimizer: MakeOptimizer | None,
+    *,
+    rollback: str = "auto",
+    granularity: int = 1,
+) -> OptimizerMemory:
+    """Step twice, and see what is left and what was needed.
+
+    Args:
+        mode: of the fake tensors.
+        parameters: of a stage, each once.
+        gradients: bytes, of those parameters that get one.
+        make_optimizer: builds one or several; None: there is no step.
+        rollback: way of post-validation, as in `zbpp.Pipeline`.
+        granularity: of allocations.
+    """
+    parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+    if make_optimizer is None or not parameters:
+        return OptimizerMemory()
+    tracker = _StepTracker(granularity=granularity)
+    with mode:
+        stands = [_stand_in(p, p.shape, p in gradients) for p in parameters]
+        tracker.ignore(stands)
+        tracker.ignore(p.grad for p in stands if p.grad is not None)
+        with tracker:
+            optimizers = _made(make_optimizer, stands)
+            for optimizer in optimizers:
+                optimizer.step()
+            state = tracker.restart()
+            for optimizer in optimizers:
+                optimizer.step()
+            peak = tracker.most - state
+        copied = sum(p.nbytes for p in parameters if p in gradients)
+        deferred = rollback != "snapshot" and all(map(can_defer, optimizers))
+        if not deferred:
+            return OptimizerMemory(state, peak, copied + state, peak)
+        on_cpu = parameters[0].device.type == "cpu"
+        n = sum(p.numel() for p in parameters if p.requires_grad)
+        compiled = on_cpu and (
+            rollback == "compiled" or (rollback == "auto" and n >= _COMPILED_FROM)
+        )
+        apart = 0
+        if not compiled:
+            apart = _deferred_peak(parameters, gradients, make_optimizer, granularity)
+    return OptimizerMemory(state, peak, copied, apart)
+
+
+def _deferred_peak(
+    parameters: Sequence[nn.Parameter],
+    gradients: Mapping[nn.Parameter, int],
+    make_optimizer: MakeOptimizer,
+    granularity: int,
+) -> int:
+    """Most that `RecomputeRollback` needs; of large parameters a few pieces are enough.
+
+    Pieces are stepped one after the other, so the first few say it all.
+    """
+    tracker = _StepTracker(granularity=granularity)
+    stands = []
+    for p in parameters:
+        large = p.numel() > _PIECES and p.device.type == "cpu"
+        stands.append(_stand_in(p, (_PIECES,) if large else p.shape, p in gradients))
+    tracker.ignore(stands)
+    tracker.ignore(p.grad for p in stands if p.grad is not None)
+    most = 0
+    with tracker:
+        for optimizer in _made(make_optimizer, stands):
+            if not treats_numbers_apart(optimizer):
+                return 0
+            optimizer.step()
+            rollback = RecomputeRollback(optimizer)
+            copies = tracker.bytes_of(p for p in stands if p.grad is not None)
+            before = tracker.restart()
+            rollback.speculate()
+            most = max(most, tracker.most - before - copies)
+    return max(0, most)
+
+
+def _made(make: MakeOptimizer, own: list[nn.Parameter]) -> list[Any]:
+    made = make(own)
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def _stand_in(parameter: Tensor, shape: Any, has_gradient: bool) -> nn.Parameter:
+    empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    stand = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    if has_gradient:
+        stand.grad = torch.empty_like(empty)
+    return stand

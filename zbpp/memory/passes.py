@@ -1,0 +1,136 @@
+"""Bytes that the passes of a layer and of a chunk take, leave and give back."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from zbpp.memory.tracker import Span
+
+__all__ = ["ChunkPasses", "LayerPasses", "Messages"]
+
+
+@dataclass(frozen=True)
+class LayerPasses:
+    """Spans of a layer in its place among others.
+
+    The first micro-batch makes gradients, and whatever a layer keeps from its first
+    call on; the others find both there.
+    """
+
+    first_f: Span
+    first_b: Span
+    first_w: Span
+    f: Span
+    b: Span
+    w: Span
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Bytes of the values that a chunk reads and gives, each of one micro-batch.
+
+    Args:
+        x: that F reads from the chunk before; 0 on the first chunk.
+        y: that F gives to the next chunk; 0 on the last one.
+        y_alone: the part of y that the chunk's own graph does not hold.
+        dy: that B reads.
+        dx: that B gives.
+        dx_alone: the part of dx that is not kept for W.
+        dy_alone: the part of dy that is not kept for W.
+    """
+
+    x: int = 0
+    y: int = 0
+    y_alone: int = 0
+    dy: int = 0
+    dx: int = 0
+    dx_alone: int = 0
+    dy_alone: int = 0
+
+
+@dataclass(frozen=True)
+class ChunkPasses:
+    """Passes of a chunk, layer by layer; peaks stand on what is held before a pass.
+
+    A value that a pass reads counts as made inside it, so that ``m_b`` and the peaks
+    mean what they mean in `zbpp.core.MemoryModel`.
+    """
+
+    layers: tuple[LayerPasses, ...]
+    messages: Messages
+
+    def repeated(self, places: Sequence[int]) -> "ChunkPasses":
+        """A chunk whose layers pass as those in these places do."""
+        return replace(self, layers=tuple(self.layers[place] for place in places))
+
+    @property
+    def m_b(self) -> int:
+        """What F leaves."""
+        return sum(layer.f.left for layer in self.layers)
+
+    @property
+    def m_w(self) -> int:
+        """What B leaves in its place."""
+        return max(0, self.m_b + sum(layer.b.left for layer in self.layers))
+
+    @property
+    def made_in_f(self) -> int:
+        """What the first F leaves for good: what a layer keeps from then on."""
+        return sum(layer.first_f.left - layer.f.left for layer in self.layers)
+
+    @property
+    def made_in_b(self) -> int:
+        """Gradients of parameters that the first B makes."""
+        return sum(layer.first_b.left - layer.b.left for layer in self.layers)
+
+    @property
+    def made_in_w(self) -> int:
+        """Gradients of parameters that the first W makes."""
+        return sum(layer.first_w.left - layer.w.left for layer in self.layers)
+
+    @property
+    def peak_f(self) -> int:
+        """Most inside F."""
+        return _most(layer.f for layer in self.layers)
+
+    @property
+    def peak_b(self) -> int:
+        """Most inside B."""
+        return _most(layer.b for layer in reversed(self.layers))
+
+    @property
+    def peak_w(self) -> int:
+        """Most inside W."""
+        return _most(layer.w for layer in reversed(self.layers))
+
+    @property
+    def peak_bw(self) -> int:
+        """Most inside BW: B, and W while what B reads and gives is still there."""
+        return self._in_turn(self.peak_b, self.m_w, self.peak_w)
+
+    @property
+    def first_peak_b(self) -> int:
+        """`peak_b` where there are no gradients yet."""
+        return _most(layer.first_b for layer in reversed(self.layers))
+
+    @property
+    def first_peak_w(self) -> int:
+        """`peak_w` where B alone has made gradients yet."""
+        return _most(layer.first_w for layer in reversed(self.layers))
+
+    @property
+    def first_peak_bw(self) -> int:
+        """`peak_bw` where there are no gradients yet."""
+        after_b = self.m_w + self.made_in_b
+        return self._in_turn(self.first_peak_b, after_b, self.first_peak_w)
+
+    def _in_turn(self, peak_b: int, after_b: int, peak_w: int) -> int:
+        around = self.messages.dx_alone + self.messages.dy_alone
+        return max(peak_b, after_b - self.m_b + around + peak_w)
+
+
+def _most(spans: Iterable[Span]) -> int:
+    held = most = 0
+    for span in spans:
+        most = max(most, held + span.peak)
+        held += span.left
+    return max(most, held)

@@ -1,0 +1,151 @@
+"""Marks between the layers of a chunk: what each layer takes in F, B and W.
+
+    F   |x0| layer 0 |x1| layer 1 | loss     a span begins where a layer reads its input
+    B   |dx0 layer 0 |dx1 layer 1 |          and ends where its gradient is there
+    W   layer 1's products | layer 0's
+
+The tensors that lie on a mark are not counted there: x1 belongs to layer 1, which reads
+it, whether layer 0 keeps it too or not. So the layers of a chunk add up.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.memory.tracker import Span, StorageTracker
+from zbpp.runtime.backward.queue import current_queue
+from zbpp.runtime.support.pytree import map_tensors, tensors_in
+
+__all__ = ["Recorder", "WatchedLayer"]
+
+
+class Recorder:
+    """Spans of the pass that runs, by layer.
+
+    Args:
+        tracker: counts the bytes.
+        n_layers: of the chunk.
+    """
+
+    def __init__(self, tracker: StorageTracker, n_layers: int) -> None:
+        self.tracker = tracker
+        self._n_layers = n_layers
+        self._kind = ""
+        self._base = 0
+        self._place = 0
+        self._spans: dict[int, Span] = {}
+        self.specs: dict[int, Any] = {}
+        """Of each layer, a copy of its input's structure with `Spec` for tensors."""
+
+    def begin(self, kind: str, on_the_way: int = 0) -> None:
+        """A pass begins.
+
+        Args:
+            kind: F, B or W.
+            on_the_way: bytes of the value that it reads, which are held already.
+        """
+        self._kind = kind
+        self._base = self.tracker.restart() - on_the_way
+        self._place = 0 if kind == "F" else self._n_layers - 1
+        self._spans = {}
+
+    def end(self, most: int) -> list[Span]:
+        """The pass is over, and what it gives away is let go; return its spans.
+
+        Args:
+            most: the tracker's, from before it was let go.
+        """
+        self._close(self.tracker.held, most)
+        self._kind = ""
+        return [self._spans.get(i, Span(0, 0)) for i in range(self._n_layers)]
+
+    def mark(self, place: int, on_the_way: list[Tensor]) -> None:
+        """Another layer begins; bytes that lie between the two are the next one's."""
+        held = self.tracker.held - self.tracker.counted(on_the_way)
+        self._close(held, self.tracker.most)
+        self.tracker.restart()
+        self._base, self._place = held, place
+
+    def _close(self, held: int, most: int) -> None:
+        self._spans[self._place] = Span(held - self._base, most - self._base)
+
+    def enter(self, place: int, value: Any) -> Any:
+        """F enters a layer: mark it, and let B mark it as well."""
+        tensors = tensors_in(value)
+        if self._kind == "F":
+            if place > 0:
+                self.mark(place, tensors)
+            self.specs.setdefault(place, map_tensors(value, _spec_of))  # type: ignore[arg-type]
+        asked = [x for x in tensors if x.requires_grad]
+        if not asked:
+            return value
+        passed = iter(_Mark.apply(self._leaves, place, *asked))  # type: ignore[no-untyped-call]
+        return map_tensors(value, lambda x: next(passed) if x.requires_grad else x)
+
+    def _leaves(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """B leaves a layer: mark it, and let W mark it as well."""
+        if self._kind != "B" or place == 0:
+            return
+        self.mark(place - 1, [g for g in gradients if g is not None])
+        queue = current_queue()
+        if queue is not None:
+            queue.defer((), lambda: self._leave_w(place))
+
+    def _leave_w(self, place: int) -> tuple[Tensor | None, ...]:
+        if self._kind == "W":
+            self.mark(place - 1, [])
+        return ()
+
+
+class WatchedLayer(nn.Module):
+    """A layer that tells a recorder when it begins."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        place: int,
+        recorder: Recorder,
+        run: Callable[[nn.Module, Any], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self._place = place
+        self._recorder = recorder
+        self._run = run
+
+    def forward(self, value: Any) -> Any:
+        """Mark, then run the layer."""
+        value = self._recorder.enter(self._place, value)
+        return self.layer(value) if self._run is None else self._run(self.layer, value)
+
+
+class _Mark(torch.autograd.Function):
+    """The same data; B calls ``note(place, gradients)``."""
+
+    @staticmethod
+    def forward(ctx: Any, note: Any, place: int, *tensors: Tensor) -> Any:
+        ctx.note, ctx.place = note, place
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.note(ctx.place, gradients)
+        return None, None, *gradients
+
+
+class Spec:
+    """Shape, dtype and need of a gradient of a tensor between two layers."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.needs_grad = tensor.requires_grad
+        self.n_bytes = tensor.numel() * tensor.element_size()
+
+
+def _spec_of(tensor: Tensor) -> Spec:
+    return Spec(tensor)

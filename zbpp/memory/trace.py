@@ -1,0 +1,219 @@
+"""Run the runtime's own stage on fake tensors, and count what each pass takes.
+
+The split of the backward, checkpoints and the order of releases are then those of a
+run. A first micro-batch makes the gradients; a second one finds them there.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zbpp.memory.passes import ChunkPasses, LayerPasses, Messages
+from zbpp.memory.recorder import Recorder, WatchedLayer
+from zbpp.memory.tracker import Span, StorageTracker
+from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.microbatches import Tensors, as_tensors
+from zbpp.runtime.stage import LossFn, Stage
+from zbpp.runtime.support.pytree import tensors_in
+
+__all__ = [
+    "Ends",
+    "TraceOptions",
+    "Traced",
+    "granularity_of",
+    "tensors_of",
+    "trace_chunk",
+]
+
+_GPU_BLOCK = 512  # bytes; torch's CUDA allocator rounds up to it
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Settings of the stages; `zbpp.Pipeline` explains the fields."""
+
+    device: torch.device
+    loss_fn: LossFn | None = None
+    autocast: torch.dtype | None = None
+    exact_sums: bool = True
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a chunk reads.
+
+    Args:
+        inputs: a micro-batch of the first chunk; None on the others.
+        sent: a tuple of `Spec`, what another chunk gets from the one before.
+        targets: a micro-batch of the loss.
+        is_last: the chunk ends the model.
+    """
+
+    inputs: Any = None
+    sent: Any = None
+    targets: Any = None
+    is_last: bool = False
+
+
+def granularity_of(device: torch.device) -> int:
+    """Bytes that an allocation is a multiple of."""
+    return _GPU_BLOCK if device.type == "cuda" else 1
+
+
+def trace_chunk(
+    mode: Any,
+    layers: Sequence[nn.Module],
+    ends: Ends,
+    options: TraceOptions,
+    *,
+    recomputed: bool = False,
+) -> "Traced":
+    """Trace F, B and W of one chunk on two micro-batches.
+
+    Args:
+        mode: of all fake tensors.
+        layers: of the chunk.
+        ends: its inputs.
+        options: of the stage.
+        recomputed: run every layer inside a non-reentrant checkpoint.
+    """
+    tracker = StorageTracker(granularity=granularity_of(options.device))
+    recorder = Recorder(tracker, len(layers))
+    run = _checkpointed if recomputed else None
+    watched = [WatchedLayer(x, i, recorder, run) for i, x in enumerate(layers)]
+    is_first = ends.sent is None
+    index = 0 if is_first else 1
+    n_chunks = index + 1 if ends.is_last else index + 2
+    held = [*tensors_of(layers), *tensors_in((ends.inputs, ends.targets))]
+    with mode:
+        tracker.ignore(held)
+        stage = Stage(
+            [Chunk(index, 0, tuple(watched))],
+            n_chunks=n_chunks,
+            loss_fn=options.loss_fn or _no_loss,
+            device=options.device,
+            autocast=options.autocast,
+            seed=options.seed,
+            exact_sums=options.exact_sums,
+        )
+        stage.begin(
+            step=0,
+            inputs=[as_tensors(ends.inputs)] * 2 if is_first else None,
+            targets=[ends.targets] * 2 if ends.targets is not None else None,
+            n_microbatches=2,
+        )
+        passes = [_Microbatch(stage, index, recorder, ends).run(i) for i in (0, 1)]
+    (first, _), (steady, messages) = passes
+    learning = {p: None for layer in layers for p in layer.parameters()}
+    gradients = {p: tracker.bytes_of([p.grad]) for p in learning if p.grad is not None}
+    for parameter in learning:
+        parameter.grad = None
+    per_layer = zip(*first, *steady, strict=True)
+    chunk = ChunkPasses(tuple(LayerPasses(*spans) for spans in per_layer), messages)
+    return Traced(chunk, recorder.specs, gradients)
+
+
+class Traced(NamedTuple):
+    """What the passes of a chunk take.
+
+    ``specs`` are, by layer, its input with `Spec` for tensors; ``gradients`` the bytes
+    of those that parameters have got.
+    """
+
+    passes: ChunkPasses
+    specs: dict[int, Any]
+    gradients: dict[nn.Parameter, int]
+
+
+class _Microbatch:
+    """Runs the passes of one micro-batch as an executor does.
+
+    Args:
+        stage: holds the chunk alone.
+        chunk: its index.
+        recorder: makes the spans.
+        ends: of the chunk.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        chunk: int,
+        recorder: Recorder,
+        ends: Ends,
+    ) -> None:
+        self._stage = stage
+        self._chunk = chunk
+        self._recorder = recorder
+        self._sent, self._is_last = ends.sent, ends.is_last
+
+    def run(self, microbatch: int) -> tuple[list[list[Span]], Messages]:
+        """F, B and W; their spans by layer, and the messages."""
+        tracker, recorder = self._recorder.tracker, self._recorder
+        stage, chunk = self._stage, self._chunk
+        with tracker:
+            x = None if self._sent is None else _received(self._sent)
+            n_x = 0 if x is None else tracker.counted(x)
+            recorder.begin("F", n_x)
+            y = stage.forward(chunk, microbatch, x)
+            most, full = tracker.most, tracker.held
+            sent = [(t.shape, t.dtype, t.device) for t in y if t.requires_grad]
+            n_y = tracker.counted(y)
+            del x, y
+            f = recorder.end(most)
+            y_alone = full - tracker.held
+
+            dy = None if self._is_last else _gradients(sent)
+            n_dy = 0 if dy is None else tracker.counted(dy)
+            recorder.begin("B", n_dy)
+            dx = stage.backward_input(chunk, microbatch, dy)
+            most, full = tracker.most, tracker.held
+            n_dx = tracker.counted(dx)
+            del dx
+            dx_alone = full - tracker.held
+            full = tracker.held
+            del dy
+            b = recorder.end(most)
+            dy_alone = full - tracker.held
+
+            recorder.begin("W")
+            stage.backward_weight(chunk, microbatch)
+            w = recorder.end(tracker.most)
+        if self._is_last:
+            n_y = y_alone = 0
+        messages = Messages(n_x, n_y, y_alone, n_dy, n_dx, dx_alone, dy_alone)
+        return [f, b, w], messages
+
+
+def _received(sent: Any) -> Tensors:
+    kind: type[Tensors] = type(sent)
+    return kind(
+        torch.empty(spec.shape, dtype=spec.dtype, device=spec.device).requires_grad_(
+            spec.needs_grad
+        )
+        for spec in sent
+    )
+
+
+def _gradients(sent: Iterable[Any]) -> Tensors:
+    return tuple(
+        torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in sent
+    )
+
+
+def tensors_of(layers: Iterable[nn.Module]) -> list[Tensor]:
+    """Parameters and buffers of some layers."""
+    return [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+
+
+def _checkpointed(layer: nn.Module, value: Any) -> Any:
+    return checkpoint(layer, value, use_reentrant=False)
+
+
+def _no_loss(*_: object) -> Tensor:
+    raise AssertionError("there are no targets, so no loss is called")

@@ -1,0 +1,137 @@
+"""Count the bytes of tensors while they live: every storage once, aliases never.
+
+A mode sees every operator, also those that autograd and checkpoints call. Whatever
+storage comes out of one for the first time is counted until it is freed. Temporaries
+inside a kernel are not seen.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Span", "StorageTracker", "storages_of"]
+
+
+class Span(NamedTuple):
+    """What happened between two marks, in bytes above the first one.
+
+    ``left`` is what there is at the end, ``peak`` the most that there was.
+    """
+
+    left: int
+    peak: int
+
+
+class StorageTracker(TorchDispatchMode):
+    """While it is entered, `held` is what new storages take.
+
+    Args:
+        granularity: every storage takes a multiple of so many bytes; 512 on GPUs.
+    """
+
+    def __init__(self, *, granularity: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held = 0
+        self._most = 0
+        self._granularity = granularity
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator; what it makes is counted."""
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # its own operators come here again
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._note(result)
+        elif isinstance(result, list | tuple):
+            for item in result:
+                if isinstance(item, Tensor):
+                    self._note(item)
+        return result
+
+    def ignore(self, tensors: Iterable[Tensor]) -> int:
+        """Never count these; return what they take.
+
+        A view of one that was not ignored would count as new when it is first seen.
+        """
+        n_bytes = 0
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                if storage._cdata not in self._known:
+                    n_bytes += self.size_of(storage)
+                    self._watch(storage, 0)
+        return n_bytes
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """What tensors take, each storage once, counted or not."""
+        found = {s._cdata: s for tensor in tensors for s in storages_of(tensor)}
+        return sum(map(self.size_of, found.values()))
+
+    def counted(self, tensors: Iterable[Tensor]) -> int:
+        """The part of `held` that is in these tensors."""
+        found = {s._cdata for tensor in tensors for s in storages_of(tensor)}
+        return sum(self._known[key][1] for key in found if key in self._known)
+
+    def restart(self) -> int:
+        """Begin a span: `most` starts again; return `held`."""
+        self._most = self.held
+        return self.held
+
+    @property
+    def most(self) -> int:
+        """Most that was held since `restart`."""
+        return self._most
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """Bytes of one storage, as it is allocated."""
+        n = storage.nbytes()
+        return n if n <= 0 else -(-n // self._granularity) * self._granularity
+
+    def _note(self, tensor: Tensor) -> None:
+        for storage in storages_of(tensor):
+            if storage._cdata not in self._known:
+                n_bytes = self.size_of(storage)
+                self._watch(storage, n_bytes)
+                self.held += n_bytes
+                if self.held > self._most:
+                    self._most = self.held
+
+    def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
+        key = storage._cdata
+        known = self._known
+
+        def gone(_: object) -> None:
+            del known[key]
+            self.held -= n_bytes
+
+        known[key] = weakref.ref(storage, gone), n_bytes
+
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The storages behind a tensor; of a sharded one, those of this process."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [s for name in names for s in storages_of(getattr(tensor, name))]
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    parts = (getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ()))
+    return [part.untyped_storage() for part in parts]
