@@ -34,7 +34,15 @@ from zbpp.schedules import (
 )
 from zbpp.schedules.planner.request import ChunkPlanner, Planner, Request
 
-__all__ = ["MODES", "Mode", "canonical", "is_auto", "is_file", "plan"]
+__all__ = [
+    "MODES",
+    "Mode",
+    "canonical",
+    "is_auto",
+    "is_file",
+    "plan",
+    "planner_of",
+]
 
 
 _UNIT = Costs()
@@ -169,12 +177,17 @@ def plan(
         effort=effort,
     )
     try:
-        return _planner(name, chunks_per_stage)(**request)
+        return planner_of(name, chunks_per_stage)(**request)
     except LimitError as error:
         raise _with_others(error, request) from None
 
 
-def _planner(name: str, chunks_per_stage: int | None) -> Planner:
+def planner_of(name: str, chunks_per_stage: int | None = None) -> Planner:
+    """Return what plans a mode, given its name.
+
+    Raises:
+        RequestError: a number of chunks is given that the mode cannot have.
+    """
     mode = MODES[name]
     if chunks_per_stage is None:
         return mode.planner

@@ -48,7 +48,7 @@ from zbpp.schedules.planner.request import (
 )
 from zbpp.schedules.planner.single_modes import plan_zb
 
-__all__ = ["Candidate", "plan_auto", "plan_one"]
+__all__ = ["Candidate", "placements", "plan_auto", "plan_one"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
@@ -121,7 +121,7 @@ def plan_auto(
     chunks = chunks_per_stage or _chunks(costs, memory, n_stages)
     best: Candidate | None = None
     errors: list[RequestError] = []
-    for placement, default_limit in _placements(n_stages, chunks):
+    for placement, default_limit in placements(n_stages, chunks):
         try:
             splits = costs.on(placement).splits
             limited = capped(
@@ -151,7 +151,7 @@ def _chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | None:
     return None if listed == 1 else listed
 
 
-def _placements(n_stages: int, chunks: int | None) -> Iterator[tuple[Placement, float]]:
+def placements(n_stages: int, chunks: int | None) -> Iterator[tuple[Placement, float]]:
     """Placements to try, and the memory of each in M_B; fewer chunks first."""
     if chunks in (None, 1):
         yield Placement.single(n_stages), 2 * n_stages

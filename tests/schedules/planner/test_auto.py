@@ -71,7 +71,7 @@ def test_ties_of_the_span_go_to_the_shorter_step_and_then_to_less_memory(
     assert list(figures.values()) == [(48, 55, 15), (48, 51.5, 8), (48, 51.5, 12)]
     assert best.placement == Placement.wave(8)
     turned = list(module._placements(8, None))[::-1]  # the best is not the first
-    monkeypatch.setattr(module, "_placements", lambda *_: turned)
+    monkeypatch.setattr(module, "placements", lambda *_: turned)
     assert plan_auto(**size).placement == Placement.wave(8)
 
 
@@ -84,7 +84,7 @@ def figures_of(plan: Schedule) -> tuple[float, float, float]:
 
 def test_of_equal_plans_the_first_is_kept(planned, monkeypatch):
     same = [(SINGLE, 8.0), (SINGLE, 8.0)]
-    monkeypatch.setattr(module, "_placements", lambda *_: same)
+    monkeypatch.setattr(module, "placements", lambda *_: same)
     plans = []
     monkeypatch.setattr(
         module, "_plan", lambda *_: plans.append(auto_zb()) or plans[-1]

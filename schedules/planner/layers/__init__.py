@@ -1,0 +1,6 @@
+"""Layers to chunks, planned together with the schedule.
+
+Read `plan` first. `balance` chooses its exact method: `one_chunk`, `two_chunks` or
+`many_chunks`, on the `loads` of ranges of layers. `polish` moves layers with the
+planner in the loop; `trials` plans the splits and compares them.
+"""

@@ -1,0 +1,200 @@
+"""Plan a mode and the split of the layers together.
+
+1. `balance`: the least largest load, within the memory limits, by exact methods.
+2. `polish`: layers move while plans with effort fast get shorter.
+3. The best few splits, the balanced one and the even one are planned with the effort
+   that is wanted; the best plan is kept. So it is never longer than the even one's.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Literal
+
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    LimitError,
+    MemoryModel,
+    Placement,
+    RequestError,
+    Schedule,
+)
+from zbpp.schedules.planner.budget import Budget, parse_effort
+from zbpp.schedules.planner.layers.balance import balance
+from zbpp.schedules.planner.layers.loads import even_split
+from zbpp.schedules.planner.layers.polish import perturb_and_polish, polish
+from zbpp.schedules.planner.layers.trials import (
+    SplitPlanner,
+    Trial,
+    Trials,
+    better,
+    is_below,
+    recompute_by_chunk,
+)
+
+__all__ = ["LayerPlan", "Split", "plan_split"]
+
+Split = Literal["balanced", "even"] | Sequence[int] | None
+"""Layers of each chunk, or how to choose them; None: balanced."""
+
+_PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
+_LEAST_PLANS = 8
+_IN_FLIGHT = (0.25, 0.5, 0.75, 1.0)  # of what the mode holds without a limit
+_FINALISTS = {"fast": 1, "default": 3, "best": 1}
+_SHARES = (0.4, 0.3)  # of the seconds of best: polish; each plan at the end
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A schedule, the split that it is for, and what even chunks would take."""
+
+    schedule: Schedule
+    """With ``split`` and ``recompute`` in it."""
+    costs: Costs
+    """Of the chunks."""
+    memory: MemoryModel
+    """Of the chunks."""
+    split: tuple[int, ...]
+    """Layers of each chunk."""
+    recompute: frozenset[int]
+    """Layers that are recomputed, of the whole model."""
+    step: float
+    """Longest span of a stage with its optimizer, in the unit of the costs."""
+    barrier_step: float
+    """Time of a step among many, behind a barrier."""
+    peak: float
+    """Largest memory of a stage."""
+    even_step: float | None
+    """``step`` of even chunks, with the same mode; None: they do not fit."""
+
+    @property
+    def gain(self) -> float | None:
+        """How much shorter the step is than that of even chunks, as a share of it."""
+        if not self.even_step:
+            return None
+        return 1 - self.step / self.even_step
+
+    def is_better_than(self, other: "LayerPlan") -> bool:
+        """Compare ``step``, then ``barrier_step``, then ``peak``."""
+        return is_below(self.figures, other.figures)
+
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """``step``, ``barrier_step`` and ``peak``."""
+        return self.step, self.barrier_step, self.peak
+
+
+def plan_split(
+    planner: SplitPlanner,
+    layers: LayerCosts,
+    placement: Placement,
+    n_microbatches: int,
+    *,
+    split: Split = None,
+    recompute: Collection[int] = (),
+    effort: str = "default",
+) -> LayerPlan:
+    """Plan one placement with the best split, or with the one that is wanted.
+
+    Args:
+        planner: a mode with its sizes.
+        layers: times, memories and limit.
+        placement: chunk to stage, of the planner's schedules.
+        n_microbatches: in a step.
+        split: see `Split`.
+        recompute: layers that are recomputed.
+        effort: of the plans at the end; ``best:SECONDS`` also of the polish.
+
+    Raises:
+        LimitError: no split that was tried fits the memory limits.
+        RequestError: split or layers do not fit the placement.
+    """
+    kind, seconds = parse_effort(effort)
+    trials = Trials(planner, layers, placement, n_microbatches, recompute=recompute)
+    even = even_split(layers.n_layers, placement.n_chunks)
+    last = effort if kind != "best" else f"best:{seconds * _SHARES[1]:g}"
+    if split is None or split == "balanced":
+        finalists = _polished(trials, even, kind, seconds)
+    elif split == "even":
+        finalists = [even]
+    elif isinstance(split, str):
+        raise RequestError(
+            f"split is {split!r}; choose balanced or even, or give the layers of each "
+            "chunk"
+        )
+    else:
+        finalists = [tuple(split)]
+    found = [one for own in finalists if (one := trials.of(own, last)) is not None]
+    if not found:
+        assert trials.last_error is not None
+        raise trials.last_error
+    of_even = trials.of(even, last)
+    best = reduce(better, found)
+    return _finished(best, of_even)
+
+
+def _polished(
+    trials: Trials, even: tuple[int, ...], kind: str, seconds: float
+) -> list[tuple[int, ...]]:
+    """Splits that deserve the effort that is wanted, best first."""
+    budget = Budget(
+        max(_PASSES[kind], _LEAST_PLANS * trials.price),
+        seconds if kind != "best" else seconds * _SHARES[0],
+    )
+    splits, target = _starts(trials, even)
+    starts = [one for own in splits if (one := trials.of(own)) is not None]
+    if not starts:
+        return splits
+    best = polish(trials, reduce(better, starts), budget, target=target)
+    if kind == "best":
+        best = perturb_and_polish(trials, best, budget, target=target)
+    ranked = sorted(trials.fast(), key=lambda one: (one.step, one.barrier_step))
+    few = [one.split for one in ranked[: _FINALISTS[kind]]]
+    return list(dict.fromkeys([best.split, *few, splits[0], even]))
+
+
+def _starts(
+    trials: Trials, even: tuple[int, ...]
+) -> tuple[list[tuple[int, ...]], float]:
+    """Balanced splits, the even one, and a lower bound of the step of all.
+
+    Under a memory limit also those with room for more micro-batches in flight.
+    """
+    layers, placement, m = trials.layers, trials.placement, trials.n_microbatches
+    first = balance(layers, placement, m, recompute=trials.recompute)
+    splits = [first.split]
+    if layers.limit is not None:
+        for share in _IN_FLIGHT:
+            room = [1 + share * (n - 1) for n in trials.in_flight(even)]
+            try:
+                found = balance(
+                    *(layers, placement, m),
+                    recompute=trials.recompute,
+                    in_flight=room,
+                )
+            except LimitError:
+                break
+            splits.append(found.split)
+    target = first.load if first.is_proved else trials.loads.least
+    return list(dict.fromkeys([*splits, even])), target
+
+
+def _finished(best: Trial, even: Trial | None) -> LayerPlan:
+    schedule = replace(
+        best.plan,
+        split=best.split,
+        recompute=recompute_by_chunk(best.split, best.recompute),
+    )
+    return LayerPlan(
+        schedule=schedule,
+        costs=best.costs,
+        memory=best.memory,
+        split=best.split,
+        recompute=best.recompute,
+        step=best.step,
+        barrier_step=best.barrier_step,
+        peak=best.peak,
+        even_step=None if even is None else even.step,
+    )
