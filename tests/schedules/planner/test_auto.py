@@ -66,11 +66,11 @@ def test_ties_of_the_span_go_to_the_shorter_step_and_then_to_less_memory(
     assert [place.n_chunks for place in planned] == [8, 16, 16]
     figures = {
         place: figures_of(module._plan(place, 16, UNIT, FREE, "fast", limit))
-        for place, limit in module._placements(8, None)
+        for place, limit in module.placements(8, None)
     }
     assert list(figures.values()) == [(48, 55, 15), (48, 51.5, 8), (48, 51.5, 12)]
     assert best.placement == Placement.wave(8)
-    turned = list(module._placements(8, None))[::-1]  # the best is not the first
+    turned = list(module.placements(8, None))[::-1]  # the best is not the first
     monkeypatch.setattr(module, "placements", lambda *_: turned)
     assert plan_auto(**size).placement == Placement.wave(8)
 
