@@ -20,7 +20,12 @@ from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.modes import is_auto
 from zbpp.pipeline_reports import Reports
 from zbpp.pipeline_switch import Switching
-from zbpp.resolve import check_first_step, choose_schedule, choose_validation
+from zbpp.resolve import (
+    check_first_step,
+    choose_schedule,
+    choose_validation,
+    recomputed_layers,
+)
 from zbpp.runtime.comm.process_group import initialise, own_device
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.agreement import check_agreement
@@ -165,7 +170,8 @@ class Pipeline(Switching, Reports):
             first_timeout_s=first_timeout_s,
         )
         options = StageOptions(
-            loss_fn, optimizer, rules, self.device, autocast, seed, exact_sums
+            *(loss_fn, optimizer, rules, self.device, autocast, seed, exact_sums),
+            recompute=recomputed_layers(self.schedule, self.split),
         )
         self._executors = build_executors(
             model, self.split, placement, transports, options

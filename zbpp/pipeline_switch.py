@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from zbpp.core import Program, RequestError, Schedule, schedule_text
-from zbpp.resolve import choose_validation
+from zbpp.resolve import choose_validation, recomputed_layers
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.executor import Executor
 from zbpp.schedules import lower
@@ -40,10 +40,12 @@ class Switching:
         """
         self._check_same_jobs(schedule)
         schedule = choose_validation(schedule, self.schedule.is_post_validated)
-        programs = lower(schedule)
+        programs, again = lower(schedule), recomputed_layers(schedule, self.split)
         self.synchronize()
         check_agreement(self._executors, ("switch", schedule_text(schedule)))
         self.schedule, self._programs = schedule, programs
+        for executor in self._executors.values():
+            executor.stage.recompute(again)
 
     def _check_same_jobs(self, schedule: Schedule) -> None:
         now = self.schedule

@@ -1,5 +1,6 @@
 """Choose the schedule of a pipeline and its number of stages."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from zbpp.core import (
@@ -12,7 +13,12 @@ from zbpp.core import (
 from zbpp.modes import is_file, plan
 from zbpp.schedules import post_validated, without_checks
 
-__all__ = ["check_first_step", "choose_schedule", "choose_validation"]
+__all__ = [
+    "check_first_step",
+    "choose_schedule",
+    "choose_validation",
+    "recomputed_layers",
+]
 
 
 def choose_schedule(
@@ -88,6 +94,29 @@ def choose_validation(
         asked = schedule.runs(PassKind.W) or schedule.is_post_validated
         wanted = steps and schedule.n_stages > 1 and asked
     return post_validated(schedule) if wanted else without_checks(schedule)
+
+
+def recomputed_layers(schedule: Schedule, ranges: Sequence[range]) -> frozenset[int]:
+    """Global indices of the layers that a schedule recomputes.
+
+    Args:
+        schedule: says which of each chunk's layers.
+        ranges: layers of each chunk.
+
+    Raises:
+        RequestError: a chunk has no such layer.
+    """
+    found: set[int] = set()
+    for chunk, layers in enumerate(ranges):
+        for layer in schedule.recomputes(chunk, len(layers)):
+            if not layer < len(layers):
+                raise RequestError(
+                    f"layer {layer} of chunk {chunk} shall be recomputed, but the "
+                    f"chunk has {len(layers)} layers; plan for this split, or give the "
+                    f"schedule's: {list(schedule.split or ()) or 'it has none'}"
+                )
+            found.add(layers[layer])
+    return frozenset(found)
 
 
 def check_first_step(first_step: int) -> int:

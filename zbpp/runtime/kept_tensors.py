@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import Pass
-from zbpp.runtime.optim.rollback.copies import Mark, mark
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import tensors_in
 
 __all__ = ["KeptBatch", "KeptBuffers"]

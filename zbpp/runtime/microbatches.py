@@ -13,6 +13,7 @@ __all__ = [
     "TupleOfOne",
     "as_tensors",
     "as_value",
+    "check_tensors",
     "count_samples",
     "samples_to_cut",
     "split_inputs",
@@ -39,6 +40,21 @@ def as_value(tensors: Tensors) -> Tensor | Tensors:
     if len(tensors) != 1:
         return tensors
     return tuple(tensors) if isinstance(tensors, TupleOfOne) else tensors[0]
+
+
+def check_tensors(tensors: Tensors, what: str) -> None:
+    """Refuse what cannot travel between chunks as it is.
+
+    Raises:
+        RequestError: an item is no tensor, or the tuple is one of a class of its own.
+    """
+    if type(tensors) not in (tuple, TupleOfOne):
+        kinds = f"a {type(tensors).__name__}"
+    elif all(isinstance(tensor, Tensor) for tensor in tensors):
+        return
+    else:
+        kinds = ", ".join(type(tensor).__name__ for tensor in tensors)
+    raise RequestError(f"{what} {kinds}; it must be a tensor or a tuple of tensors")
 
 
 Batch = Tensor | tuple[Tensor, ...] | list[object]

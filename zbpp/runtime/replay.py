@@ -9,18 +9,19 @@ comes next draws what it would have drawn, on all stages that share the process.
 Generator objects of a model's own are not known here.
 """
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from zbpp.core import Pass
 from zbpp.runtime.kept_tensors import KeptBatch, KeptBuffers
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.random_state import (
+    RandomState,
+    random_state,
+    set_random_state,
+)
 
 __all__ = ["Replay"]
 
@@ -39,7 +40,7 @@ class Replay:
         )
         self._batch = KeptBatch(stage)
         self._may_rewind = self._replays = False
-        self._states: dict[Pass, tuple[Any, ...]] = {}
+        self._states: dict[Pass, RandomState] = {}
 
     def begin(self, *, may_rewind: bool) -> None:
         """Start a step.
@@ -94,25 +95,9 @@ class Replay:
         self._buffers.restore()
         self._batch.restore()
 
-    def _random(self) -> tuple[Any, ...]:
-        """The state of all generators that a forward may draw from."""
-        numpy = sys.modules.get("numpy.random")
-        torchs: tuple[Tensor | None, ...] = (None, None)
-        if not self._stage.seeded:
-            device = self._stage.device
-            on_gpu = device.type == "cuda"
-            torchs = (
-                torch.get_rng_state(),
-                torch.cuda.get_rng_state(device) if on_gpu else None,
-            )
-        return (*torchs, random.getstate(), numpy and numpy.get_state())
+    def _random(self) -> RandomState:
+        stage = self._stage
+        return random_state(stage.device, torchs=not stage.seeded)
 
-    def _set_random(self, state: tuple[Any, ...]) -> None:
-        cpu, cuda, pythons, numpys = state
-        if cpu is not None:
-            torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, self._stage.device)
-        random.setstate(pythons)
-        if numpys is not None:
-            sys.modules["numpy.random"].set_state(numpys)
+    def _set_random(self, state: RandomState) -> None:
+        set_random_state(state, self._stage.device)

@@ -8,7 +8,7 @@ Gradients are added in micro-batch order whatever the order of the passes, so th
 schedules end with the same bits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +25,12 @@ from zbpp.runtime.backward.split import SplitGraph, alias_of
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.microbatches import (
     Tensors,
-    TupleOfOne,
     as_tensors,
     as_value,
+    check_tensors,
     count_samples,
 )
+from zbpp.runtime.recompute import Recomputed
 from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["LossFn", "Stage"]
@@ -58,6 +59,7 @@ class Stage:
         seed: if given, the random generator is seeded before every layer from (seed,
             step, layer, micro-batch), so that dropout is the same under every schedule.
         exact_sums: False adds gradients as they come, within the products' kernels.
+        recompute: global indices of the layers whose graph B computes again.
 
     Raises:
         RequestError: a layer is wrapped by data parallelism.
@@ -73,6 +75,7 @@ class Stage:
         autocast: torch.dtype | None = None,
         seed: int | None = None,
         exact_sums: bool = True,
+        recompute: Collection[int] = (),
     ) -> None:
         self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
         for chunk in chunks:
@@ -84,6 +87,7 @@ class Stage:
         self._autocast = autocast
         self._seed = seed
         self._exact_sums = exact_sums
+        self.recompute(recompute)
         self.where: dict[int, dict[Tensor, str]] = {}
         """Of each chunk that has run B: `SplitGraph.report` of its first one."""
         self._orders = {
@@ -109,6 +113,14 @@ class Stage:
     def seeded(self) -> bool:
         """True if the random numbers of a forward depend on its place alone."""
         return self._seed is not None
+
+    def recompute(self, layers: Collection[int]) -> None:
+        """Choose the layers whose graph B computes again, from the next step on."""
+        self._recomputed = {
+            index: Recomputed(layer, f"layers.{index}", self.device)
+            for index, layer in self.numbered()
+            if index in layers
+        }
 
     def begin(
         self,
@@ -234,7 +246,7 @@ class Stage:
             return inputs
         assert self._inputs is not None, "this stage needs the step's inputs"
         own = self._inputs[microbatch]
-        _check(own, f"the input of micro-batch {microbatch} is")
+        check_tensors(own, f"the input of micro-batch {microbatch} is")
         return type(own)(x.to(self.device) for x in own)
 
     def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
@@ -243,7 +255,7 @@ class Stage:
         for layer_index, layer in held.numbered():
             if self._seed is not None:
                 self._reseed(hash((self._seed, self.step, layer_index, microbatch)))
-            value = layer(value)
+            value = self._recomputed.get(layer_index, layer)(value)
         if chunk == self._last and self._targets is not None:
             target = map_tensors(self._targets[microbatch], lambda t: t.to(self.device))
             value = self._loss_fn(value, target)
@@ -254,7 +266,9 @@ class Stage:
             self.losses[microbatch] = value.detach()
         outputs = as_tensors(value)
         last = held.first + len(held.layers) - 1
-        _check(outputs, f"chunk {chunk} (layers {held.first} to {last}) puts out")
+        check_tensors(
+            outputs, f"chunk {chunk} (layers {held.first} to {last}) puts out"
+        )
         return outputs
 
     def _reseed(self, number: int) -> None:
@@ -274,18 +288,3 @@ class Stage:
 def _detached(tensors: Tensors) -> Tensors:
     """Cut them off their graph; they still say whether they need a gradient."""
     return type(tensors)(y.detach().requires_grad_(y.requires_grad) for y in tensors)
-
-
-def _check(tensors: Tensors, what: str) -> None:
-    """Refuse what cannot travel between chunks as it is.
-
-    Raises:
-        RequestError: an item is no tensor, or the tuple is one of a class of its own.
-    """
-    if type(tensors) not in (tuple, TupleOfOne):
-        kinds = f"a {type(tensors).__name__}"
-    elif all(isinstance(tensor, Tensor) for tensor in tensors):
-        return
-    else:
-        kinds = ", ".join(type(tensor).__name__ for tensor in tensors)
-    raise RequestError(f"{what} {kinds}; it must be a tensor or a tuple of tensors")

@@ -29,6 +29,7 @@ class StageOptions:
     autocast: torch.dtype | None
     seed: int | None
     exact_sums: bool = True
+    recompute: frozenset[int] = frozenset()
 
 
 def make_transports(
@@ -83,6 +84,7 @@ def build_executors(
             autocast=options.autocast,
             seed=options.seed,
             exact_sums=options.exact_sums,
+            recompute=options.recompute,
         )
         share = StageOptimizer(
             runner,

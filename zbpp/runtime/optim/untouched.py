@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 from zbpp.runtime.optim.optimizers import StageOptimizers
-from zbpp.runtime.optim.rollback.copies import Mark, mark
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.marks import Mark, mark
 
 __all__ = ["Untouched"]
 

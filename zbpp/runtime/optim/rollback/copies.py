@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors
 
-__all__ = ["Copies", "Mark", "Scratch", "State", "copy_value", "mark"]
+__all__ = ["Copies", "Scratch", "State", "copy_value"]
 
 State = dict[str, Any]
 """The values that an optimizer keeps for one parameter, by name."""
-
-Mark = tuple[int, int] | None
 
 _SLICE = 2**20
 
@@ -68,16 +67,6 @@ class Copies:
         if tensor not in self._of:
             self._of[tensor] = torch.empty_like(tensor, requires_grad=False)
         return self._of[tensor]
-
-
-def mark(tensor: Tensor) -> Mark:
-    """Changes when a tensor is written to, or gets another memory.
-
-    Writes through ``tensor.data`` are not seen. None: nothing is known of this tensor.
-    """
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_inference():
-        return None
-    return tensor._version, tensor.data_ptr()
 
 
 class Scratch:

@@ -29,8 +29,9 @@ from zbpp.runtime.optim.rollback.buckets import (
     cut_into_buckets,
     treats_parameters_apart,
 )
-from zbpp.runtime.optim.rollback.copies import Copies, Mark, Scratch, State, mark
+from zbpp.runtime.optim.rollback.copies import Copies, Scratch, State
 from zbpp.runtime.optim.rollback.parameter_only import ParameterStep, bits_of
+from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.torch_internals import has_plain_step, plain_step
 
 __all__ = ["RecomputeRollback", "Rollback", "can_defer"]

@@ -1,0 +1,283 @@
+"""Layers that B computes again give the same bits, and hold less from F to B."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from histories import ALWAYS
+from moments import uncertain_sums
+from small_model import MODES, N_LAYERS, assert_same, build, refusal, train
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from zbpp.core import Recompute, Schedule
+from zbpp.modes import plan
+from zbpp.pipeline import Pipeline
+from zbpp.runtime import recompute as room
+from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.stage import Stage
+
+Change = Callable[[Any, Any], Any]
+WITH_DROPOUT = {"model": lambda layers: build(layers, dropout=0.3)}
+
+
+def again(mode: str, n_stages: int, which: Recompute = True) -> Schedule:
+    schedule = plan(mode, n_stages=n_stages, n_microbatches=6)
+    chunks = schedule.placement.n_chunks
+    return replace(schedule, recompute=(which, *[True] * (chunks - 1)))
+
+
+def assert_no_difference(mode: str, n_stages: int, **more: Any) -> None:
+    torch.manual_seed(5)
+    losses, validation, parameters = train(mode, n_stages, **more)
+    torch.manual_seed(5)
+    found = train(again(mode, n_stages), None, **more)
+    assert found[:2] == (losses, validation)
+    assert_same(found[2], parameters)
+
+
+@pytest.mark.parametrize(("mode", "n_stages"), [("1F1B", 2), ("ZBH1", 3), ("ZBV", 2)])
+def test_recomputed_layers_give_the_same_bits(mode: str, n_stages: int) -> None:
+    assert_no_difference(mode, n_stages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_same_bits_if_it_recomputes(
+    mode: str, n_stages: int
+) -> None:
+    assert_no_difference(mode, n_stages, **WITH_DROPOUT)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"autocast": torch.bfloat16},
+        WITH_DROPOUT,
+        WITH_DROPOUT | {"seed": 3},
+        {"exact_sums": False},
+        {"clip_grad_norm": 0.3, "post_validation": True, "patience": ALWAYS},
+    ],
+    ids=["bf16", "dropout", "seeded dropout", "in place", "rolled back"],
+)
+def test_settings_change_nothing_about_it(more: dict[str, Any]) -> None:
+    assert_no_difference("ZBV", 2, **more)
+
+
+def test_dropout_that_is_not_drawn_again_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "set_random_state", lambda *_: None)
+    with pytest.raises(AssertionError):
+        assert_no_difference("ZBH1", 2, **WITH_DROPOUT)
+
+
+def in_place(layer: Any, x: Tensor) -> Tensor:
+    return x.sub_(0.2)
+
+
+def pythons_numbers(layer: Any, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def running_mean(layer: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.table[0, :8].lerp_(x.mean(0), 0.5)
+    return x + layer.table[0, :8]
+
+
+def unmarked_mean(layer: Any, x: Tensor) -> Tensor:
+    layer.table.data[0, :8].lerp_(x.detach().mean(0), 0.5)
+    return x + layer.table[0, :8]
+
+
+def replaced(layer: Any, x: Tensor) -> Tensor:
+    layer.table = layer.table + 0.1
+    return x + layer.table[0, :8]
+
+
+def normed(layer: Any, x: Tensor) -> Tensor:
+    return layer.norm(layer.bounded(x))
+
+
+CHANGES = (in_place, pythons_numbers, running_mean, unmarked_mean, replaced, normed)
+
+
+class Layer(nn.Module):
+    """A Linear, and something that a forward does beside."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.bounded = spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("table", torch.zeros(16, 8))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.change(self, x)))
+
+
+def run(change: Change, schedule: Schedule, *, post_validation: bool) -> Any:
+    """Losses, and all that the layers hold in the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(change) for _ in range(4)))
+    pipeline = Pipeline(
+        *(model,),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.05),
+        schedule=schedule,
+        clip_grad_norm=0.01,
+        post_validation=post_validation,
+        patience=ALWAYS,
+    )
+    random.seed(1)
+    generator = torch.Generator().manual_seed(2)
+    with uncertain_sums(0, share=0):
+        losses = [
+            pipeline.step(*torch.randn(2, 12, 8, generator=generator)).loss
+            for _ in range(4)
+        ]
+    pipeline.close()
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    return losses, {name: value.detach().clone() for name, value in held.items()}
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_forward_changes_is_changed_once(
+    change: Change, post_validation: bool
+) -> None:
+    schedule = plan("ZBH1", n_stages=2, n_microbatches=6)
+    losses, held = run(change, schedule, post_validation=post_validation)
+    schedule = replace(schedule, recompute=(True, True))
+    found = run(change, schedule, post_validation=post_validation)
+    assert found[0] == losses
+    assert_same(found[1], held)
+
+
+def test_buffers_that_change_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_set_buffers", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_what_a_forward_changes_is_changed_once(running_mean, False)
+
+
+def test_a_layer_that_begins_to_change_its_input_is_refused() -> None:
+    def later(layer: Any, x: Tensor) -> Tensor:
+        layer.n_runs = getattr(layer, "n_runs", 0) + 1
+        return x.sub_(0.2) if layer.n_runs > 3 else x
+
+    schedule = again("1F1B", 2)
+    with pytest.raises(RuntimeError, match=r"layers\.0 has changed its input in place"):
+        run(later, schedule, post_validation=False)
+
+
+class Tuples(nn.Module):
+    """Takes and gives a tuple; the second part passes by."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, value: Any) -> Any:
+        assert type(value) is tuple and len(value) == self.n
+        return (self.inner(value[0]).tanh(), *value[1:])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_tuples_stay_tuples(n: int) -> None:
+    def losses(schedule: Schedule) -> list[float]:
+        torch.manual_seed(0)
+        pipeline = Pipeline(
+            nn.Sequential(*(Tuples(n) for _ in range(4))),
+            loss_fn=lambda y, t: sum((one - t).square().mean() for one in y),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            schedule=schedule,
+        )
+        x = torch.randn(n + 1, 12, 4)
+        found = [pipeline.step(tuple(x[:n]), x[n]).loss for _ in range(3)]
+        pipeline.close()
+        return found
+
+    schedule = again("ZBV", 2)
+    assert losses(schedule) == losses(replace(schedule, recompute=None))
+
+
+@contextmanager
+def allocated() -> Iterator[list[int]]:
+    """Net bytes that the allocator gives out within this."""
+    found: list[int] = []
+    with torch.profiler.profile(profile_memory=True) as profile:
+        yield found
+    found.append(sum(one.self_cpu_memory_usage for one in profile.events()))
+
+
+def stage_of(layers: list[nn.Module], recompute: tuple[int, ...]) -> Stage:
+    stage = Stage(
+        [Chunk(0, 0, tuple(layers))],
+        n_chunks=2,
+        loss_fn=nn.functional.mse_loss,
+        device=torch.device("cpu"),
+        recompute=recompute,
+    )
+    x = torch.randn(64, 16, 16)
+    stage.begin(step=0, inputs=[(x,)] * 3, targets=None, n_microbatches=3)
+    return stage
+
+
+def left_by_f(recompute: tuple[int, ...]) -> tuple[int, int]:
+    """What F leaves, and B in its place."""
+    stage = stage_of(build(range(1, 5)), recompute)
+    gradient = (torch.randn(64, 16, 16),)
+    for microbatch in range(2):  # the first one learns
+        with allocated() as after_f:
+            y = stage.forward(0, microbatch, None)
+        del y
+        stage.backward_input(0, microbatch, gradient)
+        held = stage._saved[0, microbatch].graph.held_bytes()
+        stage.backward_weight(0, microbatch)
+    return after_f[0], held
+
+
+def test_f_leaves_the_input_of_a_recomputed_layer_and_w_what_it_ever_did() -> None:
+    all_kept, for_w = left_by_f(())
+    boundary = 64 * 16 * 16 * 4
+    assert all_kept > 16 * boundary
+    kept, held = left_by_f((0, 1, 2, 3))
+    assert kept <= 4.3 * boundary  # outputs of three layers, and F's own result
+    assert held == for_w
+    some, held = left_by_f((1, 2))
+    assert kept < some < all_kept
+    assert held == for_w
+
+
+def test_no_gradient_falls_back_to_b() -> None:
+    reports = []
+    for recompute in ((), (0, 1, 2, 3)):
+        stage = stage_of(build(range(1, 5)), recompute)
+        stage.forward(0, 0, None)
+        stage.backward_input(0, 0, (torch.randn(64, 16, 16),))
+        reports.append(list(stage.where[0].values()))
+        stage.backward_weight(0, 0)
+    assert reports[0] == reports[1]
+    assert reports[0].count("W") == 8
+
+
+def test_evaluation_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "checkpoint", None)
+    stage = stage_of(build(range(1, 5)), (0, 1, 2, 3))
+    stage.predict(0, 0, None)
+    with pytest.raises(TypeError):
+        stage.forward(0, 0, None)
+
+
+def test_a_schedule_that_names_a_layer_the_chunk_lacks_is_refused() -> None:
+    message = refusal(train, again("ZBH1", 3, (0, 7)), None)
+    assert "layer 7 of chunk 0 shall be recomputed, but the chunk has 3" in message
+    assert N_LAYERS == 9

@@ -1,0 +1,58 @@
+"""The global random generators: torch's, Python's and numpy's."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["RandomState", "drawn_from", "random_state", "set_random_state"]
+
+RandomState = tuple[Any, ...]
+"""States of torch's generators (CPU, GPU), Python's and numpy's; None: not kept."""
+
+
+def random_state(device: torch.device, *, torchs: bool = True) -> RandomState:
+    """The state of all generators that a forward on a device may draw from.
+
+    Args:
+        device: where it runs.
+        torchs: False leaves torch's own out: somebody else seeds them.
+    """
+    numpy = sys.modules.get("numpy.random")
+    kept: tuple[Tensor | None, ...] = (None, None)
+    if torchs:
+        on_gpu = device.type == "cuda"
+        kept = (
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device) if on_gpu else None,
+        )
+    return (*kept, random.getstate(), numpy and numpy.get_state())
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Bring the generators back to a state."""
+    cpu, cuda, pythons, numpys = state
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+    if pythons is not None:
+        random.setstate(pythons)
+    if numpys is not None:
+        sys.modules["numpy.random"].set_state(numpys)
+
+
+def drawn_from(before: RandomState, after: RandomState) -> RandomState:
+    """The states before, without those of generators that nobody has drawn from."""
+    pairs = zip(before, after, strict=True)
+    return tuple(None if _same(old, new) else old for old, new in pairs)
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor):
+        return torch.equal(old, new)
+    if isinstance(old, tuple) and isinstance(old[0], str):  # numpy's: name, keys, ...
+        return bool((old[1] == new[1]).all()) and old[2:] == new[2:]
+    return bool(old == new)
