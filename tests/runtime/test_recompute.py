@@ -40,11 +40,6 @@ def assert_no_difference(mode: str, n_stages: int, **more: Any) -> None:
     assert_same(found[2], parameters)
 
 
-@pytest.mark.parametrize(("mode", "n_stages"), [("1F1B", 2), ("ZBH1", 3), ("ZBV", 2)])
-def test_recomputed_layers_give_the_same_bits(mode: str, n_stages: int) -> None:
-    assert_no_difference(mode, n_stages)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("n_stages", [1, 2, 4])
 @pytest.mark.parametrize("mode", MODES)
@@ -57,13 +52,12 @@ def test_every_mode_gives_the_same_bits_if_it_recomputes(
 @pytest.mark.parametrize(
     "more",
     [
-        {"autocast": torch.bfloat16},
-        WITH_DROPOUT,
+        WITH_DROPOUT | {"autocast": torch.bfloat16},
         WITH_DROPOUT | {"seed": 3},
         {"exact_sums": False},
         {"clip_grad_norm": 0.3, "post_validation": True, "patience": ALWAYS},
     ],
-    ids=["bf16", "dropout", "seeded dropout", "in place", "rolled back"],
+    ids=["bf16", "seeded dropout", "in place", "rolled back"],
 )
 def test_settings_change_nothing_about_it(more: dict[str, Any]) -> None:
     assert_no_difference("ZBV", 2, **more)
@@ -111,7 +105,7 @@ CHANGES = (in_place, pythons_numbers, running_mean, unmarked_mean, replaced, nor
 class Layer(nn.Module):
     """A Linear, and something that a forward does beside."""
 
-    def __init__(self, change: Change) -> None:
+    def __init__(self, change: Change | None) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.norm = nn.BatchNorm1d(8)
@@ -120,13 +114,16 @@ class Layer(nn.Module):
         self.change = change
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(self.change(self, x)))
+        if self.change is not None:
+            x = self.change(self, x)
+        return torch.tanh(self.linear(x))
 
 
 def run(change: Change, schedule: Schedule, *, post_validation: bool) -> Any:
     """Losses, and all that the layers hold in the end."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(change) for _ in range(4)))
+    elsewhere = None if change is in_place else change
+    model = nn.Sequential(*map(Layer, (change, elsewhere, elsewhere, elsewhere)))
     pipeline = Pipeline(
         *(model,),
         loss_fn=nn.functional.mse_loss,
@@ -148,7 +145,9 @@ def run(change: Change, schedule: Schedule, *, post_validation: bool) -> Any:
     return losses, {name: value.detach().clone() for name, value in held.items()}
 
 
-@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize(
+    "post_validation", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_forward_changes_is_changed_once(
     change: Change, post_validation: bool
@@ -168,13 +167,15 @@ def test_buffers_that_change_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_layer_that_begins_to_change_its_input_is_refused() -> None:
-    def later(layer: Any, x: Tensor) -> Tensor:
-        layer.n_runs = getattr(layer, "n_runs", 0) + 1
-        return x.sub_(0.2) if layer.n_runs > 3 else x
+    n_runs = 0
 
-    schedule = again("1F1B", 2)
-    with pytest.raises(RuntimeError, match=r"layers\.0 has changed its input in place"):
-        run(later, schedule, post_validation=False)
+    def later(layer: Any, x: Tensor) -> Tensor:
+        nonlocal n_runs
+        n_runs += 1
+        return x if x.requires_grad or n_runs < 12 else in_place(layer, x)
+
+    with pytest.raises(RuntimeError, match="has changed its input in place"):
+        run(later, again("1F1B", 2), post_validation=False)
 
 
 class Tuples(nn.Module):
