@@ -22,7 +22,7 @@ from zbpp.schedules.planner.auto import placements, plan_one
 from zbpp.schedules.planner.layers.trials import SplitPlanner
 from zbpp.schedules.planner.request import Request
 
-__all__ = ["plan_layers"]
+__all__ = ["parse_split", "plan_layers"]
 
 
 def plan_layers(
@@ -85,6 +85,26 @@ def plan_layers(
     best = reduce(lambda a, b: b if b.is_better_than(a) else a, found)
     even = [one.even_step for one in found if one.even_step is not None]
     return replace(best, even_step=min(even, default=None))
+
+
+def parse_split(text: str) -> Split:
+    """Read ``balanced``, ``even`` or the layers of each chunk, as ``3,4,5``.
+
+    >>> parse_split("3,4,5")
+    (3, 4, 5)
+
+    Raises:
+        RequestError: it is none of these.
+    """
+    if text == "balanced" or text == "even":
+        return text
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise RequestError(
+            f"split {text!r} is not known; choose balanced or even, or give the layers "
+            "of each chunk, as 3,4,5"
+        ) from None
 
 
 def _planners(

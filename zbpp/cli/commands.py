@@ -20,16 +20,25 @@ from zbpp.cli.flags import (
     ScheduleFlags,
     SizedFlags,
     plan_by_flags,
+    plan_layers_by_flags,
     shown_as,
 )
+from zbpp.cli.layers_report import comparison_of_splits, split_lines
 from zbpp.cli.report import print_comparison, print_report
 from zbpp.cli.split_report import print_split
 from zbpp.cli.summary import Steady, Summary, steady, summarize
 from zbpp.cli.torchtitan import torchtitan_lines
 from zbpp.cli.train import TrainCommand
-from zbpp.core import RequestError, WorkerError, schedule_text
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    RequestError,
+    Schedule,
+    WorkerError,
+    schedule_text,
+)
 from zbpp.modes import MODES
-from zbpp.schedules import certify, to_torch_csv
+from zbpp.schedules import LayerPlan, certify, to_torch_csv
 from zbpp.simulator import plot, write_trace
 
 __all__ = ["Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
@@ -53,7 +62,11 @@ class Plan(SizedFlags):
 
     def run(self) -> None:
         """Plan, write, and say what it will cost."""
-        schedule, costs, memory = self.plan(self.pipeline_schedule_mode)
+        planned = self.plan_layers(self.pipeline_schedule_mode)
+        if planned is None:
+            schedule, costs, memory = self.plan(self.pipeline_schedule_mode)
+        else:
+            schedule, costs, memory = planned.schedule, planned.costs, planned.memory
         proof = ""
         if self.solver is not None:
             found = certify(schedule, costs, memory, seconds=self.solver_seconds)
@@ -70,6 +83,8 @@ class Plan(SizedFlags):
             f"peak memory {max(summary.peak_memory):.4g}, "
             f"gap to the lower bound {summary.gap:.2%}{proof}"
         )
+        if planned is not None:
+            print(*split_lines(planned), sep="\n")
         if self.csv is not None:
             print(*torchtitan_lines(schedule, self.csv), sep="\n")
 
@@ -131,15 +146,13 @@ class Compare(CommonFlags):
 
     def run(self) -> None:
         """Print the table; a mode that cannot be had gives its reason below."""
-        costs, memory = self.models()
         validated = self.enable_optimizer_post_validation
         rows: list[tuple[str, Summary | str]] = []
         steps: dict[str, Steady] = {}
+        plans: dict[str, LayerPlan] = {}
         for mode in MODES:
             try:
-                schedule = plan_by_flags(
-                    mode, self.stages, self.microbatches, costs, memory, self.effort
-                )
+                schedule, costs, memory = self._planned(mode, plans)
                 rows.append((mode, summarize(schedule, costs, memory)))
                 if validated is not None:
                     steps[mode] = steady(schedule, costs)
@@ -154,6 +167,21 @@ class Compare(CommonFlags):
             steps=None if validated is None else steps,
             post_validation=bool(validated),
         )
+        if plans:
+            print(*comparison_of_splits(plans), sep="\n")
+
+    def _planned(
+        self, mode: str, plans: dict[str, LayerPlan]
+    ) -> tuple[Schedule, Costs, MemoryModel]:
+        """Plan a mode; with a layers file, add its plan to the others."""
+        sizes, layers = (mode, self.stages, self.microbatches), self.layer_costs()
+        if layers is None:
+            costs, memory = self.models()
+            schedule = plan_by_flags(*sizes, costs, memory, self.effort)
+            return schedule, costs, memory
+        one = plan_layers_by_flags(*sizes, layers, self.split, self.effort)
+        plans[mode] = one
+        return one.schedule, one.costs, one.memory
 
 
 @dataclass(frozen=True, kw_only=True)

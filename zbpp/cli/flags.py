@@ -8,14 +8,17 @@ import tyro
 
 from zbpp.core import (
     Costs,
+    LayerCosts,
     MemoryModel,
     RequestError,
     Schedule,
     Timeline,
     read_costs,
+    read_layers,
 )
+from zbpp.layer_plans import parse_split, plan_layers
 from zbpp.modes import canonical, is_file, plan
-from zbpp.schedules import post_validated, without_checks
+from zbpp.schedules import LayerPlan, post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import YesNoUnsaid
 
@@ -24,6 +27,7 @@ __all__ = [
     "ScheduleFlags",
     "SizedFlags",
     "plan_by_flags",
+    "plan_layers_by_flags",
     "shown_as",
 ]
 
@@ -47,6 +51,10 @@ class CommonFlags:
     """Largest activation memory of a stage, in the unit of the costs."""
     effort: Annotated[str, shown_as("EFFORT")] = "default"
     """Effort of the search: fast, default, best (a minute) or best:SECONDS."""
+    layers: Annotated[Path | None, shown_as("PATH")] = None
+    """Layers file (JSON), in place of costs: they are split for the plan."""
+    split: Annotated[str | None, shown_as("SPLIT")] = None
+    """Of the layers: balanced (also if left out), even, or those of each chunk: 3,4."""
     enable_optimizer_post_validation: YesNoUnsaid = None
     """Step at once and validate in the next iteration (V); no: behind a barrier."""
 
@@ -58,6 +66,26 @@ class CommonFlags:
         if self.memory_limit is not None:
             memory = replace(memory, limit=self.memory_limit)
         return costs, memory
+
+    def layer_costs(self) -> LayerCosts | None:
+        """Read the layers file, if there is one; the limit as above.
+
+        Raises:
+            RequestError: the file is not valid, or a flag does not go with another.
+        """
+        if self.layers is None:
+            if self.split is not None:
+                raise RequestError("--split needs --layers, the costs of each layer")
+            return None
+        if self.costs is not None:
+            raise RequestError(
+                "--costs and --layers are both given; the costs of chunks follow from "
+                "those of layers: leave --costs out"
+            )
+        layers = read_layers(self.layers)
+        if self.memory_limit is not None:
+            layers = replace(layers, limit=self.memory_limit)
+        return layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +101,25 @@ class SizedFlags(CommonFlags):
 
     def plan(self, mode: str) -> tuple[Schedule, Costs, MemoryModel]:
         """Plan a mode, or read a file; also return what it is planned for."""
+        planned = self.plan_layers(mode)
+        if planned is not None:
+            return planned.schedule, planned.costs, planned.memory
         costs, memory = self.models()
         schedule = plan_by_flags(
             *(mode, self.stages, self.microbatches, costs, memory, self.effort),
             chunks_per_stage=self.chunks_per_stage,
         )
         return schedule, costs, memory
+
+    def plan_layers(self, mode: str) -> LayerPlan | None:
+        """Plan with a layers file; None if there is none."""
+        layers = self.layer_costs()
+        if layers is None:
+            return None
+        return plan_layers_by_flags(
+            *(mode, self.stages, self.microbatches, layers, self.split, self.effort),
+            chunks_per_stage=self.chunks_per_stage,
+        )
 
     def with_checks(self, schedule: Schedule) -> Schedule:
         """Place V's or take them out, if the flag says so."""
@@ -150,12 +191,7 @@ def plan_by_flags(
     chunks_per_stage: int | None = None,
 ) -> Schedule:
     """Plan, in the words of the flags."""
-    sizes = {"--stages": stages, "--microbatches": microbatches}
-    for flag, value in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
-        if value is not None and value < 1:
-            raise RequestError(f"{flag} is {value}; it must be at least 1")
-        if flag in sizes and value is None and not is_file(mode):
-            raise RequestError(f"{flag} is missing; {canonical(mode)} needs it")
+    _check_sizes(mode, stages, microbatches, chunks_per_stage)
     return plan(
         mode,
         n_stages=stages,
@@ -165,3 +201,40 @@ def plan_by_flags(
         effort=effort,
         chunks_per_stage=chunks_per_stage,
     )
+
+
+def plan_layers_by_flags(
+    mode: str,
+    stages: int | None,
+    microbatches: int | None,
+    layers: LayerCosts,
+    split: str | None,
+    effort: str,
+    *,
+    chunks_per_stage: int | None = None,
+) -> LayerPlan:
+    """Plan with costs per layer, in the words of the flags."""
+    _check_sizes(mode, stages, microbatches, chunks_per_stage)
+    return plan_layers(
+        mode,
+        layers,
+        n_stages=stages,
+        n_microbatches=microbatches,
+        split=None if split is None else parse_split(split),
+        effort=effort,
+        chunks_per_stage=chunks_per_stage,
+    )
+
+
+def _check_sizes(
+    mode: str,
+    stages: int | None,
+    microbatches: int | None,
+    chunks_per_stage: int | None,
+) -> None:
+    sizes = {"--stages": stages, "--microbatches": microbatches}
+    for flag, value in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
+        if value is not None and value < 1:
+            raise RequestError(f"{flag} is {value}; it must be at least 1")
+        if flag in sizes and value is None and not is_file(mode):
+            raise RequestError(f"{flag} is missing; {canonical(mode)} needs it")

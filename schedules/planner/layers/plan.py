@@ -66,6 +66,8 @@ class LayerPlan:
     """Time of a step among many, behind a barrier."""
     peak: float
     """Largest memory of a stage."""
+    ideal_step: float
+    """Work of a step, shared evenly by the stages."""
     even_step: float | None
     """``step`` of even chunks, with the same mode; None: they do not fit."""
 
@@ -132,7 +134,7 @@ def plan_split(
         raise trials.last_error
     of_even = trials.of(even, last)
     best = reduce(better, found)
-    return _finished(best, of_even)
+    return _finished(trials, best, of_even)
 
 
 def _polished(
@@ -181,7 +183,7 @@ def _starts(
     return list(dict.fromkeys([*splits, even])), target
 
 
-def _finished(best: Trial, even: Trial | None) -> LayerPlan:
+def _finished(trials: Trials, best: Trial, even: Trial | None) -> LayerPlan:
     schedule = replace(
         best.plan,
         split=best.split,
@@ -196,5 +198,6 @@ def _finished(best: Trial, even: Trial | None) -> LayerPlan:
         step=best.step,
         barrier_step=best.barrier_step,
         peak=best.peak,
+        ideal_step=trials.loads.time[-1] / trials.placement.n_stages,
         even_step=None if even is None else even.step,
     )
