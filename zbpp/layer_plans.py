@@ -96,8 +96,10 @@ def parse_split(text: str) -> Split:
     Raises:
         RequestError: it is none of these.
     """
-    if text == "balanced" or text == "even":
-        return text
+    if text == "balanced":
+        return "balanced"
+    if text == "even":
+        return "even"
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
