@@ -169,7 +169,7 @@ class Pipeline(Switching, Reports):
             timeout_s=timeout_s,
             first_timeout_s=first_timeout_s,
         )
-        options = StageOptions(
+        self._options = options = StageOptions(
             *(loss_fn, optimizer, rules, self.device, autocast, seed, exact_sums),
             recompute=recomputed_layers(self.schedule, self.split),
         )

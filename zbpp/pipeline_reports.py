@@ -9,8 +9,13 @@ from torch import nn
 
 from zbpp.core import Costs, RequestError, Schedule, Timeline
 from zbpp.core.measured import measured_costs
+from zbpp.profiling.measure import Profiled, measure
+from zbpp.profiling.profile import Profile
 from zbpp.runtime.driver import collective_calls as calls
+from zbpp.runtime.driver.build import StageOptions
+from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.microbatches import Batch
 from zbpp.runtime.optim.loss_scale import LossScaler
 
 __all__ = ["Reports", "summarize_split"]
@@ -20,8 +25,11 @@ class Reports:
     """Read by a script, between steps."""
 
     schedule: Schedule
+    split: tuple[range, ...]
     _executors: Mapping[int, Executor]
+    _lifecycle: Lifecycle
     _n_steps: int
+    _options: StageOptions
 
     if TYPE_CHECKING:
 
@@ -111,6 +119,43 @@ class Reports:
         """
         splits = calls.gather_splits(self._executors)
         return measured_costs([self.timeline()], splits=None if all(splits) else splits)
+
+    def profile(
+        self,
+        inputs: Batch | None = None,
+        targets: Batch | None = None,
+        *,
+        rounds: int = 10,
+        most_s: float = 20.0,
+        memory: bool = False,
+    ) -> Profile:
+        """Measure the costs of every layer on these devices (every rank must call).
+
+        Parameters, buffers, gradients, optimizer state, random generators and the
+        number of steps are then as before, to the bit.
+
+        Args:
+            inputs, targets: as for `step`; the first micro-batch is used.
+            rounds: passes to count, after a warm-up.
+            most_s: seconds after which fewer rounds will do, but 5 at least.
+            memory: also measure what the passes leave and need, on CPUs by a run of
+                torch's profiler (none other may run); on a GPU this resets
+                `torch.cuda.max_memory_allocated`.
+
+        Raises:
+            RequestError: the batch does not fit.
+            PeerError: another stage died, did not answer, or does not profile.
+        """
+        self.synchronize()
+        next(iter(self._executors.values())).transport.doing = "profile"
+        split = tuple(len(layers) for layers in self.split)
+        parts = Profiled(
+            self._executors, self.schedule, split, self._options, self._n_steps
+        )
+        with self._lifecycle.running(), calls.failures_told(self._executors):
+            return measure(
+                parts, inputs, targets, rounds=rounds, most_s=most_s, memory=memory
+            )
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""

@@ -18,7 +18,8 @@ F, B = PassKind.F, PassKind.B
 
 def transports(comm):
     times = Costs(comm=comm).on(Placement.wave(3))
-    return [DelayedTransport(one, times) for one in LocalHub(3).transports()]
+    locals_ = LocalHub(3).transports()
+    return [DelayedTransport(one, times, stage=i) for i, one in enumerate(locals_)]
 
 
 def travel_ms(

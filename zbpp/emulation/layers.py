@@ -5,6 +5,8 @@ processor from the others.
 """
 
 import time
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from zbpp.core import Job, PassTimes, Value, What
 from zbpp.runtime.backward.queue import current_queue
+from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.comm.transport import Reduction, Transport
 from zbpp.runtime.microbatches import Tensors
 
@@ -104,10 +107,12 @@ class DelayedTransport:
     Args:
         inner: what moves the messages.
         times: in ms; `PassTimes.delay` of each edge is kept.
+        stage: whose transport this is.
     """
 
-    def __init__(self, inner: Transport, times: PassTimes) -> None:
+    def __init__(self, inner: Transport, times: PassTimes, *, stage: int) -> None:
         self._inner = inner
+        self._stage = stage
         self.background = inner.background
         self._times = times
 
@@ -163,6 +168,21 @@ class DelayedTransport:
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all processes, by rank."""
         return self._inner.gather(thing)
+
+    def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
+        """Time messages, which take no less than the delay of their link."""
+        delay_s = self._delay_to(peer) / 1e3
+        return [
+            replace(one, one_way_s=max(one.one_way_s, delay_s))
+            for one in self._inner.ping(peer, n_bytes, rounds)
+        ]
+
+    def _delay_to(self, peer: int) -> float:
+        """The largest delay, in ms, of the edges that lead to a stage or from it."""
+        stage_of = self._times.placement.stage_of
+        ends = {self._stage, peer}
+        hops = zip(self._times.hops, pairwise(stage_of), strict=True)
+        return max((hop for hop, pair in hops if set(pair) == ends), default=0.0)
 
     def end(self) -> None:
         """End the step."""

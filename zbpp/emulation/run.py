@@ -126,7 +126,9 @@ def emulate(
         if post_validation is not None:
             executor.transport = SlowSums(executor.transport, times, stage=stage)
         elif any(times.hops):
-            executor.transport = DelayedTransport(executor.transport, times)
+            executor.transport = DelayedTransport(
+                executor.transport, times, stage=stage
+            )
     one_by_one = post_validation is None
     simulated = simulate(pipeline.schedule, costs)
     measure = _one_by_one if one_by_one else _in_a_row

@@ -26,8 +26,7 @@ class SlowSums(DelayedTransport):
     """
 
     def __init__(self, inner: Transport, times: PassTimes, *, stage: int) -> None:
-        super().__init__(inner, times)
-        self._stage = stage
+        super().__init__(inner, times, stage=stage)
 
     def reduce(self, vector: Tensor) -> "_SlowSum":
         """Start to sum a vector over all stages."""

@@ -14,6 +14,7 @@ All groups are this pipeline's own: others may run beside it or after it.
 
 from collections import deque
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zbpp.core import Job, Value, What
 from zbpp.runtime.comm.channels import Incoming, PendingSum, join, tag
 from zbpp.runtime.comm.failures import FailureNotes
 from zbpp.runtime.comm.header import HEADER_LENGTH, Spec, pack, spec_of, unpack
+from zbpp.runtime.comm.ping import Ping, PingEnds, ping
 from zbpp.runtime.comm.private_group import (
     break_connections,
     gather_objects,
@@ -253,6 +255,17 @@ class DistributedTransport:
             return gather_objects(self._all, thing, self._wire)
         except RuntimeError as error:
             raise self._lost("waits at a gather for", None, error) from error
+
+    def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
+        """Time messages between two steps; the stage with the lower number learns."""
+        channels = self._channels[self.stage, peer], self._channels[peer, self.stage]
+        return ping(
+            PingEnds(*channels, self._device, self._wire),
+            n_bytes,
+            rounds,
+            leads=self.stage < peer,
+            wait=partial(self._waits.wait, what="a ping with", peer=peer),
+        )
 
     def end(self) -> None:
         """End the step; sends may still be under way, so no stage waits for another.

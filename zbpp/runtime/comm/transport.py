@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zbpp.core import Job, Value
+from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.microbatches import Tensors
 from zbpp.runtime.support.background import BackgroundWork
 
@@ -60,6 +61,9 @@ class Transport(Protocol):
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all processes, by rank."""
+
+    def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
+        """Time messages between two steps; the stage with the lower number learns."""
 
     def end(self) -> None:
         """End the step: no message may be left to receive."""
@@ -153,6 +157,10 @@ class LocalTransport:
     def gather(self, thing: Any) -> list[Any]:
         """There is only this process."""
         return [thing]
+
+    def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
+        """Nothing travels."""
+        return []
 
     def end(self) -> None:
         """The last stage to end finds the mailbox empty, and clears the sums."""

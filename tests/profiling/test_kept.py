@@ -1,0 +1,138 @@
+"""A profile leaves everything that training depends on as it was, to the bit."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zbpp.pipeline import Pipeline
+from zbpp.profiling import kept, measure
+
+
+class Noisy(nn.Module):
+    """Draws from Python's and numpy's generators, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1  # another tensor each time
+        noise = random.random() + float(numpy.random.rand())
+        return self.linear(x) * (1 + 1e-3 * noise)
+
+
+def build() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)),
+        Noisy(),
+        nn.Linear(6, 3),
+    ]
+
+
+def make(optimizer: Callable[..., torch.optim.Optimizer], **more: Any) -> Pipeline:
+    random.seed(1)
+    numpy.random.seed(1)
+    layers = build()
+    torch.manual_seed(1)
+    return Pipeline(
+        layers,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=lambda ps: optimizer(ps, lr=0.05),
+        n_microbatches=3,
+        n_stages=2,
+        clip_grad_norm=0.5,
+        **more,
+    )
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(12, 6, generator=generator),
+        torch.randn(12, 3, generator=generator),
+    )
+
+
+def run(pipeline: Pipeline, *, profiled: bool) -> list[Tensor]:
+    """Train, with a profile before the first step and one in between."""
+    found = []
+    for step in range(4):
+        if profiled and step in (0, 2):
+            pipeline.profile(*batch(99), rounds=1, memory=step == 2)
+        result = pipeline.step(*batch(step))
+        found.append(torch.tensor([result.loss, result.grad_norm]))
+    found += [p.detach().clone() for _, p in pipeline.named_parameters()]
+    for _, layer in pipeline.named_layers():
+        found += [b.clone() for b in layer.buffers()]
+    for optimizer in pipeline.optimizers:
+        for state in optimizer.state.values():
+            found += [v for v in state.values() if isinstance(v, Tensor)]
+    assert pipeline.n_steps == 4
+    return [*found, torch.rand(3), torch.tensor([random.random(), numpy.random.rand()])]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+CASES = [
+    (torch.optim.AdamW, {"schedule": "ZBH1"}),
+    (torch.optim.SGD, {"schedule": "ZBV", "rollback": "snapshot"}),
+    (torch.optim.Adam, {"schedule": "1F1B", "seed": 3}),
+    (torch.optim.RMSprop, {"schedule": "ZBH1", "post_validation": False}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "settings"), CASES)
+def test_training_goes_on_as_if_there_had_been_no_profile(
+    optimizer: Any, settings: dict[str, Any]
+) -> None:
+    plain = run(make(optimizer, **settings), profiled=False)
+    assert same(run(make(optimizer, **settings), profiled=True), plain)
+
+
+@pytest.mark.parametrize(
+    "name", ["_keep_value", "_keep_buffers", "_keep_optimizer", "_keep_random"]
+)
+def test_what_is_not_put_back_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(make(torch.optim.AdamW, schedule="ZBH1"), profiled=False)
+    monkeypatch.setattr(kept, name, lambda *_: lambda: None)
+    assert not same(run(make(torch.optim.AdamW, schedule="ZBH1"), profiled=True), plain)
+
+
+def test_gradients_that_are_the_callers_stay_as_they_are() -> None:
+    pipeline = Pipeline(
+        build(), loss_fn=nn.functional.mse_loss, optimizer=None, schedule="ZBH1",
+        n_stages=2, n_microbatches=3,
+    )  # fmt: skip
+    pipeline.step(*batch(0))
+    before = {p: (p.grad, p.grad.clone()) for _, p in pipeline.named_parameters()}
+    pipeline.profile(*batch(0), rounds=1)
+    for p, (gradient, values) in before.items():
+        assert p.grad is gradient and torch.equal(gradient, values)
+
+
+def test_a_profile_that_fails_puts_everything_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no clock")
+
+    monkeypatch.setattr(measure, "time_steps", fail)
+    pipeline = make(torch.optim.AdamW, schedule="ZBH1")
+    pipeline.step(*batch(0))
+    before = [p.detach().clone() for _, p in pipeline.named_parameters()]
+    with pytest.raises(OSError, match="no clock"):
+        pipeline.profile(*batch(0), rounds=1)
+    after = [p.detach() for _, layer in pipeline._layers() for p in layer.parameters()]
+    assert same(before, after)

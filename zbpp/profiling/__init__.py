@@ -1,0 +1,22 @@
+"""Measure on the real devices what a plan needs to know, and leave no trace of it.
+
+    kept         everything that training depends on, put back when the profile ends
+    stopwatch    one clock for CPUs and GPUs; medians and quartiles
+    capture      one micro-batch through all chunks: what each of them is given
+    passes       F, B and W of every chunk, and of every layer as a chunk of its own
+    steps        O and V of every stage, norms, and the sum over the stages
+    links        delay and bandwidth between neighbours
+    memory       what the passes leave and need, by the allocator's own count
+    measure      all of it, on every rank
+    profile      the result: costs per layer, a table, JSON
+
+    window       costs from the steps of a training that goes on
+    prediction   the simulated step beside the measured one, at the end of a run
+    exhausted    what to say when memory runs out
+
+Read `profile`, then `measure`.
+"""
+
+from zbpp.profiling.profile import ChunkProfile, Profile
+
+__all__ = ["ChunkProfile", "Profile"]

@@ -1,0 +1,54 @@
+"""Memory that F, B and W of a chunk leave and need, by the allocator's own count.
+
+On CPUs torch's profiler lists every allocation with what is held after it; on GPUs the
+allocator knows what it holds, and the most that it held.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from zbpp.profiling.passes import PassTiming
+
+__all__ = ["allocated_by", "measure_memory"]
+
+
+def measure_memory(
+    timing: PassTiming, device: torch.device
+) -> dict[int, dict[str, dict[str, float]]]:
+    """Run every chunk once more and count.
+
+    Returns:
+        For each chunk "left" and "peak", each by kind of pass, in bytes.
+    """
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    for chunk, jobs in timing.jobs().items():
+        left, peak = {}, {}
+        for kind, action in jobs:
+            left[kind], peak[kind] = allocated_by(action, device)
+        found[chunk] = {"left": left, "peak": peak}
+    return found
+
+
+def allocated_by(
+    action: Callable[[], Any], device: torch.device
+) -> tuple[float, float]:
+    """Bytes that an action leaves (below 0: frees), and the most held inside it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        action()
+        torch.cuda.synchronize(device)
+        after = torch.cuda.memory_allocated(device)
+        return after - before, torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+        action()
+    held = most = 0.0
+    for event in events.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return held, most

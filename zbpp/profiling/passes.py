@@ -1,0 +1,185 @@
+"""F, B and W of every chunk of one stage, and of every layer as a chunk of its own.
+
+    chunk    F0 F1 B0 W0 F2 B1 W1 F3 B2 ...    one micro-batch ahead, as in a pipeline
+    layers   F0 of each, F1 of each, B0 from the last on, W0 from the last on, ...
+
+A round of the chunk and one of its layers take turns, so that a slow spell of the
+machine hits both. Between layers the graph is cut, as it is between chunks, so B and W
+of each are its own; what the cuts cost is the difference to the chunk's times.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zbpp.profiling.capture import Given, begin, fresh, stage_like
+from zbpp.profiling.stopwatch import Stopwatch
+from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.driver.build import StageOptions
+from zbpp.runtime.microbatches import Tensors
+from zbpp.runtime.stage import Stage
+
+__all__ = ["PassTiming", "time_passes"]
+
+WARM_UP = 2
+_LEAST = 5
+_SMALL_GRADIENT = 1e-3
+
+
+class PassTiming:
+    """The passes of one stage's chunks, timed.
+
+    Args:
+        chunks: of the stage.
+        n_chunks: of the whole model.
+        n_layers: likewise.
+        options: of the stage.
+        given: what the chunks read.
+        step: number of the step, for seeds.
+        watch: where the times go, as (kind, "chunk" or "layer", number); the loss
+            within F as ("loss", "layer", number).
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        n_chunks: int,
+        n_layers: int,
+        options: StageOptions,
+        given: Given,
+        step: int,
+        watch: Stopwatch,
+    ) -> None:
+        self._given, self._step, self._watch = given, step, watch
+        self._options = options
+        self._chunks = {chunk.index: chunk for chunk in chunks}
+        self._layers = {
+            index: Chunk(index, index, (layer,))
+            for chunk in chunks
+            for index, layer in chunk.numbered()
+        }
+        self._last = {"chunk": n_chunks - 1, "layer": n_layers - 1}
+        self._whole = stage_like(options, chunks, n_chunks=n_chunks)
+        self._single = stage_like(
+            options,
+            list(self._layers.values()),
+            n_chunks=n_layers,
+            loss_fn=self._timed_loss,
+        )
+        self._out: dict[tuple[str, int], Tensors] = {}
+        self.out_bytes: dict[int, int] = {}
+        """Of what each layer puts out, in bytes."""
+
+    def run(self, rounds: int, *, most_s: float) -> int:
+        """Time so many rounds after the warm-up, fewer if they take too long.
+
+        Returns:
+            How many were counted.
+        """
+        n = WARM_UP + rounds
+        for stage in (self._whole, self._single):
+            begin(stage, self._given, step=self._step, n_microbatches=n + 1)
+        started = time.perf_counter()
+        for chunk in self._chunks.values():
+            self._forward_chunk(chunk, 0)
+            self._forward_layers(chunk, 0)
+        done = 0
+        for i in range(n):
+            if i == WARM_UP:
+                self._watch.forget()
+                self._finish()
+                started = time.perf_counter()
+            for chunk in self._chunks.values():
+                self._round(chunk, i)
+            done = i + 1
+            self._finish()
+            over = time.perf_counter() - started > most_s
+            if over and done >= WARM_UP + _LEAST:
+                break
+        for stage in (self._whole, self._single):
+            stage.discard()
+        return done - WARM_UP
+
+    def _round(self, chunk: Chunk, i: int) -> None:
+        self._forward_chunk(chunk, i + 1)
+        self._backward(self._whole, "chunk", chunk.index, i)
+        self._forward_layers(chunk, i + 1)
+        for index, _ in reversed(list(chunk.numbered())):
+            self._backward(self._single, "layer", index, i, weights=False)
+        for index, _ in reversed(list(chunk.numbered())):
+            self._weights(self._single, "layer", index, i)
+
+    def _forward_chunk(self, chunk: Chunk, i: int) -> None:
+        given = self._given.of_chunk.get(chunk.index)
+        inputs = None if given is None else fresh(given)
+        self._out["chunk", chunk.index] = self._watch.time(
+            ("F", "chunk", chunk.index), self._whole.forward, chunk.index, i, inputs
+        )
+
+    def _forward_layers(self, chunk: Chunk, i: int) -> None:
+        given = self._given.of_chunk.get(chunk.index)
+        value = None if given is None else fresh(given)
+        for index, _ in chunk.numbered():
+            value = self._watch.time(
+                ("F", "layer", index), self._single.forward, index, i, value
+            )
+            self._out["layer", index] = value
+            self.out_bytes[index] = sum(y.nbytes for y in value)
+            value = fresh(value)
+
+    def _backward(
+        self, stage: Stage, what: str, index: int, i: int, *, weights: bool = True
+    ) -> None:
+        out = self._out[what, index]
+        gradients = None if index == self._last[what] else _gradients(out)
+        self._watch.time(("B", what, index), stage.backward_input, index, i, gradients)
+        if weights:
+            self._weights(stage, what, index, i)
+
+    def _weights(self, stage: Stage, what: str, index: int, i: int) -> None:
+        self._watch.time(("W", what, index), stage.backward_weight, index, i)
+
+    def jobs(self) -> dict[int, list[tuple[str, Callable[[], object]]]]:
+        """F, B and W of each chunk, once more, one to be called after the other."""
+        begin(self._whole, self._given, step=self._step, n_microbatches=1)
+        found: dict[int, list[tuple[str, Callable[[], object]]]] = {}
+        for index in self._chunks:
+            given = self._given.of_chunk.get(index)
+            inputs = None if given is None else fresh(given)
+            last = index == self._last["chunk"]
+            gradients = None if last else _gradients(self._out["chunk", index])
+            found[index] = [
+                ("F", partial(self._whole.forward, index, 0, inputs)),
+                ("B", partial(self._whole.backward_input, index, 0, gradients)),
+                ("W", partial(self._whole.backward_weight, index, 0)),
+            ]
+        return found
+
+    def _timed_loss(self, *args: object) -> Tensor:
+        return self._watch.time(
+            ("loss", "layer", self._last["layer"]), self._options.loss_fn, *args
+        )
+
+    def _finish(self) -> None:
+        """Let a GPU catch up, so that a round's time is its own."""
+        if self._options.device.type == "cuda":
+            torch.cuda.synchronize(self._options.device)
+
+    def splits(self) -> bool:
+        """True if W of some chunk has anything to do."""
+        return any("W" in where.values() for where in self._whole.where.values())
+
+
+def _gradients(outputs: Tensors) -> Tensors:
+    return tuple(
+        torch.full_like(y, _SMALL_GRADIENT) for y in outputs if y.requires_grad
+    )
+
+
+def time_passes(timings: Mapping[int, PassTiming], rounds: int, most_s: float) -> int:
+    """Time the passes of all stages of this process; see `PassTiming.run`."""
+    return min(one.run(rounds, most_s=most_s) for one in timings.values())
