@@ -49,6 +49,10 @@ ROOMS = {
         *("zbpp.runtime.optim", "zbpp.runtime.support", "zbpp.core"),
         *("zbpp.runtime.comm.transport", "zbpp.runtime.stage"),
     },
+    "zbpp.profiling": {
+        *("zbpp.profiling", "zbpp.runtime", "zbpp.memory", "zbpp.core"),
+        *("zbpp.schedules", "zbpp.simulator"),
+    },
 }
 """What a room may import of zbpp."""
 
@@ -57,7 +61,7 @@ SEEDS = {"zbpp.schedules.planner.multi.seeds", "zbpp.schedules.planner.multi.rul
 
 ONLY_IN = {
     "torch": {
-        *("zbpp.runtime", "zbpp.emulation", "zbpp.training"),
+        *("zbpp.runtime", "zbpp.profiling", "zbpp.emulation", "zbpp.training"),
         *("zbpp.pipeline", "zbpp.pipeline_reports", "zbpp.cli.doctor"),
         *("zbpp.cli.split_report", "zbpp.memory"),
     },
@@ -189,6 +193,7 @@ def test_folders_and_files_stay_small():
         ("zbpp.runtime.optim.norms", "import zbpp.runtime.comm.distributed"),
         ("zbpp.runtime.optim.norms", "from zbpp.runtime.backward.split import x"),
         ("zbpp.runtime.optim.norms", "from zbpp.runtime.executor import Executor"),
+        ("zbpp.profiling.measure", "from zbpp.pipeline import Pipeline"),
         ("zbpp.modes", "import torch.nn"),
         ("zbpp.modes", "def late():\n    from torch import nn"),
         ("zbpp.simulator.trace", "def late():\n    import matplotlib"),

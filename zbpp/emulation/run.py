@@ -26,7 +26,7 @@ from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
 
-__all__ = ["Emulation", "emulate"]
+__all__ = ["Emulation", "emulate", "emulated_batch", "emulated_pipeline"]
 
 _WARM_UP = 2  # steps that are not counted: the first one learns the shapes
 _SETTLING = 2  # more of them, for steps in a row: until all stages lead as they will
@@ -108,6 +108,34 @@ def emulate(
             whose sums take ``costs.reduction``: True: validated in the next step;
             False: behind a barrier.
     """
+    pipeline = emulated_pipeline(
+        schedule, costs, timeout_s=timeout_s, post_validation=post_validation
+    )
+    one_by_one = post_validation is None
+    simulated = simulate(pipeline.schedule, costs)
+    measure = _one_by_one if one_by_one else _in_a_row
+    step_ms, bubble = measure(pipeline, n_steps)
+    return Emulation(
+        schedule=schedule,
+        n_steps=n_steps,
+        step_ms=step_ms,
+        simulated_step_ms=step_time(simulated)
+        if one_by_one
+        else steady_step_time(pipeline.schedule, costs),
+        bubble_rate=bubble,
+        simulated_bubble_rate=bubble_rate(simulated),
+        post_validation=post_validation,
+    )
+
+
+def emulated_pipeline(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    timeout_s: float = 60.0,
+    post_validation: bool | None = None,
+) -> Pipeline:
+    """Make a pipeline of layers that sleep, one a chunk; arguments as for `emulate`."""
     times = costs.on(schedule.placement)
     pipeline = Pipeline(
         partial(_build, times),
@@ -129,26 +157,12 @@ def emulate(
             executor.transport = DelayedTransport(
                 executor.transport, times, stage=stage
             )
-    one_by_one = post_validation is None
-    simulated = simulate(pipeline.schedule, costs)
-    measure = _one_by_one if one_by_one else _in_a_row
-    step_ms, bubble = measure(pipeline, n_steps)
-    return Emulation(
-        schedule=schedule,
-        n_steps=n_steps,
-        step_ms=step_ms,
-        simulated_step_ms=step_time(simulated)
-        if one_by_one
-        else steady_step_time(pipeline.schedule, costs),
-        bubble_rate=bubble,
-        simulated_bubble_rate=bubble_rate(simulated),
-        post_validation=post_validation,
-    )
+    return pipeline
 
 
 def _one_by_one(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
     """Median step time in ms and bubble rate of steps from a common start."""
-    batch = _batch(pipeline)
+    batch = emulated_batch(pipeline)
     steps, bubbles = [], []
     for step in range(_WARM_UP + n_steps):
         pipeline.gather(None)  # all ranks start together
@@ -164,7 +178,7 @@ def _one_by_one(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
 
 def _in_a_row(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
     """Median time in ms between the ends of steps, and the bubble rate of the last."""
-    batch = _batch(pipeline)
+    batch = emulated_batch(pipeline)
     pipeline.step(batch, batch)
     pipeline.gather(None)  # the first step is slow
     ends = []
@@ -178,7 +192,8 @@ def _in_a_row(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
     return statistics.median(steps) * 1e3, bubble
 
 
-def _batch(pipeline: Pipeline) -> Tensor:
+def emulated_batch(pipeline: Pipeline) -> Tensor:
+    """Return inputs and targets of a step in one."""
     return torch.zeros(pipeline.n_microbatches, 1, dtype=torch.float64)
 
 

@@ -47,7 +47,7 @@ def allocated_by(
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
         action()
     held = most = 0.0
-    for event in events.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in events.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)

@@ -148,16 +148,19 @@ class PassTiming:
         begin(self._whole, self._given, step=self._step, n_microbatches=1)
         found: dict[int, list[tuple[str, Callable[[], object]]]] = {}
         for index in self._chunks:
-            given = self._given.of_chunk.get(index)
-            inputs = None if given is None else fresh(given)
             last = index == self._last["chunk"]
             gradients = None if last else _gradients(self._out["chunk", index])
             found[index] = [
-                ("F", partial(self._whole.forward, index, 0, inputs)),
+                ("F", partial(self._forward_given, index)),
                 ("B", partial(self._whole.backward_input, index, 0, gradients)),
                 ("W", partial(self._whole.backward_weight, index, 0)),
             ]
         return found
+
+    def _forward_given(self, index: int) -> None:
+        """F with what it receives, which the graph may hold; it sends its outputs."""
+        given = self._given.of_chunk.get(index)
+        self._whole.forward(index, 0, None if given is None else fresh(given))
 
     def _timed_loss(self, *args: object) -> Tensor:
         return self._watch.time(

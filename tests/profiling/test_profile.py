@@ -1,0 +1,150 @@
+"""A profile finds what layers, links and optimizers take, on one process and on more.
+
+Layers that sleep give lower bounds, which hold on a busy machine too.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zbpp.core import Costs, Placement, RequestError
+from zbpp.emulation.run import emulated_batch, emulated_pipeline
+from zbpp.modes import plan
+from zbpp.pipeline import Pipeline
+from zbpp.profiling import Profile
+from zbpp.profiling.links import Link, fit, link_list
+from zbpp.runtime.comm.ping import Ping
+
+COSTS = Costs(
+    f=(4.0, 6.0), b=(8.0, 3.0), w=(2.0, 5.0), comm=3.0, optimizer=(5.0, 9.0),
+    reduction=4.0,
+)  # fmt: skip
+
+
+def emulated(mode: str) -> dict[str, Any]:
+    schedule = plan(mode, n_stages=2, n_microbatches=2)
+    pipeline = emulated_pipeline(schedule, COSTS, post_validation=False)
+    batch = emulated_batch(pipeline)
+    profile = pipeline.profile(batch, batch, rounds=5)
+    pipeline.step(batch, batch)
+    pipeline.close()
+    return profile.as_dict() | {"costs": profile.costs()[0]}
+
+
+@pytest.mark.dist
+def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Any) -> None:
+    first, second = pool.run(emulated, 2, "ZBH1")
+    assert first == second, "every rank has the whole profile"
+    costs = first["costs"]
+    for name in ("f", "b", "w"):
+        for found, given in zip(
+            getattr(costs, name), getattr(COSTS, name), strict=True
+        ):
+            assert found >= given
+    assert costs.f[0] + 1 < costs.b[0], "F and B are told apart"
+    for found, given in zip(costs.optimizer, COSTS.optimizer, strict=True):
+        assert found >= given
+    assert costs.reduction >= 4.0
+    assert costs.on(Placement.single(2)).hops[0] >= 2.999
+    ((link,)) = first["links"]
+    assert link["stages"] == [0, 1] and link["bandwidth"] > 0
+
+
+def layers() -> list[nn.Module]:
+    return [
+        nn.Sequential(nn.Linear(64, 64 * width), nn.Linear(64 * width, 64))
+        for width in (1, 64, 1, 1)
+    ]
+
+
+def profiled(**more: Any) -> Profile:
+    settings: dict[str, Any] = {"schedule": "ZBV", "n_stages": 2, "n_microbatches": 2}
+    pipeline = Pipeline(
+        layers(),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+        **{**settings, **more},
+    )
+    x = torch.randn(128, 64)
+    return pipeline.profile(x, x, rounds=5, memory=True)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profiled()
+
+
+def test_a_heavy_layer_is_found(profile: Profile) -> None:
+    for name in ("f", "b", "w", "optimizer"):
+        times = profile.layers.of(name)
+        assert max(times) == times[1] > 1.5 * times[0]
+    assert profile.layers.of("message") == (64 * 64 * 4.0,) * 3
+
+
+def test_the_layers_of_a_chunk_add_up_to_it() -> None:
+    profile = profiled(schedule="ZBH1")
+    costs, _ = profile.costs()
+    for chunk, name in ((0, "f"), (1, "b"), (1, "w")):
+        (found,) = {getattr(costs, name)[chunk]}
+        assert found == pytest.approx(profile.chunks[chunk].times[name.upper()].median)
+    last = profile.chunks[1].times["F"].median
+    assert costs.f[1] + costs.loss == pytest.approx(last) and costs.loss > 0
+    assert sum(costs.optimizer) == pytest.approx(
+        sum(one.median for one in profile.optimizer)
+    )
+
+
+def test_other_splits_and_placements_follow(profile: Profile) -> None:
+    costs, _ = profile.costs(Placement.single(2), [1, 3])
+    f = profile.layers.of("f")
+    assert costs.f == pytest.approx((f[0], sum(f[1:])))
+    with pytest.raises(RequestError, match="split"):
+        profile.costs(Placement.single(2), [1, 1])
+
+
+def test_memory_is_that_of_the_allocator(profile: Profile) -> None:
+    heavy = profile.chunks[1]
+    kept = (64 + 64 * 64) * 64 * 4  # the two linears' inputs, of 64 samples
+    assert heavy.left["F"] == pytest.approx(kept, rel=0.02)
+    assert heavy.left["W"] < 0 < heavy.peak["F"]
+    assert all(
+        one.peak[k] >= max(0.0, one.left[k]) for one in profile.chunks for k in "FBW"
+    )
+
+
+def test_the_table_and_the_json_hold_every_figure(profile: Profile) -> None:
+    assert len(profile.table.splitlines()) >= 4 + 3
+    data = json.loads(json.dumps(profile.as_dict()))
+    assert data["unit"] == {"time": "ms", "memory": "bytes"}
+    assert data["chunks"][1]["times"]["F"]["median"] == pytest.approx(
+        profile.chunks[1].times["F"].median
+    )
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    pipeline = Pipeline(
+        layers(), loss_fn=nn.functional.mse_loss, optimizer=None, schedule="ZBH1",
+        n_stages=2, n_microbatches=3,
+    )  # fmt: skip
+    with pytest.raises(RequestError, match="rounds is 0"):
+        pipeline.profile(torch.randn(3, 64), torch.randn(3, 64), rounds=0)
+
+
+def test_a_line_through_two_sizes_is_delay_and_bandwidth() -> None:
+    pings = [Ping(2e-3, 1e-4)] * 3 + [Ping(0.5, 0.1)]
+    link = fit((0, pings), (10**6, [Ping(4e-3, 2e-4)]))
+    assert (link.delay, link.send) == pytest.approx((2.0, 0.2))
+    assert link.time(500_000) == pytest.approx(3.0)
+    level = fit((0, pings), (10**6, pings))
+    assert level.time(10**9) == pytest.approx(2.0), "no size is slower"
+
+
+def test_links_are_listed_as_costs_read_them() -> None:
+    links = {(0, 1): Link(1, 9, 0), (1, 2): Link(2, 9, 0), (0, 2): Link(5, 9, 0)}
+    assert link_list(links, 3, "delay") == (1, 2, 5)
+    del links[0, 2]
+    assert link_list(links, 4, "delay") == (1, 2, 1.5)
+    assert link_list({}, 3, "delay") == 0.0
