@@ -34,6 +34,7 @@ def emulated(mode: str) -> dict[str, Any]:
     return profile.as_dict() | {"costs": profile.costs()[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Any) -> None:
     first, second = pool.run(emulated, 2, "ZBH1")
