@@ -14,7 +14,14 @@ from dataclasses import replace
 
 from zbpp.core import ChunkMemory, LimitError, MemoryModel, Placement
 
-__all__ = ["beyond", "capped", "check_limits", "check_one_fits", "micro_batch"]
+__all__ = [
+    "beyond",
+    "capped",
+    "check_limits",
+    "check_one_fits",
+    "micro_batch",
+    "needs",
+]
 
 _MARGIN = 1e-9  # relative; as in `Schedule`
 
@@ -42,6 +49,18 @@ def _beyond(held: ChunkMemory, chunks: Sequence[int]) -> float:
         )
         before = after
     return max(0.0, most - before)
+
+
+def needs(held: ChunkMemory, placement: Placement) -> list[float]:
+    """Return the smallest limit of each stage: what one micro-batch at a time takes."""
+    parts = zip(
+        held.fixed,
+        beyond(held, placement),
+        micro_batch(held, placement),
+        held.peak_o,
+        strict=True,
+    )
+    return [fixed + max(more + one, peak_o) for fixed, more, one, peak_o in parts]
 
 
 def capped(
@@ -99,19 +118,11 @@ def check_one_fits(
         RequestError: the memory does not fit the placement.
     """
     held = memory.on(placement, splits)
-    parts = zip(
-        held.fixed,
-        beyond(held, placement),
-        micro_batch(held, placement),
-        held.peak_o,
-        strict=True,
-    )
-    needs = [fixed + max(more + one, peak_o) for fixed, more, one, peak_o in parts]
-    check_limits(name, needs, held.limit, n_microbatches)
+    check_limits(name, needs(held, placement), held.limit, n_microbatches)
 
 
 def check_limits(
-    name: str, needs: Sequence[float], limits: Sequence[float], n_microbatches: int
+    name: str, wanted: Sequence[float], limits: Sequence[float], n_microbatches: int
 ) -> None:
     """Refuse what needs more memory than there is, one entry per stage each.
 
@@ -119,12 +130,12 @@ def check_limits(
         LimitError: it names the stage that lacks most, and the smallest limit that
             works.
     """
-    lacks = [need - limit for need, limit in zip(needs, limits, strict=True)]
+    lacks = [need - limit for need, limit in zip(wanted, limits, strict=True)]
     stage = lacks.index(max(lacks))
-    if needs[stage] > limits[stage] * (1 + _MARGIN):
+    if wanted[stage] > limits[stage] * (1 + _MARGIN):
         raise LimitError(
-            f"{name} with {len(needs)} stages and {n_microbatches} micro-batches needs "
-            f"memory {needs[stage]:g} on stage {stage}, over the limit "
+            f"{name} with {len(wanted)} stages and {n_microbatches} micro-batches "
+            f"needs memory {wanted[stage]:g} on stage {stage}, over the limit "
             f"{limits[stage]:g}",
-            smallest=max(needs),
+            smallest=max(wanted),
         )

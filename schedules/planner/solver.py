@@ -1,11 +1,14 @@
 """Prove how good a plan is, or find a better one: CP-SAT from OR-tools.
 
 Every pass is an interval on its stage; what it reads must have arrived. Memory is a
-second resource: M_B - M_W is held from the start of F to the end of B, and M_W to the
-end of W. The largest span of a stage is minimised, starting from the given plan.
+second resource: M_B is held from the start of F to the end of B, then M_W to the end of
+W; and a pass holds its peak above that while it runs. The largest span of a stage is
+minimised, starting from the given plan.
 
-                F0 .......... B0        M_B - M_W
+    M_W <= M_B  F0 .......... B0        M_B - M_W
                 F0 ............... W0   M_W
+    M_W > M_B   F0 .......... B0        M_B
+                            B0 ... W0   M_W, from the end of B
 
 Small cases are solved to the optimum; on others the solver gives a bound within the
 time it has. It is a judge of planners, not a planner: 8 stages with 16 micro-batches
@@ -14,7 +17,6 @@ are rarely closed.
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import lcm
 from typing import Any
 
 from zbpp.core import (
@@ -35,11 +37,11 @@ from zbpp.core import (
     replay,
     writes,
 )
+from zbpp.schedules.planner.whole_numbers import LARGEST_MEMORY, exact, scale_of
 
 __all__ = ["Certificate", "certify"]
 
 _RANK = {PassKind.F: 0, PassKind.B: 1, PassKind.BW: 1, PassKind.W: 2}
-_LARGEST = 2**40  # sums of times and memories in the solver stay far below 2**63
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ def certify(
         workers: threads; None: one per core.
 
     Raises:
-        RequestError: OR-tools is missing, the plan exceeds the memory limit, or the
-            times have too many digits.
+        RequestError: OR-tools is missing, the plan exceeds the memory limit, the
+            times have too many digits, or a pass has a peak but takes no time.
     """
     try:
         from ortools.sat.python import cp_model
@@ -131,9 +133,9 @@ class _Problem:
         self._passes = [
             job for order in schedule.orders for job in order if isinstance(job, Pass)
         ]
-        durations = {job: _exact(times.of(job)) for job in self._passes}
-        hops = [_exact(hop) for hop in times.hops]
-        self.time_scale = _scale([*durations.values(), *hops])
+        durations = {job: exact(times.of(job)) for job in self._passes}
+        hops = [exact(hop) for hop in times.hops]
+        self.time_scale = scale_of([*durations.values(), *hops])
         self._duration = {
             job: int(time * self.time_scale) for job, time in durations.items()
         }
@@ -185,28 +187,63 @@ class _Problem:
 
     def add_memory(self, memory: ChunkMemory) -> None:
         """Let B and W give back what F takes, within the stage's limit."""
+        memory = memory.above_fixed()
         for stage, chunks in enumerate(self._placement.chunks_of):
             limit = memory.limit[stage]
             if limit == float("inf"):
                 continue
-            parts: list[tuple[Pass, Pass, Fraction]] = []
+            parts: list[tuple[Any, Fraction]] = []
             for chunk in chunks:
-                m_b, m_w = (
-                    Fraction(str(memory.m_b[chunk])),
-                    Fraction(str(memory.m_w[chunk])),
-                )
                 for i in range(self.schedule.n_microbatches):
                     forward = Pass(PassKind.F, chunk, i)
                     b = self._of(PassKind.B, PassKind.BW, chunk=chunk, microbatch=i)
                     w = self._of(PassKind.W, PassKind.BW, chunk=chunk, microbatch=i)
-                    parts += [(forward, b, m_b - m_w), (forward, w, m_w)]
-            scale = _scale([share for _, _, share in parts])
-            intervals = [self._held(first, last) for first, last, _ in parts]
+                    parts += self._left(memory, forward, b, w)
+                    for job in {forward, b, w}:
+                        parts += self._inside(memory, job)
+            scale = scale_of([share for _, share in parts], LARGEST_MEMORY)
             self.model.add_cumulative(
-                intervals,
-                [int(share * scale) for _, _, share in parts],
+                [interval for interval, _ in parts],
+                [int(share * scale) for _, share in parts],
                 int(Fraction(str(limit)) * scale * (1 + Fraction(1, 10**9))),
             )
+
+    def _left(
+        self, memory: ChunkMemory, forward: Pass, b: Pass, w: Pass
+    ) -> list[tuple[Any, Fraction]]:
+        """Intervals of what F and B leave, and how much that is."""
+        m_b, m_w = (
+            Fraction(str(memory.m_b[forward.chunk])),
+            Fraction(str(memory.m_w[forward.chunk])),
+        )
+        if b == w:
+            return [(self._held(forward, b), m_b)]
+        if m_w <= m_b:
+            return [
+                (self._held(forward, b), m_b - m_w),
+                (self._held(forward, w), m_w),
+            ]
+        name = f"after {b} to {w}"
+        length = self._time(f"time from {name}")
+        after = self.model.new_interval_var(self._end(b), length, self._end(w), name)
+        return [(self._held(forward, b), m_b), (after, m_w)]
+
+    def _inside(self, memory: ChunkMemory, job: Pass) -> list[tuple[Any, Fraction]]:
+        """The interval of a pass, and its peak above what is counted otherwise."""
+        peak = Fraction(str(memory.peak(job)))
+        if job.kind is PassKind.F:
+            peak -= Fraction(str(memory.m_b[job.chunk]))
+        if peak <= 0:
+            return []
+        duration = self._duration[job]
+        if not duration:
+            raise RequestError(
+                f"{job} has a memory peak but takes no time, which the solver cannot "
+                "model; give it a time"
+            )
+        name = f"inside {job}"
+        start = self._start[job]
+        return [(self.model.new_fixed_size_interval_var(start, duration, name), peak)]
 
     def _held(self, first: Pass, last: Pass) -> Any:
         name = f"{first} to {last}"
@@ -256,22 +293,3 @@ class _Problem:
 
 def _producers(passes: list[Pass], n_chunks: int) -> dict[Any, Pass]:
     return {value: job for job in passes for value in writes(job, n_chunks)}
-
-
-def _exact(time: float) -> Fraction:
-    """A time as it was written: sums such as B + W have digits from rounding."""
-    return Fraction(f"{time:.12g}")
-
-
-def _scale(numbers: list[Fraction]) -> int:
-    """The factor that makes all numbers whole.
-
-    Raises:
-        RequestError: they have too many digits for the solver.
-    """
-    scale = lcm(*(number.denominator for number in numbers))
-    if max(numbers, default=Fraction(0)) * scale * len(numbers) > _LARGEST:
-        raise RequestError(
-            "the costs have too many digits for the solver; round them to six or so"
-        )
-    return scale

@@ -2,6 +2,8 @@
 
 import json
 import random
+from dataclasses import replace
+from operator import add
 from pathlib import Path
 
 import pytest
@@ -42,11 +44,19 @@ def cases(draw):
     held = draw(
         st.tuples(*[st.floats(0.5, 2.0)] * n_chunks) | st.just((1.0,) * n_chunks)
     )
-    share = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+    share = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0, 2.0]))
     memory = MemoryModel(held, tuple(share * amount for amount in held))
+    if draw(st.booleans()):  # of BW none is given: a schedule here may run it, or B
+        inside = st.tuples(*[st.sampled_from([0.0, 0.5, 3.0])] * n_chunks)
+        memory = replace(
+            memory,
+            peak_f=tuple(map(add, held, draw(inside))),
+            peak_b=tuple(max(0.0, share - 1) * one + draw(time) for one in held),
+            m_fixed=draw(inside),
+        )
     peaks = peak_memory(simulate(schedule, costs), memory)
     limit = draw(st.sampled_from([None, max(peaks), tuple(peaks)]))
-    return schedule, costs, MemoryModel(memory.m_b, memory.m_w, limit)
+    return schedule, costs, replace(memory, limit=limit)
 
 
 @given(cases())

@@ -1,13 +1,17 @@
 """The solver proves small plans optimal, betters bad ones, and bounds the rest."""
 
+from dataclasses import replace
+
 import pytest
 
-from zbpp.core import Costs, MemoryModel, RequestError
+from zbpp.core import Costs, MemoryModel, Pass, PassKind, RequestError, Step
 from zbpp.schedules import plan_one_f_one_b, plan_zb_h1, plan_zb_v
 from zbpp.schedules.planner.solver import certify
 from zbpp.simulator import lower_bound, simulate, span
 
 pytest.importorskip("ortools")
+
+F, B, W, _ = PassKind
 
 
 def test_a_plan_at_the_bound_is_proved_optimal() -> None:
@@ -48,6 +52,31 @@ def test_our_own_bound_is_not_above_the_solvers() -> None:
     found = certify(plan, costs, memory, seconds=100)
     ours = lower_bound(plan.placement, plan.n_microbatches, costs, memory)
     assert ours <= found.bound + 1e-9 <= found.span + 2e-9
+
+
+def test_peaks_and_what_b_adds_are_kept_and_cost_what_they_must() -> None:
+    """4 above what is fixed hold nothing beside a B.
+
+    0 | F0 .  .  B0 F1 W0 .  B1 F2 W1 .  B2 W2
+    1 | .  F0 B0 W0 .  F1 B1 W1 .  F2 B2 W2
+    """
+    memory = MemoryModel(m_b=1, m_w=2, m_fixed=10, peak_b=3, limit=14)
+    plan = plan_zb_h1(n_stages=2, n_microbatches=3)
+    one_by_one = tuple(
+        (*(Pass(kind, s, i) for i in range(3) for kind in (F, B, W)), Step(s))
+        for s in range(2)
+    )
+    start = replace(plan, orders=one_by_one)
+    found = certify(start, Costs(), memory, seconds=100)
+    assert found.is_optimal and found.span == 13
+    free = certify(start, Costs(), replace(memory, peak_b=1), seconds=100)
+    assert free.is_optimal and free.span < found.span
+
+
+def test_a_peak_in_no_time_is_refused() -> None:
+    plan = plan_zb_h1(n_stages=2, n_microbatches=2)
+    with pytest.raises(RequestError, match="takes no time"):
+        certify(plan, Costs(w=0), MemoryModel(limit=9, peak_w=1))
 
 
 def test_a_plan_over_the_limit_is_refused() -> None:

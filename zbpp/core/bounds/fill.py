@@ -4,11 +4,12 @@ Front: before the first pass i only earlier kinds can run, within the memory, an
 starts at start[i] or later. So up to start[i] the stage does no more than this; for the
 rest of that time it is idle. Before the first
 
-- F of c:   F's of chunks before c, all held beside m_b of c.
-- B of v-1: F's, all held; every chunk has had one.
-- B of c:   F's of chunks up to c, all held. Of later chunks d also B and W; if n
-            micro-batches had their F of d, the last of these F's found n M_c held, and
-            of its own micro-batch the chunks after c, up to d.
+- F of c:   F's of chunks before c, all held beside its peak.
+- B of v-1: F's, all held beside its peak; every chunk has had one.
+- B of c:   F's of chunks up to c, all held beside its peak. Of later chunks d also B
+            and W; if n micro-batches had their F of d, the last of these F's found
+            n M_c held, and of its own micro-batch the chunks after c, up to d; and B
+            of c finds n M_c held.
 
 Tail: when the last pass j ends, its micro-batch still has all passes after j before it,
 and so the way to the end of its B of chunk 0. All others have had j as well. What is
@@ -64,14 +65,15 @@ def _before(stage: Stage, i: int) -> float:
     """Most work that fits in memory before the first pass i."""
     v, c = stage.v, stage.chunk(i)
     if i < v:
-        return _forwards(stage, i, stage.limit - stage.m_b[i])
+        return _forwards(stage, i, stage.limit - stage.peak_f[i])
+    limit = stage.limit - stage.peak_b[c]
     if c == v - 1:
         once = sum(stage.f)
-        more = _forwards(stage, v, stage.limit - stage.held[-1])
+        more = _forwards(stage, v, limit - stage.held[-1])
         return min(stage.m * once, once + more)
-    work = _forwards(stage, c + 1, stage.limit)
+    work = _forwards(stage, c + 1, limit)
     for d in range(c + 1, v):
-        room = stage.limit - (stage.held[d] - stage.held[c])
+        room = min(limit, stage.limit - (stage.held[d] - stage.held[c]))
         each = stage.f[d] + stage.b[d] + stage.w[d]
         work += min(count(room, stage.held[c]), stage.m) * each
     return work

@@ -1,8 +1,9 @@
 """The bound ``front and tail``: what a stage waits at first and at last.
 
-Front: up to its first B a stage can only do F's, no more than memory holds; yet that B
-cannot start before one micro-batch has gone the way from F of the stage's first chunk
-to the B of its last one. The rest is idle.
+Front: up to its first B, one of its last chunk, a stage can only do F's, no more than
+memory holds beside the peak of that B. Yet it cannot start before one micro-batch has
+gone the way from F of the stage's first chunk to the B of its last one. The rest is
+idle.
 
 Tail: with one chunk a stage and more micro-batches than fit, the same at the end. From
 the last F's end to its own B lies the loop; then only B's of the x - 1 other
@@ -28,7 +29,7 @@ def _front(ways: Ways, stage: int) -> float:
     chunks = ways.chunks_of[stage]
     fill = ways.m * sum(times.f[chunk] for chunk in chunks)
     least = min(ways.memory.m_b[chunk] for chunk in chunks)
-    fits = ways.fits(stage, least)
+    fits = ways.fits(stage, least, ways.memory.peak_b[chunks[-1]])
     if fits < ways.m * len(chunks):
         fill = min(fill, fits * max(times.f[chunk] for chunk in chunks))
     first, last = chunks[0], chunks[-1]
@@ -43,7 +44,7 @@ def _tail(ways: Ways, stage: int) -> float:
     if len(times.placement.stage_of) > len(ways.chunks_of):
         return 0.0
     (chunk,) = ways.chunks_of[stage]
-    in_flight = ways.fits(stage, memory.m_b[chunk])
+    in_flight = ways.in_loop(stage, chunk)
     if in_flight >= ways.m:
         return 0.0
     b, w = times.b[chunk], times.w[chunk]

@@ -52,6 +52,8 @@ def stages(times: PassTimes, memory: ChunkMemory, m: int) -> Iterator["Stage"]:
             w=[times.w[c] for c in chunks],
             m_b=[memory.m_b[c] for c in chunks],
             m_w=[memory.m_w[c] for c in chunks],
+            peak_f=[memory.peak_f[c] for c in chunks],
+            peak_b=[memory.peak_b[c] for c in chunks],
             limit=memory.limit[stage] * (1 + _MARGIN),
             m=m,
             start=[one - down[first] for one in starts],
@@ -71,6 +73,8 @@ class Stage:
     w: list[float]
     m_b: list[float]
     m_w: list[float]
+    peak_f: list[float]
+    peak_b: list[float]
     limit: float
     m: int
     start: list[float]

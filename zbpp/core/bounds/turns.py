@@ -8,7 +8,8 @@ end of B of e of micro-batch i.
 Proof. Suppose that it starts before. If c >= e, then at its start i to i+K-1 hold M_e
 each, and i+K holds M_c: too much. If c < e, look at F of e of i. If it comes after that
 F of c, then at its own start i holds M_e, and i+1 to i+K hold M_c each. If it comes
-before, then they do so at the start of F of c of i+K. Both is too much.
+before, then they do so at the start of F of c of i+K. Both is too much. If c <= e, all
+this is still held when B of e of i starts: so the peak of B of e goes off the limit.
 
 So F of c of i+K starts a loop or more after that of i: the time from the start of F of
 c to the end of B of e. It also starts K F's later. Before the last micro-batch there
@@ -57,7 +58,8 @@ def _length(stage: Stage, c: int, e: int) -> float:
 
 def _fits(stage: Stage, c: int, e: int) -> float:
     """K of the law."""
-    more = count(stage.limit - stage.held[max(c, e)], stage.held[min(c, e)])
+    limit = stage.limit - (stage.peak_b[e] if c <= e else 0.0)
+    more = count(limit - stage.held[max(c, e)], stage.held[min(c, e)])
     return 1 + more
 
 

@@ -35,9 +35,21 @@ class Ways:
         up = self.up[last] - self.up[chunk] + times.b[last]
         return down + up
 
-    def fits(self, stage: int, amount: float) -> float:
-        """Number of times that an amount of memory fits in the limit of a stage."""
+    def fits(self, stage: int, amount: float, beside: float = 0.0) -> float:
+        """Number of times that an amount fits in a stage's limit beside another."""
         limit = self.memory.limit[stage]
         if amount <= 0 or math.isinf(limit):
             return math.inf
-        return math.floor(limit / amount * (1 + MARGIN))
+        room = limit - beside + MARGIN * beside
+        return max(0, math.floor(room / amount * (1 + MARGIN)))
+
+    def in_loop(self, stage: int, chunk: int) -> float:
+        """Most micro-batches between their F and their B of a chunk.
+
+        They hold m_b each beside the peak of the next of these B's, as no B comes in
+        between, and all but one of them hold it beside the peak of the last F.
+        """
+        memory = self.memory
+        m_b = memory.m_b[chunk]
+        beside = max(memory.peak_b[chunk], memory.peak_f[chunk] - m_b)
+        return self.fits(stage, m_b, beside)
