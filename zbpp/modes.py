@@ -17,6 +17,7 @@ from zbpp.core import (
     MemoryModel,
     RequestError,
     Schedule,
+    format_memory,
     read_schedule,
 )
 from zbpp.fixed import fixed, kept, plan_fixed_vpp
@@ -234,7 +235,8 @@ def _with_others(error: LimitError, request: Request) -> RequestError:
     return RequestError(
         f"{error.reason}; {others}: "
         f"{'choose one' if fitting else 'take smaller micro-batches'}, or raise "
-        f"memory_limit: the smallest limit that works is {error.smallest:g}"
+        f"memory_limit: the smallest limit that works is "
+        + format_memory(error.smallest, round_up=True)
     )
 
 

@@ -12,7 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpp.core import ChunkMemory, LimitError, MemoryModel, Placement
+from zbpp.core import (
+    ChunkMemory,
+    LimitError,
+    MemoryModel,
+    Placement,
+    format_memory,
+)
 
 __all__ = [
     "beyond",
@@ -132,10 +138,11 @@ def check_limits(
     """
     lacks = [need - limit for need, limit in zip(wanted, limits, strict=True)]
     stage = lacks.index(max(lacks))
-    if wanted[stage] > limits[stage] * (1 + _MARGIN):
+    need, limit = wanted[stage], limits[stage]
+    if need > limit * (1 + _MARGIN):
         raise LimitError(
             f"{name} with {len(wanted)} stages and {n_microbatches} micro-batches "
-            f"needs memory {wanted[stage]:g} on stage {stage}, over the limit "
-            f"{limits[stage]:g}",
+            f"needs memory {format_memory(need, [limit])} on stage {stage}, over the "
+            f"limit {format_memory(limit, [need])}",
             smallest=max(wanted),
         )

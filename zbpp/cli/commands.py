@@ -26,7 +26,7 @@ from zbpp.cli.flags import (
 from zbpp.cli.layers_report import comparison_of_splits, split_lines
 from zbpp.cli.report import print_comparison, print_report
 from zbpp.cli.split_report import print_split
-from zbpp.cli.summary import Steady, Summary, steady, summarize
+from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
 from zbpp.cli.torchtitan import torchtitan_lines
 from zbpp.cli.train import TrainCommand
 from zbpp.core import (
@@ -80,7 +80,7 @@ class Plan(SizedFlags):
             f"{self.out}: {summary.mode}, {summary.n_stages} stages, "
             f"{summary.n_microbatches} micro-batches, "
             f"bubble rate {summary.bubble_rate:.2%}, "
-            f"peak memory {max(summary.peak_memory):.4g}, "
+            f"peak memory {short_memory(max(summary.peak_memory))}, "
             f"gap to the lower bound {summary.gap:.2%}{proof}"
         )
         if planned is not None:

@@ -13,6 +13,7 @@ from zbpp.core import (
     RequestError,
     Schedule,
     Timeline,
+    format_memory,
     read_costs,
     read_layers,
 )
@@ -20,7 +21,7 @@ from zbpp.layer_plans import parse_split, plan_layers
 from zbpp.modes import canonical, is_file, plan
 from zbpp.schedules import LayerPlan, post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
-from zbpp.training.options import YesNoUnsaid
+from zbpp.training.options import MemoryText, YesNoUnsaid
 
 __all__ = [
     "CommonFlags",
@@ -47,8 +48,8 @@ class CommonFlags:
 
     costs: Annotated[Path | None, shown_as("PATH")] = None
     """Costs file (JSON); without it F, B and W take 1 each and messages nothing."""
-    memory_limit: Annotated[float | None, shown_as("FLOAT")] = None
-    """Largest activation memory of a stage, in the unit of the costs."""
+    memory_limit: MemoryText = None
+    """Largest memory of a stage: 40GiB where costs are in bytes, or in their unit."""
     effort: Annotated[str, shown_as("EFFORT")] = "default"
     """Effort of the search: fast, default, best (a minute) or best:SECONDS."""
     layers: Annotated[Path | None, shown_as("PATH")] = None
@@ -64,6 +65,7 @@ class CommonFlags:
         if self.costs is not None:
             costs, memory = read_costs(self.costs)
         if self.memory_limit is not None:
+            _check_unit(self.memory_limit, memory)
             memory = replace(memory, limit=self.memory_limit)
         return costs, memory
 
@@ -86,6 +88,22 @@ class CommonFlags:
         if self.memory_limit is not None:
             layers = replace(layers, limit=self.memory_limit)
         return layers
+
+
+def _check_unit(limit: float, memory: MemoryModel) -> None:
+    """Refuse a limit in bytes for memories that are surely none."""
+    values = (memory.m_b, memory.m_w, memory.m_fixed, memory.peak_f, memory.peak_b)
+    numbers = [
+        number
+        for value in values
+        for number in (value if isinstance(value, tuple) else [value or 0.0])
+    ]
+    if limit >= 2**20 and max(numbers) < 2**10:
+        raise RequestError(
+            f"--memory_limit is {format_memory(limit)}, but the memories of the costs "
+            f"are no bytes: the largest is {max(numbers):g}; give m_b and m_w in bytes "
+            "(--costs), or the limit in their unit"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from itertools import chain
 from rich.console import Console
 from rich.table import Table
 
-from zbpp.cli.summary import Steady, Summary, steady, summarize
+from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
 from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, draw
 from zbpp.core.timeline import extent
 from zbpp.simulator import critical_path, idle, simulate, stage_span, work
@@ -43,7 +43,7 @@ def print_report(
     if isinstance(limit, list):
         within = "the memory limits"
     else:
-        within = f"memory {limit:.4g} a stage"
+        within = f"memory {_memory(limit, summary)} a stage"
     lines = {
         "bubble rate": f"{summary.bubble_rate:.2%} of the longest span is idle",
         "overhead": f"{summary.overhead:.2%} (idle time over ideal time)",
@@ -53,7 +53,7 @@ def print_report(
         "steady step": f"{among.step_time_post_validation:.6g} post-validated (a "
         f"rollback adds {among.rollback_time:.6g}), "
         f"{among.step_time_barrier:.6g} behind a barrier",
-        "peak memory": f"{max(summary.peak_memory):.4g}",
+        "peak memory": _memory(max(summary.peak_memory), summary),
         "critical path": _path_text(schedule, costs),
         "lower bound": f"{summary.lower_bound:.6g} for the span "
         f"(proof: {summary.lower_bound_by}), within {within}; gap {summary.gap:.2%}",
@@ -87,12 +87,19 @@ def print_comparison(
             print(row if row.startswith(mode) else f"{mode}: {row}")
 
 
+def _memory(amount: float, summary: Summary) -> str:
+    """Write a memory as all others of its summary."""
+    bound = summary.memory_bound
+    among = bound if isinstance(bound, list) else [bound]
+    return short_memory(amount, [*summary.peak_memory, *among])
+
+
 _COLUMNS: dict[str, Callable[[Summary], str]] = {
     "chunks": lambda row: str(len(row.placement)),
     "bubble": lambda row: f"{row.bubble_rate:.2%}",
     "span": lambda row: f"{row.span:.6g}",
     "makespan": lambda row: f"{row.makespan:.6g}",
-    "peak memory": lambda row: f"{max(row.peak_memory):.4g}",
+    "peak memory": lambda row: _memory(max(row.peak_memory), row),
     "gap": lambda row: f"{row.gap:.2%}",
 }
 _Steps = dict[str, Callable[[Steady], str]]
@@ -196,7 +203,7 @@ def _stage_table(timeline: Timeline, summary: Summary) -> Table:
             f"{stage_span(timeline, stage):.6g}",
             f"{busy[stage]:.6g}",
             f"{max(waiting[stage], 0.0):.6g}",
-            f"{summary.peak_memory[stage]:.4g}",
+            _memory(summary.peak_memory[stage], summary),
         )
     return table
 

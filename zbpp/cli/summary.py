@@ -1,8 +1,9 @@
 """Figures of a schedule, as numbers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from zbpp.core import Costs, MemoryModel, Schedule
+from zbpp.core import Costs, MemoryModel, Schedule, format_memory
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import (
     bubble_rate,
@@ -17,7 +18,7 @@ from zbpp.simulator import (
     with_rollback,
 )
 
-__all__ = ["Steady", "Summary", "steady", "summarize"]
+__all__ = ["Steady", "Summary", "short_memory", "steady", "summarize"]
 
 _ROUNDING = 1e-9  # relative
 
@@ -84,6 +85,11 @@ def summarize(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Summary:
         lower_bound_by=by,
         gap=longest / bound - 1 if bound > 0 else 0.0,
     )
+
+
+def short_memory(amount: float, among: Iterable[float] = ()) -> str:
+    """Write a memory in four digits; see `format_memory` for what is in bytes."""
+    return format_memory(float(f"{amount:.4g}"), among)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Values that every layer shares; standard library only."""
 
+from zbpp.core.amounts import format_bytes, format_memory
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
 from zbpp.core.clock import Clock, replay, step_behind_barrier
 from zbpp.core.costs import (
@@ -8,7 +9,6 @@ from zbpp.core.costs import (
     LayerCosts,
     MemoryModel,
     PassTimes,
-    format_bytes,
     parse_memory,
 )
 from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
@@ -86,6 +86,7 @@ __all__ = [
     "draw",
     "format_bytes",
     "format_job",
+    "format_memory",
     "grid",
     "held_during",
     "input_of",

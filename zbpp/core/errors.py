@@ -1,5 +1,7 @@
 """Errors that are the caller's to mend."""
 
+from zbpp.core.amounts import format_memory
+
 __all__ = ["LimitError", "RequestError", "ScheduleError", "WorkerError"]
 
 
@@ -16,9 +18,10 @@ class LimitError(RequestError):
         self.smallest = smallest
 
     def __str__(self) -> str:
+        smallest = format_memory(self.smallest, round_up=True)
         return (
-            f"{self.reason}; the smallest limit that works is {self.smallest:g}: take "
-            f"smaller micro-batches, or raise memory_limit to {self.smallest:g} or more"
+            f"{self.reason}; the smallest limit that works is {smallest}: take "
+            f"smaller micro-batches, or raise memory_limit to {smallest} or more"
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from zbpp.core.amounts import format_memory
 from zbpp.core.clock import replay
 from zbpp.core.costs import Costs, MemoryModel
 from zbpp.core.errors import RequestError, ScheduleError
@@ -210,6 +211,7 @@ def _check_memory(orders: Orders, placement: Placement, model: MemoryModel) -> N
                     orders,
                     stage,
                     column,
-                    f"{order[column]} needs memory {held:g}, over the limit "
-                    f"{limit:g} of stage {stage}; run a B or W first",
+                    f"{order[column]} needs memory {format_memory(held, [limit])}, "
+                    f"over the limit {format_memory(limit, [held])} of stage {stage}; "
+                    "run a B or W first",
                 )

@@ -6,12 +6,23 @@ from typing import Annotated, Literal
 
 import tyro
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, parse_memory
 
-__all__ = ["Train", "YesNoUnsaid"]
+__all__ = ["MemoryText", "Train", "YesNoUnsaid"]
 
 YesNoUnsaid = Annotated[bool | None, tyro.conf.DisallowNone]
 """``--flag``, ``--no_flag``, or neither."""
+MemoryText = Annotated[
+    float | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="MEMORY",
+        instance_from_str=lambda texts: parse_memory(texts[0]),
+        is_instance=lambda value: value is None or isinstance(value, int | float),
+        str_from_instance=lambda value: [f"{value:g}"] if value else ["none"],
+    ),
+]
+"""An amount of memory: a number, or one with a unit, such as ``40GiB``; or none."""
 _Path = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
 _Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
@@ -83,8 +94,8 @@ class Train:
     """Steps between log lines."""
     costs: _Path = None
     """Costs file for the plan and for the simulated bubble rate."""
-    memory_limit: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """Largest activation memory of a stage, in the unit of the costs."""
+    memory_limit: MemoryText = None
+    """Largest memory of a stage: 16GiB where costs are in bytes, or in their unit."""
     effort: Literal["fast", "default"] = "default"
     """Search effort; every process plans for itself, so for more let zbpp plan
     write a file."""

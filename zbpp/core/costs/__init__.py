@@ -12,7 +12,7 @@ from zbpp.core.costs.dealing import PerChunk
 from zbpp.core.costs.layers import LayerCosts
 from zbpp.core.costs.memory_model import ChunkMemory, MemoryModel
 from zbpp.core.costs.times import Costs, PassTimes
-from zbpp.core.costs.units import format_bytes, parse_memory
+from zbpp.core.costs.units import parse_memory
 
 __all__ = [
     "ChunkMemory",
@@ -21,6 +21,5 @@ __all__ = [
     "MemoryModel",
     "PassTimes",
     "PerChunk",
-    "format_bytes",
     "parse_memory",
 ]

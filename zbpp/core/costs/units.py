@@ -4,7 +4,7 @@ import re
 
 from zbpp.core.errors import RequestError
 
-__all__ = ["format_bytes", "parse_memory"]
+__all__ = ["parse_memory"]
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -30,17 +30,3 @@ def parse_memory(text: str) -> float:
         f"{text!r} is no amount of memory; write 40GiB, 512MiB, 16GB, or a number in "
         "the unit of the costs"
     )
-
-
-def format_bytes(amount: float) -> str:
-    """Write bytes with a unit, three digits or more.
-
-    >>> format_bytes(0), format_bytes(1536), format_bytes(42949672960)
-    ('0 B', '1.50 KiB', '40.0 GiB')
-    """
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if abs(amount) >= 2**power:
-            number = amount / 2**power
-            digits = 2 if abs(number) < 10 else 1 if abs(number) < 100 else 0
-            return f"{number:.{digits}f} {unit}"
-    return f"{amount:.0f} B"

@@ -1,0 +1,48 @@
+"""Amounts of memory as text.
+
+A memory has the unit of the costs: M_B, GB, or bytes. Costs do not name it, so it is
+told by size: where an amount of 2**20 or more is among those that are shown together,
+all of them are bytes. (Nobody counts a million of M_B.)
+"""
+
+import math
+from collections.abc import Iterable
+
+__all__ = ["format_bytes", "format_memory"]
+
+_BYTES_FROM = 2**20
+_POWERS = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
+
+
+def format_bytes(amount: float, *, round_up: bool = False) -> str:
+    """Write bytes with a unit, three digits or more.
+
+    >>> format_bytes(0), format_bytes(1536), format_bytes(42949672960)
+    ('0 B', '1.50 KiB', '40.0 GiB')
+    >>> format_bytes(1537), format_bytes(1537, round_up=True)
+    ('1.50 KiB', '1.51 KiB')
+    """
+    for unit, power in _POWERS:
+        if abs(amount) >= 2**power:
+            number = amount / 2**power
+            digits = 2 if abs(number) < 10 else 1 if abs(number) < 100 else 0
+            if round_up:
+                number = math.ceil(number * 10**digits * (1 - 1e-12)) / 10**digits
+            return f"{number:.{digits}f} {unit}"
+    return f"{math.ceil(amount) if round_up else amount:.0f} B"
+
+
+def format_memory(
+    amount: float, among: Iterable[float] = (), *, round_up: bool = False
+) -> str:
+    """Write a memory: in bytes if it, or one ``among`` which it is shown, is large.
+
+    ``round_up``: for limits to be typed again.
+
+    >>> format_memory(8.0), format_memory(3 * 2**30), format_memory(512, [2**30])
+    ('8', '3.00 GiB', '512 B')
+    """
+    finite = [abs(one) for one in (amount, *among) if math.isfinite(one)]
+    if max(finite, default=0.0) >= _BYTES_FROM and math.isfinite(amount):
+        return format_bytes(amount, round_up=round_up)
+    return f"{amount:g}"
