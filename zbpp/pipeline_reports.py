@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zbpp.core import Costs, RequestError, Schedule, Timeline
-from zbpp.core.measured import measured_costs
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    PassKind,
+    RequestError,
+    Schedule,
+    Timeline,
+)
+from zbpp.core.measured import not_told_apart
 from zbpp.profiling.measure import Profiled, measure
+from zbpp.profiling.memory import peak_held
+from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.profile import Profile
+from zbpp.profiling.window import Wires, measure_wires, window_costs
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.driver.lifecycle import Lifecycle
@@ -26,10 +36,12 @@ class Reports:
 
     schedule: Schedule
     split: tuple[range, ...]
+    device: torch.device
     _executors: Mapping[int, Executor]
     _lifecycle: Lifecycle
     _n_steps: int
     _options: StageOptions
+    _wires: Wires | None = None
 
     if TYPE_CHECKING:
 
@@ -111,14 +123,65 @@ class Reports:
         """
         return calls.report_split(self._executors)
 
-    def measured_costs(self) -> Costs:
-        """Times of the passes in the last step, in ms (every rank must call).
+    def measured_costs(self, n: int = 1, *, joint: bool = False) -> Costs:
+        """Costs of the last steps, in ms (every rank must call).
+
+        Medians of the passes, of O with its norms, and of V; the wait for the sum of
+        the norms is in none of them. The first call also measures the links and that
+        sum, some ms between two steps; they are kept. The loss is a part of the last F.
+
+        Args:
+            n: steps that count; 10 or fewer are kept.
+            joint: where B and W run as one pass, let B stand for both.
 
         Raises:
             RequestError: the schedule has passes that run B and W together.
         """
+        if not joint and self.schedule.runs(PassKind.BW):
+            raise RequestError(not_told_apart(self.schedule.name))
+        timelines = self.timelines(n)
+        own = {s: one.times.norm_seconds(n) for s, one in self._executors.items()}
+        norms = {s: times for part in self.gather(own) for s, times in part.items()}
+        if self._wires is None:
+            self._wires = measure_wires(self._executors, self.schedule.placement)
         splits = calls.gather_splits(self._executors)
-        return measured_costs([self.timeline()], splits=None if all(splits) else splits)
+        return window_costs(
+            timelines, norms, splits=splits, wires=self._wires, joint=joint
+        )
+
+    def prediction(
+        self,
+        costs: Costs | None = None,
+        memory: MemoryModel | None = None,
+        *,
+        n: int = 10,
+    ) -> Prediction:
+        """Simulated beside measured: step time, bubble, memory (every rank must call).
+
+        Args:
+            costs: in ms; None: those of the same steps.
+            memory: in bytes, see `zbpp.memory`; None: none is predicted.
+            n: last steps that count; what the script does between them is in their
+                time.
+
+        Raises:
+            RequestError: there was no step yet.
+        """
+        timelines = self.timelines(n)
+        own = {stage: peak_held(self.device) for stage in self._executors}
+        side_by_side = len(own) == 1
+        if not side_by_side:  # they share the process: no stage's memory is known
+            own = dict.fromkeys(own)
+        held = {s: one for part in self.gather(own) for s, one in part.items()}
+        return predict(
+            self.schedule,
+            timelines,
+            costs or self.measured_costs(n, joint=True),
+            memory,
+            held=[held[stage] for stage in sorted(held)],
+            given=costs is not None,
+            side_by_side=side_by_side,
+        )
 
     def profile(
         self,

@@ -177,6 +177,10 @@ class DelayedTransport:
             for one in self._inner.ping(peer, n_bytes, rounds)
         ]
 
+    def message_bytes(self) -> dict[int, int]:
+        """Sizes of the activations that steps send or receive here, by chunk."""
+        return self._inner.message_bytes()
+
     def _delay_to(self, peer: int) -> float:
         """The largest delay, in ms, of the edges that lead to a stage or from it."""
         stage_of = self._times.placement.stage_of

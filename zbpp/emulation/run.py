@@ -26,7 +26,13 @@ from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
 
-__all__ = ["Emulation", "emulate", "emulated_batch", "emulated_pipeline"]
+__all__ = [
+    "Emulation",
+    "emulate",
+    "emulated_batch",
+    "emulated_pipeline",
+    "steps_in_a_row",
+]
 
 _WARM_UP = 2  # steps that are not counted: the first one learns the shapes
 _SETTLING = 2  # more of them, for steps in a row: until all stages lead as they will
@@ -113,8 +119,8 @@ def emulate(
     )
     one_by_one = post_validation is None
     simulated = simulate(pipeline.schedule, costs)
-    measure = _one_by_one if one_by_one else _in_a_row
-    step_ms, bubble = measure(pipeline, n_steps)
+    measure = _one_by_one if one_by_one else steps_in_a_row
+    step_ms, bubble = measure(pipeline, n_steps, emulated_batch(pipeline))
     return Emulation(
         schedule=schedule,
         n_steps=n_steps,
@@ -160,9 +166,8 @@ def emulated_pipeline(
     return pipeline
 
 
-def _one_by_one(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
+def _one_by_one(pipeline: Pipeline, n_steps: int, batch: Tensor) -> tuple[float, float]:
     """Median step time in ms and bubble rate of steps from a common start."""
-    batch = emulated_batch(pipeline)
     steps, bubbles = [], []
     for step in range(_WARM_UP + n_steps):
         pipeline.gather(None)  # all ranks start together
@@ -176,9 +181,16 @@ def _one_by_one(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
     return statistics.median(steps), statistics.median(bubbles)
 
 
-def _in_a_row(pipeline: Pipeline, n_steps: int) -> tuple[float, float]:
-    """Median time in ms between the ends of steps, and the bubble rate of the last."""
-    batch = emulated_batch(pipeline)
+def steps_in_a_row(
+    pipeline: Pipeline, n_steps: int, batch: Tensor
+) -> tuple[float, float]:
+    """Median time in ms between the ends of steps, and the bubble rate of the last.
+
+    Args:
+        pipeline: of any layers; every rank must call.
+        n_steps: to count, after some that are not.
+        batch: inputs and targets in one.
+    """
     pipeline.step(batch, batch)
     pipeline.gather(None)  # the first step is slow
     ends = []

@@ -4,6 +4,7 @@ On CPUs torch's profiler lists every allocation with what is held after it; on G
 allocator knows what it holds, and the most that it held.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from zbpp.profiling.passes import PassTiming
 
-__all__ = ["allocated_by", "measure_memory"]
+__all__ = ["allocated_by", "measure_memory", "peak_held"]
 
 
 def measure_memory(
@@ -52,3 +53,15 @@ def allocated_by(
             held += event.nbytes()
             most = max(most, held)
     return held, most
+
+
+def peak_held(device: torch.device) -> float | None:
+    """Largest memory so far: of torch on its GPU, else resident; None: not known."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak * (1 if sys.platform == "darwin" else 1024))

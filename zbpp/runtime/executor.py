@@ -225,7 +225,9 @@ class Executor:
         self.transport.post(instruction.value, instruction.peer)
 
     def _reduce(self, instruction: Reduce) -> None:
+        start = self.times.now()
         self.optimizer.reduce(self.transport)
+        self.times.norms.append((start, self.times.now()))
 
     def _step(self, job: Step) -> None:
         if not self.optimizer.steps_at_once:

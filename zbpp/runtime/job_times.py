@@ -12,6 +12,7 @@ the host's clock read when it passed: so processes of one machine share a time a
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -67,13 +68,15 @@ class JobTimes:
         if make_event is not None:
             self.now = self._record
         self._base: _Base | None = None
-        self._steps: deque[tuple[_Base | None, list[Mark]]] = deque(maxlen=window)
+        self._steps: deque[_Noted] = deque(maxlen=window)
         self.marks: list[Mark] = []
         """Of the step that runs; the executor appends to it."""
+        self.norms: list[tuple[Any, Any]] = []
+        """Before and after the norms of a step that runs; no job is told of them."""
 
     def begin(self, *, training: bool) -> None:
         """Start a step; what an evaluation notes is forgotten."""
-        self.marks = []
+        self.marks, self.norms = [], []
         if not training:
             return
         if self._make_event is not None:
@@ -84,21 +87,41 @@ class JobTimes:
                 self._base.start(time.perf_counter())
             elif before.event.query():
                 before.time_s()  # so that no long chain builds up
-        self._steps.append((self._base, self.marks))
+        self._steps.append(_Noted(self._base, self.marks, self.norms))
 
     def steps(self, n: int = 1) -> list[list[Slot]]:
         """The jobs of the last steps, oldest first, in seconds; no more than are kept.
 
         On a GPU this waits until the jobs have run.
         """
-        last = list(self._steps)[-n:] if n > 0 else []
-        return [_read(base, marks) for base, marks in last]
+        return [_read(one.base, one.marks) for one in self._last(n)]
+
+    def norm_seconds(self, n: int = 1) -> list[float]:
+        """Times of the gradients' norms in the last steps; as `steps`."""
+        found = []
+        for one in self._last(n):
+            if one.base is not None and one.norms:
+                one.norms[-1][1].synchronize()
+            for start, end in one.norms:
+                on_gpu = one.base is not None
+                found.append(start.elapsed_time(end) / 1e3 if on_gpu else end - start)
+        return found
+
+    def _last(self, n: int) -> "list[_Noted]":
+        return list(self._steps)[-n:] if n > 0 else []
 
     def _record(self) -> Event:
         assert self._make_event is not None
         event = self._make_event()
         event.record()
         return event
+
+
+@dataclass(frozen=True)
+class _Noted:
+    base: "_Base | None"
+    marks: list[Mark]
+    norms: list[tuple[Any, Any]]
 
 
 class _Base:

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from zbpp.core import MemoryModel, RequestError, Schedule, write_costs
+from zbpp.core import RequestError, Schedule, write_costs
 from zbpp.pipeline import Pipeline
 from zbpp.pipeline_reports import summarize_split
+from zbpp.profiling.prediction import Prediction
 from zbpp.runtime.optim.patience import Patience
 from zbpp.simulator import bubble_rate, simulate
 from zbpp.training.data import Batch, Corpus, load_corpus
+from zbpp.training.estimate import estimate_layers, memory_of
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.llama import build_layers, cross_entropy
 from zbpp.training.log import Recorder, resident_memory_gib
@@ -26,6 +28,8 @@ from zbpp.training.setup import costs_of, device_of, model_of, split_layers
 __all__ = ["train"]
 
 _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
+_WINDOW = 10  # steps that are measured: the last ones
+_LONG_S = 60.0
 
 
 def train(options: Train, schedule: Schedule) -> None:
@@ -171,10 +175,7 @@ def _conclude(
         )
     pipeline.synchronize()
     recorder.finish_steps()
-    if options.costs_out is not None:
-        costs = pipeline.measured_costs()
-        if pipeline.rank == 0:
-            write_costs(costs, MemoryModel(), options.costs_out)
+    prediction = _predict(pipeline, options, recorder)
     val_loss = pipeline.evaluate(inputs, targets, n_microbatches=n)
     parts = pipeline.gather(fingerprints(pipeline.named_parameters()))
     params_sha256 = combine(parts)
@@ -188,7 +189,31 @@ def _conclude(
         mode=pipeline.schedule.name,
         n_stages=pipeline.schedule.n_stages,
         n_microbatches=pipeline.n_microbatches,
+        prediction=prediction.as_dict(),
     )
+
+
+def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Prediction:
+    """Compare with the simulation, and write the costs file that was asked for.
+
+    Every rank must call. The estimate of the memory takes some seconds, so it is made
+    where it is asked for, or where they count for little.
+    """
+    memory = None
+    is_long = pipeline.gather(recorder.seconds >= _LONG_S)[0]
+    if options.costs_out is not None or is_long:
+        if pipeline.rank == 0:
+            make_optimizer = partial(_make_optimizer, options)
+            memory = memory_of(pipeline, estimate_layers(options, make_optimizer))
+        memory = pipeline.gather(memory)[0]
+    if options.costs_out is not None:
+        costs = pipeline.measured_costs(_WINDOW)
+        if pipeline.rank == 0:
+            assert memory is not None
+            write_costs(costs, memory, options.costs_out)
+    prediction = pipeline.prediction(memory=memory, n=_WINDOW)
+    recorder.say(prediction.line)
+    return prediction
 
 
 def _peak_memory_gib(device: torch.device) -> float | None:

@@ -267,6 +267,10 @@ class DistributedTransport:
             wait=partial(self._waits.wait, what="a ping with", peer=peer),
         )
 
+    def message_bytes(self) -> dict[int, int]:
+        """Sizes of the activations that steps send or receive here, by chunk."""
+        return {chunk: spec.n_bytes for chunk, spec in self._specs.items()}
+
     def end(self) -> None:
         """End the step; sends may still be under way, so no stage waits for another.
 

@@ -1,5 +1,6 @@
 """The header of a message: what the tensors behind it look like."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,6 +48,12 @@ class Spec:
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
         return f"({text},)" if self.is_tuple_of_one else text
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the tensors."""
+        sizes = zip(self.shapes, self.dtypes, strict=True)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
 
     def of_gradients(self) -> "Spec":
         """Describe the gradients: one for each tensor that needs one."""

@@ -65,6 +65,9 @@ class Transport(Protocol):
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Time messages between two steps; the stage with the lower number learns."""
 
+    def message_bytes(self) -> dict[int, int]:
+        """Sizes of the activations that steps send or receive here, by chunk."""
+
     def end(self) -> None:
         """End the step: no message may be left to receive."""
 
@@ -161,6 +164,10 @@ class LocalTransport:
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Nothing travels."""
         return []
+
+    def message_bytes(self) -> dict[int, int]:
+        """Nothing travels."""
+        return {}
 
     def end(self) -> None:
         """The last stage to end finds the mailbox empty, and clears the sums."""

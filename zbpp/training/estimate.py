@@ -1,0 +1,44 @@
+"""Memory of the trained model, in bytes, beside what a run measures."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.optim import Optimizer
+
+from zbpp.core import LayerCosts, MemoryModel
+from zbpp.memory import layer_memory
+from zbpp.pipeline import Pipeline
+from zbpp.resolve import recomputed_layers
+from zbpp.training.llama import build_layers, cross_entropy
+from zbpp.training.options import Train
+from zbpp.training.setup import model_of
+
+__all__ = ["estimate_layers", "memory_of"]
+
+
+def estimate_layers(
+    options: Train, make_optimizer: Callable[..., Optimizer]
+) -> LayerCosts:
+    """Estimate what the layers of the model hold, on fake tensors: some seconds."""
+    model = model_of(options)
+    tokens = torch.zeros(options.microbatch_size, options.seq, dtype=torch.long)
+    return layer_memory(
+        partial(build_layers, model),
+        (tokens, tokens),
+        cross_entropy,
+        optimizer=make_optimizer,
+        n_layers=model.n_layers,
+        rollback=options.post_validation_rollback,
+        autocast=torch.bfloat16 if options.dtype == "bf16" else None,
+        exact_sums=options.exact_sums,
+    )
+
+
+def memory_of(pipeline: Pipeline, layers: LayerCosts) -> MemoryModel:
+    """Give the chunks of a pipeline the memory of their layers."""
+    return layers.on(
+        pipeline.schedule.placement,
+        [len(own) for own in pipeline.split],
+        recompute=recomputed_layers(pipeline.schedule, pipeline.split),
+    )[1]
