@@ -3,8 +3,10 @@
     python benchmarks/judge.py plan.json costs.json
 
 Reads the two file formats, replays the jobs one by one, and prints the largest span of
-a stage, the bubble rate and the peak memories. A message is a pure delay. Every fault
-ends the run with an error that names the stage and the job.
+a stage, the bubble rate and the peak memories. A message is a pure delay. Memory: a
+stage holds m_fixed, m_b from the start of F and m_w from the end of B to that of W; and
+a job, O too, its peak above what was held before it. Every fault ends the run with an
+error that names the stage and the job.
 """
 
 import json
@@ -39,7 +41,7 @@ def judge(plan: dict[str, Any], costs: dict[str, Any]) -> Verdict:
     rows = [_passes(row) for row in plan["jobs"]]
     cost = _Costs(costs, stage_of)
     _check_complete(rows, stage_of, m, cost)
-    peaks = [_peak(rows[s], cost) for s in range(len(rows))]
+    peaks = [_peak(s, row, cost) for s, row in enumerate(plan["jobs"])]
     for s, (peak, limit) in enumerate(zip(peaks, cost.limit, strict=True)):
         if peak > limit * (1 + 1e-6):
             raise ValueError(f"stage {s} holds {peak}, over its limit {limit}")
@@ -85,18 +87,40 @@ class _Costs:
 
         def per_chunk(key: str, default: float) -> list[float]:
             value = costs.get(key, default)
-            if isinstance(value, list):
-                return list(value)
-            return [value / part for part in share]
+            entries = value if isinstance(value, list) else [value] * p
+            numbers = [_number(entry) for entry in entries]
+            if len(numbers) == n:
+                if isinstance(value, list):
+                    return numbers
+            elif len(numbers) != p:
+                raise ValueError(f"{key} has {len(numbers)} entries")
+            return [numbers[s] / share[s] for s in stage_of]
+
+        def peaks(key: str, least: list[float]) -> list[float]:
+            return per_chunk(key, 0.0) if key in costs else least
 
         f = per_chunk("f", 1.0)
         f[-1] += costs.get("loss", 0.0)
         self.times = {"F": f, "B": per_chunk("b", 1.0), "W": per_chunk("w", 1.0)}
         self.m_b, self.m_w = per_chunk("m_b", 1.0), per_chunk("m_w", 0.5)
+        gain = [w - b for b, w in zip(self.m_b, self.m_w, strict=True)]
+        peak_b = peaks("peak_b", [max(0.0, more) for more in gain])
+        peak_w = peaks("peak_w", [0.0] * n)
+        in_turn = [
+            max(b, more + w) for b, more, w in zip(peak_b, gain, peak_w, strict=True)
+        ]
+        peak_bw = peaks("peak_bw", in_turn)
+        peak_f = peaks("peak_f", self.m_b)
+        self.peak = {"F": peak_f, "B": peak_b, "W": peak_w, "BW": peak_bw}
+        self.fixed, self.peak_o = [0.0] * p, [0.0] * p
+        for key, sums in (("m_fixed", self.fixed), ("peak_o", self.peak_o)):
+            for s, amount in zip(stage_of, per_chunk(key, 0.0), strict=True):
+                sums[s] += amount
         self.splits = costs.get("splits") or [True] * p
         limit = costs.get("memory_limit")
         limit = float("inf") if limit is None else limit
-        self.limit = limit if isinstance(limit, list) else [limit] * p
+        limits = limit if isinstance(limit, list) else [limit] * p
+        self.limit = [_number(one) for one in limits]
         comm = costs.get("comm", 0.0)
         self.edges = comm if isinstance(comm, list) else [comm] * (n - 1)
         if len(self.edges) != n - 1:  # one a link, not one an edge
@@ -148,16 +172,39 @@ def _check_complete(
             raise ValueError(f"stage {s} does not run every pass of its chunks once")
 
 
-def _peak(row: list[tuple[str, int, int]], cost: _Costs) -> float:
-    held = peak = 0.0
-    for kind, c, _ in row:
+def _number(value: float | str) -> float:
+    """A number, or bytes as in "1.5 GiB"."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(
+        r"\s*([\d.e+]+)\s*(?:([KMGT]?)(i?)B)?\s*", value, re.IGNORECASE
+    )
+    if found is None:
+        raise ValueError(f"{value!r} is no amount of memory")
+    power = " KMGT".index((found[2] or " ").upper())
+    return float(found[1]) * (1024 if found[3] else 1000) ** power
+
+
+def _peak(s: int, row: list[str], cost: _Costs) -> float:
+    """Add up what each micro-batch holds on each chunk, job after job."""
+    held: dict[tuple[int, int], float] = {}
+    most = cost.fixed[s]
+    for text in row:
+        before = cost.fixed[s] + sum(held.values())
+        job = JOB.fullmatch(text)
+        if job is None:
+            most = max(most, before + (cost.peak_o[s] if text == "O" else 0.0))
+            continue
+        c, kind, i = int(job[1]), job[2], int(job[3])
+        most = max(most, before + cost.peak[kind][c])
         if kind == "F":
-            held += cost.m_b[c]
-            peak = max(peak, held)
+            held[c, i] = cost.m_b[c]
+        elif kind == "B":
+            held[c, i] = cost.m_w[c]
         else:
-            kept = cost.m_w[c]
-            held -= {"B": cost.m_b[c] - kept, "W": kept, "BW": cost.m_b[c]}[kind]
-    return peak
+            held.pop((c, i), None)
+        most = max(most, cost.fixed[s] + sum(held.values()))
+    return most
 
 
 def main() -> None:

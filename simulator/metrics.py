@@ -101,28 +101,41 @@ def memory_over_time(
 ) -> list[list[tuple[float, float]]]:
     """List for each stage when its memory changes, and what it holds from then on.
 
-    F takes its memory when it starts; B and W give theirs back when they end.
+    What is fixed is there from the first start. F takes its memory when it starts; B, W
+    and BW leave less, or more, when they end; and inside each is its peak:
+
+        held |          peak_f
+             |        ____
+             |       |    |__m_b__ ...
+             | fixed |
+             |_______F____________ time
 
     Raises:
         RequestError: the model does not fit the placement.
     """
     of_chunk = memory.on(timeline.placement)
+    starts = [row[0].start for row in timeline.rows if row]
+    origin = min(starts, default=0.0)
     curves = []
     for stage in _stages(timeline):
-        held = 0.0
-        curve = []
+        held = of_chunk.fixed[stage]
+        curve = [(origin, held)] if held else []
         for slot in timeline.rows[stage]:
-            if not isinstance(slot.job, Pass):
-                continue
-            change = of_chunk.change(slot.job.kind, slot.job.chunk)
-            held += change
-            curve.append((slot.start if change > 0 else slot.end, held))
+            peak, before = of_chunk.peak(slot.job), held
+            if isinstance(slot.job, Pass):
+                held += of_chunk.change(slot.job.kind, slot.job.chunk)
+            if peak:
+                curve.append((slot.start, before + peak))
+            if held != before + peak:
+                curve.append((slot.end, held))
         curves.append(curve)
     return curves
 
 
 def peak_memory(timeline: Timeline, memory: MemoryModel) -> list[float]:
-    """Largest memory that each stage holds, in the unit of the memory model.
+    """Largest memory that each stage holds, fixed memory and peaks included.
+
+    In the unit of the memory model.
 
     Raises:
         RequestError: the model does not fit the placement.

@@ -15,15 +15,10 @@ from zbpp.simulator.boxes import (
     draw_jobs,
     durations,
     legend_handles,
-    origin,
     write_numbers,
 )
-from zbpp.simulator.metrics import (
-    memory_over_time,
-    peak_memory,
-    step_time,
-    waste,
-)
+from zbpp.simulator.memory_panel import draw_memory, memory_text
+from zbpp.simulator.metrics import peak_memory, step_time, waste
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +96,7 @@ def _new_figure(
     )
     every = list(panels[:, 0])
     if memory is not None and with_memory:
-        _draw_memory(every[-1], timelines[0], memory)
+        draw_memory(every[-1], timelines[0], memory)
     for axes in every[:-1]:
         axes.tick_params(axis="x", length=0)
         axes.spines["bottom"].set_visible(False)
@@ -155,7 +150,7 @@ def _write_title(
     facts = [f"{name} {100 * share:.2f} %"]
     if memory is not None:
         peak = max(peak_memory(timeline, memory))
-        facts.append(f"peak memory {peak:.4g}{_memory_unit(memory)}")
+        facts.append(f"peak memory {memory_text(peak, memory)}")
     sizes = (
         f"{timeline.placement.n_stages} stages, {timeline.n_microbatches} micro-batches"
     )
@@ -167,40 +162,6 @@ def _write_title(
         pad=pad,
     )
     axes.set_title("    ".join(facts), loc="right", fontsize=11, pad=pad)
-
-
-def _memory_unit(memory: MemoryModel) -> str:
-    """M_B is the unit if a stage's forward pass takes 1."""
-    return " M$_B$" if memory.m_b == 1.0 else ""
-
-
-def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
-    from matplotlib import colormaps
-
-    start = origin(timeline)
-    n_stages = timeline.placement.n_stages
-    shades = colormaps["viridis"]
-    for stage, curve in enumerate(memory_over_time(timeline, memory)):
-        # Of changes at the same time, the last one counts: no zero-width spikes.
-        held = {0.0: 0.0} | {time - start: amount for time, amount in curve}
-        held.setdefault(step_time(timeline), 0.0)
-        axes.step(
-            list(held.keys()),
-            list(held.values()),
-            where="post",
-            color=shades(0.88 * stage / max(n_stages - 1, 1)),
-            linewidth=1.4,
-            label=f"stage {stage}",
-        )
-    if isinstance(memory.limit, int | float):
-        axes.axhline(memory.limit, color="#222222", linewidth=1, linestyle="--")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("memory (M$_B$)" if _memory_unit(memory) else "memory")
-    axes.spines[["top", "right"]].set_visible(False)
-    if n_stages <= 8:
-        axes.legend(
-            loc="upper right", fontsize=8, ncols=2, frameon=False, handlelength=1.2
-        )
 
 
 def _save(figure: "Figure", path: Path, suffix: str, title: str) -> None:

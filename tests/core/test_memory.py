@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from zbpp.core import (
@@ -38,6 +40,45 @@ def test_peak_is_the_largest_held_during_any_job():
     assert peaks([order("0F0 0BW0 0F1 0BW1")], ONE) == [1.0]
     assert peaks([order("0F0 0B0 0F1 0B1 0W0 0W1")], ONE) == [1.4]
     assert peaks([()], ONE) == [0.0]
+
+
+def test_a_checkpointed_chunk_holds_most_where_b_computes_again():
+    """F leaves 1; B computes 3 again, has 4 inside, and leaves 3 until W.
+
+    order   F0 F1 B0 W0 F2 B1 W1 B2 W2
+    held     1  2  6  4  2  6  4  5  3
+    inside         *        *     *
+    """
+    memory = MemoryModel(m_b=1, m_w=3, peak_b=4).on(Placement.single(1))
+    jobs = order("0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2")
+    assert held_during(jobs, memory, stage=0) == [1, 2, 6, 4, 2, 6, 4, 5, 3]
+    assert memory.change(B, 0) == 2  # up, which was an error once
+
+
+def test_late_ws_of_checkpointed_chunks_cost_more_than_their_f():
+    """Two W's put off hold 6, where two F's in flight hold 2."""
+    memory = MemoryModel(m_b=1, m_w=3).on(Placement.single(1))
+    assert peaks([order("0F0 0F1 0B0 0B1 0W0 0W1")], memory) == [6]
+    assert peaks([order("0F0 0F1 0B0 0W0 0B1 0W1")], memory) == [4]
+    assert peaks([order("0F0 0F1 0BW0 0BW1")], memory) == [2 + 2]
+
+
+def test_fixed_memory_and_the_peak_of_an_optimizer_step_count():
+    model = MemoryModel(m_b=1, m_w=0.5, m_fixed=10, peak_w=0.25, peak_o=4)
+    memory = model.on(Placement.single(1))
+    jobs = (*order("0F0 0B0 0W0"), Step(0))
+    assert held_during(jobs, memory, stage=0) == [11, 11, 10.75, 14]
+    assert peaks([()], memory) == [10]
+
+
+def test_a_limit_counts_all_of_it_and_says_bytes():
+    rows = ((*order("0F0 0B0 0W0"), Step(0)),)
+    gib = 2.0**30
+    model = MemoryModel(gib, 2 * gib, m_fixed=9 * gib, limit=11 * gib)
+    Schedule("fits", Placement.single(1), 1, rows, model)
+    for worse in ({"m_fixed": 10 * gib}, {"peak_b": 2 * gib}, {"peak_o": 3 * gib}):
+        with pytest.raises(ScheduleError, match=r"needs memory 12\.0 GiB, over the"):
+            Schedule("no", Placement.single(1), 1, rows, replace(model, **worse))
 
 
 def test_a_limit_is_kept_to_the_last_digit_but_not_beyond():

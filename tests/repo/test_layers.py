@@ -66,7 +66,9 @@ ONLY_IN = {
         *("zbpp.cli.split_report", "zbpp.memory"),
     },
     "ortools": {"zbpp.schedules.planner.solver"},
-    "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.boxes"},
+    "matplotlib": {
+        *("zbpp.simulator.plot", "zbpp.simulator.boxes", "zbpp.simulator.memory_panel"),
+    },
     "tyro": {"zbpp.cli", "zbpp.training.options"},
     "rich": {"zbpp.cli", "zbpp.training.log"},
 }

@@ -108,6 +108,37 @@ def test_memory_is_taken_at_the_start_of_f_and_given_back_at_ends():
     assert peak_memory(DRAWN, memory) == [4, 3]
 
 
+def test_peaks_stand_inside_passes_and_fixed_memory_below_all():
+    """Stage 0: F leaves 4 of 5, B 6 of 7 in its place, W none of 7; O takes 2.
+
+    17 |              ____ ____
+    16 |   __        |    |    |
+    14 |  |  |_______|         |
+    12 |  |                    |    ___
+    10 |__|                    |___|   |__
+           F          B    W         O
+    """
+    memory = MemoryModel(
+        m_b=(4, 3),
+        m_w=(6, 2),
+        m_fixed=(10, 0),
+        peak_f=(5, 3),
+        peak_b=(3, 0),
+        peak_w=(1, 0),
+        peak_bw=(3, 1),
+        peak_o=(2, 0),
+    )
+    assert memory_over_time(DRAWN, memory) == [
+        [
+            (100, 10),
+            *((100, 15), (102, 14), (106, 17), (108, 16), (108, 17), (110, 10)),
+            *((111, 12), (113, 10)),
+        ],
+        [(102, 3), (104, 4), (108, 0)],
+    ]
+    assert peak_memory(DRAWN, memory) == [17, 4]
+
+
 def test_what_w_still_needs_adds_to_the_peak():
     row = ["0F0", "0F1", "0B0", "0F2", "0B1", "0W0", "0W1", "0B2", "0W2"]
     schedule = Schedule(

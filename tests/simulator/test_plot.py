@@ -162,6 +162,23 @@ def test_memory_over_time_is_drawn_below(tmp_path):
         assert {held for _, held in drawn} == {0, *(held for _, held in curve)}
 
 
+def test_memory_in_bytes_stands_on_what_is_fixed(tmp_path):
+    gib = 2.0**30
+    memory = MemoryModel(m_b=gib, m_w=gib / 2, m_fixed=10 * gib, limit=20 * gib)
+    figure = plot(timeline_of("ZBH1"), tmp_path / "m.png", memory=memory)
+    assert figure.axes[0].get_title("right").endswith("peak memory 14.0 GiB")
+    below = figure.axes[1]
+    assert below.get_ylabel() == "memory (GiB)"
+    heights = [{*line.get_ydata()} for line in below.lines]
+    assert min(min(one) for one in heights) == 10
+    assert max(max(one) for one in heights[:-1]) == 14
+    assert heights[-1] == {20}
+    (base,) = below.patches
+    assert (base.get_label(), base.get_y(), base.get_height()) == ("fixed", 0, 10)
+    plain = plot(timeline_of("ZBH1"), tmp_path / "m.png", memory=MemoryModel())
+    assert not plain.axes[1].patches
+
+
 def test_several_timelines_share_one_time_axis(tmp_path):
     timelines = [timeline_of("1F1B"), timeline_of("ZBH1")]
     figure = plot(timelines, tmp_path / "two.png", memory=MemoryModel())

@@ -8,7 +8,7 @@ import pytest
 
 from zbpp.core import Costs, MemoryModel, RequestError, Slot
 from zbpp.modes import MODES, plan
-from zbpp.simulator import simulate, trace_events, write_trace
+from zbpp.simulator import peak_memory, simulate, trace_events, write_trace
 
 COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
 
@@ -60,6 +60,19 @@ def test_a_file_holds_every_job_name_and_memory_of_each_run(tmp_path):
         assert process["args"]["name"].startswith(timeline.name)
         peaks = [event["args"]["held"] for event in mine if event["ph"] == "C"]
         assert max(peaks) == 4
+
+
+def test_counters_of_memory_start_with_what_is_fixed_and_show_peaks():
+    memory = MemoryModel(m_fixed=10, peak_b=3)
+    timeline = timeline_of("ZBH1")
+    events = trace_events(timeline, memory=memory)
+    counts = [event for event in events if event["ph"] == "C"]
+    for stage in range(4):
+        mine = [e for e in counts if e["name"] == f"memory of stage {stage}"]
+        assert mine[0]["args"] == {"held": 10} == mine[-1]["args"]
+        assert mine[0]["ts"] == 0
+        most = max(event["args"]["held"] for event in mine)
+        assert most == peak_memory(timeline, memory)[stage] > 10 + 3
 
 
 def test_times_are_microseconds_from_the_first_start():
