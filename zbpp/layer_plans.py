@@ -22,11 +22,11 @@ from zbpp.schedules.planner.auto import placements, plan_one
 from zbpp.schedules.planner.layers.trials import SplitPlanner
 from zbpp.schedules.planner.request import Request
 
-__all__ = ["parse_split", "plan_layers"]
+__all__ = ["parse_split", "plan_layers", "recomputed_of"]
 
 
 def plan_layers(
-    mode: str,
+    mode: str | Schedule,
     layers: LayerCosts,
     *,
     n_stages: int | None = None,
@@ -39,8 +39,8 @@ def plan_layers(
     """Plan by the name of a mode, or split the layers for a schedule file.
 
     Args:
-        mode: any spelling of a mode, or the path of a schedule file. ``auto``
-            compares placements, each with its own best split.
+        mode: any spelling of a mode, the path of a schedule file, or a schedule.
+            ``auto`` compares placements, each with its own best split.
         layers: times, memories and limit of the layers.
         n_stages: stages; for a file it may be left out, else it must agree.
         n_microbatches: micro-batches in a step; for a file as above.
@@ -57,8 +57,11 @@ def plan_layers(
         RequestError: as in `zbpp.plan`, or the split does not fit the layers.
     """
     check_effort(effort)
+    if isinstance(mode, Schedule):
+        return _for_orders(mode, layers, split, recompute, effort)
     if is_file(mode):
-        return _for_file(mode, layers, n_stages, n_microbatches, split, recompute)
+        held = plan(mode, n_stages=n_stages, n_microbatches=n_microbatches)
+        return _for_orders(held, layers, split, recompute, effort)
     if n_stages is None or n_microbatches is None:
         raise RequestError(
             f"n_stages is {n_stages} and n_microbatches {n_microbatches}; "
@@ -158,28 +161,26 @@ def _plan_auto(
     return replace(best.plan, name="auto", memory=limited)
 
 
-def _for_file(
-    path: str,
+def _for_orders(
+    held: Schedule,
     layers: LayerCosts,
-    n_stages: int | None,
-    n_microbatches: int | None,
     split: Split,
     recompute: Collection[int] | None,
+    effort: str,
 ) -> LayerPlan:
-    """Split the layers for the orders of a file, unless it has a split."""
-    held = plan(path, n_stages=n_stages, n_microbatches=n_microbatches)
+    """Split the layers for the orders of a schedule, unless it has a split."""
     n_layers, placement = layers.n_layers, held.placement
     if split is None and held.split is not None:
         split = held.split
         if sum(split) != n_layers:
             raise RequestError(
-                f"{path}: its split {list(split)} is for {sum(split)} layers, but the "
-                f"costs are for {n_layers}; plan again, or give another split"
+                f"the schedule's split {list(split)} is for {sum(split)} layers, but "
+                f"the costs are for {n_layers}; plan again, or give another split"
             )
     if recompute is None and held.recompute is not None:
         if split is None or isinstance(split, str):
             split = even_split(n_layers, placement.n_chunks)
-        recompute = _recomputed(held, split)
+        recompute = recomputed_of(held, split)
 
     def planner(costs: Costs, memory: MemoryModel, effort: str) -> Schedule:
         return kept(held, costs, memory)
@@ -188,10 +189,11 @@ def _for_file(
         *(planner, layers, placement, held.n_microbatches),
         split=split,
         recompute=recompute or (),
+        effort=effort,
     )
 
 
-def _recomputed(schedule: Schedule, split: Sequence[int]) -> list[int]:
+def recomputed_of(schedule: Schedule, split: Sequence[int]) -> list[int]:
     """Layers of the whole model that a schedule recomputes."""
     firsts = accumulate(split, initial=0)
     return [

@@ -9,7 +9,6 @@ This file wires the layers together: mode -> schedule -> programs -> executors.
 """
 
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -20,12 +19,8 @@ from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.modes import is_auto
 from zbpp.pipeline_reports import Reports
 from zbpp.pipeline_switch import Switching
-from zbpp.resolve import (
-    check_first_step,
-    choose_schedule,
-    choose_validation,
-    recomputed_layers,
-)
+from zbpp.resolve import check_first_step, choose_validation, recomputed_layers
+from zbpp.resolve_layers import LayersOf, choose_split
 from zbpp.runtime.comm.process_group import initialise, own_device
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.agreement import check_agreement
@@ -42,7 +37,7 @@ from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
 from zbpp.runtime.partition import Model, count_layers, partition_layers
 from zbpp.runtime.stage import LossFn
-from zbpp.schedules import lower, lower_forward
+from zbpp.schedules import Split, lower, lower_forward
 from zbpp.tuning.watch import Watch, make_watcher
 
 __all__ = ["Pipeline"]
@@ -66,7 +61,10 @@ class Pipeline(Switching, Reports):
             file or a `Schedule`.
         n_stages: number of stages; None: the schedule's, or one per process.
         n_layers: number of layers, if the model is a builder.
-        split: layers of each chunk; None: evenly, the first ones getting one more.
+        split: layers of each chunk, or ``"even"``: the first chunks get one more, or
+            ``"balanced"``: by the costs in ``layers``. None: the schedule's; if it has
+            none, balanced with ``layers``, else even.
+        layers: costs of the layers to plan for, or a file of them, in place of costs.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
         post_validation: step without waiting for the other stages' gradient norms, and
             roll the step back in the next one if they ask for it; None: where the
@@ -113,7 +111,8 @@ class Pipeline(Switching, Reports):
         n_microbatches: int | None = None,
         n_stages: int | None = None,
         n_layers: int | None = None,
-        split: Sequence[int] | None = None,
+        split: Split = None,
+        layers: LayersOf | None = None,
         clip_grad_norm: float | None = None,
         post_validation: bool | None = None,
         rollback: RollbackMethod = "auto",
@@ -139,16 +138,18 @@ class Pipeline(Switching, Reports):
         if dist.is_initialized():
             group = group or dist.group.WORLD
             self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
-        chosen = choose_schedule(
-            schedule,
+        self.n_layers = count_layers(model, n_layers)
+        chosen = choose_split(
+            *(schedule, layers, split),
+            n_layers=self.n_layers,
             n_stages=n_stages,
             n_ranks=self.n_ranks,
             n_microbatches=n_microbatches,
-            costs=costs or Costs(),
-            memory=memory or MemoryModel(),
+            costs=costs,
+            memory=memory,
         )
         self.schedule = choose_validation(
-            chosen, post_validation, steps=optimizer is not None
+            chosen.schedule, post_validation, steps=optimizer is not None
         )
         rules = step_rules(
             clip_grad_norm=clip_grad_norm,
@@ -159,8 +160,7 @@ class Pipeline(Switching, Reports):
             max_consecutive_skips=max_consecutive_skips if optimizer else None,
         )
         placement = self.schedule.placement
-        self.n_layers = count_layers(model, n_layers)
-        self.split = partition_layers(self.n_layers, placement.n_chunks, split)
+        self.split = partition_layers(self.n_layers, placement.n_chunks, chosen.split)
         self._programs = lower(self.schedule)
         transports = make_transports(
             self._programs,
@@ -186,7 +186,8 @@ class Pipeline(Switching, Reports):
             self._lifecycle.synchronize,
         )
         self._watcher = make_watcher(
-            watch, is_auto(schedule), self.schedule, costs, memory or MemoryModel()
+            *(watch, is_auto(schedule), self.schedule, chosen.costs),
+            memory=chosen.memory or MemoryModel(),
         )
         text = schedule_text(self.schedule)
         asked = (self.split, rules, autocast, seed, first_step, exact_sums)

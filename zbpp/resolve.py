@@ -17,6 +17,7 @@ __all__ = [
     "check_first_step",
     "choose_schedule",
     "choose_validation",
+    "count_stages",
     "recomputed_layers",
 ]
 
@@ -44,10 +45,7 @@ def choose_schedule(
     Raises:
         RequestError: these do not fit together.
     """
-    if n_ranks > 1:
-        if n_stages not in (None, n_ranks):
-            raise _not_one_process_a_stage(n_stages, n_ranks)
-        n_stages = n_ranks
+    n_stages = count_stages(n_stages, n_ranks)
     if not isinstance(schedule, Schedule):
         mode = str(schedule)
         return plan(
@@ -69,6 +67,17 @@ def choose_schedule(
             f"{n_microbatches} were asked for"
         )
     return schedule
+
+
+def count_stages(n_stages: int | None, n_ranks: int) -> int | None:
+    """Number of stages: one a process, if there are several; else what is asked for.
+
+    Raises:
+        RequestError: another number is asked for than there are processes.
+    """
+    if n_ranks > 1 and n_stages not in (None, n_ranks):
+        raise _not_one_process_a_stage(n_stages, n_ranks)
+    return n_ranks if n_ranks > 1 else n_stages
 
 
 def choose_validation(

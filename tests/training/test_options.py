@@ -16,8 +16,8 @@ from zbpp.training.setup import (
     device_of,
     model_of,
     schedule_of,
-    split_layers,
 )
+from zbpp.training.splits import split_layers
 from zbpp.training.start import _for_world
 
 

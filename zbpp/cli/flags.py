@@ -86,11 +86,12 @@ class CommonFlags:
             )
         layers = read_layers(self.layers)
         if self.memory_limit is not None:
+            _check_unit(self.memory_limit, layers)
             layers = replace(layers, limit=self.memory_limit)
         return layers
 
 
-def _check_unit(limit: float, memory: MemoryModel) -> None:
+def _check_unit(limit: float, memory: MemoryModel | LayerCosts) -> None:
     """Refuse a limit in bytes for memories that are surely none."""
     values = (memory.m_b, memory.m_w, memory.m_fixed, memory.peak_f, memory.peak_b)
     numbers = [

@@ -13,6 +13,7 @@ from zbpp.core.costs import (
 )
 from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
 from zbpp.core.files import (
+    is_layers_file,
     parse_costs,
     parse_layers,
     parse_schedule,
@@ -90,6 +91,7 @@ __all__ = [
     "grid",
     "held_during",
     "input_of",
+    "is_layers_file",
     "longest_span",
     "lower_bound",
     "lower_bound_on",

@@ -8,12 +8,13 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.core import Job, PassTimes, Value, What
-from zbpp.runtime.backward.queue import current_queue
+from zbpp.runtime.backward.queue import WeightQueue, current_queue
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.comm.transport import Reduction, Transport
 from zbpp.runtime.microbatches import Tensors
@@ -35,11 +36,28 @@ def sleep_until(deadline: float) -> None:
         pass
 
 
+_until: WeakKeyDictionary[WeightQueue, tuple[float, float]] = WeakKeyDictionary()
+"""Of each queue the pass that runs, by its start, and when its layers so far end."""
+
+
+def _take(queue: WeightQueue | None, seconds: float) -> None:
+    """Let a layer take its time of the pass that runs."""
+    if queue is None:
+        sleep_until(time.perf_counter() + seconds)
+        return
+    began, end = _until.get(queue, (-1.0, 0.0))
+    if began != queue.began_s:
+        end = queue.began_s
+    end += seconds
+    _until[queue] = queue.began_s, end
+    sleep_until(end)
+
+
 class _Sleep(torch.autograd.Function):
     """The identity; its forward and its two half backwards take their time.
 
-    The time counts from the start of the pass: what torch itself needs is a part of
-    it, as it is a part of every measured cost. (So a chunk holds one such layer.)
+    The times of a pass's layers count from its start, one after the other: what torch
+    itself needs is a part of them, as it is a part of every measured cost.
     """
 
     @staticmethod
@@ -47,27 +65,28 @@ class _Sleep(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, times: tuple[float, ...]
     ) -> Tensor:
         queue = current_queue()
-        began = time.perf_counter() if queue is None else queue.began_s
         ctx.weight, ctx.times, ctx.queue = weight, times, queue
+        ctx.save_for_backward(x)  # a recomputed layer runs again when it is asked for
         y = x.clone()
-        sleep_until(began + times[0])
+        _take(queue, times[0])
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        _ = ctx.saved_tensors
         weight, queue, (_, b_s, w_s) = ctx.weight, ctx.queue, ctx.times
         dx = dy.clone()
         if queue is None:
-            sleep_until(time.perf_counter() + b_s + w_s)
+            _take(None, b_s + w_s)
             return dx, torch.zeros_like(weight), None
-        queue.defer((weight,), lambda: (_slow_zero(weight, queue.began_s + w_s),))
-        sleep_until(queue.began_s + b_s)
+        queue.defer((weight,), lambda: (_slow_zero(queue, weight, w_s),))
+        _take(queue, b_s)
         return dx, None, None
 
 
-def _slow_zero(weight: Tensor, deadline: float) -> Tensor:
+def _slow_zero(queue: WeightQueue, weight: Tensor, seconds: float) -> Tensor:
     zero = torch.zeros_like(weight)
-    sleep_until(deadline)
+    _take(queue, seconds)
     return zero
 
 

@@ -1,9 +1,9 @@
 """`zbpp train --emulate costs.json`: the real runtime on layers that sleep.
 
-Every chunk is one layer that sleeps for the chunk's times, in milliseconds; the
-optimizer sleeps too, and messages wait for the delay of their link. What is measured
-is then the schedule and the runtime's overhead, on as many stages as are wanted,
-whatever the number of cores.
+Every chunk is one layer that sleeps for the chunk's times, in milliseconds, or every
+layer sleeps for its own, split as the schedule says; the optimizer sleeps too, and
+messages wait for the delay of their link. What is measured is then the schedule and
+the runtime's overhead, on as many stages as are wanted, whatever the number of cores.
 
 One step at a time, each from a common start, or steps in a row, post-validated or
 behind a barrier: then a stage may begin a step while others still end the last one.
@@ -12,18 +12,20 @@ behind a barrier: then a stage may begin a step while others still end the last 
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import Costs, PassTimes, Schedule
+from zbpp.core import Costs, LayerCosts, PassTimes, Schedule
 from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
 from zbpp.emulation.slow_sum import SlowSums
+from zbpp.layer_plans import recomputed_of
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
+from zbpp.schedules import even_split
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
 
 __all__ = [
@@ -95,8 +97,9 @@ class _SleepingOptimizer(torch.optim.Optimizer):
 
 def emulate(
     schedule: Schedule,
-    costs: Costs,
+    costs: Costs | None = None,
     *,
+    layers: LayerCosts | None = None,
     n_steps: int,
     timeout_s: float = 60.0,
     post_validation: bool | None = None,
@@ -107,6 +110,8 @@ def emulate(
         schedule: what to run.
         costs: in ms. A message takes its link's ``comm``, or the time that it
             takes by itself if that is longer; the simulator counts ``comm``.
+        layers: in place of ``costs``, in ms: each layer sleeps its own time, in the
+            chunk that the schedule's split puts it in (even chunks if it has none).
         n_steps: steps to count, after some that are not.
         timeout_s: how long a stage may wait for another.
         post_validation: None: one step at a time, from a common start to the last
@@ -114,8 +119,16 @@ def emulate(
             whose sums take ``costs.reduction``: True: validated in the next step;
             False: behind a barrier.
     """
+    if layers is None:  # the costs are those of chunks, recomputed layers included
+        schedule = replace(schedule, split=None, recompute=None)
+    else:
+        schedule, costs = _split(schedule, layers)
+    costs = costs or Costs()
     pipeline = emulated_pipeline(
-        schedule, costs, timeout_s=timeout_s, post_validation=post_validation
+        *(schedule, costs),
+        layers=layers,
+        timeout_s=timeout_s,
+        post_validation=post_validation,
     )
     one_by_one = post_validation is None
     simulated = simulate(pipeline.schedule, costs)
@@ -134,18 +147,33 @@ def emulate(
     )
 
 
+def _split(schedule: Schedule, layers: LayerCosts) -> tuple[Schedule, Costs]:
+    """The schedule with a split, even if it has none, and the costs of its chunks."""
+    placement = schedule.placement
+    split = schedule.split or even_split(layers.n_layers, placement.n_chunks)
+    again = recomputed_of(schedule, split)
+    costs, _ = layers.on(placement, split, recompute=again)
+    return replace(schedule, split=split), costs
+
+
 def emulated_pipeline(
     schedule: Schedule,
     costs: Costs,
     *,
+    layers: LayerCosts | None = None,
     timeout_s: float = 60.0,
     post_validation: bool | None = None,
 ) -> Pipeline:
-    """Make a pipeline of layers that sleep, one a chunk; arguments as for `emulate`."""
-    times = costs.on(schedule.placement)
+    """Make a pipeline of layers that sleep, one a chunk; arguments as for `emulate`.
+
+    With ``layers``, these sleep, split as the schedule says.
+    """
+    placement = schedule.placement
+    times = costs.on(placement)
     pipeline = Pipeline(
-        partial(_build, times),
-        n_layers=schedule.placement.n_chunks,
+        partial(_build, times) if layers is None else partial(_build_layers, layers),
+        n_layers=placement.n_chunks if layers is None else layers.n_layers,
+        split=(1,) * placement.n_chunks if layers is None else schedule.split,
         loss_fn=_mean,
         optimizer=_make_optimizer,
         schedule=schedule,
@@ -223,6 +251,19 @@ def _build(times: PassTimes, chunks: range) -> list[nn.Module]:
         )
         layers.append(layer)
     return layers
+
+
+def _build_layers(costs: LayerCosts, own: range) -> list[nn.Module]:
+    """Layers that sleep for their own times; the last one also for the loss."""
+    f, b, w, optimizer = map(costs.of, ("f", "b", "w", "optimizer"))
+    loss = [0.0] * (costs.n_layers - 1) + [costs.loss]
+    return [
+        EmulatedLayer(
+            *((f[i] + loss[i]) / 1e3, b[i] / 1e3, w[i] / 1e3),
+            step_s=optimizer[i] / 1e3,
+        )
+        for i in own
+    ]
 
 
 def _make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,6 +1,7 @@
 """`zbpp train --emulate`: one process's share, and what it prints."""
 
 import json
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -8,6 +9,7 @@ from zbpp.core import Schedule
 from zbpp.emulation.run import emulate
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of
+from zbpp.training.splits import sleeping_layers
 
 __all__ = ["run_emulated"]
 
@@ -18,10 +20,11 @@ def run_emulated(options: Train, schedule: Schedule) -> None:
     One step at a time, unless a flag asks for post-validation or a barrier. With
     ``--metrics``, the outcome is also written as one JSON line.
     """
-    costs, _ = costs_of(options)
+    layers = sleeping_layers(options)
     outcome = emulate(
         schedule,
-        costs,
+        None if layers else costs_of(replace(options, layers=None))[0],
+        layers=layers,
         n_steps=options.steps or 1,
         timeout_s=options.timeout_s,
         post_validation=options.enable_optimizer_post_validation,

@@ -23,7 +23,8 @@ from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.llama import build_layers, cross_entropy
 from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
-from zbpp.training.setup import costs_of, device_of, model_of, split_layers
+from zbpp.training.setup import costs_of, device_of, model_of
+from zbpp.training.splits import run_split
 
 __all__ = ["train"]
 
@@ -45,7 +46,7 @@ def train(options: Train, schedule: Schedule) -> None:
         enabled=pipeline.rank == 0,
         steps=options.steps or 0,
         tokens=schedule.n_microbatches * options.microbatch_size * options.seq,
-        bubble_rate=bubble_rate(simulate(schedule, costs_of(options)[0])),
+        bubble_rate=bubble_rate(simulate(schedule, costs_of(options, schedule)[0])),
         log_every=options.log_every,
         metrics=options.metrics,
         memory_gib=partial(_peak_memory_gib, pipeline.device),
@@ -63,7 +64,7 @@ def _build(options: Train, schedule: Schedule) -> Pipeline:
     return Pipeline(
         partial(build_layers, model),
         n_layers=model.n_layers,
-        split=split_layers(model, schedule.placement.n_chunks),
+        split=run_split(options, schedule, model),
         loss_fn=cross_entropy,
         optimizer=partial(_make_optimizer, options),
         schedule=schedule,

@@ -94,6 +94,11 @@ class Train:
     """Steps between log lines."""
     costs: _Path = None
     """Costs file for the plan and for the simulated bubble rate."""
+    layers: _Path = None
+    """Layers file in place of costs: the layers are split for the plan."""
+    split: Annotated[str | None, tyro.conf.arg(metavar="SPLIT")] = None
+    """balanced (needs --layers), even, or the layers of each chunk: 3,4,3; left out:
+    as the schedule file says, else balanced with --layers, else as many blocks each."""
     memory_limit: MemoryText = None
     """Largest memory of a stage: 16GiB where costs are in bytes, or in their unit."""
     effort: Literal["fast", "default"] = "default"
@@ -102,7 +107,8 @@ class Train:
     costs_out: _Path = None
     """Write the measured times of the passes as a costs file (ms) to plan with."""
     emulate: _Path = None
-    """Costs file in ms: layers that sleep instead, to compare with the simulation."""
+    """Costs file in ms: layers that sleep instead, to compare with the simulation. A
+    layers file (it names n_layers) is one too: each layer sleeps its own time."""
     exact_sums: bool = True
     """Gradients to the last bit alike in all modes; --no_exact_sums is a few per cent
     faster."""

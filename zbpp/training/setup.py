@@ -14,13 +14,14 @@ from zbpp.core import (
     read_costs,
 )
 from zbpp.core.measured import not_told_apart
+from zbpp.layer_plans import plan_layers, recomputed_of
 from zbpp.modes import is_file, plan
-from zbpp.runtime.partition import partition_layers
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
+from zbpp.training.splits import asked_split, layers_of, run_split
 
-__all__ = ["check", "costs_of", "device_of", "model_of", "schedule_of", "split_layers"]
+__all__ = ["check", "costs_of", "device_of", "model_of", "schedule_of"]
 
 _STAGES = 2
 _MICROBATCHES = 8
@@ -42,12 +43,26 @@ def model_of(options: Train) -> LlamaConfig:
     )
 
 
-def costs_of(options: Train) -> tuple[Costs, MemoryModel]:
+def costs_of(
+    options: Train, schedule: Schedule | None = None
+) -> tuple[Costs, MemoryModel]:
     """Costs and memory to plan for and to simulate with.
 
+    Args:
+        options: of the run.
+        schedule: whose chunks they are for, if they are known per layer.
+
     Raises:
-        RequestError: the costs file is not valid.
+        RequestError: the file of costs is not valid.
     """
+    if schedule is not None:
+        layers = layers_of(options, model_of(options).n_layers)
+        if layers is not None and schedule.split is not None:
+            return layers.on(
+                schedule.placement,
+                schedule.split,
+                recompute=recomputed_of(schedule, schedule.split),
+            )
     path = options.costs or options.emulate
     costs, memory = (Costs(), MemoryModel()) if path is None else read_costs(path)
     if options.memory_limit is not None:
@@ -56,17 +71,27 @@ def costs_of(options: Train) -> tuple[Costs, MemoryModel]:
 
 
 def schedule_of(options: Train) -> Schedule:
-    """Plan the mode, or read the schedule file.
+    """Plan the mode, or read the schedule file; with costs per layer also the split.
 
     Raises:
         RequestError: there is no such schedule.
     """
-    costs, memory = costs_of(options)
     mode = options.pipeline_schedule_mode
     n_stages, n_microbatches = options.stages, options.microbatches
     if not is_file(mode):
         n_stages = n_stages or _STAGES
         n_microbatches = n_microbatches or _MICROBATCHES
+    layers = layers_of(options, model_of(options).n_layers)
+    if layers is not None:
+        return plan_layers(
+            mode,
+            layers,
+            n_stages=n_stages,
+            n_microbatches=n_microbatches,
+            split=asked_split(options),
+            effort=options.effort,
+        ).schedule
+    costs, memory = costs_of(options)
     return plan(
         mode,
         n_stages=n_stages,
@@ -75,26 +100,6 @@ def schedule_of(options: Train) -> Schedule:
         memory=memory,
         effort=options.effort,
     )
-
-
-def split_layers(model: LlamaConfig, n_chunks: int) -> list[int]:
-    """Layers of each chunk: even numbers of blocks, then embedding and head.
-
-    Embedding and head do far less work than a block, so they come on top of the
-    first and the last chunk's share, unless there are too few blocks for that.
-
-    >>> split_layers(LlamaConfig(n_blocks=8), 4)
-    [3, 2, 2, 3]
-
-    Raises:
-        RequestError: there are more chunks than layers.
-    """
-    if model.n_blocks < n_chunks:
-        return [len(layers) for layers in partition_layers(model.n_layers, n_chunks)]
-    counts = [len(blocks) for blocks in partition_layers(model.n_blocks, n_chunks)]
-    counts[0] += 1
-    counts[-1] += 1
-    return counts
 
 
 def device_of(options: Train) -> torch.device | None:
@@ -121,7 +126,7 @@ def check(options: Train, schedule: Schedule) -> None:
     Raises:
         RequestError: the model, the text or a path cannot be had.
     """
-    split_layers(model_of(options), schedule.placement.n_chunks)
+    run_split(options, schedule, model_of(options))
     device_of(options)
     load_corpus(options.data, seq=options.seq)
     for flag in ("metrics", "costs_out"):

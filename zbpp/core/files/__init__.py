@@ -7,7 +7,12 @@ json_text       reading JSON, and saying what is wrong with it
 """
 
 from zbpp.core.files.costs_file import parse_costs, read_costs, write_costs
-from zbpp.core.files.layers_file import parse_layers, read_layers, write_layers
+from zbpp.core.files.layers_file import (
+    is_layers_file,
+    parse_layers,
+    read_layers,
+    write_layers,
+)
 from zbpp.core.files.schedule_file import (
     parse_schedule,
     read_schedule,
@@ -16,6 +21,7 @@ from zbpp.core.files.schedule_file import (
 )
 
 __all__ = [
+    "is_layers_file",
     "parse_costs",
     "parse_layers",
     "parse_schedule",

@@ -17,7 +17,7 @@ from zbpp.core.files.json_text import (
     refuse_unknown,
 )
 
-__all__ = ["parse_layers", "read_layers", "write_layers"]
+__all__ = ["is_layers_file", "parse_layers", "read_layers", "write_layers"]
 
 _FIELD_OF = {
     {"limit": "memory_limit"}.get(field.name, field.name): field.name
@@ -48,6 +48,15 @@ def read_layers(path: str | Path) -> LayerCosts:
         RequestError: the file cannot be read or holds no valid costs.
     """
     return parse_layers(read(path), source=str(path))
+
+
+def is_layers_file(path: str | Path) -> bool:
+    """True if a file holds costs of layers, not of chunks: it says ``n_layers``.
+
+    Raises:
+        RequestError: the file cannot be read or holds no JSON object.
+    """
+    return "n_layers" in object_of(read(path), str(path))
 
 
 def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:

@@ -1,0 +1,141 @@
+"""Choose the schedule of a pipeline together with the split of its layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    MemoryModel,
+    RequestError,
+    Schedule,
+    read_layers,
+)
+from zbpp.layer_plans import plan_layers
+from zbpp.modes import is_file
+from zbpp.resolve import choose_schedule, count_stages
+from zbpp.schedules import Split, even_split
+
+__all__ = ["Chosen", "LayersOf", "choose_split", "split_of"]
+
+LayersOf = LayerCosts | str | Path
+"""Costs per layer, or a file of them."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A schedule, what it was planned for, and the layers of each chunk."""
+
+    schedule: Schedule
+    costs: Costs | None
+    memory: MemoryModel | None
+    split: tuple[int, ...]
+
+
+def choose_split(
+    schedule: str | Path | Schedule,
+    layers: LayersOf | None,
+    split: Split,
+    *,
+    n_layers: int,
+    n_stages: int | None,
+    n_ranks: int,
+    n_microbatches: int | None,
+    costs: Costs | None,
+    memory: MemoryModel | None,
+) -> Chosen:
+    """Plan for the layers; without costs of them, choose the schedule alone.
+
+    Args:
+        schedule: as in `choose_schedule`.
+        layers: costs per layer, or None.
+        split: what was asked for; None: the schedule's; if it has none, balanced with
+            costs per layer, and even without.
+        n_layers: layers of the model.
+        n_stages: as in `choose_schedule`, as are the arguments below.
+        n_ranks: likewise.
+        n_microbatches: likewise.
+        costs: likewise; not with ``layers``.
+        memory: likewise; with ``layers``, its limit counts where they have none.
+
+    Raises:
+        RequestError: these do not fit together.
+    """
+    if layers is not None and costs is not None:
+        raise RequestError(
+            "costs and layers are both given; the costs of chunks follow from those of "
+            "layers: leave costs out"
+        )
+    if layers is None or isinstance(schedule, Schedule) or is_file(str(schedule)):
+        schedule = choose_schedule(
+            schedule,
+            n_stages=n_stages,
+            n_ranks=n_ranks,
+            n_microbatches=n_microbatches,
+            costs=costs or Costs(),
+            memory=(memory if layers is None else None) or MemoryModel(),
+        )
+    if layers is None:
+        assert isinstance(schedule, Schedule)
+        chosen = split_of(schedule, split, n_layers)
+        return Chosen(_with_split(schedule, chosen), costs, memory, chosen)
+    layers = _checked(layers, n_layers, memory)
+    planned = plan_layers(
+        schedule if isinstance(schedule, Schedule) else str(schedule),
+        layers,
+        n_stages=count_stages(n_stages, n_ranks) or n_ranks,
+        n_microbatches=n_microbatches,
+        split=split,
+    )
+    return Chosen(planned.schedule, planned.costs, planned.memory, planned.split)
+
+
+def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]:
+    """Layers of each chunk where there are no costs per layer.
+
+    Raises:
+        RequestError: they do not fit the model, or cannot be balanced.
+    """
+    n_chunks = schedule.placement.n_chunks
+    if split == "balanced":
+        raise RequestError(
+            "split is balanced, but there are no costs per layer; give layers=, or "
+            "leave split out"
+        )
+    if split is None and schedule.split is not None:
+        if sum(schedule.split) != n_layers:
+            raise RequestError(
+                f"the schedule's split {list(schedule.split)} is for "
+                f"{sum(schedule.split)} layers, but the model has {n_layers}; plan "
+                "again, or give the split"
+            )
+        return schedule.split
+    if split is None or split == "even":
+        return even_split(n_layers, n_chunks)
+    if isinstance(split, str):
+        raise RequestError(
+            f"split is {split!r}; choose balanced or even, or give the layers of each "
+            "chunk"
+        )
+    return tuple(split)
+
+
+def _with_split(schedule: Schedule, split: Sequence[int]) -> Schedule:
+    """The schedule with a split that it is run with, if it names another one."""
+    if schedule.split in (None, split) or len(split) != len(schedule.split or ()):
+        return schedule
+    return replace(schedule, split=tuple(split))
+
+
+def _checked(layers: LayersOf, n_layers: int, memory: MemoryModel | None) -> LayerCosts:
+    if not isinstance(layers, LayerCosts):
+        layers = read_layers(layers)
+    if layers.n_layers != n_layers:
+        raise RequestError(
+            f"there are costs of {layers.n_layers} layers, but the model has "
+            f"{n_layers}; measure this model"
+        )
+    if memory is not None and layers.limit is None:
+        layers = replace(layers, limit=memory.limit)
+    return layers

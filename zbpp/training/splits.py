@@ -1,0 +1,108 @@
+"""The layers of each chunk in a run, and the costs per layer that say them."""
+
+from dataclasses import replace
+
+from zbpp.core import (
+    LayerCosts,
+    RequestError,
+    Schedule,
+    is_layers_file,
+    read_layers,
+)
+from zbpp.layer_plans import parse_split
+from zbpp.resolve_layers import split_of
+from zbpp.runtime.partition import partition_layers
+from zbpp.schedules import Split
+from zbpp.training.llama import LlamaConfig
+from zbpp.training.options import Train
+
+__all__ = ["asked_split", "layers_of", "run_split", "sleeping_layers", "split_layers"]
+
+
+def layers_of(options: Train, n_layers: int) -> LayerCosts | None:
+    """Costs per layer to plan for; None: there are none.
+
+    Args:
+        options: of the run.
+        n_layers: layers of the model, if the run is not emulated.
+
+    Raises:
+        RequestError: the file is not valid, is for another model, or comes on top of
+            a costs file.
+    """
+    if options.layers is None:
+        layers = sleeping_layers(options)
+    else:
+        if options.costs is not None:
+            raise RequestError(
+                "--costs and --layers are both given; the costs of chunks follow from "
+                "those of layers: leave --costs out"
+            )
+        layers = read_layers(options.layers)
+        if options.emulate is None and layers.n_layers != n_layers:
+            raise RequestError(
+                f"{options.layers}: it has costs of {layers.n_layers} layers, but the "
+                f"model has {n_layers} (--n_blocks, embedding and head); profile this "
+                "model"
+            )
+    if layers is not None and options.memory_limit is not None:
+        layers = replace(layers, limit=options.memory_limit)
+    return layers
+
+
+def sleeping_layers(options: Train) -> LayerCosts | None:
+    """Layers that sleep in place of a model; None: chunks do, or nothing does.
+
+    Raises:
+        RequestError: the file is not valid.
+    """
+    if options.emulate is None or not is_layers_file(options.emulate):
+        return None
+    return read_layers(options.emulate)
+
+
+def asked_split(options: Train) -> Split:
+    """Read what ``--split`` asks for.
+
+    Raises:
+        RequestError: it is no split.
+    """
+    return None if options.split is None else parse_split(options.split)
+
+
+def run_split(
+    options: Train, schedule: Schedule, model: LlamaConfig
+) -> tuple[int, ...]:
+    """Layers of each chunk: those asked for, or the schedule's, or equal blocks.
+
+    Raises:
+        RequestError: they do not fit the model.
+    """
+    asked = asked_split(options)
+    if schedule.split is not None and (asked is None or options.layers is not None):
+        return split_of(schedule, None, model.n_layers)  # planned with it
+    if asked is None:
+        return tuple(split_layers(model, schedule.placement.n_chunks))
+    n_chunks = schedule.placement.n_chunks
+    found = split_of(schedule, asked, model.n_layers)
+    return tuple(map(len, partition_layers(model.n_layers, n_chunks, found)))
+
+
+def split_layers(model: LlamaConfig, n_chunks: int) -> list[int]:
+    """Layers of each chunk: even numbers of blocks, then embedding and head.
+
+    Embedding and head do far less work than a block, so they come on top of the
+    first and the last chunk's share, unless there are too few blocks for that.
+
+    >>> split_layers(LlamaConfig(n_blocks=8), 4)
+    [3, 2, 2, 3]
+
+    Raises:
+        RequestError: there are more chunks than layers.
+    """
+    if model.n_blocks < n_chunks:
+        return [len(layers) for layers in partition_layers(model.n_layers, n_chunks)]
+    counts = [len(blocks) for blocks in partition_layers(model.n_blocks, n_chunks)]
+    counts[0] += 1
+    counts[-1] += 1
+    return counts
