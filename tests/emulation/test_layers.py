@@ -10,7 +10,9 @@ import torch
 from fake_clock import FakeClock
 
 from zbpp.core import Costs, Pass, PassKind, Placement, Value, What
-from zbpp.emulation.layers import DelayedTransport, sleep_until
+from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
+from zbpp.runtime.backward import queue
+from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.comm.transport import LocalHub
 
 F, B = PassKind.F, PassKind.B
@@ -87,3 +89,49 @@ def test_a_run_takes_the_time_of_its_links_and_its_loss(tmp_path):
     simulated = outcome["simulated_step_ms"]
     assert outcome["step_ms"] >= simulated - 1
     assert simulated > 1.2 * (3 * 60 + 20 + 40 + 10)
+
+
+def slept_ms(clock: FakeClock) -> list[float]:
+    """Time of F, B and W of a chunk of two layers with unlike times."""
+    layers = [EmulatedLayer(0.01, 0.02, 0.04), EmulatedLayer(0.1, 0.2, 0.4)]
+    later = WeightQueue()
+    x = torch.zeros(1, requires_grad=True)
+    took, start = [], clock.now
+    with later.recording():
+        later.began_s = clock.now
+        y = layers[1](layers[0](x))
+    took.append(clock.now - start)
+    start = later.began_s = clock.now
+    y.backward()
+    took.append(clock.now - start)
+    start = clock.now
+    later.run()
+    took.append(clock.now - start)
+    return [one * 1e3 for one in took]
+
+
+def test_the_layers_of_a_chunk_sleep_one_after_the_other(clock, monkeypatch):
+    monkeypatch.setattr(queue, "time", clock)
+    assert slept_ms(clock) == pytest.approx([110, 220, 440], abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_layers_take_their_own_time_in_the_chunk_that_has_them(tmp_path):
+    """The control: with even chunks the same layers take longer, as simulated."""
+    path, metrics = tmp_path / "layers.json", tmp_path / "metrics.json"
+    times = [10, 10, 10, 10, 10, 30]
+    path.write_text(json.dumps({"n_layers": 6, "f": times, "b": times, "w": times}))
+    found = {}
+    for split in ("balanced", "even"):
+        command = [
+            *(sys.executable, "-m", "zbpp", "train", "--emulate", path),
+            *("--pipeline_schedule_mode", "ZBH2", "--stages", "2", "--split", split),
+            *("--microbatches", "3", "--steps", "3", "--metrics", metrics),
+        ]
+        subprocess.run([str(word) for word in command], check=True, timeout=200)
+        outcome = json.loads(metrics.read_text())
+        found[split] = outcome["simulated_step_ms"]
+        assert outcome["step_ms"] >= found[split] - 1
+    assert found["even"] == pytest.approx(3 * 150 + 30)
+    assert found["balanced"] == pytest.approx(3 * 120 + 40)

@@ -1,6 +1,8 @@
+import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import tyro
@@ -17,7 +19,7 @@ from zbpp.training.setup import (
     model_of,
     schedule_of,
 )
-from zbpp.training.splits import split_layers
+from zbpp.training.splits import layers_of, run_split, sleeping_layers, split_layers
 from zbpp.training.start import _for_world
 
 
@@ -144,3 +146,61 @@ def test_devices(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert str(device_of(Train(device="cuda"))) == "cuda:1"
+
+
+TINY_LAYERS = {"n_layers": 10, "f": [1, *[2] * 8, 6]}
+
+
+@pytest.fixture
+def layers(tmp_path):
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps(TINY_LAYERS))
+    return path
+
+
+def split_in(options: Train) -> tuple[int, ...]:
+    return run_split(options, schedule_of(options), model_of(options))
+
+
+def test_the_split_is_balanced_once_costs_per_layer_are_known(layers, tmp_path):
+    assert split_in(Train()) == (5, 5)  # the control
+    assert split_in(Train(layers=layers)) == (6, 4)
+    assert split_in(Train(layers=layers, split="even")) == (5, 5)
+    assert split_in(Train(layers=layers, split="7,3")) == (7, 3)
+    assert split_in(Train(split="7,3")) == (7, 3)
+    plan_file = tmp_path / "plan.json"
+    write_schedule(schedule_of(Train(layers=layers)), plan_file)
+    from_file = Train(pipeline_schedule_mode=str(plan_file))
+    assert split_in(from_file) == (6, 4)
+    assert split_in(replace(from_file, split="7,3")) == (7, 3)
+    assert split_in(replace(from_file, split="even")) == (5, 5)
+
+
+def test_costs_of_chunks_follow_from_the_split(layers):
+    options = Train(layers=layers, memory_limit=90.0)
+    costs, memory = costs_of(options, schedule_of(options))
+    assert costs.f == (11, 12) and memory.limit == 90.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"split": "balanced"}, "there are no costs per layer"),
+        ({"split": "7,4"}, "add up to 10 layers"),
+        ({"split": "most"}, "split 'most' is not known"),
+        ({"layers": "LAYERS", "n_blocks": 9}, "10 layers, but the model has 11"),
+        ({"layers": "LAYERS", "costs": "LAYERS"}, "leave --costs out"),
+    ],
+)
+def test_a_split_that_cannot_be_had_is_refused(layers, flags, message):
+    flags = {key: layers if one == "LAYERS" else one for key, one in flags.items()}
+    with pytest.raises(RequestError, match=re.escape(message)):
+        split_in(Train(**flags))
+
+
+def test_a_layers_file_can_be_emulated_under_any_model(layers):
+    options = Train(emulate=layers, stages=3)
+    schedule = schedule_of(options)
+    assert sum(schedule.split) == 10
+    assert sleeping_layers(options) == layers_of(options, 99)
+    assert sleeping_layers(Train()) is None
