@@ -14,6 +14,7 @@ from zbpp.schedules.planner.budget import check_effort
 from zbpp.schedules.planner.layers.balance import Balance, balance
 from zbpp.schedules.planner.layers.loads import even_split
 from zbpp.schedules.planner.layers.plan import LayerPlan, Split, plan_split
+from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
 from zbpp.schedules.planner.multi.plan import plan_placement, plan_wave
 from zbpp.schedules.planner.single_modes import plan_zb, plan_zb1p, plan_zb2p
 from zbpp.schedules.planner.solver import Certificate, certify
@@ -28,6 +29,7 @@ __all__ = [
     "Balance",
     "Certificate",
     "LayerPlan",
+    "Recomputing",
     "Split",
     "balance",
     "certify",
@@ -40,6 +42,7 @@ __all__ = [
     "plan_fthenb",
     "plan_one_f_one_b",
     "plan_placement",
+    "plan_recompute",
     "plan_split",
     "plan_v_half",
     "plan_v_min",

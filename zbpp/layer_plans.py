@@ -1,6 +1,6 @@
 """Plan a mode and the split of the layers together, from costs per layer."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import accumulate
@@ -17,12 +17,19 @@ from zbpp.core import (
 )
 from zbpp.fixed import kept
 from zbpp.modes import canonical, is_file, plan, planner_of
-from zbpp.schedules import LayerPlan, Split, check_effort, even_split, plan_split
+from zbpp.schedules import (
+    LayerPlan,
+    Recomputing,
+    Split,
+    check_effort,
+    even_split,
+    plan_recompute,
+)
 from zbpp.schedules.planner.auto import placements, plan_one
 from zbpp.schedules.planner.layers.trials import SplitPlanner
 from zbpp.schedules.planner.request import Request
 
-__all__ = ["parse_split", "plan_layers", "recomputed_of"]
+__all__ = ["parse_split", "plan_layers", "planners", "recomputed_of"]
 
 
 def plan_layers(
@@ -32,7 +39,7 @@ def plan_layers(
     n_stages: int | None = None,
     n_microbatches: int | None = None,
     split: Split = None,
-    recompute: Collection[int] | None = None,
+    recompute: Recomputing | None = None,
     effort: str = "default",
     chunks_per_stage: int | None = None,
 ) -> LayerPlan:
@@ -48,8 +55,8 @@ def plan_layers(
             the file if it has one, else balanced. Balanced chunks have the least
             largest load that memory allows; then layers move while the plan gets
             shorter.
-        recompute: layers that are recomputed, of the whole model; None: those of the
-            file, else none.
+        recompute: ``"auto"``, ``"all"``, ``"none"``, or the layers that are
+            recomputed, of the whole model; None: those of the file, else none.
         effort: as in `zbpp.plan`; ``best:SECONDS`` is shared with the split.
         chunks_per_stage: as in `zbpp.plan`.
 
@@ -69,13 +76,13 @@ def plan_layers(
         )
     found: list[LayerPlan] = []
     errors: list[RequestError] = []
-    options = _planners(mode, n_stages, n_microbatches, chunks_per_stage)
+    options = planners(mode, n_stages, n_microbatches, chunks_per_stage)
     for placement, planner in options:
         try:
-            one = plan_split(
+            one = plan_recompute(
                 *(planner, layers, placement, n_microbatches),
+                recompute=() if recompute is None else recompute,
                 split=split,
-                recompute=recompute or (),
                 effort=effort,
             )
         except RequestError as error:
@@ -112,7 +119,7 @@ def parse_split(text: str) -> Split:
         ) from None
 
 
-def _planners(
+def planners(
     mode: str, n_stages: int, n_microbatches: int, chunks_per_stage: int | None
 ) -> Iterator[tuple[Placement, SplitPlanner]]:
     """The placements of a mode, and what plans each."""
@@ -165,7 +172,7 @@ def _for_orders(
     held: Schedule,
     layers: LayerCosts,
     split: Split,
-    recompute: Collection[int] | None,
+    recompute: Recomputing | None,
     effort: str,
 ) -> LayerPlan:
     """Split the layers for the orders of a schedule, unless it has a split."""
@@ -185,10 +192,10 @@ def _for_orders(
     def planner(costs: Costs, memory: MemoryModel, effort: str) -> Schedule:
         return kept(held, costs, memory)
 
-    return plan_split(
+    return plan_recompute(
         *(planner, layers, placement, held.n_microbatches),
+        recompute=() if recompute is None else recompute,
         split=split,
-        recompute=recompute or (),
         effort=effort,
     )
 

@@ -19,6 +19,7 @@ from zbpp.core import (
     Schedule,
     format_memory,
     read_schedule,
+    recomputed,
 )
 from zbpp.fixed import fixed, kept, plan_fixed_vpp
 from zbpp.schedules import (
@@ -160,6 +161,8 @@ def plan(
         _check_agrees(mode, "n_microbatches", schedule.n_microbatches, n_microbatches)
         _check_agrees(mode, "chunks_per_stage", each, chunks_per_stage)
         try:
+            if memory.limit is not None:
+                costs, memory = recomputed(costs, memory, schedule)
             return kept(schedule, costs, memory)
         except LimitError as error:
             request = Request(

@@ -16,9 +16,11 @@ from zbpp.core import (
     format_memory,
     read_costs,
     read_layers,
+    recomputed,
 )
 from zbpp.layer_plans import parse_split, plan_layers
 from zbpp.modes import canonical, is_file, plan
+from zbpp.recompute_plans import parse_recompute, plan_recomputed
 from zbpp.schedules import LayerPlan, post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import MemoryText, YesNoUnsaid
@@ -117,6 +119,9 @@ class SizedFlags(CommonFlags):
     """Micro-batches in a step; a schedule file knows its own."""
     chunks_per_stage: Annotated[_Count, shown_as("INT")] = None
     """For VPP, ZBVPP and auto; without it, as many as the costs list, or 2."""
+    recompute: Annotated[_Text, shown_as("WHICH")] = None
+    """Parts whose graph B computes again: auto (needs m_r in the costs, and a memory
+    limit), all, none, or numbers: of layers with --layers, else of chunks: 0,2,5."""
 
     def plan(self, mode: str) -> tuple[Schedule, Costs, MemoryModel]:
         """Plan a mode, or read a file; also return what it is planned for."""
@@ -127,8 +132,9 @@ class SizedFlags(CommonFlags):
         schedule = plan_by_flags(
             *(mode, self.stages, self.microbatches, costs, memory, self.effort),
             chunks_per_stage=self.chunks_per_stage,
+            recompute=self.recompute,
         )
-        return schedule, costs, memory
+        return schedule, *recomputed(costs, memory, schedule)
 
     def plan_layers(self, mode: str) -> LayerPlan | None:
         """Plan with a layers file; None if there is none."""
@@ -138,6 +144,7 @@ class SizedFlags(CommonFlags):
         return plan_layers_by_flags(
             *(mode, self.stages, self.microbatches, layers, self.split, self.effort),
             chunks_per_stage=self.chunks_per_stage,
+            recompute=self.recompute,
         )
 
     def with_checks(self, schedule: Schedule) -> Schedule:
@@ -208,9 +215,20 @@ def plan_by_flags(
     effort: str,
     *,
     chunks_per_stage: int | None = None,
+    recompute: str | None = None,
 ) -> Schedule:
     """Plan, in the words of the flags."""
     _check_sizes(mode, stages, microbatches, chunks_per_stage)
+    if recompute is not None:
+        return plan_recomputed(
+            *(mode, parse_recompute(recompute)),
+            n_stages=stages,
+            n_microbatches=microbatches,
+            costs=costs,
+            memory=memory,
+            effort=effort,
+            chunks_per_stage=chunks_per_stage,
+        )
     return plan(
         mode,
         n_stages=stages,
@@ -231,6 +249,7 @@ def plan_layers_by_flags(
     effort: str,
     *,
     chunks_per_stage: int | None = None,
+    recompute: str | None = None,
 ) -> LayerPlan:
     """Plan with costs per layer, in the words of the flags."""
     _check_sizes(mode, stages, microbatches, chunks_per_stage)
@@ -240,6 +259,7 @@ def plan_layers_by_flags(
         n_stages=stages,
         n_microbatches=microbatches,
         split=None if split is None else parse_split(split),
+        recompute=None if recompute is None else parse_recompute(recompute),
         effort=effort,
         chunks_per_stage=chunks_per_stage,
     )

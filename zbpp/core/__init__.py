@@ -49,6 +49,7 @@ from zbpp.core.program import (
     Send,
     at_check,
 )
+from zbpp.core.recomputed import recomputed
 from zbpp.core.schedule import Order, Schedule
 from zbpp.core.text import draw, format_job, grid, parse_job
 from zbpp.core.timeline import Slot, Timeline, longest_span, pass_span
@@ -109,6 +110,7 @@ __all__ = [
     "read_schedule",
     "reader",
     "reads",
+    "recomputed",
     "replay",
     "schedule_text",
     "step_behind_barrier",

@@ -5,9 +5,11 @@ times          Costs: of passes, messages, optimizer steps; PassTimes: per chunk
 links          the time of a message on each edge between chunks
 memory_model   MemoryModel: what passes leave and need; ChunkMemory: per chunk
 layers         LayerCosts: times and memories per layer, for any split
+chunk_layers   costs of chunks, dealt to their layers
 units          amounts of memory as people write them
 """
 
+from zbpp.core.costs.chunk_layers import chunk_layers
 from zbpp.core.costs.dealing import PerChunk
 from zbpp.core.costs.layers import LayerCosts
 from zbpp.core.costs.memory_model import ChunkMemory, MemoryModel
@@ -21,5 +23,6 @@ __all__ = [
     "MemoryModel",
     "PassTimes",
     "PerChunk",
+    "chunk_layers",
     "parse_memory",
 ]

@@ -1,0 +1,159 @@
+"""The choice of recomputed layers: never worse than none or all, and often better."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from operator import le
+from random import Random
+
+import pytest
+
+from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, RequestError, Schedule
+from zbpp.schedules import LayerPlan, plan_recompute, plan_split, plan_zb, plan_zbv
+from zbpp.schedules.planner.layers.choice_search import ChoiceSearch, profiles
+from zbpp.schedules.planner.layers.choices import Choices
+
+F, B, W, M_W, M_R = 10.419, 10.207, 7.715, 32 / 74, 2 / 74
+"""28.3B of arXiv 2401.10241; M_R: the inputs, 2 sbh of 74 sbh a layer."""
+
+
+def planner(
+    p: int, m: int, chunks: int, costs: Costs, memory: MemoryModel, effort: str
+) -> Schedule:
+    plan = plan_zb if chunks == 1 else plan_zbv
+    return plan(n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort=effort)
+
+
+def sized(p: int, m: int, chunks: int) -> tuple[partial[Schedule], Placement]:
+    placement = Placement.single(p) if chunks == 1 else Placement.wave(p, chunks)
+    return partial(planner, p, m, chunks), placement
+
+
+def paper(p: int, chunks: int, n_layers: int, limit: float) -> LayerCosts:
+    """Chunks of equal layers; a stage's M_B is 1."""
+    share = chunks * n_layers
+    return LayerCosts(
+        *(p * share, F / share, B / share, W / share),
+        m_b=1 / share,
+        m_w=M_W / share,
+        m_r=M_R / share,
+        message=1.0,
+        delay=0.408,
+        limit=limit,
+    )
+
+
+def choose(
+    layers: LayerCosts, p: int, m: int, chunks: int, **more: object
+) -> LayerPlan:
+    plan, placement = sized(p, m, chunks)
+    split = (layers.n_layers // placement.n_chunks,) * placement.n_chunks
+    settings = {"split": split, "effort": "fast"} | more
+    return plan_recompute(plan, layers, placement, m, **settings)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "n_layers", "limit", "most"),
+    [
+        (1, 1, 2.0, 1.60),  # whole stages; none 3.29, all 1.67
+        pytest.param(1, 8, 2.0, 1.50, marks=pytest.mark.slow),
+        (2, 1, 2.0, 1.52),  # none 2.11, all 1.50
+        pytest.param(2, 4, 2.0, 1.47, marks=pytest.mark.slow),
+        pytest.param(1, 8, 4.0, 1.36, marks=pytest.mark.slow),  # none 1.82, all 1.61
+    ],
+)
+def test_little_memory_is_used_better(
+    chunks: int, n_layers: int, limit: float, most: float
+) -> None:
+    p, m = 8, 24
+    found = choose(paper(p, chunks, n_layers, limit), p, m, chunks)
+    assert found.step <= most * m * (F + B + W)
+    assert found.peak <= limit * (1 + 1e-9)
+    assert found.schedule.recompute is not None
+
+
+def test_a_search_that_finds_nothing_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ChoiceSearch, "run", lambda _: [])
+    with pytest.raises(AssertionError):
+        test_little_memory_is_used_better(1, 1, 2.0, 1.60)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_it_is_never_worse_than_none_or_all(chunks: int, seed: int) -> None:
+    rng = Random(seed)
+    p, m = 3, 6
+    n = p * chunks * 2
+
+    def some(low: float, high: float) -> tuple[float, ...]:
+        return tuple(rng.uniform(low, high) for _ in range(n))
+
+    layers = LayerCosts(
+        *(n, some(1, 3), some(1, 3), some(0.5, 2)),
+        m_b=some(0.2, 0.6), m_w=some(0.1, 0.5), m_r=some(0.01, 0.2),
+        limit=rng.uniform(2.5, 5),
+    )  # fmt: skip
+    plan, placement = sized(p, m, chunks)
+    found = choose(layers, p, m, chunks)
+    assert choose(layers, p, m, chunks).schedule == found.schedule
+    for again in ((), range(n)):
+        try:
+            other = plan_split(
+                *(plan, layers, placement, m),
+                split=found.split, recompute=again, effort="fast",
+            )  # fmt: skip
+        except RequestError:
+            continue
+        assert not other.is_better_than(found)
+
+
+def test_it_is_nearly_the_best_of_all_choices() -> None:
+    layers = replace(paper(2, 1, 3, 1.2), m_w=0.05)
+    plan, placement = sized(2, 6, 1)
+    steps = []
+    for n, k in product(range(4), repeat=2):
+        again = (*range(n), *range(3, 3 + k))
+        one = plan_split(
+            *(plan, layers, placement, 6), split=(3, 3), recompute=again, effort="fast"
+        )
+        steps.append(one.step)
+    found = choose(layers, 2, 6, 1).step
+    assert min(steps) < min(steps[0], steps[-1])
+    assert found <= 1.005 * min(steps)
+
+
+def test_what_does_not_fit_otherwise_is_recomputed() -> None:
+    layers = paper(2, 1, 4, 0.8)
+    with pytest.raises(RequestError, match="over the limit"):
+        choose(layers, 2, 4, 1, recompute="none")
+    found = choose(layers, 2, 4, 1)
+    assert found.peak <= 0.8 * (1 + 1e-9)
+
+
+def test_layers_that_save_nothing_are_not_recomputed() -> None:
+    layers = replace(paper(2, 1, 2, 2.0), m_r=(0.6, 0.1, 0.1, 0.1))
+    plan, placement = sized(2, 4, 1)
+    choices = Choices(plan, layers, placement, 4, (2, 2))
+    assert choices.most == (1, 2)
+    assert choices.layers_of((1, 1)) == {1, 2}
+
+
+def test_profiles_hold_none_and_all() -> None:
+    found = list(profiles(Placement.wave(2, 2), (2, 3, 1, 2)))
+    assert (0, 0, 0, 0) in found
+    assert (2, 3, 1, 2) in found
+    assert all(all(map(le, one, (2, 3, 1, 2))) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"), [({"m_r": None}, "needs m_r"), ({"limit": None}, "limit")]
+)
+def test_a_choice_needs_to_know_what_it_saves(
+    change: dict[str, None], text: str
+) -> None:
+    with pytest.raises(RequestError, match=text):
+        choose(replace(paper(2, 1, 2, 2.0), **change), 2, 4, 1)
