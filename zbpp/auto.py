@@ -148,9 +148,10 @@ def _plan(
     costs = best.costs
     promise = mode.promise(placement.n_stages)
     try:
-        limited = capped(memory, placement, default_limit=promise)
+        splits = costs.on(placement).splits
+        limited = capped(memory, placement, splits=splits, default_limit=promise)
         if mode.name in _PROMISED:
-            limited = capped(memory, placement, memory_cap=promise)
+            limited = capped(memory, placement, splits=splits, memory_cap=promise)
         bound = lower_bound(placement, request["n_microbatches"], costs, limited)
         if bound > best.span * (1 + _ROUNDING):
             why = f"its span is at least {bound:.4g}, that of {best.plan.name} is "
