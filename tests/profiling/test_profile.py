@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zbpp.core import Costs, Placement, RequestError
+from zbpp.emulation.layers import EmulatedLayer
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.modes import plan
 from zbpp.pipeline import Pipeline
@@ -149,3 +150,21 @@ def test_links_are_listed_as_costs_read_them() -> None:
     del links[0, 2]
     assert link_list(links, 4, "delay") == (1, 2, 1.5)
     assert link_list({}, 3, "delay") == 0.0
+
+
+def test_a_stage_whose_w_has_nothing_to_do_is_named() -> None:
+    def splits(*parts: nn.Module) -> tuple[bool, ...]:
+        pipeline = Pipeline(
+            list(parts), loss_fn=nn.functional.mse_loss, optimizer=None,
+            schedule="ZBH1", n_stages=2, n_microbatches=2,
+        )  # fmt: skip
+        x = torch.randn(8, 4)
+        profile = pipeline.profile(x, x, rounds=1)
+        found = profile.costs()[0].splits
+        assert found == (None if all(profile.splits) else profile.splits)
+        return profile.splits
+
+    assert splits(nn.Linear(4, 4), nn.LayerNorm(4)) == (True, False)
+    assert splits(nn.Linear(4, 4), nn.Linear(4, 4)) == (True, True)
+    one, other = EmulatedLayer(0, 0, 0), EmulatedLayer(0, 0, 0)
+    assert splits(one, other) == (True, True)

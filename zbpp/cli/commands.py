@@ -24,6 +24,7 @@ from zbpp.cli.flags import (
     shown_as,
 )
 from zbpp.cli.layers_report import comparison_of_splits, split_lines
+from zbpp.cli.profile import ProfileCommand
 from zbpp.cli.report import print_comparison, print_report
 from zbpp.cli.split_report import print_split
 from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
@@ -207,6 +208,7 @@ Command = (
     | Annotated[Trace, tyro.conf.subcommand("trace")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[ProfileCommand, tyro.conf.subcommand("profile")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 

@@ -18,13 +18,13 @@ from zbpp.core import Placement
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.executor import Executor
 
-__all__ = ["Link", "fit", "link_list", "measure_links"]
+__all__ = ["FASTEST", "Link", "fit", "link_list", "measure_links"]
 
 _SMALL, _LARGE = 64, 2**20
 _ROUNDS = {_SMALL: 30}
 _FEW = 10
 _MS = 1e3
-_FASTEST = 1e15
+FASTEST = 1e15
 """Bytes in a ms where a large message took no longer than a small one."""
 
 
@@ -50,7 +50,7 @@ def fit(small: tuple[int, list[Ping]], large: tuple[int, list[Ping]]) -> Link:
     """
     short, long = (_MS * median(p.one_way_s for p in one) for _, one in (small, large))
     per_byte = max(0.0, (long - short) / (large[0] - small[0]))
-    bandwidth = 1 / per_byte if per_byte > 1 / _FASTEST else _FASTEST
+    bandwidth = 1 / per_byte if per_byte > 1 / FASTEST else FASTEST
     delay = max(0.0, short - small[0] / bandwidth)
     return Link(delay, bandwidth, _MS * median(p.send_s for p in large[1]))
 

@@ -174,7 +174,7 @@ class PassTiming:
 
     def splits(self) -> bool:
         """True if W of some chunk has anything to do."""
-        return any("W" in where.values() for where in self._whole.where.values())
+        return self._whole.defers
 
 
 def _gradients(outputs: Tensors) -> Tensors:

@@ -5,12 +5,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, format_bytes
-from zbpp.profiling.links import Link
+from zbpp.profiling.links import FASTEST, Link
 from zbpp.profiling.stopwatch import Spread
 
 __all__ = ["ChunkProfile", "Profile"]
 
 _KINDS = ("F", "B", "W", "BW")
+_MEMORY = (
+    *("m_b", "m_w", "m_fixed", "m_r", "peak_f", "peak_b", "peak_w", "peak_o"),
+    "peak_r",
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ class Profile:
             costs = replace(costs, splits=self.splits)
         return costs, memory
 
+    def with_memory(self, estimated: LayerCosts) -> "Profile":
+        """Take the memory of the layers from an estimate, see `zbpp.memory`."""
+        memory = {name: getattr(estimated, name) for name in _MEMORY}
+        return replace(self, layers=replace(self.layers, **memory))
+
     @property
     def table(self) -> str:
         """All figures, for people."""
@@ -121,7 +130,11 @@ class Profile:
         ]
         lines += [
             f"link {a}-{b}: delay {link.delay:.3f} ms, "
-            f"{link.bandwidth * 1e3 / 2**30:.2f} GiB/s"
+            + (
+                "no slower for 1 MiB"
+                if link.bandwidth >= FASTEST
+                else f"{link.bandwidth * 1e3 / 2**30:.2f} GiB/s"
+            )
             for (a, b), link in sorted(self.links.items())
         ]
         lines.append(

@@ -90,6 +90,8 @@ class Stage:
         self.recompute(recompute)
         self.where: dict[int, dict[Tensor, str]] = {}
         """Of each chunk that has run B: `SplitGraph.report` of its first one."""
+        self.defers = False
+        """W of some chunk has had something to do."""
         self._orders = {
             index: GradientOrder(chunk.parameters(), is_released=not exact_sums)
             for index, chunk in self.chunks.items()
@@ -221,6 +223,7 @@ class Stage:
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report()
         found = self._orders[chunk].run_b(microbatch, saved.graph, gradients)
+        self.defers = self.defers or saved.graph.defers()
         asked = [x for x in saved.asked if x.requires_grad]
         result = tuple(
             torch.zeros_like(x) if dx is None else dx

@@ -26,7 +26,7 @@ from zbpp.training.options import Train
 from zbpp.training.setup import costs_of, device_of, model_of
 from zbpp.training.splits import run_split
 
-__all__ = ["train"]
+__all__ = ["build_pipeline", "make_optimizer", "train"]
 
 _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
 _WINDOW = 10  # steps that are measured: the last ones
@@ -40,7 +40,7 @@ def train(options: Train, schedule: Schedule) -> None:
         RequestError: the text cannot be read, or differs between the processes.
     """
     torch.set_num_threads(1)  # more threads would add numbers in another order
-    pipeline = _build(options, schedule)
+    pipeline = build_pipeline(options, schedule)
     corpus, about_data = _load(pipeline, options)
     recorder = Recorder(
         enabled=pipeline.rank == 0,
@@ -59,14 +59,15 @@ def train(options: Train, schedule: Schedule) -> None:
         _conclude(pipeline, options, corpus, recorder)
 
 
-def _build(options: Train, schedule: Schedule) -> Pipeline:
+def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
+    """Make the pipeline of a training."""
     model = model_of(options)
     return Pipeline(
         partial(build_layers, model),
         n_layers=model.n_layers,
         split=run_split(options, schedule, model),
         loss_fn=cross_entropy,
-        optimizer=partial(_make_optimizer, options),
+        optimizer=partial(make_optimizer, options),
         schedule=schedule,
         clip_grad_norm=options.clip_grad_norm,
         post_validation=options.enable_optimizer_post_validation,
@@ -84,7 +85,8 @@ def _build(options: Train, schedule: Schedule) -> Pipeline:
     )
 
 
-def _make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:
+def make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:
+    """Make the optimizer of a stage."""
     return AdamW(
         parameters,
         lr=options.lr,
@@ -204,8 +206,8 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
     is_long = pipeline.gather(recorder.seconds >= _LONG_S)[0]
     if options.costs_out is not None or is_long:
         if pipeline.rank == 0:
-            make_optimizer = partial(_make_optimizer, options)
-            memory = memory_of(pipeline, estimate_layers(options, make_optimizer))
+            optimizer = partial(make_optimizer, options)
+            memory = memory_of(pipeline, estimate_layers(options, optimizer))
         memory = pipeline.gather(memory)[0]
     if options.costs_out is not None:
         costs = pipeline.measured_costs(_WINDOW)

@@ -14,7 +14,9 @@ from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.setup import check, schedule_of
 
-__all__ = ["start"]
+__all__ = ["Worker", "start", "start_worker"]
+
+Worker = Callable[[Train, Schedule], None]
 
 _STEPS = 200
 _EMULATED_STEPS = 10
@@ -31,20 +33,37 @@ def start(options: Train) -> None:
     worker = run_emulated if emulated else train
     if options.steps is None:
         options = replace(options, steps=_EMULATED_STEPS if emulated else _STEPS)
+    start_worker(worker, options, check=None if emulated else check)
+
+
+def start_worker(
+    worker: Worker, options: Train, *, check: Callable[[Train, Schedule], None] | None
+) -> None:
+    """Run a worker on every rank: in torchrun's processes, in new ones, or here.
+
+    Args:
+        worker: called with the options and the schedule; can be pickled.
+        options: of the run.
+        check: called before any process is started, with the same.
+
+    Raises:
+        RequestError: the request is wrong or cannot be met.
+        WorkerError: a process failed.
+    """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _join(worker, options)
         return
     schedule = schedule_of(options)
-    if not emulated:
+    if check is not None:
         check(options, schedule)
     if schedule.n_stages == 1 or options.transport == "local":
         worker(options, schedule)
     else:
-        device = "cpu" if emulated else options.device
+        device = "cpu" if options.emulate is not None else options.device
         launch(worker, (options, schedule), schedule.n_stages, device=device)
 
 
-def _join(worker: Callable[[Train, Schedule], None], options: Train) -> None:
+def _join(worker: Worker, options: Train) -> None:
     """Be one of torchrun's processes; a failure ends this process."""
     try:
         options = _for_world(options, int(os.environ["WORLD_SIZE"]))

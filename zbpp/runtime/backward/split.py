@@ -101,6 +101,10 @@ class SplitGraph:
         """The leaves whose gradients W computes."""
         return self._plan().waiting
 
+    def defers(self) -> bool:
+        """True if B has left work for W, or a module of its own kind has."""
+        return len(self._queue) > 0
+
     def held_bytes(self) -> int:
         """Memory that B has left for W: operands of the deferred products.
 

@@ -114,10 +114,7 @@ def report_split(executors: Executors) -> dict[str, str]:
 
 def gather_splits(executors: Executors) -> list[bool]:
     """True for each stage of all processes where W has anything to do."""
-    own = {
-        stage: any("W" in part.values() for part in executor.stage.where.values())
-        for stage, executor in executors.items()
-    }
+    own = {stage: executor.stage.defers for stage, executor in executors.items()}
     splits: dict[int, bool] = {}
     for part in next(iter(executors.values())).transport.gather(own):
         splits |= part

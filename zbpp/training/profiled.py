@@ -1,0 +1,161 @@
+"""`zbpp profile`: one process's share, and what it writes and prints."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from zbpp.core import LayerCosts, Schedule, write_costs, write_layers
+from zbpp.emulation.run import emulated_batch, emulated_pipeline
+from zbpp.memory import layer_memory
+from zbpp.pipeline import Pipeline
+from zbpp.profiling import Profile
+from zbpp.runtime.partition import Model
+from zbpp.runtime.stage import LossFn
+from zbpp.training.estimate import estimate_layers
+from zbpp.training.loop import build_pipeline, make_optimizer
+from zbpp.training.options import Train
+from zbpp.training.setup import costs_of, device_of
+
+__all__ = ["ProfileRequest", "UsersModel", "run_profile"]
+
+
+class UsersModel(Protocol):
+    """The part of `zbpp.cli.user_model.UserModel` that is used here."""
+
+    @property
+    def model(self) -> Model:
+        """As `zbpp.Pipeline` takes it."""
+
+    @property
+    def inputs(self) -> Any:
+        """Of one micro-batch."""
+
+    @property
+    def targets(self) -> Any:
+        """Of one micro-batch; None without a loss_fn."""
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """None: the last layer puts out the loss."""
+
+    @property
+    def n_layers(self) -> int:
+        """Of the model."""
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What to profile, and where the results go.
+
+    ``load`` gives a user's model; None: the model of `zbpp train`.
+    """
+
+    load: Callable[[], UsersModel] | None
+    out: Path
+    layers_out: Path | None
+    rounds: int
+    json: bool
+
+
+def run_profile(request: ProfileRequest, options: Train, schedule: Schedule) -> None:
+    """Profile, and let rank 0 write and print.
+
+    Raises:
+        RequestError: the model and the schedule do not fit together.
+    """
+    torch.set_num_threads(1)  # as in training: the processes share the cores
+    emulated = options.emulate is not None
+    loaded = None if request.load is None else request.load()
+    if emulated:
+        costs, _ = costs_of(options)
+        pipeline = emulated_pipeline(schedule, costs, timeout_s=options.timeout_s)
+        inputs: Any = emulated_batch(pipeline)
+        targets: Any = inputs
+    elif loaded is not None:
+        pipeline = _pipeline_of(loaded, options, schedule)
+        m = pipeline.n_microbatches
+        inputs = [loaded.inputs] * m
+        targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
+    else:
+        pipeline = build_pipeline(options, schedule)
+        inputs = targets = _tokens(options, pipeline.n_microbatches)
+    profile = pipeline.profile(
+        inputs, targets, rounds=request.rounds, memory=not emulated
+    )
+    if pipeline.rank == 0:
+        if not emulated:
+            profile = profile.with_memory(_estimate(loaded, options))
+        _write(profile, request)
+    pipeline.close()
+
+
+def _pipeline_of(loaded: UsersModel, options: Train, schedule: Schedule) -> Pipeline:
+    return Pipeline(
+        loaded.model,
+        n_layers=loaded.n_layers,
+        loss_fn=loaded.loss_fn or _own_loss,
+        optimizer=partial(_adamw, options.lr),
+        schedule=schedule,
+        post_validation=options.enable_optimizer_post_validation,
+        rollback=options.post_validation_rollback,
+        device=device_of(options),
+        autocast=_autocast(options),
+        exact_sums=options.exact_sums,
+        timeout_s=options.timeout_s,
+    )
+
+
+def _own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The last layer has put it out."""
+    return outputs
+
+
+def _adamw(lr: float, parameters: list[torch.nn.Parameter]) -> AdamW:
+    return AdamW(parameters, lr=lr, fused=True)
+
+
+def _autocast(options: Train) -> torch.dtype | None:
+    return torch.bfloat16 if options.dtype == "bf16" else None
+
+
+def _tokens(options: Train, n_microbatches: int) -> Tensor:
+    shape = (n_microbatches * options.microbatch_size, options.seq)
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _estimate(loaded: UsersModel | None, options: Train) -> LayerCosts:
+    """Bytes of the layers, on fake tensors."""
+    if loaded is None:
+        return estimate_layers(options, partial(make_optimizer, options))
+    return layer_memory(
+        loaded.model,
+        (loaded.inputs, loaded.targets),
+        loaded.loss_fn,
+        optimizer=partial(_adamw, options.lr),
+        n_layers=loaded.n_layers if callable(loaded.model) else None,
+        rollback=options.post_validation_rollback,
+        autocast=_autocast(options),
+        exact_sums=options.exact_sums,
+    )
+
+
+def _write(profile: Profile, request: ProfileRequest) -> None:
+    costs, memory = profile.costs()
+    write_costs(costs, memory, request.out)
+    if request.layers_out is not None:
+        write_layers(profile.layers, request.layers_out)
+    if request.json:
+        print(json.dumps(profile.as_dict()), flush=True)
+        return
+    print(profile.table)
+    told = [str(request.out)]
+    if request.layers_out is not None:
+        told.append(f"{request.layers_out} (per layer)")
+    print("costs in ms and bytes:", ", ".join(told), flush=True)
