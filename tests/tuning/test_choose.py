@@ -1,0 +1,82 @@
+"""The best plan for the layers of a model, and one line that says why."""
+
+import pytest
+
+import zbpp.tuning.choose as choose_module
+from zbpp.core import LayerCosts, LimitError
+from zbpp.layer_plans import plan_layers
+from zbpp.tuning.choose import Choice, choose
+
+GIB = 2.0**30
+MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
+
+
+def layers(n_blocks: int = 10, head: float = 3.0, **more: object) -> LayerCosts:
+    """An embedding worth half a block, blocks, and a head; ms and bytes."""
+    work = (0.5, *(1.0,) * n_blocks, head)
+    settings: dict[str, object] = {
+        "w": tuple(one / 2 for one in work),
+        "m_b": tuple(one * GIB for one in work),
+        "m_w": tuple(one * GIB / 2 for one in work),
+        "m_fixed": GIB,
+        "comm": 0.05,
+    }
+    return LayerCosts(n_blocks + 2, f=work, b=work, **(settings | more))
+
+
+def pick(costs: LayerCosts, p: int = 4, m: int = 8, **more: object) -> Choice:
+    return choose(costs, n_stages=p, n_microbatches=m, **more)
+
+
+@pytest.mark.parametrize("limit", [None, 30 * GIB])
+def test_no_mode_is_better_than_what_is_chosen(limit) -> None:
+    costs = layers(limit=limit)
+    found = pick(costs)
+    assert limit is None or found.plan.peak <= limit
+    for mode in MODES:
+        other = plan_layers(
+            mode, costs, n_stages=4, n_microbatches=8, effort="fast"
+        )  # without a limit each mode has its own
+        assert not other.is_better_than(found.plan) or mode in found.mode
+
+
+def test_without_the_other_modes_a_better_one_is_missed(monkeypatch) -> None:
+    best = pick(layers())
+    worst = plan_layers("VMin", layers(), n_stages=4, n_microbatches=8, effort="fast")
+    monkeypatch.setattr(choose_module, "plan_layers", lambda mode, *_, **__: worst)
+    assert best.plan.is_better_than(pick(layers()).plan)
+
+
+def test_the_line_says_what_was_chosen_and_why_the_others_lost() -> None:
+    line = pick(layers(limit=30 * GIB)).line
+    assert line.startswith("auto: ZB") and "\n" not in line
+    assert "; predicted step " in line and " GiB" in line
+    assert "1F1B +" in line and "zero bubble will not help" not in line
+
+
+@pytest.mark.parametrize(
+    ("costs", "p", "m", "why"),
+    [
+        (layers(), 1, 8, "one stage has no bubble"),
+        (
+            layers(head=1.0),
+            2,
+            200,
+            "200 micro-batches on 2 stages leave 1F1B a bubble of 0.",
+        ),
+        (layers(2, head=40.0), 2, 64, "stage 1 works 1.9 times as long as the mean"),
+        (layers(w=0.0), 2, 100, "W has next to nothing to do"),
+    ],
+)
+def test_it_says_where_zero_bubble_will_not_help(costs, p, m, why) -> None:
+    assert f"zero bubble will not help here: {why}" in pick(costs, p, m).line
+
+
+def test_a_mode_that_cannot_be_had_is_named_with_its_reason() -> None:
+    line = pick(layers(3), p=4).line
+    assert "ZBV: 5 layers cannot fill 8 chunks" in line
+
+
+def test_what_fits_no_mode_is_refused() -> None:
+    with pytest.raises(LimitError, match="smallest limit"):
+        pick(layers(limit=2 * GIB))

@@ -1,0 +1,179 @@
+"""Choose placement, split, recompute and order for the layers of a model.
+
+Every mode that can be had is planned with its own best split. The best plan has the
+shortest step, then the shortest step behind a barrier, then the least memory, as in
+`zbpp.auto`; so it is never worse than a fixed mode.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Required, TypedDict, Unpack
+
+from zbpp.core import LayerCosts, LimitError, Placement, RequestError, format_bytes
+from zbpp.layer_plans import plan_layers
+from zbpp.schedules import LayerPlan, Split, balance
+
+__all__ = ["Choice", "LayerRequest", "Other", "choose"]
+
+_MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
+_WAVES = ("ZBV", "VHalf", "VMin")
+_FAR = 0.05  # of a step: splits are not worth as much as that
+_LITTLE = 0.02  # of a step: less than this is no help
+_BYTES = 2**20  # memories above this are told as bytes
+
+
+class LayerRequest(TypedDict, total=False):
+    """The keywords of `plan_layers`."""
+
+    n_stages: Required[int]
+    n_microbatches: Required[int]
+    split: Split
+    recompute: Collection[int] | None
+    effort: str
+
+
+@dataclass(frozen=True)
+class Other:
+    """A mode that was not chosen."""
+
+    mode: str
+    plan: LayerPlan | None
+    reason: str = ""
+    """Of a mode that cannot be had."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best plan, the mode that gives it, and those that lost."""
+
+    mode: str
+    plan: LayerPlan
+    others: tuple[Other, ...]
+
+    @property
+    def line(self) -> str:
+        """Say in one line what was chosen, what it promises, and why others lost."""
+        plan = self.plan
+        chosen = f"{self.mode}, layers {'-'.join(map(str, plan.split))}"
+        if plan.recompute:
+            chosen += f", {len(plan.recompute)} of {sum(plan.split)} layers recomputed"
+        said = ", ".join(self._compared(other) for other in self.others)
+        return (
+            f"auto: {chosen}; predicted step {plan.step:.4g} ms, memory "
+            f"{_memory(plan.peak)}; {said}{self.no_help}"
+        )
+
+    @property
+    def no_help(self) -> str:
+        """Why zero bubble gains little here; empty if it gains."""
+        joint = next((o.plan for o in self.others if o.mode == "1F1B"), None)
+        if joint is None or joint.step * (1 - _LITTLE) > self.plan.step:
+            return ""
+        return f"; zero bubble will not help here: {self._why(joint)}"
+
+    def _why(self, joint: LayerPlan) -> str:
+        placement, m = joint.schedule.placement, joint.schedule.n_microbatches
+        p = placement.n_stages
+        if p == 1:
+            return "one stage has no bubble"
+        times = joint.costs.on(placement)
+        if sum(times.w) < 0.05 * sum(times.b):
+            return "W has next to nothing to do; see zbpp doctor --model"
+        load = [times.f[c] + times.b[c] + times.w[c] for c in range(p)]
+        bubble = 1 - m * max(load) / joint.step
+        if max(load) > 1.5 * sum(load) / p:
+            slow = load.index(max(load))
+            return (
+                f"stage {slow} works {max(load) * p / sum(load):.1f} times as long as "
+                "the mean, and the others wait for it; cut its layers smaller"
+            )
+        return (
+            f"{m} micro-batches on {p} stages leave 1F1B a bubble of {bubble:.1%}, and "
+            "the memory limit leaves the others no less"
+            if bubble > 2 * _LITTLE
+            else f"{m} micro-batches on {p} stages leave 1F1B a bubble of {bubble:.1%}"
+        )
+
+    def _compared(self, other: Other) -> str:
+        if other.plan is None:
+            return f"{other.mode}: {other.reason}"
+        mine, its = self.plan, other.plan
+        if its.step > mine.step * (1 + 1e-9):
+            return f"{other.mode} {its.step / mine.step - 1:+.1%}"
+        if its.barrier_step > mine.barrier_step * (1 + 1e-9):
+            return f"{other.mode} {its.barrier_step / mine.barrier_step - 1:+.1%} (O)"
+        return f"{other.mode} as fast with {_memory(its.peak)}"
+
+
+def choose(layers: LayerCosts, **request: Unpack[LayerRequest]) -> Choice:
+    """Plan all modes for the layers, and keep the best.
+
+    Args:
+        layers: times in ms, memories, and the limit of a stage.
+        request: as for `zbpp.layer_plans.plan_layers`; effort is fast if left out. A
+            list as split is for one placement: modes of others are left out.
+
+    Raises:
+        LimitError: nothing fits the limit; it names the smallest that works.
+        RequestError: the layers cannot be split so.
+    """
+    request.setdefault("effort", "fast")
+    best = plan_layers("auto", layers, **request)
+    mode = _name(best)
+    others: list[Other] = []
+    for name in _MODES:
+        other = _other(name, layers, best, request)
+        if other.plan is not None and other.plan.is_better_than(best):
+            mode, best = name, other.plan
+        others.append(other)
+    left = tuple(o for o in others if o.plan is not best and o.mode != mode)
+    return Choice(mode, best, left)
+
+
+def _other(
+    mode: str, layers: LayerCosts, best: LayerPlan, request: LayerRequest
+) -> Other:
+    """Plan a mode: with splits that are at hand, and if that comes close, its best."""
+    try:
+        if request.get("split") in (None, "balanced"):
+            quick = _quick_plan(mode, layers, best, request)
+            if quick is not None and quick.step > best.step * (1 + _FAR):
+                return Other(mode, quick)
+        return Other(mode, plan_layers(mode, layers, **request))
+    except RequestError as error:
+        reason = str(error).partition(";")[0].partition("\n")[0]
+        return Other(mode, None, reason)
+
+
+def _quick_plan(
+    mode: str, layers: LayerCosts, best: LayerPlan, request: LayerRequest
+) -> LayerPlan | None:
+    """Plan with the balanced split and, on the same placement, that of the best plan.
+
+    None if neither fits.
+    """
+    p, m = request["n_stages"], request["n_microbatches"]
+    placement = Placement.wave(p) if mode in _WAVES else Placement.single(p)
+    splits = [best.split] if placement == best.schedule.placement else []
+    found: list[LayerPlan] = []
+    try:
+        splits.append(balance(layers, placement, m).split)
+        for split in dict.fromkeys(splits):
+            asked = request.copy()
+            asked["split"], asked["effort"] = split, "fast"
+            found.append(plan_layers(mode, layers, **asked))
+    except LimitError:
+        pass
+    return min(found, key=lambda plan: plan.step, default=None)
+
+
+def _name(plan: LayerPlan) -> str:
+    """The mode whose placement the planner of `auto` has chosen."""
+    placement = plan.schedule.placement
+    if placement.n_chunks == placement.n_stages:
+        return "ZB"
+    return "ZBV" if placement.stage_of[-1] == 0 else "interleaved ZB"
+
+
+def _memory(amount: float) -> str:
+    return format_bytes(amount) if amount >= _BYTES else f"{amount:.4g}"
