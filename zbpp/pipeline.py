@@ -9,25 +9,32 @@ This file wires the layers together: mode -> schedule -> programs -> executors.
 """
 
 import weakref
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.modes import is_auto
+from zbpp.pipeline_evaluate import Evaluating
 from zbpp.pipeline_reports import Reports
 from zbpp.pipeline_switch import Switching
-from zbpp.resolve import check_first_step, choose_validation, recomputed_layers
+from zbpp.resolve import (
+    check_first_step,
+    choose_validation,
+    memory_model,
+    recomputed_layers,
+)
 from zbpp.resolve_layers import LayersOf, choose_split
 from zbpp.runtime.comm.process_group import initialise, own_device
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.agreement import check_agreement
-from zbpp.runtime.driver.batches import Batches, check_samples
+from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.driver.lifecycle import Lifecycle
-from zbpp.runtime.driver.state_access import eval_mode, settle_before_access
+from zbpp.runtime.driver.state_access import settle_before_access
 from zbpp.runtime.executor import drive
 from zbpp.runtime.microbatches import Batch
 from zbpp.runtime.optim.loss_scale import LossScaler
@@ -37,13 +44,14 @@ from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
 from zbpp.runtime.partition import Model, count_layers, partition_layers
 from zbpp.runtime.stage import LossFn
-from zbpp.schedules import Split, lower, lower_forward
+from zbpp.schedules import Split, lower
+from zbpp.tuning.measure import measure_layers
 from zbpp.tuning.watch import Watch, make_watcher
 
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Switching, Reports):
+class Pipeline(Switching, Evaluating, Reports):
     """A model cut into stages, trained by a schedule.
 
     Under torch.distributed (``torchrun`` is enough) this process is one stage; else
@@ -65,6 +73,8 @@ class Pipeline(Switching, Reports):
             ``"balanced"``: by the costs in ``layers``. None: the schedule's; if it has
             none, balanced with ``layers``, else even.
         layers: costs of the layers to plan for, or a file of them, in place of costs.
+        example: inputs and targets of a step, on every rank: the layers' times are then
+            measured, and their memory estimated, before they are dealt to stages.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
         post_validation: step without waiting for the other stages' gradient norms, and
             roll the step back in the next one if they ask for it; None: where the
@@ -81,7 +91,8 @@ class Pipeline(Switching, Reports):
             the run with its place; None: any number.
         loss_scale: of fp16 gradients: a number, or a `LossScaler`.
         costs: times to plan for.
-        memory: memory to plan for.
+        memory: memory to plan for; a text such as ``"16GiB"``, or a number, is the
+            limit of a stage.
         watch: when to plan again from what steps take, with the same placement and
             split, so with the same results; None or True: for ``"auto"`` after the
             first steps, and later when costs have drifted; False: never.
@@ -113,6 +124,7 @@ class Pipeline(Switching, Reports):
         n_layers: int | None = None,
         split: Split = None,
         layers: LayersOf | None = None,
+        example: tuple[Batch, Batch] | None = None,
         clip_grad_norm: float | None = None,
         post_validation: bool | None = None,
         rollback: RollbackMethod = "auto",
@@ -120,7 +132,7 @@ class Pipeline(Switching, Reports):
         max_consecutive_skips: int | None = 5,
         loss_scale: LossScaler | float | None = None,
         costs: Costs | None = None,
-        memory: MemoryModel | None = None,
+        memory: MemoryModel | str | float | None = None,
         watch: Watch | bool | None = None,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
@@ -139,6 +151,35 @@ class Pipeline(Switching, Reports):
             group = group or dist.group.WORLD
             self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.n_layers = count_layers(model, n_layers)
+        memory = memory_model(memory)
+        if example is not None and layers is None:
+            alike: dict[str, Any] = {
+                "loss_fn": loss_fn,
+                "optimizer": optimizer,
+                "n_layers": n_layers,
+                "rollback": rollback,
+                "autocast": autocast,
+                "exact_sums": exact_sums,
+            }
+            layers = measure_layers(
+                partial(
+                    type(self),
+                    n_microbatches=n_microbatches,
+                    n_stages=n_stages,
+                    post_validation=post_validation,
+                    device=self.device,
+                    seed=seed,
+                    group=group,
+                    timeout_s=timeout_s,
+                    first_timeout_s=first_timeout_s,
+                    **alike,
+                ),
+                model,
+                example,
+                device=self.device,
+                post_validation=post_validation is not False,
+                **alike,
+            )
         chosen = choose_split(
             *(schedule, layers, split),
             n_layers=self.n_layers,
@@ -249,39 +290,3 @@ class Pipeline(Switching, Reports):
             self.close()
         else:
             calls.tell_failure(self._executors, error, doing="code outside of steps")
-
-    def evaluate(
-        self,
-        inputs: Batch | None = None,
-        targets: Batch | None = None,
-        *,
-        n_microbatches: int | None = None,
-    ) -> float:
-        """Mean loss over the samples of a batch, without gradients, in eval mode.
-
-        Args:
-            inputs: as for `step`; the last micro-batch may be smaller.
-            targets: as for `step`.
-            n_microbatches: any number, the same on every rank; None: as in `step`.
-
-        Raises:
-            RequestError: the batch does not fit.
-            PeerError: another stage died, did not answer, or does not evaluate.
-        """
-        m = n_microbatches or self.n_microbatches
-        programs = lower_forward(self.schedule.placement, n_microbatches=m)
-        self.synchronize()
-        self._batches.begin(
-            inputs, targets, step=self._n_steps, n_microbatches=m, training=False
-        )
-        layers = (layer for _, layer in self._layers())
-        with (
-            self._lifecycle.running(),
-            calls.failures_told(self._executors),
-            eval_mode(layers),
-        ):
-            drive(self._executors, programs, training=False)
-            own = self._batches.samples(inputs, targets)
-            loss, samples = calls.mean_loss(self._executors, own)
-        check_samples(*samples)
-        return loss

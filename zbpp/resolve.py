@@ -9,6 +9,7 @@ from zbpp.core import (
     PassKind,
     RequestError,
     Schedule,
+    parse_memory,
 )
 from zbpp.modes import is_file, plan
 from zbpp.schedules import post_validated, without_checks
@@ -18,6 +19,7 @@ __all__ = [
     "choose_schedule",
     "choose_validation",
     "count_stages",
+    "memory_model",
     "recomputed_layers",
 ]
 
@@ -126,6 +128,18 @@ def recomputed_layers(schedule: Schedule, ranges: Sequence[range]) -> frozenset[
                 )
             found.add(layers[layer])
     return frozenset(found)
+
+
+def memory_model(memory: MemoryModel | str | float | None) -> MemoryModel | None:
+    """Read a limit, as a number or a text such as ``"16GiB"``.
+
+    Raises:
+        RequestError: the text is no amount of memory.
+    """
+    if isinstance(memory, MemoryModel) or memory is None:
+        return memory
+    limit = parse_memory(memory) if isinstance(memory, str) else float(memory)
+    return MemoryModel(limit=limit)
 
 
 def check_first_step(first_step: int) -> int:

@@ -1,5 +1,6 @@
 """Choose the schedule of a pipeline together with the split of its layers."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,17 @@ from zbpp.core import (
     read_layers,
 )
 from zbpp.layer_plans import plan_layers
-from zbpp.modes import is_file
+from zbpp.modes import is_auto, is_file
 from zbpp.resolve import choose_schedule, count_stages
 from zbpp.schedules import Split, even_split
+from zbpp.tuning.choose import choose
 
 __all__ = ["Chosen", "LayersOf", "choose_split", "split_of"]
 
 LayersOf = LayerCosts | str | Path
 """Costs per layer, or a file of them."""
+
+_log = logging.getLogger("zbpp")
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,19 @@ def choose_split(
         chosen = split_of(schedule, split, n_layers)
         return Chosen(_with_split(schedule, chosen), costs, memory, chosen)
     layers = _checked(layers, n_layers, memory)
-    planned = plan_layers(
-        schedule if isinstance(schedule, Schedule) else str(schedule),
-        layers,
-        n_stages=count_stages(n_stages, n_ranks) or n_ranks,
-        n_microbatches=n_microbatches,
-        split=split,
-    )
+    p = count_stages(n_stages, n_ranks) or n_ranks
+    if is_auto(schedule) and n_microbatches is not None:
+        choice = choose(layers, n_stages=p, n_microbatches=n_microbatches, split=split)
+        _log.info(choice.line)
+        planned = choice.plan
+    else:
+        planned = plan_layers(
+            schedule if isinstance(schedule, Schedule) else str(schedule),
+            layers,
+            n_stages=p,
+            n_microbatches=n_microbatches,
+            split=split,
+        )
     return Chosen(planned.schedule, planned.costs, planned.memory, planned.split)
 
 

@@ -62,6 +62,7 @@ SEEDS = {"zbpp.schedules.planner.multi.seeds", "zbpp.schedules.planner.multi.rul
 ONLY_IN = {
     "torch": {
         *("zbpp.runtime", "zbpp.profiling", "zbpp.emulation", "zbpp.training"),
+        *("zbpp.tuning.measure", "zbpp.pipeline_evaluate"),
         *("zbpp.pipeline", "zbpp.pipeline_reports", "zbpp.cli.doctor"),
         *("zbpp.cli.split_report", "zbpp.memory"),
     },

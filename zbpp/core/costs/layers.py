@@ -11,7 +11,7 @@ then takes f longer, and its peak stands on m_b instead of m_r.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
 from zbpp.core.costs.dealing import MOST_LIMIT, PerChunk, check_numbers
@@ -28,6 +28,7 @@ PerLayer = float | tuple[float, ...]
 
 _OF_LAYERS = ("f", "b", "w", "optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 _MAYBE_OF_LAYERS = ("peak_f", "peak_b", "peak_w", "m_r", "peak_r")
+_MEMORIES = ("m_b", "m_w", "m_fixed", "peak_o", *_MAYBE_OF_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,18 @@ class LayerCosts:
                     f"{field.name} has {len(value)} entries for {n} {what}; give one "
                     "number, or one for each"
                 )
+
+    def with_memory_of(self, other: "LayerCosts") -> "LayerCosts":
+        """Join the times of one with the memories of another, but for the limit.
+
+        Raises:
+            RequestError: they are of different numbers of layers.
+        """
+        if other.n_layers != self.n_layers:
+            raise RequestError(
+                f"times are of {self.n_layers} layers, memories of {other.n_layers}"
+            )
+        return replace(self, **{name: getattr(other, name) for name in _MEMORIES})
 
     def of(self, name: str) -> tuple[float, ...]:
         """One entry per layer; peaks that are not given follow from the rest."""
