@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
+from zbpp.exhausted import memory_explained
 from zbpp.modes import is_auto
 from zbpp.pipeline_evaluate import Evaluating
 from zbpp.pipeline_reports import Reports
@@ -230,6 +231,7 @@ class Pipeline(Switching, Evaluating, Reports):
             *(watch, is_auto(schedule), self.schedule, chosen.costs),
             memory=chosen.memory or MemoryModel(),
         )
+        self.memory = chosen.memory
         text = schedule_text(self.schedule)
         asked = (self.split, rules, autocast, seed, first_step, exact_sums)
         check_agreement(self._executors, (text, *asked))
@@ -255,7 +257,11 @@ class Pipeline(Switching, Evaluating, Reports):
             n_microbatches=self.n_microbatches,
             training=True,
         )
-        with self._lifecycle.running(), calls.failures_told(self._executors):
+        with (
+            self._lifecycle.running(),
+            calls.failures_told(self._executors),
+            memory_explained(self._executors, self.schedule, self.memory),
+        ):
             drive(self._executors, self._programs)
         self._n_steps += 1
         result = next(iter(self._executors.values())).optimizer.result

@@ -159,6 +159,11 @@ class Stage:
         for chunk, order in self._orders.items():
             order.watch = partial(look, chunk)
 
+    @property
+    def n_in_flight(self) -> int:
+        """Forwards whose backward is not done."""
+        return len(self._saved)
+
     def discard(self) -> None:
         """Forget the forwards so far; they will run once more."""
         self._saved.clear()

@@ -1,9 +1,10 @@
 """Faults on demand, for tests: ``ZBPP_FAULT=kind:rank:step:job``.
 
 ``raise:1:3:0F2`` raises on rank 1 in step 3 when it comes to job 0F2; ``kill``,
-``stop`` and ``term`` send this process SIGKILL, SIGSTOP or SIGTERM there. Steps count
-from 0. Beside jobs there are ``commit``, ``undo``, ``redo`` and ``replay``, the parts
-of a validation; those of step 2 come in step 3.
+``stop`` and ``term`` send this process SIGKILL, SIGSTOP or SIGTERM there; ``memory``
+raises what torch does when memory runs out. Steps count from 0. Beside jobs there are
+``commit``, ``undo``, ``redo`` and ``replay``, the parts of a validation; those of step
+2 come in step 3.
 """
 
 import os
@@ -11,12 +12,14 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from zbpp.core import RequestError
 
 __all__ = ["Fault", "requested_fault"]
 
 _SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM"}
-_KINDS = ("raise", *_SIGNALS)
+_KINDS = ("raise", "memory", *_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,14 @@ class Fault:
 
         Raises:
             RuntimeError: for the kind ``raise``.
+            OutOfMemoryError: for the kind ``memory``.
         """
         if (self.rank, self.step, self.job) != (rank, step, job):
             return
         if self.kind in _SIGNALS:
             os.kill(os.getpid(), signal.Signals[_SIGNALS[self.kind]])
+        elif self.kind == "memory":
+            raise torch.OutOfMemoryError("memory has run out, as ZBPP_FAULT asked for")
         else:
             raise RuntimeError("a fault that ZBPP_FAULT asked for")
 

@@ -1,0 +1,88 @@
+"""When memory runs out, the error says what was held and what would need less."""
+
+import pytest
+import torch
+from small_model import batch, build, make_pipeline
+from torch import Tensor, nn
+
+from zbpp.core import MemoryModel, Placement, format_bytes
+from zbpp.exhausted import explain
+from zbpp.modes import plan
+from zbpp.profiling.exhausted import Held, is_out_of_memory
+from zbpp.runtime.support.fault_injection import Fault
+
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+    "memory: you tried to allocate 99999999999999 bytes. Error code 12"
+)
+
+
+class Hungry(nn.Module):
+    """Asks for more than there is, in its third forward."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.n, self.error = 0, error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        if self.n == 3:
+            raise self.error
+        return x
+
+
+def notes_of(error: Exception, mode: str = "ZBH2", **more: object) -> str:
+    def model(layers: range) -> list[nn.Module]:
+        built = build(layers)
+        return (
+            [nn.Sequential(Hungry(error), built[0]), *built[1:]]
+            if 0 in layers
+            else built
+        )
+
+    pipeline = make_pipeline(mode, 3, model=model, **more)
+    with pytest.raises(type(error)) as caught:
+        pipeline.step(*batch(0))
+    return "\n".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU)]
+)
+def test_the_error_names_what_is_held_and_what_needs_less(error: Exception) -> None:
+    notes = notes_of(error)
+    assert "in 0F2" in notes
+    assert "stage 0 " in notes and "2 forward(s) in flight" in notes
+    parameters = sum(p.nbytes for layer in build(range(3)) for p in layer.parameters())
+    assert f"parameters {format_bytes(parameters)}" in notes
+    assert "ZBH2 keeps 5 forwards in flight here; less memory need" in notes
+    assert "ZBH1 (3 forwards in flight)" in notes and "smaller micro-batches" in notes
+    assert "estimated" not in notes, "the memory model is in units of its own"
+
+
+def test_a_memory_model_in_bytes_gives_the_estimate_beside_it() -> None:
+    memory = MemoryModel(m_b=3 * 2.0**20, m_w=2.0**20, m_fixed=2.0**30)
+    notes = notes_of(torch.OutOfMemoryError("no"), "1F1B", memory=memory)
+    assert "estimated for 1F1B: stage 0 1.01 GiB" in notes
+
+
+def test_other_errors_are_left_alone() -> None:
+    notes = notes_of(RuntimeError("shapes differ"))
+    assert "in 0F2" in notes and "memory" not in notes
+    assert not is_out_of_memory(ValueError("out of memory"))
+    assert is_out_of_memory(MemoryError())
+
+
+def test_on_a_gpu_what_each_forward_takes_is_told() -> None:
+    held = Held(1, 100, 100, 200, 0, 2400.0, 2, exact=True)
+    assert held.each == 1000.0
+    schedule = plan("ZBH2", n_stages=3, n_microbatches=6)
+    text = explain([held], schedule)
+    assert "2 forward(s) in flight of 1000 B each" in text
+    assert "about " in text
+    assert schedule.placement == Placement.single(3)
+
+
+def test_a_fault_on_demand_raises_it() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="ZBPP_FAULT"):
+        Fault("memory", 0, 1, "0F0").inject(0, 1, "0F0")
