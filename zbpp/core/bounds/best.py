@@ -67,10 +67,11 @@ def lower_bound_on(times: PassTimes, memory: ChunkMemory, n_microbatches: int) -
 def _all_bounds(
     times: PassTimes, memory: ChunkMemory, n_microbatches: int
 ) -> dict[str, float]:
+    whole = memory.above_fixed()
     memory = relaxed(memory, times.placement)
-    ways = Ways(times, memory, n_microbatches)
+    ways = Ways(times, memory, whole, n_microbatches)
     stages = range(times.placement.n_stages)
-    views = list(all_chunks(times, memory, n_microbatches))
+    views = list(all_chunks(times, memory, whole, n_microbatches))
     return {
         name: max(bound(ways, stage) for stage in stages)
         for name, bound in _FIRST_CHUNK.items()

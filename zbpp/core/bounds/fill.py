@@ -15,7 +15,9 @@ Tail: when the last pass j ends, its micro-batch still has all passes after j be
 and so the way to the end of its B of chunk 0. All others have had j as well. What is
 left of their work holds memory, beside what the micro-batch of the last j holds: b + w
 hold m_b (F's may be left too if j is an F), and w holds m_w. Therefore the length is at
-least all work, less the most that can be left, plus that way.
+least all work, less the most that can be left, plus that way. Right after a B of a
+chunk that keeps m_w > m_b, ``net`` bounds this sum (see `relaxed`), and the limit one
+in which m_w counts as m_b.
 
 The idle time of the front adds to it if the last j ends after the first i starts. So it
 is for i <= j. For i > j it can be otherwise only if all micro-batches have had j while
@@ -29,7 +31,7 @@ all passes from i on follow. The length is at least the smaller of both.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbpp.core.bounds.stage import Stage, count
 
@@ -104,7 +106,18 @@ def _forwards(stage: Stage, n: int, room: float) -> float:
 
 
 def _left(stage: Stage, j: int) -> float:
-    """Most work that is left at the end of the last pass j.
+    """Most work that is left at the end of the last pass j."""
+    if j < stage.v or all(w <= b for b, w in zip(stage.m_b, stage.m_w, strict=True)):
+        return _left_within(stage, j)
+    least = [min(both) for both in zip(stage.m_b, stage.m_w, strict=True)]
+    return min(
+        _left_within(replace(stage, limit=stage.net), j),
+        _left_within(replace(stage, m_w=least), j),
+    )
+
+
+def _left_within(stage: Stage, j: int) -> float:
+    """The same if the limit of the stage bounds what is held then.
 
     The micro-batch of that pass has its own part; all others together have what fits
     beside it. The own W's of chunks whose B is done count among those of the others.

@@ -29,8 +29,10 @@ __all__ = ["Stage", "count", "stages"]
 _MARGIN = 1e-9  # relative; a limit of 0.3 holds three times 0.1
 
 
-def stages(times: PassTimes, memory: ChunkMemory, m: int) -> Iterator["Stage"]:
-    """List the stages in the order of their first chunks."""
+def stages(
+    times: PassTimes, memory: ChunkMemory, whole: ChunkMemory, m: int
+) -> Iterator["Stage"]:
+    """List the stages in the order of their first chunks; memories as in `Ways`."""
     n_chunks = times.placement.n_chunks
     down, up = [0.0], [0.0]  # starts of the F's; from ends of B's to that of chunk 0
     for chunk in range(n_chunks - 1):
@@ -55,6 +57,7 @@ def stages(times: PassTimes, memory: ChunkMemory, m: int) -> Iterator["Stage"]:
             peak_f=[memory.peak_f[c] for c in chunks],
             peak_b=[memory.peak_b[c] for c in chunks],
             limit=memory.limit[stage] * (1 + _MARGIN),
+            net=whole.limit[stage] * (1 + _MARGIN),
             m=m,
             start=[one - down[first] for one in starts],
             around=down[first] + up[first] - around,
@@ -65,6 +68,7 @@ def stages(times: PassTimes, memory: ChunkMemory, m: int) -> Iterator["Stage"]:
 class Stage:
     """Times and memories by chunk, and what follows from them at once.
 
+    ``limit`` and ``net`` are those of `relaxed`.
     ``around``: what an earlier stage, or this one, needs beside the length, at most.
     """
 
@@ -76,6 +80,7 @@ class Stage:
     peak_f: list[float]
     peak_b: list[float]
     limit: float
+    net: float
     m: int
     start: list[float]
     around: float

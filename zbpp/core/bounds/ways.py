@@ -12,13 +12,17 @@ MARGIN = 1e-9  # relative; a limit of 0.3 holds three times 0.1
 class Ways:
     """Times and memory of a pipeline, and the way down the chunks and up again.
 
+    ``memory`` is as in `relaxed`, ``whole`` has ``net`` as its limit and all peaks.
     ``down[c]`` is the time from the start of F of chunk 0 to the start of F of c,
     ``up[c]`` that from the end of B of c to the end of B of chunk 0.
     """
 
-    def __init__(self, times: PassTimes, memory: ChunkMemory, m: int) -> None:
+    def __init__(
+        self, times: PassTimes, memory: ChunkMemory, whole: ChunkMemory, m: int
+    ) -> None:
         self.times = times
         self.memory = memory
+        self.whole = whole
         self.m = m
         self.chunks_of = times.placement.chunks_of
         self.last_chunk = times.placement.n_chunks - 1
