@@ -94,6 +94,11 @@ def run_session(page: Page, folder: Path) -> int:
     return len(parsed.examples)
 
 
+_RUNS = ("train", "profile")
+_WRITTEN = ("--costs_out", "--metrics", "--out", "--layers_out")
+"""Flags of theirs that name files to write."""
+
+
 def run_commands(page: Page, folder: Path, *, trainings: bool) -> int:
     """Run the zbpp commands of a page in their order; return how many.
 
@@ -103,7 +108,7 @@ def run_commands(page: Page, folder: Path, *, trainings: bool) -> int:
     found = page.commands("zbpp")
     if not trainings:
         written = {word for words in found for word in _written_by_training(words)}
-        found = [c for c in found if c[0] != "train" and not written & set(c)]
+        found = [c for c in found if c[0] not in _RUNS and not written & set(c)]
     with chdir(folder):
         for words in found:
             assert cli.main(words) == 0, words
@@ -111,8 +116,8 @@ def run_commands(page: Page, folder: Path, *, trainings: bool) -> int:
 
 
 def _written_by_training(words: list[str]) -> set[str]:
-    pairs = pairwise(words) if words[0] == "train" else ()
-    return {path for flag, path in pairs if flag in ("--costs_out", "--metrics")}
+    pairs = pairwise(words) if words[0] in _RUNS else ()
+    return {path for flag, path in pairs if flag in _WRITTEN}
 
 
 def run_script(path: Path, *arguments: str) -> None:
@@ -176,6 +181,7 @@ def unknown_flags(page: Page) -> list[str]:
         cli.Trace,
         cli.Compare,
         cli.Doctor,
+        cli.ProfileCommand,
     )
     known = {
         field.name for kind in (*kinds, cli.TrainCommand) for field in fields(kind)
