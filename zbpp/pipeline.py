@@ -181,7 +181,7 @@ class Pipeline(Switching, Evaluating, Reports):
                 post_validation=post_validation is not False,
                 **alike,
             )
-        chosen = choose_split(
+        self.chosen = chosen = choose_split(
             *(schedule, layers, split),
             n_layers=self.n_layers,
             n_stages=n_stages,

@@ -21,6 +21,7 @@ from zbpp.profiling.memory import peak_held
 from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.profile import Profile
 from zbpp.profiling.window import Wires, measure_wires, window_costs
+from zbpp.resolve_layers import Chosen
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.driver.lifecycle import Lifecycle
@@ -35,6 +36,8 @@ class Reports:
     """Read by a script, between steps."""
 
     schedule: Schedule
+    chosen: Chosen
+    """The schedule as it was planned before the first step, and for what."""
     split: tuple[range, ...]
     device: torch.device
     _executors: Mapping[int, Executor]
@@ -109,7 +112,7 @@ class Reports:
     def timelines(self, n: int) -> list[Timeline]:
         """The last steps, oldest first, as far as they are kept: 10 or fewer.
 
-        As `timeline`; steps before a `switch` are not to be asked for.
+        As `timeline`; those before a `switch` are forgotten.
         """
         found = calls.gather_timelines(self._executors, self.schedule, n)
         if not found:

@@ -18,6 +18,8 @@ class Switching:
     split: tuple[range, ...]
     _executors: Mapping[int, Executor]
     _programs: Sequence[Program]
+    n_switches = 0
+    """Times that the schedule was changed."""
 
     def synchronize(self) -> None:
         """Settle the last step; `zbpp.Pipeline` does."""

@@ -35,6 +35,8 @@ class Chosen:
     costs: Costs | None
     memory: MemoryModel | None
     split: tuple[int, ...]
+    line: str = ""
+    """Of `auto` with costs per layer: what was chosen, and why the others lost."""
 
 
 def choose_split(
@@ -85,11 +87,11 @@ def choose_split(
         chosen = split_of(schedule, split, n_layers)
         return Chosen(_with_split(schedule, chosen), costs, memory, chosen)
     layers = _checked(layers, n_layers, memory)
-    p = count_stages(n_stages, n_ranks) or n_ranks
+    p, line = count_stages(n_stages, n_ranks) or n_ranks, ""
     if is_auto(schedule) and n_microbatches is not None:
         choice = choose(layers, n_stages=p, n_microbatches=n_microbatches, split=split)
-        _log.info(choice.line)
-        planned = choice.plan
+        planned, line = choice.plan, choice.line
+        _log.info(line)
     else:
         planned = plan_layers(
             schedule if isinstance(schedule, Schedule) else str(schedule),
@@ -98,7 +100,7 @@ def choose_split(
             n_microbatches=n_microbatches,
             split=split,
         )
-    return Chosen(planned.schedule, planned.costs, planned.memory, planned.split)
+    return Chosen(planned.schedule, planned.costs, planned.memory, planned.split, line)
 
 
 def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]:

@@ -89,6 +89,10 @@ class JobTimes:
                 before.time_s()  # so that no long chain builds up
         self._steps.append(_Noted(self._base, self.marks, self.norms))
 
+    def forget(self) -> None:
+        """Forget the steps so far: those to come are of another schedule."""
+        self._steps.clear()
+
     def steps(self, n: int = 1) -> list[list[Slot]]:
         """The jobs of the last steps, oldest first, in seconds; no more than are kept.
 

@@ -185,10 +185,13 @@ class Recorder:
     def hearing(self) -> Iterator[None]:
         """Say what zbpp's logger has to say; without this it goes to stderr."""
         logger, handler = logging.getLogger("zbpp"), _Hearing(self.say)
+        level = logger.level
         logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
         try:
             yield
         finally:
+            logger.setLevel(level)
             logger.removeHandler(handler)
 
     def _report_pending(self) -> None:

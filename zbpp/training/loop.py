@@ -5,6 +5,7 @@ the text; only rank 0 writes anything, and the pipeline brings it the results.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.llama import build_layers, cross_entropy
 from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
-from zbpp.training.setup import costs_of, device_of, model_of
-from zbpp.training.splits import run_split
+from zbpp.training.setup import costs_of, device_of, measures_first, model_of
+from zbpp.training.splits import asked_split, run_split
 
 __all__ = ["build_pipeline", "make_optimizer", "train"]
 
@@ -41,12 +42,14 @@ def train(options: Train, schedule: Schedule) -> None:
     """
     torch.set_num_threads(1)  # more threads would add numbers in another order
     pipeline = build_pipeline(options, schedule)
+    schedule = pipeline.schedule
     corpus, about_data = _load(pipeline, options)
+    costs = pipeline.chosen.costs or costs_of(options, schedule)[0]
     recorder = Recorder(
         enabled=pipeline.rank == 0,
         steps=options.steps or 0,
         tokens=schedule.n_microbatches * options.microbatch_size * options.seq,
-        bubble_rate=bubble_rate(simulate(schedule, costs_of(options, schedule)[0])),
+        bubble_rate=bubble_rate(simulate(pipeline.schedule, costs)),
         log_every=options.log_every,
         metrics=options.metrics,
         memory_gib=partial(_peak_memory_gib, pipeline.device),
@@ -55,20 +58,39 @@ def train(options: Train, schedule: Schedule) -> None:
     with recorder, recorder.hearing():
         recorder.say(about_data)
         recorder.say(about_model)
+        if pipeline.chosen.line:
+            recorder.say(pipeline.chosen.line)
         _run_steps(pipeline, options, corpus, recorder)
         _conclude(pipeline, options, corpus, recorder)
 
 
 def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
-    """Make the pipeline of a training."""
+    """Make the pipeline of a training.
+
+    Args:
+        options: of the run.
+        schedule: to run; where `measures_first`, only its sizes count.
+    """
     model = model_of(options)
+    how: dict[str, Any] = {
+        "schedule": schedule,
+        "split": run_split(options, schedule, model),
+    }
+    if measures_first(options):
+        how = {
+            "schedule": "auto",
+            "split": asked_split(options),
+            "n_microbatches": schedule.n_microbatches,
+            "n_stages": schedule.n_stages,
+            "memory": options.memory_limit,
+            "example": _example(options, schedule.n_microbatches),
+        }
     return Pipeline(
         partial(build_layers, model),
         n_layers=model.n_layers,
-        split=run_split(options, schedule, model),
         loss_fn=cross_entropy,
         optimizer=partial(make_optimizer, options),
-        schedule=schedule,
+        **how,
         clip_grad_norm=options.clip_grad_norm,
         post_validation=options.enable_optimizer_post_validation,
         rollback=options.post_validation_rollback,
@@ -83,6 +105,14 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
         exact_sums=options.exact_sums,
         timeout_s=options.timeout_s,
     )
+
+
+def _example(options: Train, n_microbatches: int) -> tuple[Tensor, Tensor]:
+    """A batch of the sizes of a step; what the bytes are makes no difference."""
+    windows = n_microbatches * options.microbatch_size
+    generator = torch.Generator().manual_seed(options.seed)
+    tokens = torch.randint(256, (windows, options.seq + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:
@@ -202,9 +232,11 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
     Every rank must call. The estimate of the memory takes some seconds, so it is made
     where it is asked for, or where they count for little.
     """
-    memory = None
+    planned, memory = None, None
+    if measures_first(options) and not pipeline.n_switches:
+        planned, memory = pipeline.chosen.costs, pipeline.chosen.memory
     is_long = pipeline.gather(recorder.seconds >= _LONG_S)[0]
-    if options.costs_out is not None or is_long:
+    if memory is None and (options.costs_out is not None or is_long):
         if pipeline.rank == 0:
             optimizer = partial(make_optimizer, options)
             memory = memory_of(pipeline, estimate_layers(options, optimizer))
@@ -214,7 +246,7 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
         if pipeline.rank == 0:
             assert memory is not None
             write_costs(costs, memory, options.costs_out)
-    prediction = pipeline.prediction(memory=memory, n=_WINDOW)
+    prediction = pipeline.prediction(planned, memory, n=_WINDOW)
     recorder.say(prediction.line)
     return prediction
 

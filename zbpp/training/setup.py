@@ -15,16 +15,25 @@ from zbpp.core import (
 )
 from zbpp.core.measured import not_told_apart
 from zbpp.layer_plans import plan_layers, recomputed_of
-from zbpp.modes import is_file, plan
+from zbpp.modes import is_auto, is_file, plan
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
 from zbpp.training.splits import asked_split, layers_of, run_split
+from zbpp.tuning.measure import SAFE_MODE
 
-__all__ = ["check", "costs_of", "device_of", "model_of", "schedule_of"]
+__all__ = [
+    "check",
+    "costs_of",
+    "device_of",
+    "measures_first",
+    "model_of",
+    "schedule_of",
+]
 
 _STAGES = 2
 _MICROBATCHES = 8
+_LEAST_BYTES = 2**20  # of a limit; fewer are M_B
 
 
 def model_of(options: Train) -> LlamaConfig:
@@ -73,6 +82,8 @@ def costs_of(
 def schedule_of(options: Train) -> Schedule:
     """Plan the mode, or read the schedule file; with costs per layer also the split.
 
+    Where `measures_first`, it is the one that is measured under.
+
     Raises:
         RequestError: there is no such schedule.
     """
@@ -92,6 +103,8 @@ def schedule_of(options: Train) -> Schedule:
             effort=options.effort,
         ).schedule
     costs, memory = costs_of(options)
+    if measures_first(options):
+        mode, memory = SAFE_MODE, MemoryModel()
     return plan(
         mode,
         n_stages=n_stages,
@@ -100,6 +113,17 @@ def schedule_of(options: Train) -> Schedule:
         memory=memory,
         effort=options.effort,
     )
+
+
+def measures_first(options: Train) -> bool:
+    """True if the costs of the layers are measured before the first step.
+
+    So they are for ``auto``, unless a file has them, or the limit is one in M_B.
+    """
+    given = (options.costs, options.layers, options.emulate)
+    limit = options.memory_limit
+    in_bytes = limit is None or limit >= _LEAST_BYTES
+    return is_auto(options.pipeline_schedule_mode) and given == (None,) * 3 and in_bytes
 
 
 def device_of(options: Train) -> torch.device | None:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Required, TypedDict, Unpack
 
-from zbpp.core import LayerCosts, LimitError, Placement, RequestError, format_bytes
+from zbpp.core import LayerCosts, LimitError, Placement, RequestError, format_memory
 from zbpp.layer_plans import plan_layers
 from zbpp.schedules import LayerPlan, Split, balance
 
@@ -19,7 +19,6 @@ _MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
 _WAVES = ("ZBV", "VHalf", "VMin")
 _FAR = 0.05  # of a step: splits are not worth as much as that
 _LITTLE = 0.02  # of a step: less than this is no help
-_BYTES = 2**20  # memories above this are told as bytes
 
 
 class LayerRequest(TypedDict, total=False):
@@ -60,7 +59,7 @@ class Choice:
         said = ", ".join(self._compared(other) for other in self.others)
         return (
             f"auto: {chosen}; predicted step {plan.step:.4g} ms, memory "
-            f"{_memory(plan.peak)}; {said}{self.no_help}"
+            f"{format_memory(plan.peak)}; {said}{self.no_help}"
         )
 
     @property
@@ -102,7 +101,7 @@ class Choice:
             return f"{other.mode} {its.step / mine.step - 1:+.1%}"
         if its.barrier_step > mine.barrier_step * (1 + 1e-9):
             return f"{other.mode} {its.barrier_step / mine.barrier_step - 1:+.1%} (O)"
-        return f"{other.mode} as fast with {_memory(its.peak)}"
+        return f"{other.mode} as fast with {format_memory(its.peak)}"
 
 
 def choose(layers: LayerCosts, **request: Unpack[LayerRequest]) -> Choice:
@@ -173,7 +172,3 @@ def _name(plan: LayerPlan) -> str:
     if placement.n_chunks == placement.n_stages:
         return "ZB"
     return "ZBV" if placement.stage_of[-1] == 0 else "interleaved ZB"
-
-
-def _memory(amount: float) -> str:
-    return format_bytes(amount) if amount >= _BYTES else f"{amount:.4g}"

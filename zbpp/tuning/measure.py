@@ -19,7 +19,7 @@ from zbpp.runtime.microbatches import Batch, as_value, split_inputs, split_targe
 from zbpp.runtime.partition import Model
 from zbpp.runtime.support.random_state import random_state, set_random_state
 
-__all__ = ["MeasuredPipeline", "measure_layers"]
+__all__ = ["SAFE_MODE", "MeasuredPipeline", "measure_layers"]
 
 SAFE_MODE = "ZBH1"
 """Splits the backward, and holds no more than 1F1B."""

@@ -1,0 +1,67 @@
+"""`zbpp train --pipeline_schedule_mode auto`: measured first, and the same bits."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zbpp.core import Costs, MemoryModel, RequestError, write_costs
+from zbpp.training.options import Train
+from zbpp.training.setup import measures_first, schedule_of
+from zbpp.training.start import start
+
+TINY = Train(
+    stages=2,
+    microbatches=4,
+    microbatch_size=1,
+    seq=16,
+    steps=4,
+    warmup_steps=2,
+    clip_grad_norm=0.5,
+    validation_microbatches=4,
+    dim=16,
+    n_blocks=6,
+    n_heads=2,
+    hidden=24,
+    data=Path(__file__),
+    transport="local",
+)
+
+
+def last_line(options: Train, tmp_path: Path) -> dict[str, object]:
+    path = tmp_path / "run.jsonl"
+    start(replace(options, metrics=path))
+    final: dict[str, object] = json.loads(path.read_text().splitlines()[-1])
+    return final
+
+
+def test_it_trains_as_every_mode_does_and_says_what_it_chose(tmp_path, capsys):
+    fixed = last_line(TINY, tmp_path)
+    capsys.readouterr()
+    auto = replace(TINY, pipeline_schedule_mode="auto", memory_limit=2.0**30)
+    measured = last_line(auto, tmp_path)
+    said = capsys.readouterr().out
+    assert "auto: ZB" in said or "auto: interleaved" in said or "auto: V" in said
+    assert "; predicted step " in said and "simulated with given costs" in said
+    for name in ("params_sha256", "val_loss"):
+        assert measured[name] == fixed[name]
+    other = last_line(replace(auto, seed=1), tmp_path)
+    assert other["params_sha256"] != fixed["params_sha256"]
+
+
+def test_what_fits_no_stage_is_refused_with_the_sizes():
+    with pytest.raises(RequestError, match="the smallest limit that works is"):
+        start(
+            replace(TINY, pipeline_schedule_mode="auto", memory_limit=2.0**20, dim=128)
+        )
+
+
+def test_costs_that_are_given_are_not_measured(tmp_path):
+    auto = replace(TINY, pipeline_schedule_mode="Auto")
+    assert measures_first(auto) and schedule_of(auto).n_stages == 2
+    path = tmp_path / "costs.json"
+    write_costs(Costs(), MemoryModel(), path)
+    assert not measures_first(replace(auto, costs=path))
+    assert not measures_first(replace(auto, memory_limit=3.0))  # M_B, no bytes
+    assert not measures_first(TINY)
