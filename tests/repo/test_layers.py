@@ -64,7 +64,7 @@ ONLY_IN = {
         *("zbpp.runtime", "zbpp.profiling", "zbpp.emulation", "zbpp.training"),
         *("zbpp.tuning.measure", "zbpp.pipeline_evaluate"),
         *("zbpp.pipeline", "zbpp.pipeline_reports", "zbpp.cli.doctor"),
-        *("zbpp.cli.split_report", "zbpp.memory"),
+        *("zbpp.cli.split_report", "zbpp.cli.estimate", "zbpp.memory"),
     },
     "ortools": {"zbpp.schedules.planner.solver"},
     "matplotlib": {

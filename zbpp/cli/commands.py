@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import tyro
 
 from zbpp.cli.doctor import report_lines
+from zbpp.cli.estimate import EstimateCommand
 from zbpp.cli.flags import (
     CommonFlags,
     ScheduleFlags,
@@ -209,6 +210,7 @@ Command = (
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[ProfileCommand, tyro.conf.subcommand("profile")]
+    | Annotated[EstimateCommand, tyro.conf.subcommand("estimate")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 

@@ -2,9 +2,12 @@
 
 The runtime's own stages run on fake tensors, which have sizes and no data. Read
 `tracker` (bytes of tensors while they live), `recorder` and `trace` (passes of a
-chunk, layer by layer), `model` (equal layers once), then `layers` (for planners).
+chunk, layer by layer), `model` (equal layers once); then `layers` (for planners), and
+`walk` and `estimate` (stages under a schedule).
 """
 
+from zbpp.memory.api import estimate
+from zbpp.memory.estimate import Estimate, StageEstimate
 from zbpp.memory.layers import layer_memory
 
-__all__ = ["layer_memory"]
+__all__ = ["Estimate", "StageEstimate", "estimate", "layer_memory"]

@@ -5,7 +5,8 @@ one device. The meta device would choose others, for attention and under autocas
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ from zbpp.core import RequestError
 from zbpp.runtime.partition import Model, count_layers
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
-__all__ = ["FakeModel", "check_device", "fake_mode", "fake_model", "resized"]
+__all__ = [
+    "FakeModel",
+    "building",
+    "check_device",
+    "fake_mode",
+    "fake_model",
+    "resized",
+]
 
 
 class FakeModel:
@@ -72,6 +80,45 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@contextmanager
+def building(mode: FakeTensorMode) -> Iterator[None]:
+    """Within this a model is made of fake tensors, and may be cast and moved.
+
+    torch swaps parameters that are cast, which it refuses for fake ones that are known
+    elsewhere. Here modules get new ones; tied ones stay tied.
+    """
+    changed: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def change(old: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        if id(old) in changed:
+            return changed[id(old)][1]
+        with torch.no_grad():
+            new = function(old)
+        if new is old:
+            return old
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new.detach(), requires_grad=old.requires_grad)
+        changed[id(old)] = old, new
+        return new
+
+    def apply(module: Any, function: Any, recurse: bool = True) -> Any:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = change(tensor, function)
+        return module
+
+    before: Any = nn.Module._apply
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        with mode:
+            yield
+    finally:
+        nn.Module._apply = before  # type: ignore[method-assign]
+
+
 def fake_model(
     model: Model,
     inputs: Any,
@@ -97,7 +144,7 @@ def fake_model(
     fakes = [tensor for tensor in parts if isinstance(tensor, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else fake_mode()
     if built is None:
-        with mode, torch.device(device):
+        with building(mode), torch.device(device):
             built = list(model(range(n_layers)))  # type: ignore[operator]
     with torch.no_grad():
         if any(not isinstance(t, FakeTensor) for t in _tensors_of(built)):
@@ -142,11 +189,6 @@ def _tensors_of(layers: Sequence[nn.Module]) -> list[Tensor]:
 
 def _moved(layer: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
     if any(t.device.type != device.type for t in _tensors_of([layer])):
-        before = torch.__future__.get_overwrite_module_params_on_conversion()
-        torch.__future__.set_overwrite_module_params_on_conversion(True)
-        try:
-            with mode:
-                layer.to(device)
-        finally:
-            torch.__future__.set_overwrite_module_params_on_conversion(before)
+        with building(mode):
+            layer.to(device)
     return layer

@@ -55,6 +55,12 @@ class ModelMemory:
         self._specs = [traced.specs[place] for place in stands]
         self._gradients = self._gradients_of(traced, stands)
 
+    def of_size(self, samples: int) -> "ModelMemory":
+        """The same model with another number of samples in its micro-batch."""
+        other = ModelMemory(self.fake.of_size(samples), self.options)
+        other._optimizers = self._optimizers  # steps know nothing of samples
+        return other
+
     @property
     def n_layers(self) -> int:
         """Layers of the model."""

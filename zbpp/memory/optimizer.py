@@ -29,12 +29,14 @@ class OptimizerMemory:
         peak: most that a step behind a barrier needs besides.
         rollback: copies that post-validation keeps.
         speculative_peak: most that a speculative step needs besides.
+        commit_peak: most that its confirmation needs, in the next step.
     """
 
     state: int = 0
     peak: int = 0
     rollback: int = 0
     speculative_peak: int = 0
+    commit_peak: int = 0
 
 
 class _StepTracker(StorageTracker):  # type: ignore[no-untyped-call]
@@ -92,41 +94,50 @@ def optimizer_memory(
         compiled = on_cpu and (
             rollback == "compiled" or (rollback == "auto" and n >= _COMPILED_FROM)
         )
-        apart = 0
-        if not compiled:
-            apart = _deferred_peak(parameters, gradients, make_optimizer, granularity)
-    return OptimizerMemory(state, peak, copied, apart)
+        apart, later = _deferred_peaks(
+            parameters, gradients, make_optimizer, granularity
+        )
+    return OptimizerMemory(state, peak, copied, 0 if compiled else apart, later)
 
 
-def _deferred_peak(
+def _deferred_peaks(
     parameters: Sequence[nn.Parameter],
     gradients: Mapping[nn.Parameter, int],
     make_optimizer: MakeOptimizer,
     granularity: int,
-) -> int:
-    """Most that `RecomputeRollback` needs; of large parameters a few pieces are enough.
+) -> tuple[int, int]:
+    """Most that `RecomputeRollback` needs for a step, and to commit it.
 
-    Pieces are stepped one after the other, so the first few say it all.
+    Pieces are stepped one after the other, so of large parameters a few are enough.
     """
     tracker = _StepTracker(granularity=granularity)
     stands = []
+    seen: set[Any] = set()
     for p in parameters:
         large = p.numel() > _PIECES and p.device.type == "cpu"
+        key = (p.dtype, p.requires_grad, p in gradients, p.dim() > 1)
+        if large and key in seen:
+            continue  # each is stepped by itself
+        seen |= {key} if large else set()
         stands.append(_stand_in(p, (_PIECES,) if large else p.shape, p in gradients))
     tracker.ignore(stands)
     tracker.ignore(p.grad for p in stands if p.grad is not None)
-    most = 0
+    most = later = 0
     with tracker:
         for optimizer in _made(make_optimizer, stands):
             if not treats_numbers_apart(optimizer):
-                return 0
+                return 0, 0
             optimizer.step()
             rollback = RecomputeRollback(optimizer)
             copies = tracker.bytes_of(p for p in stands if p.grad is not None)
             before = tracker.restart()
             rollback.speculate()
             most = max(most, tracker.most - before - copies)
-    return max(0, most)
+            before = tracker.restart()
+            for _ in rollback.commit():
+                pass
+            later = max(later, tracker.most - before)
+    return max(0, most), later
 
 
 def _made(make: MakeOptimizer, own: list[nn.Parameter]) -> list[Any]:

@@ -51,7 +51,11 @@ class StorageTracker(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # its own operators come here again
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
+        if func in _SHRUNK:
+            n_bytes = self.size_of(args[0].untyped_storage())
+            self._note(result, least=n_bytes)
+            self._most = max(self._most, self.held + n_bytes)  # a copy of the summands
+        elif isinstance(result, Tensor):
             self._note(result)
         elif isinstance(result, list | tuple):
             for item in result:
@@ -97,10 +101,10 @@ class StorageTracker(TorchDispatchMode):
         n = storage.nbytes()
         return n if n <= 0 else -(-n // self._granularity) * self._granularity
 
-    def _note(self, tensor: Tensor) -> None:
+    def _note(self, tensor: Tensor, least: int = 0) -> None:
         for storage in storages_of(tensor):
             if storage._cdata not in self._known:
-                n_bytes = self.size_of(storage)
+                n_bytes = max(least, self.size_of(storage))
                 self._watch(storage, n_bytes)
                 self.held += n_bytes
                 if self.held > self._most:
@@ -116,6 +120,9 @@ class StorageTracker(TorchDispatchMode):
 
         known[key] = weakref.ref(storage, gone), n_bytes
 
+
+_SHRUNK = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
+"""Kernels that shrink their result to a scalar, and leave its memory as it was."""
 
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),

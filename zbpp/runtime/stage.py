@@ -271,7 +271,8 @@ class Stage:
                 raise RequestError(
                     "loss_fn must return a scalar tensor, the mean over a micro-batch"
                 )
-            self.losses[microbatch] = value.detach()
+            # A copy: mse_loss's scalar holds the memory of all its summands.
+            self.losses[microbatch] = value.detach().clone()
         outputs = as_tensors(value)
         last = held.first + len(held.layers) - 1
         check_tensors(

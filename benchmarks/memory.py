@@ -1,0 +1,95 @@
+"""Estimated memory against the allocator's own events, pass by pass.
+
+python benchmarks/memory.py passes
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from memory_events import Piece, inputs_of, measure_passes, measure_step
+from memory_models import CONFIGURATIONS, Configuration
+
+from zbpp.memory.layers import model_memory
+from zbpp.memory.model import default_optimizer
+from zbpp.runtime.partition import partition_layers
+
+
+def error(estimated: int, measured: int, held: int) -> float:
+    """Relative to all that the chunk holds then, besides parameters.
+
+    Args:
+        estimated: what a pass adds, left or peak.
+        measured: the same.
+        held: before the pass.
+    """
+    return (estimated - measured) / max(1, held + measured)
+
+
+def compare(
+    name: str, one: Configuration, n_chunks: int
+) -> dict[str, tuple[float, float]]:
+    """Errors of left and peak of each pass, the worst over the chunks."""
+    torch.manual_seed(0)
+    layers, batch, loss_fn = one.build()
+    memory = model_memory(layers, batch, loss_fn, autocast=one.autocast)
+    inputs = inputs_of(layers, batch[0], one.autocast)
+    worst: dict[str, tuple[float, float]] = {}
+    for own in partition_layers(len(layers), n_chunks):
+        is_last = own.stop == len(layers)
+        piece = Piece(
+            layers[own.start : own.stop],
+            inputs[own.start],
+            batch[1] if is_last else None,
+            own.start == 0,
+            is_last,
+        )
+        real = measure_passes(piece, loss_fn, one.autocast)
+        chunk = memory.chunk(own)
+        m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.made_in_b + chunk.made_in_w
+        rows = {
+            "F": ((m_b, chunk.peak_f), real["F2"], made),
+            "B": ((m_w - m_b, chunk.peak_b), real["B2"], made + m_b),
+            "W": ((-m_w, chunk.peak_w), real["W2"], made + m_w),
+            "BW": ((-m_b, chunk.peak_bw), real["BW3"], made + m_b),
+        }
+        for kind, deferred in (("O", False), ("O deferred", True)):
+            step = memory.optimizer(own, default_optimizer, "auto")
+            state, copies, peak = measure_step(piece.layers, deferred=deferred)
+            found = (
+                (step.rollback if deferred else step.state),
+                (step.speculative_peak if deferred else step.peak),
+            )
+            rows[kind] = found, (copies if deferred else state, peak), made
+        for kind, (found, real_one, held) in rows.items():
+            pairs = zip(found, real_one, worst.get(kind, (0.0, 0.0)), strict=True)
+            left, most = (max(error(a, b, held), old, key=abs) for a, b, old in pairs)
+            worst[kind] = left, most
+    return worst
+
+
+def passes(names: Sequence[str]) -> None:
+    """Print a row per configuration and number of chunks."""
+    kinds = ("F", "B", "W", "BW", "O", "O deferred")
+    print("| configuration | chunks |", *(f"{kind} |" for kind in kinds))
+    print("|---|---:|" + "---:|" * len(kinds))
+    for name, one in CONFIGURATIONS.items():
+        if names and name not in names:
+            continue
+        for n_chunks in (1,) if name == "tied ends" else (1, 2, 3):
+            worst = compare(name, one, n_chunks)
+            cells = (f"{a:+.1%} {b:+.1%} |" for a, b in (worst[k] for k in kinds))
+            print(f"| {name} | {n_chunks} |", *cells, flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["passes"])
+    parser.add_argument("names", nargs="*")
+    arguments = parser.parse_args()
+    passes(arguments.names)

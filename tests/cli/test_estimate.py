@@ -1,0 +1,96 @@
+"""``zbpp estimate``: the form of what it prints and writes."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from zbpp.cli.commands import main
+from zbpp.core import read_costs, read_layers
+
+SOURCE = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+def build():
+    x = torch.randn(8, 64)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()).double() for _ in range(6)]
+    return layers, (x.double(), x.double()), mse_loss
+"""
+SIZES = ["--stages", "2", "--microbatches", "4"]
+PARTS = {
+    *("parameters", "gradients", "optimizer", "buffers", "rollback"),
+    *("activations_peak", "peak"),
+}
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_small_model.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_small_model", raising=False)
+    importlib.invalidate_caches()
+
+
+def test_json_has_bytes_by_mode_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    modes = ["--modes", "1F1B", "zb-h1"]
+    flags = ["--model", "a_small_model:build", *modes, "--optimizer", "sgd"]
+    assert main(["estimate", *SIZES, *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["unit"] == "bytes" and list(found["modes"]) == ["1F1B", "ZBH1"]
+    for mode, stages in found["modes"].items():
+        assert len(stages) == 2
+        for stage in stages:
+            assert set(stage) >= PARTS
+            n = 3 * (64 * 64 + 64) * 8
+            assert stage["parameters"] == stage["gradients"] == n
+            assert stage["rollback"] == (n if mode == "ZBH1" else 0)
+            assert stage["peak"] > 2 * n and stage["optimizer"] == 0
+
+
+def test_what_fits_is_named_and_the_files_feed_the_planner(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--modes", "1F1B", "FThenB", "--memory_limit", "150KiB", "--optimizer"]
+    files = ["--costs_out", "costs.json", "--layers_out", "layers.json"]
+    model = ["--model", "a_small_model:build"]
+    assert main(["estimate", *SIZES, *model, *flags, "none", *files]) == 0
+    out = capsys.readouterr().out
+    assert "no mode fits 150 KiB a stage" in out and "1F1B none" in out
+    flags[4] = "1000KiB"
+    assert main(["estimate", *SIZES, *model, *flags, "none"]) == 0
+    out = capsys.readouterr().out
+    assert "1F1B, FThenB fits 1000 KiB" in out and "1F1B none" not in out
+    _, memory = read_costs("costs.json")
+    assert isinstance(memory.m_b, tuple) and len(memory.m_b) == 2
+    assert memory.limit == 150 * 1024
+    assert read_layers("layers.json").n_layers == 6
+    assert main(["show", "1F1B", *SIZES, "--costs", "costs.json"]) == 2  # over it
+
+
+def test_without_a_model_that_of_training_is_estimated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ["--dim", "16", "--n_heads", "2", "--n_blocks", "2", "--hidden", "16"]
+    assert main(["estimate", *SIZES, *small, "--modes", "ZBV"]) == 0
+    assert "ZBV" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optimizer", "adamx"], "torch.optim has none of this name"),
+        (["--memory_limit", "much"], "is no amount of memory"),
+        (["--stages", "40"], "no mode can be had: 6 layers cannot fill 40 chunks"),
+        (["--microbatch_size", "0"], "--microbatch_size is 0"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", "a_small_model:build", "--modes", "1F1B"]
+    assert main(["estimate", *SIZES, *model, *flags]) == 2
+    assert message in capsys.readouterr().err

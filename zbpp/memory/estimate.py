@@ -1,0 +1,294 @@
+"""What every stage holds under every mode, before anything has run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbpp.core import Costs, MemoryModel, RequestError, Schedule
+from zbpp.memory.model import ModelMemory
+from zbpp.memory.passes import ChunkPasses
+from zbpp.memory.walk import Fixed, Held, StageWalk
+from zbpp.modes import plan
+from zbpp.resolve import choose_validation
+from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.partition import partition_layers
+from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.tied import refuse_sharing
+from zbpp.schedules import lower
+
+__all__ = [
+    "DEFAULT_MODES",
+    "Estimate",
+    "StageEstimate",
+    "Steps",
+    "estimate_modes",
+    "estimate_schedule",
+    "plan_mode",
+    "stage_costs",
+]
+
+DEFAULT_MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
+"""Modes that are compared if none is named."""
+
+_SMALL_BUFFER = 2**14  # bytes; `KeptBuffers` copies all that are smaller
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """Bytes of one stage in a step.
+
+    Args:
+        parameters: a parameter that layers share counts once.
+        gradients: of one step; between two steps post-validation holds them as well.
+        optimizer: its state.
+        buffers: and what layers keep from their first forward on.
+        rollback: copies that post-validation keeps.
+        batch: inputs and targets of all micro-batches, where the stage reads them.
+        messages_peak: most that is on its way: received and not read, sent and not
+            gone.
+        activations_peak: most of what F and B leave, and of what passes need inside.
+        peak: most of all together at any time; the parts have theirs at other times.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    rollback: int
+    batch: int
+    messages_peak: int
+    activations_peak: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Stages of every mode, or the reason why a mode cannot be had.
+
+    Args:
+        modes: by name.
+        refused: reasons by name.
+        samples: of a micro-batch.
+        device: whose kernels were taken.
+    """
+
+    modes: Mapping[str, Sequence[StageEstimate]]
+    refused: Mapping[str, str]
+    samples: int
+    device: str
+
+    def peak(self, mode: str) -> int:
+        """Most that a stage of a mode holds."""
+        return max(stage.peak for stage in self.modes[mode])
+
+    def as_json(self) -> dict[str, Any]:
+        """The form that other tools read."""
+        stages = {name: [asdict(s) for s in own] for name, own in self.modes.items()}
+        return {"unit": "bytes", "modes": stages}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How steps are taken; `zbpp.Pipeline` explains the fields."""
+
+    optimizer: MakeOptimizer | None
+    post_validation: bool | None = None
+    rollback: str = "auto"
+    split: Sequence[int] | Callable[[int], Sequence[int]] | None = None
+    """Layers of each chunk, or what gives them for a number of chunks."""
+
+
+def estimate_modes(
+    memory: ModelMemory,
+    steps: Steps,
+    modes: Sequence[str],
+    *,
+    n_stages: int,
+    n_microbatches: int,
+    costs: Costs | None = None,
+    effort: str = "fast",
+) -> Estimate:
+    """Plan each mode, and estimate its stages.
+
+    A mode that cannot be had, as it has more chunks than there are layers, gives its
+    reason.
+    """
+    found, refused = {}, {}
+    for mode in modes:
+        try:
+            schedule = plan_mode(mode, n_stages, n_microbatches, costs, effort)
+            found[mode] = estimate_schedule(memory, steps, schedule)
+        except RequestError as error:
+            refused[mode] = str(error).partition("\n")[0]
+    if not found:
+        raise RequestError(f"no mode can be had: {next(iter(refused.values()))}")
+    device = str(memory.options.device)
+    return Estimate(found, refused, memory.fake.samples, device)
+
+
+@lru_cache(maxsize=64)
+def plan_mode(
+    mode: str,
+    n_stages: int,
+    n_microbatches: int,
+    costs: Costs | None = None,
+    effort: str = "fast",
+) -> Schedule:
+    """Plan a mode, or read a file, which knows its own sizes."""
+    return plan(
+        mode,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        costs=costs or Costs(),
+        effort=effort,
+    )
+
+
+def estimate_schedule(
+    memory: ModelMemory, steps: Steps, schedule: Schedule
+) -> list[StageEstimate]:
+    """Estimate the stages of one schedule.
+
+    Raises:
+        RequestError: the layers do not fit the schedule, or chunks share a parameter.
+    """
+    schedule, ranges = _prepared(memory, steps, schedule)
+    n_chunks = schedule.placement.n_chunks
+    found = []
+    for stage, program in enumerate(lower(schedule)):
+        chunks, fixed = _on_stage(memory, steps, schedule, ranges, stage)
+        most = StageWalk(chunks, fixed, n_chunks).run(program)
+        found.append(_stage(fixed, most, chunks.values()))
+    return found
+
+
+def stage_costs(
+    memory: ModelMemory, steps: Steps, schedule: Schedule, limit: float | None = None
+) -> MemoryModel:
+    """Memory of a schedule's chunks for planners, in bytes.
+
+    ``m_fixed`` holds what a stage has besides: two messages that are announced and one
+    that leaves. The values of a stage are dealt to its chunks alike.
+
+    Raises:
+        RequestError: as `estimate_schedule`.
+    """
+    schedule, ranges = _prepared(memory, steps, schedule)
+    placement = schedule.placement
+    chunks = [memory.chunk(own) for own in ranges]
+    fixed, peak_o = [0.0] * placement.n_chunks, [0.0] * placement.n_chunks
+    for stage, own in enumerate(placement.chunks_of):
+        passes, held = _on_stage(memory, steps, schedule, ranges, stage)
+        made = sum(c.made_in_b + c.made_in_w for c in passes.values())
+        largest = max(n for c in passes.values() for n in vars(c.messages).values())
+        n_fixed = held.total + made + 3 * largest
+        for chunk in own:
+            fixed[chunk] = n_fixed / len(own)
+            peak_o[chunk] = max(held.step, held.norm) / len(own)
+    again = memory.recomputed()
+    m_r = [sum(max(0, again.layers[i].f.left) for i in own) for own in ranges]
+    return MemoryModel(
+        m_b=tuple(float(c.m_b) for c in chunks),
+        m_w=tuple(float(c.m_w) for c in chunks),
+        limit=limit,
+        m_fixed=tuple(fixed),
+        peak_f=tuple(float(c.peak_f) for c in chunks),
+        peak_b=tuple(float(max(c.peak_b, c.m_w - c.m_b)) for c in chunks),
+        peak_w=tuple(float(c.peak_w) for c in chunks),
+        peak_bw=tuple(float(c.peak_bw) for c in chunks),
+        peak_o=tuple(peak_o),
+        m_r=tuple(map(float, m_r)),
+    )
+
+
+def _prepared(
+    memory: ModelMemory, steps: Steps, schedule: Schedule
+) -> tuple[Schedule, tuple[range, ...]]:
+    """The schedule with its V's, and the layers of its chunks."""
+    schedule = choose_validation(
+        schedule, steps.post_validation, steps=steps.optimizer is not None
+    )
+    n_chunks = schedule.placement.n_chunks
+    asked = steps.split(n_chunks) if callable(steps.split) else steps.split
+    if asked is None:
+        asked = schedule.split
+    ranges = partition_layers(memory.n_layers, n_chunks, asked)
+    layers = memory.fake.layers
+    refuse_sharing((c, i, layers[i]) for c, own in enumerate(ranges) for i in own)
+    return schedule, ranges
+
+
+def _on_stage(
+    memory: ModelMemory,
+    steps: Steps,
+    schedule: Schedule,
+    ranges: Sequence[range],
+    stage: int,
+) -> tuple[dict[int, ChunkPasses], Fixed]:
+    """A stage's chunks, and what it holds besides."""
+    own = schedule.placement.chunks_of[stage]
+    chunks = {c: memory.chunk(ranges[c]) for c in own}
+    layers = [i for c in own for i in ranges[c]]
+    made = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
+    return chunks, _fixed(memory, steps, schedule, layers, made)
+
+
+def _stage(fixed: Fixed, most: Held, chunks: Any) -> StageEstimate:
+    return StageEstimate(
+        parameters=fixed.parameters,
+        gradients=sum(chunk.made_in_b + chunk.made_in_w for chunk in chunks),
+        optimizer=fixed.optimizer,
+        buffers=fixed.buffers,
+        rollback=fixed.rollback,
+        batch=fixed.batch,
+        messages_peak=most.messages,
+        activations_peak=most.activations,
+        peak=most.peak,
+    )
+
+
+def _fixed(
+    memory: ModelMemory,
+    steps: Steps,
+    schedule: Schedule,
+    layers: Sequence[int],
+    kept: int,
+) -> Fixed:
+    speculates = schedule.is_post_validated
+    step = memory.optimizer(layers, steps.optimizer, steps.rollback)
+    buffers = memory.buffers(layers)
+    rollback = 0
+    if speculates:
+        changing = [b for b in buffers if b.nbytes <= _SMALL_BUFFER]
+        rollback = step.rollback + memory.bytes_of(changing)
+    ends: list[Tensor] = []
+    if 0 in layers:
+        ends += tensors_in(memory.fake.inputs)
+    if memory.n_layers - 1 in layers:
+        ends += tensors_in(memory.fake.targets)
+    on_cpu = memory.options.device.type == "cpu"
+    return Fixed(
+        parameters=memory.bytes_of(memory.parameters(layers)),
+        buffers=memory.bytes_of(buffers) + kept,
+        optimizer=step.state,
+        rollback=rollback,
+        batch=memory.bytes_of(ends) * schedule.n_microbatches,
+        norm=_norm(memory, layers) if on_cpu and steps.optimizer is not None else 0,
+        step=step.speculative_peak if speculates else step.peak,
+        commit=step.commit_peak,
+        speculates=speculates,
+        keeps_sends=on_cpu,
+        in_order=memory.options.exact_sums,
+    )
+
+
+def _norm(memory: ModelMemory, layers: Sequence[int]) -> int:
+    """CPU kernels copy a gradient as float64 to take its norm."""
+    sizes = (
+        p.numel() * 8 for p in memory.gradients(layers) if p.dtype is not torch.float64
+    )
+    return max(sizes, default=0)

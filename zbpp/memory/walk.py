@@ -1,0 +1,288 @@
+"""Walk through a stage's program, and add up what it holds after every instruction.
+
+    held = fixed + gradients + what F and B have left + messages on their way
+
+Two steps are walked; the second one stands for all: optimizer state is there, and
+post-validation still holds the gradients of the step before.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zbpp.core import (
+    Check,
+    Pass,
+    PassKind,
+    Program,
+    Receive,
+    Reduce,
+    Send,
+    Step,
+    Value,
+    What,
+    input_of,
+    output_of,
+)
+from zbpp.memory.passes import ChunkPasses
+
+__all__ = ["Fixed", "Held", "StageWalk"]
+
+_N_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Bytes that a stage holds all the time, and what its steps need.
+
+    Args:
+        parameters: of its chunks, shared ones once.
+        buffers: and what layers keep from their first forward on.
+        optimizer: its state.
+        rollback: copies of post-validation.
+        batch: inputs and targets of all micro-batches that it reads.
+        norm: most that the norm of a gradient needs.
+        step: most that an optimizer step needs.
+        commit: most that the confirmation of a speculative one needs.
+        speculates: steps are validated in the next one.
+        keeps_sends: a send is held to the end of the next step, as by gloo; else to
+            the next send.
+        in_order: gradients are added in micro-batch order.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    optimizer: int = 0
+    rollback: int = 0
+    batch: int = 0
+    norm: int = 0
+    step: int = 0
+    commit: int = 0
+    speculates: bool = False
+    keeps_sends: bool = True
+    in_order: bool = True
+
+    @property
+    def total(self) -> int:
+        """What is there all the time."""
+        known = self.parameters + self.buffers + self.optimizer + self.rollback
+        return known + self.batch
+
+
+@dataclass(frozen=True)
+class Held:
+    """Most that was held at once, in parts that have their most at their own times."""
+
+    gradients: int = 0
+    activations: int = 0
+    messages: int = 0
+    peak: int = 0
+
+
+@dataclass
+class _Sent:
+    """A message that has not left: in all, and the part that no graph holds.
+
+    ``kept`` says which pass of its chunk and micro-batch lets go of the other part.
+    """
+
+    full: int
+    alone: int
+    kept: PassKind | None
+
+    @property
+    def n_bytes(self) -> int:
+        return self.full if self.kept is None else self.alone
+
+
+@dataclass
+class _Turns:
+    """Passes of a chunk that count in the order of their micro-batches."""
+
+    turn: int = 0
+    early: set[int] = field(default_factory=set)
+
+    def run(self, microbatch: int, *, in_order: bool) -> list[int]:
+        """The micro-batches that count now."""
+        if not in_order:
+            return [microbatch]
+        self.early.add(microbatch)
+        due = []
+        while self.turn in self.early:
+            self.early.remove(self.turn)
+            due.append(self.turn)
+            self.turn += 1
+        return due
+
+
+class StageWalk:
+    """What one stage holds while it runs its program.
+
+    Args:
+        chunks: passes of the stage's chunks.
+        fixed: what is there besides.
+        n_chunks: of the whole model.
+    """
+
+    def __init__(
+        self, chunks: Mapping[int, ChunkPasses], fixed: Fixed, n_chunks: int
+    ) -> None:
+        self._chunks = chunks
+        self._fixed = fixed
+        self._n_chunks = n_chunks
+        self._sent: list[_Sent] = []
+        self._last_gradients = 0
+        self._most = Held()
+
+    def run(self, program: Program) -> Held:
+        """Walk through some steps; return the most of the last one."""
+        for _ in range(_N_STEPS):
+            older = self._sent
+            self._sent = []
+            self._begin(sum(sent.n_bytes for sent in older))
+            for instruction in program:
+                self._one(instruction)
+        return self._most
+
+    def _begin(self, sends: int) -> None:
+        self._most = Held()
+        self._acts: dict[tuple[int, int], int] = {}
+        self._messages: dict[Value, int] = {}
+        self._sent_of: dict[tuple[int, int], list[_Sent]] = {}
+        self._n_acts = self._n_messages = self._n_made = 0
+        self._n_sends = sends
+        self._made: dict[int, int] = {}
+        self._b = {chunk: _Turns() for chunk in self._chunks}
+        self._w = {chunk: _Turns() for chunk in self._chunks}
+        self._see(0)
+
+    def _one(self, instruction: object) -> None:
+        match instruction:
+            case Receive(value):
+                self._hold(value, self._size(value))
+                self._see(0)
+            case Send(value):
+                self._send(value)
+            case Pass():
+                self._pass(instruction)
+            case Reduce():
+                self._see(self._fixed.norm)
+            case Step():
+                self._see(self._fixed.step)
+                self._last_gradients = self._n_made if self._fixed.speculates else 0
+                self._made, self._n_made = {}, 0
+            case Check():
+                self._see(self._fixed.commit)
+
+    def _pass(self, job: Pass) -> None:
+        chunk = self._chunks[job.chunk]
+        value = input_of(job, self._n_chunks)
+        if value is not None:
+            self._release(value)
+        place = (job.chunk, job.microbatch)
+        if job.kind is not PassKind.F:
+            self._last_gradients = 0  # the last step has been validated by now
+        match job.kind:
+            case PassKind.F:
+                self._see(chunk.peak_f)
+                self._leave(place, chunk.m_b - self._shared(value))
+            case PassKind.B:
+                self._b_pass(job, chunk)
+            case PassKind.W:
+                self._w_pass(job, chunk)
+            case PassKind.BW:
+                first = job.chunk not in self._made
+                self._see(chunk.first_peak_bw if first else chunk.peak_bw)
+                self._b_pass(job, chunk)
+                self._w_pass(job, chunk)
+        for sent in self._sent_of.get(place, ()):
+            if sent.kept in (job.kind, PassKind.B) and job.kind is not PassKind.F:
+                self._n_sends += sent.full - sent.alone
+                sent.kept = None
+        self._give(job, chunk)
+        self._see(0)
+
+    def _b_pass(self, job: Pass, chunk: ChunkPasses) -> None:
+        is_first = job.chunk not in self._made
+        if job.kind is PassKind.B:
+            self._see(chunk.first_peak_b if is_first else chunk.peak_b)
+        self._made.setdefault(job.chunk, 0)
+        self._leave((job.chunk, job.microbatch), chunk.m_w)
+        if is_first:
+            self._make(job.chunk, chunk.made_in_b)
+
+    def _w_pass(self, job: Pass, chunk: ChunkPasses) -> None:
+        turns = self._w[job.chunk]
+        for microbatch in turns.run(job.microbatch, in_order=self._fixed.in_order):
+            is_first = self._made[job.chunk] < chunk.made_in_b + chunk.made_in_w
+            if job.kind is PassKind.W:
+                self._see(chunk.first_peak_w if is_first else chunk.peak_w)
+            self._leave((job.chunk, microbatch), 0)
+            if is_first:
+                self._make(job.chunk, chunk.made_in_w)
+
+    def _give(self, job: Pass, chunk: ChunkPasses) -> None:
+        value = output_of(job, self._n_chunks)
+        if value is None:
+            return
+        messages = chunk.messages
+        is_forward = job.kind is PassKind.F
+        self._hold(value, messages.y_alone if is_forward else messages.dx_alone)
+
+    def _shared(self, value: Value | None) -> int:
+        """Bytes that a chunk reads and a chunk of the same stage keeps as well."""
+        if value is None or value.chunk not in self._chunks:
+            return 0
+        messages = self._chunks[value.chunk].messages
+        return messages.y - messages.y_alone
+
+    def _send(self, value: Value) -> None:
+        self._release(value)
+        messages = self._chunks[value.chunk].messages
+        place = (value.chunk, value.microbatch)
+        if value.what is What.ACTIVATION:
+            sent = _Sent(messages.y, messages.y_alone, PassKind.B)
+        else:
+            kept = PassKind.W if place in self._acts else None
+            sent = _Sent(messages.dx, messages.dx_alone, kept)
+        if not self._fixed.keeps_sends:
+            self._sent, self._sent_of, self._n_sends = [], {}, 0
+        self._sent.append(sent)
+        self._sent_of.setdefault(place, []).append(sent)
+        self._n_sends += sent.n_bytes
+        self._see(0)
+
+    def _size(self, value: Value) -> int:
+        """Bytes of a value that comes from another stage."""
+        if value.what is What.ACTIVATION:
+            return self._chunks[value.chunk + 1].messages.x
+        return self._chunks[value.chunk - 1].messages.dy
+
+    def _hold(self, value: Value, n_bytes: int) -> None:
+        self._messages[value] = n_bytes
+        self._n_messages += n_bytes
+
+    def _release(self, value: Value) -> None:
+        self._n_messages -= self._messages.pop(value, 0)
+
+    def _leave(self, place: tuple[int, int], n_bytes: int) -> None:
+        self._n_acts += n_bytes - self._acts.pop(place, 0)
+        if n_bytes:
+            self._acts[place] = n_bytes
+
+    def _make(self, chunk: int, n_bytes: int) -> None:
+        self._made[chunk] += n_bytes
+        self._n_made += n_bytes
+
+    def _see(self, extra: int) -> None:
+        """Note what is held now, with something on top of it."""
+        gradients = self._n_made + self._last_gradients
+        activations = self._n_acts + extra
+        messages = self._n_messages + self._n_sends
+        total = self._fixed.total + gradients + activations + messages
+        old = self._most
+        self._most = Held(
+            max(old.gradients, gradients),
+            max(old.activations, activations),
+            max(old.messages, messages),
+            max(old.peak, total),
+        )
