@@ -166,7 +166,7 @@ class EstimateCommand:
     def _split(self) -> Any:
         if self.split or self.model is not None:
             return self.split or None
-        from zbpp.training.setup import split_layers
+        from zbpp.training.splits import split_layers
 
         return partial(split_layers, self._config())
 
