@@ -1,0 +1,264 @@
+"""Layers dealt evenly, balanced by their load, and planned together with the schedule.
+
+    python benchmarks/balance.py simulated    # unequal layers, p 4 and 8, single and V
+    python benchmarks/balance.py llama        # 32 layers, the last with a heavy head
+    python benchmarks/balance.py emulated     # the first table on layers that sleep
+
+Each row plans three splits for one mode: even numbers of layers, the least largest load
+(exact), and the split that is polished with the planner in the loop. `judge.py`, which
+shares no code with zbpp, replays every plan.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from judge import judge
+from rich.console import Console
+from rich.table import Table
+
+from zbpp.core import LayerCosts, schedule_text, write_costs, write_layers
+from zbpp.layer_plans import plan_layers
+from zbpp.schedules import LayerPlan, balance
+
+MODES = {"single": "ZB", "V": "ZBV"}
+HEAD = 2.4  # layers' work, of Llama 8B's
+TIMES = {  # F, B, W and message of a stage of 4 layers; arXiv 2401.10241, table 9
+    "F = B = W": (4.0, 4.0, 4.0, 0.0, 0.5),
+    "28.3B": (10.408, 10.204, 7.703, 0.408, 0.432432),
+}
+
+
+def unequal(n_layers: int, heavy: int, unit: float = 1.0) -> LayerCosts:
+    """Embedding half a layer's work, head three, one layer twice; F = B = W."""
+    work = [0.5, *[1.0] * (n_layers - 2), 3.0]
+    work[heavy] *= 2
+    times = tuple(unit * one for one in work)
+    return LayerCosts(n_layers=n_layers, f=times, b=times, w=times)
+
+
+def llama(times: str, n_stages: int) -> LayerCosts:
+    """32 layers; the head is in the last one. Memory p M_B, of 32 / p layers each."""
+    *passes, message, share = TIMES[times]
+    of_layer = [(one / 4,) * 31 + (one / 4 * (1 + HEAD),) for one in passes]
+    return LayerCosts(
+        *(32, *of_layer),
+        comm=message,
+        m_b=1.0,
+        m_w=share,
+        limit=32.0,
+    )
+
+
+def three(
+    mode: str, layers: LayerCosts, n_stages: int, n_microbatches: int, effort: str
+) -> Iterator[tuple[str, LayerPlan, float]]:
+    """Even, balanced and joint plans, and the seconds that each took."""
+    sizes = {"n_stages": n_stages, "n_microbatches": n_microbatches, "effort": effort}
+    even = plan_layers(mode, layers, split="even", **sizes)
+    yield "even", even, 0.0
+    start = time.perf_counter()
+    placement = even.schedule.placement
+    split = balance(layers, placement, n_microbatches).split
+    one = plan_layers(mode, layers, split=split, **sizes)
+    yield "balanced", one, time.perf_counter() - start
+    start = time.perf_counter()
+    joint = plan_layers(mode, layers, **sizes)
+    yield "joint", joint, time.perf_counter() - start
+
+
+def judged_span(planned: LayerPlan) -> float:
+    """Replay a plan by the independent judge."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.json"
+        write_costs(planned.costs, planned.memory, path)
+        costs = json.loads(path.read_text())
+    return judge(json.loads(schedule_text(planned.schedule)), costs).span
+
+
+def table_of(title: str, first: str) -> Table:
+    """The columns of all simulated tables."""
+    table = Table(title=title, title_justify="left")
+    for column in (first, "split of", "layers of each chunk", "step", "shorter",
+                   "idle", "seconds"):  # fmt: skip
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def add_rows(
+    table: Table,
+    name: str,
+    mode: str,
+    layers: LayerCosts,
+    sizes: tuple[int, int],
+    effort: str,
+) -> None:
+    """Three rows; idle is the share of the step beyond the mean work of a stage."""
+    even_step = 0.0
+    for kind, planned, seconds in three(mode, layers, *sizes, effort):
+        even_step = even_step or planned.step
+        span = judged_span(planned)
+        assert abs(span - planned.step) < 1e-6 * span, (span, planned.step)
+        table.add_row(
+            name if kind == "even" else "",
+            kind,
+            " ".join(map(str, planned.split)),
+            f"{planned.step:.5g}",
+            "" if kind == "even" else f"{1 - planned.step / even_step:.1%}",
+            f"{1 - planned.ideal_step / planned.step:.3f}",
+            "" if kind == "even" else f"{seconds:.2f}",
+        )
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Unequal layers: embedding .5, head 3, one layer in the middle 2."""
+
+    effort: str = "default"
+    more: bool = False
+    """All places of the heavy layer, for several numbers of layers; only shares."""
+
+    def run(self) -> None:
+        """Print a table."""
+        if self.more:
+            self._all_places()
+            return
+        table = table_of("embedding .5, head 3, a layer of 2; m = 3p", "p, placement")
+        for p in (4, 8):
+            n_layers = 4 * p + 1
+            layers = unequal(n_layers, n_layers // 2)
+            for name, mode in MODES.items():
+                row = f"{p}, {name}, {mode}"
+                add_rows(table, row, mode, layers, (p, 3 * p), self.effort)
+        Console(width=110).print(table)
+
+    def _all_places(self) -> None:
+        table = Table(title="joint, shorter than even, over all places of the layer")
+        for column in ("p", "layers", "placement", "least", "median", "most"):
+            table.add_column(column, justify="right")
+        for p in (4, 8):
+            for n_layers in (2 * p + 1, 3 * p + 1, 4 * p, 4 * p + 1, 4 * p + 2):
+                for name, mode in MODES.items():
+                    gains = []
+                    for heavy in range(1, n_layers - 1, 1 if p == 4 else 3):
+                        found = plan_layers(
+                            *(mode, unequal(n_layers, heavy)),
+                            n_stages=p,
+                            n_microbatches=3 * p,
+                            effort="fast",
+                        )
+                        gains.append(found.gain or 0.0)
+                    shares = (min(gains), statistics.median(gains), max(gains))
+                    cells = (p, n_layers, name, *(f"{one:.1%}" for one in shares))
+                    table.add_row(*map(str, cells))
+        Console(width=110).print(table)
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Llama-8B-like: 32 equal layers, and a head worth 2.4 in the last one."""
+
+    effort: str = "default"
+    stages: int = 8
+    microbatches: int = 24
+
+    def run(self) -> None:
+        """Print a table."""
+        sizes = self.stages, self.microbatches
+        table = table_of(f"p{sizes[0]} m{sizes[1]}, memory limit p M_B", "times, mode")
+        for times in TIMES:
+            for mode in MODES.values():
+                layers = llama(times, self.stages)
+                add_rows(table, f"{times}, {mode}", mode, layers, sizes, self.effort)
+        Console(width=120).print(table)
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """Unequal layers that sleep, even and joint in turns; steps in a row."""
+
+    stages: int = 4
+    layer_ms: float = 10.0
+    runs: int = 5
+    steps: int = 6
+    microbatches: int | None = None
+    """None: 3p."""
+
+    def run(self) -> None:
+        """Measure and print a table."""
+        p = self.stages
+        n_layers = 4 * p + 1
+        layers = unequal(n_layers, n_layers // 2, self.layer_ms)
+        table = Table(title=f"p={p}, layers of {self.layer_ms:g} ms", expand=False)
+        for column in ("placement", "split of", "simulated ms", "measured ms",
+                       "measured / simulated", "shorter than even"):  # fmt: skip
+            table.add_column(column, justify="right")
+        with tempfile.TemporaryDirectory() as folder:
+            for name, mode in MODES.items():
+                found = self._measure(mode, layers, Path(folder))
+                for kind, runs in found.items():
+                    table.add_row(name if kind == "even" else "", kind,
+                                  *_cells(runs, found["even"], kind))  # fmt: skip
+        Console(width=110).print(table)
+
+    def _measure(
+        self, mode: str, layers: LayerCosts, folder: Path
+    ) -> dict[str, list[dict[str, float]]]:
+        path, metrics = folder / "layers.json", folder / "metrics.json"
+        write_layers(layers, path)
+        m = self.microbatches or 3 * self.stages
+        found: dict[str, list[dict[str, float]]] = {"even": [], "joint": []}
+        for kind in found:
+            split = "even" if kind == "even" else "balanced"
+            self._command("plan", "--layers", path, "--split", split,
+                          "--pipeline_schedule_mode", mode, "--stages", self.stages,
+                          "--microbatches", m, "--out", folder / f"{kind}.json")  # fmt: skip
+        for _ in range(self.runs):
+            for kind, runs in found.items():
+                self._command("train", "--emulate", path, "--pipeline_schedule_mode",
+                              folder / f"{kind}.json", "--steps", self.steps,
+                              "--metrics", metrics, "--timeout_s", 300,
+                              "--enable_optimizer_post_validation")  # fmt: skip
+                runs.append(json.loads(metrics.read_text()))
+        return found
+
+    def _command(self, *words: object) -> None:
+        command = [sys.executable, "-m", "zbpp", *map(str, words)]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+def _cells(
+    runs: list[dict[str, float]], even: list[dict[str, float]], kind: str
+) -> Iterator[str]:
+    ratios = [run["step_ms"] / run["simulated_step_ms"] for run in runs]
+    step, step_of_even = (
+        statistics.median(run["step_ms"] for run in one) for one in (runs, even)
+    )
+    yield f"{runs[0]['simulated_step_ms']:.0f}"
+    yield f"{step:.0f}"
+    yield f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+    yield "" if kind == "even" else f"{1 - step / step_of_even:.1%}"
+
+
+Command = (
+    Annotated[Simulated, tyro.conf.subcommand("simulated")]
+    | Annotated[Llama, tyro.conf.subcommand("llama")]
+    | Annotated[Emulated, tyro.conf.subcommand("emulated")]
+)
+
+
+def main() -> None:
+    """Run one of the tables."""
+    tyro.cli(Command, use_underscores=True).run()
+
+
+if __name__ == "__main__":
+    main()
