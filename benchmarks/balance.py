@@ -218,15 +218,19 @@ class Emulated:
         found: dict[str, list[dict[str, float]]] = {"even": [], "joint": []}
         for kind in found:
             split = "even" if kind == "even" else "balanced"
-            self._command("plan", "--layers", path, "--split", split,
-                          "--pipeline_schedule_mode", mode, "--stages", self.stages,
-                          "--microbatches", m, "--out", folder / f"{kind}.json")  # fmt: skip
+            self._command(
+                *("plan", "--layers", path, "--split", split, "--stages", self.stages),
+                *("--microbatches", m, "--pipeline_schedule_mode", mode),
+                *("--out", folder / f"{kind}.json"),
+            )
         for _ in range(self.runs):
             for kind, runs in found.items():
-                self._command("train", "--emulate", path, "--pipeline_schedule_mode",
-                              folder / f"{kind}.json", "--steps", self.steps,
-                              "--metrics", metrics, "--timeout_s", 300,
-                              "--enable_optimizer_post_validation")  # fmt: skip
+                self._command(
+                    *("train", "--emulate", path, "--steps", self.steps),
+                    *("--pipeline_schedule_mode", folder / f"{kind}.json"),
+                    *("--metrics", metrics, "--timeout_s", 300),
+                    "--enable_optimizer_post_validation",
+                )
                 runs.append(json.loads(metrics.read_text()))
         return found
 
