@@ -4,7 +4,7 @@ A code block is read by its language:
 
     bash    lines to type; those of zbpp run in their order, in one folder a page
     python  with >>>: a session, one a page; else a file
-    json    a file; parsed as a schedule or as costs
+    json    a file; parsed as a schedule, as costs, or as costs of layers
     text    begins with "$ zbpp ...": what the command prints, in part
 
 A file is named in backticks, with a colon, at the end of the line before its block.
@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from zbpp.cli import commands as cli
-from zbpp.core import parse_costs, parse_schedule
+from zbpp.core import parse_costs, parse_layers, parse_schedule
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
@@ -142,7 +142,8 @@ def parse_data(page: Page) -> int:
     """Parse all JSON that is shown; return how many blocks."""
     blocks = page.blocks("json")
     for block in blocks:
-        parse = parse_schedule if '"format"' in block.text else parse_costs
+        kinds = {'"format"': parse_schedule, '"n_layers"': parse_layers}
+        parse = next((kinds[key] for key in kinds if key in block.text), parse_costs)
         parse(block.text)
     return len(blocks)
 
