@@ -205,7 +205,7 @@ class _Problem:
             self.model.add_cumulative(
                 [interval for interval, _ in parts],
                 [int(share * scale) for _, share in parts],
-                int(Fraction(str(limit)) * scale * (1 + Fraction(1, 10**9))),
+                int(exact(limit) * scale * (1 + Fraction(5, 10**10))),
             )
 
     def _left(
@@ -213,8 +213,8 @@ class _Problem:
     ) -> list[tuple[Any, Fraction]]:
         """Intervals of what F and B leave, and how much that is."""
         m_b, m_w = (
-            Fraction(str(memory.m_b[forward.chunk])),
-            Fraction(str(memory.m_w[forward.chunk])),
+            exact(memory.m_b[forward.chunk]),
+            exact(memory.m_w[forward.chunk]),
         )
         if b == w:
             return [(self._held(forward, b), m_b)]
@@ -230,9 +230,9 @@ class _Problem:
 
     def _inside(self, memory: ChunkMemory, job: Pass) -> list[tuple[Any, Fraction]]:
         """The interval of a pass, and its peak above what is counted otherwise."""
-        peak = Fraction(str(memory.peak(job)))
+        peak = exact(memory.peak(job))
         if job.kind is PassKind.F:
-            peak -= Fraction(str(memory.m_b[job.chunk]))
+            peak -= exact(memory.m_b[job.chunk])
         if peak <= 0:
             return []
         duration = self._duration[job]

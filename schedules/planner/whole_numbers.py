@@ -11,9 +11,9 @@ LARGEST = 2**40  # sums of times in the solver stay far below 2**63
 LARGEST_MEMORY = 2**55  # bytes of GPUs, thousands of times
 
 
-def exact(time: float) -> Fraction:
-    """A time as it was written: sums such as B + W have digits from rounding."""
-    return Fraction(f"{time:.12g}")
+def exact(number: float) -> Fraction:
+    """A number as it was written: sums such as B + W have digits from rounding."""
+    return Fraction(f"{number:.12g}")
 
 
 def scale_of(numbers: list[Fraction], largest: int = LARGEST) -> int:

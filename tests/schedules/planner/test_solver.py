@@ -1,11 +1,23 @@
 """The solver proves small plans optimal, betters bad ones, and bounds the rest."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from zbpp.core import Costs, MemoryModel, Pass, PassKind, RequestError, Step
+from tests.support.true_memory import random_case, random_limit
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    Pass,
+    PassKind,
+    Placement,
+    RequestError,
+    Step,
+    lower_bounds,
+)
 from zbpp.schedules import plan_one_f_one_b, plan_zb_h1, plan_zb_v
+from zbpp.schedules.planner.multi.plan import plan_placement
 from zbpp.schedules.planner.solver import certify
 from zbpp.simulator import lower_bound, simulate, span
 
@@ -71,6 +83,29 @@ def test_peaks_and_what_b_adds_are_kept_and_cost_what_they_must() -> None:
     assert found.is_optimal and found.span == 13
     free = certify(start, Costs(), replace(memory, peak_b=1), seconds=100)
     assert free.is_optimal and free.span < found.span
+
+
+@pytest.mark.slow
+def test_bounds_are_below_optima_of_the_true_memory_and_small_plans_meet_them() -> None:
+    """Random peaks, fixed memory and B's that add some; solved to the end."""
+    n_solved = n_met = 0
+    for seed in range(16):
+        rng = random.Random(seed)
+        (p, v), m = rng.choice(((1, 1), (2, 1), (3, 1), (2, 2))), rng.randint(1, 4)
+        placement = Placement.wave(p, v) if v > 1 else Placement.single(p)
+        costs, memory = random_case(rng, p, v)
+        memory = replace(memory, limit=random_limit(rng, placement, costs, memory))
+        plan = plan_placement(
+            placement=placement, n_microbatches=m, costs=costs, memory=memory
+        )
+        found = certify(plan, costs, memory, seconds=3, workers=1)
+        if not found.is_optimal:
+            continue
+        n_solved += 1
+        n_met += found.schedule.orders == plan.orders
+        for name, bound in lower_bounds(placement, m, costs, memory).items():
+            assert bound <= found.span * (1 + 1e-6), name
+    assert n_solved >= 10 and n_met >= 0.9 * n_solved
 
 
 def test_a_peak_in_no_time_is_refused() -> None:
