@@ -16,7 +16,8 @@ from zbpp.core import (
     Timeline,
 )
 from zbpp.core.measured import not_told_apart
-from zbpp.profiling.measure import Profiled, measure
+from zbpp.profiling.join import Profiled
+from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import peak_held
 from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.profile import Profile

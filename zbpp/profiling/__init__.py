@@ -8,6 +8,7 @@
     links        delay and bandwidth between neighbours
     memory       what the passes leave and need, by the allocator's own count
     measure      all of it, on every rank
+    join         what the ranks have found, layers scaled to their chunks
     profile      the result: costs per layer, a table, JSON
 
     window       costs from the steps of a training that goes on

@@ -1,11 +1,12 @@
 """F, B and W of every chunk of one stage, and of every layer as a chunk of its own.
 
     chunk    F0 F1 B0 W0 F2 B1 W1 F3 B2 ...    one micro-batch ahead, as in a pipeline
-    layers   F0 of each, F1 of each, B0 from the last on, W0 from the last on, ...
+    layers   F0 of each, B0 from the last on, W0 from the last on, F1 of each, ...
 
 A round of the chunk and one of its layers take turns, so that a slow spell of the
-machine hits both. Between layers the graph is cut, as it is between chunks, so B and W
-of each are its own; what the cuts cost is the difference to the chunk's times.
+machine hits both. No more forwards are in flight than in a step. Between layers the
+graph is cut, as it is between chunks, so B and W of each are its own; what the cuts
+cost is the difference to the chunk's times.
 """
 
 import time
@@ -41,6 +42,7 @@ class PassTiming:
         step: number of the step, for seeds.
         watch: where the times go, as (kind, "chunk" or "layer", number); the loss
             within F as ("loss", "layer", number).
+        ahead: the stage holds two forwards at a time, or more.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class PassTiming:
         given: Given,
         step: int,
         watch: Stopwatch,
+        ahead: bool = True,
     ) -> None:
+        self._ahead = int(ahead)
         self._given, self._step, self._watch = given, step, watch
         self._options = options
         self._chunks = {chunk.index: chunk for chunk in chunks}
@@ -84,9 +88,8 @@ class PassTiming:
         for stage in (self._whole, self._single):
             begin(stage, self._given, step=self._step, n_microbatches=n + 1)
         started = time.perf_counter()
-        for chunk in self._chunks.values():
+        for chunk in self._chunks.values() if self._ahead else ():
             self._forward_chunk(chunk, 0)
-            self._forward_layers(chunk, 0)
         done = 0
         for i in range(n):
             if i == WARM_UP:
@@ -105,9 +108,9 @@ class PassTiming:
         return done - WARM_UP
 
     def _round(self, chunk: Chunk, i: int) -> None:
-        self._forward_chunk(chunk, i + 1)
+        self._forward_chunk(chunk, i + self._ahead)
         self._backward(self._whole, "chunk", chunk.index, i)
-        self._forward_layers(chunk, i + 1)
+        self._forward_layers(chunk, i)
         for index, _ in reversed(list(chunk.numbered())):
             self._backward(self._single, "layer", index, i, weights=False)
         for index, _ in reversed(list(chunk.numbered())):
