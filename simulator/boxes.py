@@ -8,7 +8,7 @@ collection, so that ten thousand jobs draw in seconds.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zbpp.core import Check, Job, Pass, Slot, Timeline
+from zbpp.core import Check, Job, Pass, PassKind, Slot, Timeline
 from zbpp.simulator.metrics import step_time
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ _POINTS = 72.0  # per inch
 _DIGIT_WIDTH = 0.7  # of the font size, with some air
 _LARGEST_FONT, _SMALLEST_FONT = 9.0, 4.5  # points
 
+_HATCH = "////"  # B's that compute layers again
+
 _Group = tuple[str, int]  # letter; first (0), second (1), ... chunk of its stage
+_Member = tuple[int, Slot]  # with its stage
 
 
 def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
@@ -63,18 +66,20 @@ def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
     shortest = min(durations(timeline), default=1.0)
     edge = min(0.8, 0.1 * _points_per_unit(axes) * shortest)
     for (letter, leg), members in _groups(timeline).items():
-        axes.add_collection(
-            PolyCollection(
-                [
-                    _rectangle(stage, slot.start - start, slot.end - start)
-                    for stage, slot in members
-                ],
-                facecolors=_shade(_COLOURS[letter], leg),
-                edgecolors="white",
-                linewidths=edge,
-                gid=f"{letter} {leg}",
+        for hatch, own in _by_hatch(timeline, members).items():
+            axes.add_collection(
+                PolyCollection(
+                    [
+                        _rectangle(stage, slot.start - start, slot.end - start)
+                        for stage, slot in own
+                    ],
+                    facecolors=_shade(_COLOURS[letter], leg),
+                    edgecolors="white",
+                    linewidths=edge,
+                    hatch=hatch or None,
+                    gid=f"{letter} {leg}{' recomputed' if hatch else ''}",
+                )
             )
-        )
     _draw_instants(axes, timeline)
     axes.set_yticks(range(n_stages), [f"stage {stage}" for stage in range(n_stages)])
     axes.tick_params(axis="y", length=0)
@@ -144,6 +149,15 @@ def legend_handles(timelines: Sequence[Timeline]) -> "list[Artist]":
         if (letter, 0) in seen
     ]
     handles.append(Patch(color=_IDLE, label="idle"))
+    if any(timeline.recomputing for timeline in timelines):
+        again = Patch(
+            facecolor=_COLOURS["B"],
+            edgecolor="white",
+            linewidth=0,
+            hatch=_HATCH,
+            label="hatched: recomputes",
+        )
+        handles.append(again)
     if any(leg > 0 for _, leg in seen):
         lighter = _shade(_COLOURS["F"], 1)
         handles.append(Patch(color=lighter, label="lighter: later chunk of a stage"))
@@ -181,6 +195,20 @@ def _groups(timeline: Timeline) -> dict[_Group, list[tuple[int, Slot]]]:
         leg = leg_of[slot.job.chunk] if isinstance(slot.job, Pass) else 0
         groups[_letter(slot.job), leg].append((stage, slot))
     return {key: members for key, members in groups.items() if members}
+
+
+def _by_hatch(timeline: Timeline, members: list[_Member]) -> dict[str, list[_Member]]:
+    """Boxes of one colour, those apart that compute layers again."""
+    found: dict[str, list[_Member]] = {}
+    for stage, slot in members:
+        found.setdefault(_hatch(timeline, slot.job), []).append((stage, slot))
+    return found
+
+
+def _hatch(timeline: Timeline, job: Job) -> str:
+    if not isinstance(job, Pass) or job.kind not in (PassKind.B, PassKind.BW):
+        return ""
+    return _HATCH if job.chunk in timeline.recomputing else ""
 
 
 def _letter(job: Job) -> str:

@@ -38,4 +38,5 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
         schedule.placement,
         schedule.n_microbatches,
         tuple(tuple(row) for row in rows),
+        schedule.recomputing,
     )

@@ -96,6 +96,7 @@ def simulate_iterations(
                 schedule.placement,
                 schedule.n_microbatches,
                 tuple(tuple(row) for row in rows),
+                schedule.recomputing,
             )
         )
     return timelines
@@ -110,6 +111,7 @@ def join(timelines: Sequence[Timeline], *, name: str | None = None) -> Timeline:
         first.placement,
         first.n_microbatches,
         tuple(tuple(slot for row in parts for slot in row) for parts in rows),
+        first.recomputing,
     )
 
 

@@ -45,7 +45,7 @@ from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
 from zbpp.runtime.partition import Model, count_layers, partition_layers
 from zbpp.runtime.stage import LossFn
-from zbpp.schedules import Split, lower
+from zbpp.schedules import Recomputing, Split, lower
 from zbpp.tuning.measure import measure_layers
 from zbpp.tuning.watch import Watch, make_watcher
 
@@ -74,8 +74,10 @@ class Pipeline(Switching, Evaluating, Reports):
             ``"balanced"``: by the costs in ``layers``. None: the schedule's; if it has
             none, balanced with ``layers``, else even.
         layers: costs of the layers to plan for, or a file of them, in place of costs.
-        example: inputs and targets of a step, on every rank: the layers' times are then
-            measured, and their memory estimated, before they are dealt to stages.
+        example: inputs and targets of a step, on every rank: layers are then measured,
+            and their memory is estimated, before they are dealt to stages.
+        recompute: layers that B computes again, to hold less: ``"auto"`` (by costs with
+            m_r, and a limit), ``"all"``, ``"none"``, numbers. None: the schedule's.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
         post_validation: step without waiting for the other stages' gradient norms, and
             roll the step back in the next one if they ask for it; None: where the
@@ -86,14 +88,12 @@ class Pipeline(Switching, Evaluating, Reports):
             ``"compiled"`` is deferred with a step of the parameters alone, by a kernel
             that `torch.compile` makes (fused Adam and AdamW); ``"auto"`` takes it on
             CPUs where a stage has so many parameters (2**25) that it pays.
-        patience: when steps begin to be speculative, and when those that are often
-            rolled back give way to a barrier.
-        max_consecutive_skips: so many steps in a row with an Inf or NaN gradient end
-            the run with its place; None: any number.
+        patience: when steps become speculative, or give way to a barrier again.
+        max_consecutive_skips: steps in a row with an Inf or NaN gradient that end the
+            run with its place; None: any number.
         loss_scale: of fp16 gradients: a number, or a `LossScaler`.
         costs: times to plan for.
-        memory: memory to plan for; a text such as ``"16GiB"``, or a number, is the
-            limit of a stage.
+        memory: likewise; a text as ``"16GiB"``, or a number, is the limit of a stage.
         watch: when to plan again from what steps take, with the same placement and
             split, so with the same results; None or True: for ``"auto"`` after the
             first steps, and later when costs have drifted; False: never.
@@ -103,8 +103,8 @@ class Pipeline(Switching, Evaluating, Reports):
         first_step: number of the first step; a run that is resumed after n steps gives
             n, and then draws from ``seed`` as if it had not been interrupted.
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
-            rounds them; then all modes agree to the last bit. False adds them as they
-            come, within the matrix products: a few per cent faster, with less memory.
+            does; then all modes agree to the last bit. False adds them as they come,
+            within the matrix products: a few per cent faster, with less memory.
         group: processes of the pipeline, by stage; None: all.
         timeout_s: how long a stage waits for another before it gives up.
         first_timeout_s: the same in the first step; None: ten times as long.
@@ -126,6 +126,7 @@ class Pipeline(Switching, Evaluating, Reports):
         split: Split = None,
         layers: LayersOf | None = None,
         example: tuple[Batch, Batch] | None = None,
+        recompute: Recomputing | None = None,
         clip_grad_norm: float | None = None,
         post_validation: bool | None = None,
         rollback: RollbackMethod = "auto",
@@ -189,6 +190,7 @@ class Pipeline(Switching, Evaluating, Reports):
             n_microbatches=n_microbatches,
             costs=costs,
             memory=memory,
+            recompute=recompute,
         )
         self.schedule = choose_validation(
             chosen.schedule, post_validation, steps=optimizer is not None

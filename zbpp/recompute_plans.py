@@ -90,7 +90,9 @@ def plan_recomputed(
     """
     if is_file(mode):
         held = plan(mode, n_stages=n_stages, n_microbatches=n_microbatches)
-        schedule = with_recompute(held, recompute, split_of)
+        own = held.split
+        known = split_of if own is None or split_of is None else lambda _: own
+        schedule = with_recompute(held, recompute, known)
         if memory.limit is None:
             return schedule
         return kept(schedule, *recomputed(costs, memory, schedule))

@@ -3,20 +3,24 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from zbpp.core import (
     Costs,
     LayerCosts,
     MemoryModel,
+    Placement,
     RequestError,
     Schedule,
     read_layers,
+    recomputed,
 )
 from zbpp.layer_plans import plan_layers
 from zbpp.modes import is_auto, is_file
+from zbpp.recompute_plans import plan_recomputed, with_recompute
 from zbpp.resolve import choose_schedule, count_stages
-from zbpp.schedules import Split, even_split
+from zbpp.schedules import Recomputing, Split, even_split
 from zbpp.tuning.choose import choose
 
 __all__ = ["Chosen", "LayersOf", "choose_split", "split_of"]
@@ -50,6 +54,7 @@ def choose_split(
     n_microbatches: int | None,
     costs: Costs | None,
     memory: MemoryModel | None,
+    recompute: Recomputing | None = None,
 ) -> Chosen:
     """Plan for the layers; without costs of them, choose the schedule alone.
 
@@ -64,6 +69,8 @@ def choose_split(
         n_microbatches: likewise.
         costs: likewise; not with ``layers``.
         memory: likewise; with ``layers``, its limit counts where they have none.
+        recompute: layers whose graph B computes again, as in `plan_recomputed`; None:
+            those of the schedule.
 
     Raises:
         RequestError: these do not fit together.
@@ -73,7 +80,17 @@ def choose_split(
             "costs and layers are both given; the costs of chunks follow from those of "
             "layers: leave costs out"
         )
-    if layers is None or isinstance(schedule, Schedule) or is_file(str(schedule)):
+    is_given = isinstance(schedule, Schedule) or is_file(str(schedule))
+    if layers is None and recompute is not None and not is_given:
+        schedule = plan_recomputed(
+            *(str(schedule), recompute),
+            n_stages=count_stages(n_stages, n_ranks) or n_ranks,
+            n_microbatches=n_microbatches,
+            costs=costs or Costs(),
+            memory=memory or MemoryModel(),
+            split_of=partial(_split_on, split, n_layers),
+        )
+    elif layers is None or is_given:
         schedule = choose_schedule(
             schedule,
             n_stages=n_stages,
@@ -85,11 +102,24 @@ def choose_split(
     if layers is None:
         assert isinstance(schedule, Schedule)
         chosen = split_of(schedule, split, n_layers)
-        return Chosen(_with_split(schedule, chosen), costs, memory, chosen)
+        if recompute is not None and is_given:
+            schedule = with_recompute(schedule, recompute, lambda _: chosen)
+        schedule = _with_split(schedule, chosen)
+        if costs is not None:
+            costs, memory = recomputed(costs, memory or MemoryModel(), schedule)
+        return Chosen(schedule, costs, memory, chosen)
     layers = _checked(layers, n_layers, memory)
     p, line = count_stages(n_stages, n_ranks) or n_ranks, ""
     if is_auto(schedule) and n_microbatches is not None:
-        choice = choose(layers, n_stages=p, n_microbatches=n_microbatches, split=split)
+        if recompute is None and None not in (layers.m_r, layers.limit):
+            recompute = "auto"
+        choice = choose(
+            layers,
+            n_stages=p,
+            n_microbatches=n_microbatches,
+            split=split,
+            recompute=recompute,
+        )
         planned, line = choice.plan, choice.line
         _log.info(line)
     else:
@@ -99,6 +129,7 @@ def choose_split(
             n_stages=p,
             n_microbatches=n_microbatches,
             split=split,
+            recompute=recompute,
         )
     return Chosen(planned.schedule, planned.costs, planned.memory, planned.split, line)
 
@@ -133,9 +164,21 @@ def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]
     return tuple(split)
 
 
+def _split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ...]:
+    """Layers of each chunk of a placement, without costs of them."""
+    if split is None or isinstance(split, str):
+        return even_split(n_layers, placement.n_chunks)
+    return tuple(split)
+
+
 def _with_split(schedule: Schedule, split: Sequence[int]) -> Schedule:
-    """The schedule with a split that it is run with, if it names another one."""
-    if schedule.split in (None, split) or len(split) != len(schedule.split or ()):
+    """The schedule with a split that it is run with, if it names another one.
+
+    Or if it recomputes layers: which share of a chunk they are is then known.
+    """
+    if schedule.split == split or len(split) != schedule.placement.n_chunks:
+        return schedule
+    if schedule.split is None and not schedule.recompute:
         return schedule
     return replace(schedule, split=tuple(split))
 

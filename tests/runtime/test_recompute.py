@@ -10,13 +10,23 @@ import pytest
 import torch
 from histories import ALWAYS
 from moments import uncertain_sums
-from small_model import MODES, N_LAYERS, assert_same, build, refusal, train
+from small_model import (
+    MODES,
+    N_LAYERS,
+    assert_same,
+    batch,
+    build,
+    make_pipeline,
+    refusal,
+    train,
+)
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from zbpp.core import Recompute, Schedule
+from zbpp.core import Costs, MemoryModel, Recompute, Schedule
 from zbpp.modes import plan
 from zbpp.pipeline import Pipeline
+from zbpp.resolve import recomputed_layers
 from zbpp.runtime import recompute as room
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.stage import Stage
@@ -279,6 +289,57 @@ def test_evaluation_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_schedule_that_names_a_layer_the_chunk_lacks_is_refused() -> None:
-    message = refusal(train, again("ZBH1", 3, (0, 7)), None)
-    assert "layer 7 of chunk 0 shall be recomputed, but the chunk has 3" in message
-    assert N_LAYERS == 9
+    schedule = again("ZBH1", 3, (0, 7))
+    assert "layer 7 of a chunk of 3 layers" in refusal(train, schedule, None)
+    ranges = (range(3), range(3, 6), range(6, N_LAYERS))
+    assert "layer 7 of chunk 0" in refusal(recomputed_layers, schedule, ranges)
+    schedule = again("ZBH1", 3, (0, 2))
+    assert recomputed_layers(schedule, ranges) == {0, 2, *range(3, N_LAYERS)}
+
+
+def test_a_pipeline_chooses_what_it_recomputes() -> None:
+    costs = {"costs": Costs(), "memory": MemoryModel(m_r=0.05, limit=1.2)}
+    plain = train("ZBH1", 2)
+    for recompute, expected in {
+        "all": (True, True),
+        "none": None,
+        (1, 2, 8): ((1, 2), (3,)),
+    }.items():
+        pipeline = make_pipeline("ZBH1", 2, recompute=recompute)
+        assert pipeline.schedule.recompute == expected
+        pipeline.close()
+    pipeline = make_pipeline("ZBH1", 2, recompute="auto", **costs)
+    assert pipeline.schedule.recomputing
+    pipeline.close()
+    found = train("ZBH1", 2, recompute="auto", **costs)
+    assert found[:2] == plain[:2]
+    assert_same(found[2], plain[2])
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"recompute": "auto"}, "needs m_r"),
+        ({"recompute": "auto", "memory": MemoryModel(m_r=0.1)}, "needs a memory limit"),
+        ({"recompute": [9]}, "layer 9 shall be recomputed; the layers are 0 to 8"),
+    ],
+)
+def test_a_pipeline_refuses_what_it_cannot_recompute(
+    more: dict[str, Any], text: str
+) -> None:
+    assert text in refusal(make_pipeline, "ZBH1", 2, **more)
+
+
+def test_a_switch_brings_the_recompute_of_its_schedule() -> None:
+    schedule = plan("ZBH1", n_stages=2, n_microbatches=6)
+    plain = train(schedule, None)
+    pipeline = make_pipeline(schedule, None)
+    losses = []
+    for step in range(3):
+        losses.append(pipeline.step(*batch(step)).loss)
+        pipeline.switch(replace(schedule, recompute=(step == 0, True)))
+        on_first = pipeline._executors[0].stage._recomputed
+        assert bool(on_first) == (step == 0)
+    assert losses == [loss for loss, _ in plain[0]]
+    assert_same(dict(pipeline.named_parameters()), plain[2])
+    pipeline.close()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
@@ -243,3 +244,18 @@ def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, hidden):
     missing = "pip install 'zbpp[viz]'" in done.stderr
     assert missing == (hidden == "matplotlib")
     assert (tmp_path / "x.png").exists() != missing
+
+
+def test_boxes_that_compute_layers_again_are_hatched(tmp_path):
+    schedule = plan("ZBV", n_stages=2, n_microbatches=4)
+    again = replace(schedule, recompute=(True, False, (0,), False))
+    for one, expected in ((schedule, set()), (again, {"B 0", "B 1"})):
+        figure = plot(simulate(one), tmp_path / "x.svg", memory=MemoryModel())
+        found = {
+            str(shape.get_gid()).removesuffix(" recomputed")
+            for shape in figure.axes[0].collections
+            if shape.get_hatch()
+        }
+        assert found == expected
+        text = (tmp_path / "x.svg").read_text()
+        assert ("hatched: recomputes" in text) == bool(expected)

@@ -26,7 +26,7 @@ from zbpp.cli.flags import (
 )
 from zbpp.cli.layers_report import comparison_of_splits, split_lines
 from zbpp.cli.profile import ProfileCommand
-from zbpp.cli.report import print_comparison, print_report
+from zbpp.cli.report import print_comparison, print_report, recompute_text
 from zbpp.cli.split_report import print_split
 from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
 from zbpp.cli.torchtitan import torchtitan_lines
@@ -87,6 +87,8 @@ class Plan(SizedFlags):
         )
         if planned is not None:
             print(*split_lines(planned), sep="\n")
+        if schedule.recomputing:
+            print(f"recompute: {recompute_text(schedule)}")
         if self.csv is not None:
             print(*torchtitan_lines(schedule, self.csv), sep="\n")
 

@@ -12,7 +12,7 @@ from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, draw
 from zbpp.core.timeline import extent
 from zbpp.simulator import critical_path, idle, simulate, stage_span, work
 
-__all__ = ["print_comparison", "print_report"]
+__all__ = ["print_comparison", "print_report", "recompute_text"]
 
 _ROUNDING = 1e-9  # relative
 _MOST_CELLS = 1e6  # of a picture's line before it is cropped
@@ -58,8 +58,29 @@ def print_report(
         "lower bound": f"{summary.lower_bound:.6g} for the span "
         f"(proof: {summary.lower_bound_by}), within {within}; gap {summary.gap:.2%}",
     }
+    if schedule.recomputing:
+        lines["recompute"] = recompute_text(schedule)
     for name, text in lines.items():
         print(f"{name:14} {text}")
+
+
+def recompute_text(schedule: Schedule) -> str:
+    """Say which chunks, or layers of them, B computes again: ``layers 0 2 of chunk 4``.
+
+    Layers are counted from 0 in their chunk.
+    """
+    whole: list[list[int]] = []
+    parts = []
+    for chunk in sorted(schedule.recomputing):
+        which = schedule.recompute[chunk] if schedule.recompute else True
+        if which is not True and which is not False:
+            parts.append(f"layers {' '.join(map(str, which))} of chunk {chunk}")
+        elif whole and whole[-1][-1] == chunk - 1:
+            whole[-1].append(chunk)
+        else:
+            whole.append([chunk])
+    runs = [f"{a[0]}-{a[-1]}" if len(a) > 1 else str(a[0]) for a in whole]
+    return ", ".join([f"chunks {' '.join(runs)}"] * bool(runs) + parts)
 
 
 def print_comparison(

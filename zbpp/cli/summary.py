@@ -45,6 +45,10 @@ class Summary:
     lower_bound_by: str
     gap: float
     """span / lower_bound - 1."""
+    split: list[int] | None = None
+    """Layers of each chunk that it was planned for; None: any."""
+    recompute: list[bool | list[int]] | None = None
+    """For each chunk all layers (true), none, or these; None: nothing."""
 
 
 def summarize(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Summary:
@@ -84,6 +88,13 @@ def summarize(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Summary:
         lower_bound=bound,
         lower_bound_by=by,
         gap=longest / bound - 1 if bound > 0 else 0.0,
+        split=None if schedule.split is None else list(schedule.split),
+        recompute=None
+        if not schedule.recomputing
+        else [
+            which if isinstance(which, bool) else list(which)
+            for which in schedule.recompute or ()
+        ],
     )
 
 

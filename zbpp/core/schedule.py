@@ -62,6 +62,12 @@ class Schedule:
             return frozenset(range(n_layers) if which else ())
         return frozenset(which)
 
+    @property
+    def recomputing(self) -> frozenset[int]:
+        """Chunks whose B computes layers again."""
+        which = self.recompute or ()
+        return frozenset(chunk for chunk, layers in enumerate(which) if layers)
+
     def runs(self, kind: PassKind) -> bool:
         """True if there is a pass of this kind."""
         return any(

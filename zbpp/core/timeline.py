@@ -25,12 +25,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Jobs of all stages in time: one row of slots per stage, in time order."""
+    """Jobs of all stages in time: one row of slots per stage, in time order.
+
+    ``recomputing`` are the chunks whose B computes layers again.
+    """
 
     name: str
     placement: Placement
     n_microbatches: int
     rows: tuple[tuple[Slot, ...], ...]
+    recomputing: frozenset[int] = frozenset()
 
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""

@@ -25,7 +25,7 @@ from zbpp.training.llama import build_layers, cross_entropy
 from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of, device_of, measures_first, model_of
-from zbpp.training.splits import asked_split, run_split
+from zbpp.training.splits import asked_recompute, asked_split, run_split
 
 __all__ = ["build_pipeline", "make_optimizer", "train"]
 
@@ -84,6 +84,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
             "n_stages": schedule.n_stages,
             "memory": options.memory_limit,
             "example": _example(options, schedule.n_microbatches),
+            "recompute": asked_recompute(options),
         }
     return Pipeline(
         partial(build_layers, model),

@@ -99,6 +99,9 @@ class Train:
     split: Annotated[str | None, tyro.conf.arg(metavar="SPLIT")] = None
     """balanced (needs --layers), even, or the layers of each chunk: 3,4,3; left out:
     as the schedule file says, else balanced with --layers, else as many blocks each."""
+    recompute: Annotated[str | None, tyro.conf.arg(metavar="WHICH")] = None
+    """Layers whose graph B computes again: auto (needs m_r in the costs, and a memory
+    limit), all, none, or their numbers: 1,2,3; left out: as the schedule file says."""
     memory_limit: MemoryText = None
     """Largest memory of a stage: 16GiB where costs are in bytes, or in their unit."""
     effort: Literal["fast", "default"] = "default"

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,14 +13,22 @@ from zbpp.core import (
     RequestError,
     Schedule,
     read_costs,
+    recomputed,
 )
 from zbpp.core.measured import not_told_apart
 from zbpp.layer_plans import plan_layers, recomputed_of
 from zbpp.modes import is_auto, is_file, plan
+from zbpp.recompute_plans import plan_recomputed
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
-from zbpp.training.splits import asked_split, layers_of, run_split
+from zbpp.training.splits import (
+    asked_recompute,
+    asked_split,
+    layers_of,
+    placed_split,
+    run_split,
+)
 from zbpp.tuning.measure import SAFE_MODE
 
 __all__ = [
@@ -59,7 +68,8 @@ def costs_of(
 
     Args:
         options: of the run.
-        schedule: whose chunks they are for, if they are known per layer.
+        schedule: whose passes they are for: its split, where they are known per layer,
+            and what it recomputes.
 
     Raises:
         RequestError: the file of costs is not valid.
@@ -76,7 +86,7 @@ def costs_of(
     costs, memory = (Costs(), MemoryModel()) if path is None else read_costs(path)
     if options.memory_limit is not None:
         memory = replace(memory, limit=options.memory_limit)
-    return costs, memory
+    return (costs, memory) if schedule is None else recomputed(costs, memory, schedule)
 
 
 def schedule_of(options: Train) -> Schedule:
@@ -92,7 +102,8 @@ def schedule_of(options: Train) -> Schedule:
     if not is_file(mode):
         n_stages = n_stages or _STAGES
         n_microbatches = n_microbatches or _MICROBATCHES
-    layers = layers_of(options, model_of(options).n_layers)
+    model = model_of(options)
+    layers = layers_of(options, model.n_layers)
     if layers is not None:
         return plan_layers(
             mode,
@@ -100,11 +111,24 @@ def schedule_of(options: Train) -> Schedule:
             n_stages=n_stages,
             n_microbatches=n_microbatches,
             split=asked_split(options),
+            recompute=asked_recompute(options),
             effort=options.effort,
         ).schedule
     costs, memory = costs_of(options)
+    recompute = asked_recompute(options)
     if measures_first(options):
         mode, memory = SAFE_MODE, MemoryModel()
+    elif recompute is not None:
+        emulated = options.emulate is not None
+        return plan_recomputed(
+            *(mode, recompute),
+            n_stages=n_stages,
+            n_microbatches=n_microbatches,
+            costs=costs,
+            memory=memory,
+            split_of=None if emulated else partial(placed_split, options, model),
+            effort=options.effort,
+        )
     return plan(
         mode,
         n_stages=n_stages,

@@ -4,19 +4,29 @@ from dataclasses import replace
 
 from zbpp.core import (
     LayerCosts,
+    Placement,
     RequestError,
     Schedule,
     is_layers_file,
     read_layers,
 )
 from zbpp.layer_plans import parse_split
+from zbpp.recompute_plans import parse_recompute
 from zbpp.resolve_layers import split_of
 from zbpp.runtime.partition import partition_layers
-from zbpp.schedules import Split
+from zbpp.schedules import Recomputing, Split, even_split
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
 
-__all__ = ["asked_split", "layers_of", "run_split", "sleeping_layers", "split_layers"]
+__all__ = [
+    "asked_recompute",
+    "asked_split",
+    "layers_of",
+    "placed_split",
+    "run_split",
+    "sleeping_layers",
+    "split_layers",
+]
 
 
 def layers_of(options: Train, n_layers: int) -> LayerCosts | None:
@@ -68,6 +78,31 @@ def asked_split(options: Train) -> Split:
         RequestError: it is no split.
     """
     return None if options.split is None else parse_split(options.split)
+
+
+def asked_recompute(options: Train) -> Recomputing | None:
+    """Read what ``--recompute`` asks for.
+
+    Raises:
+        RequestError: it is none of what it may be.
+    """
+    return None if options.recompute is None else parse_recompute(options.recompute)
+
+
+def placed_split(
+    options: Train, model: LlamaConfig, placement: Placement
+) -> tuple[int, ...]:
+    """Layers of each chunk of a placement, where no costs of layers are given.
+
+    Raises:
+        RequestError: they do not fit the model.
+    """
+    asked, n_chunks = asked_split(options), placement.n_chunks
+    if asked is None:
+        return tuple(split_layers(model, n_chunks))
+    if isinstance(asked, str):
+        return even_split(model.n_layers, n_chunks)
+    return tuple(map(len, partition_layers(model.n_layers, n_chunks, asked)))
 
 
 def run_split(

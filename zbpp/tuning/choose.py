@@ -5,13 +5,12 @@ shortest step, then the shortest step behind a barrier, then the least memory, a
 `zbpp.auto`; so it is never worse than a fixed mode.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Required, TypedDict, Unpack
 
 from zbpp.core import LayerCosts, LimitError, Placement, RequestError, format_memory
 from zbpp.layer_plans import plan_layers
-from zbpp.schedules import LayerPlan, Split, balance
+from zbpp.schedules import LayerPlan, Recomputing, Split, balance
 
 __all__ = ["Choice", "LayerRequest", "Other", "choose"]
 
@@ -27,7 +26,7 @@ class LayerRequest(TypedDict, total=False):
     n_stages: Required[int]
     n_microbatches: Required[int]
     split: Split
-    recompute: Collection[int] | None
+    recompute: Recomputing | None
     effort: str
 
 
@@ -160,6 +159,8 @@ def _quick_plan(
         for split in dict.fromkeys(splits):
             asked = request.copy()
             asked["split"], asked["effort"] = split, "fast"
+            if asked.get("recompute") == "auto":
+                asked["recompute"] = best.recompute
             found.append(plan_layers(mode, layers, **asked))
     except LimitError:
         pass

@@ -95,6 +95,7 @@ def gather_timelines(
             schedule.placement,
             schedule.n_microbatches,
             tuple(tuple(row) for row in step),
+            schedule.recomputing,
         )
         for step in steps
     ]
