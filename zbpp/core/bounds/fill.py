@@ -204,7 +204,7 @@ def _at_price(
 def _in_parts(stage: Stage, states: list[_State], room: float) -> float:
     """The same in whole parts, where all chunks of the stage hold the same."""
     m_b, m_w = stage.m_b[0], stage.m_w[0]
-    same = {*stage.m_b} == {m_b} and {*stage.m_w} == {m_w} and m_w > 0
+    same = {*stage.m_b} == {m_b} and {*stage.m_w} == {m_w} and min(m_b, m_w) > 0
     if not same or not room <= _MOST_COUNTED * m_b:
         return math.inf
     each = max(
