@@ -80,5 +80,5 @@ def kept(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Schedule:
     if memory.limit is None:
         return schedule
     needs = peaks(schedule.orders, model)
-    check_limits(schedule.name, needs, model.limit, schedule.n_microbatches)
+    check_limits(schedule.name, needs, model, schedule.n_microbatches)
     return replace(schedule, memory=memory)

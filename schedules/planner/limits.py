@@ -124,25 +124,32 @@ def check_one_fits(
         RequestError: the memory does not fit the placement.
     """
     held = memory.on(placement, splits)
-    check_limits(name, needs(held, placement), held.limit, n_microbatches)
+    check_limits(name, needs(held, placement), held, n_microbatches)
 
 
 def check_limits(
-    name: str, wanted: Sequence[float], limits: Sequence[float], n_microbatches: int
+    name: str, wanted: Sequence[float], held: ChunkMemory, n_microbatches: int
 ) -> None:
-    """Refuse what needs more memory than there is, one entry per stage each.
+    """Refuse what needs more memory than there is.
+
+    Args:
+        name: what needs it.
+        wanted: the most of each stage.
+        held: the limits, and what is fixed.
+        n_microbatches: for the message.
 
     Raises:
         LimitError: it names the stage that lacks most, and the smallest limit that
             works.
     """
-    lacks = [need - limit for need, limit in zip(wanted, limits, strict=True)]
+    lacks = [need - limit for need, limit in zip(wanted, held.limit, strict=True)]
     stage = lacks.index(max(lacks))
-    need, limit = wanted[stage], limits[stage]
+    need, limit, fixed = wanted[stage], held.limit[stage], held.fixed[stage]
     if need > limit * (1 + _MARGIN):
+        of_it = f" ({format_memory(fixed, [need])} of it fixed)" if fixed else ""
         raise LimitError(
             f"{name} with {len(wanted)} stages and {n_microbatches} micro-batches "
-            f"needs memory {format_memory(need, [limit])} on stage {stage}, over the "
-            f"limit {format_memory(limit, [need])}",
+            f"needs memory {format_memory(need, [limit])} on stage {stage}{of_it}, "
+            f"over the limit {format_memory(limit, [need])}",
             smallest=max(wanted),
         )

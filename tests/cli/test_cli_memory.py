@@ -52,7 +52,7 @@ def test_the_smallest_limit_is_told_in_bytes_and_works(costs, capsys):
     flags = ["show", "--pipeline_schedule_mode", "ZBV", *SIZES, *costs, "--json"]
     code, _, error = run(capsys, *flags, "--memory_limit", "9GiB")
     assert code == 2
-    assert "over the limit 9.00 GiB" in error
+    assert "on stage 0 (10.0 GiB of it fixed), over the limit 9.00 GiB" in error
     found = re.search(r"smallest limit that works is (\S+) GiB", error)
     assert found is not None
     assert run(capsys, *flags, "--memory_limit", f"{found[1]}GiB")[0] == 0
