@@ -35,6 +35,7 @@ __all__ = ["ChunkMemory", "MemoryModel"]
 
 _PEAKS = ("peak_f", "peak_b", "peak_w", "peak_bw")
 _MARGIN = 1e-9  # relative, for sums that were rounded
+_ROUNDING = 1e-14  # relative, of one sum
 
 
 @dataclass(frozen=True)
@@ -173,12 +174,12 @@ class ChunkMemory:
     def above_fixed(self) -> "ChunkMemory":
         """The same with what is always there taken off the limits.
 
-        The rounding that a limit tolerates stays that of the whole limit.
+        What rounding may have taken from their difference is given back.
         """
         if not any(self.fixed):
             return self
         limit = tuple(
-            max(0.0, limit - fixed) + _MARGIN * fixed
+            max(0.0, limit - fixed) + _ROUNDING * fixed
             for limit, fixed in zip(self.limit, self.fixed, strict=True)
         )
         return replace(self, limit=limit, fixed=(0.0,) * len(limit))
