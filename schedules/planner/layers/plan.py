@@ -40,9 +40,10 @@ Split = Literal["balanced", "even"] | Sequence[int] | None
 """Layers of each chunk, or how to choose them; None: balanced."""
 
 _PASSES = {"fast": 3e4, "default": 2e5, "best": math.inf}
-_LEAST_PLANS = 8
-_IN_FLIGHT = (0.25, 0.5, 0.75, 1.0)  # of what the mode holds without a limit
-_FINALISTS = {"fast": 1, "default": 3, "best": 1}
+_LEAST_PLANS = {"fast": 3, "default": 8, "best": 0}
+_IN_FLIGHT = (1.0, 0.5, 0.25, 0.75)  # of what the mode holds without a limit
+_FINALISTS = {"fast": 1, "default": 3}
+_LARGE = 5e4  # passes: one finalist is enough
 _SHARES = (0.4, 0.3)  # of the seconds of best: polish; each plan at the end
 
 
@@ -142,18 +143,26 @@ def _polished(
 ) -> list[tuple[int, ...]]:
     """Splits that deserve the effort that is wanted, best first."""
     budget = Budget(
-        max(_PASSES[kind], _LEAST_PLANS * trials.price),
+        max(_PASSES[kind], _LEAST_PLANS[kind] * trials.price),
         seconds if kind != "best" else seconds * _SHARES[0],
     )
     splits, target = _starts(trials, even)
-    starts = [one for own in splits if (one := trials.of(own)) is not None]
+    starts: list[Trial] = []
+    for split in splits:
+        if starts and not budget.is_left:
+            break
+        budget.spend(trials.price)
+        trial = trials.of(split)
+        starts += [] if trial is None else [trial]
     if not starts:
         return splits
     best = polish(trials, reduce(better, starts), budget, target=target)
     if kind == "best":
         best = perturb_and_polish(trials, best, budget, target=target)
+        return list(dict.fromkeys([best.split, even]))
     ranked = sorted(trials.fast(), key=lambda one: (one.step, one.barrier_step))
-    few = [one.split for one in ranked[: _FINALISTS[kind]]]
+    n_last = 1 if trials.price > _LARGE else _FINALISTS[kind]
+    few = [one.split for one in ranked[:n_last]]
     return list(dict.fromkeys([best.split, *few, splits[0], even]))
 
 
@@ -167,17 +176,17 @@ def _starts(
     layers, placement, m = trials.layers, trials.placement, trials.n_microbatches
     first = balance(layers, placement, m, recompute=trials.recompute)
     splits = [first.split]
-    if layers.limit is not None:
+    if layers.limit is not None and layers.n_layers > placement.n_chunks:
+        most = trials.in_flight(even)
         for share in _IN_FLIGHT:
-            room = [1 + share * (n - 1) for n in trials.in_flight(even)]
             try:
                 found = balance(
                     *(layers, placement, m),
                     recompute=trials.recompute,
-                    in_flight=room,
+                    in_flight=[1 + share * (n - 1) for n in most],
                 )
             except LimitError:
-                break
+                continue
             splits.append(found.split)
     target = first.load if first.is_proved else trials.loads.least
     return list(dict.fromkeys([*splits, even])), target
