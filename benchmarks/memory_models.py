@@ -244,8 +244,11 @@ def recurrent(n: int, width: int) -> Parts:
 BF16 = torch.bfloat16
 
 
-def _reentrant(block: nn.Module) -> nn.Module:
-    return Again(block, reentrant=True)
+def _reentrant(n: int, width: int, samples: int, seq: int) -> Parts:
+    """A reentrant checkpoint needs an input that requires a gradient."""
+    layers, batch, loss = blocks(n, width, samples, seq)
+    again = [Again(block, reentrant=True) for block in layers]
+    return [nn.Linear(width, width), *again], batch, loss
 
 
 CONFIGURATIONS = {
@@ -272,7 +275,7 @@ CONFIGURATIONS = {
     ),
     "checkpoint": Configuration(lambda: blocks(4, 512, 2, 256, Again)),
     "checkpoint, bf16": Configuration(lambda: blocks(4, 512, 2, 256, Again), BF16),
-    "checkpoint, reentrant": Configuration(lambda: blocks(4, 512, 2, 256, _reentrant)),
+    "checkpoint, reentrant": Configuration(lambda: _reentrant(4, 512, 2, 256)),
     "head and loss": Configuration(lambda: language(4, 256, 2, 256, 8192)),
     "head and loss, bf16": Configuration(lambda: language(4, 256, 2, 256, 8192), BF16),
     "tied ends": Configuration(lambda: language(3, 256, 2, 256, 4096, tied=True)),

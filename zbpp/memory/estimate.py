@@ -190,7 +190,7 @@ def stage_costs(
             fixed[chunk] = n_fixed / len(own)
             peak_o[chunk] = max(held.step, held.norm) / len(own)
     again = memory.recomputed()
-    m_r = [sum(max(0, again.layers[i].f.left) for i in own) for own in ranges]
+    m_r = [sum(again.layers[i].m_b for i in own) for own in ranges]
     return MemoryModel(
         m_b=tuple(float(c.m_b) for c in chunks),
         m_w=tuple(float(c.m_w) for c in chunks),

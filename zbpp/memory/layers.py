@@ -98,8 +98,8 @@ def costs_of_layers(
 ) -> LayerCosts:
     """`layer_memory` of a model that is traced already."""
     whole, again = memory.whole.layers, memory.recomputed().layers
-    m_b = [max(0, layer.f.left) for layer in whole]
-    m_w = [max(0, layer.f.left + layer.b.left) for layer in whole]
+    m_b = [layer.m_b for layer in whole]
+    m_w = [max(0, layer.m_b + layer.b.left) for layer in whole]
     fixed, peak_o = [], []
     seen: set[Any] = set()
     for i in range(memory.n_layers):
@@ -123,7 +123,7 @@ def costs_of_layers(
         peak_b=_floats([max(0, layer.b.peak) for layer in whole]),
         peak_w=_floats([max(0, layer.w.peak) for layer in whole]),
         peak_o=_floats(peak_o),
-        m_r=_floats([max(0, layer.f.left) for layer in again]),
+        m_r=_floats([layer.m_b for layer in again]),
         peak_r=_floats([max(0, layer.f.peak) for layer in again]),
         message=_floats([memory.message(i) for i in range(1, memory.n_layers)])
         if memory.n_layers > 1

@@ -17,6 +17,7 @@ from zbpp.memory.fake import FakeModel
 from zbpp.memory.optimizer import OptimizerMemory, optimizer_memory
 from zbpp.memory.passes import ChunkPasses
 from zbpp.memory.recorder import Spec
+from zbpp.memory.scratch import KernelScratch
 from zbpp.memory.trace import (
     Ends,
     Traced,
@@ -46,6 +47,8 @@ class ModelMemory:
         self.fake = fake
         self.options = options
         self.granularity = granularity_of(options.device)
+        on_cpu = options.device.type == "cpu"
+        self._scratch = KernelScratch() if on_cpu else None
         self._classes = classes_of(fake.layers)
         self._chunks: dict[Any, Traced] = {}
         self._optimizers: dict[Any, OptimizerMemory] = {}
@@ -149,10 +152,21 @@ class ModelMemory:
         return Ends(None, sent, targets, is_last)
 
     def _run(self, layers: Sequence[nn.Module], ends: Ends, recomputed: bool) -> Traced:
-        try:
+        def trace() -> Traced:
             return trace_chunk(
-                self.fake.mode, layers, ends, self.options, recomputed=recomputed
+                self.fake.mode,
+                layers,
+                ends,
+                self.options,
+                recomputed=recomputed,
+                scratch=self._scratch,
             )
+
+        try:
+            traced = trace()
+            if self._scratch is not None and self._scratch.probe():
+                traced = trace()
+            return traced
         except (
             DataDependentOutputException,
             DynamicOutputShapeException,

@@ -13,7 +13,8 @@ class LayerPasses:
     """Spans of a layer in its place among others.
 
     The first micro-batch makes gradients, and whatever a layer keeps from its first
-    call on; the others find both there.
+    call on; the others find both there. ``lent`` is the part of what F leaves that its
+    chunk's end frees: casts of weights, which autocast keeps until then.
     """
 
     first_f: Span
@@ -22,6 +23,12 @@ class LayerPasses:
     f: Span
     b: Span
     w: Span
+    lent: int = 0
+
+    @property
+    def m_b(self) -> int:
+        """What the layer's F leaves for its B."""
+        return max(0, self.f.left - self.lent)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class ChunkPasses:
     @property
     def m_b(self) -> int:
         """What F leaves."""
-        return sum(layer.f.left for layer in self.layers)
+        return sum(layer.f.left - layer.lent for layer in self.layers)
 
     @property
     def m_w(self) -> int:

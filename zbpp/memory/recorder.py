@@ -9,6 +9,7 @@ it, whether layer 0 keeps it too or not. So the layers of a chunk add up.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Recorder:
 
     def __init__(self, tracker: StorageTracker, n_layers: int) -> None:
         self.tracker = tracker
-        self._n_layers = n_layers
+        self.n_layers = n_layers
         self._kind = ""
         self._base = 0
         self._place = 0
@@ -48,8 +49,10 @@ class Recorder:
         """
         self._kind = kind
         self._base = self.tracker.restart() - on_the_way
-        self._place = 0 if kind == "F" else self._n_layers - 1
+        self._place = 0 if kind == "F" else self.n_layers - 1
+        self.tracker.owner = self._place
         self._spans = {}
+        self._has_tail = False
 
     def end(self, most: int) -> list[Span]:
         """The pass is over, and what it gives away is let go; return its spans.
@@ -57,16 +60,35 @@ class Recorder:
         Args:
             most: the tracker's, from before it was let go.
         """
-        self._close(self.tracker.held, most)
-        self._kind = ""
-        return [self._spans.get(i, Span(0, 0)) for i in range(self._n_layers)]
+        lent = sum(self.lent())
+        self._close(self.tracker.held + lent, most)
+        self._kind, self.tracker.owner = "", None
+        return [self._spans.get(i, Span(0, 0)) for i in range(self.n_layers)]
 
-    def mark(self, place: int, on_the_way: list[Tensor]) -> None:
+    def mark(self, place: int, on_the_way: int) -> None:
         """Another layer begins; bytes that lie between the two are the next one's."""
-        held = self.tracker.held - self.tracker.counted(on_the_way)
+        held = self.tracker.held - on_the_way
         self._close(held, self.tracker.most)
         self.tracker.restart()
         self._base, self._place = held, place
+        self.tracker.owner = place
+
+    def tail(self) -> None:
+        """F has run its layers, and its loss."""
+        if self._kind == "F":
+            self._has_tail = True
+            self.tracker.freed.clear()
+
+    def lent(self) -> list[int]:
+        """By layer, what F has made there and frees in its end.
+
+        Autocast keeps its casts of weights so long. The last layer's are not told
+        apart from its other temporaries.
+        """
+        if not self._has_tail:
+            return [0] * self.n_layers
+        freed = self.tracker.freed
+        return [*(freed[i] for i in range(self.n_layers - 1)), 0]
 
     def _close(self, held: int, most: int) -> None:
         self._spans[self._place] = Span(held - self._base, most - self._base)
@@ -76,26 +98,37 @@ class Recorder:
         tensors = tensors_in(value)
         if self._kind == "F":
             if place > 0:
-                self.mark(place, tensors)
+                self.mark(place, self.tracker.counted(tensors))
             self.specs.setdefault(place, map_tensors(value, _spec_of))  # type: ignore[arg-type]
         asked = [x for x in tensors if x.requires_grad]
         if not asked:
             return value
-        passed = iter(_Mark.apply(self._leaves, place, *asked))  # type: ignore[no-untyped-call]
-        return map_tensors(value, lambda x: next(passed) if x.requires_grad else x)
+        arrived = _Arrived(len(asked))
 
-    def _leaves(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """B leaves a layer: mark it, and let W mark it as well."""
+        def leave(gradient: Tensor | None) -> None:
+            self._leave(place, arrived, gradient)
+
+        return map_tensors(
+            value,
+            lambda x: _Mark.apply(leave, x) if x.requires_grad else x,  # type: ignore[no-untyped-call]
+        )
+
+    def _leave(self, place: int, arrived: "_Arrived", dx: Tensor | None) -> None:
+        """B leaves a layer with its last gradient: mark it, and let W mark it too."""
         if self._kind != "B" or place == 0:
             return
-        self.mark(place - 1, [g for g in gradients if g is not None])
+        arrived.n_left -= 1
+        arrived.n_bytes += 0 if dx is None else self.tracker.counted([dx])
+        if arrived.n_left:
+            return
+        self.mark(place - 1, arrived.n_bytes)
         queue = current_queue()
         if queue is not None:
             queue.defer((), lambda: self._leave_w(place))
 
     def _leave_w(self, place: int) -> tuple[Tensor | None, ...]:
         if self._kind == "W":
-            self.mark(place - 1, [])
+            self.mark(place - 1, 0)
         return ()
 
 
@@ -112,28 +145,41 @@ class WatchedLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self._place = place
+        self._is_last = place == recorder.n_layers - 1
         self._recorder = recorder
         self._run = run
 
     def forward(self, value: Any) -> Any:
         """Mark, then run the layer."""
         value = self._recorder.enter(self._place, value)
-        return self.layer(value) if self._run is None else self._run(self.layer, value)
+        run = self._run
+        value = self.layer(value) if run is None else run(self.layer, value)
+        if self._is_last:
+            self._recorder.tail()
+        return value
+
+
+@dataclass
+class _Arrived:
+    """Gradients of a layer's inputs: those still to come, and bytes of the others."""
+
+    n_left: int
+    n_bytes: int = 0
 
 
 class _Mark(torch.autograd.Function):
-    """The same data; B calls ``note(place, gradients)``."""
+    """The same data; B calls ``note(gradient)``."""
 
     @staticmethod
-    def forward(ctx: Any, note: Any, place: int, *tensors: Tensor) -> Any:
-        ctx.note, ctx.place = note, place
+    def forward(ctx: Any, note: Any, x: Tensor) -> Any:
+        ctx.note = note
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in tensors)
+        return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.note(ctx.place, gradients)
-        return None, None, *gradients
+    def backward(ctx: Any, dx: Tensor | None) -> Any:
+        ctx.note(dx)
+        return None, dx
 
 
 class Spec:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zbpp.memory.passes import ChunkPasses, LayerPasses, Messages
 from zbpp.memory.recorder import Recorder, WatchedLayer
+from zbpp.memory.scratch import KernelScratch
 from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.microbatches import Tensors, as_tensors
@@ -72,6 +73,7 @@ def trace_chunk(
     options: TraceOptions,
     *,
     recomputed: bool = False,
+    scratch: KernelScratch | None = None,
 ) -> "Traced":
     """Trace F, B and W of one chunk on two micro-batches.
 
@@ -81,8 +83,12 @@ def trace_chunk(
         ends: its inputs.
         options: of the stage.
         recomputed: run every layer inside a non-reentrant checkpoint.
+        scratch: knows what kernels need inside.
     """
-    tracker = StorageTracker(granularity=granularity_of(options.device))
+    tracker = StorageTracker(
+        granularity=granularity_of(options.device),
+        scratch=None if scratch is None else scratch.of,
+    )
     recorder = Recorder(tracker, len(layers))
     run = _checkpointed if recomputed else None
     watched = [WatchedLayer(x, i, recorder, run) for i, x in enumerate(layers)]
@@ -95,7 +101,7 @@ def trace_chunk(
         stage = Stage(
             [Chunk(index, 0, tuple(watched))],
             n_chunks=n_chunks,
-            loss_fn=options.loss_fn or _no_loss,
+            loss_fn=_watched_loss(options.loss_fn or _no_loss, recorder),
             device=options.device,
             autocast=options.autocast,
             seed=options.seed,
@@ -108,12 +114,12 @@ def trace_chunk(
             n_microbatches=2,
         )
         passes = [_Microbatch(stage, index, recorder, ends).run(i) for i in (0, 1)]
-    (first, _), (steady, messages) = passes
+    (first, _, _), (steady, lent, messages) = passes
     learning = {p: None for layer in layers for p in layer.parameters()}
     gradients = {p: tracker.bytes_of([p.grad]) for p in learning if p.grad is not None}
     for parameter in learning:
         parameter.grad = None
-    per_layer = zip(*first, *steady, strict=True)
+    per_layer = zip(*first, *steady, lent, strict=True)
     chunk = ChunkPasses(tuple(LayerPasses(*spans) for spans in per_layer), messages)
     return Traced(chunk, recorder.specs, gradients)
 
@@ -152,8 +158,8 @@ class _Microbatch:
         self._recorder = recorder
         self._sent, self._is_last = ends.sent, ends.is_last
 
-    def run(self, microbatch: int) -> tuple[list[list[Span]], Messages]:
-        """F, B and W; their spans by layer, and the messages."""
+    def run(self, microbatch: int) -> tuple[list[list[Span]], list[int], Messages]:
+        """F, B and W; their spans by layer, what F lends them, and the messages."""
         tracker, recorder = self._recorder.tracker, self._recorder
         stage, chunk = self._stage, self._chunk
         with tracker:
@@ -165,6 +171,7 @@ class _Microbatch:
             sent = [(t.shape, t.dtype, t.device) for t in y if t.requires_grad]
             n_y = tracker.counted(y)
             del x, y
+            lent = recorder.lent()
             f = recorder.end(most)
             y_alone = full - tracker.held
 
@@ -187,7 +194,7 @@ class _Microbatch:
         if self._is_last:
             n_y = y_alone = 0
         messages = Messages(n_x, n_y, y_alone, n_dy, n_dx, dx_alone, dy_alone)
-        return [f, b, w], messages
+        return [f, b, w], lent, messages
 
 
 def _received(sent: Any) -> Tensors:
@@ -213,6 +220,15 @@ def tensors_of(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 def _checkpointed(layer: nn.Module, value: Any) -> Any:
     return checkpoint(layer, value, use_reentrant=False)
+
+
+def _watched_loss(loss_fn: LossFn, recorder: Recorder) -> LossFn:
+    def loss(*args: Any) -> Tensor:
+        value = loss_fn(*args)
+        recorder.tail()
+        return value
+
+    return loss
 
 
 def _no_loss(*_: object) -> Tensor:

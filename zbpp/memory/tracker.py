@@ -6,7 +6,8 @@ inside a kernel are not seen.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +32,25 @@ class StorageTracker(TorchDispatchMode):
 
     Args:
         granularity: every storage takes a multiple of so many bytes; 512 on GPUs.
+        scratch: ``scratch(func, args, kwargs, result)`` tells what a kernel needs.
     """
 
-    def __init__(self, *, granularity: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        granularity: int = 1,
+        scratch: Callable[[Any, Any, Any, Any], int] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._scratch = scratch
         self.held = 0
         self._most = 0
         self._granularity = granularity
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.owner: object = None
+        """Whose storages are made now; see `freed`."""
+        self.freed: Counter[object] = Counter()
+        """Bytes that were freed since `restart`, by owner."""
 
     def __torch_dispatch__(
         self,
@@ -61,6 +73,9 @@ class StorageTracker(TorchDispatchMode):
             for item in result:
                 if isinstance(item, Tensor):
                     self._note(item)
+        if self._scratch is not None:
+            extra = self._scratch(func, args, kwargs or {}, result)
+            self._most = max(self._most, self.held + extra)
         return result
 
     def ignore(self, tensors: Iterable[Tensor]) -> int:
@@ -87,8 +102,9 @@ class StorageTracker(TorchDispatchMode):
         return sum(self._known[key][1] for key in found if key in self._known)
 
     def restart(self) -> int:
-        """Begin a span: `most` starts again; return `held`."""
+        """Begin a span: `most` and `freed` start again; return `held`."""
         self._most = self.held
+        self.freed.clear()
         return self.held
 
     @property
@@ -112,11 +128,12 @@ class StorageTracker(TorchDispatchMode):
 
     def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         key = storage._cdata
-        known = self._known
+        known, owner = self._known, self.owner
 
         def gone(_: object) -> None:
             del known[key]
             self.held -= n_bytes
+            self.freed[owner] += n_bytes
 
         known[key] = weakref.ref(storage, gone), n_bytes
 
