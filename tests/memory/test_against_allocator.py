@@ -1,0 +1,140 @@
+"""Estimates against the allocator's own events, and what makes them wrong."""
+
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from zbpp.memory import tracker
+from zbpp.memory.layers import model_memory
+from zbpp.memory.passes import ChunkPasses
+from zbpp.runtime.backward import graph
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from memory_events import Piece, inputs_of, measure_passes
+
+Parts = tuple[list[nn.Module], tuple[Any, Any], Callable[..., Tensor]]
+
+WIDTH = 128
+
+
+class Block(nn.Module):
+    """Norm, a product whose input is a view, an activation, and a residual."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.LayerNorm(WIDTH),
+            nn.Unflatten(-1, (2, WIDTH // 2)),
+            nn.Linear(WIDTH // 2, WIDTH),
+            nn.GELU(),
+            nn.Linear(WIDTH, WIDTH // 2),
+            nn.Flatten(-2),
+        )
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again:
+            y: Tensor = checkpoint(self.body, x, use_reentrant=False)
+            return x + y
+        return x + self.body(x)
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, targets)
+
+
+def language(*, again: bool = False) -> Parts:
+    tokens = torch.randint(0, 512, (512,))
+    ends = nn.Embedding(512, WIDTH), nn.Linear(WIDTH, 512)
+    layers = [ends[0], *(Block(again=again) for _ in range(4)), ends[1]]
+    return layers, (tokens, tokens), loss
+
+
+def worst(
+    parts: Parts, own: range, autocast: torch.dtype | None = None
+) -> tuple[float, ChunkPasses]:
+    """Largest error of left and peak, as a share of what the chunk holds then."""
+    layers, batch, loss_fn = parts
+    chunk = model_memory(layers, batch, loss_fn, autocast=autocast).chunk(own)
+    inputs = inputs_of(layers, batch[0], autocast)
+    is_last = own.stop == len(layers)
+    targets = batch[1] if is_last else None
+    mine = layers[own.start : own.stop]
+    piece = Piece(mine, inputs[own.start], targets, own.start == 0, is_last)
+    real = measure_passes(piece, loss_fn, autocast)
+    m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.made_in_b + chunk.made_in_w
+    rows = [
+        (real["F2"], (m_b, chunk.peak_f), made),
+        (real["B2"], (m_w - m_b, chunk.peak_b), made + m_b),
+        (real["W2"], (-m_w, chunk.peak_w), made + m_w),
+        (real["BW3"], (-m_b, chunk.peak_bw), made + m_b),
+    ]
+    errors = [
+        abs(a - b) / (held + b)
+        for measured, estimated, held in rows
+        for a, b in zip(estimated, measured, strict=True)
+    ]
+    return max(errors), chunk
+
+
+@pytest.mark.parametrize("own", [range(6), range(1, 3), range(3, 6)])
+def test_passes_take_what_the_allocator_says(own: range) -> None:
+    assert worst(language(), own)[0] < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("own", [range(6), range(2), range(2, 4), range(4, 6)])
+def test_passes_of_all_kinds_do(
+    own: range, again: bool, autocast: torch.dtype | None
+) -> None:
+    assert worst(language(again=again), own, autocast)[0] < 0.02
+
+
+def test_fakes_that_are_not_admitted_split_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graph, "is_fake", lambda tensor: False)
+    error, chunk = worst(language(), range(1, 3))
+    assert error > 0.1 and chunk.made_in_w == 0
+
+
+def test_a_saved_tensor_that_is_forgotten_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    note = tracker.StorageTracker._note
+
+    def forget(self: Any, tensor: Tensor, least: int = 0) -> None:
+        if tensor.dim() != 3 or tensor.shape[-1] != WIDTH:  # what GELU has saved
+            note(self, tensor, least)
+
+    monkeypatch.setattr(tracker.StorageTracker, "_note", forget)
+    assert worst(language(), range(1, 3))[0] > 0.1
+
+
+def test_an_alias_that_is_counted_twice_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = tracker.StorageTracker._note
+
+    def twice(self: Any, tensor: Tensor, least: int = 0) -> None:
+        n_known = len(self._known)
+        note(self, tensor, least)
+        if len(self._known) == n_known:  # a view of what is known
+            n_bytes = tensor.numel() * tensor.element_size()
+            self.held += n_bytes
+            weakref.finalize(tensor, drop, self, n_bytes)
+
+    def drop(counter: Any, n_bytes: int) -> None:
+        counter.held -= n_bytes
+
+    monkeypatch.setattr(tracker.StorageTracker, "_note", twice)
+    assert worst(language(), range(1, 3))[0] > 0.1
