@@ -111,8 +111,6 @@ def choose_split(
     layers = _checked(layers, n_layers, memory)
     p, line = count_stages(n_stages, n_ranks) or n_ranks, ""
     if is_auto(schedule) and n_microbatches is not None:
-        if recompute is None and None not in (layers.m_r, layers.limit):
-            recompute = "auto"
         choice = choose(
             layers,
             n_stages=p,

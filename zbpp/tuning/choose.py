@@ -17,6 +17,7 @@ __all__ = ["Choice", "LayerRequest", "Other", "choose"]
 _MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
 _WAVES = ("ZBV", "VHalf", "VMin")
 _FAR = 0.05  # of a step: splits are not worth as much as that
+_SMALL = 128  # stages times micro-batches: larger ones take minutes to search
 _LITTLE = 0.02  # of a step: less than this is no help
 
 
@@ -108,14 +109,17 @@ def choose(layers: LayerCosts, **request: Unpack[LayerRequest]) -> Choice:
 
     Args:
         layers: times in ms, memories, and the limit of a stage.
-        request: as for `zbpp.layer_plans.plan_layers`; effort is fast if left out. A
-            list as split is for one placement: modes of others are left out.
+        request: as for `zbpp.layer_plans.plan_layers`, but that effort is fast and
+            recompute is auto, where there is a limit and a choice, if left out. A list
+            as split is for one placement: modes of others are left out.
 
     Raises:
         LimitError: nothing fits the limit; it names the smallest that works.
         RequestError: the layers cannot be split so.
     """
     request.setdefault("effort", "fast")
+    if request.get("recompute") is None and None not in (layers.limit, layers.m_r):
+        request["recompute"] = "auto"
     best = plan_layers("auto", layers, **request)
     mode = _name(best)
     others: list[Other] = []
@@ -135,7 +139,9 @@ def _other(
     try:
         if request.get("split") in (None, "balanced"):
             quick = _quick_plan(mode, layers, best, request)
-            if quick is not None and quick.step > best.step * (1 + _FAR):
+            is_large = request["n_stages"] * request["n_microbatches"] > _SMALL
+            far = best.step * (1 + (0 if is_large else _FAR))
+            if quick is not None and quick.step > far:
                 return Other(mode, quick)
         return Other(mode, plan_layers(mode, layers, **request))
     except RequestError as error:
@@ -159,8 +165,8 @@ def _quick_plan(
         for split in dict.fromkeys(splits):
             asked = request.copy()
             asked["split"], asked["effort"] = split, "fast"
-            if asked.get("recompute") == "auto":
-                asked["recompute"] = best.recompute
+            if asked.get("recompute") == "auto" and p * m > _SMALL:
+                asked["recompute"] = best.recompute if split == best.split else "none"
             found.append(plan_layers(mode, layers, **asked))
     except LimitError:
         pass
