@@ -7,7 +7,7 @@ import pytest
 from zbpp.core import LayerCosts, Placement, RequestError, peaks, write_schedule
 from zbpp.layer_plans import plan_layers
 from zbpp.modes import plan
-from zbpp.schedules import even_split
+from zbpp.schedules import balance, even_split
 
 TIMES = (0.5, *(1.0,) * 14, 3.0)
 LAYERS = LayerCosts(n_layers=16, f=TIMES, b=TIMES, w=TIMES)
@@ -120,3 +120,17 @@ def test_layers_planned_evenly_are_what_a_mode_plans() -> None:
     direct = plan("ZBV", n_stages=2, n_microbatches=4, costs=costs, memory=memory)
     assert found.even_step == found.step
     assert found.schedule.orders == direct.orders
+
+
+def test_layers_move_where_the_planner_says_though_the_load_is_the_same() -> None:
+    """The control is the balanced split itself: same largest load, longer plan."""
+    placement, m = Placement.single(8), 24
+    f, b, w = (
+        tuple(t * h for h in (*(1.0,) * 31, 3.4)) for t in (2.602, 2.551, 1.92575)
+    )
+    layers = LayerCosts(32, f, b, w, comm=0.408, m_w=0.432432, limit=32.0)
+    split = balance(layers, placement, m).split
+    sizes = {"n_stages": 8, "n_microbatches": m, "effort": "fast"}
+    balanced = plan_layers("ZB", layers, split=split, **sizes)
+    joint = plan_layers("ZB", layers, **sizes)
+    assert joint.split != split and joint.step < 0.995 * balanced.step
