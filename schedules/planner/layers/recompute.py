@@ -31,7 +31,7 @@ __all__ = ["Recomputing", "plan_recompute"]
 _PASSES = {"fast": 6e4, "default": 4e5, "best": math.inf}
 _LEAST_PLANS, _MOST_PLANS = 10, 200
 _FINALISTS = {"fast": 1, "default": 3, "best": 3}
-_N_LAST, _LAST_SHARE = 2, 0.5  # of best: plans at the end, their share of the time
+_N_LAST, _LAST_SHARE = 2, 0.75  # of best: plans at the end, their share of the time
 
 
 Recomputing = Literal["auto", "all", "none"] | Collection[int]
