@@ -1,0 +1,209 @@
+"""The mode auto beside every fixed mode: is it ever behind the best of them?
+
+    python benchmarks/auto.py emulated --stages 4    # unequal layers that sleep
+    python benchmarks/auto.py real                   # 2 stages that compute
+
+Emulated, auto and the fixed modes are planned for the same costs per layer under the
+same memory limit, each with its own best split, and run in turns. Real, auto is given
+an example and measures its layers first; the fixed modes are run as they are, with the
+default split. `judge.py`, which shares no code with zbpp, replays the plans.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from judge import judge
+from rich.console import Console
+from rich.table import Table
+
+from zbpp.core import (
+    LayerCosts,
+    RequestError,
+    schedule_text,
+    write_costs,
+    write_layers,
+    write_schedule,
+)
+from zbpp.layer_plans import plan_layers
+from zbpp.pipeline import Pipeline
+from zbpp.training.launch import launch
+from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
+from zbpp.training.splits import split_layers
+from zbpp.tuning.choose import choose
+
+FIXED = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
+Runs = dict[str, list[float]]
+"""Milliseconds of a step by mode, run by run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated:
+    """Layers that sleep; memory of p micro-batches of a stage's layers."""
+
+    stages: int = 4
+    layer_ms: float = 8.0
+    runs: int = 3
+    steps: int = 6
+
+    def run(self) -> None:
+        """Plan, judge, run in turns, print."""
+        p, n = self.stages, 4 * self.stages + 1
+        work = [0.5, *[1.0] * (n - 2), 3.0]
+        work[n // 2] = 2.0
+        ms = tuple(self.layer_ms * one for one in work)
+        layers = LayerCosts(
+            n, f=ms, b=ms, w=tuple(0.6 * one for one in ms),
+            m_b=tuple(work), m_w=tuple(one / 2 for one in work), m_fixed=0.1,
+            comm=self.layer_ms / 10, limit=1.1 * sum(work) * 0.75,
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "layers.json"
+            write_layers(layers, path)
+            plans = self._plan(layers, Path(folder))
+            found: Runs = {mode: [] for mode in plans}
+            for _ in range(self.runs):
+                for mode, file in plans.items():
+                    found[mode].append(self._measure(path, file))
+        show(found, f"emulated, p={p}, layers of {self.layer_ms:g} ms")
+
+    def _plan(self, layers: LayerCosts, folder: Path) -> dict[str, Path]:
+        files = {}
+        size = {"n_stages": self.stages, "n_microbatches": 3 * self.stages}
+        choice = choose(layers, **size, recompute="none", effort="default")
+        print(choice.line, flush=True)
+        plans = {"auto": choice.plan}
+        for mode in FIXED:
+            try:
+                plans[mode] = plan_layers(mode, layers, **size)
+            except RequestError as error:
+                print(f"{mode}: {error}")
+        for mode, planned in plans.items():
+            files[mode] = folder / f"{mode}.json"
+            write_schedule(planned.schedule, files[mode])
+            write_costs(planned.costs, planned.memory, folder / "costs.json")
+            verdict = judge(
+                json.loads(schedule_text(planned.schedule)),
+                json.loads((folder / "costs.json").read_text()),
+            )
+            print(f"{mode}: span {verdict.span:.1f} ms, peak {max(verdict.peaks):.2f}")
+        return files
+
+    def _measure(self, layers: Path, plan: Path) -> float:
+        metrics = plan.with_suffix(".metrics")
+        words = [
+            *("train", "--emulate", layers, "--steps", self.steps),
+            *("--pipeline_schedule_mode", plan, "--metrics", metrics),
+            *("--timeout_s", 300, "--enable_optimizer_post_validation"),
+        ]
+        command = [sys.executable, "-m", "zbpp", *map(str, words)]
+        subprocess.run(command, check=True, capture_output=True)
+        return float(json.loads(metrics.read_text())["step_ms"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Real:
+    """Two processes that train a small Llama; its head is as heavy as some blocks."""
+
+    dim: int = 256
+    n_blocks: int = 8
+    samples: int = 2
+    seq: int = 256
+    microbatches: int = 8
+    runs: int = 3
+    steps: int = 12
+
+    def run(self) -> None:
+        """Run in turns, print."""
+        modes = ("auto", *FIXED)
+        found: Runs = {mode: [] for mode in modes}
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(self.runs):
+                for mode in modes:
+                    file = Path(folder) / "found.json"
+                    launch(compute, (self, mode, str(file)), 2, device="cpu")
+                    last = json.loads(file.read_text())
+                    found[mode].append(last["step_ms"])
+                    print(mode, {k: v for k, v in last.items() if v}, flush=True)
+        show(found, f"real compute, p=2: {self}, load {os.getloadavg()[0]:.1f}")
+
+
+def compute(options: Real, mode: str, file: str) -> None:
+    """One process's share of one run."""
+    torch.set_num_threads(1)
+    size = options.n_blocks, options.dim, options.seq
+    model = LlamaConfig(n_blocks=size[0], dim=size[1], seq=size[2], hidden=3 * size[1])
+    m = options.microbatches
+    tokens = torch.randint(256, (m * options.samples, options.seq + 1))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    build: Callable[..., Pipeline] = partial(
+        *(Pipeline, partial(build_layers, model)),
+        n_layers=model.n_layers,
+        loss_fn=cross_entropy,
+        optimizer=lambda ps: torch.optim.AdamW(ps, fused=True),
+        clip_grad_norm=1.0,
+        schedule=mode,
+        n_microbatches=m,
+        device="cpu",
+    )
+    if mode == "auto":
+        pipeline = build(example=batch, memory="4GiB")
+    else:
+        n_chunks = 4 if mode.startswith(("ZBV", "V")) else 2
+        pipeline = build(split=split_layers(model, n_chunks))
+    for _ in range(8):  # the watcher of auto has looked by then
+        pipeline.step(*batch)
+    pipeline.synchronize()
+    pipeline.gather(None)
+    start = time.perf_counter()
+    for _ in range(options.steps):
+        pipeline.step(*batch)
+    pipeline.synchronize()
+    pipeline.gather(None)
+    step_ms = 1e3 * (time.perf_counter() - start) / options.steps
+    if pipeline.rank == 0:
+        said = {"step_ms": step_ms, "chosen": pipeline.chosen.line}
+        Path(file).write_text(json.dumps(said))
+    pipeline.close()
+
+
+def show(found: Runs, title: str) -> None:
+    """Print medians, and each mode's ratio to the best fixed one of the same run."""
+    table = Table(title=title)
+    for column in ("mode", "ms", "over the best fixed mode"):
+        table.add_column(column, justify="right")
+    fixed = {mode: runs for mode, runs in found.items() if mode != "auto"}
+    middle = {mode: statistics.median(runs) for mode, runs in found.items()}
+    best = min(fixed, key=middle.__getitem__)
+    for mode, runs in found.items():
+        ratios = [a / b for a, b in zip(runs, found[best], strict=True)]
+        table.add_row(
+            mode,
+            f"{middle[mode]:.1f}",
+            f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})",
+        )
+    Console(width=110).print(table)
+
+
+def main() -> None:
+    """Run one of the two."""
+    tyro.cli(
+        Annotated[Emulated, tyro.conf.subcommand("emulated")]
+        | Annotated[Real, tyro.conf.subcommand("real")],  # type: ignore[arg-type]
+        use_underscores=True,
+    ).run()
+
+
+if __name__ == "__main__":
+    main()
