@@ -50,6 +50,8 @@ class Emulated:
     job_ms: float = 20.0
     """Mean time of a pass; those of the chunks differ by up to 30 %."""
     runs: int = 3
+    repeats: int = 1
+    """Profiles and plans in one run; medians of them count."""
     steps: int = 6
     rounds: int = 8
     post_validation: bool = False
@@ -62,11 +64,13 @@ class Real:
 
     stages: int = 2
     width: int = 512
-    samples: int = 256
+    samples: int = 128
     """In a micro-batch."""
     layers: int = 8
     runs: int = 3
-    steps: int = 12
+    repeats: int = 5
+    """Profiles and plans in one run; medians of them count."""
+    steps: int = 8
     rounds: int = 10
     post_validation: bool = False
     modes: tuple[str, ...] = MODES
@@ -136,14 +140,28 @@ def prepare(options: Emulated | Real, mode: str) -> tuple[Pipeline, Tensor]:
 def work(options: Emulated | Real, mode: str, file: str) -> None:
     """One process's share of one run."""
     pipeline, batch = prepare(options, mode)
+    turns = [_turn(options, mode, pipeline, batch) for _ in range(options.repeats)]
+    found = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+    if pipeline.rank == 0:
+        Path(file).write_text(json.dumps(found))
+    pipeline.close()
+
+
+def _turn(
+    options: Emulated | Real, mode: str, pipeline: Pipeline, batch: Tensor
+) -> dict[str, float]:
+    """Profile, plan, switch to the plan, and run."""
     profile = pipeline.profile(batch, batch, rounds=options.rounds)
     costs, _ = profile.costs()
     text = None
     if pipeline.rank == 0:
         planned = plan(
-            mode, n_stages=options.stages, n_microbatches=pipeline.n_microbatches,
-            costs=costs, memory=MemoryModel(),
-        )  # fmt: skip
+            mode,
+            n_stages=options.stages,
+            n_microbatches=pipeline.n_microbatches,
+            costs=costs,
+            memory=MemoryModel(),
+        )
         text = schedule_text(planned)
     pipeline.switch(parse_schedule(pipeline.gather(text)[0]))
     step_ms, bubble = steps_in_a_row(pipeline, options.steps, batch)
@@ -154,14 +172,12 @@ def work(options: Emulated | Real, mode: str, file: str) -> None:
         "load": os.getloadavg()[0],
     }
     if not pipeline.schedule.runs(PassKind.BW):
-        window = pipeline.measured_costs()
+        window = pipeline.measured_costs(options.steps)
         found["window_ms"] = steady_step_time(pipeline.schedule, window)
     if isinstance(options, Emulated):
         nominal = costs_of(options, pipeline.schedule)
         found["nominal_ms"] = steady_step_time(pipeline.schedule, nominal)
-    if pipeline.rank == 0:
-        Path(file).write_text(json.dumps(found))
-    pipeline.close()
+    return found
 
 
 def main() -> None:
