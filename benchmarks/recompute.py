@@ -170,9 +170,9 @@ class Real:
     """A small Llama on two stages: losses, parameters, step and peak memory."""
 
     steps: int = 3
-    n_blocks: int = 8
-    dim: int = 256
-    seq: int = 256
+    n_blocks: int = 4
+    dim: int = 128
+    seq: int = 128
     microbatches: int = 8
 
     def run(self) -> None:
