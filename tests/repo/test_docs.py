@@ -95,14 +95,17 @@ def test_the_commands_run_with_trainings(page, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "lines"),
-    [shown for page in GUIDES for shown in shown_lines(page)],
-    ids=lambda words: words[0],
+    ("page", "words", "lines"),
+    [(page, *shown) for page in GUIDES for shown in shown_lines(page)],
+    ids=lambda part: part.name if isinstance(part, Page) else part[0],
 )
 def test_the_output_that_is_shown_is_printed(
-    words, lines, tmp_path, monkeypatch, capsys
+    page, words, lines, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
+    for block in page.blocks("json"):
+        if block.file:
+            Path(block.file).write_text(block.text, encoding="utf-8")
     main(words)
     captured = capsys.readouterr()
     assert "\n".join(lines) in (captured.out + captured.err)

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -72,7 +72,11 @@ class Plan(SizedFlags):
         proof = ""
         if self.solver is not None:
             found = certify(schedule, costs, memory, seconds=self.solver_seconds)
-            schedule, proof = found.schedule, f", {found}"
+            proved = found.schedule
+            schedule = replace(
+                proved, split=schedule.split, recompute=schedule.recompute
+            )
+            proof = f", {found}"
         schedule = self.with_checks(schedule)
         _write(self.out, schedule_text(schedule))
         if self.csv is not None:
