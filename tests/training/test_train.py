@@ -184,11 +184,13 @@ def test_a_schedule_file_is_trained_with(train, tmp_path):
 
 def test_the_log_names_the_text_the_model_and_the_results(train, capsys):
     outcome = train(stages=2, log_every=2)
-    data, model, split, *steps, val, digest = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    data, model, split, *steps, prediction, val, digest = lines
     assert data.startswith(f"data: {__file__}: 1 files, ")
     assert model.startswith("model: ") and "9 layers; ZBH1, 2 stages" in model
     assert split.startswith("backward: W computes the gradients of ")
     assert [line[:8] for line in steps] == ["step:  1", "step:  2", "step:  4"]
+    assert prediction.startswith("prediction (simulated with the costs of the last")
     assert val.startswith(f"validation loss: {outcome.val_loss:.4f}")
     assert digest == f"parameters sha256: {outcome.params_sha256}"
 
