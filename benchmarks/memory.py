@@ -1,6 +1,8 @@
 """Estimated memory against the allocator's own events, pass by pass.
 
-python benchmarks/memory.py passes
+python benchmarks/memory.py passes [names of configurations]
+python benchmarks/memory.py steps --stages 2 --microbatches 4 [names]
+python benchmarks/memory.py megatron
 """
 
 import argparse
@@ -14,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from memory_events import Piece, inputs_of, measure_passes, measure_step
 from memory_models import CONFIGURATIONS, Configuration
+from memory_steps import real_peaks
 
+from zbpp.memory.estimate import Steps, estimate_schedule, plan_mode
 from zbpp.memory.layers import model_memory
 from zbpp.memory.model import default_optimizer
 from zbpp.runtime.partition import partition_layers
@@ -87,9 +91,53 @@ def passes(names: Sequence[str]) -> None:
             print(f"| {name} | {n_chunks} |", *cells, flush=True)
 
 
+def steps(names: Sequence[str], n_stages: int, n_microbatches: int) -> None:
+    """Print the peak of every stage in real, post-validated steps of five modes."""
+    print("| configuration | mode | estimated / measured, MiB, by stage | worst |")
+    print("|---|---|---|---:|")
+    for name in names or ("head and loss", "zbpp train"):
+        one = CONFIGURATIONS[name]
+        torch.manual_seed(0)
+        layers, batch, loss_fn = one.build()
+        memory = model_memory(layers, batch, loss_fn, autocast=one.autocast)
+        for mode in ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf"):
+            schedule = plan_mode(mode, n_stages, n_microbatches, None, "default")
+            found = estimate_schedule(memory, Steps(default_optimizer), schedule)
+            real = real_peaks(name, mode, n_stages, n_microbatches)
+            pairs = [(s.peak, r) for s, r in zip(found, real, strict=True)]
+            worst = max((a / b - 1 for a, b in pairs), key=abs)
+            cells = ", ".join(f"{a / 2**20:.1f} / {b / 2**20:.1f}" for a, b in pairs)
+            print(f"| {name} | {mode} | {cells} | {worst:+.1%} |", flush=True)
+
+
+def megatron() -> None:
+    """Print what Megatron's formula gives for blocks: s b h (18 + 4 ffn / h)."""
+    print("| configuration | a block's F leaves, MiB | Megatron's formula | error |")
+    print("|---|---:|---:|---:|")
+    for name, one in CONFIGURATIONS.items():
+        if one.megatron is None:
+            continue
+        seq, samples, width, _ = one.megatron
+        layers, batch, loss_fn = one.build()
+        memory = model_memory(layers, batch, loss_fn, autocast=one.autocast)
+        own = memory.whole.layers[1].m_b
+        formula = seq * samples * width * (18 + 4 * 4)
+        print(
+            f"| {name} | {own / 2**20:.2f} | {formula / 2**20:.2f} | "
+            f"{formula / own - 1:+.0%} |"
+        )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["passes"])
+    parser.add_argument("what", choices=["passes", "steps", "megatron"])
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=4)
     arguments = parser.parse_args()
-    passes(arguments.names)
+    if arguments.what == "passes":
+        passes(arguments.names)
+    elif arguments.what == "steps":
+        steps(arguments.names, arguments.stages, arguments.microbatches)
+    else:
+        megatron()
