@@ -134,7 +134,7 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.what == "passes":
         passes(arguments.names)
     elif arguments.what == "steps":

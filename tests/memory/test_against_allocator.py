@@ -86,15 +86,14 @@ def worst(
     return max(errors), chunk
 
 
-@pytest.mark.parametrize("own", [range(6), range(1, 3), range(3, 6)])
-def test_passes_take_what_the_allocator_says(own: range) -> None:
-    assert worst(language(), own)[0] < 0.02
+def test_passes_take_what_the_allocator_says() -> None:
+    assert worst(language(), range(1, 3))[0] < 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("own", [range(6), range(2), range(2, 4), range(4, 6)])
+@pytest.mark.parametrize("own", [range(6), range(2), range(3, 6)])
 def test_passes_of_all_kinds_do(
     own: range, again: bool, autocast: torch.dtype | None
 ) -> None:

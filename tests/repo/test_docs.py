@@ -53,7 +53,7 @@ def restored_threads() -> Iterator[None]:
 def test_all_pages_are_there():
     names = {Path(page.name).stem for page in DOCS}
     assert names == {
-        *("modes", "planning", "profiling", "simulating", "post_validation"),
+        *("modes", "planning", "profiling", "simulating", "post_validation", "memory"),
         *("split_backward", "your_script", "limits", "formats"),
     }
     for page in DOCS:

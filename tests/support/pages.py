@@ -183,6 +183,7 @@ def unknown_flags(page: Page) -> list[str]:
         cli.Compare,
         cli.Doctor,
         cli.ProfileCommand,
+        cli.EstimateCommand,
     )
     known = {
         field.name for kind in (*kinds, cli.TrainCommand) for field in fields(kind)
