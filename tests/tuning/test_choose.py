@@ -1,5 +1,7 @@
 """The best plan for the layers of a model, and one line that says why."""
 
+from itertools import pairwise
+
 import pytest
 
 import zbpp.tuning.choose as choose_module
@@ -37,7 +39,7 @@ def test_no_mode_is_better_than_what_is_chosen(limit) -> None:
         other = plan_layers(
             mode, costs, n_stages=4, n_microbatches=8, effort="fast"
         )  # without a limit each mode has its own
-        assert not other.is_better_than(found.plan) or mode in found.mode
+        assert other.step >= found.plan.step * 0.99 or mode in found.mode
 
 
 def test_without_the_other_modes_a_better_one_is_missed(monkeypatch) -> None:
@@ -45,6 +47,21 @@ def test_without_the_other_modes_a_better_one_is_missed(monkeypatch) -> None:
     worst = plan_layers("VMin", layers(), n_stages=4, n_microbatches=8, effort="fast")
     monkeypatch.setattr(choose_module, "plan_layers", lambda mode, *_, **__: worst)
     assert best.plan.is_better_than(pick(layers()).plan)
+
+
+def messages(choice: Choice) -> int:
+    stages = choice.plan.schedule.placement.stage_of
+    return sum(a != b for a, b in pairwise(stages))
+
+
+def test_among_plans_that_are_as_good_as_equal_few_messages_win(monkeypatch) -> None:
+    costs = layers(w=0.0)  # nothing to fill a bubble with, and next to none
+    chosen = pick(costs, 2, 100)
+    assert messages(chosen) == 1 and "with more messages" in chosen.line
+    monkeypatch.setattr(choose_module, "_TRUST", 0.0)
+    trusting = pick(costs, 2, 100)
+    assert messages(trusting) > 1
+    assert trusting.plan.step <= chosen.plan.step <= trusting.plan.step * 1.01
 
 
 def test_the_line_says_what_was_chosen_and_why_the_others_lost() -> None:
