@@ -13,6 +13,7 @@ from zbpp.core import (
     Placement,
     RequestError,
     Schedule,
+    format_bytes,
     read_layers,
     recomputed,
 )
@@ -23,12 +24,13 @@ from zbpp.resolve import choose_schedule, count_stages
 from zbpp.schedules import Recomputing, Split, even_split
 from zbpp.tuning.choose import choose
 
-__all__ = ["Chosen", "LayersOf", "choose_split", "split_of"]
+__all__ = ["Chosen", "LayersOf", "check_unit", "choose_split", "split_of"]
 
 LayersOf = LayerCosts | str | Path
 """Costs per layer, or a file of them."""
 
 _log = logging.getLogger("zbpp")
+_BYTES, _NO_BYTES = 2**20, 2**10
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def choose_split(
             "costs and layers are both given; the costs of chunks follow from those of "
             "layers: leave costs out"
         )
+    if layers is None and memory is not None:
+        check_unit(memory)
     is_given = isinstance(schedule, Schedule) or is_file(str(schedule))
     if layers is None and recompute is not None and not is_given:
         schedule = plan_recomputed(
@@ -130,6 +134,22 @@ def choose_split(
             recompute=recompute,
         )
     return Chosen(planned.schedule, planned.costs, planned.memory, planned.split, line)
+
+
+def check_unit(memory: MemoryModel) -> None:
+    """Refuse a limit in bytes where nothing says what passes hold in bytes.
+
+    Raises:
+        RequestError: the limit is one of bytes, and m_b is not.
+    """
+    limit = memory.limit if isinstance(memory.limit, tuple) else (memory.limit or 0.0,)
+    m_b = memory.m_b if isinstance(memory.m_b, tuple) else (memory.m_b,)
+    if max(limit) >= _BYTES and max(m_b) < _NO_BYTES:
+        raise RequestError(
+            f"the memory limit is {format_bytes(max(limit))}, but a forward leaves "
+            f"{max(m_b):g}, which are no bytes; give example= or layers=, or memory= "
+            "with m_b and m_w in bytes"
+        )
 
 
 def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]:

@@ -57,6 +57,11 @@ def test_what_fits_no_stage_is_refused_with_the_sizes():
         )
 
 
+def test_a_fixed_mode_needs_costs_in_bytes_for_a_limit_in_bytes():
+    with pytest.raises(RequestError, match="which are no bytes"):
+        start(replace(TINY, memory_limit=2.0**30))
+
+
 def test_costs_that_are_given_are_not_measured(tmp_path):
     auto = replace(TINY, pipeline_schedule_mode="Auto")
     assert measures_first(auto) and schedule_of(auto).n_stages == 2

@@ -115,6 +115,11 @@ def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
     assert sum(pipeline.schedule.split) == N_LAYERS
 
 
+def test_a_limit_in_bytes_needs_memories_in_bytes() -> None:
+    text = refusal(partial(make_pipeline, "auto", 2, memory="1GiB"))
+    assert "the memory limit is 1.00 GiB, but a forward leaves 1" in text
+
+
 def test_an_example_must_be_a_pair() -> None:
     text = refusal(partial(make_pipeline, "auto", 2, example=batch(0)[0]))
     assert "give (inputs, targets) of one step" in text

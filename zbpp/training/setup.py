@@ -19,6 +19,7 @@ from zbpp.core.measured import not_told_apart
 from zbpp.layer_plans import plan_layers, recomputed_of
 from zbpp.modes import is_auto, is_file, plan
 from zbpp.recompute_plans import plan_recomputed
+from zbpp.resolve_layers import check_unit
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
@@ -117,8 +118,9 @@ def schedule_of(options: Train) -> Schedule:
     costs, memory = costs_of(options)
     recompute = asked_recompute(options)
     if measures_first(options):
-        mode, memory = SAFE_MODE, MemoryModel()
-    elif recompute is not None:
+        mode, memory, recompute = SAFE_MODE, MemoryModel(), None
+    check_unit(memory)
+    if recompute is not None:
         emulated = options.emulate is not None
         return plan_recomputed(
             *(mode, recompute),
