@@ -149,7 +149,7 @@ def measure_step(
 def inputs_of(
     layers: Sequence[nn.Module], inputs: Any, autocast: torch.dtype | None
 ) -> list[Any]:
-    """What each layer reads."""
+    """Inputs of each layer."""
     found: list[Any] = []
     value = inputs
     context = torch.autocast(

@@ -4,11 +4,13 @@ import importlib.util
 import os
 import random
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from commands import COSTS
 from hypothesis import HealthCheck, settings
+from pool import Pool
 
 # One thread a process, in what tests start as well: the tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +24,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "zbpp"))
 
 def pytest_report_header() -> str:
     return f"zbpp {_version('zbpp')}, torch {_version('torch')}, device: {_device()}"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes for distributed tests, one pool for all rooms."""
+    workers = Pool()
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,5 @@
-"""Fixtures of the training's tests."""
+"""Fixtures of the training's tests: more threads would add in another order."""
 
-from collections.abc import Iterator
+from one_thread import one_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in training: more threads would add numbers in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

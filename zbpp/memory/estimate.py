@@ -1,4 +1,4 @@
-"""What every stage holds under every mode, before anything has run."""
+"""Memory of every stage under every mode, before anything has run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -93,7 +93,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Steps:
-    """How steps are taken; `zbpp.Pipeline` explains the fields."""
+    """Rules by which steps are taken; `zbpp.Pipeline` explains the fields."""
 
     optimizer: MakeOptimizer | None
     post_validation: bool | None = None

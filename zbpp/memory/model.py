@@ -93,7 +93,7 @@ class ModelMemory:
         return list(dict.fromkeys(found))
 
     def bytes_of(self, tensors: Sequence[Tensor]) -> int:
-        """What tensors take; what shares memory counts once."""
+        """Bytes that tensors take; what shares memory counts once."""
         sizes = {s._cdata: s.nbytes() for t in tensors for s in storages_of(t)}
         g = self.granularity
         return sum(-(-size // g) * g for size in sizes.values())

@@ -27,7 +27,7 @@ class LayerPasses:
 
     @property
     def m_b(self) -> int:
-        """What the layer's F leaves for its B."""
+        """Bytes that the layer's F leaves for its B."""
         return max(0, self.f.left - self.lent)
 
 
@@ -71,17 +71,17 @@ class ChunkPasses:
 
     @property
     def m_b(self) -> int:
-        """What F leaves."""
+        """Bytes that F leaves."""
         return sum(layer.f.left - layer.lent for layer in self.layers)
 
     @property
     def m_w(self) -> int:
-        """What B leaves in its place."""
+        """Bytes that B leaves in its place."""
         return max(0, self.m_b + sum(layer.b.left for layer in self.layers))
 
     @property
     def made_in_f(self) -> int:
-        """What the first F leaves for good: what a layer keeps from then on."""
+        """Bytes that the first F leaves for good: a layer keeps them from then on."""
         return sum(layer.first_f.left - layer.f.left for layer in self.layers)
 
     @property

@@ -44,7 +44,7 @@ class KernelScratch:
         self._wanted: dict[Any, tuple[Any, Any, Any, int]] = {}
 
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """What a call needs; 0 if it is not known yet, and is to be probed."""
+        """Bytes that a call needs; 0 if it is not known yet, and is to be probed."""
         if func not in _PROBED:
             return 0
         leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -46,7 +46,7 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class Ends:
-    """What a chunk reads.
+    """Inputs of a chunk.
 
     Args:
         inputs: a micro-batch of the first chunk; None on the others.
@@ -125,7 +125,7 @@ def trace_chunk(
 
 
 class Traced(NamedTuple):
-    """What the passes of a chunk take.
+    """Bytes that the passes of a chunk take.
 
     ``specs`` are, by layer, its input with `Spec` for tensors; ``gradients`` the bytes
     of those that parameters have got.

@@ -18,7 +18,7 @@ __all__ = ["Span", "StorageTracker", "storages_of"]
 
 
 class Span(NamedTuple):
-    """What happened between two marks, in bytes above the first one.
+    """Changes between two marks, in bytes above the first one.
 
     ``left`` is what there is at the end, ``peak`` the most that there was.
     """
@@ -92,7 +92,7 @@ class StorageTracker(TorchDispatchMode):
         return n_bytes
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
-        """What tensors take, each storage once, counted or not."""
+        """Bytes that tensors take, each storage once, counted or not."""
         found = {s._cdata: s for tensor in tensors for s in storages_of(tensor)}
         return sum(map(self.size_of, found.values()))
 

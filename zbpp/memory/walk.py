@@ -63,7 +63,7 @@ class Fixed:
 
     @property
     def total(self) -> int:
-        """What is there all the time."""
+        """Bytes that are there all the time."""
         known = self.parameters + self.buffers + self.optimizer + self.rollback
         return known + self.batch
 
@@ -115,7 +115,7 @@ class _Turns:
 
 
 class StageWalk:
-    """What one stage holds while it runs its program.
+    """Bytes that one stage holds while it runs its program.
 
     Args:
         chunks: passes of the stage's chunks.

@@ -20,14 +20,14 @@ __all__ = ["Given", "begin", "capture", "fresh", "stage_like"]
 
 @dataclass
 class Given:
-    """What one stage's chunks read of a micro-batch."""
+    """The part of a micro-batch that one stage's chunks read."""
 
     inputs: Tensors | None
     """Of the model, where this stage holds the first chunk."""
     targets: object | None
     """Of the loss, where it holds the last one."""
     of_chunk: dict[int, Tensors] = field(default_factory=dict)
-    """What the chunk before puts out; there is none for the first."""
+    """Outputs of the chunk before; there is none for the first."""
     out_bytes: dict[int, int] = field(default_factory=dict)
     """Of what each chunk puts out."""
 

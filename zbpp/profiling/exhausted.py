@@ -1,4 +1,4 @@
-"""What a stage holds when memory runs out, part by part."""
+"""Parts of what a stage holds when memory runs out."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

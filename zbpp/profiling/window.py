@@ -30,7 +30,7 @@ _REDUCTIONS = 10
 
 @dataclass(frozen=True)
 class Wires:
-    """What lies between the stages; times in ms, sizes in bytes."""
+    """Links between the stages; times in ms, sizes in bytes."""
 
     links: Mapping[tuple[int, int], Link]
     reduction: float

@@ -52,7 +52,7 @@ class UsersModel(Protocol):
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What to profile, and where the results go.
+    """Options of a profile: the model, and where the results go.
 
     ``load`` gives a user's model; None: the model of `zbpp train`.
     """

@@ -74,7 +74,7 @@ class LayerPlan:
 
     @property
     def gain(self) -> float | None:
-        """How much shorter the step is than that of even chunks, as a share of it."""
+        """Share by which the step is shorter than that of even chunks."""
         if not self.even_step:
             return None
         return 1 - self.step / self.even_step

@@ -99,7 +99,7 @@ class TwoChunks:
         return None
 
     def _after(self, turn: int, reached: dict[int, int], most: float) -> dict[int, int]:
-        """What is reached when the stage in this turn has taken its two chunks."""
+        """States reached when the stage in this turn has taken its two chunks."""
         after: dict[int, int] = {}
         for i, mask in reached.items():
             for first, r, places in self._choices(turn, i, most):
