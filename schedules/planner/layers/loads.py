@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from zbpp.core import LayerCosts, Placement, RequestError
+from zbpp.core.costs.dealing import deal_limit
 
 __all__ = ["Loads", "even_split"]
 
@@ -78,7 +79,7 @@ class Loads:
             fixed=_sums(layers.of("m_fixed")),
             left=_sums(left),
             in_flight=tuple(in_flight or (1.0,) * placement.n_chunks),
-            limit=_limits(layers, placement),
+            limit=deal_limit(layers.limit, placement),
             placement=placement,
         )
 
@@ -160,16 +161,3 @@ def too_few(n_layers: int, n_chunks: int) -> RequestError:
 
 def _sums(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(accumulate(values, initial=0.0))
-
-
-def _limits(layers: LayerCosts, placement: Placement) -> tuple[float, ...]:
-    limit = layers.limit
-    if limit is None:
-        return (math.inf,) * placement.n_stages
-    if not isinstance(limit, tuple):
-        return (limit,) * placement.n_stages
-    if len(limit) != placement.n_stages:
-        raise RequestError(
-            f"memory_limit has {len(limit)} entries for {placement.n_stages} stages"
-        )
-    return limit

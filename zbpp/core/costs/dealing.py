@@ -19,7 +19,7 @@ import math
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
-__all__ = ["MOST_LIMIT", "PerChunk", "check_numbers", "per_chunk"]
+__all__ = ["MOST_LIMIT", "PerChunk", "check_numbers", "deal_limit", "per_chunk"]
 
 PerChunk = float | tuple[float, ...]
 """A whole stage's value, or one value per stage or per chunk."""
@@ -63,3 +63,20 @@ def per_chunk(name: str, value: PerChunk, placement: Placement) -> tuple[float, 
         f"{name} has {len(value)} entries for {placement.n_chunks} chunks; give one "
         f"number, or one per stage ({placement.n_stages}) or chunk"
     )
+
+
+def deal_limit(limit: PerChunk | None, placement: Placement) -> tuple[float, ...]:
+    """Give every stage its memory limit; infinite where there is none.
+
+    Raises:
+        RequestError: a list of another length than there are stages.
+    """
+    if limit is None:
+        return (math.inf,) * placement.n_stages
+    if not isinstance(limit, tuple):
+        return (limit,) * placement.n_stages
+    if len(limit) != placement.n_stages:
+        raise RequestError(
+            f"memory_limit has {len(limit)} entries for {placement.n_stages} stages"
+        )
+    return limit

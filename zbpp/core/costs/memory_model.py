@@ -22,11 +22,16 @@ the copy that a rollback needs. ``limit`` bounds the sum of all. Without peaks a
 with any unit, such as M_B.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from zbpp.core.costs.dealing import MOST_LIMIT, PerChunk, check_numbers, per_chunk
+from zbpp.core.costs.dealing import (
+    MOST_LIMIT,
+    PerChunk,
+    check_numbers,
+    deal_limit,
+    per_chunk,
+)
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Job, Pass, PassKind, Step
 from zbpp.core.placement import Placement
@@ -116,7 +121,7 @@ class MemoryModel:
         return ChunkMemory(
             m_b=m_b,
             m_w=m_w,
-            limit=self._limits(placement),
+            limit=deal_limit(self.limit, placement),
             fixed=tuple(sum(fixed[c] for c in own) for own in placement.chunks_of),
             peak_f=peak_f,
             peak_b=peak_b,
@@ -143,18 +148,6 @@ class MemoryModel:
                     f"{left:g}; give the most that is held inside it, or leave it out"
                 )
         return tuple(max(pair) for pair in zip(given, least, strict=True))
-
-    def _limits(self, placement: Placement) -> tuple[float, ...]:
-        limit = self.limit
-        if limit is None:
-            return (math.inf,) * placement.n_stages
-        if not isinstance(limit, tuple):
-            return (limit,) * placement.n_stages
-        if len(limit) != placement.n_stages:
-            raise RequestError(
-                f"memory_limit has {len(limit)} entries for {placement.n_stages} stages"
-            )
-        return limit
 
 
 @dataclass(frozen=True)
