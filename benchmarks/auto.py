@@ -36,12 +36,12 @@ from zbpp.core import (
     write_layers,
     write_schedule,
 )
-from zbpp.layer_plans import plan_layers
 from zbpp.pipeline import Pipeline
+from zbpp.planning.choose import choose
+from zbpp.planning.layer_plans import plan_layers
 from zbpp.training.launch import launch
 from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 from zbpp.training.splits import split_layers
-from zbpp.tuning.choose import choose
 
 FIXED = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
 Runs = dict[str, list[float]]

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zbpp.core import LayerCosts, schedule_text, write_costs, write_layers
-from zbpp.layer_plans import plan_layers
+from zbpp.planning.layer_plans import plan_layers
 from zbpp.schedules import LayerPlan, balance
 
 MODES = {"single": "ZB", "V": "ZBV"}

@@ -14,9 +14,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from memory_events import Piece, inputs_of, measure_passes, measure_step
-from memory_models import CONFIGURATIONS, Configuration
-from memory_steps import real_peaks
+from parts.memory_events import Piece, inputs_of, measure_passes, measure_step
+from parts.memory_models import CONFIGURATIONS, Configuration
+from parts.memory_steps import real_peaks
 
 from zbpp.memory.estimate import Steps, estimate_schedule, plan_mode
 from zbpp.memory.layers import model_memory

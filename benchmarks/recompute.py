@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zbpp.core import LayerCosts, schedule_text, write_costs
-from zbpp.layer_plans import plan_layers
+from zbpp.planning.layer_plans import plan_layers
 from zbpp.schedules import LayerPlan
 
 F, B, W, MESSAGE = 10.419, 10.207, 7.715, 0.408  # of a stage; table 9, 28.3B
@@ -204,11 +204,11 @@ class Real:
     def _train(self, mode: str, recompute: Any) -> tuple[Any, float, int, int]:
         """Losses and hash; median step; peak of one more step; layers recomputed."""
         import torch
-        from memory_events import events_of, profiled
+        from parts.memory_events import events_of, profiled
         from torch.optim import AdamW
 
         from zbpp.pipeline import Pipeline
-        from zbpp.resolve import recomputed_layers
+        from zbpp.planning.resolve import recomputed_layers
         from zbpp.training.fingerprint import combine, fingerprints
         from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 

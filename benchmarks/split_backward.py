@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from split_models import MODELS
+from parts.split_models import MODELS
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import (
     stage_backward_input,

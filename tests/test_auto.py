@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-import zbpp.auto
-from zbpp.auto import best_of, plan_best, plan_on
+import zbpp.modes.auto
 from zbpp.core import Costs, MemoryModel, Placement, RequestError
 from zbpp.modes import MODES, plan
+from zbpp.modes.auto import best_of, plan_best, plan_on
 from zbpp.schedules.planner.auto import Candidate
 
 
@@ -80,7 +80,7 @@ HOLDS_TOO_MUCH = {
 
 def test_an_order_of_less_memory_wins_among_equals(monkeypatch):
     assert not modes_better_than_auto(HOLDS_TOO_MUCH)
-    monkeypatch.setattr(zbpp.auto, "_MODES", ())  # then the case must show it
+    monkeypatch.setattr(zbpp.modes.auto, "_MODES", ())  # then the case must show it
     assert modes_better_than_auto(HOLDS_TOO_MUCH)
 
 

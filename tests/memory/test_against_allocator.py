@@ -19,7 +19,7 @@ from zbpp.runtime.backward import graph
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from memory_events import Piece, inputs_of, measure_passes
+from parts.memory_events import Piece, inputs_of, measure_passes
 
 Parts = tuple[list[nn.Module], tuple[Any, Any], Callable[..., Tensor]]
 

@@ -6,8 +6,8 @@ from small_model import batch, build, make_pipeline
 from torch import Tensor, nn
 
 from zbpp.core import MemoryModel, Placement, format_bytes
-from zbpp.exhausted import explain
 from zbpp.modes import plan
+from zbpp.pipeline.exhausted import explain
 from zbpp.profiling.exhausted import Held, is_out_of_memory
 from zbpp.runtime.support.fault_injection import Fault
 

@@ -18,9 +18,9 @@ from zbpp.core import (
     read_layers,
     recomputed,
 )
-from zbpp.layer_plans import parse_split, plan_layers
 from zbpp.modes import canonical, is_file, plan
-from zbpp.recompute_plans import parse_recompute, plan_recomputed
+from zbpp.planning.layer_plans import parse_split, plan_layers
+from zbpp.planning.recompute_plans import parse_recompute, plan_recomputed
 from zbpp.schedules import LayerPlan, post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import MemoryText, YesNoUnsaid

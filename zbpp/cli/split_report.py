@@ -69,7 +69,7 @@ def examine(name: str) -> tuple[list[tuple[str, str, str]], str]:
         RequestError: there is no such function, it returns something else, or no
             parameter needs a gradient.
     """
-    from zbpp.pipeline_reports import summarize_split
+    from zbpp.pipeline.reports import summarize_split
     from zbpp.runtime.backward.split import split_forward
 
     module, inputs = _load(name)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from zbpp.core import Costs, LayerCosts, PassTimes, Schedule
 from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
 from zbpp.emulation.slow_sum import SlowSums
-from zbpp.layer_plans import recomputed_of
 from zbpp.pipeline import Pipeline
+from zbpp.planning.layer_plans import recomputed_of
 from zbpp.runtime.optim.patience import Patience
 from zbpp.schedules import even_split
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time

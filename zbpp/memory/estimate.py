@@ -13,7 +13,7 @@ from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
 from zbpp.memory.walk import Fixed, Held, StageWalk
 from zbpp.modes import plan
-from zbpp.resolve import choose_validation
+from zbpp.planning.resolve import choose_validation
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.pytree import tensors_in

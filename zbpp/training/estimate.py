@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from zbpp.core import LayerCosts, MemoryModel
 from zbpp.memory import layer_memory
 from zbpp.pipeline import Pipeline
-from zbpp.resolve import recomputed_layers
+from zbpp.planning.resolve import recomputed_layers
 from zbpp.training.llama import build_layers, cross_entropy
 from zbpp.training.options import Train
 from zbpp.training.setup import model_of

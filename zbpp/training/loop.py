@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp.core import RequestError, Schedule, write_costs
 from zbpp.pipeline import Pipeline
-from zbpp.pipeline_reports import summarize_split
+from zbpp.pipeline.reports import summarize_split
 from zbpp.profiling.prediction import Prediction
 from zbpp.runtime.optim.patience import Patience
 from zbpp.simulator import bubble_rate, simulate

@@ -16,10 +16,10 @@ from zbpp.core import (
     recomputed,
 )
 from zbpp.core.measured import not_told_apart
-from zbpp.layer_plans import plan_layers, recomputed_of
 from zbpp.modes import is_auto, is_file, plan
-from zbpp.recompute_plans import plan_recomputed
-from zbpp.resolve_layers import check_unit
+from zbpp.planning.layer_plans import plan_layers, recomputed_of
+from zbpp.planning.recompute_plans import plan_recomputed
+from zbpp.planning.resolve_layers import check_unit
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train

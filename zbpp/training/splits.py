@@ -10,9 +10,9 @@ from zbpp.core import (
     is_layers_file,
     read_layers,
 )
-from zbpp.layer_plans import parse_split
-from zbpp.recompute_plans import parse_recompute
-from zbpp.resolve_layers import split_of
+from zbpp.planning.layer_plans import parse_split
+from zbpp.planning.recompute_plans import parse_recompute
+from zbpp.planning.resolve_layers import split_of
 from zbpp.runtime.partition import partition_layers
 from zbpp.schedules import Recomputing, Split, even_split
 from zbpp.training.llama import LlamaConfig

@@ -1,11 +1,9 @@
 """Schedules chosen for what is measured: `auto` in a run.
 
 measure  a model and a batch -> costs of its layers, before the first step
-choose   costs of layers -> the best placement, split, recompute and order, and why
 watch    windows of steps -> the best order of the present placement
 """
 
-from zbpp.tuning.choose import Choice
 from zbpp.tuning.watch import Watch
 
-__all__ = ["Choice", "Watch"]
+__all__ = ["Watch"]

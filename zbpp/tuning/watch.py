@@ -13,7 +13,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from zbpp.auto import best_of, plan_on
 from zbpp.core import (
     Costs,
     MemoryModel,
@@ -27,6 +26,7 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.core.measured import measured_costs
+from zbpp.modes.auto import best_of, plan_on
 
 __all__ = [
     "Replanned",

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from zbpp.core import LayerCosts, Placement, RequestError, peaks, write_schedule
-from zbpp.layer_plans import plan_layers
 from zbpp.modes import plan
+from zbpp.planning.layer_plans import plan_layers
 from zbpp.schedules import balance, even_split
 
 TIMES = (0.5, *(1.0,) * 14, 3.0)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from split_models import Block
+from parts.split_models import Block
 
 from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-import zbpp.tuning.choose as choose_module
+import zbpp.planning.choose as choose_module
 from zbpp.core import LayerCosts, LimitError
-from zbpp.layer_plans import plan_layers
-from zbpp.tuning.choose import Choice, choose
+from zbpp.planning.choose import Choice, choose
+from zbpp.planning.layer_plans import plan_layers
 
 GIB = 2.0**30
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")

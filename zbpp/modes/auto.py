@@ -20,7 +20,7 @@ from functools import partial
 from typing import Unpack
 
 from zbpp.core import MemoryModel, Placement, RequestError, Schedule, lower_bound
-from zbpp.fixed import fixed, plan_fixed_vpp
+from zbpp.modes.fixed import fixed, plan_fixed_vpp
 from zbpp.schedules import (
     plan_auto,
     plan_fthenb,

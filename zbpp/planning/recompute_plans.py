@@ -16,9 +16,9 @@ from zbpp.core import (
     recomputed,
 )
 from zbpp.core.costs import chunk_layers
-from zbpp.fixed import kept
-from zbpp.layer_plans import planners
 from zbpp.modes import canonical, is_file, plan
+from zbpp.modes.fixed import kept
+from zbpp.planning.layer_plans import planners
 from zbpp.schedules import LayerPlan, Recomputing, plan_recompute
 from zbpp.schedules.planner.layers.trials import recompute_by_chunk
 from zbpp.schedules.planner.request import listed_chunks

@@ -2,9 +2,9 @@
 
 Every mode that can be had is planned with its own best split. The best plan has the
 shortest step, then the shortest step behind a barrier, then the least memory, as in
-`zbpp.auto`; so it is never worse than a fixed mode, but for this: predictions are not
-good to 1 %, and messages take time of the host that is in no cost. Among plans within
-1 % of the shortest step, those with the fewest messages come first.
+`zbpp.modes.auto`; so it is never worse than a fixed mode, but for this: predictions
+are not good to 1 %, and messages take time of the host that is in no cost. Among plans
+within 1 % of the shortest step, those with the fewest messages come first.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Required, TypedDict, Unpack
 
 from zbpp.core import LayerCosts, LimitError, Placement, RequestError, format_memory
-from zbpp.layer_plans import plan_layers
+from zbpp.planning.layer_plans import plan_layers
 from zbpp.schedules import LayerPlan, Recomputing, Split, balance
 
 __all__ = ["Choice", "LayerRequest", "Other", "choose"]
@@ -115,9 +115,9 @@ def choose(layers: LayerCosts, **request: Unpack[LayerRequest]) -> Choice:
 
     Args:
         layers: times in ms, memories, and the limit of a stage.
-        request: as for `zbpp.layer_plans.plan_layers`, but that effort is fast and
-            recompute is auto, where there is a limit and a choice, if left out. A list
-            as split is for one placement: modes of others are left out.
+        request: as for `zbpp.planning.layer_plans.plan_layers`, but that effort is fast
+            and recompute is auto, where there is a limit and a choice, if left out. A
+            list as split is for one placement: modes of others are left out.
 
     Raises:
         LimitError: nothing fits the limit; it names the smallest that works.

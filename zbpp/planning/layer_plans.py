@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial, reduce
 from itertools import accumulate
 
-from zbpp.auto import best_of, plan_on
 from zbpp.core import (
     Costs,
     LayerCosts,
@@ -15,8 +14,9 @@ from zbpp.core import (
     RequestError,
     Schedule,
 )
-from zbpp.fixed import kept
 from zbpp.modes import canonical, is_file, plan, planner_of
+from zbpp.modes.auto import best_of, plan_on
+from zbpp.modes.fixed import kept
 from zbpp.schedules import (
     LayerPlan,
     Recomputing,

@@ -16,13 +16,13 @@ from zbpp.core import (
     Timeline,
 )
 from zbpp.core.measured import not_told_apart
+from zbpp.planning.resolve_layers import Chosen
 from zbpp.profiling.join import Profiled
 from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import peak_held
 from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.profile import Profile
 from zbpp.profiling.window import Wires, measure_wires, window_costs
-from zbpp.resolve_layers import Chosen
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.driver.lifecycle import Lifecycle

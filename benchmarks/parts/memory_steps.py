@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from memory_events import events_of, profiled
-from memory_models import CONFIGURATIONS, Configuration
+from parts.memory_events import events_of, profiled
+from parts.memory_models import CONFIGURATIONS, Configuration
 from torch import Tensor
 from torch.profiler import record_function
 

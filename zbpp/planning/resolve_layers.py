@@ -17,12 +17,12 @@ from zbpp.core import (
     read_layers,
     recomputed,
 )
-from zbpp.layer_plans import plan_layers
 from zbpp.modes import is_auto, is_file
-from zbpp.recompute_plans import plan_recomputed, with_recompute
-from zbpp.resolve import choose_schedule, count_stages
+from zbpp.planning.choose import choose
+from zbpp.planning.layer_plans import plan_layers
+from zbpp.planning.recompute_plans import plan_recomputed, with_recompute
+from zbpp.planning.resolve import choose_schedule, count_stages
 from zbpp.schedules import Recomputing, Split, even_split
-from zbpp.tuning.choose import choose
 
 __all__ = ["Chosen", "LayersOf", "check_unit", "choose_split", "split_of"]
 

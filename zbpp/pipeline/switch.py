@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zbpp.core import Program, RequestError, Schedule, schedule_text
-from zbpp.resolve import choose_validation, recomputed_layers
+from zbpp.planning.resolve import choose_validation, recomputed_layers
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.executor import Executor
 from zbpp.schedules import lower

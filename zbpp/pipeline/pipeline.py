@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
-from zbpp.exhausted import memory_explained
 from zbpp.modes import is_auto
-from zbpp.pipeline_evaluate import Evaluating
-from zbpp.pipeline_reports import Reports
-from zbpp.pipeline_switch import Switching
-from zbpp.resolve import (
+from zbpp.pipeline.evaluate import Evaluating
+from zbpp.pipeline.exhausted import memory_explained
+from zbpp.pipeline.reports import Reports
+from zbpp.pipeline.switch import Switching
+from zbpp.planning.resolve import (
     check_first_step,
     choose_validation,
     memory_model,
     recomputed_layers,
 )
-from zbpp.resolve_layers import LayersOf, choose_split
+from zbpp.planning.resolve_layers import LayersOf, choose_split
 from zbpp.runtime.comm.process_group import initialise, own_device
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.agreement import check_agreement

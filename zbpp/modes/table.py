@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from zbpp.auto import plan_best
 from zbpp.core import (
     Costs,
     LimitError,
@@ -21,7 +20,8 @@ from zbpp.core import (
     read_schedule,
     recomputed,
 )
-from zbpp.fixed import fixed, kept, plan_fixed_vpp
+from zbpp.modes.auto import plan_best
+from zbpp.modes.fixed import fixed, kept, plan_fixed_vpp
 from zbpp.schedules import (
     check_effort,
     plan_fthenb,

@@ -1,0 +1,5 @@
+"""Fixtures of the planning's tests."""
+
+from one_thread import one_thread
+
+__all__ = ["one_thread"]

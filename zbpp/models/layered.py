@@ -1,0 +1,42 @@
+"""A model as layers, with all that a pipeline has to know of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zbpp.runtime.stage import LossFn
+
+__all__ = ["Layered", "Tie", "layer_name"]
+
+Tie = tuple[tuple[int, str], ...]
+"""One parameter in several layers: (global index of the layer, name in the layer)."""
+
+
+def layer_name(layer: int, name: str) -> str:
+    """Name of a parameter or buffer where the model has no name of its own for it."""
+    return f"layers.{layer}.{name}"
+
+
+@dataclass(frozen=True)
+class Layered:
+    """Layers of a model in forward order; layer i takes what layer i - 1 puts out.
+
+    Args:
+        n_layers: their number.
+        build: makes the layers of a range of indices, and holds the weights of no
+            other; the same weights for any range.
+        own_name: from a layer's index and a name in it to the model's own name.
+        ties: parameters that are one in the model.
+        loss_fn: the model's own loss of the last layer's output; None: it has none.
+        cut_batch: from a batch as the model takes it to the inputs of the first layer
+            and the targets of the loss; None: the user gives both.
+    """
+
+    n_layers: int
+    build: Callable[[range], Sequence[nn.Module]]
+    own_name: Callable[[int, str], str] = layer_name
+    ties: tuple[Tie, ...] = ()
+    loss_fn: LossFn | None = None
+    cut_batch: Callable[[Any], tuple[Any, Any]] | None = None
