@@ -33,7 +33,10 @@ DOCS = [
     for path in sorted((ROOT / "docs").glob("*.md"))
 ]
 GUIDES = [README, *DOCS]
-OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")
+OTHERS = (
+    *("CHANGELOG.md", "CONTRIBUTING.md"),
+    *("benchmarks/README.md", "examples/torchtitan.md"),
+)
 
 by_name = {"ids": lambda page: page.name}
 

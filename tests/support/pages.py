@@ -29,7 +29,9 @@ ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
     r"(?:^([^\n]*)\n\n?)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
-_FOLDERS = "docs|tests|zbpp|schedules|simulator|benchmarks|notebooks|constraints"
+_FOLDERS = (
+    "docs|examples|tests|zbpp|schedules|simulator|benchmarks|notebooks|constraints"
+)
 _NOT_OURS = {"--nproc-per-node", "--parallelism", "--training"}
 
 
