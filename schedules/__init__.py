@@ -2,7 +2,13 @@
 
 from zbpp.schedules.passes.lower import check_channels, lower, lower_forward
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
-from zbpp.schedules.passes.torch_csv import to_torch_csv, torch_schedule_name
+from zbpp.schedules.passes.torch_csv import (
+    from_torch_csv,
+    is_torch_csv,
+    read_torch_csv,
+    to_torch_csv,
+    torch_schedule_name,
+)
 from zbpp.schedules.patterns.fthenb import plan_fthenb
 from zbpp.schedules.patterns.one_f_one_b import plan_one_f_one_b
 from zbpp.schedules.patterns.vpp import plan_vpp
@@ -36,6 +42,8 @@ __all__ = [
     "check_channels",
     "check_effort",
     "even_split",
+    "from_torch_csv",
+    "is_torch_csv",
     "lower",
     "lower_forward",
     "plan_auto",
@@ -57,6 +65,7 @@ __all__ = [
     "plan_zbv",
     "plan_zbvpp",
     "post_validated",
+    "read_torch_csv",
     "to_torch_csv",
     "torch_schedule_name",
     "without_checks",

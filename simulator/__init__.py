@@ -4,6 +4,7 @@ from zbpp.core import lower_bound, lower_bounds
 from zbpp.simulator.engine import simulate
 from zbpp.simulator.graph import CriticalPath, critical_path, job_graph
 from zbpp.simulator.iterations import join, simulate_iterations
+from zbpp.simulator.messages import Message, messages
 from zbpp.simulator.metrics import (
     bubble_rate,
     idle,
@@ -27,6 +28,7 @@ from zbpp.simulator.trace import trace_events, write_trace
 
 __all__ = [
     "CriticalPath",
+    "Message",
     "bubble_rate",
     "critical_path",
     "expected_step_time",
@@ -37,6 +39,7 @@ __all__ = [
     "lower_bounds",
     "makespan",
     "memory_over_time",
+    "messages",
     "overhead",
     "peak_memory",
     "plot",

@@ -1,21 +1,24 @@
 """A timeline as Chrome trace JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 One process (``pid``) a run, one thread (``tid``) a stage. Events by phase (``ph``):
-``X`` a job with its start and duration in microseconds, ``C`` a stage's memory, ``M``
-the names of runs and stages. Format: "Trace Event Format", Chromium project.
+``X`` a job with its start and duration in microseconds, ``s`` and ``f`` the two ends of
+a message's arrow, ``C`` a stage's memory, ``M`` the names of runs and stages. Simulated
+and measured runs have the same events. Format: "Trace Event Format", Chromium project.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from zbpp.core import MemoryModel, Pass, RequestError, Slot, Timeline
+from zbpp.simulator.messages import messages
 from zbpp.simulator.metrics import memory_over_time, waste
 
 __all__ = ["trace_events", "write_trace"]
 
 _PER_UNIT = 1000.0  # microseconds; the unit of costs is then a millisecond
+_MOMENT = 0.001  # microseconds: the finest time that is written
 
 Event = dict[str, Any]
 
@@ -88,6 +91,7 @@ def trace_events(
                     "args": _arguments(slot),
                 }
             )
+    events += _arrows(timeline, run, microseconds)
     for stage, curve in enumerate(memory_over_time(timeline, memory) if memory else []):
         events += [
             {
@@ -100,6 +104,27 @@ def trace_events(
             for time, held in curve
         ]
     return events
+
+
+def _arrows(
+    timeline: Timeline, run: int, microseconds: Callable[[float], float]
+) -> Iterator[Event]:
+    """Two events a message; viewers bind each to the job in which its time lies."""
+    for number, message in enumerate(messages(timeline)):
+        slots = [
+            timeline.rows[stage][index]
+            for stage, index in (message.source, message.target)
+        ]
+        sent, awaited = microseconds(slots[0].end), microseconds(slots[1].start)
+        shared = {
+            "name": str(message.value.what),
+            "cat": "message",
+            "id": f"{run}.{number}",
+            "pid": run,
+        }
+        last = max(microseconds(slots[0].start), round(sent - _MOMENT, 3))
+        yield shared | {"ph": "s", "tid": message.source[0], "ts": last}
+        yield shared | {"ph": "f", "bp": "e", "tid": message.target[0], "ts": awaited}
 
 
 def _names(timeline: Timeline, run: int) -> Iterator[Event]:

@@ -1,5 +1,5 @@
 """From a schedule to another one, or to programs.
 
 `lower` adds messages and proves that both ends agree, `post_validation` places V's,
-`torch_csv` writes what torch.distributed.pipelining reads.
+`torch_csv` writes what torch.distributed.pipelining reads, and reads it back.
 """

@@ -1,4 +1,4 @@
-"""Export to the CSV that ``torch.distributed.pipelining`` loads and runs.
+"""The CSV that ``torch.distributed.pipelining`` loads and runs: written, and read back.
 
 One row a rank, one cell a pass: ``<chunk><letter><micro-batch>``. torch's letters are
 not ours: its ``B`` is the full backward, its ``I`` the input gradient. It adds the
@@ -6,13 +6,42 @@ transfers itself and leaves the optimizer to the caller, so O and V are left out
 
     runtime = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn=loss_fn)
     runtime._load_csv("schedule.csv")        # torch 2.13; stage_index = our chunk
+
+torch's schedules write such files themselves (``_dump_csv``), with empty cells for idle
+times and, if asked, cells for the transfers.
 """
 
-from zbpp.core import Pass, PassKind, Placement, Schedule
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
-__all__ = ["to_torch_csv", "torch_schedule_name"]
+from zbpp.core import (
+    Pass,
+    PassKind,
+    Placement,
+    RequestError,
+    Schedule,
+    ScheduleError,
+    Step,
+)
+from zbpp.core.files.json_text import read
+
+__all__ = [
+    "from_torch_csv",
+    "is_torch_csv",
+    "read_torch_csv",
+    "to_torch_csv",
+    "torch_schedule_name",
+]
 
 _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
+_KIND = {letter: kind for kind, letter in _LETTER.items()}
+_CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})")
+_TRANSFER = re.compile(
+    r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*"
+)
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -31,6 +60,85 @@ def to_torch_csv(schedule: Schedule) -> str:
         for order in schedule.orders
     )
     return "".join(f"{row}\n" for row in rows)
+
+
+def is_torch_csv(path: str | Path) -> bool:
+    """True if the name of a file ends in ``.csv``."""
+    return Path(path).suffix.lower() == ".csv"
+
+
+def read_torch_csv(path: str | Path) -> Schedule:
+    """Read a CSV file of torch's as a schedule with the name of the file.
+
+    Raises:
+        RequestError: the file cannot be read or holds no valid schedule.
+    """
+    return from_torch_csv(read(path), name=Path(path).stem, source=str(path))
+
+
+def from_torch_csv(
+    text: str, *, name: str = "torch", source: str = "schedule"
+) -> Schedule:
+    """Read torch's CSV: the inverse of `to_torch_csv`, an O at the end of each row.
+
+    Empty cells and transfers are passed over: when jobs run and what they send follows
+    from their order. Of two passes that overlap, the first comes first.
+
+    Args:
+        text: one row a rank.
+        name: of the schedule, for people.
+        source: names the text in errors.
+
+    Raises:
+        RequestError: a cell is none of torch's, or the rows are no valid schedule.
+
+    >>> from_torch_csv("0F0,0I0,0W0\\n").orders[0][1]
+    Pass(kind=<PassKind.B: 'B'>, chunk=0, microbatch=0)
+    """
+    rows = [
+        [
+            job
+            for column, cell in enumerate(row)
+            for job in _jobs(cell, f"{source}: row {stage}, column {column}")
+        ]
+        for stage, row in enumerate(csv.reader(text.strip().splitlines()))
+    ]
+    stage_of = {job.chunk: stage for stage, row in enumerate(rows) for job in row}
+    missing = sorted(set(range(len(stage_of))) - set(stage_of))
+    if missing or not stage_of:
+        raise RequestError(
+            f"{source}: no rank runs chunk {missing[0] if missing else 0}; a file has "
+            "one row a rank and one cell a pass, such as 2F0"
+        )
+    try:
+        return Schedule(
+            name,
+            Placement(tuple(stage_of[chunk] for chunk in sorted(stage_of))),
+            1 + max(job.microbatch for row in rows for job in row),
+            tuple((*row, Step(stage)) for stage, row in enumerate(rows)),
+        )
+    except ScheduleError as error:
+        raise ScheduleError(f"{source}: {error}") from None
+    except RequestError as error:
+        raise RequestError(f"{source}: {error}") from None
+
+
+def _jobs(cell: str, place: str) -> Iterator[Pass]:
+    """Passes of a cell: mostly one, none of a transfer, two that overlap."""
+    cell = cell.strip()
+    if not cell or _TRANSFER.fullmatch(cell):
+        return
+    if both := _TOGETHER.fullmatch(cell):
+        for part in both[1].split(";"):
+            yield from _jobs(part, place)
+        return
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise RequestError(
+            f"{place} (counted from 0): {cell!r} is no job of torch's; "
+            " it writes <chunk><F|I|W|B><micro-batch> such as 2F0"
+        )
+    yield Pass(_KIND[match[2]], int(match[1]), int(match[3]))
 
 
 def torch_schedule_name(placement: Placement) -> str | None:

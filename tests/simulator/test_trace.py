@@ -6,9 +6,24 @@ from itertools import pairwise
 
 import pytest
 
-from zbpp.core import Costs, MemoryModel, RequestError, Slot
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    PassKind,
+    RequestError,
+    Slot,
+    parse_job,
+)
 from zbpp.modes import MODES, plan
-from zbpp.simulator import peak_memory, simulate, trace_events, write_trace
+from zbpp.simulator import (
+    join,
+    messages,
+    peak_memory,
+    simulate,
+    simulate_iterations,
+    trace_events,
+    write_trace,
+)
 
 COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
 
@@ -48,7 +63,7 @@ def test_a_file_holds_every_job_name_and_memory_of_each_run(tmp_path):
     write_trace(timelines, tmp_path / "t.json", memory=MemoryModel())
     data = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
     events = data["traceEvents"]
-    assert {event["ph"] for event in events} == {"X", "C", "M"}
+    assert {event["ph"] for event in events} == {"X", "C", "M", "s", "f"}
     for run, timeline in enumerate(timelines):
         mine = [event for event in events if event["pid"] == run]
         assert [
@@ -94,3 +109,83 @@ def test_times_are_microseconds_from_the_first_start():
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(RequestError, match=r"no/t\.json: cannot be written"):
         write_trace(timeline_of("ZBH1"), tmp_path / "no" / "t.json")
+
+
+def unmatched(events):
+    """Arrows without both ends, or with one that is in no job, or in a wrong one."""
+    jobs = [e for e in events if e["ph"] == "X"]
+
+    def job_at(end):
+        return [
+            job["name"]
+            for job in jobs
+            if (job["pid"], job["tid"]) == (end["pid"], end["tid"])
+            and job["ts"] <= end["ts"] < job["ts"] + job["dur"]
+        ]
+
+    ends = {}
+    for event in events:
+        if event["ph"] in "sf":
+            ends.setdefault(event["id"], {})[event["ph"]] = event
+    wrong = []
+    for key, two in ends.items():
+        names = [job_at(two[ph]) if ph in two else [] for ph in "sf"]
+        if any(len(name) != 1 for name in names):
+            wrong.append((key, names))
+            continue
+        source, target = (parse_job(name[0], stage=0) for name in names)
+        forward = target.kind is PassKind.F and source.kind is PassKind.F
+        step = 1 if forward else -1
+        late = two["s"]["ts"] > two["f"]["ts"]
+        if late or (source.chunk + step, source.microbatch) != (
+            target.chunk,
+            target.microbatch,
+        ):
+            wrong.append((key, names))
+    return wrong
+
+
+@pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBV"])
+def test_every_arrow_joins_the_two_jobs_of_its_message(mode):
+    timeline = timeline_of(mode)
+    events = trace_events(timeline)
+    n_arrows = sum(event["ph"] == "s" for event in events)
+    stage_of = timeline.placement.stage_of
+    crossings = sum(a != b for a, b in pairwise(stage_of))
+    assert n_arrows == 2 * crossings * timeline.n_microbatches
+    assert unmatched(events) == []
+    wrong = [e for e in events if e["ph"] != "f" or e["id"] != "0.3"]
+    assert len(unmatched(wrong)) == 1
+    moved = [e | {"ts": e["ts"] + 1e5} if e["ph"] == "s" else e for e in events]
+    assert len(unmatched(moved)) > n_arrows / 2
+
+
+def test_a_trace_of_8_stages_and_32_micro_batches_is_sound():
+    events = trace_events(timeline_of("ZBV", 8, 32), memory=MemoryModel())
+    assert overlaps(events) == [] and unmatched(events) == []
+    assert sum(event["ph"] == "X" for event in events) == 8 * 32 * 2 * 3 + 8
+
+
+def test_arrows_of_several_iterations_stay_within_their_own():
+    schedule = plan("ZBH1", n_stages=2, n_microbatches=3)
+    twice = join(simulate_iterations(schedule, COSTS, 2))
+    for message in messages(twice):
+        (stage, source), (other, target) = message.source, message.target
+        half = len(twice.rows[stage]) // 2, len(twice.rows[other]) // 2
+        assert source // half[0] == target // half[1]
+
+
+def test_simulated_and_measured_runs_have_one_schema():
+    """A measured run has clocks that start anywhere, and jobs that vary."""
+    one = timeline_of("ZBH1")
+    two = replace(
+        one,
+        rows=tuple(
+            tuple(Slot(s.job, 5e3 + s.start * 1.01, 5e3 + s.end * 1.01) for s in row)
+            for row in one.rows
+        ),
+    )
+    first, second = (trace_events(t, memory=MemoryModel()) for t in (one, two))
+    assert [e | {"ts": 0, "dur": 0, "args": 0} for e in first] == [
+        e | {"ts": 0, "dur": 0, "args": 0} for e in second
+    ]

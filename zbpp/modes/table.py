@@ -2,7 +2,7 @@
 
 A mode is one row of the table below. Its name and other spellings are read without
 regard to case, hyphens and underscores. Anything else must be a schedule file: it ends
-in ``.json``, or it exists.
+in ``.json``, or in ``.csv`` (torch's), or it exists.
 """
 
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from zbpp.modes.auto import plan_best
 from zbpp.modes.fixed import fixed, kept, plan_fixed_vpp
 from zbpp.schedules import (
     check_effort,
+    is_torch_csv,
     plan_fthenb,
     plan_one_f_one_b,
     plan_v_half,
@@ -33,6 +34,7 @@ from zbpp.schedules import (
     plan_zb2p,
     plan_zbv,
     plan_zbvpp,
+    read_torch_csv,
 )
 from zbpp.schedules.planner.request import ChunkPlanner, Planner, Request
 
@@ -121,7 +123,8 @@ def canonical(mode: str) -> str:
         nearest = get_close_matches(_plain(mode), _NAMES, n=1, cutoff=0.0)[0]
         raise RequestError(
             f"unknown schedule mode {mode!r}; did you mean {_NAMES[nearest]}? "
-            f"Choose one of {', '.join(MODES)}, or the path of a schedule file (.json)"
+            f"Choose one of {', '.join(MODES)}, or the path of a schedule file (.json, "
+            "or torch's .csv)"
         )
     return name
 
@@ -155,7 +158,7 @@ def plan(
     """
     check_effort(effort)
     if is_file(mode):
-        schedule = read_schedule(mode)
+        schedule = read_torch_csv(mode) if is_torch_csv(mode) else read_schedule(mode)
         each = schedule.placement.n_chunks // schedule.n_stages
         _check_agrees(mode, "n_stages", schedule.n_stages, n_stages)
         _check_agrees(mode, "n_microbatches", schedule.n_microbatches, n_microbatches)
@@ -214,7 +217,7 @@ def is_file(mode: str) -> bool:
     """True if a mode is the path of a schedule file, which knows its own numbers."""
     if _plain(mode) in _NAMES:
         return False
-    return mode.endswith(".json") or Path(mode).is_file()
+    return mode.endswith((".json", ".csv")) or Path(mode).is_file()
 
 
 def _check_agrees(path: str, name: str, held: int, wanted: int | None) -> None:
