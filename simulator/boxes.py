@@ -1,8 +1,6 @@
 """Jobs as coloured boxes on matplotlib axes, and their numbers.
 
-Colours are those of Okabe and Ito, which people with any colour vision can tell
-apart; later chunks of a stage are lighter. All boxes of one colour are one
-collection, so that ten thousand jobs draw in seconds.
+All boxes of one colour are one collection, so that ten thousand jobs draw in seconds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zbpp.core import Check, Job, Pass, PassKind, Slot, Timeline
 from zbpp.simulator.metrics import step_time
+from zbpp.simulator.palette import COLOURS, IDLE, NAMES, ink_on, legs, letter_of, shade
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -17,24 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_jobs", "durations", "legend_handles", "origin", "write_numbers"]
 
-_COLOURS = {
-    "F": "#0072B2",
-    "B": "#E69F00",
-    "W": "#009E73",
-    "BW": "#D55E00",
-    "O": "#F0E442",
-    "V": "#CC79A7",
-}
-_NAMES = {
-    "F": "F  forward",
-    "B": "B  input gradient",
-    "W": "W  weight gradient",
-    "BW": "BW  both gradients",
-    "O": "O  optimizer step",
-    "V": "V  validation of the last step",
-}
-_IDLE = "#E4E4E4"
-_DARK = "#222222"
 _BOX_HEIGHT = 0.86  # of a row
 _POINTS = 72.0  # per inch
 _DIGIT_WIDTH = 0.7  # of the font size, with some air
@@ -59,7 +40,7 @@ def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
         if passes
     ]
     axes.add_collection(
-        PolyCollection(bubbles, facecolors=_IDLE, linewidths=0, gid="idle")
+        PolyCollection(bubbles, facecolors=IDLE, linewidths=0, gid="idle")
     )
     axes.set_xlim(0, step_time(timeline) or 1.0)
     axes.set_ylim(n_stages - 0.5, -0.5)
@@ -73,7 +54,7 @@ def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
                         _rectangle(stage, slot.start - start, slot.end - start)
                         for stage, slot in own
                     ],
-                    facecolors=_shade(_COLOURS[letter], leg),
+                    facecolors=shade(COLOURS[letter], leg),
                     edgecolors="white",
                     linewidths=edge,
                     hatch=hatch or None,
@@ -98,7 +79,7 @@ def _draw_instants(axes: "Axes", timeline: Timeline) -> None:
     ]
     if lines:
         axes.add_collection(
-            LineCollection(lines, colors=_COLOURS["V"], linewidths=2, gid="V instants")
+            LineCollection(lines, colors=COLOURS["V"], linewidths=2, gid="V instants")
         )
 
 
@@ -110,7 +91,7 @@ def write_numbers(axes: "Axes", timeline: Timeline) -> None:
     row = axes.get_window_extent().height / abs(axes.get_ylim()[0] + 0.5)
     largest = min(_LARGEST_FONT, 0.6 * row * _POINTS / _dpi(axes))
     for (letter, leg), members in _groups(timeline).items():
-        ink = _ink_on(_shade(_COLOURS[letter], leg))
+        ink = ink_on(shade(COLOURS[letter], leg))
         lasting = sorted(slot.duration for _, slot in members)
         font = lasting[len(lasting) // 2] * points / (_DIGIT_WIDTH * digits)
         if font < _SMALLEST_FONT:
@@ -144,14 +125,14 @@ def legend_handles(timelines: Sequence[Timeline]) -> "list[Artist]":
         if key[0] == "V" or any(slot.duration > 0 for _, slot in members)
     }
     handles: list[Artist] = [
-        Patch(color=_COLOURS[letter], label=name)
-        for letter, name in _NAMES.items()
+        Patch(color=COLOURS[letter], label=name)
+        for letter, name in NAMES.items()
         if (letter, 0) in seen
     ]
-    handles.append(Patch(color=_IDLE, label="idle"))
+    handles.append(Patch(color=IDLE, label="idle"))
     if any(timeline.recomputing for timeline in timelines):
         again = Patch(
-            facecolor=_COLOURS["B"],
+            facecolor=COLOURS["B"],
             edgecolor="white",
             linewidth=0,
             hatch=_HATCH,
@@ -159,7 +140,7 @@ def legend_handles(timelines: Sequence[Timeline]) -> "list[Artist]":
         )
         handles.append(again)
     if any(leg > 0 for _, leg in seen):
-        lighter = _shade(_COLOURS["F"], 1)
+        lighter = shade(COLOURS["F"], 1)
         handles.append(Patch(color=lighter, label="lighter: later chunk of a stage"))
     return handles
 
@@ -183,17 +164,15 @@ def _slots(timeline: Timeline) -> Iterator[tuple[int, Slot]]:
 def _groups(timeline: Timeline) -> dict[_Group, list[tuple[int, Slot]]]:
     """Slots with their stages: the boxes of one colour, in the order of the legend."""
     placement = timeline.placement
-    leg_of = {
-        chunk: leg for chunks in placement.chunks_of for leg, chunk in enumerate(chunks)
-    }
+    leg_of = legs(placement)
     groups: dict[_Group, list[tuple[int, Slot]]] = {
-        (letter, leg): []
-        for letter in _COLOURS
+        (key, leg): []
+        for key in COLOURS
         for leg in range(max(map(len, placement.chunks_of)))
     }
     for stage, slot in _slots(timeline):
         leg = leg_of[slot.job.chunk] if isinstance(slot.job, Pass) else 0
-        groups[_letter(slot.job), leg].append((stage, slot))
+        groups[letter_of(slot.job), leg].append((stage, slot))
     return {key: members for key, members in groups.items() if members}
 
 
@@ -211,10 +190,6 @@ def _hatch(timeline: Timeline, job: Job) -> str:
     return _HATCH if job.chunk in timeline.recomputing else ""
 
 
-def _letter(job: Job) -> str:
-    return str(job.kind) if isinstance(job, Pass) else str(job)
-
-
 def _rectangle(stage: int, start: float, end: float) -> list[tuple[float, float]]:
     top, bottom = stage - _BOX_HEIGHT / 2, stage + _BOX_HEIGHT / 2
     return [(start, top), (end, top), (end, bottom), (start, bottom)]
@@ -229,21 +204,3 @@ def _dpi(axes: "Axes") -> float:
     figure = axes.get_figure(root=True)
     assert figure is not None
     return figure.dpi
-
-
-def _rgb(colour: str) -> tuple[float, float, float]:
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return red, green, blue
-
-
-def _shade(colour: str, leg: int) -> str:
-    """Lighten a colour for the second chunk of a stage, more so for later ones."""
-    white = (0.0, 0.5, 0.7, 0.8)[min(leg, 3)]
-    mixed = (round(255 * (part + (1 - part) * white)) for part in _rgb(colour))
-    return "#" + "".join(f"{part:02x}" for part in mixed)
-
-
-def _ink_on(colour: str) -> str:
-    """Dark or white letters, whichever stand out from a colour."""
-    red, green, blue = _rgb(colour)
-    return _DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"

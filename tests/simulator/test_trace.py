@@ -130,7 +130,7 @@ def unmatched(events):
     wrong = []
     for key, two in ends.items():
         names = [job_at(two[ph]) if ph in two else [] for ph in "sf"]
-        if any(len(name) != 1 for name in names):
+        if any(len(name) != 1 or name == ["O"] for name in names):
             wrong.append((key, names))
             continue
         source, target = (parse_job(name[0], stage=0) for name in names)
