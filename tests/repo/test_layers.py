@@ -49,6 +49,7 @@ ROOMS = {
         *("zbpp.runtime.optim", "zbpp.runtime.support", "zbpp.core"),
         *("zbpp.runtime.comm.transport", "zbpp.runtime.stage"),
     },
+    "zbpp.checkpoint": {"zbpp.checkpoint", "zbpp.core"},
     "zbpp.models": {"zbpp.models", "zbpp.runtime", "zbpp.core"},
     "zbpp.profiling": {
         *("zbpp.profiling", "zbpp.runtime", "zbpp.memory", "zbpp.core"),
@@ -200,6 +201,8 @@ def test_folders_and_files_stay_small():
         ("zbpp.runtime.optim.norms", "from zbpp.runtime.backward.split import x"),
         ("zbpp.runtime.optim.norms", "from zbpp.runtime.executor import Executor"),
         ("zbpp.profiling.measure", "from zbpp.pipeline import Pipeline"),
+        ("zbpp.checkpoint.state", "from zbpp.pipeline import Pipeline"),
+        ("zbpp.checkpoint.state", "from zbpp.runtime.stage import Stage"),
         ("zbpp.modes.table", "import torch.nn"),
         ("zbpp.modes.table", "def late():\n    from torch import nn"),
         ("zbpp.simulator.trace", "def late():\n    import matplotlib"),

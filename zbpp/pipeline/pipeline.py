@@ -16,11 +16,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from zbpp.checkpoint.owned import own_names
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.modes import is_auto
 from zbpp.pipeline.evaluate import Evaluating
 from zbpp.pipeline.exhausted import memory_explained
 from zbpp.pipeline.reports import Reports
+from zbpp.pipeline.state import Checkpoints
 from zbpp.pipeline.switch import Switching
 from zbpp.planning.resolve import (
     check_first_step,
@@ -52,7 +54,7 @@ from zbpp.tuning.watch import Watch, make_watcher
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Switching, Evaluating, Reports):
+class Pipeline(Checkpoints, Switching, Evaluating, Reports):
     """A model cut into stages, trained by a schedule.
 
     Under torch.distributed (``torchrun`` is enough) this process is one stage; else
@@ -66,8 +68,7 @@ class Pipeline(Switching, Evaluating, Reports):
             optimizer, or a list of them. None leaves the gradients (of the mean loss
             over all micro-batches) to the caller.
         schedule: a mode such as ``"ZBH1"``, a schedule file, or a `Schedule`.
-        n_microbatches: micro-batches in a step; may be left out if the schedule is a
-            file or a `Schedule`.
+        n_microbatches: micro-batches in a step; None: the schedule's.
         n_stages: number of stages; None: the schedule's, or one per process.
         n_layers: number of layers, if the model is a builder.
         split: layers of each chunk, or ``"even"``: the first chunks get one more, or
@@ -84,10 +85,9 @@ class Pipeline(Switching, Evaluating, Reports):
             schedule splits the backward or has V's. The results are the same.
         rollback: how a step is rolled back: ``"deferred"``, with a copy of the
             parameters and a second step, or ``"snapshot"``, with one of the optimizer
-            state as well; either is kept up while a stage waits for messages.
-            ``"compiled"`` is deferred with a step of the parameters alone, by a kernel
-            that `torch.compile` makes (fused Adam and AdamW); ``"auto"`` takes it on
-            CPUs where a stage has so many parameters (2**25) that it pays.
+            state as well. ``"compiled"`` is deferred with a step of the parameters
+            alone, by a kernel that `torch.compile` makes (fused Adam and AdamW);
+            ``"auto"`` takes it on CPUs for stages of 2**25 parameters or more.
         patience: when steps become speculative, or give way to a barrier again.
         max_consecutive_skips: steps in a row with an Inf or NaN gradient that end the
             run with its place; None: any number.
@@ -100,8 +100,7 @@ class Pipeline(Switching, Evaluating, Reports):
         device: where the layers live; None: this process's GPU, else the CPU.
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
         seed: seeds dropout by step, layer and micro-batch, alike in all modes.
-        first_step: number of the first step; a run that is resumed after n steps gives
-            n, and then draws from ``seed`` as if it had not been interrupted.
+        first_step: number of the first step, for dropout; `load` sets it too.
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
             does; then all modes agree to the last bit. False adds them as they come,
             within the matrix products: a few per cent faster, with less memory.
@@ -153,6 +152,7 @@ class Pipeline(Switching, Evaluating, Reports):
             group = group or dist.group.WORLD
             self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.n_layers = count_layers(model, n_layers)
+        self._own_name = own_names(model)
         memory = memory_model(memory)
         if example is not None and layers is None:
             alike: dict[str, Any] = {
@@ -234,9 +234,8 @@ class Pipeline(Switching, Evaluating, Reports):
             memory=chosen.memory or MemoryModel(),
         )
         self.memory = chosen.memory
-        text = schedule_text(self.schedule)
         asked = (self.split, rules, autocast, seed, first_step, exact_sums)
-        check_agreement(self._executors, (text, *asked))
+        check_agreement(self._executors, (schedule_text(self.schedule), *asked))
 
     def step(
         self, inputs: Batch | None = None, targets: Batch | None = None
@@ -276,9 +275,8 @@ class Pipeline(Switching, Evaluating, Reports):
     def synchronize(self) -> None:
         """Wait for the decision on the last step; parameters and state are then right.
 
-        Not needed in a loop of steps. Looking at parameters or optimizer state between
-        steps needs it, unless by this object's methods or a ``state_dict``, which call
-        it. One rank may call it while the others go on.
+        Looking at parameters or optimizer state between steps needs it, unless by this
+        object's methods or a ``state_dict``. One rank may call it alone.
 
         Raises:
             PeerError: another stage died or did not answer.
@@ -287,7 +285,8 @@ class Pipeline(Switching, Evaluating, Reports):
         self._lifecycle.synchronize()
 
     def close(self) -> None:
-        """Synchronize, finish the messages and end; also at the end of a ``with``."""
+        """Synchronize, finish the last save, and end; also at the end of a ``with``."""
+        self._end_saving()
         self._lifecycle.close()
 
     def __enter__(self) -> Self:

@@ -24,6 +24,11 @@ class Lifecycle:
         self.hooks: AccessHooks | None = None
         """Removed by `close`."""
 
+    @property
+    def has_ended(self) -> bool:
+        """No call is taken any more: it is closed, or a step has failed."""
+        return self._ended is not None
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Refuse to go on after a failure: messages and gradients are half done."""

@@ -9,7 +9,9 @@ the same decisions at the same step, so all gates move together.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from zbpp.core import RequestError
 
@@ -52,6 +54,20 @@ class SpeculationGate:
         self._invalid: deque[bool] = deque(maxlen=patience.window)
         self._clean = 0
         self.is_open = patience.failures > patience.window
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that change from step to step."""
+        return {
+            "is_open": self.is_open,
+            "clean": self._clean,
+            "invalid": list(self._invalid),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.is_open = bool(state["is_open"])
+        self._clean = int(state["clean"])
+        self._invalid = deque(map(bool, state["invalid"]), self._patience.window)
 
     def note(self, invalid: bool) -> None:
         """Count a step; ``invalid``: a speculative one was, or would have been."""

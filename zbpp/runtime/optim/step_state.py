@@ -4,9 +4,10 @@ A step's decision moves the loss scale, the gate of speculation, and the count o
 skipped steps: too many in a row end the run, with the place of the first bad gradient.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from zbpp.core import RequestError
 from zbpp.runtime.optim.decision import Decision, StepSums
@@ -81,6 +82,26 @@ class History:
         self._skips = 0
         self.names: dict[int, tuple[int, list[str]]] = {}
         """Stage and parameter names of every layer of the whole model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next decisions depend on."""
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return {"gate": self._gate.state_dict(), "skips": self._skips, "scaler": scaler}
+
+    def check_state(self, state: Mapping[str, Any]) -> list[str]:
+        """Words about what does not fit in a saved state."""
+        saved, here = state["scaler"] is not None, self.scaler is not None
+        if saved == here:
+            return []
+        words = ("with", "without") if saved else ("without", "with")
+        return [f"it was saved {words[0]} a loss scale, and this run is {words[1]} one"]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._gate.load_state_dict(state["gate"])
+        self._skips = int(state["skips"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
 
     @property
     def speculates(self) -> bool:

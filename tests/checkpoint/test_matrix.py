@@ -1,0 +1,122 @@
+"""A run goes on under another schedule on other stages, with the bits of one run."""
+
+import pytest
+import torch
+from pool import Pool
+from saved_runs import Plain, run, run_in_processes, run_plainly
+from small_model import N_LAYERS, assert_same, batch
+
+from zbpp.checkpoint import load, newest, read_model
+from zbpp.core import LayerCosts
+from zbpp.pipeline import Pipeline
+
+SAVED = [("ZBV", 4), ("1F1B", 2), ("VPP", 2)]
+LOADED = [("ZBH1", 4), ("1F1B", 1), ("ZBV", 2), ("plain", 1)]
+QUICK = {("ZBV", "ZBH1"), ("VPP", "plain"), ("1F1B", "ZBV")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    outcome = run("ZBH1", 2)
+    torch.set_num_threads(before)
+    assert outcome[2] >= 2, "no step was rolled back, so the case is too easy"
+    assert len({norm > 0.9 for _, norm in outcome[0]}) == 2, "all or none are clipped"
+    return outcome
+
+
+def check(outcome, undisturbed) -> None:
+    assert outcome[0] == undisturbed[0][3:]
+    assert_same(outcome[1], undisturbed[1])
+
+
+def cases():
+    for saved in SAVED:
+        for loaded in LOADED:
+            quick = (saved[0], loaded[0]) in QUICK
+            marks = [] if quick else [pytest.mark.slow]
+            yield pytest.param(saved, loaded, marks=marks)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), list(cases()))
+def test_in_one_process(saved, loaded, undisturbed, tmp_path) -> None:
+    first = run(*saved, save=str(tmp_path))
+    assert first[0] == undisturbed[0][:3]
+    if loaded[0] == "plain":
+        check(run_plainly(tmp_path), undisturbed)
+    else:
+        check(run(*loaded, loaded=str(tmp_path)), undisturbed)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("ZBV", 2), ("ZBH1", 3)),
+        pytest.param(("ZBV", 4), ("1F1B", 2), marks=pytest.mark.slow),
+        pytest.param(("VPP", 2), ("ZBH1", 4), marks=pytest.mark.slow),
+    ],
+)
+def test_in_processes(saved, loaded, undisturbed, tmp_path, pool: Pool) -> None:
+    folder = str(tmp_path)
+    pool.run(run_in_processes, saved[1], saved[0], folder, None)
+    files = sorted(one.name for one in newest(tmp_path).iterdir())
+    assert files == ["manifest.json"] + [
+        f"stage-{stage}.safetensors" for stage in range(saved[1])
+    ]
+    ranks = pool.run(run_in_processes, loaded[1], loaded[0], None, folder)
+    assert all(numbers == undisturbed[0][3:] for numbers, _, _ in ranks)
+    assert_same({n: p for one in ranks for n, p in one[1].items()}, undisturbed[1])
+    check(run_plainly(tmp_path), undisturbed)
+
+
+@pytest.mark.parametrize("what", ["step", "moments", "scheduler", "rate", "buffers"])
+def test_what_is_not_restored_is_noticed(
+    what, undisturbed, tmp_path, monkeypatch
+) -> None:
+    """The negative control of all others: each part of the state makes a difference."""
+    run("1F1B", 2, save=str(tmp_path))
+
+    def forget(pipeline: Pipeline, path, **more):
+        told = loads(pipeline, path, **more)
+        optimizer = pipeline.optimizers[0]
+        if what == "step":
+            pipeline._n_steps = 0
+            monkeypatch.setattr("saved_runs.batch", lambda step: batch(step + 3))
+            monkeypatch.setattr("saved_runs.STEPS", 3)
+        elif what == "moments":
+            optimizer.state.clear()
+        elif what == "rate":
+            optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        elif what == "scheduler":
+            pipeline._schedulers[0].last_epoch = 0
+        else:
+            dict(pipeline.named_buffers())["layers.2.mean"].zero_()
+        return told
+
+    loads = Pipeline.load
+    monkeypatch.setattr(Pipeline, "load", forget)
+    with pytest.raises(AssertionError):
+        check(run("1F1B", 2, loaded=str(tmp_path)), undisturbed)
+
+
+def test_auto_may_choose_another_split_than_the_run_that_saved(
+    undisturbed, tmp_path
+) -> None:
+    """Layers move to other stages at a checkpoint."""
+    run("1F1B", 2, save=str(tmp_path), split=[2, 7])
+    times = (6.0, *(1.0,) * (N_LAYERS - 1))
+    layers = LayerCosts(N_LAYERS, f=times, b=times, w=times)
+    outcome = run(
+        "auto", 2, loaded=str(tmp_path), layers=layers, watch=False, n_microbatches=6
+    )
+    check(outcome, undisturbed)
+
+
+def test_weights_for_inference(undisturbed, tmp_path) -> None:
+    run("ZBV", 2, save=str(tmp_path))
+    model = Plain()
+    told = load(tmp_path, model)
+    assert told == {"step": 3, "extra": {}, "run": {}}
+    assert_same(read_model(tmp_path), model.state_dict())

@@ -1,0 +1,85 @@
+"""Values of a state as JSON: exact, and read without running anything.
+
+JSON's own types stay as they are. Everything else is an object with one key, its kind:
+
+    {"tuple": [...]}   {"dict": [[key, value], ...]}   {"counter": ...}
+    {"float": "inf"}   {"tensor": "optimizer/0.weight/0/exp_avg"}
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from zbpp.core import RequestError
+
+__all__ = ["decode", "encode"]
+
+
+def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
+    """Turn a value into what `json` writes.
+
+    Args:
+        value: numbers, texts, tensors, and containers of them.
+        where: its path; the names of its tensors begin with it.
+        put: takes each tensor, with its name.
+
+    Raises:
+        RequestError: a part of it is something else.
+
+    >>> encode({"lr": 0.1, "betas": (0.9, float("inf"))}, "group", print)
+    {'dict': [['lr', 0.1], ['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, Tensor):
+        put(where, value)
+        return {"tensor": where}
+    if isinstance(value, list | tuple):
+        items = [encode(one, f"{where}/{i}", put) for i, one in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        rows = [
+            [encode(key, f"{where}/key", put), encode(one, f"{where}/{key}", put)]
+            for key, one in value.items()
+        ]
+        return {kind: rows}
+    raise RequestError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; it "
+        "holds numbers, texts, tensors, and lists, tuples and dicts of them"
+    )
+
+
+def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
+    """Turn what `encode` has made back.
+
+    Args:
+        value: as `json` reads it.
+        get: gives the tensor of a name.
+
+    Raises:
+        RequestError: there is a kind that `encode` does not make.
+    """
+    if isinstance(value, list):
+        return [decode(one, get) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((kind, held),) = value.items()
+        match kind:
+            case "tensor":
+                return get(held)
+            case "float":
+                return float(held)
+            case "tuple":
+                return tuple(decode(one, get) for one in held)
+            case "dict":
+                return {decode(key, get): decode(one, get) for key, one in held}
+            case "counter":
+                return Counter({decode(k, get): decode(one, get) for k, one in held})
+    raise RequestError(f"a checkpoint has no values of the kind {sorted(value)}")
