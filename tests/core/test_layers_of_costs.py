@@ -1,5 +1,7 @@
 """Costs of layers add up to those of the chunks of a split."""
 
+from dataclasses import replace
+
 import pytest
 
 from zbpp.core import LayerCosts, Placement, RequestError, parse_layers, write_layers
@@ -20,6 +22,16 @@ def test_times_and_what_passes_leave_are_added_up():
     costs, memory = LAYERS.on(TWO, [1, 3])
     assert (costs.f, costs.b, costs.comm) == ((1.0, 9.0), (1.0, 3.0), (0.1,))
     assert (memory.m_b, memory.m_w) == ((10.0, 90.0), (5.0, 15.0))
+
+
+def test_every_pass_of_a_chunk_has_an_overhead():
+    layers = replace(LAYERS, pass_f=0.5, pass_b=0.25, pass_w=0.125)
+    one, _ = layers.on(TWO, [1, 3])
+    assert (one.f, one.b, one.w) == ((1.5, 9.5), (1.25, 3.25), (1.125, 3.125))
+    four, _ = layers.on(Placement.wave(2), [1, 1, 1, 1])
+    assert sum(four.f) == sum(one.f) + 2 * 0.5, "two more passes"
+    again, _ = layers.on(TWO, [2, 2], recompute=[1])
+    assert again.b == (2.0 + 2.0 + 0.25, 2.25), "one pass, its layer's f once more"
 
 
 def test_peaks_stand_on_what_the_layers_before_have_left():
@@ -52,5 +64,10 @@ def test_a_layers_file_comes_back_as_it_was(tmp_path):
     write_layers(LAYERS, path)
     assert parse_layers(path.read_text()) == LAYERS
     assert parse_layers('{"f": [1, 2, 3], "memory_limit": "2KiB"}').limit == 2048
+    loaded = replace(LAYERS, pass_f=0.5, pass_w=0.25)
+    write_layers(loaded, path)
+    assert parse_layers(path.read_text()) == loaded
+    with pytest.raises(RequestError, match="pass_b is a list"):
+        parse_layers('{"f": [1, 2, 3], "pass_b": [1, 2, 3]}')
     with pytest.raises(RequestError, match="m_b has 2 entries for 3 layers"):
         parse_layers('{"f": [1, 2, 3], "m_b": [1, 2]}')

@@ -29,7 +29,7 @@ def test_the_costs_of_a_simulated_run_are_found_again(mode: str) -> None:
         assert getattr(found, name) == tuple(1e3 * x for x in getattr(costs, name))
 
 
-def test_a_slow_pass_does_not_move_the_median() -> None:
+def test_one_very_slow_pass_does_not_move_the_mean() -> None:
     costs = Costs(1, 1, 1)
     measured = timeline("ZBH1", costs)
     slow = Pass(PassKind.F, 0, 0)

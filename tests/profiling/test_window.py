@@ -21,7 +21,8 @@ from zbpp.core import (
 from zbpp.modes import plan
 from zbpp.profiling.links import Link
 from zbpp.profiling.prediction import measured_step, predict
-from zbpp.profiling.window import Wires, host_gap, together, window_costs
+from zbpp.profiling.waits import host_gaps, latencies
+from zbpp.profiling.window import Wires, together, window_costs
 from zbpp.runtime.job_times import JobTimes
 from zbpp.simulator import simulate_iterations, steady_step_time
 
@@ -57,7 +58,7 @@ def test_a_window_gives_all_costs_back() -> None:
 
 def test_what_the_host_needs_between_jobs_belongs_to_the_jobs() -> None:
     timelines = steps("ZBH1", 2, gap=0.25)
-    assert host_gap([one.rows[0] for one in timelines]) == pytest.approx(0.25e-3)
+    assert host_gaps(timelines, None) == pytest.approx([0.25e-3] * 2)
     costs = window_costs(timelines, {}, splits=[True, True], wires=WIRES)
     assert costs.f == pytest.approx(TIMES.f)
     bare = window_costs(steps("ZBH1", 2), {}, splits=[True, True], wires=WIRES)
@@ -65,7 +66,7 @@ def test_what_the_host_needs_between_jobs_belongs_to_the_jobs() -> None:
 
 
 def test_norms_are_a_part_of_the_optimizers_time() -> None:
-    norms = {0: [1e-3, 3e-3, 2e-3], 1: [0.0]}
+    norms = {0: [1e-3, 3e-3, 2e-3], 1: [0.0]}  # means count
     costs = window_costs(steps("ZBH1", 2), norms, splits=[True, True], wires=None)
     assert costs.optimizer == pytest.approx((9.0, 6.0))
     assert costs.comm == 0.0 and costs.reduction == 0.0
@@ -151,3 +152,26 @@ def test_o_and_v_do_not_hold_the_wait_for_the_sum(monkeypatch: Any) -> None:
     assert waited == ["O", "O"]
     slots = [s for row in pipeline.timeline().rows for s in row]
     assert all(s.duration < 1e5 for s in slots if isinstance(s.job, Step))
+
+
+def test_waits_for_messages_are_seen_where_the_stages_share_a_clock() -> None:
+    """Messages that take longer in a step than they did alone."""
+    timelines = steps("ZBH1", 3, gap=0.25)
+    alone = Wires({(0, 1): Link(0.1, 1e9, 0.0)}, 2.0, {0: 10}, one_clock=True)
+    seen = latencies(timelines)
+    assert seen == {(0, 1): pytest.approx(0.75e-3)}, "the host's gap, and the message"
+    costs = window_costs(timelines, {}, splits=[True, True], wires=alone)
+    assert costs.comm == pytest.approx((0.5,)) and costs.f == pytest.approx(TIMES.f)
+    apart = replace(alone, one_clock=False)
+    costs = window_costs(timelines, {}, splits=[True, True], wires=apart)
+    assert costs.comm == pytest.approx((0.1,)), "the control: as measured alone"
+
+
+def test_the_host_is_seen_where_b_and_w_are_one_pass() -> None:
+    timelines = steps("1F1B", 3, gap=0.25)
+    gaps = host_gaps(timelines, lambda *_: 0.5e-3)
+    assert gaps == pytest.approx([0.25e-3] * 2)
+    wires = replace(WIRES, one_clock=True)
+    costs = window_costs(timelines, {}, splits=[True, True], wires=wires, joint=True)
+    assert costs.b == pytest.approx((6.0, 4.0)) and costs.w == (0.0, 0.0)
+    assert costs.f == pytest.approx(TIMES.f)

@@ -130,8 +130,8 @@ class Reports:
     def measured_costs(self, n: int = 1, *, joint: bool = False) -> Costs:
         """Costs of the last steps, in ms (every rank must call).
 
-        Medians of the passes, of O with its norms, and of V; the wait for the sum of
-        the norms is in none of them. The first call also measures the links and that
+        Robust means of the passes, of O with its norms, and of V; the wait for the sum
+        of the norms is in none of them. The first call also measures the links and that
         sum, some ms between two steps; they are kept. The loss is a part of the last F.
 
         Args:

@@ -1,7 +1,7 @@
 """Measure on the real devices what a plan needs to know, and leave no trace of it.
 
     kept         everything that training depends on, put back when the profile ends
-    stopwatch    one clock for CPUs and GPUs; medians and quartiles
+    stopwatch    one clock for CPUs and GPUs; means, medians and quartiles
     capture      one micro-batch through all chunks: what each of them is given
     passes       F, B and W of every chunk, and of every layer as a chunk of its own
     steps        O and V of every stage, norms, and the sum over the stages
@@ -12,6 +12,7 @@
     profile      the result: costs per layer, a table, JSON
 
     window       costs from the steps of a training that goes on
+    waits        what lies between its jobs: gaps of the host, waits for messages
     prediction   the simulated step beside the measured one, at the end of a run
     exhausted    what to say when memory runs out
 

@@ -66,15 +66,15 @@ def join(
         message=tuple(float(known["bytes"][i]) for i in each[:-1]),
         bandwidth=link_list(links, placement.n_stages, "bandwidth") or None,
         delay=link_list(links, placement.n_stages, "delay"),
-        reduction=max(part["reduction"].median for part in parts),
-        validation=max(step["V"].median for step in steps),
+        reduction=max(part["reduction"].mean for part in parts),
+        validation=max(step["V"].mean for step in steps),
     )
     return Profile(
         layers=costs,
         placement=placement,
         split=tuple(pipeline.split),
         chunks=chunks,
-        optimizer=tuple(step["O"] + step["norm"].median for step in steps),
+        optimizer=tuple(step["O"] + step["norm"] for step in steps),
         validation=tuple(step["V"] for step in steps),
         norm=tuple(step["norm"] for step in steps),
         reduction=max((p["reduction"] for p in parts), key=lambda one: one.median),
@@ -148,7 +148,7 @@ def _by_share(
     for layer, stage in enumerate(stages):
         totals[stage] += shares[layer]
     return tuple(
-        (steps[stage]["O"].median + steps[stage]["norm"].median)
+        (steps[stage]["O"].mean + steps[stage]["norm"].mean)
         * (shares[layer] / totals[stage] if totals[stage] else 1 / stages.count(stage))
         for layer, stage in enumerate(stages)
     )

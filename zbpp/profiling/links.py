@@ -1,6 +1,6 @@
 """Delay and bandwidth of the links between neighbouring stages.
 
-A message of n bytes takes delay + n / bandwidth, one way. Both follow from the medians
+A message of n bytes takes delay + n / bandwidth, one way. Both follow from the means
 of two sizes, sent to and fro while the other stages wait:
 
     time  |            x  the size of the largest message, or more
@@ -15,6 +15,7 @@ from itertools import pairwise
 from statistics import median
 
 from zbpp.core import Placement
+from zbpp.core.measured import robust_mean
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.executor import Executor
 
@@ -42,17 +43,20 @@ class Link:
 
 
 def fit(small: tuple[int, list[Ping]], large: tuple[int, list[Ping]]) -> Link:
-    """Delay and bandwidth from the medians of two sizes.
+    """Delay and bandwidth from the means of two sizes (`robust_mean`).
 
     >>> link = fit((64, [Ping(1e-3, 0)]), (1000064, [Ping(3e-3, 1e-4)]))
     >>> round(link.delay, 3), round(link.bandwidth), link.send
     (1.0, 500000, 0.1)
     """
-    short, long = (_MS * median(p.one_way_s for p in one) for _, one in (small, large))
+    short, long = (
+        _MS * robust_mean([p.one_way_s for p in one]) for _, one in (small, large)
+    )
     per_byte = max(0.0, (long - short) / (large[0] - small[0]))
     bandwidth = 1 / per_byte if per_byte > 1 / FASTEST else FASTEST
     delay = max(0.0, short - small[0] / bandwidth)
-    return Link(delay, bandwidth, _MS * median(p.send_s for p in large[1]))
+    send = robust_mean([p.send_s for p in large[1]])
+    return Link(delay, bandwidth, _MS * send)
 
 
 def measure_links(

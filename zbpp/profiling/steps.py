@@ -71,7 +71,7 @@ def time_reduction(
         rounds: how many sums, after one for warming up.
     """
     if len(executors) > 1:
-        return Spread(0.0, 0.0, 0.0)
+        return Spread(0.0, 0.0, 0.0, 0.0)
     (executor,) = executors.values()
     seconds = []
     transport = executor.transport

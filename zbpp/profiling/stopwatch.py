@@ -1,13 +1,15 @@
-"""Time pieces of work on one device; medians and quartiles of the times."""
+"""Time pieces of work on one device; means, medians and quartiles of the times."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
 
+from zbpp.core.measured import robust_mean
 from zbpp.runtime.job_times import Event, JobTimes
 
 __all__ = ["Spread", "Stopwatch", "spread"]
@@ -18,30 +20,40 @@ _MS = 1e3
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of some times, in ms."""
+    """Median and quartiles of some times, in ms, and the mean that costs are made of.
+
+    ``mean`` is that of `zbpp.core.measured.robust_mean`.
+    """
 
     median: float
     low: float
     high: float
+    mean: float
 
     def scaled(self, factor: float) -> "Spread":
         """Return it times a factor."""
-        return Spread(self.median * factor, self.low * factor, self.high * factor)
+        return Spread(*(factor * one for one in astuple(self)))
 
-    def __add__(self, more: float) -> "Spread":
-        return Spread(self.median + more, self.low + more, self.high + more)
+    def __add__(self, more: "float | Spread") -> "Spread":
+        others = astuple(more) if isinstance(more, Spread) else (more,) * 4
+        return Spread(*map(add, astuple(self), others))
 
 
 def spread(seconds: Iterable[float]) -> Spread:
-    """Median and quartiles, in ms; nothing gives zeros.
+    """Median, quartiles and mean, in ms; nothing gives zeros.
 
     >>> spread([0.001, 0.002, 0.003, 0.004, 0.1])
-    Spread(median=3.0, low=2.0, high=4.0)
+    Spread(median=3.0, low=2.0, high=4.0, mean=4.8)
     """
     ordered = sorted(_MS * one for one in seconds)
     if not ordered:
-        return Spread(0.0, 0.0, 0.0)
-    return Spread(median(ordered), _at(ordered, 0.25), _at(ordered, 0.75))
+        return Spread(0.0, 0.0, 0.0, 0.0)
+    return Spread(
+        median=median(ordered),
+        low=_at(ordered, 0.25),
+        high=_at(ordered, 0.75),
+        mean=robust_mean(ordered),
+    )
 
 
 def _at(ordered: Sequence[float], share: float) -> float:

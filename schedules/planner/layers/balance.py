@@ -94,7 +94,7 @@ def _bisect(loads: Loads) -> tuple[int, ...] | None:
     chunks = TwoChunks(loads)
     found = descend(loads, start_of(loads))
     if not loads.fits(found):
-        first = chunks.split(loads.time[-1])
+        first = chunks.split(loads.total)
         if first is None:
             return None
         found = descend(loads, first)

@@ -4,6 +4,7 @@ The load of a stage is the time that it is busy in a step, whatever the order:
 
     sum over its layers of  m (f + b + w) + optimizer        m micro-batches
                             m (2 f + b + w) + optimizer      a recomputed layer
+    and over its chunks of  m (pass_f + pass_b + pass_w)     on top of the layers'
     the last layer's f holds the loss
 
 Its memory is at least what is there all the time, and what the forwards leave of the
@@ -32,6 +33,7 @@ class Loads:
         in_flight: micro-batches of each chunk that must fit, C entries.
         limit: memory of each stage, p entries, inf where there is none.
         placement: chunk to stage.
+        each: load of a chunk on top of its layers'.
     """
 
     time: tuple[float, ...]
@@ -40,6 +42,7 @@ class Loads:
     in_flight: tuple[float, ...]
     limit: tuple[float, ...]
     placement: Placement
+    each: float = 0.0
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class Loads:
             in_flight=tuple(in_flight or (1.0,) * placement.n_chunks),
             limit=deal_limit(layers.limit, placement),
             placement=placement,
+            each=n_microbatches * (layers.pass_f + layers.pass_b + layers.pass_w),
         )
 
     @property
@@ -93,9 +97,14 @@ class Loads:
         """True if a stage has a memory limit."""
         return min(self.limit) < math.inf
 
+    @property
+    def total(self) -> float:
+        """Load of all stages together."""
+        return self.time[-1] + self.placement.n_chunks * self.each
+
     def busy(self, first: int, end: int) -> float:
-        """Load of the layers first..end-1."""
-        return self.time[end] - self.time[first]
+        """Load of a chunk of the layers first..end-1."""
+        return self.time[end] - self.time[first] + self.each
 
     def held(self, chunk: int, first: int, end: int) -> float:
         """Memory of a chunk of these layers."""
@@ -128,7 +137,7 @@ class Loads:
         each = sorted(self.busy(i, i + 1) for i in range(self.n_layers))
         fewest = min(map(len, self.placement.chunks_of))
         heaviest = each[-1] + sum(each[: fewest - 1])
-        return max(self.time[-1] / self.placement.n_stages, heaviest)
+        return max(self.total / self.placement.n_stages, heaviest)
 
 
 def even_split(n_layers: int, n_chunks: int) -> tuple[int, ...]:

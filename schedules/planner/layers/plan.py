@@ -207,6 +207,6 @@ def _finished(trials: Trials, best: Trial, even: Trial | None) -> LayerPlan:
         step=best.step,
         barrier_step=best.barrier_step,
         peak=best.peak,
-        ideal_step=trials.loads.time[-1] / trials.placement.n_stages,
+        ideal_step=trials.loads.total / trials.placement.n_stages,
         even_step=None if even is None else even.step,
     )

@@ -129,7 +129,7 @@ class TwoChunks:
         rest = p - 1 - turn
         held = self._memory(second) if loads.is_limited else None
         for end in range(i + 1, loads.n_layers - p - rest + 1):
-            room = most - loads.busy(i, end)
+            room = most - loads.busy(i, end) - loads.each
             space = limit - loads.held(turn, i, end)
             if room < 0 or space < 0:
                 break

@@ -1,7 +1,9 @@
 """Times and memories per layer: they give those of the chunks of any split.
 
-Layers run one after the other, so times and what passes leave are added up. A peak
-stands on what the layers before it in the pass have left:
+Layers run one after the other, so times and what passes leave are added up. A pass
+takes some time whatever is in it (to cut the graph, to send, to wake up): a chunk's time
+is that of its layers and one such overhead. A peak stands on what the layers before it
+in the pass have left:
 
     F of a chunk    layer 0 | 1 | 2      peak = max of (left by 0..i-1) + peak_f of i
     B               layer 2 | 1 | 0      the same from the last layer on
@@ -47,6 +49,8 @@ class LayerCosts:
         bandwidth: bytes in a unit of time, of all links or as in
             `zbpp.core.costs.links`; None: messages take ``comm`` alone.
         delay: of a link, on top of that; likewise.
+        pass_f, pass_b, pass_w: time of every F, B and W of a chunk on top of its
+            layers', so that many chunks a stage take longer than few.
         loss: time of the loss, a part of the last layer's F; its backward, and its
             memory, are in b, m_b, m_w and the peaks of the last layer.
         limit: memory of a stage, as in `MemoryModel`.
@@ -73,6 +77,9 @@ class LayerCosts:
     message: PerLayer = 0.0
     bandwidth: PerChunk | None = None
     delay: PerChunk = 0.0
+    pass_f: float = 0.0
+    pass_b: float = 0.0
+    pass_w: float = 0.0
     loss: float = 0.0
     reduction: float | None = None
     validation: float = 0.0
@@ -186,9 +193,9 @@ class LayerCosts:
             for name, values in times.items()
         }
         costs = Costs(
-            f=sums["f"],
-            b=sums["b"],
-            w=sums["w"],
+            f=tuple(one + self.pass_f for one in sums["f"]),
+            b=tuple(one + self.pass_b for one in sums["b"]),
+            w=tuple(one + self.pass_w for one in sums["w"]),
             optimizer=sums["optimizer"],
             comm=self._edges(placement, [end - 1 for end in ends[1:-1]]),
             loss=self.loss,

@@ -27,7 +27,7 @@ _MEMORIES = {
     *("m_b", "m_w", "m_fixed", "m_r", "message", "memory_limit"),
     *("peak_f", "peak_b", "peak_w", "peak_o", "peak_r"),
 }
-_ONE_NUMBER = ("loss", "reduction", "validation")
+_ONE_NUMBER = ("loss", "pass_f", "pass_b", "pass_w", "reduction", "validation")
 
 
 def write_layers(layers: LayerCosts, path: str | Path) -> None:

@@ -37,6 +37,9 @@ def drawn(rng: Random, n_layers: int, *, limited: bool) -> LayerCosts:
         m_b=tuple(1.2 * rng.random() for _ in range(n_layers)),
         m_fixed=tuple(0.3 * rng.random() for _ in range(n_layers)),
         loss=rng.random(),
+        pass_f=rng.choice((0.0, rng.random())),
+        pass_b=rng.choice((0.0, rng.random())),
+        pass_w=rng.choice((0.0, rng.random())),
         limit=rng.uniform(0.2, 1.6) * n_layers if limited else None,
     )
 
@@ -86,6 +89,20 @@ def test_even_chunks_are_not_balanced() -> None:
     even = max(loads.by_stage(even_split(12, 3))[0])
     assert even == pytest.approx(3 * 6)
     assert balance(layers, placement, 1).load == pytest.approx(3 * 5)
+
+
+def test_a_stage_of_more_chunks_has_more_passes() -> None:
+    """A stage with three chunks beside one with one: overheads move layers away."""
+    placement = Placement((0, 1, 0, 2, 0))
+    plain = LayerCosts(n_layers=12)
+    heavy = LayerCosts(n_layers=12, pass_f=1.0, pass_w=2.0)
+    loads = Loads.of(heavy, placement, 2)
+    assert loads.by_stage([2, 3, 2, 3, 2])[0] == [6 * 6 + 3 * 6, 3 * 6 + 6, 3 * 6 + 6]
+    assert loads.total == 12 * 6 + 5 * 6
+    assert balance(plain, placement, 2).load == 4 * 6
+    found = balance(heavy, placement, 2)
+    assert found.is_proved and found.load == 5 * 6 + 6
+    assert sum(found.split[i] for i in (0, 2, 4)) == 3
 
 
 def test_of_equal_largest_loads_the_most_level_split_is_taken() -> None:

@@ -1,0 +1,151 @@
+"""Time between the jobs of a stage: what the host needs, and what messages take.
+
+    stage 0 | F0 ..... F1 ..        gap       from a job to the next that waits for none
+                \\                   latency   from the end of the pass that sends to
+    stage 1 |    `---- F0                     the start of the one that has waited
+
+A job whose message was sent long before it could start waits for none, as does a W. A
+job has waited where its message was sent after the job before it had ended; what lies
+between the two may be either, and counts as neither. Of each step the mean counts, of
+the steps the robust mean: rare long waits are a part of every step.
+
+Ends of other stages are compared with, so both need clocks that agree; without them
+only W's are known to have waited for nothing.
+"""
+
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from zbpp.core import Pass, PassKind, Slot, Timeline
+from zbpp.core.measured import robust_mean
+
+__all__ = ["HopTime", "clock_name", "host_gaps", "latencies"]
+
+_LONG = 3.0  # times a message: so early, one has come
+_SHORTEST = 10  # where nothing is known: a tenth of the gaps
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+HopTime = Callable[[int, int], float]
+"""Seconds that a message takes from one stage to another, roughly."""
+
+
+def clock_name() -> str:
+    """Name the clock that `time.perf_counter` reads: that of the running system.
+
+    On Linux it counts from the boot, for all processes of a machine, and the boot has
+    a number of its own; elsewhere the machine's name stands for it.
+    """
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        return f"{platform.node()} {platform.system()}"
+
+
+def host_gaps(timelines: Sequence[Timeline], hop: HopTime | None) -> list[float]:
+    """Seconds between two jobs of each stage, where the second waits for nothing.
+
+    Where no such job is known, the shortest tenth of all gaps.
+
+    Args:
+        timelines: of measured steps, in seconds.
+        hop: None: the clocks of the stages do not agree.
+    """
+    found = []
+    for stage in range(timelines[0].placement.n_stages):
+        of_steps, every = [], []
+        for timeline in timelines:
+            ends = _ends(timeline)
+            free = []
+            for before, after in _pairs(timeline.rows[stage]):
+                gap = max(0.0, after.start - before.end)
+                every.append(gap)
+                if _waits_for_none(timeline, ends, before, after, hop):
+                    free.append(gap)
+            of_steps += [fmean(free)] if free else []
+        shortest = sorted(every)[len(every) // _SHORTEST] if every else 0.0
+        found.append(robust_mean(of_steps) if of_steps else shortest)
+    return found
+
+
+def latencies(timelines: Sequence[Timeline]) -> dict[tuple[int, int], float]:
+    """Seconds from a pass to one of another stage that waited for what it sent.
+
+    Both ways together, by pair of stages, the lower one first; only of pairs where
+    jobs have waited.
+    """
+    of_steps: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        ends, stage_of = _ends(timeline), timeline.placement.stage_of
+        found: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for stage, row in enumerate(timeline.rows):
+            for before, after in _pairs(row):
+                source = _source(timeline, after)
+                if source is None or stage_of[source.chunk] == stage:
+                    continue
+                sent = ends[source]
+                if sent > before.end:
+                    peer = stage_of[source.chunk]
+                    late = max(0.0, after.start - sent)
+                    found[min(stage, peer), max(stage, peer)].append(late)
+        for pair, several in found.items():
+            of_steps[pair].append(fmean(several))
+    return {pair: robust_mean(several) for pair, several in of_steps.items()}
+
+
+def _ends(timeline: Timeline) -> Mapping[Pass, float]:
+    """Ends of all passes, those of a BW as of its B."""
+    return {
+        _with_b(slot.job): slot.end
+        for row in timeline.rows
+        for slot in row
+        if isinstance(slot.job, Pass)
+    }
+
+
+def _with_b(job: Pass) -> Pass:
+    joint = job.kind is PassKind.BW
+    return Pass(PassKind.B, job.chunk, job.microbatch) if joint else job
+
+
+def _pairs(row: Sequence[Slot]) -> Iterator[tuple[Slot, Slot]]:
+    """Passes that follow one another; after an O or a V other things are waited for."""
+    for before, after in pairwise(row):
+        if isinstance(before.job, Pass) and isinstance(after.job, Pass):
+            yield before, after
+
+
+def _source(timeline: Timeline, slot: Slot) -> Pass | None:
+    """The pass whose output a pass reads, if it is one of another chunk."""
+    job = slot.job
+    assert isinstance(job, Pass)
+    if job.kind is PassKind.W:
+        return None
+    step = -1 if job.kind is PassKind.F else 1
+    other = job.chunk + step
+    if not 0 <= other < timeline.placement.n_chunks:
+        return None
+    return Pass(_with_b(job).kind, other, job.microbatch)
+
+
+def _waits_for_none(
+    timeline: Timeline,
+    ends: Mapping[Pass, float],
+    before: Slot,
+    after: Slot,
+    hop: HopTime | None,
+) -> bool:
+    job, stage_of = after.job, timeline.placement.stage_of
+    assert isinstance(job, Pass)
+    if job.kind is PassKind.W:
+        return True
+    if hop is None:
+        return False
+    source = _source(timeline, after)
+    if source is None or stage_of[source.chunk] == stage_of[job.chunk]:
+        return True
+    early = _LONG * hop(stage_of[source.chunk], stage_of[job.chunk])
+    return ends[source] + early <= before.end
