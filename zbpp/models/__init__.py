@@ -1,8 +1,19 @@
 """From a module to layers that a pipeline deals to stages.
 
-layered    `Layered`: layers by index, their own names, ties, loss and batch
+layered       `Layered`: layers by index, their own names, ties, loss and batch
+given         `layered_of`: whatever `zbpp.Pipeline` takes as `Layered`; `cut`
+registry      `Family`, `register`; families/ has one file each
+hugging_face  models of transformers: names, loss, batch
+cut           from named blocks to layers: parts (front, block, back)
+frame         the model's own forward around other blocks, with stand_ins
+calls         what blocks are called with; recorded: outputs that join the loss
+discover      what runs before and after the blocks
+weights       weights of a model on the meta device, made where they are needed
 """
 
+from zbpp.models.family import Family
+from zbpp.models.given import cut, layered_of
 from zbpp.models.layered import Layered, Tie
+from zbpp.models.registry import register
 
-__all__ = ["Layered", "Tie"]
+__all__ = ["Family", "Layered", "Tie", "cut", "layered_of", "register"]

@@ -1,0 +1,167 @@
+"""Layers of models of transformers, run one after another, against the whole model."""
+
+import copy
+
+import pytest
+import torch
+from tiny_hf import FAMILIES, batch_of, tiny
+
+from zbpp import RequestError
+from zbpp.models import Family, cut, layered_of, register
+from zbpp.models.calls import Plan
+
+pytest.importorskip("transformers")
+
+QUICK = {"llama", "gemma3"}
+ALL = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+    for name in FAMILIES
+]
+
+
+def run(layered, layers, batch):
+    value, targets = layered.cut_batch(batch)
+    for layer in layers:
+        value = layer(value)
+    return layered.loss_fn(value, targets), value
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def unequal(ours, plain):
+    return [
+        name
+        for name, grad in gradients(plain).items()
+        if not _equal(gradients(ours)[name], grad)
+    ]
+
+
+def _equal(a, b):
+    return (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_layers_in_turn_are_the_model_to_the_bit(family):
+    model = tiny(family)
+    plain, batch = copy.deepcopy(model), batch_of(family)
+    layered = layered_of(model)
+    layers = layered.build(range(layered.n_layers))
+    for step in range(2):
+        batch = batch_of(family, seed=step, length=10 + step)
+        expected = plain(**batch)
+        expected.loss.backward()
+        loss, value = run(layered, layers, batch)
+        loss.backward()
+        assert torch.equal(loss, expected.loss)
+        assert torch.equal(value["logits"], expected.logits)
+        assert not unequal(model, plain)
+    assert layers[0].carries is False, "masks and tables follow from the batch"
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_names_are_the_models_own(family):
+    model = tiny(family)
+    layered = layered_of(model)
+    found = {}
+    for index, layer in enumerate(layered.build(range(layered.n_layers))):
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            found[layered.own_name(index, name)] = parameter
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    assert found.keys() == expected.keys()
+    assert all(found[name] is expected[name] for name in found)
+
+
+def test_a_mask_dropped_is_seen(monkeypatch):
+    """Negative control of the tests above."""
+    calls = Plan.calls
+
+    def without_masks(self, batch, device):
+        return calls(self, {**batch, "attention_mask": None}, device)
+
+    model = tiny("llama")
+    plain, batch = copy.deepcopy(model), batch_of("llama")
+    monkeypatch.setattr(Plan, "calls", without_masks)
+    layered = layered_of(model)
+    layers = layered.build(range(layered.n_layers))
+    layers[0].carries = False
+    loss, _ = run(layered, layers, batch)
+    loss.backward()
+    plain(**batch).loss.backward()
+    assert unequal(model, plain)
+
+
+def test_arguments_that_do_not_follow_from_the_batch_travel():
+    model = tiny("llama")
+    plain, batch = copy.deepcopy(model), batch_of("llama")
+    layered = layered_of(model)
+    layers = layered.build(range(layered.n_layers))
+    layers[0].carries = True
+    value = layers[0](layered.cut_batch(batch)[0])
+    assert len(value["shared"]) == 4, "mask, position ids, cosines and sines"
+    loss, _ = run(layered, layers, batch)
+    loss.backward()
+    plain(**batch).loss.backward()
+    assert not unequal(model, plain)
+
+
+def test_blocks_of_a_chunk_find_their_arguments_once(monkeypatch):
+    layered = layered_of(tiny("gemma3"))
+    layers = layered.build(range(layered.n_layers))
+    runs = []
+    frame_run = type(layers[1].plan.frame).run
+
+    def counted(self, batch, handler, *, training):
+        runs.append(self is layers[1].plan.frame)
+        return frame_run(self, batch, handler, training=training)
+
+    run(layered, layers, batch_of("gemma3"))
+    monkeypatch.setattr(type(layers[1].plan.frame), "run", counted)
+    for seed in (1, 2):
+        run(layered, layers, batch_of("gemma3", seed=seed))
+    assert runs.count(True) == 2, "once for each batch"
+
+
+def test_eval_mode_and_a_batch_without_labels():
+    model = tiny("llama").eval()
+    layered = layered_of(model)
+    value, _ = layered.cut_batch({k: batch_of("llama")[k] for k in ("input_ids",)})
+    expected = model(**value)
+    for layer in layered.build(range(layered.n_layers)):
+        value = layer(value)
+    assert torch.equal(value["logits"], expected.logits)
+    with pytest.raises(RequestError, match="needs labels in the batch"):
+        layered.loss_fn(value, None)
+
+
+def test_a_cut_of_ones_own_is_the_registered_one():
+    model = tiny("gpt2")
+    registered, own = layered_of(model), cut(model, "transformer.h")
+    assert own.ties == registered.ties
+    assert len(own.ties) == 1
+    for index in (0, registered.n_layers - 1):
+        names = [
+            [
+                name
+                for name, _ in layered.build(range(index, index + 1))[
+                    0
+                ].named_parameters()
+            ]
+            for layered in (registered, own)
+        ]
+        assert names[0] == names[1]
+
+
+def test_a_family_that_is_not_known_is_refused_until_it_is_registered(monkeypatch):
+    model = tiny("gpt2")
+    monkeypatch.setattr(type(model.config), "model_type", "mine")
+    with pytest.raises(RequestError, match=r"no family is registered.*zbpp\.cut"):
+        layered_of(model)
+    register("mine", Family("h", ("wte", "wpe", "drop"), ("ln_f",)))
+    assert layered_of(model).n_layers == 6
+
+
+def test_a_batch_that_is_no_dict_is_refused():
+    with pytest.raises(RequestError, match="takes a dict with input_ids"):
+        layered_of(tiny("llama")).cut_batch(torch.zeros(2, 3))

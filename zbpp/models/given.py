@@ -1,0 +1,110 @@
+"""Whatever a user gives as a model, as layers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from zbpp.core import RequestError
+from zbpp.models.cut import cut_module
+from zbpp.models.hugging_face import cut_pretrained, is_pretrained
+from zbpp.models.layered import Layered, layer_name, shared_parameters
+from zbpp.models.weights import Source, Weights, is_on_meta
+from zbpp.runtime.partition import count_layers
+
+__all__ = ["Given", "cut", "layered_of"]
+
+Given = (
+    Layered | nn.Module | Sequence[nn.Module] | Callable[[range], Sequence[nn.Module]]
+)
+"""A model as `zbpp.Pipeline` takes it."""
+
+
+def layered_of(model: Given, n_layers: int | None = None) -> Layered:
+    """Take a model as layers.
+
+    Args:
+        model: an `nn.Sequential`, a list of layers, a builder that is called with a
+            range of layer indices, a model of transformers, or what `cut` returns.
+        n_layers: their number, if the model is a builder.
+
+    Raises:
+        RequestError: the model cannot be cut into layers.
+    """
+    if isinstance(model, Layered):
+        if n_layers not in (None, model.n_layers):
+            raise RequestError(
+                f"n_layers is {n_layers}, but the model has {model.n_layers} layers"
+            )
+        return model
+    if is_pretrained(model):
+        return layered_of(cut_pretrained(model), n_layers)
+    n = count_layers(model, n_layers)
+    if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
+        layers = list(model)
+        keys = list(model._modules) if isinstance(model, nn.Sequential) else None
+        return Layered(
+            n,
+            lambda indices: [layers[i] for i in indices],
+            own_name=layer_name if keys is None else _named_by(keys),
+            ties=shared_parameters(layers),
+        )
+    return Layered(n, model)
+
+
+def _named_by(keys: list[str]) -> Callable[[int, str], str]:
+    def own_name(layer: int, name: str) -> str:
+        return f"{keys[layer]}.{name}"
+
+    return own_name
+
+
+def cut(
+    model: nn.Module,
+    blocks: str | None = None,
+    *,
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+    example: Any = None,
+    weights: Source | None = None,
+) -> Layered:
+    """Cut a model into layers at its repeated blocks, for `zbpp.Pipeline`.
+
+    The first layer is what the model's forward does before its first block, the last
+    one what it does after the last block. The model must call its blocks once each, in
+    order, each with the hidden state (first) that the one before has put out.
+
+    Args:
+        model: with weights, which are used as they are, or on the meta device.
+        blocks: path of the ModuleList, as in ``"model.layers"``; None: as the model's
+            plan or family says.
+        before: modules beside the path to the blocks that run before them. One that
+            runs before and after (a tied embedding) is named in both.
+        after: modules that run after them.
+        example: a batch as the model takes it: modules that are not named are found by
+            a run on the meta device, which computes nothing.
+        weights: of a model on meta: safetensors (a folder or a file), a state dict, or
+            a seed; each process makes those of its own layers only.
+
+    Raises:
+        RequestError: the model cannot be cut so.
+    """
+    if is_pretrained(model):
+        named = None if blocks is None else (blocks, before, after)
+        return cut_pretrained(model, weights, named, example)
+    if blocks is None:
+        raise RequestError(
+            f"a {type(model).__name__} has no plan; name its blocks, as in "
+            "zbpp.cut(model, 'encoder.layers')"
+        )
+    made = None
+    if is_on_meta(model):
+        if weights is None:
+            raise RequestError(
+                "the model is on the meta device; say in weights= where its weights "
+                "come from: a folder, a state dict, or a seed"
+            )
+        made = Weights(model, weights)
+    return cut_module(
+        model, blocks, before=before, after=after, example=example, weights=made
+    )

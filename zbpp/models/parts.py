@@ -1,0 +1,271 @@
+"""Layers of a cut model: what runs before its blocks, the blocks, the rest.
+
+FrontLayer   batch -> {"hidden": .., "batch": ..}
+BlockLayer   the same with another hidden state
+BackLayer    -> what the model puts out
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.core import RequestError
+from zbpp.models.calls import Call, Plan, Recorder, leaves, with_leaves
+from zbpp.models.frame import Frame
+from zbpp.models.recorded import Collected, Collector
+from zbpp.runtime.support.pytree import tensors_in
+
+__all__ = ["OWN", "BackLayer", "BlockLayer", "FrontLayer", "Owned", "Value"]
+
+Value = dict[str, Any]
+"""What travels: "hidden", "batch", and, where they are needed, "shared", "router"."""
+
+OWN = "own"
+"""Attribute of a layer below which modules have the model's own names."""
+
+
+class Owned(nn.Module):
+    """Modules and parameters of a model under its own names."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            *above, last = name.split(".")
+            self.at(".".join(above)).add_module(last, module)
+
+    def at(self, path: str) -> nn.Module:
+        """The container at a path, made if there is none."""
+        held: nn.Module = self
+        for part in path.split(".") if path else ():
+            if part not in held._modules:
+                held.add_module(part, nn.Module())
+            held = held._modules[part]  # type: ignore[assignment]
+        return held
+
+
+class _Framed(nn.Module):
+    """A layer that runs the model's forward around what it owns."""
+
+    def __init__(self, owned: Owned, frame: Frame, plan: Plan) -> None:
+        super().__init__()
+        self.add_module(OWN, owned)
+        self.frame, self.plan = frame, plan
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.frame.apply(fn)
+        self.plan.move(fn)
+        return result
+
+
+class FrontLayer(_Framed):
+    """What the model does before its first block.
+
+    Args:
+        owned: modules that run before the blocks.
+        frame: with them.
+        plan: how blocks are called.
+        n_blocks: their number.
+        carries: tensors that blocks are called with travel; None: if they do not
+            follow from the batch, which the first forward finds out.
+        only_front: entries of the batch that only this layer reads: their shapes
+            travel.
+    """
+
+    def __init__(
+        self,
+        owned: Owned,
+        frame: Frame,
+        plan: Plan,
+        *,
+        n_blocks: int,
+        carries: bool | None,
+        only_front: tuple[str, ...],
+    ) -> None:
+        super().__init__(owned, frame, plan)
+        self._n_blocks, self._only_front = n_blocks, only_front
+        self.carries = carries
+        """Decided; None: not yet."""
+
+    def forward(self, batch: Any) -> Value:
+        """From a micro-batch to the first hidden state."""
+        sent = _slim(batch, self._only_front)
+        structure = self.plan.structure(_full(sent, self._only_front))
+        n_calls = 1 if self.carries is False else self._n_blocks
+        recorder = Recorder(n_calls, structure)
+        self.frame.run(batch, recorder, training=self.training)
+        if recorder.hidden is None or len(recorder.calls) < n_calls:
+            raise RequestError(
+                f"the forward called {len(recorder.calls)} of {self._n_blocks} blocks"
+            )
+        value: Value = {"hidden": recorder.hidden, "batch": sent}
+        if self.carries is None:
+            planned = self.plan.calls(
+                _full(sent, self._only_front), recorder.hidden.device
+            )
+            self.carries = not _same(recorder.calls, planned)
+        if self.carries:
+            value["shared"] = tuple(leaves(recorder.calls, batch))
+        return value
+
+
+class BlockLayer(nn.Module):
+    """One block of the model.
+
+    Args:
+        block: the model's own module.
+        index: of it.
+        name: of it, in errors.
+        plan: how blocks are called.
+        only_front: as for `FrontLayer`.
+        collector: of outputs that join the loss; None: there are none.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        index: int,
+        name: str,
+        plan: Plan,
+        *,
+        only_front: tuple[str, ...],
+        collector: Collector | None,
+    ) -> None:
+        super().__init__()
+        self.block = block
+        self._index, self._name, self._only_front = index, name, only_front
+        notes = None if collector is None else collector.listen(block)
+        self.plan, self.notes = plan, notes
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.plan.move(fn)
+        return result
+
+    def forward(self, value: Value) -> Value:
+        """Run the block on the hidden state, with its own arguments."""
+        hidden = value["hidden"]
+        batch = _full(value["batch"], self._only_front)
+        calls: list[Call] = self.plan.calls(batch, hidden.device)
+        if "shared" in value:
+            calls = with_leaves(calls, batch, value["shared"])
+        args, kwargs = calls[self._index]
+        changed = dict(value)
+        output = self.block(hidden, *args, **kwargs)
+        if self.notes is not None:
+            changed["router"] = (*value.get("router", ()), self.notes.take())
+        changed["hidden"] = self.plan.structure(batch).unwrap(output, self._name)
+        return changed
+
+
+class BackLayer(_Framed):
+    """What the model does after its last block, its loss included if it has labels.
+
+    Args:
+        owned: modules that run after the blocks.
+        frame: with them.
+        plan: how blocks are called.
+        n_blocks: their number.
+        only_front: as for `FrontLayer`.
+        collector: of outputs of blocks that join the loss.
+    """
+
+    def __init__(
+        self,
+        owned: Owned,
+        frame: Frame,
+        plan: Plan,
+        *,
+        n_blocks: int,
+        only_front: tuple[str, ...],
+        collector: Collector | None,
+    ) -> None:
+        super().__init__(owned, frame, plan)
+        self._n_blocks, self._only_front = n_blocks, only_front
+        self.collector = collector
+        self._is_checked = False
+
+    def forward(self, value: Value) -> Any:
+        """From the last hidden state to the model's output."""
+        hidden: Tensor = value["hidden"]
+        batch = _full(value["batch"], self._only_front)
+        structure = self.plan.structure(batch)
+        router: Collected = value.get("router", ())
+
+        called: list[int] = []
+
+        def inject(index: int, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+            called.append(index)
+            if len(called) > self._n_blocks:
+                raise RequestError(
+                    f"block {index} is called a second time; a pipeline needs blocks "
+                    "that run once each, in order"
+                )
+            if self.collector is not None:
+                self.collector.replay(self.frame.slots()[index], router[index])
+            is_last = index == self._n_blocks - 1
+            return structure.wrap(hidden if is_last else args[0])
+
+        self.frame.on(hidden.device)
+        output = self.frame.run(batch, inject, training=self.training)
+        if not self._is_checked:
+            self._is_checked = True
+            _check_numbers(hidden, output)
+        return _plain(output)
+
+
+def _check_numbers(hidden: Tensor, output: Any) -> None:
+    """Refuse a head that reads a stand-in: what these put out are no numbers.
+
+    Raises:
+        RequestError: so it is.
+    """
+    found = [t for t in tensors_in(output) if t.dim() and t.is_floating_point()]
+    if any(bool(t.isnan().any()) for t in found) and bool(hidden.isfinite().all()):
+        raise RequestError(
+            "what runs after the blocks reads what ran before them, beside the hidden "
+            "state; hand it on inside the hidden state, or cut the model yourself"
+        )
+
+
+def _plain(output: Any) -> Any:
+    """A model's output of a class of its own as a dict of what it holds of tensors."""
+    if not isinstance(output, dict) or type(output) is dict:
+        return output
+    return {key: held for key, held in output.items() if isinstance(held, Tensor)}
+
+
+def _slim(batch: Any, only_front: tuple[str, ...]) -> Any:
+    """The batch with empty tensors of one dimension more for what need not travel."""
+    if not isinstance(batch, dict) or not only_front:
+        return batch
+    return {
+        key: t.new_empty((0, *t.shape)) if key in only_front else t
+        for key, t in batch.items()
+    }
+
+
+def _full(batch: Any, only_front: tuple[str, ...]) -> Any:
+    """The batch with tensors on meta for what has not travelled."""
+    if not isinstance(batch, dict) or not only_front:
+        return batch
+    return {
+        key: torch.empty(t.shape[1:], dtype=t.dtype, device="meta")
+        if key in only_front
+        else t
+        for key, t in batch.items()
+    }
+
+
+def _same(found: list[Call], planned: list[Call]) -> bool:
+    """True if two lists of calls hold equal tensors, without gradients."""
+    ours, theirs = tensors_in(found), tensors_in(planned)
+    return len(ours) == len(theirs) and all(
+        not a.requires_grad
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and (a is b or torch.equal(a, b))
+        for a, b in zip(ours, theirs, strict=True)
+    )

@@ -1,0 +1,121 @@
+"""Modules that stand where a layer has none of the model's own.
+
+    `Absent`    a module that runs before the blocks: gives outputs of the right shape
+    `Missing`   a module that must not be called here
+    `Slot`      a block: hands the call to whoever runs the frame
+
+Their attributes are those of a twin of the module on the meta device, which holds no
+memory: a model may ask a module for its dtype, or a block for its kind of attention.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.core import RequestError
+from zbpp.runtime.support.pytree import map_tensors
+
+__all__ = ["Absent", "Handler", "Missing", "Site", "Slot", "meta_twin"]
+
+Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+"""Called in place of block i with its arguments; gives what the block would."""
+
+
+def meta_twin(module: nn.Module) -> nn.Module:
+    """Copy a module without its weights: parameters and buffers are on meta."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    twin = copy.deepcopy(module, memo)
+    for part in twin.modules():
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    return twin.eval()
+
+
+class Site:
+    """The run of a frame that stand-ins serve: its handler of blocks, its device."""
+
+    def __init__(self) -> None:
+        self.handler: Handler | None = None
+        self.device = torch.device("cpu")
+
+
+class _StandIn(nn.Module):
+    """A module with the attributes of a twin, and without parameters."""
+
+    def __init__(self, name: str, twin: nn.Module, site: Site) -> None:
+        super().__init__()
+        self.__dict__.update(_name=name, _twin=twin, _site=site)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_twin"], name)
+
+
+class Absent(_StandIn):
+    """Stands for a module that runs before the blocks, in a layer that is not first.
+
+    Floats in its outputs are not numbers: if what runs after the blocks used them, the
+    loss would show it.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs of the shapes and dtypes that the module would give.
+
+        Raises:
+            RequestError: these depend on values.
+        """
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().to("meta"))
+        try:
+            with torch.no_grad():
+                output = self._twin(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            raise RequestError(
+                f"the shapes that {self._name} puts out cannot be told from those it "
+                f"takes in: {error}; name it in neither before= nor after= if all "
+                "layers may have it, or cut the model yourself"
+            ) from error
+        return map_tensors(output, self._real)
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        fill = float("nan") if tensor.dtype.is_floating_point else 0
+        return torch.full(
+            tensor.shape, fill, dtype=tensor.dtype, device=self._site.device
+        )
+
+
+class Missing(_StandIn):
+    """Stands for a module that another layer has."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(
+            f"{self._name} was called where the model's layers do not have it; name it "
+            "in before= if it runs before the blocks, in after= if it runs after them, "
+            "in both if it does both"
+        )
+
+
+class Slot(_StandIn):
+    """Stands for a block."""
+
+    def __init__(self, index: int, name: str, twin: nn.Module, site: Site) -> None:
+        super().__init__(name, twin, site)
+        self.__dict__["_index"] = index
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the call to the frame's run."""
+        assert self._site.handler is not None, "a frame runs with a handler"
+        return self._site.handler(self._index, args, kwargs)

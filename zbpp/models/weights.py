@@ -1,0 +1,230 @@
+"""Weights of a model on the meta device, made only where they are needed.
+
+    a seed         each module's own initialisation, from (seed, its name)
+    a state dict   its tensors, by the model's own names
+    a folder       its safetensors files, with or without an index
+    a file         one of safetensors
+
+A seed belongs to a module, not to a process: any number of stages draws the same.
+Buffers that no checkpoint holds come from the initialisation in any case.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.core import RequestError
+from zbpp.runtime.support.random_state import random_state, set_random_state
+
+__all__ = ["Source", "Weights", "is_on_meta", "reset"]
+
+Source = int | Mapping[str, Tensor] | str | Path
+"""A seed, tensors by name, or safetensors files."""
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """True if a model has been made without weights."""
+    return any(p.is_meta for p in model.parameters())
+
+
+def reset(name: str, module: nn.Module) -> None:
+    """Initialise a module as its class does by itself."""
+    for method in ("reset_parameters", "_reset_parameters"):
+        if callable(found := getattr(module, method, None)):
+            found()
+            return
+
+
+class Weights:
+    """Makes modules of a model on meta with weights.
+
+    Args:
+        model: on the meta device.
+        source: of the weights.
+        init: called with the name of a module and the module, whose children it leaves
+            alone; gives parameters and buffers their first values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Source,
+        init: Callable[[str, nn.Module], None] = reset,
+    ) -> None:
+        self._model, self._init = model, init
+        self._seed = source if isinstance(source, int) else 0
+        self._read = None if isinstance(source, int) else _reader(source)
+        first: dict[int, str] = {}
+        self._canonical = {
+            name: first.setdefault(id(parameter), name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+
+    def make(self, name: str, module: nn.Module) -> nn.Module:
+        """Copy a module of the model, with weights.
+
+        Raises:
+            RequestError: a tensor is in no file, or has no initialisation.
+        """
+        made = copy.deepcopy(module)
+        parts = list(made.named_modules())
+        for within, part in reversed(parts):
+            self._fill(".".join(filter(None, (name, within))), part)
+        return made
+
+    def parameter(self, name: str, module: nn.Module, key: str) -> nn.Parameter:
+        """One parameter of a module, with its values."""
+        alone = copy.copy(module)
+        alone.__dict__["_parameters"] = dict(module._parameters)
+        alone.__dict__["_buffers"] = dict(module._buffers)
+        alone.__dict__["_modules"] = {}
+        self._fill(name.rpartition(".")[0], alone)
+        found = alone._parameters[key]
+        assert found is not None
+        return found
+
+    def buffers(self, name: str, module: nn.Module) -> None:
+        """Give a module above the blocks its buffers."""
+        if any(b is not None and b.is_meta for b in module._buffers.values()):
+            alone = copy.copy(module)
+            alone.__dict__["_parameters"] = {}
+            alone.__dict__["_buffers"] = dict(module._buffers)
+            alone.__dict__["_modules"] = {}
+            self._fill(name, alone)
+            module._buffers.update(alone._buffers)
+
+    @torch.no_grad()
+    def _fill(self, name: str, part: nn.Module) -> None:
+        """Give one module, without its children, its tensors."""
+        own = {**part._parameters, **part._buffers}
+        if not any(t is not None and t.is_meta for t in own.values()):
+            return
+        tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for held in tables:
+            for key, old in held.items():
+                if old is not None and old.is_meta:
+                    held[key] = _unset(old)
+        given = self._given(name, part)
+        for key in given:
+            own_tensor = part._parameters.get(key)
+            if own_tensor is not None:
+                # transformers' initialisations leave such parameters alone
+                own_tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+        self._draw(name, part)
+        for key, tensor in given.items():
+            target: Tensor | None = part._parameters.get(key)
+            target = part._buffers[key] if target is None else target
+            assert target is not None
+            if target.shape != tensor.shape:
+                raise RequestError(
+                    f"{name}.{key} has the shape {tuple(tensor.shape)} in the weights "
+                    f"given, and {tuple(target.shape)} in the model"
+                )
+            target.copy_(tensor)
+        self._check(name, part, given)
+
+    def _draw(self, name: str, part: nn.Module) -> None:
+        """Initialise one module by its own seed."""
+        device = torch.device("cpu")
+        before = random_state(device)
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        try:
+            self._init(name, part)
+        finally:
+            set_random_state(before, device)
+
+    def _given(self, name: str, part: nn.Module) -> dict[str, Tensor]:
+        """Tensors of a module that come from the source, or from its tied twin."""
+        found: dict[str, Tensor] = {}
+        hidden = part._non_persistent_buffers_set
+        for key, tensor in {**part._parameters, **part._buffers}.items():
+            if tensor is None or key in hidden:
+                continue
+            full = f"{name}.{key}" if name else key
+            first = self._canonical.get(full, full)
+            if self._read is not None:
+                value = self._read(full)
+                value = self._read(first) if value is None else value
+                if value is None:
+                    raise RequestError(f"the weights given have no tensor {full}")
+                found[key] = value
+            elif first != full:
+                above, _, last = first.rpartition(".")
+                twin = self._model.get_submodule(above)
+                found[key] = self.parameter(first, twin, last).detach()
+        return found
+
+    def _check(self, name: str, part: nn.Module, given: Mapping[str, Tensor]) -> None:
+        """Refuse a tensor that nothing has given a value."""
+        for key, tensor in {**part._parameters, **part._buffers}.items():
+            if tensor is None or key in given or not tensor.numel():
+                continue
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                full = f"{name}.{key}" if name else key
+                raise RequestError(
+                    f"{full} has no initialisation: a {type(part).__name__} has "
+                    "no reset_parameters, and the model none for it; give weights= a "
+                    "state dict or files, or make the model on a real device"
+                )
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Memory for a tensor, of values that are no numbers."""
+    fill = float("nan") if tensor.is_floating_point() else 0
+    made = torch.full(tensor.shape, fill, dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _reader(
+    source: Mapping[str, Tensor] | str | Path,
+) -> Callable[[str], Tensor | None]:
+    """From a name to a tensor, or None."""
+    if isinstance(source, Mapping):
+        return source.get
+    path = Path(source)
+    if path.is_dir() and (path / _INDEX).exists():
+        listed = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = {name: path / file for name, file in listed.items()}
+    else:
+        single = path / _SINGLE if path.is_dir() else path
+        if not single.exists():
+            raise RequestError(
+                f"{path} holds no safetensors files; it needs {_SINGLE}, or {_INDEX}"
+            )
+        files = dict.fromkeys(_open(single).keys(), single)
+    return partial(_read, files, {})
+
+
+def _read(
+    files: Mapping[str, Path], opened: dict[Path, Any], name: str
+) -> Tensor | None:
+    if name not in files:
+        return None
+    path = files[name]
+    if path not in opened:
+        opened[path] = _open(path)
+    found: Tensor = opened[path].get_tensor(name)
+    return found
+
+
+def _open(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise RequestError("safetensors files need the extra zbpp[hf]") from error
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise RequestError(f"{path} cannot be read: {error}") from error
