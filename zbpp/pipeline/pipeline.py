@@ -11,16 +11,18 @@ This file wires the layers together: mode -> schedule -> programs -> executors.
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
-from zbpp.checkpoint.owned import own_names
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
+from zbpp.models import layered_of
+from zbpp.models.given import Given
 from zbpp.modes import is_auto
 from zbpp.pipeline.evaluate import Evaluating
 from zbpp.pipeline.exhausted import memory_explained
+from zbpp.pipeline.given import loss_of, measure_example, model_to_build
 from zbpp.pipeline.reports import Reports
 from zbpp.pipeline.state import Checkpoints
 from zbpp.pipeline.switch import Switching
@@ -45,10 +47,9 @@ from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.optim.result import StepResult
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
-from zbpp.runtime.partition import Model, count_layers, partition_layers
+from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.stage import LossFn
 from zbpp.schedules import Recomputing, Split, lower
-from zbpp.tuning.measure import measure_layers
 from zbpp.tuning.watch import Watch, make_watcher
 
 __all__ = ["Pipeline"]
@@ -61,9 +62,11 @@ class Pipeline(Checkpoints, Switching, Evaluating, Reports):
     all stages live in this process. Losses, gradients and parameters are the same.
 
     Args:
-        model: an `nn.Sequential`, a list of layers, or a builder that is called with
-            the ranges of layer indices of this process only.
-        loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch.
+        model: an `nn.Sequential`, a list of layers, a builder that is called with the
+            ranges of layer indices of this process only, a model of transformers, or
+            what `zbpp.cut` returns.
+        loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch; None: the
+            model's own.
         optimizer: called with each stage's parameters, also frozen ones; gives an
             optimizer, or a list of them. None leaves the gradients (of the mean loss
             over all micro-batches) to the caller.
@@ -114,9 +117,9 @@ class Pipeline(Checkpoints, Switching, Evaluating, Reports):
 
     def __init__(
         self,
-        model: Model,
+        model: Given,
         *,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None = None,
         optimizer: MakeOptimizer | None,
         schedule: str | Path | Schedule = "ZBH1",
         n_microbatches: int | None = None,
@@ -151,36 +154,29 @@ class Pipeline(Checkpoints, Switching, Evaluating, Reports):
         if dist.is_initialized():
             group = group or dist.group.WORLD
             self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.n_layers = count_layers(model, n_layers)
-        self._own_name = own_names(model)
+        self.layered = layered_of(model, n_layers)
+        self.n_layers, self._own_name = self.layered.n_layers, self.layered.own_name
+        loss_fn = loss_of(self.layered, loss_fn)
         memory = memory_model(memory)
         if example is not None and layers is None:
-            alike: dict[str, Any] = {
-                "loss_fn": loss_fn,
-                "optimizer": optimizer,
-                "n_layers": n_layers,
-                "rollback": rollback,
-                "autocast": autocast,
-                "exact_sums": exact_sums,
-            }
-            layers = measure_layers(
+            layers = measure_example(
                 partial(
                     type(self),
                     n_microbatches=n_microbatches,
                     n_stages=n_stages,
-                    post_validation=post_validation,
-                    device=self.device,
                     seed=seed,
                     group=group,
                     timeout_s=timeout_s,
                     first_timeout_s=first_timeout_s,
-                    **alike,
                 ),
-                model,
-                example,
+                *(model, self.layered, example),
                 device=self.device,
-                post_validation=post_validation is not False,
-                **alike,
+                post_validation=post_validation,
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+                rollback=rollback,
+                autocast=autocast,
+                exact_sums=exact_sums,
             )
         self.chosen = chosen = choose_split(
             *(schedule, layers, split),
@@ -218,7 +214,8 @@ class Pipeline(Checkpoints, Switching, Evaluating, Reports):
             recompute=recomputed_layers(self.schedule, self.split),
         )
         self._executors = build_executors(
-            model, self.split, placement, transports, options
+            model_to_build(model, self.layered),
+            *(self.split, placement, transports, options),
         )
         self._n_steps = check_first_step(first_step)
         self._batches = Batches(self._executors, placement)
