@@ -1,31 +1,19 @@
 """Estimates against the allocator's own events, and what makes them wrong."""
 
-import sys
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from allocator import Parts, worst
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from zbpp.memory import tracker
-from zbpp.memory.layers import model_memory
-from zbpp.memory.passes import ChunkPasses
 from zbpp.runtime.backward import graph
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from parts.memory_events import Piece, inputs_of, measure_passes
-
-Parts = tuple[list[nn.Module], tuple[Any, Any], Callable[..., Tensor]]
-
 WIDTH = 128
-SMALL = 2**16
-"""Bytes that are no error: random states of checkpoints, small scratch memory."""
 
 
 class Block(nn.Module):
@@ -59,33 +47,6 @@ def language(*, again: bool = False) -> Parts:
     ends = nn.Embedding(512, WIDTH), nn.Linear(WIDTH, 512)
     layers = [ends[0], *(Block(again=again) for _ in range(4)), ends[1]]
     return layers, (tokens, tokens), loss
-
-
-def worst(
-    parts: Parts, own: range, autocast: torch.dtype | None = None
-) -> tuple[float, ChunkPasses]:
-    """Largest error of left and peak, as a share of what the chunk holds then."""
-    layers, batch, loss_fn = parts
-    chunk = model_memory(layers, batch, loss_fn, autocast=autocast).chunk(own)
-    inputs = inputs_of(layers, batch[0], autocast)
-    is_last = own.stop == len(layers)
-    targets = batch[1] if is_last else None
-    mine = layers[own.start : own.stop]
-    piece = Piece(mine, inputs[own.start], targets, own.start == 0, is_last)
-    real = measure_passes(piece, loss_fn, autocast)
-    m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.made_in_b + chunk.made_in_w
-    rows = [
-        (real["F2"], (m_b, chunk.peak_f), made),
-        (real["B2"], (m_w - m_b, chunk.peak_b), made + m_b),
-        (real["W2"], (-m_w, chunk.peak_w), made + m_w),
-        (real["BW3"], (-m_b, chunk.peak_bw), made + m_b),
-    ]
-    errors = [
-        max(0, abs(a - b) - SMALL) / (held + b)
-        for measured, estimated, held in rows
-        for a, b in zip(estimated, measured, strict=True)
-    ]
-    return max(errors), chunk
 
 
 def test_passes_take_what_the_allocator_says() -> None:

@@ -129,10 +129,11 @@ def _deferred_peaks(
                 return 0, 0
             optimizer.step()
             rollback = RecomputeRollback(optimizer)
-            copies = tracker.bytes_of(p for p in stands if p.grad is not None)
+            rollback.speculate()  # makes the copies, which stay
+            rollback.undo()
             before = tracker.restart()
             rollback.speculate()
-            most = max(most, tracker.most - before - copies)
+            most = max(most, tracker.most - before)
             before = tracker.restart()
             for _ in rollback.commit():
                 pass

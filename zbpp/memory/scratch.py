@@ -3,7 +3,7 @@
 Fake tensors do not show them. Products and convolutions of moderate size are therefore
 run once each, on real zeros, and the allocator is asked what they took. It depends on
 the processor and on the number of threads. Larger ones are left out: there, what is
-packed is small beside what is computed.
+packed is small beside what is computed. Casts of operands are reckoned; see `casts`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zbpp.memory.casts import cast_bytes
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.torch_internals import profiling
 
@@ -46,7 +47,7 @@ class KernelScratch:
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Bytes that a call needs; 0 if it is not known yet, and is to be probed."""
         if func not in _PROBED:
-            return 0
+            return cast_bytes(func, args, kwargs, result)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = tuple(_shape_of(leaf) for leaf in leaves)
         key = (func, shapes)

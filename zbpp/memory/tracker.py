@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zbpp.memory.engine import EngineSums
+
 __all__ = ["Span", "StorageTracker", "storages_of"]
 
 
@@ -47,6 +49,7 @@ class StorageTracker(TorchDispatchMode):
         self._most = 0
         self._granularity = granularity
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._sums = EngineSums()
         self.owner: object = None
         """Whose storages are made now; see `freed`."""
         self.freed: Counter[object] = Counter()
@@ -62,6 +65,8 @@ class StorageTracker(TorchDispatchMode):
         """Run an operator; what it makes is counted."""
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # its own operators come here again
+        if self._sums.in_place(func, args):
+            return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in _SHRUNK:
             n_bytes = self.size_of(args[0].untyped_storage())
@@ -129,9 +134,11 @@ class StorageTracker(TorchDispatchMode):
     def _watch(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         key = storage._cdata
         known, owner = self._known, self.owner
+        self._sums.note(storage)
 
         def gone(_: object) -> None:
             del known[key]
+            self._sums.forget(key)
             self.held -= n_bytes
             self.freed[owner] += n_bytes
 

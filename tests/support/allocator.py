@@ -1,0 +1,48 @@
+"""Estimates of a chunk's passes beside the allocator's own events."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.memory.layers import model_memory
+from zbpp.memory.passes import ChunkPasses
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from parts.memory_events import Piece, inputs_of, measure_passes
+
+Parts = tuple[list[nn.Module], tuple[Any, Any], Callable[..., Tensor]]
+
+SMALL = 2**16
+"""Bytes that are no error: random states of checkpoints, small scratch memory."""
+
+
+def worst(
+    parts: Parts, own: range, autocast: torch.dtype | None = None
+) -> tuple[float, ChunkPasses]:
+    """Largest error of left and peak, as a share of what the chunk holds then."""
+    layers, batch, loss_fn = parts
+    chunk = model_memory(layers, batch, loss_fn, autocast=autocast).chunk(own)
+    inputs = inputs_of(layers, batch[0], autocast)
+    is_last = own.stop == len(layers)
+    targets = batch[1] if is_last else None
+    mine = layers[own.start : own.stop]
+    piece = Piece(mine, inputs[own.start], targets, own.start == 0, is_last)
+    real = measure_passes(piece, loss_fn, autocast)
+    m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.made_in_b + chunk.made_in_w
+    rows = [
+        (real["F2"], (m_b, chunk.peak_f), made),
+        (real["B2"], (m_w - m_b, chunk.peak_b), made + m_b),
+        (real["W2"], (-m_w, chunk.peak_w), made + m_w),
+        (real["BW3"], (-m_b, chunk.peak_bw), made + m_b),
+    ]
+    errors = [
+        max(0, abs(a - b) - SMALL) / (held + b)
+        for measured, estimated, held in rows
+        for a, b in zip(estimated, measured, strict=True)
+    ]
+    return max(errors), chunk
