@@ -65,6 +65,7 @@ def _of_tensor(tensor: Tensor | None, uses: dict[int, int] | None = None) -> Any
     return (
         *(tuple(tensor.shape), tensor.dtype, str(tensor.device)),
         *(tensor.requires_grad, type(tensor).__name__, str(tensor.layout)),
+        str(getattr(tensor, "placements", None)),  # of a sharded one
         id(tensor) if shared else 0,
     )
 

@@ -288,7 +288,6 @@ def _fixed(
 
 def _norm(memory: ModelMemory, layers: Sequence[int]) -> int:
     """CPU kernels copy a gradient as float64 to take its norm."""
-    sizes = (
-        p.numel() * 8 for p in memory.gradients(layers) if p.dtype is not torch.float64
-    )
+    learning = (p for p in memory.gradients(layers) if p.dtype is not torch.float64)
+    sizes = (memory.bytes_of([p]) // p.itemsize * 8 for p in learning)
     return max(sizes, default=0)

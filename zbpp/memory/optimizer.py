@@ -11,6 +11,7 @@ from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.optim.rollback.buckets import treats_numbers_apart
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, can_defer
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = ["OptimizerMemory", "optimizer_memory"]
 
@@ -85,7 +86,7 @@ def optimizer_memory(
             for optimizer in optimizers:
                 optimizer.step()
             peak = tracker.most - state
-        copied = sum(p.nbytes for p in parameters if p in gradients)
+        copied = tracker.bytes_of(p for p in parameters if p in gradients)
         deferred = rollback != "snapshot" and all(map(can_defer, optimizers))
         if not deferred:
             return OptimizerMemory(state, peak, copied + state, peak)
@@ -114,7 +115,8 @@ def _deferred_peaks(
     stands = []
     seen: set[Any] = set()
     for p in parameters:
-        large = p.numel() > _PIECES and p.device.type == "cpu"
+        is_cut = p.device.type == "cpu" and not is_sharded(p)
+        large = is_cut and p.numel() > _PIECES
         key = (p.dtype, p.requires_grad, p in gradients, p.dim() > 1)
         if large and key in seen:
             continue  # each is stepped by itself
@@ -147,7 +149,10 @@ def _made(make: MakeOptimizer, own: list[nn.Parameter]) -> list[Any]:
 
 
 def _stand_in(parameter: Tensor, shape: Any, has_gradient: bool) -> nn.Parameter:
-    empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    if is_sharded(parameter):
+        empty = torch.empty_like(parameter, requires_grad=False)
+    else:
+        empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     stand = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     if has_gradient:
         stand.grad = torch.empty_like(empty)

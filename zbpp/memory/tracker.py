@@ -67,6 +67,8 @@ class StorageTracker(TorchDispatchMode):
             return NotImplemented  # its own operators come here again
         if self._sums.in_place(func, args):
             return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
+        if func in _SAME:
+            return args[0]
         result = func(*args, **(kwargs or {}))
         if func in _SHRUNK:
             n_bytes = self.size_of(args[0].untyped_storage())
@@ -148,6 +150,13 @@ class StorageTracker(TorchDispatchMode):
 _SHRUNK = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
 """Kernels that shrink their result to a scalar, and leave its memory as it was."""
 
+_SAME = (
+    {torch.ops._c10d_functional.wait_tensor.default}
+    if torch.distributed.is_available()
+    else set()
+)
+"""Operators that return what they are given, and of which fakes make a new one."""
+
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -161,7 +170,9 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     """The storages behind a tensor; of a sharded one, those of this process."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [s for name in names for s in storages_of(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in names]  # a mesh may be among them
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        return [s for part in tensors for s in storages_of(part)]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     parts = (getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ()))
