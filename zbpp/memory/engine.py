@@ -61,7 +61,7 @@ def _alone() -> _Counts | None:
     """Holders of a summand that the engine alone holds, seen by a dispatch mode."""
     seen: list[_Counts | None] = []
 
-    class Look(TorchDispatchMode):
+    class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -73,7 +73,7 @@ def _alone() -> _Counts | None:
             old = args[0]
             return _counts(old)
 
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
+    with _disable_current_modes():
         x = torch.zeros(2, requires_grad=True)
         with torch.enable_grad():
             y = torch.stack([x.sin(), x.cos()]).sum()

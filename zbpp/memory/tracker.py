@@ -170,9 +170,9 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     """The storages behind a tensor; of a sharded one, those of this process."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        parts = [getattr(tensor, name) for name in names]  # a mesh may be among them
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        return [s for part in tensors for s in storages_of(part)]
+        held = (getattr(tensor, name) for name in names)  # a mesh may be among them
+        inner = [part for part in held if isinstance(part, Tensor)]
+        return [s for part in inner for s in storages_of(part)]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     parts = (getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ()))
