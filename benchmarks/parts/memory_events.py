@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.microbatches import as_tensors
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.values import as_tensors
 
 __all__ = ["Event", "Range", "measure_passes", "measure_step", "profiled", "within"]
 

@@ -43,7 +43,7 @@ ROOMS = {
     },
     "zbpp.runtime.comm": {
         *("zbpp.runtime.comm", "zbpp.runtime.support", "zbpp.core"),
-        "zbpp.runtime.microbatches",
+        *("zbpp.runtime.values", "zbpp.runtime.microbatches"),
     },
     "zbpp.runtime.optim": {
         *("zbpp.runtime.optim", "zbpp.runtime.support", "zbpp.core"),

@@ -52,16 +52,15 @@ def misfit_later() -> str:
 
 @pytest.mark.dist
 def test_targets_of_another_number_in_a_later_step(pool: Pool) -> None:
-    words = "targets has 6 samples, but inputs had 12 in the first step"
     for message in pool.run(misfit_later, 2):
-        assert words in message
+        assert BOTH in message
 
 
 def test_a_list_of_micro_batches_of_several_sizes() -> None:
     pipeline = make_pipeline("ZBH1", 2)
     uneven = [x.split([3, 1, 2, 2, 2, 2]) for x in batch(0)]
-    message = refusal(pipeline.step, *map(list, uneven))
-    assert "inputs is a list of micro-batches of [3, 1, 2, 2, 2, 2] samples" in message
+    pipeline.step(*map(list, uneven))
+    pipeline = make_pipeline("ZBH1", 2)
     even = [list(x.split(2)) for x in batch(0)]
     assert pipeline.step(*even).loss == make_pipeline("1F1B", 1).step(*batch(0)).loss
     pipeline.evaluate(*map(list, uneven))

@@ -209,12 +209,12 @@ def test_requests_that_cannot_be_met_are_refused_with_the_numbers() -> None:
     message = refusal(make_pipeline, "ZBH1", 2, model=tied, n_layers=2)
     assert "layers 0 and 1 share a parameter" in message
     pipeline = make_pipeline("ZBH1", 2)
-    assert "13 samples" in refusal(pipeline.step, *batch(0, samples=13))
+    assert "5 samples" in refusal(pipeline.step, *batch(0, samples=5))
 
 
 def test_a_failed_pipeline_refuses_to_go_on() -> None:
     pipeline = make_pipeline("ZBH1", 2)
-    refusal(pipeline.step, *batch(0, samples=13))
+    refusal(pipeline.step, *batch(0, samples=5))
     pipeline.step(*batch(0))  # a batch that does not fit harms nothing
     inputs, targets = batch(1)
     with pytest.raises(IndexError, match="out of range") as caught:

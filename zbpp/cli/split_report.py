@@ -34,7 +34,7 @@ def _load(name: str) -> tuple[Any, tuple[Any, ...]]:
     """
     from torch import nn
 
-    from zbpp.runtime.microbatches import as_tensors, as_value
+    from zbpp.runtime.values import as_tensors, as_value
 
     built = call_builder(name, _WANTED)
     if not isinstance(built, tuple) or len(built) not in (2, 3):

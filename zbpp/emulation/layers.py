@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from zbpp.core import Job, PassTimes, Value, What
 from zbpp.runtime.backward.queue import WeightQueue, current_queue
 from zbpp.runtime.comm.ping import Ping
-from zbpp.runtime.comm.transport import Reduction, Transport
-from zbpp.runtime.microbatches import Tensors
+from zbpp.runtime.comm.transport import Opening, Reduction, Transport
+from zbpp.runtime.values import Tensors, with_tensors
 
 __all__ = ["DelayedTransport", "EmulatedLayer", "sleep_until"]
 
@@ -148,9 +148,9 @@ class DelayedTransport:
         """Tell the other processes why this one stops."""
         self._inner.report(error, ends=ends)
 
-    def begin(self, *, training: bool) -> None:
+    def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation."""
-        self._inner.begin(training=training)
+        self._inner.begin(opening)
 
     def send(self, value: Value, tensors: Tensors, peer: int) -> None:
         """Send the time in place of the tensors."""
@@ -161,7 +161,7 @@ class DelayedTransport:
             )
             for tensor in tensors
         )
-        self._inner.send(value, type(tensors)(stamped), peer)
+        self._inner.send(value, with_tensors(tensors, stamped), peer)
 
     def post(self, value: Value, peer: int) -> None:
         """Announce that a value will be received."""

@@ -26,8 +26,8 @@ from zbpp.memory.trace import (
     trace_chunk,
 )
 from zbpp.memory.tracker import storages_of
-from zbpp.runtime.microbatches import as_tensors
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.values import UnfitValueError, as_tensors
 
 __all__ = ["ModelMemory"]
 
@@ -116,16 +116,20 @@ class ModelMemory:
 
     def message(self, layer: int) -> int:
         """Bytes of what a layer reads from the one before."""
-        return sum(self._size(spec) for spec in as_tensors(self._specs[layer]))
+        try:
+            sent: Any = as_tensors(self._specs[layer], leaf=Spec)
+        except UnfitValueError:  # no chunk can begin there
+            return 0
+        return sum(self._size(spec) for spec in sent)
 
     def recomputed(self) -> ChunkPasses:
         """All layers as one chunk, every one of them recomputed in B."""
         traced, stands = self._trace(range(self.n_layers), recomputed=True)
         return traced.passes.repeated(stands)
 
-    def _size(self, spec: Any) -> int:
+    def _size(self, spec: Spec) -> int:
         g = self.granularity
-        return -(-spec.n_bytes // g) * g if isinstance(spec, Spec) else 0
+        return -(-spec.n_bytes // g) * g
 
     def _trace(
         self, own: range, *, recomputed: bool = False
@@ -143,12 +147,12 @@ class ModelMemory:
         targets = self.fake.targets if is_last else None
         if own.start == 0:
             return Ends(self.fake.inputs, None, targets, is_last)
-        sent: Any = as_tensors(self._specs[own.start])
-        if not all(isinstance(spec, Spec) for spec in sent):
+        try:
+            sent: Any = as_tensors(self._specs[own.start], leaf=Spec)
+        except UnfitValueError as error:
             raise RequestError(
-                f"layer {own.start} reads a {type(self._specs[own.start]).__name__}; "
-                "a chunk can begin only where it reads a tensor or a tuple of tensors"
-            )
+                f"a chunk cannot begin with layer {own.start}: it reads {error}"
+            ) from None
         return Ends(None, sent, targets, is_last)
 
     def _run(self, layers: Sequence[nn.Module], ends: Ends, recomputed: bool) -> Traced:

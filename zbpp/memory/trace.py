@@ -17,9 +17,9 @@ from zbpp.memory.recorder import Recorder, WatchedLayer
 from zbpp.memory.scratch import KernelScratch
 from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.microbatches import Tensors, as_tensors
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.values import Tensors, as_tensors, with_tensors
 
 __all__ = [
     "Ends",
@@ -50,7 +50,7 @@ class Ends:
 
     Args:
         inputs: a micro-batch of the first chunk; None on the others.
-        sent: a tuple of `Spec`, what another chunk gets from the one before.
+        sent: `Spec`s as a value travels, what another chunk gets from the one before.
         targets: a micro-batch of the loss.
         is_last: the chunk ends the model.
     """
@@ -198,12 +198,14 @@ class _Microbatch:
 
 
 def _received(sent: Any) -> Tensors:
-    kind: type[Tensors] = type(sent)
-    return kind(
-        torch.empty(spec.shape, dtype=spec.dtype, device=spec.device).requires_grad_(
-            spec.needs_grad
-        )
-        for spec in sent
+    return with_tensors(
+        sent,
+        (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(
+                x.needs_grad
+            )
+            for x in sent
+        ),
     )
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
+from zbpp.runtime.microbatches import CutBatch, Weigh
 from zbpp.runtime.stage import LossFn
 
 __all__ = ["Layered", "Tie", "layer_name", "shared_parameters"]
@@ -41,6 +41,8 @@ class Layered:
         loss_fn: the model's own loss of the last layer's output; None: it has none.
         cut_batch: from a batch as the model takes it to the inputs of the first layer
             and the targets of the loss; None: the user gives both.
+        weigh: from the targets of a micro-batch to the number that the model's loss is
+            a mean over (tokens that count, say); None: its samples.
     """
 
     n_layers: int
@@ -48,4 +50,5 @@ class Layered:
     own_name: Callable[[int, str], str] = layer_name
     ties: tuple[Tie, ...] = ()
     loss_fn: LossFn | None = None
-    cut_batch: Callable[[Any], tuple[Any, Any]] | None = None
+    cut_batch: CutBatch | None = None
+    weigh: Weigh | None = None

@@ -1,17 +1,20 @@
-"""The loss of a pipeline's model on a batch that is not trained on."""
+"""Loss and outputs of a pipeline's model on a batch that is not trained on."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from zbpp.core import Schedule
 from zbpp.runtime.driver import collective_calls as calls
-from zbpp.runtime.driver.batches import Batches, check_samples
+from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.driver.state_access import eval_mode
 from zbpp.runtime.executor import Executor, drive
-from zbpp.runtime.microbatches import Batch
+from zbpp.runtime.microbatches import Batch, check_samples, merge
+from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.values import as_value
 from zbpp.schedules import lower_forward
 
 __all__ = ["Evaluating"]
@@ -39,15 +42,15 @@ class Evaluating:
 
     def evaluate(
         self,
-        inputs: Batch | None = None,
-        targets: Batch | None = None,
+        inputs: Batch = None,
+        targets: Batch = None,
         *,
         n_microbatches: int | None = None,
     ) -> float:
-        """Mean loss over the samples of a batch, without gradients, in eval mode.
+        """Mean loss over a batch, without gradients, in eval mode.
 
         Args:
-            inputs: as for `step`; the last micro-batch may be smaller.
+            inputs: as for `step`.
             targets: as for `step`.
             n_microbatches: any number, the same on every rank; None: as in `step`.
 
@@ -55,11 +58,65 @@ class Evaluating:
             RequestError: the batch does not fit.
             PeerError: another stage died, did not answer, or does not evaluate.
         """
-        m = n_microbatches or self.n_microbatches
+        inputs, targets = self._batches.pair(inputs, targets)
+        with self._forwards(inputs, targets, n_microbatches, predicts=False):
+            own = self._batches.samples(inputs, targets)
+            loss, samples = calls.mean_loss(self._executors, own)
+        check_samples(*samples)
+        return loss
+
+    def predict(
+        self,
+        inputs: Batch = None,
+        *,
+        n_microbatches: int | None = None,
+        everywhere: bool = False,
+    ) -> Any:
+        """Outputs of the last chunk, without loss and gradients, in eval mode.
+
+        Args:
+            inputs: as for `step`; targets in it are not read.
+            n_microbatches: any number, the same on every rank; None: as in `step`.
+            everywhere: give all ranks the outputs, on the CPU; the same on every rank.
+
+        Returns:
+            The outputs of all samples where the last chunk is, elsewhere None. Tensors
+            of the micro-batches are joined along their first dimension; micro-batches
+            whose outputs differ in others come as a list.
+
+        Raises:
+            RequestError: the batch does not fit.
+            PeerError: another stage died, did not answer, or does not predict.
+        """
+        inputs, _ = self._batches.pair(inputs, None)
+        with self._forwards(inputs, None, n_microbatches, predicts=True):
+            outputs = None
+            last = self._executors.get(self.schedule.placement.stage_of[-1])
+            if last is not None and last.stage.outputs is not None:
+                found = last.stage.outputs
+                outputs = merge([as_value(found[i]) for i in sorted(found)])
+            if everywhere:
+                own = map_tensors(outputs, lambda x: x.cpu())
+                transport = next(iter(self._executors.values())).transport
+                every = transport.gather(own)
+                outputs = next((one for one in every if one is not None), None)
+        return outputs
+
+    @contextmanager
+    def _forwards(
+        self, inputs: Batch, targets: Batch, n: int | None, *, predicts: bool
+    ) -> Iterator[None]:
+        """Run the forwards of a batch; within this their losses or outputs are read."""
+        m = n or self.n_microbatches
         programs = lower_forward(self.schedule.placement, n_microbatches=m)
         self.synchronize()
         self._batches.begin(
-            inputs, targets, step=self._n_steps, n_microbatches=m, training=False
+            inputs,
+            targets,
+            step=self._n_steps,
+            n_microbatches=m,
+            training=False,
+            predicts=predicts,
         )
         layers = (layer for _, layer in self._layers())
         with (
@@ -68,7 +125,4 @@ class Evaluating:
             eval_mode(layers),
         ):
             drive(self._executors, programs, training=False)
-            own = self._batches.samples(inputs, targets)
-            loss, samples = calls.mean_loss(self._executors, own)
-        check_samples(*samples)
-        return loss
+            yield

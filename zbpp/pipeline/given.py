@@ -15,7 +15,7 @@ from zbpp.runtime.partition import Model
 from zbpp.runtime.stage import LossFn
 from zbpp.tuning.measure import MeasuredPipeline, measure_layers
 
-__all__ = ["cut_batch", "loss_of", "measure_example", "model_to_build"]
+__all__ = ["loss_of", "measure_example", "model_to_build"]
 
 
 def model_to_build(model: Given, layered: Layered) -> Model:
@@ -38,13 +38,6 @@ def loss_of(layered: Layered, loss_fn: LossFn | None) -> LossFn:
             "micro-batch of (outputs, targets)"
         )
     return found
-
-
-def cut_batch(layered: Layered, inputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Inputs and targets of a batch that was given as the model takes it."""
-    if targets is not None or inputs is None or layered.cut_batch is None:
-        return inputs, targets
-    return layered.cut_batch(inputs)
 
 
 def measure_example(

@@ -21,10 +21,10 @@ from zbpp.models import layered_of
 from zbpp.models.given import Given
 from zbpp.modes import is_auto
 from zbpp.pipeline.evaluate import Evaluating
-from zbpp.pipeline.exhausted import memory_explained
 from zbpp.pipeline.given import loss_of, measure_example, model_to_build
 from zbpp.pipeline.reports import Reports
 from zbpp.pipeline.state import Checkpoints
+from zbpp.pipeline.stepping import Stepping
 from zbpp.pipeline.switch import Switching
 from zbpp.planning.resolve import (
     check_first_step,
@@ -40,11 +40,9 @@ from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.driver.state_access import settle_before_access
-from zbpp.runtime.executor import drive
-from zbpp.runtime.microbatches import Batch
+from zbpp.runtime.microbatches import Batch, Weigh, WeighName
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience
-from zbpp.runtime.optim.result import StepResult
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
 from zbpp.runtime.partition import partition_layers
@@ -55,7 +53,7 @@ from zbpp.tuning.watch import Watch, make_watcher
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Checkpoints, Switching, Evaluating, Reports):
+class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
     """A model cut into stages, trained by a schedule.
 
     Under torch.distributed (``torchrun`` is enough) this process is one stage; else
@@ -72,6 +70,9 @@ class Pipeline(Checkpoints, Switching, Evaluating, Reports):
             over all micro-batches) to the caller.
         schedule: a mode such as ``"ZBH1"``, a schedule file, or a `Schedule`.
         n_microbatches: micro-batches in a step; None: the schedule's.
+        weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
+            the targets (or ``targets["labels"]``) that are not -100; or a function
+            that counts the targets of a micro-batch. None: the model's, else samples.
         n_stages: number of stages; None: the schedule's, or one per process.
         n_layers: number of layers, if the model is a builder.
         split: layers of each chunk, or ``"even"``: the first chunks get one more, or
@@ -123,6 +124,7 @@ class Pipeline(Checkpoints, Switching, Evaluating, Reports):
         optimizer: MakeOptimizer | None,
         schedule: str | Path | Schedule = "ZBH1",
         n_microbatches: int | None = None,
+        weigh: WeighName | Weigh | None = None,
         n_stages: int | None = None,
         n_layers: int | None = None,
         split: Split = None,
@@ -163,6 +165,7 @@ class Pipeline(Checkpoints, Switching, Evaluating, Reports):
                 partial(
                     type(self),
                     n_microbatches=n_microbatches,
+                    weigh=weigh,
                     n_stages=n_stages,
                     seed=seed,
                     group=group,
@@ -218,7 +221,10 @@ class Pipeline(Checkpoints, Switching, Evaluating, Reports):
             *(self.split, placement, transports, options),
         )
         self._n_steps = check_first_step(first_step)
-        self._batches = Batches(self._executors, placement)
+        self._batches = Batches(
+            *(self._executors, placement, self.layered.cut_batch),
+            weigh=weigh or self.layered.weigh,
+        )
         self._lifecycle = Lifecycle(self._executors.values())
         weakref.finalize(self, self._lifecycle.end)
         self._lifecycle.hooks = settle_before_access(
@@ -233,41 +239,6 @@ class Pipeline(Checkpoints, Switching, Evaluating, Reports):
         self.memory = chosen.memory
         asked = (self.split, rules, autocast, seed, first_step, exact_sums)
         check_agreement(self._executors, (schedule_text(self.schedule), *asked))
-
-    def step(
-        self, inputs: Batch | None = None, targets: Batch | None = None
-    ) -> StepResult:
-        """Train on one batch: all micro-batches, then the optimizer.
-
-        Args:
-            inputs: for the first chunk; read only where `needs_inputs`. Tensors of
-                shape (samples, ...) or a list with one entry per micro-batch.
-            targets: for the loss; read only where `needs_targets`.
-
-        Raises:
-            RequestError: the batch does not fit.
-            PeerError: another stage died or did not answer.
-        """
-        self._batches.begin(
-            inputs,
-            targets,
-            step=self._n_steps,
-            n_microbatches=self.n_microbatches,
-            training=True,
-        )
-        with (
-            self._lifecycle.running(),
-            calls.failures_told(self._executors),
-            memory_explained(self._executors, self.schedule, self.memory),
-        ):
-            drive(self._executors, self._programs)
-        self._n_steps += 1
-        result = next(iter(self._executors.values())).optimizer.result
-        assert result is not None
-        if self._watcher is not None:
-            with calls.failures_told(self._executors):
-                self._watcher.after_step(self)
-        return result
 
     def synchronize(self) -> None:
         """Wait for the decision on the last step; parameters and state are then right.

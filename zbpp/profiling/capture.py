@@ -11,9 +11,9 @@ from zbpp.core import Pass, PassKind, Placement, Value, What
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.microbatches import Tensors
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.values import Tensors, with_tensors
 
 __all__ = ["Given", "begin", "capture", "fresh", "stage_like"]
 
@@ -51,7 +51,7 @@ def capture(
     """
     runners = {}
     for stage, executor in executors.items():
-        executor.transport.begin(training=False)
+        executor.transport.begin()
         own = given[stage]
         runners[stage] = stage_like(
             options, list(executor.stage.chunks.values()), n_chunks=placement.n_chunks
@@ -114,8 +114,8 @@ def begin(stage: Stage, given: Given, *, step: int, n_microbatches: int) -> None
 
 def fresh(tensors: Tensors) -> Tensors:
     """Copy tensors: a layer may change what it is given in place."""
-    return type(tensors)(
-        x.detach().clone().requires_grad_(x.requires_grad) for x in tensors
+    return with_tensors(
+        tensors, (x.detach().clone().requires_grad_(x.requires_grad) for x in tensors)
     )
 
 

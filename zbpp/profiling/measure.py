@@ -104,9 +104,8 @@ def _measure_own(
     counted = time_passes(timings, rounds, most_s)
     for stage, executor in executors.items():
         time_steps(executor, watches[stage])
-    reduction = time_reduction(
-        executors, sum(pipeline.split) + pipeline.schedule.n_microbatches, _REDUCTIONS
-    )
+    n_losses = 2 * pipeline.schedule.n_microbatches  # and their weights
+    reduction = time_reduction(executors, sum(pipeline.split) + n_losses, _REDUCTIONS)
     found: dict[str, Any] = {
         "rounds": counted,
         "reduction": reduction,

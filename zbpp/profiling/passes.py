@@ -20,8 +20,8 @@ from zbpp.profiling.capture import Given, begin, fresh, stage_like
 from zbpp.profiling.stopwatch import Stopwatch
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.driver.build import StageOptions
-from zbpp.runtime.microbatches import Tensors
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.values import Tensors
 
 __all__ = ["PassTiming", "time_passes"]
 

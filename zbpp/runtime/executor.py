@@ -34,14 +34,15 @@ from zbpp.core import (
     input_of,
     output_of,
 )
-from zbpp.runtime.comm.transport import Transport
+from zbpp.runtime.comm.transport import Opening, Transport
+from zbpp.runtime.constants import without_constants
 from zbpp.runtime.job_times import JobTimes
-from zbpp.runtime.microbatches import Tensors
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.replay import Replay
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.fault_injection import requested_fault
 from zbpp.runtime.support.torch_internals import profiling
+from zbpp.runtime.values import Nested, Tensors
 
 __all__ = ["Executor", "drive"]
 
@@ -55,7 +56,7 @@ class Executor:
         stage: the stage's chunks.
         transport: its messages.
         optimizer: its share of the optimizer step.
-        n_chunks: chunks of the whole model.
+        stage_of: stage of every chunk of the whole model.
         rank: of this process, for faults on demand.
     """
 
@@ -65,14 +66,17 @@ class Executor:
         transport: Transport,
         optimizer: StageOptimizer,
         *,
-        n_chunks: int,
+        stage_of: Sequence[int],
         rank: int,
     ) -> None:
         self.stage = stage
         self.transport = transport
         self.optimizer = optimizer
         self.times = JobTimes(stage.device)
-        self._n_chunks = n_chunks
+        self._stage_of = stage_of
+        self._n_chunks = len(stage_of)
+        self.opening = Opening(1)
+        """Of the step that begins next."""
         self._rank = rank
         self._fault = requested_fault()
         self._here: dict[Value, Tensors] = {}
@@ -187,6 +191,8 @@ class Executor:
         if value in self._posted:
             self._posted.remove(value)
             tensors = self.transport.receive(value, job)
+            if isinstance(tensors, Nested):
+                tensors = self.stage.constants.fill(tensors, job.microbatch)
         elif value is not None:
             tensors = self._here.pop(value)
         if job.kind is not PassKind.F:
@@ -217,8 +223,11 @@ class Executor:
         self.stage.backward_weight(chunk, microbatch)
 
     def _send(self, instruction: Send) -> None:
-        tensors = self._here.pop(instruction.value)
-        self.transport.send(instruction.value, tensors, instruction.peer)
+        value, peer = instruction.value, instruction.peer
+        tensors = self._here.pop(value)
+        if isinstance(tensors, Nested):
+            tensors = without_constants(tensors, value.chunk, peer, self._stage_of)
+        self.transport.send(value, tensors, peer)
 
     def _receive(self, instruction: Receive) -> None:
         self._posted.add(instruction.value)
@@ -263,7 +272,7 @@ def drive(
     """
     running = []
     for stage, executor in executors.items():
-        executor.transport.begin(training=training)
+        executor.transport.begin(executor.opening if training else None)
         running.append(executor.run(programs[stage], training=training))
     while running:
         running = [run for run in running if next(run, _DONE) is not _DONE]

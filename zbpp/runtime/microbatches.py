@@ -1,84 +1,73 @@
-"""Cut a batch into micro-batches."""
+"""Cut a batch into micro-batches, and weigh them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from zbpp.core import RequestError
+from zbpp.runtime.support.pytree import map_tensors, tensors_in
+from zbpp.runtime.values import Tensors, UnfitValueError, as_tensors
 
 __all__ = [
     "Batch",
-    "Tensors",
-    "TupleOfOne",
-    "as_tensors",
-    "as_value",
-    "check_tensors",
+    "CutBatch",
+    "Weigh",
+    "WeighName",
+    "check_samples",
     "count_samples",
+    "find_weigh",
+    "merge",
     "samples_to_cut",
+    "shares",
     "split_inputs",
     "split_targets",
 ]
 
-Tensors = tuple[Tensor, ...]
-"""Value handed from chunk to chunk, or a micro-batch: one tensor or several."""
+Batch = Any
+"""Tensors that are cut along their first dimension, alone or in tuples, lists in these,
+dicts and other containers, beside what every micro-batch gets as it is; or a list of
+micro-batches."""
+
+CutBatch = Callable[[Any], tuple[Any, Any]]
+"""From a batch as a model takes it to inputs of layers and targets of a loss."""
+
+Weigh = Callable[[Any], float]
+"""From the targets of a micro-batch to the number that its loss is a mean over."""
+
+WeighName = Literal["samples", "tokens"]
+
+IGNORED = -100
+"""Target that torch's losses leave out unless they are told otherwise."""
 
 
-class TupleOfOne(tuple[Tensor, ...]):
-    """A value that is a tuple of one; any other `Tensors` of one is a bare tensor."""
-
-
-def as_tensors(value: Any) -> Tensors:
-    """Return a value as it travels; a wrong kind stays as it is, to be refused."""
-    if not isinstance(value, tuple):
-        return (value,)
-    return TupleOfOne(value) if len(value) == 1 and type(value) is tuple else value
-
-
-def as_value(tensors: Tensors) -> Tensor | Tensors:
-    """Return what a layer takes: the inverse of `as_tensors`."""
-    if len(tensors) != 1:
-        return tensors
-    return tuple(tensors) if isinstance(tensors, TupleOfOne) else tensors[0]
-
-
-def check_tensors(tensors: Tensors, what: str) -> None:
-    """Refuse what cannot travel between chunks as it is.
-
-    Raises:
-        RequestError: an item is no tensor, or the tuple is one of a class of its own.
-    """
-    if type(tensors) not in (tuple, TupleOfOne):
-        kinds = f"a {type(tensors).__name__}"
-    elif all(isinstance(tensor, Tensor) for tensor in tensors):
-        return
-    else:
-        kinds = ", ".join(type(tensor).__name__ for tensor in tensors)
-    raise RequestError(f"{what} {kinds}; it must be a tensor or a tuple of tensors")
-
-
-Batch = Tensor | tuple[Tensor, ...] | list[object]
-"""Tensors that are cut along their first dimension, or a list of micro-batches."""
-
-
-def split_inputs(batch: Batch | None, n: int, *, even: bool = True) -> list[Tensors]:
+def split_inputs(batch: Batch, n: int) -> list[Tensors]:
     """Cut inputs into micro-batches of one or several tensors.
 
     Args:
-        batch: tensors of shape (samples, ...), or a list of ``n`` micro-batches.
-        n: number of micro-batches.
-        even: refuse micro-batches of different sizes.
+        batch: tensors of shape (samples, ...), in containers too, or a list of ``n``
+            micro-batches. Tensors without dimensions, and what is no tensor, go to
+            every micro-batch.
+        n: number of micro-batches; the first ones get one sample more than the last if
+            they cannot share evenly.
 
     Raises:
         RequestError: the batch cannot be cut so.
     """
-    pieces = _split("inputs", batch, n, even=even)
-    return [as_tensors(piece) for piece in pieces]
+    pieces = []
+    for i, piece in enumerate(_split("inputs", batch, n)):
+        try:
+            pieces.append(as_tensors(_plain(piece)))
+        except UnfitValueError as error:
+            raise RequestError(f"the input of micro-batch {i} is {error}") from None
+    return pieces
 
 
-def split_targets(batch: Batch | None, n: int, *, even: bool = True) -> list[object]:
+def split_targets(batch: Batch, n: int) -> list[object]:
     """Cut targets; arguments and errors as for `split_inputs`."""
-    return _split("targets", batch, n, even=even)
+    return _split("targets", batch, n)
 
 
 def count_samples(micro_batch: object) -> int:
@@ -87,17 +76,31 @@ def count_samples(micro_batch: object) -> int:
     return 1 if known is None else known
 
 
-def samples_to_cut(batch: Batch | None) -> int | None:
+def samples_to_cut(batch: Batch) -> int | None:
     """Samples of a batch that is to be cut; None for a list of micro-batches."""
     return None if isinstance(batch, list) else _known_samples(batch)
 
 
+def check_samples(n_inputs: int | None, n_targets: int | None) -> None:
+    """Compare two numbers of samples, where both are known.
+
+    Raises:
+        RequestError: they differ.
+    """
+    if None not in (n_inputs, n_targets) and n_inputs != n_targets:
+        raise RequestError(
+            f"inputs has {n_inputs} samples and targets {n_targets}; they must have "
+            "the same number, or be lists of micro-batches"
+        )
+
+
 def _known_samples(thing: object) -> int | None:
-    first = thing[0] if isinstance(thing, tuple) and thing else thing
-    return len(first) if isinstance(first, Tensor) and first.dim() else None
+    if isinstance(thing, Tensor):
+        return len(thing) if thing.dim() else None
+    return next((len(x) for x in tensors_in(thing) if x.dim()), None)
 
 
-def _split(name: str, batch: Batch | None, n: int, *, even: bool) -> list[object]:
+def _split(name: str, batch: Batch, n: int) -> list[Any]:
     if batch is None:
         raise RequestError(f"this process needs the {name} of the batch, not None")
     if isinstance(batch, list):
@@ -106,36 +109,46 @@ def _split(name: str, batch: Batch | None, n: int, *, even: bool) -> list[object
                 f"{name} is a list of {len(batch)}; give one entry for each of {n} "
                 "micro-batches, or tensors to be cut"
             )
-        sizes = list(map(_known_samples, batch))
-        if even and len({size for size in sizes if size is not None}) > 1:
-            raise RequestError(
-                f"{name} is a list of micro-batches of {sizes} samples; a step weighs "
-                "all of them alike, so give them the same size"
-            )
         return batch
     if isinstance(batch, Tensor):
-        return list(_cut(name, batch, n, even=even))
-    if isinstance(batch, tuple) and all(isinstance(x, Tensor) for x in batch):
-        sizes = [_known_samples(x) for x in batch]
-        if len(set(sizes)) > 1:
-            raise RequestError(
-                f"{name} is a tuple of tensors of {sizes} samples; they must have the "
-                "same number, or be given as a list of micro-batches"
-            )
-        parts = [_cut(name, x, n, even=even) for x in batch]
-        return list(zip(*parts, strict=True))
-    raise RequestError(
-        f"{name} is a {type(batch).__name__}; give a tensor, a tuple of tensors, or a "
-        "list of micro-batches"
-    )
+        return list(_cut(name, batch, n))
+    return _split_container(name, batch, n)
 
 
-def _cut(name: str, tensor: Tensor, n: int, *, even: bool) -> Sequence[Tensor]:
-    samples = len(tensor) if tensor.dim() else 0
-    if samples < n or (even and samples % n):
+def _split_container(name: str, batch: Any, n: int) -> list[Any]:
+    """Cut all tensors of a batch, which must have the same number of samples."""
+    tensors = [x for x in tensors_in(batch) if x.dim()]
+    kind = type(batch).__name__
+    if not tensors:
         raise RequestError(
-            f"{name} has {samples} samples, which {n} micro-batches cannot share"
-            f"{' evenly' if even else ''}; change the batch size or n_microbatches"
+            f"{name} is a {kind} without tensors of samples; give tensors, a tuple or "
+            "dict of them, or a list of micro-batches"
+        )
+    sizes = [len(x) for x in tensors]
+    if len(set(sizes)) > 1:
+        raise RequestError(
+            f"{name} is a {kind} of tensors of {sizes} samples; they must have the "
+            "same number, or be given as a list of micro-batches"
+        )
+    pieces = {id(x): _cut(name, x, n) for x in tensors}
+
+    def cut(i: int) -> Any:
+        return map_tensors(batch, lambda x: pieces[id(x)][i] if x.dim() else x)
+
+    return [cut(i) for i in range(n)]
+
+
+def _plain(piece: Any) -> Any:
+    """A dict in place of those that tokenizers and collators make."""
+    return dict(piece) if isinstance(piece, dict | UserDict) else piece
+
+
+def _cut(name: str, tensor: Tensor, n: int) -> Sequence[Tensor]:
+    samples = len(tensor) if tensor.dim() else 0
+    if samples < n:
+        raise RequestError(
+            f"{name} has {samples} samples, which {n} micro-batches cannot share; "
+            "change the batch size or n_microbatches"
         )
     pieces = tensor.tensor_split(n)
     if tensor.requires_grad:
@@ -143,3 +156,74 @@ def _cut(name: str, tensor: Tensor, n: int, *, even: bool) -> Sequence[Tensor]:
     # A version counter for each: a layer may change its micro-batch in place although
     # the graphs of others, cut from the same tensor, are alive.
     return [piece.data for piece in pieces]
+
+
+def find_weigh(weigh: WeighName | Weigh) -> Weigh:
+    """Return what weighs a micro-batch.
+
+    Args:
+        weigh: ``"samples"``; ``"tokens"``: targets that are not ``IGNORED``, of a
+            tensor or of the labels in a dict; or a function of the targets.
+
+    Raises:
+        RequestError: it is none of them.
+    """
+    if callable(weigh):
+        return weigh
+    if weigh not in get_args(WeighName):
+        choices = ", ".join(map(repr, get_args(WeighName)))
+        raise RequestError(
+            f"weigh is {weigh!r}; choose one of {choices}, or give a function of the "
+            "targets of a micro-batch"
+        )
+    return count_samples if weigh == "samples" else _count_tokens
+
+
+def _count_tokens(targets: object) -> int:
+    if isinstance(targets, dict) and "labels" in targets:
+        targets = targets["labels"]
+    if not isinstance(targets, Tensor):
+        raise RequestError(
+            f"targets is a {type(targets).__name__}, in which no tokens can be counted;"
+            " give a tensor, a dict with labels, or a function as weigh"
+        )
+    return int((targets != IGNORED).sum())
+
+
+def shares(weights: Sequence[float]) -> list[float] | None:
+    """Share of each micro-batch in the loss of the batch; None: all have the same.
+
+    All are 0 if all weights are.
+
+    Raises:
+        RequestError: a weight is negative.
+
+    >>> shares([3, 1]), shares([2, 2])
+    ([0.75, 0.25], None)
+    """
+    if any(not weight >= 0 for weight in weights):
+        raise RequestError(f"micro-batches weigh {list(weights)}; give 0 or more")
+    if len(set(weights)) == 1:
+        return None
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def merge(outputs: Sequence[Any]) -> Any:
+    """Join the outputs of micro-batches: the inverse of cutting.
+
+    Tensors are joined along their first dimension, those without one make a new one;
+    of what is no tensor, that of the first micro-batch is returned. What cannot be
+    joined so, as other dimensions differ, stays a list.
+    """
+    every = [tensors_in(output) for output in outputs]
+    looks = {tuple((x.dim(), x.shape[1:]) for x in tensors) for tensors in every}
+    if len(looks) > 1:
+        return list(outputs)
+    joined = iter(
+        [
+            torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+            for parts in zip(*every, strict=True)
+        ]
+    )
+    return map_tensors(outputs[0], lambda _: next(joined))

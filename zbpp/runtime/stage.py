@@ -17,26 +17,24 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import RequestError
 from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.backward.split import SplitGraph, alias_of
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.microbatches import (
-    Tensors,
-    as_tensors,
-    as_value,
-    check_tensors,
-    count_samples,
-)
+from zbpp.runtime.constants import Constants, GivenConstants
+from zbpp.runtime.loss import Loss, LossFn
 from zbpp.runtime.recompute import Recomputed
-from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.support.random_state import seed_torch
+from zbpp.runtime.values import (
+    Nested,
+    Tensors,
+    as_value,
+    detached,
+    with_tensors,
+)
 
 __all__ = ["LossFn", "Stage"]
-
-LossFn = Callable[..., Tensor]
-"""``loss_fn(outputs, targets) -> scalar``, the mean over one micro-batch."""
 
 
 @dataclass
@@ -82,7 +80,7 @@ class Stage:
             for index, layer in chunk.numbered():
                 check_module(layer, f"layers.{index}")
         self._last = n_chunks - 1
-        self._loss_fn = loss_fn
+        self.loss = Loss(loss_fn, device)
         self.device = device
         self._autocast = autocast
         self._seed = seed
@@ -103,6 +101,7 @@ class Stage:
                 getattr(part, "inplace", False) for part in chunk.layers[0].modules()
             )
         }
+        self.constants = Constants(self.chunks)
         self.loss_scale = 1.0
         """Factor of the loss in the next backwards."""
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
@@ -131,28 +130,33 @@ class Stage:
         inputs: Sequence[Tensors] | None,
         targets: Sequence[object] | None,
         n_microbatches: int,
+        weights: Sequence[float] | None = None,
+        keeps_outputs: bool = False,
     ) -> None:
-        """Start a step: take its micro-batches, forget what an earlier one left."""
+        """Start a step: take its micro-batches, forget what an earlier one left.
+
+        Args:
+            step: its number.
+            inputs: of each micro-batch, where this stage holds the first chunk.
+            targets: where it holds the last; without any, no loss is computed.
+            n_microbatches: their number.
+            weights: of each micro-batch, with the targets; None: all alike.
+            keeps_outputs: keep what `predict` finds on the last chunk.
+        """
         self.step = step
-        self._inputs = inputs
-        self._targets = targets
+        self.inputs = inputs
+        self.loss.begin(targets, weights, n_microbatches=n_microbatches)
+        self.outputs: dict[int, Tensors] | None = {} if keeps_outputs else None
         self.n_microbatches = n_microbatches
         self._saved: dict[tuple[int, int], _Saved] = {}
         for order in self._orders.values():
             order.begin()
-        self.losses: dict[int, Tensor] = {}
+        self.constants.begin()
 
-    def weighted_losses(self) -> Tensor:
-        """Loss and number of samples of each micro-batch, (2, micro-batches) float64.
-
-        All zero on the stages that do not hold the last chunk.
-        """
-        table = torch.zeros(2, self.n_microbatches, dtype=torch.float64)
-        for microbatch, loss in self.losses.items():
-            assert self._targets is not None
-            table[0, microbatch] = loss
-            table[1, microbatch] = count_samples(self._targets[microbatch])
-        return table.to(self.device)
+    @property
+    def losses(self) -> dict[int, Tensor]:
+        """Loss of each micro-batch so far, on the stage with the last chunk."""
+        return self.loss.values
 
     def watch_gradients(self, look: Callable[[int, int], None]) -> None:
         """Call ``look(chunk, microbatch)`` in this step after every addition."""
@@ -168,15 +172,20 @@ class Stage:
         """Forget the forwards so far; they will run once more."""
         self._saved.clear()
         self.losses.clear()
+        self.constants.begin()
 
     def assert_empty(self) -> None:
         """After a step nothing may be left alive."""
         assert not self._saved, f"left over: {sorted(self._saved)}"
+        assert not self.constants.kept, "constants were left over"
 
     def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """Forward without gradients, for evaluation."""
         with torch.no_grad(), self._autocast_context():
-            return self._run_layers(chunk, microbatch, self._take(microbatch, inputs))
+            found = self._run_layers(chunk, microbatch, self._take(microbatch, inputs))
+        if chunk == self._last and self.outputs is not None:
+            self.outputs[microbatch] = found
+        return found
 
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """F: run the layers (and the loss, on the last chunk); keep the graph.
@@ -191,19 +200,21 @@ class Stage:
             The outputs, detached; those that need a gradient say so.
         """
         if inputs is not None:
-            inputs = _detached(inputs)
+            inputs = detached(inputs)
         taken = self._take(microbatch, inputs)
         read = taken
         if chunk in self._changes_inputs:
-            read = type(taken)(alias_of(x) if x.requires_grad else x for x in taken)
+            read = with_tensors(
+                taken, (alias_of(x) if x.requires_grad else x for x in taken)
+            )
         queue = WeightQueue()
         with queue.recording(), self._autocast_context():
             outputs = self._run_layers(chunk, microbatch, read)
         asked = taken if chunk > 0 else ()
         graph = SplitGraph(outputs, asked, queue, is_exact=self._exact_sums)
-        ends = _detached(outputs) if chunk == self._last else ()
+        ends = detached(outputs) if chunk == self._last else ()
         self._saved[chunk, microbatch] = _Saved(graph, asked, ends)
-        return _detached(outputs)
+        return detached(outputs)
 
     def backward_input(
         self, chunk: int, microbatch: int, gradients: Tensors | None
@@ -221,7 +232,7 @@ class Stage:
         saved = self._saved[chunk, microbatch]
         if gradients is None:
             gradients = tuple(
-                torch.full_like(y, self.loss_scale / self.n_microbatches)
+                torch.full_like(y, self.loss.scaled_share(microbatch, self.loss_scale))
                 for y in saved.ends
                 if y.requires_grad
             )
@@ -245,55 +256,38 @@ class Stage:
     def own_batch(self, chunk: int, microbatch: int) -> list[object]:
         """The parts of the batch that a forward of this chunk reads, if any."""
         read: list[Sequence[object] | None] = []
-        read += [self._inputs] if chunk == 0 else []
-        read += [self._targets] if chunk == self._last else []
+        read += [self.inputs] if chunk == 0 else []
+        read += [self.loss.targets] if chunk == self._last else []
         return [part[microbatch] for part in read if part is not None]
 
     def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
         if inputs is not None:
             return inputs
-        assert self._inputs is not None, "this stage needs the step's inputs"
-        own = self._inputs[microbatch]
-        check_tensors(own, f"the input of micro-batch {microbatch} is")
-        return type(own)(x.to(self.device) for x in own)
+        assert self.inputs is not None, "this stage needs the step's inputs"
+        own = self.inputs[microbatch]
+        return with_tensors(own, (x.to(self.device) for x in own))
 
     def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
         value: object = as_value(inputs)
         held = self.chunks[chunk]
+        is_plain = len(inputs) == 1 and inputs[0].requires_grad
+        given = None if is_plain else GivenConstants(held, inputs)
         for layer_index, layer in held.numbered():
             if self._seed is not None:
-                self._reseed(hash((self._seed, self.step, layer_index, microbatch)))
+                place = (self._seed, self.step, layer_index, microbatch)
+                seed_torch(hash(place), self.device)
             value = self._recomputed.get(layer_index, layer)(value)
-        if chunk == self._last and self._targets is not None:
-            target = map_tensors(self._targets[microbatch], lambda t: t.to(self.device))
-            value = self._loss_fn(value, target)
-            if not isinstance(value, Tensor) or value.dim() != 0:
-                raise RequestError(
-                    "loss_fn must return a scalar tensor, the mean over a micro-batch"
-                )
-            # A copy: mse_loss's scalar holds the memory of all its summands.
-            self.losses[microbatch] = value.detach().clone()
-        outputs = as_tensors(value)
-        last = held.first + len(held.layers) - 1
-        check_tensors(
-            outputs, f"chunk {chunk} (layers {held.first} to {last}) puts out"
-        )
-        return outputs
-
-    def _reseed(self, number: int) -> None:
-        seed = number & 0x7FFF_FFFF_FFFF_FFFF
-        if self.device.type == "cpu":
-            # torch.manual_seed notes a stack trace for each kind of absent device.
-            torch.default_generator.manual_seed(seed)
+        if chunk == self._last and self.loss.targets is not None:
+            value = self.loss(value, microbatch)
+        if isinstance(value, Tensor):
+            outputs: Tensors = (value,)
         else:
-            torch.manual_seed(seed)
+            outputs = (given or GivenConstants(held, ())).flatten(value)
+        if self.constants.kept or isinstance(outputs, Nested):
+            self.constants.ran(chunk, microbatch, outputs)
+        return outputs
 
     def _autocast_context(self) -> AbstractContextManager[object]:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
-
-
-def _detached(tensors: Tensors) -> Tensors:
-    """Cut them off their graph; they still say whether they need a gradient."""
-    return type(tensors)(y.detach().requires_grad_(y.requires_grad) for y in tensors)

@@ -15,9 +15,10 @@ from torch import nn
 
 from zbpp.core import LayerCosts, RequestError
 from zbpp.memory import layer_memory
-from zbpp.runtime.microbatches import Batch, as_value, split_inputs, split_targets
+from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 from zbpp.runtime.partition import Model
 from zbpp.runtime.support.random_state import random_state, set_random_state
+from zbpp.runtime.values import as_value
 
 __all__ = ["SAFE_MODE", "MeasuredPipeline", "measure_layers"]
 

@@ -13,7 +13,9 @@ from small_model import (
     refusal,
     train,
 )
+from torch import Tensor, nn
 
+from zbpp.pipeline import Pipeline
 from zbpp.runtime.comm.transport import LocalTransport
 
 pytestmark = pytest.mark.dist
@@ -68,21 +70,34 @@ def test_only_the_stages_that_need_a_batch_read_it(pool: Pool) -> None:
     assert ranks == [(True, True, loss), (False, False, loss)]  # a V turns back to 0
 
 
+class Shorter(nn.Module):
+    """Hands on as many positions as the data say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : 1 + int(x.detach().sum() > 0)]
+
+
 def change_shapes() -> str:
-    pipeline = make_pipeline("1F1B", None, timeout_s=5)
-    pipeline.step(*batch(0))
-    pipeline.evaluate(*batch(1, samples=24))
-    pipeline.step(*batch(0))
+    layers = [nn.Sequential(nn.Identity(), Shorter()), nn.Linear(4, 4)]
+    pipeline = Pipeline(
+        layers, loss_fn=nn.functional.mse_loss, optimizer=None, schedule="1F1B",
+        n_microbatches=2, timeout_s=5,
+    )  # fmt: skip
+    long, short = torch.ones(4, 2, 4), -torch.ones(4, 2, 4)
+    pipeline.step(long, long)
+    pipeline.evaluate(short, short[:, :1])
+    pipeline.step(long, long)
     try:
-        return refusal(pipeline.step, *batch(0, samples=18))
+        return refusal(pipeline.step, short, short[:, :1])
     except RuntimeError as error:
         return str(error)
 
 
-def test_a_change_of_shape_is_refused_by_the_sender(pool: Pool) -> None:
+def test_a_shape_that_the_data_decide_is_refused_by_the_sender(pool: Pool) -> None:
     sender, receiver = pool.run(change_shapes, 2)
-    assert "float32[3, 5, 16], but in the first step it was float32[2, 5, 16]" in sender
-    assert "targets has 18 samples, but inputs had 12 in the first step" in receiver
+    words = "float32[2, 1, 4], but with inputs of the same shapes it was float32[2, 2,"
+    assert words in sender
+    assert "rank 0 failed first" in receiver and words in receiver
 
 
 def disagree() -> str:

@@ -9,9 +9,19 @@ from torch import Tensor, nn
 
 from zbpp.core import Value, What
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.comm.channels import tag
-from zbpp.runtime.comm.header import HEADER_LENGTH, pack, spec_of
+from zbpp.runtime.comm.channels import HEADER, HEADER_REST, KINDS, tag
+from zbpp.runtime.comm.header import (
+    HEADER_BYTES,
+    MOST_TENSORS,
+    from_blocks,
+    pack,
+    rest_bytes,
+    spec_of,
+    to_blocks,
+    unpack,
+)
 from zbpp.runtime.support.errors import ShapeError
+from zbpp.runtime.values import as_tensors
 
 VALUE = Value(What.ACTIVATION, 0, 3)
 
@@ -61,14 +71,30 @@ def test_parameters_and_plain_tensors_may_be_sent() -> None:
 
 
 def test_tags_differ_for_as_many_tensors_as_a_header_holds() -> None:
-    most = (HEADER_LENGTH - 4) // 3
-    pack(VALUE, spec_of(VALUE, (torch.tensor(1.0),) * most))
+    slots = [HEADER, *range(1, MOST_TENSORS + 1), HEADER_REST, KINDS]
     values = [Value(what, c, m) for what in What for c in range(3) for m in range(3)]
     wanted = [v for v in values if v.what in (What.ACTIVATION, What.GRADIENT)]
     tags = [
         tag(value, slot, training=training)
         for value in wanted
-        for slot in range(most + 1)
+        for slot in slots
         for training in (True, False)
     ]
     assert len(set(tags)) == len(tags)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, MOST_TENSORS])
+def test_a_header_of_any_length_comes_as_it_was_sent(n: int) -> None:
+    value = {"many": [torch.ones(2, i) for i in range(n)], "text": 'a "quoted" \u2603'}
+    spec = spec_of(VALUE, as_tensors(value | {"none": None, "rate": float("inf")}))
+    first, rest = to_blocks(pack(VALUE, spec))
+    assert first.nbytes == HEADER_BYTES
+    assert rest_bytes(first) == (0 if rest is None else rest.nbytes)
+    assert (rest is not None) == (n == MOST_TENSORS)
+    assert unpack(from_blocks(first, rest), VALUE) == spec
+
+
+def test_too_many_tensors() -> None:
+    spec = spec_of(VALUE, (torch.tensor(1.0),) * (MOST_TENSORS + 1))
+    with pytest.raises(ShapeError, match="251 tensors are too many for one message"):
+        pack(VALUE, spec)

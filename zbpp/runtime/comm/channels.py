@@ -10,13 +10,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import Job, Value, What
-from zbpp.runtime.comm.header import Spec
+from zbpp.runtime.comm.header import MOST_TENSORS, Spec
 from zbpp.runtime.comm.private_group import PrivateGroup, draw_name, open_group
 
-__all__ = ["Channel", "Incoming", "PendingSum", "has_tags", "join", "tag"]
+__all__ = [
+    "HEADER",
+    "HEADER_REST",
+    "KINDS",
+    "Channel",
+    "Incoming",
+    "PendingSum",
+    "has_tags",
+    "join",
+    "tag",
+]
 
 _CHUNKS = 1024
-_TENSORS_PER_MESSAGE = 64  # a header holds fewer
+_SLOTS = 256
+assert MOST_TENSORS + 3 < _SLOTS
+HEADER, HEADER_REST, KINDS = 0, _SLOTS - 2, _SLOTS - 1
+"""Slots of what is no tensor of a value; these have 1, 2, ..."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,7 @@ def tag(value: Value, slot: int, *, training: bool = True) -> int:
     """
     kind = (value.what is not What.ACTIVATION) + 2 * (not training)
     index = (value.microbatch * _CHUNKS + value.chunk) * 4 + kind
-    return (index * _TENSORS_PER_MESSAGE + slot) % 2**31
+    return (index * _SLOTS + slot) % 2**31
 
 
 class PendingSum:

@@ -1,5 +1,6 @@
-"""The header of a message: what the tensors behind it look like."""
+"""The header of a message: what the tensors behind it look like, as JSON."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,13 +9,27 @@ import torch
 from torch import Tensor
 
 from zbpp.core import Value, What
-from zbpp.runtime.microbatches import TupleOfOne
 from zbpp.runtime.support.errors import ShapeError
+from zbpp.runtime.values import Nested, described
 
-__all__ = ["HEADER_LENGTH", "Spec", "pack", "spec_of", "unpack"]
+__all__ = [
+    "HEADER_BYTES",
+    "MOST_TENSORS",
+    "Spec",
+    "from_blocks",
+    "pack",
+    "rest_bytes",
+    "spec_of",
+    "to_blocks",
+    "unpack",
+]
 
-HEADER_LENGTH = 128
-"""int64 numbers in a header."""
+HEADER_BYTES = 1024
+"""Length of the first message of a header; most need no second."""
+MOST_TENSORS = 250
+"""Tensors in a message."""
+
+_LENGTH_BYTES = 8
 
 _WHATS = (What.ACTIVATION, What.GRADIENT)
 _DTYPES = (
@@ -35,19 +50,20 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class Spec:
-    """Shapes and dtypes of the tensors of one value, and which need a gradient."""
+    """Shapes and dtypes of the tensors of a value, and what holds them."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     needs_grad: tuple[bool, ...]
-    is_tuple_of_one: bool = False
+    structure: str | None = None
+    """Of a `Nested` value."""
 
     def __str__(self) -> str:
-        text = ", ".join(
+        texts = (
             f"{str(dtype).removeprefix('torch.')}{list(shape)}"
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
-        return f"({text},)" if self.is_tuple_of_one else text
+        return described(self.structure, texts)
 
     @property
     def n_bytes(self) -> int:
@@ -83,7 +99,7 @@ def spec_of(value: Value, tensors: tuple[Tensor, ...]) -> Spec:
         tuple(tuple(tensor.shape) for tensor in tensors),
         tuple(tensor.dtype for tensor in tensors),
         tuple(tensor.requires_grad for tensor in tensors),
-        isinstance(tensors, TupleOfOne),
+        tensors.structure if isinstance(tensors, Nested) else None,
     )
 
 
@@ -103,39 +119,61 @@ def _refuse_others(value: Value, tensor: Tensor) -> None:
         )
 
 
-def pack(value: Value, spec: Spec) -> Tensor:
+def pack(value: Value, spec: Spec) -> bytes:
     """Write a header.
 
     Raises:
-        ShapeError: too many tensors or dimensions, or a dtype that cannot be sent.
+        ShapeError: too many tensors, or a dtype that cannot be sent.
     """
-    numbers = [_WHATS.index(value.what), value.chunk, value.microbatch]
-    numbers.append(-1 if spec.is_tuple_of_one else len(spec.shapes))
-    for shape, dtype, needs in zip(
-        spec.shapes, spec.dtypes, spec.needs_grad, strict=True
-    ):
+    for dtype in spec.dtypes:
         if dtype not in _DTYPES:
             raise ShapeError(f"{value}: {dtype} cannot be sent between stages")
-        numbers += [_DTYPES.index(dtype), needs, len(shape), *shape]
-    if len(numbers) > HEADER_LENGTH:
+    if len(spec.shapes) > MOST_TENSORS:
         raise ShapeError(
-            f"{value}: {len(spec.shapes)} tensors ({spec}) are too many for one "
-            f"message; hand fewer from chunk to chunk"
+            f"{value}: {len(spec.shapes)} tensors are too many for one message, which "
+            f"holds {MOST_TENSORS}; hand fewer from chunk to chunk"
         )
-    header = torch.zeros(HEADER_LENGTH, dtype=torch.int64)
-    header[: len(numbers)] = torch.tensor(numbers)
-    return header
+    dtypes = map(_DTYPES.index, spec.dtypes)
+    tensors = zip(spec.shapes, dtypes, spec.needs_grad, strict=True)
+    place = [_WHATS.index(value.what), value.chunk, value.microbatch]
+    return json.dumps([place, [*tensors], spec.structure]).encode()
 
 
-def unpack(header: Tensor, expected: Value) -> Spec:
+def unpack(header: bytes, expected: Value) -> Spec:
     """Read a header; it must announce the value that this end expects."""
-    numbers = iter(header.tolist())
-    value = Value(_WHATS[next(numbers)], next(numbers), next(numbers))
+    (what, chunk, microbatch), tensors, structure = json.loads(header)
+    value = Value(_WHATS[what], chunk, microbatch)
     assert value == expected, f"{expected} was due, but {value} came"
-    shapes, dtypes, needs_grad = [], [], []
-    n_tensors = next(numbers)
-    for _ in range(abs(n_tensors)):
-        dtypes.append(_DTYPES[next(numbers)])
-        needs_grad.append(bool(next(numbers)))
-        shapes.append(tuple(next(numbers) for _ in range(next(numbers))))
-    return Spec(tuple(shapes), tuple(dtypes), tuple(needs_grad), n_tensors < 0)
+    return Spec(
+        tuple(tuple(shape) for shape, _, _ in tensors),
+        tuple(_DTYPES[dtype] for _, dtype, _ in tensors),
+        tuple(bool(needs) for _, _, needs in tensors),
+        structure,
+    )
+
+
+def to_blocks(header: bytes) -> tuple[Tensor, Tensor | None]:
+    """Return a header as two messages: one of `HEADER_BYTES`, and what it leaves."""
+    text = len(header).to_bytes(_LENGTH_BYTES, "little") + header
+    first = torch.frombuffer(
+        bytearray(text[:HEADER_BYTES].ljust(HEADER_BYTES)), dtype=torch.uint8
+    )
+    rest = bytearray(text[HEADER_BYTES:])
+    return first, torch.frombuffer(rest, dtype=torch.uint8) if rest else None
+
+
+def rest_bytes(first: Tensor) -> int:
+    """Length of the second message of a header, 0 if there is none."""
+    length = int.from_bytes(_bytes(first)[:_LENGTH_BYTES], "little")
+    return max(0, _LENGTH_BYTES + length - HEADER_BYTES)
+
+
+def from_blocks(first: Tensor, rest: Tensor | None) -> bytes:
+    """Return the header that came in one or two messages."""
+    text = _bytes(first) + (b"" if rest is None else _bytes(rest))
+    length = int.from_bytes(text[:_LENGTH_BYTES], "little")
+    return text[_LENGTH_BYTES : _LENGTH_BYTES + length]
+
+
+def _bytes(block: Tensor) -> bytes:
+    return bytes(block.tolist())

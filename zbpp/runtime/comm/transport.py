@@ -6,6 +6,7 @@ hand over the same tensors, hence the same bits.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,10 +14,27 @@ from torch import Tensor
 
 from zbpp.core import Job, Value
 from zbpp.runtime.comm.ping import Ping
-from zbpp.runtime.microbatches import Tensors
 from zbpp.runtime.support.background import BackgroundWork
+from zbpp.runtime.values import Tensors
 
-__all__ = ["LocalHub", "LocalTransport", "Reduction", "Transport"]
+__all__ = ["LocalHub", "LocalTransport", "Opening", "Reduction", "Transport"]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A step's batch, as far as its messages are concerned.
+
+    Args:
+        n_microbatches: of the step.
+        inputs: of its micro-batches, on the stage that reads them.
+        n_inputs: samples of the inputs, where they were cut here.
+        n_targets: samples of the targets, where they were cut here.
+    """
+
+    n_microbatches: int
+    inputs: Sequence[Tensors] | None = None
+    n_inputs: int | None = None
+    n_targets: int | None = None
 
 
 class Reduction(Protocol):
@@ -41,8 +59,8 @@ class Transport(Protocol):
     doing: str
     """The call that is under way, for the words of a failure: ``step 3``."""
 
-    def begin(self, *, training: bool) -> None:
-        """Start a step, or an evaluation."""
+    def begin(self, opening: Opening | None = None) -> None:
+        """Start a step, or an evaluation if there is no opening."""
 
     def send(self, value: Value, tensors: Tensors, peer: int) -> None:
         """Hand over a value and go on at once."""
@@ -125,7 +143,7 @@ class LocalTransport:
         self.doing = "the start"
         self._n_sums = 0
 
-    def begin(self, *, training: bool) -> None:
+    def begin(self, opening: Opening | None = None) -> None:
         """Nothing to prepare."""
 
     def send(self, value: Value, tensors: Tensors, peer: int) -> None:

@@ -1,41 +1,72 @@
 """Hand the batch of a step to the stages that read it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from zbpp.core import Placement, RequestError
+from zbpp.runtime.comm.transport import Opening
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import (
     Batch,
+    CutBatch,
+    Weigh,
+    WeighName,
+    check_samples,
+    find_weigh,
     samples_to_cut,
     split_inputs,
     split_targets,
 )
 
-__all__ = ["Batches", "check_samples"]
+__all__ = ["Batches"]
 
 
 class Batches:
-    """Cuts batches, and compares inputs with targets.
+    """Cuts batches, weighs micro-batches, and compares inputs with targets.
 
     Args:
         executors: of this process, by stage.
         placement: of the chunks.
+        cut_batch: makes inputs and targets of a batch that is given as one.
+        weigh: `find_weigh` says what it may be; None: samples.
+
+    Raises:
+        RequestError: weigh is none of what it may be.
     """
 
-    def __init__(self, executors: Mapping[int, Executor], placement: Placement) -> None:
+    def __init__(
+        self,
+        executors: Mapping[int, Executor],
+        placement: Placement,
+        cut_batch: CutBatch | None = None,
+        *,
+        weigh: WeighName | Weigh | None = None,
+    ) -> None:
         self._executors = executors
         self._first, self._last = placement.stage_of[0], placement.stage_of[-1]
         self._transport = next(iter(executors.values())).transport
-        self._samples: tuple[int | None, int | None] | None = None
+        self._is_compared = False
+        self._cut_batch = cut_batch
+        self._weigh = find_weigh(weigh or "samples")
+
+    def pair(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
+        """Return inputs and targets of a batch that may have been given as one."""
+        if self._cut_batch is None or inputs is None or targets is not None:
+            return inputs, targets
+        if not isinstance(inputs, list):
+            return self._cut_batch(inputs)
+        pairs = [self._cut_batch(part) for part in inputs]
+        return [own for own, _ in pairs], [target for _, target in pairs]
 
     def begin(
         self,
-        inputs: Batch | None,
-        targets: Batch | None,
+        inputs: Batch,
+        targets: Batch,
         *,
         step: int,
         n_microbatches: int,
         training: bool,
+        predicts: bool = False,
     ) -> None:
         """Begin a step or an evaluation: give the stages the micro-batches they read.
 
@@ -44,72 +75,59 @@ class Batches:
             targets: for the last.
             step: its number.
             n_microbatches: how many to cut the batch into.
-            training: refuse micro-batches of different sizes.
+            training: it is a step.
+            predicts: leave targets and loss out, and keep the outputs.
 
         Raises:
             RequestError: a batch is missing, or cannot be cut so.
         """
         m = n_microbatches
-        self._transport.doing = f"step {step}" if training else "evaluate"
+        call = "predict" if predicts else "evaluate"
+        self._transport.doing = f"step {step}" if training else call
+        cut_inputs: Any = None
+        cut_targets: Any = None
+        weights = None
         try:
-            here = self._first in self._executors
-            cut_inputs = split_inputs(inputs, m, even=training) if here else None
-            here = self._last in self._executors
-            cut_targets = split_targets(targets, m, even=training) if here else None
-            self._compare(inputs, targets, training=training)
+            if self._first in self._executors:
+                cut_inputs = split_inputs(inputs, m)
+            if self._last in self._executors and not predicts:
+                cut_targets = split_targets(targets, m)
+                weights = [self._weigh(target) for target in cut_targets]
+            if not predicts:
+                self._compare(inputs, targets, training=training)
         except RequestError as error:
             self._transport.report(error, ends=False)
             raise
+        n_inputs, n_targets = self.samples(inputs, targets)
         for stage, executor in self._executors.items():
             executor.stage.begin(
                 step=step,
                 inputs=cut_inputs if stage == self._first else None,
                 targets=cut_targets if stage == self._last else None,
                 n_microbatches=m,
+                weights=weights if stage == self._last else None,
+                keeps_outputs=predicts,
             )
+            executor.opening = Opening(m, executor.stage.inputs, n_inputs, n_targets)
 
-    def samples(
-        self, inputs: Batch | None, targets: Batch | None
-    ) -> tuple[int | None, int | None]:
+    def samples(self, inputs: Batch, targets: Batch) -> tuple[int | None, int | None]:
         """Samples of inputs and targets where this process reads them, else None."""
         return (
             samples_to_cut(inputs) if self._first in self._executors else None,
             samples_to_cut(targets) if self._last in self._executors else None,
         )
 
-    def _compare(
-        self, inputs: Batch | None, targets: Batch | None, *, training: bool
-    ) -> None:
-        """Compare what is known here; stages told each other in the first step.
+    def _compare(self, inputs: Batch, targets: Batch, *, training: bool) -> None:
+        """Compare what is known here; stages tell each other in the first step.
 
-        Between processes an evaluation compares afterwards, in the sum of its losses.
+        Between processes later steps compare when the first message comes, and an
+        evaluation afterwards, in the sum of its losses.
         """
         own = self.samples(inputs, targets)
-        if not training or self._first == self._last:
-            check_samples(*own)
-        elif self._samples is None:
+        if training and self._first != self._last and not self._is_compared:
             rows = zip(*self._transport.gather(own), strict=True)
             known = [[n for n in row if n is not None] for row in rows]
-            told = tuple(row[0] if row else None for row in known)
-            check_samples(*told)
-            self._samples = told[0], told[1]
-        elif self._first in self._executors:
+            check_samples(*(row[0] if row else None for row in known))
+            self._is_compared = True
+        else:
             check_samples(*own)
-        elif None not in (self._samples[0], own[1]) and own[1] != self._samples[0]:
-            raise RequestError(
-                f"targets has {own[1]} samples, but inputs had {self._samples[0]} in "
-                "the first step; all steps must have the same number of both"
-            )
-
-
-def check_samples(n_inputs: int | None, n_targets: int | None) -> None:
-    """Compare two numbers of samples, where both are known.
-
-    Raises:
-        RequestError: they differ.
-    """
-    if None not in (n_inputs, n_targets) and n_inputs != n_targets:
-        raise RequestError(
-            f"inputs has {n_inputs} samples and targets {n_targets}; they must have "
-            "the same number, or be lists of micro-batches"
-        )

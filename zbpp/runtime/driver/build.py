@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zbpp.core import Placement, Program, Send
+from zbpp.core import Pass, PassKind, Placement, Program, Receive, Send, What
 from zbpp.runtime.comm.distributed import DistributedTransport
 from zbpp.runtime.comm.transport import LocalHub, Transport
 from zbpp.runtime.executor import Executor
@@ -46,14 +46,27 @@ def make_transports(
     neighbours = [
         {i.peer for i in program if isinstance(i, Send)} for program in programs
     ]
+    sources = [_first_source(program) for program in programs]
     transport = DistributedTransport(
         group,
         neighbours=neighbours,
+        sources=sources,
         device=device,
         timeout_s=timeout_s,
         first_timeout_s=first_timeout_s,
     )
     return {transport.stage: transport}
+
+
+def _first_source(program: Program) -> int | None:
+    """Stage whose activations a stage receives first; None: it reads the inputs."""
+    first = [
+        (i.value.chunk, i.peer)
+        for i in program
+        if isinstance(i, Receive) and i.value.what is What.ACTIVATION
+    ]
+    reads_inputs = Pass(PassKind.F, 0, 0) in program
+    return None if reads_inputs or not first else min(first)[1]
 
 
 def build_executors(
@@ -98,7 +111,7 @@ def build_executors(
             runner,
             transport,
             share,
-            n_chunks=placement.n_chunks,
+            stage_of=placement.stage_of,
             rank=stage if len(transports) == 1 else 0,
         )
     return executors

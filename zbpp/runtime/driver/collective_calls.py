@@ -60,7 +60,7 @@ def mean_loss(
     """
     sums: list[Reduction] = []
     for executor in executors.values():
-        table = executor.stage.weighted_losses()
+        table = executor.stage.loss.table()
         told = [0 if sums else count or 0 for count in samples]  # once a process
         sums.append(
             executor.transport.reduce(

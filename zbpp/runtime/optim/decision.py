@@ -58,7 +58,8 @@ class StepSums:
     Args:
         reduction: under way.
         n_layers: of the whole model: so many squared norms.
-        n_microbatches: so many losses come next; anything else comes behind them.
+        n_microbatches: so many losses come next, and as many weights of them; anything
+            else comes behind them.
         step: which one, from 0.
     """
 
@@ -89,11 +90,18 @@ class StepSums:
         """Norm of all gradients of all stages, before clipping."""
         return float(self.read(job)[: self._n_layers].sum().sqrt())
 
+    def losses(self) -> Tensor:
+        """Losses of the micro-batches, and their weights."""
+        n = self._n_microbatches
+        return self.read()[self._n_layers :][: 2 * n].view(2, n)
+
     def loss(self) -> float:
-        """Mean over the micro-batches."""
-        losses = self.read()[self._n_layers :][: self._n_microbatches]
-        return float(losses.mean())
+        """Mean over the micro-batches by weight; NaN if all weights are 0."""
+        losses, weights = self.losses()
+        if weights[0] > 0 and bool((weights == weights[0]).all()):
+            return float(losses.mean())
+        return float((losses * weights).sum() / weights.sum())
 
     def notes(self) -> Tensor:
-        """The entries behind the losses."""
-        return self.read()[self._n_layers + self._n_microbatches :]
+        """The entries behind the losses and weights."""
+        return self.read()[self._n_layers + 2 * self._n_microbatches :]

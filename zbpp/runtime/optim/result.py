@@ -26,8 +26,16 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the micro-batches, before the step."""
+        """Mean loss over the batch, before the step; see ``weigh`` of `Pipeline`.
+
+        NaN if no sample or token counts.
+        """
         return self.sums.loss()
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Mean loss over each micro-batch; 0 where no sample or token counts."""
+        return tuple(self.sums.losses()[0].tolist())
 
     @property
     def grad_norm(self) -> float:

@@ -118,7 +118,8 @@ class StageOptimizer:
         self.optimizers.drop_others()
         parameters = self.optimizers.parameters()
         multiply_gradients(parameters, 1.0 / self._stage.loss_scale)
-        n_losses = self._stage.n_microbatches
+        losses = self._stage.loss.table().flatten()
+        n_losses = len(losses)
         n_notes = self._n_layers if self._finder is not None else 0
         vector = torch.zeros(
             self._n_layers + n_losses + n_notes,
@@ -127,8 +128,7 @@ class StageOptimizer:
         )
         for layer, squared in squared_norms(self._stage, parameters):
             vector[layer] = squared
-        for microbatch, loss in self._stage.losses.items():
-            vector[self._n_layers + microbatch] = loss
+        vector[self._n_layers :][:n_losses] = losses
         if self._finder is not None:
             for layer, note in self._finder.found.items():
                 vector[self._n_layers + n_losses + layer] = note
@@ -140,7 +140,7 @@ class StageOptimizer:
         sums = StepSums(
             transport.reduce(vector),
             n_layers=self._n_layers,
-            n_microbatches=n_losses,
+            n_microbatches=self._stage.n_microbatches,
             step=self._stage.step,
         )
         self._pending = _Pending(sums, speculative, local_norm)

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["RandomState", "drawn_from", "random_state", "set_random_state"]
+__all__ = [
+    "RandomState",
+    "drawn_from",
+    "random_state",
+    "seed_torch",
+    "set_random_state",
+]
 
 RandomState = tuple[Any, ...]
 """States of torch's generators (CPU, GPU), Python's and numpy's; None: not kept."""
@@ -42,6 +48,16 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
         random.setstate(pythons)
     if numpys is not None:
         sys.modules["numpy.random"].set_state(numpys)
+
+
+def seed_torch(number: int, device: torch.device) -> None:
+    """Seed torch's generators that a forward on a device draws from."""
+    seed = number & 0x7FFF_FFFF_FFFF_FFFF
+    if device.type == "cpu":
+        # torch.manual_seed notes a stack trace for each kind of absent device.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def drawn_from(before: RandomState, after: RandomState) -> RandomState:

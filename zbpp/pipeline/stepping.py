@@ -1,0 +1,71 @@
+"""One training step of a pipeline."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zbpp.core import Program, Schedule
+from zbpp.pipeline.exhausted import memory_explained
+from zbpp.runtime.driver import collective_calls as calls
+from zbpp.runtime.driver.batches import Batches
+from zbpp.runtime.driver.lifecycle import Lifecycle
+from zbpp.runtime.executor import Executor, drive
+from zbpp.runtime.microbatches import Batch
+from zbpp.runtime.optim.result import StepResult
+
+__all__ = ["Stepping"]
+
+
+class Stepping:
+    """The part of a pipeline that trains."""
+
+    schedule: Schedule
+    memory: Any
+    _executors: Mapping[int, Executor]
+    _programs: Sequence[Program]
+    _batches: Batches
+    _lifecycle: Lifecycle
+    _n_steps: int
+    _watcher: Any
+
+    if TYPE_CHECKING:
+
+        @property
+        def n_microbatches(self) -> int:
+            """Micro-batches in a training step."""
+
+    def step(self, inputs: Batch = None, targets: Batch = None) -> StepResult:
+        """Train on one batch: all micro-batches, then the optimizer.
+
+        Args:
+            inputs: for the first chunk; read only where `needs_inputs`. Tensors of
+                shape (samples, ...), alone or in tuples and dicts, or a list with one
+                entry per micro-batch. A model that knows how to cut its batch (one of
+                Hugging Face's does) takes it whole here, without targets, on the ranks
+                that need either.
+            targets: for the loss; read only where `needs_targets`.
+
+        Raises:
+            RequestError: the batch does not fit.
+            PeerError: another stage died or did not answer.
+        """
+        inputs, targets = self._batches.pair(inputs, targets)
+        self._batches.begin(
+            inputs,
+            targets,
+            step=self._n_steps,
+            n_microbatches=self.n_microbatches,
+            training=True,
+        )
+        with (
+            self._lifecycle.running(),
+            calls.failures_told(self._executors),
+            memory_explained(self._executors, self.schedule, self.memory),
+        ):
+            drive(self._executors, self._programs)
+        self._n_steps += 1
+        result = next(iter(self._executors.values())).optimizer.result
+        assert result is not None
+        if self._watcher is not None:
+            with calls.failures_told(self._executors):
+                self._watcher.after_step(self)
+        return result

@@ -1,0 +1,210 @@
+"""Values as messages: announced by headers where shapes are new, else posted early."""
+
+from collections import deque
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.core import Job, Value, What
+from zbpp.runtime.comm import header
+from zbpp.runtime.comm.channels import HEADER, HEADER_REST, KINDS, Incoming
+from zbpp.runtime.comm.header import Spec, spec_of
+from zbpp.runtime.comm.shapes import Shapes
+from zbpp.runtime.comm.transport import Opening
+from zbpp.runtime.comm.waits import Waits
+from zbpp.runtime.comm.wire import Wire
+from zbpp.runtime.microbatches import check_samples
+from zbpp.runtime.support.background import BackgroundWork
+from zbpp.runtime.support.errors import ShapeError
+from zbpp.runtime.values import Tensors, nested
+
+__all__ = ["Messages"]
+
+_FIRST = Value(What.ACTIVATION, 0, 0)
+"""In the name of which the kinds of a step's micro-batches travel."""
+
+
+class Messages:
+    """The values that one stage sends and receives.
+
+    Args:
+        stage: whose they are.
+        wire: of the stage.
+        waits: of the stage.
+        background: what it does while it waits.
+        peers: stages that it exchanges values with.
+        source: the stage that tells it the kinds of a step's micro-batches; None: it
+            reads the inputs.
+        followers: the stages that it tells them.
+        device: where received tensors live.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        wire: Wire,
+        waits: Waits,
+        background: BackgroundWork,
+        *,
+        peers: Collection[int],
+        source: int | None,
+        followers: Collection[int],
+        device: torch.device,
+    ) -> None:
+        self._stage = stage
+        self._wire = wire
+        self._on = wire.device
+        self._waits = waits
+        self._background = background
+        self._source = source
+        self._followers = followers
+        self._device = device
+        self.shapes = Shapes()
+        self._opening: Opening | None = None
+        self._told: tuple[dist.Work, Tensor] | None = None
+        self._incoming: dict[Value, Incoming] = {}
+        self._waiting: dict[int, deque[Incoming]] = {peer: deque() for peer in peers}
+
+    def begin(self, opening: Opening | None = None) -> None:
+        """Start a step, or an evaluation: headers tell the shapes of all its values."""
+        self._wire.begin(training=opening is not None)
+        self._opening = opening
+        if opening is None:
+            return
+        self.shapes.begin()
+        if self._source is None:
+            assert opening.inputs is not None, "this stage reads the inputs"
+            n_inputs = -1 if opening.n_inputs is None else opening.n_inputs
+            self._tell([n_inputs, *self.shapes.number(opening.inputs)])
+        else:
+            length = opening.n_microbatches + 2
+            buffer = torch.empty(length, dtype=torch.int64, device=self._on)
+            work = self._wire.receive(_FIRST, buffer, self._source, slot=KINDS)
+            self._told = work, buffer
+
+    def _tell(self, told: list[int]) -> None:
+        """Take what is told of the step, and hand it on."""
+        for peer in self._followers:
+            self._wire.send(_FIRST, torch.tensor(told).to(self._on), peer, slot=KINDS)
+        self.shapes.tell(told[1:])
+
+    def _listen(self, waiting_for: str) -> None:
+        """Wait for what is told of the step, and post what was waiting for it.
+
+        Raises:
+            RequestError: inputs and targets do not belong together.
+        """
+        assert self._told is not None and self._opening is not None
+        (work, buffer), self._told = self._told, None
+        self._waits.wait(work, waiting_for, self._source)
+        self._waits.confirm(work)
+        told = buffer.tolist()
+        self._tell(told)
+        check_samples(None if told[0] < 0 else told[0], self._opening.n_targets)
+        for source in self._waiting:
+            self._start_known(source)
+
+    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+        """Start to send; the tensors are kept until they have left."""
+        if value.what is What.ACTIVATION:
+            self._announce(value, spec_of(value, tensors), peer)
+        for slot, tensor in enumerate(tensors, start=1):
+            payload = tensor.detach().to(self._on).contiguous()
+            self._wire.send(value, payload, peer, slot=slot)
+        self._wire.drop_finished()
+
+    def _announce(self, value: Value, spec: Spec, peer: int) -> None:
+        """Send a header where the receiver does not know the shapes yet."""
+        known = self._known_spec(value)
+        if known is None:
+            first, rest = header.to_blocks(header.pack(value, spec))
+            self._wire.send(value, first.to(self._on), peer, slot=HEADER)
+            if rest is not None:
+                self._wire.send(value, rest.to(self._on), peer, slot=HEADER_REST)
+            self._learn(value, spec)
+        elif known != spec:
+            raise ShapeError(
+                f"stage {self._stage}: the {value} is {spec}, but with inputs of the "
+                f"same shapes it was {known}; what is handed from chunk to chunk must "
+                "look the same for all micro-batches whose inputs do (pad it, and hand "
+                "on numbers that change as tensors)"
+            )
+
+    def _learn(self, value: Value, spec: Spec) -> None:
+        if self._opening is not None:
+            self.shapes.learn(value, spec)
+
+    def post(self, value: Value, peer: int) -> None:
+        """Start to receive, unless the shapes are still unknown."""
+        incoming = Incoming(value, peer)
+        self._incoming[value] = incoming
+        self._waiting[peer].append(incoming)
+        self._start_known(peer)
+
+    def _start_known(self, peer: int) -> None:
+        """Start the receives from a stage up to the first of unknown shapes."""
+        waiting = self._waiting[peer]
+        while waiting:
+            spec = self._known_spec(waiting[0].value)
+            if spec is None:
+                break
+            self._start(waiting.popleft(), spec)
+
+    def _known_spec(self, value: Value) -> Spec | None:
+        """Shapes and dtypes of a message, if it needs no header."""
+        return None if self._opening is None else self.shapes.known(value)
+
+    def _start(self, incoming: Incoming, spec: Spec) -> None:
+        incoming.spec = spec
+        value, peer = incoming.value, incoming.peer
+        for slot, buffer in enumerate(spec.empty(self._on), start=1):
+            incoming.buffers.append(buffer)
+            work = self._wire.receive(value, buffer, peer, slot=slot)
+            incoming.works.append(work)
+
+    def receive(self, value: Value, job: Job) -> Tensors:
+        """Wait for a value, and for the headers of those before it in the channel."""
+        incoming = self._incoming.pop(value)
+        if self._told is not None:
+            self._listen(f"{job} for {value} from")
+        waiting = self._waiting[incoming.peer]
+        while incoming.spec is None:
+            first = waiting.popleft()
+            self._start(
+                first, self._known_spec(first.value) or self._header(first, job)
+            )
+        with self._background.waiting():
+            for work in incoming.works:
+                self._waits.wait(work, f"{job} for {value} from", incoming.peer)
+        buffers = (buffer.to(self._device) for buffer in incoming.buffers)
+        spec = incoming.spec
+        tensors = tuple(
+            tensor.requires_grad_(needs and value.what is What.ACTIVATION)
+            for tensor, needs in zip(buffers, spec.needs_grad, strict=True)
+        )
+        return tensors if spec.structure is None else nested(tensors, spec.structure)
+
+    def _header(self, incoming: Incoming, job: Job) -> Spec:
+        first = self._block(incoming, header.HEADER_BYTES, HEADER, job)
+        n_bytes = header.rest_bytes(first)
+        rest = self._block(incoming, n_bytes, HEADER_REST, job) if n_bytes else None
+        spec = header.unpack(header.from_blocks(first, rest), incoming.value)
+        self._learn(incoming.value, spec)
+        return spec
+
+    def _block(self, incoming: Incoming, n_bytes: int, slot: int, job: Job) -> Tensor:
+        """Wait for a part of a header."""
+        value, peer = incoming.value, incoming.peer
+        buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._on)
+        work = self._wire.receive(value, buffer, peer, slot=slot)
+        self._waits.wait(work, f"{job} for {value} from", peer)
+        self._waits.confirm(work)
+        return buffer.cpu()
+
+    def end(self) -> None:
+        """End the step; sends may still be under way, so no stage waits for another."""
+        assert not self._incoming, f"never received: {list(self._incoming)}"
+        assert self._told is None, "the kinds of the micro-batches were never read"
+        self._wire.finish_older()

@@ -1,0 +1,98 @@
+"""Single tensors on their way between two stages, told apart by tags."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.core import Value
+from zbpp.runtime.comm.channels import Channel, tag
+from zbpp.runtime.comm.waits import Waits
+from zbpp.runtime.support.errors import PeerError
+
+__all__ = ["Wire"]
+
+
+class Wire:
+    """The sends and receives of one stage.
+
+    Args:
+        stage: whose they are.
+        channels: by (sending stage, receiving stage).
+        device: that tensors must be on.
+        waits: of the stage.
+        lost: makes the error of a message, from its words, the peer and the cause.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        channels: Mapping[tuple[int, int], Channel],
+        device: torch.device,
+        waits: Waits,
+        lost: Callable[[str, int | None, RuntimeError], PeerError],
+    ) -> None:
+        self.channels = channels
+        self.device = device
+        self.training = True
+        self._stage = stage
+        self._waits = waits
+        self._lost = lost
+        self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
+        self._n_older = 0  # sends of steps before this one that are not finished
+
+    def begin(self, *, training: bool) -> None:
+        """Start a step, or an evaluation."""
+        self.training = training
+        self._n_older = len(self._outgoing)
+
+    def send(self, value: Value, tensor: Tensor, peer: int, *, slot: int) -> None:
+        """Start to send; the tensor is kept until it has left.
+
+        Raises:
+            PeerError: the peer is gone.
+        """
+        channel = self.channels[self._stage, peer]
+        try:
+            number = tag(value, slot, training=self.training)
+            work = channel.group.send([tensor], channel.target, number)
+        except RuntimeError as error:
+            raise self._lost(f"could not send {value} to", peer, error) from error
+        self._outgoing.append((work, tensor, value, peer))
+
+    def receive(
+        self, value: Value, buffer: Tensor, peer: int, *, slot: int
+    ) -> dist.Work:
+        """Start to receive.
+
+        Raises:
+            PeerError: the peer is gone.
+        """
+        channel = self.channels[peer, self._stage]
+        try:
+            number = tag(value, slot, training=self.training)
+            return channel.group.recv([buffer], channel.source, number)
+        except RuntimeError as error:
+            raise self._lost(f"could not receive {value} from", peer, error) from error
+
+    def drop_finished(self) -> None:
+        """Let go what has left."""
+        while self._outgoing and self._outgoing[0][0].is_completed():
+            self._finish_oldest("to hand on")
+
+    def finish_older(self) -> None:
+        """Wait for the sends of the steps before this one."""
+        while self._n_older > 0:
+            self._finish_oldest("the end of the step to hand")
+
+    def flush(self) -> None:
+        """Wait for all sends."""
+        while self._outgoing:
+            self._finish_oldest("the end to hand")
+
+    def _finish_oldest(self, doing: str) -> None:
+        work, _, value, peer = self._outgoing.popleft()
+        self._n_older -= 1
+        self._waits.wait(work, f"{doing} {value} to", peer)

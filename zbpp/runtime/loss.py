@@ -1,0 +1,104 @@
+"""The loss of each micro-batch, and its share in the loss of the batch."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from zbpp.core import RequestError
+from zbpp.runtime.microbatches import shares
+from zbpp.runtime.support.pytree import map_tensors, tensors_in
+
+__all__ = ["Loss", "LossFn"]
+
+LossFn = Callable[..., Tensor]
+"""``loss_fn(outputs, targets) -> scalar``, the mean over one micro-batch."""
+
+
+class Loss:
+    """The losses of a step's micro-batches.
+
+    Each is the mean over its micro-batch. The batch's is the mean of them by weight, so
+    that it is the mean over all samples, or over all tokens, if that is what the
+    weights count. A micro-batch of weight 0 has nothing to take a mean over: its loss
+    is 0, and so are its gradients.
+
+    Args:
+        loss_fn: see `LossFn`.
+        device: where targets are moved to.
+    """
+
+    def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
+        self._loss_fn = loss_fn
+        self._device = device
+        self.begin(None, None, n_microbatches=1)
+
+    def begin(
+        self,
+        targets: Sequence[object] | None,
+        weights: Sequence[float] | None,
+        *,
+        n_microbatches: int,
+    ) -> None:
+        """Start a step: take its targets.
+
+        Args:
+            targets: of each micro-batch; None: there is no loss here.
+            weights: of each micro-batch; None: all alike.
+            n_microbatches: their number.
+        """
+        self.targets = targets
+        self._n_microbatches = n_microbatches
+        self._weights = weights
+        self._shares = None if weights is None else shares(weights)
+        self.values: dict[int, Tensor] = {}
+
+    def __call__(self, outputs: object, microbatch: int) -> Tensor:
+        """Loss of one micro-batch; its value is kept.
+
+        Raises:
+            RequestError: it is no scalar tensor.
+        """
+        assert self.targets is not None
+        if self.weight(microbatch) == 0:
+            loss = _nothing(outputs)
+        else:
+            device = self._device
+            target = map_tensors(self.targets[microbatch], lambda t: t.to(device))
+            loss = self._loss_fn(outputs, target)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            raise RequestError(
+                "loss_fn must return a scalar tensor, the mean over a micro-batch"
+            )
+        # A copy: mse_loss's scalar holds the memory of all its summands.
+        self.values[microbatch] = loss.detach().clone()
+        return loss
+
+    def weight(self, microbatch: int) -> float:
+        """Weight of a micro-batch."""
+        return 1.0 if self._weights is None else self._weights[microbatch]
+
+    def scaled_share(self, microbatch: int, scale: float) -> float:
+        """Share of a micro-batch in the loss of the batch, times the loss scale."""
+        if self._shares is None:
+            return scale / self._n_microbatches
+        return scale * self._shares[microbatch]
+
+    def table(self) -> Tensor:
+        """Loss and weight of each micro-batch, (2, micro-batches) float64.
+
+        All zero where there is no loss.
+        """
+        table = torch.zeros(
+            2, self._n_microbatches, dtype=torch.float64, device=self._device
+        )
+        for microbatch, loss in self.values.items():
+            table[0, microbatch] = loss
+            table[1, microbatch] = self.weight(microbatch)
+        return table
+
+
+def _nothing(outputs: object) -> Tensor:
+    """A loss of 0 whose gradients are 0, whatever the outputs are."""
+    ends = [x for x in tensors_in(outputs) if x.requires_grad]
+    return sum((x.reshape(-1)[:0].sum() for x in ends), torch.zeros(()))
