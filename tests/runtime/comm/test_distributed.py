@@ -128,7 +128,7 @@ def count_unfinished_sends(post_validation: bool) -> list[int]:
     counts = []
     for step in range(6):
         pipeline.step(*batch(step))
-        counts.append(len(executor.transport._outgoing))
+        counts.append(len(executor.transport._wire._outgoing))
     return counts
 
 
