@@ -1,6 +1,7 @@
 """Zero-bubble pipeline parallelism for PyTorch: plan, simulate, run.
 
-``import zbpp`` loads no torch: `Pipeline`, which does, is loaded when it is first used.
+``import zbpp`` loads no torch: `Pipeline` and `cut`, which do, are loaded when they are
+first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,18 @@ from zbpp.core import Costs, MemoryModel, RequestError, Schedule
 from zbpp.modes import plan
 
 if TYPE_CHECKING:
+    from zbpp.models import cut
     from zbpp.pipeline import Pipeline
 
-__all__ = ["Costs", "MemoryModel", "Pipeline", "RequestError", "Schedule", "plan"]
+__all__ = [
+    "Costs",
+    "MemoryModel",
+    "Pipeline",
+    "RequestError",
+    "Schedule",
+    "cut",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +29,10 @@ def __getattr__(name: str) -> Any:
         from zbpp.pipeline import Pipeline
 
         return Pipeline
+    if name == "cut":
+        from zbpp.models import cut
+
+        return cut
     raise AttributeError(f"module 'zbpp' has no attribute {name!r}")
 
 

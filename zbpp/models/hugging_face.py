@@ -22,6 +22,7 @@ from zbpp.models.frame import children_on_path, persistent
 from zbpp.models.layered import Layered
 from zbpp.models.recorded import Collector
 from zbpp.models.registry import family_of
+from zbpp.models.token_weights import weigh_of
 from zbpp.models.weights import Source, Weights, is_on_meta
 
 __all__ = [
@@ -85,7 +86,7 @@ def cut_pretrained(
         collector=_collector(model),
         adapt=_adapt,
     )
-    return cut.layered(loss_fn=own_loss, cut_batch=cut_batch)
+    return cut.layered(loss_fn=own_loss, cut_batch=cut_batch, weigh=weigh_of(model))
 
 
 def family_for(model: Any) -> Family:
