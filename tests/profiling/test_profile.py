@@ -10,14 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from zbpp.core import Costs, Placement, RequestError
+from zbpp.core import Costs, Placement, RequestError, Schedule, Slot
 from zbpp.emulation.layers import EmulatedLayer
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.modes import plan
 from zbpp.pipeline import Pipeline
 from zbpp.profiling import Profile
+from zbpp.profiling.join import _chunk_times
 from zbpp.profiling.links import Link, fit, link_list
+from zbpp.profiling.rehearsal import seen_in
+from zbpp.profiling.stopwatch import Spread
 from zbpp.runtime.comm.ping import Ping
+from zbpp.simulator import simulate
 
 COSTS = Costs(
     f=(4.0, 6.0), b=(8.0, 3.0), w=(2.0, 5.0), comm=3.0, optimizer=(5.0, 9.0),
@@ -50,9 +54,75 @@ def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Any) -> None:
     for found, given in zip(costs.optimizer, COSTS.optimizer, strict=True):
         assert found >= given
     assert costs.reduction >= 4.0
-    assert costs.on(Placement.single(2)).hops[0] >= 2.999
+    assert costs.on(Placement.single(2)).hops[0] > 0
     ((link,)) = first["links"]
+    assert link["delay"] >= 2.999
     assert link["stages"] == [0, 1] and link["bandwidth"] > 0
+
+
+def rehearsed(shape: tuple[int, int]) -> tuple[Profile, list[float], bool]:
+    """A profile with a batch of its own, then a step; the parameters before it."""
+    torch.manual_seed(1)
+    pipeline = Pipeline(
+        lambda indices: [nn.Linear(8, 8) for _ in indices], n_layers=4,
+        loss_fn=nn.functional.mse_loss, optimizer=torch.optim.Adam,
+        schedule="ZBV", n_microbatches=2, device="cpu",
+    )  # fmt: skip
+    before = [p.detach().clone() for _, p in pipeline.named_parameters()]
+    x = torch.randn(shape)
+    profile = pipeline.profile(x, x, rounds=1)
+    after = [p for _, p in pipeline.named_parameters()]
+    same = all(map(torch.equal, before, after))
+    torch.manual_seed(2)
+    x = torch.randn(8, 8)
+    losses = [pipeline.step(x, x).loss for _ in range(2)]
+    pipeline.close()
+    return profile, losses, same
+
+
+@pytest.mark.dist
+def test_a_rehearsal_leaves_no_trace_and_fixes_no_shape(pool: Any) -> None:
+    first, _ = pool.run(rehearsed, 2, (24, 8))
+    other, _ = pool.run(rehearsed, 2, (8, 8))
+    assert first[2] and first[1] == other[1], "the same step after either profile"
+    profile = first[0]
+    assert min(profile.layers.pass_f, profile.layers.pass_b) > 0
+    costs, _ = profile.costs()
+    for name in ("f", "b", "w"):
+        pairs = zip(getattr(costs, name), profile.chunks, strict=True)
+        for chunk, (found, one) in enumerate(pairs):
+            more = costs.loss if (name, chunk) == ("f", 3) else 0.0
+            assert found + more == pytest.approx(one.times[name.upper()].mean)
+
+
+def in_steps(mode: str, costs: Costs, gap: float) -> tuple[Any, Schedule]:
+    """Rows of rehearsed steps, by stage: jobs end earlier by the host's gap."""
+    schedule = plan(mode, n_stages=2, n_microbatches=4)
+    row = simulate(schedule, costs).rows
+    return {
+        stage: [[Slot(s.job, s.start / 1e3, (s.end - gap) / 1e3) for s in row[stage]]]
+        for stage in (0, 1)
+    }, schedule
+
+
+@pytest.mark.parametrize("mode", ["ZBH1", "1F1B"])
+def test_a_rehearsal_tells_passes_gaps_and_waits(mode: str) -> None:
+    rows, schedule = in_steps(mode, COSTS, 0.5)
+    links = {(0, 1): Link(1.0, 100.0, 0.0)}
+    seen = seen_in(rows, schedule, links, one_clock=True)
+    assert seen is not None and seen.gaps == pytest.approx((0.5, 0.5))
+    assert seen.passes["F", 1] == pytest.approx(6.0 - 0.5)
+    assert seen.waits == {(0, 1): pytest.approx(COSTS.comm)}
+    apart = seen_in(rows, schedule, links, one_clock=False)
+    assert apart is not None and apart.waits == {}, "the control: two clocks"
+    assert seen_in({0: rows[0]}, schedule, links, one_clock=True) is None
+    alone = {k: Spread(t, t, t, t) for k, t in (("F", 3.0), ("B", 2.0), ("W", 1.0))}
+    alone["BW"] = alone["B"] + alone["W"]
+    times = _chunk_times({1: alone}, schedule.placement, links, seen)[1]
+    assert times["F"].mean == pytest.approx(6.0)
+    assert times["BW"].mean == pytest.approx(3.0 + 5.0 - 0.5 * (mode == "ZBH1"))
+    without = _chunk_times({1: alone}, schedule.placement, links, None)[1]
+    assert without["F"].mean == 3.0
 
 
 def layers() -> list[nn.Module]:
@@ -101,8 +171,9 @@ def test_the_layers_of_a_chunk_add_up_to_it() -> None:
 
 def test_other_splits_and_placements_follow(profile: Profile) -> None:
     costs, _ = profile.costs(Placement.single(2), [1, 3])
-    f = profile.layers.of("f")
-    assert costs.f == pytest.approx((f[0], sum(f[1:])))
+    f, more = profile.layers.of("f"), profile.layers.pass_f
+    assert more > 0, "to cut a graph takes some time"
+    assert costs.f == pytest.approx((f[0] + more, sum(f[1:]) + more))
     with pytest.raises(RequestError, match="split"):
         profile.costs(Placement.single(2), [1, 1])
 

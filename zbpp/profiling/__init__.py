@@ -4,6 +4,7 @@
     stopwatch    one clock for CPUs and GPUs; means, medians and quartiles
     capture      one micro-batch through all chunks: what each of them is given
     passes       F, B and W of every chunk, and of every layer as a chunk of its own
+    rehearsal    the passes of whole steps, with their messages
     steps        O and V of every stage, norms, and the sum over the stages
     links        delay and bandwidth between neighbours
     memory       what the passes leave and need, by the allocator's own count

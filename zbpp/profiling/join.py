@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from zbpp.core import LayerCosts, Pass, PassKind, Placement, Schedule
 from zbpp.profiling.links import Link, link_list
 from zbpp.profiling.profile import ChunkProfile, Profile
+from zbpp.profiling.rehearsal import Rehearsed, seen_in
 from zbpp.profiling.stopwatch import Spread
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
@@ -49,23 +51,34 @@ def join(
     placement = pipeline.schedule.placement
     known: dict[str, dict[int, Any]] = {
         key: {k: v for part in parts for k, v in part[key].items()}
-        for key in ("chunks", "layers", "steps", "memory", "bytes", "shares", "splits")
+        for key in (
+            *("chunks", "layers", "nothing", "steps", "memory", "bytes", "shares"),
+            *("splits", "rows"),
+        )
     }
-    chunks, layers = _scale(pipeline, known, placement, links)
+    one_clock = len({part["clock"] for part in parts}) == 1
+    seen = seen_in(known["rows"], pipeline.schedule, links, one_clock=one_clock)
+    measured = _chunk_times(known["chunks"], placement, links, seen)
+    each = _overheads(known["nothing"], measured, seen)
+    chunks, layers = _scale(pipeline, known, measured, each)
+    waited = links if seen is None else _waited_for(links, seen, known["bytes"])
     steps = [known["steps"][stage] for stage in range(placement.n_stages)]
     optimizer = _by_share(pipeline, known["shares"], steps)
     n_layers = sum(pipeline.split)
-    each = range(n_layers)
+    every = range(n_layers)
     costs = LayerCosts(
         n_layers=n_layers,
-        f=tuple(layers[i]["F"] for i in each),
-        b=tuple(layers[i]["B"] for i in each),
-        w=tuple(layers[i]["W"] for i in each),
+        f=tuple(layers[i]["F"] for i in every),
+        b=tuple(layers[i]["B"] for i in every),
+        w=tuple(layers[i]["W"] for i in every),
+        pass_f=each["F"],
+        pass_b=each["B"],
+        pass_w=each["W"],
         loss=layers[n_layers - 1]["loss"],
         optimizer=optimizer,
-        message=tuple(float(known["bytes"][i]) for i in each[:-1]),
-        bandwidth=link_list(links, placement.n_stages, "bandwidth") or None,
-        delay=link_list(links, placement.n_stages, "delay"),
+        message=tuple(float(known["bytes"][i]) for i in every[:-1]),
+        bandwidth=link_list(waited, placement.n_stages, "bandwidth") or None,
+        delay=link_list(waited, placement.n_stages, "delay"),
         reduction=max(part["reduction"].mean for part in parts),
         validation=max(step["V"].mean for step in steps),
     )
@@ -86,35 +99,115 @@ def join(
     )
 
 
+def _chunk_times(
+    alone: Mapping[int, Mapping[str, Spread]],
+    placement: Placement,
+    links: Mapping[tuple[int, int], Link],
+    seen: Rehearsed | None,
+) -> dict[int, dict[str, Spread]]:
+    """Times of the passes as they are in a step, by chunk.
+
+    Their means are those of a rehearsal, with the host's time between two passes;
+    without one, what the passes took alone, with the host's time to send.
+    """
+    found = {}
+    for chunk, times in alone.items():
+        if seen is None:
+            sends = _sends(chunk, placement, links)
+            found[chunk] = {k: one + sends.get(k, 0.0) for k, one in times.items()}
+            continue
+        gap = seen.gaps[placement.stage_of[chunk]]
+        joint = seen.passes.get(("BW", chunk))
+        factor = _over(joint or 0.0, times["BW"].mean)
+        mean = {
+            kind: seen.passes[kind, chunk]
+            if (kind, chunk) in seen.passes
+            else times[kind].mean * factor
+            for kind in ("F", "B", "W")
+        }
+        mean = {kind: one + gap for kind, one in mean.items()}
+        mean["BW"] = mean["B"] + mean["W"] - gap  # one pass, one gap
+        if joint is not None:
+            mean["B"] -= gap / 2
+            mean["W"] -= gap / 2
+            mean["BW"] = joint + gap
+        found[chunk] = {k: one.with_mean(mean[k]) for k, one in times.items()}
+    return found
+
+
+def _overheads(
+    nothing: Mapping[int, Mapping[str, float]],
+    measured: Mapping[int, Mapping[str, Spread]],
+    seen: Rehearsed | None,
+) -> dict[str, float]:
+    """Time of a pass on top of its layers', by kind: a cut, and the host's between.
+
+    At most half of the shortest pass: the rest is that of its layers.
+    """
+    gap = 0.0 if seen is None else fmean(seen.gaps)
+    found = {}
+    for kind in "FBW":
+        cut = fmean([one[kind] for one in nothing.values()]) if nothing else 0.0
+        shortest = min(times[kind].mean for times in measured.values())
+        found[kind] = min(cut + gap, shortest / 2)
+    return found
+
+
+def _waited_for(
+    links: Mapping[tuple[int, int], Link], seen: Rehearsed, sizes: Mapping[int, int]
+) -> dict[tuple[int, int], Link]:
+    """Links with the delays that messages had in a rehearsal, where jobs waited.
+
+    The bandwidth is that of messages alone; the sizes are those of the layers' outputs.
+    """
+    n_bytes = fmean(sizes.values()) if sizes else 0.0
+    return {
+        pair: replace(link, delay=max(0.0, seen.waits[pair] - n_bytes / link.bandwidth))
+        if pair in seen.waits
+        else link
+        for pair, link in links.items()
+    }
+
+
 def _scale(
     pipeline: Profiled,
     known: Mapping[str, Mapping[int, Any]],
-    placement: Placement,
-    links: Mapping[tuple[int, int], Link],
+    measured: Mapping[int, Mapping[str, Spread]],
+    each: Mapping[str, float],
 ) -> tuple[tuple[ChunkProfile, ...], dict[int, dict[str, float]]]:
-    """Scale the times of layers to those of their chunks."""
+    """Scale the times of layers to what their chunks take without an overhead.
+
+    Args:
+        pipeline: that was measured.
+        known: all that was found.
+        measured: times of the chunks, overheads included.
+        each: overhead of a pass, by kind.
+    """
     chunks, layers = [], {}
+    cuts = list(known["nothing"].values())
+    cut = {k: fmean([one[k] for one in cuts]) if cuts else 0.0 for k in "FBW"}
     first = 0
     for chunk, count in enumerate(pipeline.split):
         own = range(first, first + count)
         first += count
-        sends = _sends(chunk, placement, links)
-        times: dict[str, Spread] = {
-            kind: one + sends.get(kind, 0.0)
-            for kind, one in known["chunks"][chunk].items()
+        times, alone = measured[chunk], known["chunks"][chunk]
+        raw = {
+            (k, i): max(known["layers"][i][k] - cut[k], known["layers"][i][k] / 2)
+            for k in "FBW"
+            for i in own
         }
-        sums = {k: sum(known["layers"][i][k] for i in own) for k in "FBW"}
-        ratio = {k: _over(sums[k], known["chunks"][chunk][k].median) for k in "FBW"}
+        sums = {k: sum(raw[k, i] for i in own) for k in "FBW"}
+        whole = {k: sum(known["layers"][i][k] for i in own) for k in "FBW"}
+        factor = {k: _over(times[k].mean - each[k], sums[k]) for k in "FBW"}
         for i in own:
-            raw = known["layers"][i]
-            scaled = {k: raw[k] * _over(times[k].median, sums[k]) for k in "FBW"}
-            scaled["loss"] = raw["loss"] * _over(times["F"].median, sums["F"])
-            scaled["F"] = max(0.0, scaled["F"] - scaled["loss"])
+            scaled = {k: raw[k, i] * factor[k] for k in "FBW"}
+            scaled["loss"] = min(scaled["F"], known["layers"][i]["loss"] * factor["F"])
+            scaled["F"] -= scaled["loss"]
             layers[i] = scaled
-        measured = known["memory"].get(chunk, {"left": {}, "peak": {}})
-        chunks.append(
-            ChunkProfile(chunk, placement.stage_of[chunk], times, ratio, **measured)
-        )
+        ratio = {k: _over(whole[k], alone[k].mean) for k in "FBW"}
+        memory = known["memory"].get(chunk, {"left": {}, "peak": {}})
+        stage = pipeline.schedule.placement.stage_of[chunk]
+        chunks.append(ChunkProfile(chunk, stage, times, ratio, **memory))
     return tuple(chunks), layers
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, Slot
 from zbpp.profiling.capture import Given, capture
 from zbpp.profiling.join import Profiled, join, most_in_flight
 from zbpp.profiling.kept import training_kept
@@ -11,8 +11,10 @@ from zbpp.profiling.links import measure_links
 from zbpp.profiling.memory import measure_memory
 from zbpp.profiling.passes import PassTiming, time_passes
 from zbpp.profiling.profile import Profile
+from zbpp.profiling.rehearsal import rehearse
 from zbpp.profiling.steps import time_reduction, time_steps
 from zbpp.profiling.stopwatch import Stopwatch, spread
+from zbpp.profiling.waits import clock_name
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 
@@ -102,6 +104,14 @@ def _measure_own(
     transport = next(iter(executors.values())).transport
     transport.gather(None)  # all begin together: they share a machine
     counted = time_passes(timings, rounds, most_s)
+    rows: dict[int, list[list[Slot]]] = {}
+    if len(executors) == 1 and placement.n_stages > 1:
+        ((stage, executor),) = executors.items()
+        rows[stage] = rehearse(
+            *(stage, executor, pipeline.schedule, given[stage]),
+            step=pipeline.step,
+            most_s=most_s,
+        )
     for stage, executor in executors.items():
         time_steps(executor, watches[stage])
     n_losses = 2 * pipeline.schedule.n_microbatches  # and their weights
@@ -109,6 +119,9 @@ def _measure_own(
     found: dict[str, Any] = {
         "rounds": counted,
         "reduction": reduction,
+        "clock": clock_name(),
+        "rows": rows,
+        "nothing": {},
         "chunks": {},
         "layers": {},
         "steps": {},
@@ -134,10 +147,13 @@ def _note_times(
         found["chunks"][chunk.index] = {k: spread(v) for k, v in times.items()}
         for index, layer in chunk.numbered():
             found["layers"][index] = {
-                k: spread(watch.seconds((k, "layer", index))).median
+                k: spread(watch.seconds((k, "layer", index))).mean
                 for k in ("F", "B", "W", "loss")
             }
             found["shares"][index] = sum(
                 p.numel() for p in layer.parameters() if p.requires_grad
             )
+    cuts = {k: watch.seconds((k, "nothing", 1)) for k in "FBW"}
+    if cuts["F"]:
+        found["nothing"][stage] = {k: spread(v).mean for k, v in cuts.items()}
     found["steps"][stage] = {k: spread(watch.seconds(k)) for k in ("O", "V", "norm")}

@@ -2,11 +2,13 @@
 
     chunk    F0 F1 B0 W0 F2 B1 W1 F3 B2 ...    one micro-batch ahead, as in a pipeline
     layers   F0 of each, B0 from the last on, W0 from the last on, F1 of each, ...
+    nothing  F0 B0 W0 F1 ...                   a layer without work, on the same shapes
 
 A round of the chunk and one of its layers take turns, so that a slow spell of the
 machine hits both. No more forwards are in flight than in a step. Between layers the
-graph is cut, as it is between chunks, so B and W of each are its own; what the cuts
-cost is the difference to the chunk's times.
+graph is cut, as it is between chunks, so B and W of each are its own. What a cut costs
+is timed by itself, with nothing between two cuts: the difference of the sum of the
+layers and the chunk would be a small one of large numbers, which noise can turn round.
 """
 
 import time
@@ -14,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbpp.profiling.capture import Given, begin, fresh, stage_like
 from zbpp.profiling.stopwatch import Stopwatch
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.values import Tensors
 
 __all__ = ["PassTiming", "time_passes"]
@@ -40,8 +43,9 @@ class PassTiming:
         options: of the stage.
         given: what the chunks read.
         step: number of the step, for seeds.
-        watch: where the times go, as (kind, "chunk" or "layer", number); the loss
-            within F as ("loss", "layer", number).
+        watch: where the times go, as (kind, "chunk", "layer" or "nothing", number);
+            the loss within F as ("loss", "layer", number). Of passes without work the
+            number is 1.
         ahead: the stage holds two forwards at a time, or more.
     """
 
@@ -66,7 +70,7 @@ class PassTiming:
             for chunk in chunks
             for index, layer in chunk.numbered()
         }
-        self._last = {"chunk": n_chunks - 1, "layer": n_layers - 1}
+        self._last = {"chunk": n_chunks - 1, "layer": n_layers - 1, "nothing": 2}
         self._whole = stage_like(options, chunks, n_chunks=n_chunks)
         self._single = stage_like(
             options,
@@ -74,6 +78,7 @@ class PassTiming:
             n_chunks=n_layers,
             loss_fn=self._timed_loss,
         )
+        self._nothing = stage_like(options, [Chunk(1, 1, (_Nothing(),))], n_chunks=3)
         self._out: dict[tuple[str, int], Tensors] = {}
         self.out_bytes: dict[int, int] = {}
         """Of what each layer puts out, in bytes."""
@@ -85,7 +90,8 @@ class PassTiming:
             How many were counted.
         """
         n = WARM_UP + rounds
-        for stage in (self._whole, self._single):
+        stages = self._whole, self._single, self._nothing
+        for stage in stages:
             begin(stage, self._given, step=self._step, n_microbatches=n + 1)
         started = time.perf_counter()
         for chunk in self._chunks.values() if self._ahead else ():
@@ -103,7 +109,7 @@ class PassTiming:
             over = time.perf_counter() - started > most_s
             if over and done >= WARM_UP + _LEAST:
                 break
-        for stage in (self._whole, self._single):
+        for stage in stages:
             stage.discard()
         return done - WARM_UP
 
@@ -115,6 +121,17 @@ class PassTiming:
             self._backward(self._single, "layer", index, i, weights=False)
         for index, _ in reversed(list(chunk.numbered())):
             self._weights(self._single, "layer", index, i)
+        self._pass_nothing(chunk, i)
+
+    def _pass_nothing(self, chunk: Chunk, i: int) -> None:
+        """Passes without work, on what the chunk's first layer puts out."""
+        out = self._out["layer", chunk.first]
+        if chunk.first == self._last["layer"] or not any(y.requires_grad for y in out):
+            return
+        self._out["nothing", 1] = self._watch.time(
+            ("F", "nothing", 1), self._nothing.forward, 1, i, fresh(out)
+        )
+        self._backward(self._nothing, "nothing", 1, i)
 
     def _forward_chunk(self, chunk: Chunk, i: int) -> None:
         given = self._given.of_chunk.get(chunk.index)
@@ -178,6 +195,13 @@ class PassTiming:
     def splits(self) -> bool:
         """True if W of some chunk has anything to do."""
         return self._whole.defers
+
+
+class _Nothing(nn.Module):
+    """Hands on what it is given, with a graph of its own as every layer has."""
+
+    def forward(self, inputs: object) -> object:
+        return map_tensors(inputs, lambda one: one.view_as(one))
 
 
 def _gradients(outputs: Tensors) -> Tensors:

@@ -22,10 +22,10 @@ class ChunkProfile:
     """Times of one chunk in ms, and its memory in bytes by the allocator's count.
 
     Args:
-        times: of F, B, W and BW (B and W in a row), what the host needs to send
-            included.
+        times: of F, B, W and BW (B and W in a row) in a step, what the host needs
+            between two passes included.
         layers: for F, B and W: the sum of the layers, each run alone, over the time of
-            the chunk. The costs of the layers are divided by it.
+            the chunk alone.
         left: what F, B and W add to the memory; below 0 what they free.
         peak: the most that is held inside them above what was held before.
     """
@@ -43,7 +43,8 @@ class Profile:
     """Times in ms, sizes in bytes; `Pipeline.profile` measures it.
 
     Args:
-        layers: costs of each layer, scaled so that those of a chunk add up to its own.
+        layers: costs of each layer, scaled so that those of a chunk and an overhead of
+            each pass add up to its own.
         placement: of the measured pipeline.
         split: layers of its chunks.
         chunks: each one's own times.
@@ -139,8 +140,9 @@ class Profile:
         ]
         lines.append(
             f"ms on {self.device}, medians of {self.rounds} rounds; in brackets the "
-            "quartiles; layers / chunk: F B W of the layers alone, added up, over the "
-            "chunk's"
+            f"quartiles; of each pass F {self.layers.pass_f:.3f} B "
+            f"{self.layers.pass_b:.3f} W {self.layers.pass_w:.3f} are not its layers'; "
+            "layers / chunk: F B W of the layers alone, added up, over the chunk's"
         )
         return lines
 

@@ -34,6 +34,10 @@ class Spread:
         """Return it times a factor."""
         return Spread(*(factor * one for one in astuple(self)))
 
+    def with_mean(self, mean: float) -> "Spread":
+        """Return it times what makes the mean another."""
+        return self.scaled(mean / self.mean) if self.mean > 0 else self + mean
+
     def __add__(self, more: "float | Spread") -> "Spread":
         others = astuple(more) if isinstance(more, Spread) else (more,) * 4
         return Spread(*map(add, astuple(self), others))

@@ -1,9 +1,9 @@
 """Times and memories per layer: they give those of the chunks of any split.
 
 Layers run one after the other, so times and what passes leave are added up. A pass
-takes some time whatever is in it (to cut the graph, to send, to wake up): a chunk's time
-is that of its layers and one such overhead. A peak stands on what the layers before it
-in the pass have left:
+takes some time whatever is in it (to cut the graph, to send, to wake up): the time of
+a chunk is that of its layers and one such overhead. A peak stands on what the layers
+before it in the pass have left:
 
     F of a chunk    layer 0 | 1 | 2      peak = max of (left by 0..i-1) + peak_f of i
     B               layer 2 | 1 | 0      the same from the last layer on
