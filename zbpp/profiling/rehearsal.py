@@ -79,7 +79,7 @@ def rehearse(
         one for one in lower(schedule)[stage] if isinstance(one, Pass | Send | Receive)
     )
     runner, transport = executor.stage, executor.transport
-    kept = executor.times, runner.where, runner.defers
+    kept = executor.times, dict(runner.where), runner.defers
     executor.times = JobTimes(runner.device)
     n, m = 1, schedule.n_microbatches
     done = 0
