@@ -100,7 +100,7 @@ def _one(stage: Stage, index: int, i: int, piece: Piece, *, joint: bool) -> None
         x = None
         if not piece.is_first:
             x = tuple(
-                torch.zeros_like(t).requires_grad_(t.requires_grad)
+                t.detach().clone().requires_grad_(t.requires_grad)
                 for t in as_tensors(piece.inputs)
             )
         y = stage.forward(index, i, x)

@@ -56,7 +56,7 @@ def compared(broken: str) -> dict[str, Any]:
     parts: Any = layers, (x, x), nn.functional.mse_loss
     with pytest.MonkeyPatch.context() as patch:
         if broken == "waits":
-            patch.setattr(tracker, "_SAME", set())
+            patch.setattr(tracker, "SHAPES", {})
         if broken == "shards":
             patch.setattr(optimizer, "is_sharded", lambda _: False)
         memory = model_memory(*parts)

@@ -1,15 +1,10 @@
 """A model whose layers are traced once each, and the chunks that it can be cut into."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from zbpp.core import RequestError
 from zbpp.memory.alike import classes_of, shortened
@@ -22,6 +17,7 @@ from zbpp.memory.trace import (
     Ends,
     Traced,
     TraceOptions,
+    UnknownNumbers,
     granularity_of,
     trace_chunk,
 )
@@ -49,6 +45,7 @@ class ModelMemory:
         self.granularity = granularity_of(options.device)
         on_cpu = options.device.type == "cpu"
         self._scratch = KernelScratch() if on_cpu else None
+        self._is_routed = False
         self._classes = classes_of(fake.layers)
         self._chunks: dict[Any, Traced] = {}
         self._optimizers: dict[Any, OptimizerMemory] = {}
@@ -139,8 +136,9 @@ class ModelMemory:
         is_last = own.stop == self.n_layers
         key = (tuple(classes[i] for i in kept), own.start == 0, is_last, recomputed)
         if key not in self._chunks:
-            layers = [self.fake.layers[own[i]] for i in kept]
-            self._chunks[key] = self._run(layers, self._ends(own, is_last), recomputed)
+            ends = self._ends(own, is_last)
+            places = [own[i] for i in kept]
+            self._chunks[key] = self._run(places, ends, recomputed=recomputed)
         return self._chunks[key], stands
 
     def _ends(self, own: range, is_last: bool) -> Ends:
@@ -155,32 +153,44 @@ class ModelMemory:
             ) from None
         return Ends(None, sent, targets, is_last)
 
-    def _run(self, layers: Sequence[nn.Module], ends: Ends, recomputed: bool) -> Traced:
+    def _run(self, places: Sequence[int], ends: Ends, *, recomputed: bool) -> Traced:
+        """Trace some layers; once more if kernels need probing, or integers count."""
+
         def trace() -> Traced:
             return trace_chunk(
                 self.fake.mode,
-                layers,
+                [self.fake.layers[i] for i in places],
                 ends,
                 self.options,
                 recomputed=recomputed,
                 scratch=self._scratch,
+                is_routed=self._is_routed,
             )
 
         try:
-            traced = trace()
+            traced = self._first(trace)
             if self._scratch is not None and self._scratch.probe():
                 traced = trace()
             return traced
-        except (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            UnsupportedOperatorException,
-        ) as error:
+        except UnknownNumbers as error:
+            index = places[error.place]
+            kind = type(self.fake.layers[index]).__name__
             raise RequestError(
-                f"the model cannot be traced without data: {error} has a result that "
-                "depends on numbers; use an operator of fixed shape there, or measure "
+                f"layer {index} (a {kind}) cannot be traced without data: what {error} "
+                "gives depends on numbers that are not known before a run; use an "
+                "operator of fixed shape (for experts of transformers "
+                "config._experts_implementation = 'grouped_mm'), or measure the layer "
                 "with `zbpp profile`"
             ) from error
+
+    def _first(self, trace: Callable[[], Traced]) -> Traced:
+        """Trace; where layers decide by integers, let these be computed from now on."""
+        if not self._is_routed:
+            try:
+                return trace()
+            except UnknownNumbers:
+                self._is_routed = True
+        return trace()
 
     def _gradients_of(
         self, traced: Traced, stands: Sequence[int]

@@ -35,7 +35,8 @@ class Recorder:
         self.n_layers = n_layers
         self._kind = ""
         self._base = 0
-        self._place = 0
+        self.place = 0
+        """Of the layer that runs now."""
         self._spans: dict[int, Span] = {}
         self.specs: dict[int, Any] = {}
         """Of each layer, a copy of its input's structure with `Spec` for tensors."""
@@ -49,8 +50,8 @@ class Recorder:
         """
         self._kind = kind
         self._base = self.tracker.restart() - on_the_way
-        self._place = 0 if kind == "F" else self.n_layers - 1
-        self.tracker.owner = self._place
+        self.place = 0 if kind == "F" else self.n_layers - 1
+        self.tracker.owner = self.place
         self._spans = {}
         self._has_tail = False
 
@@ -70,7 +71,7 @@ class Recorder:
         held = self.tracker.held - on_the_way
         self._close(held, self.tracker.most)
         self.tracker.restart()
-        self._base, self._place = held, place
+        self._base, self.place = held, place
         self.tracker.owner = place
 
     def tail(self) -> None:
@@ -91,7 +92,7 @@ class Recorder:
         return [*(freed[i] for i in range(self.n_layers - 1)), 0]
 
     def _close(self, held: int, most: int) -> None:
-        self._spans[self._place] = Span(held - self._base, most - self._base)
+        self._spans[self.place] = Span(held - self._base, most - self._base)
 
     def enter(self, place: int, value: Any) -> Any:
         """F enters a layer: mark it, and let B mark it as well."""
@@ -144,14 +145,14 @@ class WatchedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self._place = place
+        self.place = place
         self._is_last = place == recorder.n_layers - 1
         self._recorder = recorder
         self._run = run
 
     def forward(self, value: Any) -> Any:
         """Mark, then run the layer."""
-        value = self._recorder.enter(self._place, value)
+        value = self._recorder.enter(self.place, value)
         run = self._run
         value = self.layer(value) if run is None else run(self.layer, value)
         if self._is_last:

@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.utils.checkpoint import checkpoint
 
 from zbpp.memory.passes import ChunkPasses, LayerPasses, Messages
 from zbpp.memory.recorder import Recorder, WatchedLayer
+from zbpp.memory.routing import IntegerNumbers
 from zbpp.memory.scratch import KernelScratch
 from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
@@ -25,11 +31,17 @@ __all__ = [
     "Ends",
     "TraceOptions",
     "Traced",
+    "UnknownNumbers",
     "granularity_of",
     "tensors_of",
     "trace_chunk",
 ]
 
+_UNKNOWN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 _GPU_BLOCK = 512  # bytes; torch's CUDA allocator rounds up to it
 
 
@@ -61,6 +73,19 @@ class Ends:
     is_last: bool = False
 
 
+class UnknownNumbers(Exception):
+    """A layer that decides by numbers which fake tensors do not have.
+
+    Args:
+        place: of the layer among those traced.
+        operator: whose result depends on numbers.
+    """
+
+    def __init__(self, place: int, operator: str) -> None:
+        super().__init__(operator)
+        self.place = place
+
+
 def granularity_of(device: torch.device) -> int:
     """Bytes that an allocation is a multiple of."""
     return _GPU_BLOCK if device.type == "cuda" else 1
@@ -74,6 +99,7 @@ def trace_chunk(
     *,
     recomputed: bool = False,
     scratch: KernelScratch | None = None,
+    is_routed: bool = False,
 ) -> "Traced":
     """Trace F, B and W of one chunk on two micro-batches.
 
@@ -84,10 +110,15 @@ def trace_chunk(
         options: of the stage.
         recomputed: run every layer inside a non-reentrant checkpoint.
         scratch: knows what kernels need inside.
+        is_routed: layers decide by integers; then these are computed.
+
+    Raises:
+        UnknownNumbers: a layer decides by numbers that are not known.
     """
     tracker = StorageTracker(
         granularity=granularity_of(options.device),
         scratch=None if scratch is None else scratch.of,
+        numbers=IntegerNumbers() if is_routed else None,
     )
     recorder = Recorder(tracker, len(layers))
     run = _checkpointed if recomputed else None
@@ -113,12 +144,19 @@ def trace_chunk(
             targets=[ends.targets] * 2 if ends.targets is not None else None,
             n_microbatches=2,
         )
-        passes = [_Microbatch(stage, index, recorder, ends).run(i) for i in (0, 1)]
+        learning = {p: None for layer in layers for p in layer.parameters()}
+        try:
+            microbatch = _Microbatch(stage, index, recorder, ends)
+            passes = [microbatch.run(i) for i in (0, 1)]
+            gradients = {
+                p: tracker.bytes_of([p.grad]) for p in learning if p.grad is not None
+            }
+        except _UNKNOWN as error:
+            raise UnknownNumbers(recorder.place, str(error)) from error
+        finally:
+            for parameter in learning:
+                parameter.grad = None
     (first, _, _), (steady, lent, messages) = passes
-    learning = {p: None for layer in layers for p in layer.parameters()}
-    gradients = {p: tracker.bytes_of([p.grad]) for p in learning if p.grad is not None}
-    for parameter in learning:
-        parameter.grad = None
     per_layer = zip(*first, *steady, lent, strict=True)
     chunk = ChunkPasses(tuple(LayerPasses(*spans) for spans in per_layer), messages)
     return Traced(chunk, recorder.specs, gradients)

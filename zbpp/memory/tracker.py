@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.memory.engine import EngineSums
+from zbpp.memory.routing import IntegerNumbers
+from zbpp.memory.shapes import SHAPES
 
 __all__ = ["Span", "StorageTracker", "storages_of"]
 
@@ -35,6 +37,7 @@ class StorageTracker(TorchDispatchMode):
     Args:
         granularity: every storage takes a multiple of so many bytes; 512 on GPUs.
         scratch: ``scratch(func, args, kwargs, result)`` tells what a kernel needs.
+        numbers: knows those of integers, if layers decide by them.
     """
 
     def __init__(
@@ -42,9 +45,11 @@ class StorageTracker(TorchDispatchMode):
         *,
         granularity: int = 1,
         scratch: Callable[[Any, Any, Any, Any], int] | None = None,
+        numbers: IntegerNumbers | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._scratch = scratch
+        self._numbers = numbers
         self.held = 0
         self._most = 0
         self._granularity = granularity
@@ -67,9 +72,11 @@ class StorageTracker(TorchDispatchMode):
             return NotImplemented  # its own operators come here again
         if self._sums.in_place(func, args):
             return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
-        if func in _SAME:
-            return args[0]
-        result = func(*args, **(kwargs or {}))
+        run = SHAPES.get(func, func)
+        if self._numbers is None or run is not func:
+            result = run(*args, **(kwargs or {}))
+        else:
+            result = self._numbers.run(func, args, kwargs or {})
         if func in _SHRUNK:
             n_bytes = self.size_of(args[0].untyped_storage())
             self._note(result, least=n_bytes)
@@ -149,13 +156,6 @@ class StorageTracker(TorchDispatchMode):
 
 _SHRUNK = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
 """Kernels that shrink their result to a scalar, and leave its memory as it was."""
-
-_SAME = (
-    {torch.ops._c10d_functional.wait_tensor.default}
-    if torch.distributed.is_available()
-    else set()
-)
-"""Operators that return what they are given, and of which fakes make a new one."""
 
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
