@@ -11,7 +11,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zbpp.core import RequestError
-from zbpp.memory import layer_memory, routing
+from zbpp.memory import layer_memory
+from zbpp.memory.operators import routing
 
 WIDTH, ROWS, N = 64, 512, 4
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from zbpp.memory.casts import cast_bytes
-from zbpp.memory.engine import EngineSums
-from zbpp.memory.scratch import _peak
+from zbpp.memory.operators.casts import cast_bytes
+from zbpp.memory.operators.engine import EngineSums
+from zbpp.memory.operators.scratch import _peak
 
 ATEN = torch.ops.aten
 N = 256

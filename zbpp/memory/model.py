@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.memory.alike import classes_of, shortened
 from zbpp.memory.fake import FakeModel
+from zbpp.memory.operators.scratch import KernelScratch
 from zbpp.memory.optimizer import OptimizerMemory, optimizer_memory
 from zbpp.memory.passes import ChunkPasses
 from zbpp.memory.recorder import Spec
-from zbpp.memory.scratch import KernelScratch
 from zbpp.memory.trace import (
     Ends,
     Traced,

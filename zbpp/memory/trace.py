@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from zbpp.memory.operators.routing import IntegerNumbers
+from zbpp.memory.operators.scratch import KernelScratch
 from zbpp.memory.passes import ChunkPasses, LayerPasses, Messages
 from zbpp.memory.recorder import Recorder, WatchedLayer
-from zbpp.memory.routing import IntegerNumbers
-from zbpp.memory.scratch import KernelScratch
 from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.stage import LossFn, Stage

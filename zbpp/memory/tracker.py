@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbpp.memory.engine import EngineSums
-from zbpp.memory.routing import IntegerNumbers
-from zbpp.memory.shapes import SHAPES
+from zbpp.memory.operators.engine import EngineSums
+from zbpp.memory.operators.routing import IntegerNumbers
+from zbpp.memory.operators.shapes import SHAPES
 
 __all__ = ["Span", "StorageTracker", "storages_of"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zbpp.memory.casts import cast_bytes
+from zbpp.memory.operators.casts import cast_bytes
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.torch_internals import profiling
 
