@@ -39,12 +39,13 @@ _PATIENCE_S = 0.3  # how long a victim's report waits for that of the cause
 
 
 def launch(
-    worker: Callable[..., None],
+    worker: Callable[..., object],
     args: tuple[Any, ...],
     n_processes: int,
     *,
     device: str = "auto",
     timeout_s: float = 600.0,
+    stops_itself: bool = False,
 ) -> None:
     """Run ``worker(*args)`` in processes that form one process group.
 
@@ -54,8 +55,10 @@ def launch(
         n_processes: number of ranks.
         device: "auto", "cpu" or "cuda"; chooses the backend.
         timeout_s: for joining the process group.
+        stops_itself: the worker ends soon after SIGTERM, so it is waited for.
 
     Raises:
+        SystemExit: SIGTERM has stopped the run.
         RequestError: a worker refused the request.
         WorkerError: a worker raised or was killed.
     """
@@ -70,7 +73,7 @@ def launch(
         for rank in range(n_processes)
     ]
     try:
-        with _killed_at_exit(processes):
+        with _killed_at_exit(processes, stop_themselves=stops_itself) as stopped:
             for process in processes:
                 process.start()
             failed = _first_failure(processes, reports)
@@ -79,6 +82,8 @@ def launch(
             for file in reports.iterdir():
                 file.unlink()
             reports.rmdir()
+    if signal.SIGTERM in stopped or (stopped and failed is not None):
+        raise SystemExit(128 + stopped[0])
     if failed is not None:
         raise failed
 
@@ -144,7 +149,7 @@ def _error(report: dict[str, Any], reports: Path) -> Exception:
 
 
 def _work(
-    worker: Callable[..., None],
+    worker: Callable[..., object],
     args: tuple[Any, ...],
     rank: int,
     n_processes: int,
@@ -227,17 +232,30 @@ def _die_with_parent() -> None:
 
 
 @contextmanager
-def _killed_at_exit(processes: list[Any]) -> Iterator[None]:
-    """Leave no process behind: not after an error, Ctrl-C or SIGTERM."""
+def _killed_at_exit(
+    processes: list[Any], *, stop_themselves: bool
+) -> Iterator[list[int]]:
+    """Leave no process behind: not after an error, Ctrl-C or SIGTERM.
+
+    Gives the signals that were passed on, to processes that stop themselves.
+    """
+    passed_on: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        if not stop_themselves or passed_on:
+            raise SystemExit(128 + number)
+        passed_on.append(number)
+        for process in processes:
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = [signal.SIGTERM, *([signal.SIGINT] if stop_themselves else [])]
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        yield
+        yield passed_on
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for process in processes:
             if process.pid is not None:
                 process.kill()

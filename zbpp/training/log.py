@@ -102,6 +102,8 @@ class Recorder:
     Args:
         enabled: False makes it silent, as it is on all ranks but one.
         steps: of the run.
+        first: steps that were done before, by a run that this one goes on from; their
+            lines stay in the metrics file.
         tokens: in one step.
         bubble_rate: as simulated, for the log line.
         log_every: steps between log lines; the first and the last step have one too.
@@ -114,6 +116,7 @@ class Recorder:
         *,
         enabled: bool,
         steps: int,
+        first: int = 0,
         tokens: int,
         bubble_rate: float,
         log_every: int,
@@ -122,6 +125,7 @@ class Recorder:
     ) -> None:
         self._enabled = enabled
         self._steps = steps
+        self._first = first
         self._tokens = tokens
         self._bubble_rate = bubble_rate
         self._log_every = log_every
@@ -131,19 +135,21 @@ class Recorder:
         self._bar: Progress | None = None
         self._pending: tuple[int, Result] | None = None
         self._times = [0.0]  # when the run began, then when each step was issued
-        self._logged = 0  # last step with a log line
+        self._logged = first  # last step with a log line
         self._rollbacks = self._skipped = 0  # so far
 
     def __enter__(self) -> Self:
         if self._enabled and self._path is not None:
+            lines = _lines_of_steps(self._path, self._first)
             self._metrics = self._path.open("w", encoding="utf-8", buffering=1)
+            self._metrics.writelines(lines)
         if self._enabled and sys.stdout.isatty():
             self._bar = Progress(
                 BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
                 TimeRemainingColumn(), transient=True,
             )  # fmt: skip
             self._bar.start()
-            self._bar.add_task("train", total=self._steps)
+            self._bar.add_task("train", total=self._steps, completed=self._first)
         self._times = [time.perf_counter()]
         return self
 
@@ -162,7 +168,7 @@ class Recorder:
         """A step has been issued: report the one before it."""
         self._times.append(time.perf_counter())
         self._report_pending()
-        self._pending = (len(self._times) - 1, result)
+        self._pending = (self._first + len(self._times) - 1, result)
 
     def finish_steps(self) -> None:
         """Report the last step."""
@@ -170,7 +176,7 @@ class Recorder:
 
     def write_final(self, **results: object) -> None:
         """Write the last line of the metrics file, with sums over the run."""
-        speed = (len(self._times) - 1) * self._tokens / self.seconds
+        speed = (len(self._times) - 1) * self._tokens / (self.seconds or math.inf)
         counts = {"rollbacks": self._rollbacks, "skipped": self._skipped}
         self._write(_json({"final": True, **results, "tokens_per_s": speed, **counts}))
 
@@ -203,7 +209,8 @@ class Recorder:
         self._skipped += result.skipped
         if self._metrics is not None:
             self._write(self._record(step, result, since=step - 1).as_json())
-        if step == 1 or step == self._steps or step % self._log_every == 0:
+        ends = (self._first + 1, self._steps)
+        if step in ends or step % self._log_every == 0:
             record = self._record(step, result, since=self._logged)
             self.say(
                 log_line(
@@ -218,7 +225,8 @@ class Recorder:
 
     def _record(self, step: int, result: Result, *, since: int) -> Record:
         """Read a result; its speed is the mean over the steps after ``since``."""
-        seconds = self._times[step] - self._times[since]
+        first = self._first
+        seconds = self._times[step - first] - self._times[since - first]
         return Record(
             step=step,
             loss=result.loss,
@@ -240,6 +248,21 @@ class _Hearing(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._say(self.format(record))
+
+
+def _lines_of_steps(path: Path, last: int) -> list[str]:
+    """The lines of a metrics file up to a step; a torn one ends them."""
+    kept: list[str] = []
+    if last == 0 or not path.exists():
+        return kept
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            step = json.loads(line).get("step")
+        except ValueError:
+            break
+        if step is not None and step <= last:
+            kept.append(line)
+    return kept
 
 
 def _json(values: dict[str, object]) -> str:

@@ -5,50 +5,62 @@ the text; only rank 0 writes anything, and the pipeline brings it the results.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import AdamW
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp.core import RequestError, Schedule, write_costs
 from zbpp.pipeline import Pipeline
 from zbpp.pipeline.reports import summarize_split
 from zbpp.profiling.prediction import Prediction
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.driver.stop_request import StopRequest, stop_requests
 from zbpp.simulator import bubble_rate, simulate
+from zbpp.training.build import build_pipeline, make_optimizer
 from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.estimate import estimate_layers, memory_of
 from zbpp.training.fingerprint import combine, fingerprints
-from zbpp.training.llama import build_layers, cross_entropy
 from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
-from zbpp.training.setup import costs_of, device_of, measures_first, model_of
-from zbpp.training.splits import asked_recompute, asked_split, run_split
+from zbpp.training.resume import RunSaver
+from zbpp.training.setup import costs_of, measures_first
 
-__all__ = ["build_pipeline", "make_optimizer", "train"]
+__all__ = ["train"]
 
-_BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
 _WINDOW = 10  # steps that are measured: the last ones
 _LONG_S = 60.0
 
 
-def train(options: Train, schedule: Schedule) -> None:
+def train(options: Train, schedule: Schedule) -> int:
     """Run this process's share of a training.
+
+    Returns:
+        The exit code: 0, or another if a signal has stopped the run.
 
     Raises:
         RequestError: the text cannot be read, or differs between the processes.
     """
     torch.set_num_threads(1)  # more threads would add numbers in another order
     pipeline = build_pipeline(options, schedule)
+    with stop_requests(
+        pipeline.n_ranks, enabled=options.save_dir is not None
+    ) as request:
+        return _train(pipeline, options, request)
+
+
+def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> int:
     schedule = pipeline.schedule
-    corpus, about_data = _load(pipeline, options)
+    corpus, about_data, data = _load(pipeline, options)
+    rates = _attach_rates(pipeline, options)
+    windows = pipeline.n_microbatches * options.microbatch_size
+    saver = RunSaver(pipeline, options, data=data, samples=windows)
+    about_start = saver.resume()
     costs = pipeline.chosen.costs or costs_of(options, schedule)[0]
     recorder = Recorder(
         enabled=pipeline.rank == 0,
         steps=options.steps or 0,
-        tokens=schedule.n_microbatches * options.microbatch_size * options.seq,
+        first=pipeline.n_steps,
+        tokens=windows * options.seq,
         bubble_rate=bubble_rate(simulate(pipeline.schedule, costs)),
         log_every=options.log_every,
         metrics=options.metrics,
@@ -58,89 +70,37 @@ def train(options: Train, schedule: Schedule) -> None:
     with recorder, recorder.hearing():
         recorder.say(about_data)
         recorder.say(about_model)
-        if pipeline.chosen.line:
-            recorder.say(pipeline.chosen.line)
-        _run_steps(pipeline, options, corpus, recorder)
-        _conclude(pipeline, options, corpus, recorder)
+        for line in (pipeline.chosen.line, about_start):
+            if line:
+                recorder.say(line)
+        stopped = _run_steps(pipeline, options, corpus, recorder, rates, saver, request)
+        recorder.finish_steps()
+        saver.finish()
+        if stopped:
+            recorder.say(
+                f"stopped after step {pipeline.n_steps} by a signal, and saved in "
+                f"{options.save_dir}; --resume auto goes on from there"
+            )
+        else:
+            _conclude(pipeline, options, corpus, recorder)
+    return request.exit_code if stopped and request is not None else 0
 
 
-def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
-    """Make the pipeline of a training.
-
-    Args:
-        options: of the run.
-        schedule: to run; where `measures_first`, only its sizes count.
-    """
-    model = model_of(options)
-    how: dict[str, Any] = {
-        "schedule": schedule,
-        "split": run_split(options, schedule, model),
-    }
-    if measures_first(options):
-        how = {
-            "schedule": "auto",
-            "split": asked_split(options),
-            "n_microbatches": schedule.n_microbatches,
-            "n_stages": schedule.n_stages,
-            "memory": options.memory_limit,
-            "example": _example(options, schedule.n_microbatches),
-            "recompute": asked_recompute(options),
-        }
-    return Pipeline(
-        partial(build_layers, model),
-        n_layers=model.n_layers,
-        loss_fn=cross_entropy,
-        optimizer=partial(make_optimizer, options),
-        **how,
-        clip_grad_norm=options.clip_grad_norm,
-        post_validation=options.enable_optimizer_post_validation,
-        rollback=options.post_validation_rollback,
-        patience=Patience(
-            failures=options.post_validation_failures,
-            window=options.post_validation_window,
-            clean=options.post_validation_clean,
-        ),
-        max_consecutive_skips=options.max_consecutive_skips,
-        device=device_of(options),
-        autocast=torch.bfloat16 if options.dtype == "bf16" else None,
-        exact_sums=options.exact_sums,
-        timeout_s=options.timeout_s,
-    )
-
-
-def _example(options: Train, n_microbatches: int) -> tuple[Tensor, Tensor]:
-    """A batch of the sizes of a step; what the bytes are makes no difference."""
-    windows = n_microbatches * options.microbatch_size
-    generator = torch.Generator().manual_seed(options.seed)
-    tokens = torch.randint(256, (windows, options.seq + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:
-    """Make the optimizer of a stage."""
-    return AdamW(
-        parameters,
-        lr=options.lr,
-        betas=_BETAS,
-        weight_decay=options.weight_decay,
-        fused=True,
-    )
-
-
-def _load(pipeline: Pipeline, options: Train) -> tuple[Corpus | None, str]:
-    """The text, where a stage of this process reads it, and a line about it."""
+def _load(pipeline: Pipeline, options: Train) -> tuple[Corpus | None, str, str]:
+    """The text, where a stage of this process reads it, a line about it, its hash."""
     corpus = None
     if pipeline.needs_inputs or pipeline.needs_targets:
         corpus = load_corpus(options.data, seq=options.seq)
-    abouts = pipeline.gather(corpus.describe() if corpus is not None else None)
+    own = (corpus.describe(), corpus.sha256) if corpus is not None else None
+    abouts = pipeline.gather(own)
     read = {rank: about for rank, about in enumerate(abouts) if about is not None}
     if len(set(read.values())) > 1:
         raise RequestError(
             "inputs and targets would not belong together, as not all ranks read the "
             "same text with the same Python; mend this: "
-            + "; ".join(f"rank {rank}: {about}" for rank, about in read.items())
+            + "; ".join(f"rank {rank}: {about}" for rank, (about, _) in read.items())
         )
-    return corpus, next(iter(read.values()))
+    return corpus, *next(iter(read.values()))
 
 
 def _describe_model(pipeline: Pipeline, options: Train) -> str:
@@ -157,14 +117,29 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
     )
 
 
-def _run_steps(
-    pipeline: Pipeline, options: Train, corpus: Corpus | None, recorder: Recorder
-) -> None:
+def _attach_rates(pipeline: Pipeline, options: Train) -> list[LambdaLR]:
     warm_up = partial(_warm_up, options.warmup_steps)
     rates = [LambdaLR(optimizer, warm_up) for optimizer in pipeline.optimizers]
+    pipeline.attach(*rates)
+    return rates
+
+
+def _run_steps(
+    pipeline: Pipeline,
+    options: Train,
+    corpus: Corpus | None,
+    recorder: Recorder,
+    rates: list[LambdaLR],
+    saver: RunSaver,
+    request: StopRequest | None,
+) -> bool:
+    """Train to the end; true if a signal has stopped the run before."""
     windows = pipeline.n_microbatches * options.microbatch_size
     assert options.steps is not None, "start() has filled it in"
-    for step in range(options.steps):
+    first = pipeline.n_steps
+    for step in range(first, options.steps):
+        if request is not None and request.stops_before(step):
+            return True
         inputs, targets = None, None
         if corpus is not None:
             inputs, targets = _tensors(
@@ -173,10 +148,12 @@ def _run_steps(
                 )
             )
         recorder.add(pipeline.step(inputs, targets))
-        if step == 0:
+        if step == first:
             recorder.say(_describe_split(pipeline))
         for rate in rates:
             rate.step()
+        saver.after_step()
+    return False
 
 
 def _describe_split(pipeline: Pipeline) -> str:
@@ -208,8 +185,9 @@ def _conclude(
             )
         )
     pipeline.synchronize()
-    recorder.finish_steps()
-    prediction = _predict(pipeline, options, recorder)
+    prediction = None
+    if recorder.seconds > 0:  # else there was no step left to do
+        prediction = _predict(pipeline, options, recorder).as_dict()
     val_loss = pipeline.evaluate(inputs, targets, n_microbatches=n)
     parts = pipeline.gather(fingerprints(pipeline.named_parameters()))
     params_sha256 = combine(parts)
@@ -223,7 +201,7 @@ def _conclude(
         mode=pipeline.schedule.name,
         n_stages=pipeline.schedule.n_stages,
         n_microbatches=pipeline.n_microbatches,
-        prediction=prediction.as_dict(),
+        prediction=prediction,
     )
 
 

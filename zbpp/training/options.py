@@ -49,8 +49,9 @@ class Train:
     """Optimizer steps; 200 if left out, or 10 emulated ones."""
     seed: int = 0
     """Of the initial weights and of the choice of windows."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Computation: fp32, or bf16 by autocast (the weights stay fp32)."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Computation: fp32, or bf16 or fp16 by autocast (the weights stay fp32); fp16 with
+    a loss scale that adapts."""
     lr: float = 3e-3
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: int = 10
@@ -92,6 +93,18 @@ class Train:
     """Write one JSON line per step, and a last one with the final results."""
     log_every: int = 10
     """Steps between log lines."""
+    save_dir: _Path = None
+    """Folder for checkpoints: one at the end, and when SIGTERM or Ctrl-C stops the run
+    between two steps."""
+    save_every: _Count = None
+    """Steps between checkpoints; they are written while the run goes on."""
+    keep: int = 3
+    """Checkpoints that stay in the folder, the newest."""
+    resume: str = "auto"
+    """auto: go on from the newest undamaged checkpoint in --save_dir, if there is one;
+    none; or the path of a checkpoint. Stages and mode may be others."""
+    max_restarts: int = 0
+    """Start again so often from the last checkpoint when a process has died."""
     costs: _Path = None
     """Costs file for the plan and for the simulated bubble rate."""
     layers: _Path = None
@@ -129,9 +142,13 @@ class Train:
             self._check_at_least(name, 1)
         for name in ("failures", "window", "clean"):
             self._check_at_least(f"post_validation_{name}", 1)
-        self._check_at_least("max_consecutive_skips", 1)
-        for name in ("seed", "warmup_steps", "lr", "weight_decay"):
+        for name in ("max_consecutive_skips", "save_every", "keep"):
+            self._check_at_least(name, 1)
+        for name in ("seed", "warmup_steps", "lr", "weight_decay", "max_restarts"):
             self._check_at_least(name, 0)
+        for name in ("save_every", "max_restarts"):
+            if getattr(self, name) and self.save_dir is None:
+                raise RequestError(f"--{name} needs --save_dir, a folder to save to")
         for name in ("clip_grad_norm", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise RequestError(

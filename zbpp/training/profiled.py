@@ -18,8 +18,8 @@ from zbpp.pipeline import Pipeline
 from zbpp.profiling import Profile
 from zbpp.runtime.partition import Model
 from zbpp.runtime.stage import LossFn
+from zbpp.training.build import build_pipeline, make_optimizer
 from zbpp.training.estimate import estimate_layers
-from zbpp.training.loop import build_pipeline, make_optimizer
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of, device_of
 

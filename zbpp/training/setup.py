@@ -20,9 +20,11 @@ from zbpp.modes import is_auto, is_file, plan
 from zbpp.planning.layer_plans import plan_layers, recomputed_of
 from zbpp.planning.recompute_plans import plan_recomputed
 from zbpp.planning.resolve_layers import check_unit
+from zbpp.runtime.comm.process_group import own_device
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
+from zbpp.training.resume import check_saving
 from zbpp.training.splits import (
     asked_recompute,
     asked_split,
@@ -170,6 +172,19 @@ def device_of(options: Train) -> torch.device | None:
     return torch.device("cuda", local % torch.cuda.device_count())
 
 
+def _check_dtype(options: Train) -> None:
+    device = device_of(options) or own_device()
+    if options.dtype != "fp16":
+        return
+    try:
+        half = torch.zeros(2, 2, dtype=torch.float16, device=device)
+        torch.nn.functional.layer_norm(half @ half, (2,))
+    except RuntimeError as error:
+        raise RequestError(
+            f"--dtype fp16: {device} does not compute in it ({error}); use bf16 or fp32"
+        ) from error
+
+
 def check(options: Train, schedule: Schedule) -> None:
     """Find before any process is started what would stop the run.
 
@@ -177,7 +192,8 @@ def check(options: Train, schedule: Schedule) -> None:
         RequestError: the model, the text or a path cannot be had.
     """
     run_split(options, schedule, model_of(options))
-    device_of(options)
+    _check_dtype(options)
+    check_saving(options)
     load_corpus(options.data, seq=options.seq)
     for flag in ("metrics", "costs_out"):
         path = getattr(options, flag)

@@ -7,16 +7,18 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from zbpp.core import RequestError, Schedule
+from zbpp.core import RequestError, Schedule, WorkerError
 from zbpp.training.emulated import run_emulated
 from zbpp.training.launch import fail, launch
 from zbpp.training.loop import train
 from zbpp.training.options import Train
+from zbpp.training.resume import resumed
 from zbpp.training.setup import check, schedule_of
 
 __all__ = ["Worker", "start", "start_worker"]
 
-Worker = Callable[[Train, Schedule], None]
+Worker = Callable[[Train, Schedule], int | None]
+"""Gives the exit code, if it is not 0."""
 
 _STEPS = 200
 _EMULATED_STEPS = 10
@@ -57,23 +59,44 @@ def start_worker(
     if check is not None:
         check(options, schedule)
     if schedule.n_stages == 1 or options.transport == "local":
-        worker(options, schedule)
+        code = worker(options, schedule)
+        if code:
+            raise SystemExit(code)
     else:
-        device = "cpu" if options.emulate is not None else options.device
-        launch(worker, (options, schedule), schedule.n_stages, device=device)
+        _launch(worker, options, schedule)
+
+
+def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
+    """Run in processes of our own, and start them again as often as was asked for."""
+    device = "cpu" if options.emulate is not None else options.device
+    for left in reversed(range(options.max_restarts + 1)):
+        try:
+            launch(
+                worker,
+                (options, schedule),
+                schedule.n_stages,
+                device=device,
+                stops_itself=options.save_dir is not None,
+            )
+            return
+        except WorkerError as error:
+            if left == 0:
+                raise
+            print(f"zbpp: {error}; starting again", file=sys.stderr, flush=True)
+            options = resumed(options)
 
 
 def _join(worker: Worker, options: Train) -> None:
     """Be one of torchrun's processes; a failure ends this process."""
     try:
         options = _for_world(options, int(os.environ["WORLD_SIZE"]))
-        worker(options, schedule_of(options))
+        code = worker(options, schedule_of(options)) or 0
         if dist.is_initialized():
             dist.barrier()
     except BaseException as error:
         fail(error, rank=int(os.environ["RANK"]))
     sys.stdout.flush()
-    os._exit(0)  # an orderly end has been seen to abort in torch's own threads
+    os._exit(code)  # an orderly end has been seen to abort in torch's own threads
 
 
 def _for_world(options: Train, n_processes: int) -> Train:

@@ -1,0 +1,145 @@
+"""Save a training now and then, and go on where one has stopped.
+
+The place in the data is the number of samples so far, whatever the number of stages;
+what a step draws depends on the seed and the step alone.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zbpp.checkpoint import CheckpointError, newest
+from zbpp.core import RequestError
+from zbpp.pipeline import Pipeline
+from zbpp.training.options import Train
+
+__all__ = ["RunSaver", "check_saving", "resumed"]
+
+_MODEL = ("dim", "n_blocks", "n_heads", "hidden")
+_LOG = logging.getLogger("zbpp")
+
+
+def check_saving(options: Train) -> None:
+    """Find before any process is started what would stop the run.
+
+    Raises:
+        RequestError: a flag needs another, or there is nothing to go on from.
+    """
+    if options.save_dir is None:
+        return
+    if options.save_dir.exists() and not options.save_dir.is_dir():
+        raise RequestError(f"--save_dir {options.save_dir} is no folder")
+    if options.resume == "none" and _has_checkpoint(options.save_dir):
+        raise RequestError(
+            f"{options.save_dir} holds checkpoints of a run; go on from them with "
+            "--resume auto, or give another --save_dir"
+        )
+
+
+def resumed(options: Train) -> Train:
+    """Options of a run that starts again: it goes on from its own checkpoint."""
+    if options.save_dir is not None and _has_checkpoint(options.save_dir):
+        return replace(options, resume="auto")
+    return options
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("step-*/manifest.json"))
+
+
+class RunSaver:
+    """Saves and loads of one run; every rank makes the same calls.
+
+    Args:
+        pipeline: its schedulers are attached.
+        options: of the run.
+        data: hash of the text.
+        samples: in a step.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, options: Train, *, data: str, samples: int
+    ) -> None:
+        self._pipeline, self._options = pipeline, options
+        self._per_step = samples
+        self._samples = 0
+        self._saved: int | None = None
+        sizes = {name: getattr(options, name) for name in _MODEL}
+        self._same: dict[str, Any] = {"seed": options.seed, "data": data, **sizes}
+
+    def resume(self) -> str | None:
+        """Load the checkpoint that was asked for; gives a line about it.
+
+        Raises:
+            CheckpointError: it is not there, or damaged.
+            RequestError: it is one of another training.
+        """
+        path = self._path()
+        if path is None:
+            return None
+        extra = self._pipeline.load(path)
+        self._compare(extra, path)
+        self._samples = int(extra["samples"])
+        step = self._pipeline.n_steps
+        self._saved = step
+        return f"resumed after step {step} ({self._samples:,} samples) from {path}"
+
+    def _path(self) -> Path | None:
+        options = self._options
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+            options = resumed(options)
+        if options.resume not in ("auto", "none"):
+            return Path(options.resume)
+        if options.resume == "none" or options.save_dir is None:
+            return None
+        found = newest(options.save_dir) if self._pipeline.rank == 0 else None
+        told: Path | None = self._pipeline.gather(found)[0]
+        return told
+
+    def _compare(self, extra: Mapping[str, Any], path: Path) -> None:
+        other = [
+            f"{name} {extra.get(name)}, now {value}"
+            for name, value in self._same.items()
+            if extra.get(name) != value
+        ]
+        if other:
+            raise RequestError(
+                f"{path} is of another training: {'; '.join(other)}; give the same "
+                "options and text, or another --save_dir"
+            )
+
+    def after_step(self) -> None:
+        """Save if it is time to."""
+        self._samples += self._per_step
+        every = self._options.save_every
+        if every is not None and self._pipeline.n_steps % every == 0:
+            self._save()
+
+    def finish(self) -> None:
+        """Save what is not saved yet, and wait until it is on the disk."""
+        if self._options.save_dir is None:
+            return
+        if self._saved != self._pipeline.n_steps:
+            self._save()
+        try:
+            self._pipeline.finish_saving()
+        except CheckpointError as error:
+            self._tell(error)
+
+    def _save(self) -> None:
+        folder = self._options.save_dir
+        assert folder is not None, "the options were checked"
+        extra = {"samples": self._samples, **self._same}
+        try:
+            self._pipeline.save(folder, keep=self._options.keep, extra=extra)
+        except CheckpointError as error:  # a full disk ends no training
+            self._tell(error)
+        else:
+            self._saved = self._pipeline.n_steps
+
+    def _tell(self, error: CheckpointError) -> None:
+        if self._pipeline.rank == 0:
+            _LOG.warning("%s; the run goes on", error)
