@@ -19,7 +19,6 @@ __all__ = [
     "check_model",
     "load_model",
     "model_state",
-    "own_names",
     "plainly_owned",
 ]
 
@@ -115,23 +114,6 @@ class Owned:
 
 def _is_tensor(slot: Slot) -> bool:
     return isinstance(slot.value, Tensor)
-
-
-def own_names(model: object) -> Callable[[int, str], str]:
-    """The model's own names, as `zbpp.Pipeline` takes a model.
-
-    Those of a `Layered` are told by it; an `nn.Sequential` or `nn.ModuleList` names its
-    layers; lists and builders have no names, so theirs are ``layers.0.weight``.
-    """
-    told = getattr(model, "own_name", None)
-    if told is not None and not isinstance(model, nn.Module):
-        return told  # type: ignore[no-any-return]
-    if isinstance(model, nn.Sequential | nn.ModuleList):
-        children = [name for name, _ in model.named_children()]
-        if len(children) == len(model):
-            return lambda layer, name: f"{children[layer]}.{name}"
-        return lambda layer, name: f"{layer}.{name}"
-    return lambda layer, name: f"layers.{layer}.{name}"
 
 
 def plainly_owned(

@@ -157,7 +157,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             group = group or dist.group.WORLD
             self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.layered = layered_of(model, n_layers)
-        self.n_layers, self._own_name = self.layered.n_layers, self.layered.own_name
+        self.n_layers = self.layered.n_layers
         loss_fn = loss_of(self.layered, loss_fn)
         memory = memory_model(memory)
         if example is not None and layers is None:

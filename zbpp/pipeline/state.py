@@ -4,7 +4,7 @@ Names are the model's own, so a state fits any schedule and any number of stages
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from zbpp.checkpoint.state import (
     take_snapshot,
 )
 from zbpp.core import RequestError, Schedule
+from zbpp.models import Layered
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.executor import Executor
@@ -45,8 +46,7 @@ class Checkpoints:
     _executors: Mapping[int, Executor]
     _lifecycle: Lifecycle
     _n_steps: int
-    _own_name: Callable[[int, str], str]
-    _ties: tuple[tuple[tuple[int, str], ...], ...] = ()
+    layered: Layered
     _schedulers: tuple[Any, ...] = ()
     _saver: Saver | None = None
 
@@ -256,8 +256,8 @@ class Checkpoints:
         )
         return Owned(
             layers,
-            self._own_name,
-            ties=self._ties,
+            self.layered.own_name,
+            ties=self.layered.ties,
             optimizers=self.optimizers,
             schedulers=self._schedulers,
         )
