@@ -201,8 +201,9 @@ def test_ranks_that_read_different_texts_are_refused():
     class TwoRanks:
         needs_inputs, needs_targets = True, False
 
-        def gather(self, about: str) -> list[str]:
-            return [about, about.replace("sha256", "sha256 other")]
+        def gather(self, about: tuple[str, str]) -> list[tuple[str, str]]:
+            line, digest = about
+            return [about, (line.replace("sha256", "sha256 other"), digest)]
 
     with pytest.raises(RequestError, match=r"rank 0: data: .*; rank 1: data: "):
         _load(TwoRanks(), TINY)

@@ -1,0 +1,222 @@
+"""`zbpp train` is stopped, killed, started again: it ends with the undisturbed bits."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zbpp.checkpoint import CheckpointError
+from zbpp.core import RequestError
+from zbpp.runtime.driver.stop_request import StopRequest
+from zbpp.training.options import Train
+from zbpp.training.start import start
+
+TINY = Train(
+    stages=1, microbatches=4, microbatch_size=1, seq=16, steps=6, lr=1e-2,
+    warmup_steps=4, clip_grad_norm=0.5, validation_microbatches=2, dim=16, n_blocks=6,
+    n_heads=2, hidden=24, data=Path(__file__), transport="local",
+)  # fmt: skip
+SIZES = [
+    *("--microbatches", "4", "--microbatch_size", "1", "--seq", "16", "--steps", "60"),
+    *("--dim", "16", "--n_blocks", "4", "--n_heads", "2", "--hidden", "24"),
+    *("--validation_microbatches", "2", "--data", __file__, "--device", "cpu"),
+]
+
+
+def steps_of(metrics: Path) -> tuple[list[dict], str]:
+    *steps, final = map(json.loads, metrics.read_text().splitlines())
+    timed = ("tokens_per_s", "rollbacks")
+    kept = [{k: v for k, v in one.items() if k not in timed} for one in steps]
+    return kept, final["params_sha256"]
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_run_goes_on_with_other_stages_and_another_mode(
+    dtype, tmp_path, capsys
+) -> None:
+    options = replace(TINY, dtype=dtype, metrics=tmp_path / "whole.jsonl")
+    start(options)
+    folder, metrics = tmp_path / "run", tmp_path / "parts.jsonl"
+    parts = replace(options, metrics=metrics, save_dir=folder, save_every=2, keep=2)
+    start(replace(parts, steps=3, stages=2))
+    assert saved(folder) == ["step-00000002", "step-00000003"]
+    capsys.readouterr()
+    other = {} if dtype == "fp16" else {"stages": 3}
+    start(replace(parts, pipeline_schedule_mode="ZBV", **other))
+    assert "resumed after step 3 (12 samples)" in capsys.readouterr().out
+    assert steps_of(metrics) == steps_of(options.metrics)
+    start(parts)  # nothing is left to do
+    assert steps_of(metrics)[1] == steps_of(options.metrics)[1]
+
+
+def test_another_training_is_refused(tmp_path) -> None:
+    options = replace(TINY, save_dir=tmp_path / "run", steps=1)
+    start(options)
+    with pytest.raises(RequestError, match=r"another training: seed 0, now 1; n_heads"):
+        start(replace(options, seed=1, n_heads=4))
+    with pytest.raises(RequestError, match="go on from them with --resume auto"):
+        start(replace(options, resume="none"))
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        start(replace(options, resume=str(tmp_path)))
+
+
+def test_flags_that_need_another_say_so() -> None:
+    with pytest.raises(RequestError, match="--save_every needs --save_dir"):
+        Train(save_every=3)
+    with pytest.raises(RequestError, match="--max_restarts needs --save_dir"):
+        Train(max_restarts=1)
+    with pytest.raises(RequestError, match="--keep is 0"):
+        Train(keep=0)
+
+
+def test_a_step_number_that_is_not_restored_is_noticed(tmp_path, monkeypatch) -> None:
+    """The negative control: the data of steps that were done would come again."""
+    options = replace(TINY, metrics=tmp_path / "whole.jsonl")
+    start(options)
+    parts = replace(
+        options, metrics=tmp_path / "parts.jsonl", save_dir=tmp_path / "run"
+    )
+    start(replace(parts, steps=3))
+    from zbpp.pipeline import Pipeline
+
+    def forget(pipeline, path, **more):
+        told = loads(pipeline, path, **more)
+        pipeline._n_steps = 0
+        return told
+
+    loads = Pipeline.load
+    monkeypatch.setattr(Pipeline, "load", forget)
+    start(parts)
+    assert steps_of(parts.metrics)[1] != steps_of(options.metrics)[1]
+
+
+class Store:
+    """As torch's, for two ranks in one process."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}
+
+    def compare_set(self, key: str, expected: str, value: str) -> None:
+        self.held.setdefault(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return keys[0] in self.held
+
+    def get(self, key: str) -> bytes:
+        return self.held[key].encode()
+
+
+def test_ranks_stop_before_the_same_step() -> None:
+    """Rank 1 is asked before step 5, when rank 0 may be one step ahead."""
+    store, ranks = Store(), [StopRequest(1), StopRequest(1)]
+    for one in ranks:
+        one._store = store
+    assert not any(ranks[0].stops_before(step) for step in range(7))
+    assert not any(ranks[1].stops_before(step) for step in range(5))
+    ranks[1].note(signal.SIGTERM)
+    assert [ranks[1].stops_before(step) for step in (5, 6, 7)] == [False, False, True]
+    assert ranks[0].stops_before(7) and ranks[0].exit_code == 143
+
+
+# In processes.
+
+
+def command(tmp_path: Path, *more: str, torchrun: bool = False) -> list[str]:
+    flags = [
+        *("train", *SIZES, "--metrics", str(tmp_path / "metrics.jsonl")),
+        *("--save_dir", str(tmp_path / "run"), "--save_every", "4", *more),
+    ]
+    if torchrun:
+        run = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        return [sys.executable, "-m", *run, "--max-restarts=2", "-m", "zbpp", *flags]
+    return [sys.executable, "-m", "zbpp", *flags, "--stages", "2"]
+
+
+def begun(process: subprocess.Popen, tmp_path: Path, step: int) -> None:
+    """Wait until a step has been done."""
+    metrics = tmp_path / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < step:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def workers(process: subprocess.Popen, text: str) -> list[int]:
+    """Processes below one that hold the tensors of a stage."""
+    import psutil
+
+    found = []
+    for one in psutil.Process(process.pid).children(recursive=True):
+        environment = " ".join(one.cmdline())
+        if text in environment:
+            found.append(one.pid)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> tuple[list[dict], str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    subprocess.run(command(folder), check=True, capture_output=True, timeout=300)
+    return steps_of(folder / "metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_killed_run_ends_like_an_undisturbed_one(
+    torchrun, number, undisturbed, tmp_path
+) -> None:
+    seed = random.Random(number)
+    line = command(
+        tmp_path, *([] if torchrun else ["--max_restarts", "2"]), torchrun=torchrun
+    )
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        begun(process, tmp_path, seed.randrange(5, 30))
+        # ours: children of the fork server; torchrun's: processes of its own
+        found = workers(process, "zbpp train" if torchrun else "forkserver")
+        found = found if torchrun else found[1:]
+        os.kill(seed.choice(found), signal.SIGKILL)
+        out, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out
+    assert "resumed after step" in out
+    assert steps_of(tmp_path / "metrics.jsonl") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)]
+)
+def test_a_signal_saves_and_leaves_no_process(
+    number, code, undisturbed, tmp_path
+) -> None:
+    process = subprocess.Popen(
+        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    begun(process, tmp_path, 6)
+    children = workers(process, "")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == code, out
+    assert "by a signal, and saved in" in out
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    subprocess.run(command(tmp_path), check=True, capture_output=True, timeout=300)
+    assert steps_of(tmp_path / "metrics.jsonl") == undisturbed
