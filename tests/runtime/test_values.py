@@ -1,16 +1,23 @@
 """Dicts, masks and changing shapes between chunks: the bits of a plain loop."""
 
+from functools import partial
 from typing import Any
 
 import masked_model
 import pytest
 import torch
-from masked_model import M, batch, build, cut, loss_fn, train
+from masked_model import M, batch, build, cut, loss_fn, make, train
 from pool import Pool
 from small_model import adamw, assert_same
 from torch import Tensor, nn
 
+from zbpp.core import Value, What
+from zbpp.pipeline import Pipeline
+from zbpp.runtime import Patience
+from zbpp.runtime.constants import Constants
+
 MODES = ("1F1B", "ZBH1", "ZBV")
+FEW = [("ZBV", 1), ("1F1B", 2), ("ZBV", 4)]
 
 
 def train_plainly(steps: int = 10) -> tuple[list[float], dict[str, Tensor]]:
@@ -58,8 +65,14 @@ def test_one_stage_is_the_plain_loop(alone: masked_model.Found) -> None:
     assert alone[0][0][0] == first[0]  # to the last bit, before anything is clipped
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("mode", "n_stages"),
+    [
+        pytest.param(mode, n, marks=() if (mode, n) in FEW else pytest.mark.slow)
+        for mode in MODES
+        for n in (1, 2, 4)
+    ],
+)
 def test_dicts_of_changing_lengths(
     mode: str, n_stages: int, alone: masked_model.Found
 ) -> None:
@@ -68,33 +81,153 @@ def test_dicts_of_changing_lengths(
     assert_same(parameters, alone[1])
 
 
-@pytest.mark.parametrize("rollback", ["deferred", "snapshot"])
+@pytest.mark.parametrize(
+    "rollback", ["deferred", pytest.param("snapshot", marks=pytest.mark.slow)]
+)
 def test_rolled_back_steps(rollback: str, alone: masked_model.Found) -> None:
-    losses, parameters = train("ZBV", 2, post_validation=True, rollback=rollback)
-    assert losses == alone[0]
-    assert_same(parameters, alone[1])
-    barrier = train("ZBV", 2, post_validation=False)
-    assert barrier[0] == losses
+    pipeline = make(
+        *("ZBV", 2), post_validation=True, rollback=rollback,
+        patience=Patience(failures=2, window=1),
+    )  # fmt: skip
+    results = [pipeline.step(*cut(batch(step))) for step in range(10)]
+    assert [(result.loss, result.grad_norm) for result in results] == alone[0]
+    assert sum(result.rollbacks for result in results) > 5
+    assert_same(dict(pipeline.named_parameters()), alone[1])
 
 
-def train_rank(mode: str, more: dict[str, Any]) -> masked_model.Found:
-    return train(mode, None, **more)
+def train_rank(mode: str, rolls_back: bool) -> masked_model.Found:
+    if not rolls_back:
+        return train(mode, None)
+    always = Patience(failures=2, window=1)
+    return train(mode, None, post_validation=True, patience=always)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("mode", "n"),
+    ("mode", "n", "rolls_back"),
     [
-        ("ZBV", 2),
-        ("1F1B", 2),
-        ("VPP", 2),
-        pytest.param("ZBV", 4, marks=pytest.mark.slow),
-        pytest.param("ZBH1", 4, marks=pytest.mark.slow),
+        ("ZBV", 2, True),
+        ("1F1B", 2, False),
+        pytest.param("ZBH1", 2, True, marks=pytest.mark.slow),
+        pytest.param("VPP", 2, False, marks=pytest.mark.slow),
+        pytest.param("ZBV", 4, True, marks=pytest.mark.slow),
+        pytest.param("ZBH1", 4, False, marks=pytest.mark.slow),
     ],
 )
 def test_dicts_of_changing_lengths_between_processes(
-    pool: Pool, mode: str, n: int, alone: masked_model.Found
+    pool: Pool, mode: str, n: int, rolls_back: bool, alone: masked_model.Found
 ) -> None:
-    parts = pool.run(train_rank, n, mode, {})
+    parts = pool.run(train_rank, n, mode, rolls_back)
     assert all(losses == alone[0] for losses, _ in parts)
     assert_same({k: v for _, part in parts for k, v in part.items()}, alone[1])
+
+
+@pytest.mark.parametrize("mode", [pytest.param("ZBH1", marks=pytest.mark.slow), "ZBV"])
+def test_recomputed_layers(mode: str, alone: masked_model.Found) -> None:
+    losses, parameters = train(mode, 2, recompute="all")
+    assert losses == alone[0]
+    assert_same(parameters, alone[1])
+
+
+class Counted:
+    """Counts the tensors of a transport's messages, by chunk."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.sent: dict[tuple[What, int], list[int]] = {}
+        for executor in pipeline._executors.values():
+            send = executor.transport.send
+            executor.transport.send = partial(self._send, send)  # type: ignore[method-assign]
+
+    def _send(self, send: Any, value: Value, tensors: Any, peer: int) -> None:
+        self.sent.setdefault((value.what, value.chunk), []).append(len(tensors))
+        send(value, tensors, peer)
+
+
+@pytest.mark.parametrize(
+    ("mode", "n_stages", "tensors"),
+    [
+        # hidden, router, mask, places; the mask's second place names the first
+        ("1F1B", 4, [4, 4, 4]),
+        ("ZBV", 2, [4, 2]),  # chunk 1 and 2 share a stage, 3 comes back to the first
+        ("ZBV", 4, [4, 4, 4, 2, 2, 2]),
+        ("VPP", 2, [4, 2, 2]),
+        ("VPP", 4, [4, 4, 4, 2, 2, 2, 2]),
+    ],
+)
+def test_constants_are_sent_to_a_stage_once(
+    mode: str, n_stages: int, tensors: list[int]
+) -> None:
+    pipeline = make(mode, n_stages)
+    counted = Counted(pipeline)
+    pipeline.step(*cut(batch(0)))
+    pipeline.evaluate(*cut(batch(0)))
+    found = {c: n for (what, c), n in counted.sent.items() if what is What.ACTIVATION}
+    assert [set(found[chunk]) for chunk in sorted(found)] == [{n} for n in tensors]
+    for executor in pipeline._executors.values():
+        assert not executor.stage.constants.kept
+
+
+class Writes(nn.Module):
+    """Hands on the mask that it was given, and has written to it."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.at = at
+
+    def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
+        mask = value["mask"]
+        if self.at == 2:
+            mask.mul_(0.5)
+        return {"x": self.linear(value["x"]) + mask, "mask": mask}
+
+
+class Out(nn.Module):
+    def forward(self, value: dict[str, Tensor]) -> Tensor:
+        return value["x"]
+
+
+def write_to_the_mask(mode: str, n_stages: int | None) -> list[float]:
+    torch.manual_seed(0)
+    layers = [*(Writes(at) for at in range(5)), Out()]
+    pipeline = Pipeline(
+        layers, loss_fn=nn.functional.mse_loss, optimizer=adamw, schedule=mode,
+        n_stages=n_stages, n_microbatches=2, split="even",
+    )  # fmt: skip
+    x = torch.randn(4, 4)
+    mask = torch.rand(4, 4)
+    losses = []
+    for _ in range(3):
+        given = {"x": x, "mask": mask.clone()}
+        losses.append(pipeline.step(given, x).loss)
+    return losses
+
+
+def test_a_mask_that_was_written_to_is_sent_again() -> None:
+    assert write_to_the_mask("ZBV", 2) == write_to_the_mask("1F1B", 1)
+
+
+@pytest.mark.dist
+def test_a_mask_that_was_written_to_is_sent_again_between_processes(pool: Pool) -> None:
+    expected = write_to_the_mask("1F1B", 1)
+    assert pool.run(write_to_the_mask, 2, "ZBV", None) == [expected] * 2
+
+
+def without_masks(layers: range) -> list[nn.Module]:
+    """The same layers, and the first drops the padding mask."""
+    built = build(layers)
+    if layers.start == 0:
+        first = built[0].forward
+        built[0].forward = lambda given: first({**given, "mask": given["mask"] | True})
+    return built
+
+
+def test_a_mask_that_is_dropped_is_seen(alone: masked_model.Found) -> None:
+    losses, _ = train("ZBV", 2, model=without_masks, steps=1)
+    assert losses != alone[0][:1]
+
+
+def test_a_constant_that_is_not_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Constants, "ran", lambda *_: None)
+    with pytest.raises(KeyError):
+        make("ZBV", 2).step(*cut(batch(0)))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zbpp.runtime.support.marks import mark
+from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.random_state import (
     drawn_from,
@@ -80,8 +80,9 @@ class Recomputed:
 
     def _forward(self, *given: object, is_tuple: bool, copies: bool) -> object:
         value: object = given if is_tuple else given[0]
+        constants = _Copies()
         if copies:
-            value = map_tensors(value, torch.clone)
+            value = map_tensors(value, constants.copy)
         before = [(tensor, mark(tensor)) for tensor in tensors_in(value)]
         output = self.layer(value)
         if any(mark(tensor) != at for tensor, at in before):
@@ -92,7 +93,30 @@ class Recomputed:
                     "before, so it cannot be recomputed; let it copy its input, or "
                     "leave it out of recompute"
                 )
-        return output
+        return map_tensors(output, constants.original) if copies else output
+
+
+class _Copies:
+    """Copies of inputs, and the way back: a constant stays the same object."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor, Mark, Tensor]] = {}
+        self._of: dict[int, Tensor] = {}
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy, the same one for a constant that comes twice."""
+        if tensor.requires_grad:
+            return tensor.clone()
+        made = self._of.get(id(tensor))
+        if made is None:
+            made = self._of[id(tensor)] = tensor.clone()
+            self._made[id(made)] = made, mark(made), tensor
+        return made
+
+    def original(self, tensor: Tensor) -> Tensor:
+        """Return what an output is a copy of, if that was not written to."""
+        made, before, original = self._made.get(id(tensor), (None, None, tensor))
+        return original if made is None or mark(made) == before else tensor
 
 
 class _Seen(AbstractContextManager[None]):
