@@ -12,7 +12,7 @@ Buffers that no checkpoint holds come from the initialisation in any case.
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
+from zbpp.models.converted import Read
 from zbpp.runtime.support.random_state import random_state, set_random_state
 
 __all__ = ["Source", "Weights", "is_on_meta", "reset"]
 
 Source = int | Mapping[str, Tensor] | str | Path
 """A seed, tensors by name, or safetensors files."""
+
+Convert = Callable[[Collection[str], Read], Read]
+"""From names and a way to read them to a way to read by other names."""
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -52,6 +56,7 @@ class Weights:
         source: of the weights.
         init: called with the name of a module and the module, whose children it leaves
             alone; gives parameters and buffers their first values.
+        convert: reads by the model's names from what may have others.
     """
 
     def __init__(
@@ -59,10 +64,14 @@ class Weights:
         model: nn.Module,
         source: Source,
         init: Callable[[str, nn.Module], None] = reset,
+        convert: Convert | None = None,
     ) -> None:
         self._model, self._init = model, init
         self._seed = source if isinstance(source, int) else 0
-        self._read = None if isinstance(source, int) else _reader(source)
+        self._read: Read | None = None
+        if not isinstance(source, int):
+            names, read = _reader(source)
+            self._read = read if convert is None else convert(names, read)
         first: dict[int, str] = {}
         self._canonical = {
             name: first.setdefault(id(parameter), name)
@@ -76,18 +85,16 @@ class Weights:
             RequestError: a tensor is in no file, or has no initialisation.
         """
         made = copy.deepcopy(module)
-        parts = list(made.named_modules())
-        for within, part in reversed(parts):
-            self._fill(".".join(filter(None, (name, within))), part)
+        self._fill(
+            (".".join(filter(None, (name, within))), part)
+            for within, part in made.named_modules()
+        )
         return made
 
     def parameter(self, name: str, module: nn.Module, key: str) -> nn.Parameter:
         """One parameter of a module, with its values."""
-        alone = copy.copy(module)
-        alone.__dict__["_parameters"] = dict(module._parameters)
-        alone.__dict__["_buffers"] = dict(module._buffers)
-        alone.__dict__["_modules"] = {}
-        self._fill(name.rpartition(".")[0], alone)
+        alone = _alone(module, module._parameters)
+        self._fill([(name.rpartition(".")[0], alone)])
         found = alone._parameters[key]
         assert found is not None
         return found
@@ -95,31 +102,36 @@ class Weights:
     def buffers(self, name: str, module: nn.Module) -> None:
         """Give a module above the blocks its buffers."""
         if any(b is not None and b.is_meta for b in module._buffers.values()):
-            alone = copy.copy(module)
-            alone.__dict__["_parameters"] = {}
-            alone.__dict__["_buffers"] = dict(module._buffers)
-            alone.__dict__["_modules"] = {}
-            self._fill(name, alone)
+            alone = _alone(module, {})
+            self._fill([(name, alone)])
             module._buffers.update(alone._buffers)
 
     @torch.no_grad()
-    def _fill(self, name: str, part: nn.Module) -> None:
-        """Give one module, without its children, its tensors."""
-        own = {**part._parameters, **part._buffers}
-        if not any(t is not None and t.is_meta for t in own.values()):
-            return
-        tables: list[dict[str, Any]] = [part._parameters, part._buffers]
-        for held in tables:
-            for key, old in held.items():
-                if old is not None and old.is_meta:
-                    held[key] = _unset(old)
-        given = self._given(name, part)
-        for key in given:
-            own_tensor = part._parameters.get(key)
-            if own_tensor is not None:
+    def _fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Give modules on meta, each listed before its children, their tensors.
+
+        All are initialised, children first, as a parent may have its own way for what
+        its children hold; then they get what is given.
+        """
+        parts = list(modules)
+        given: dict[nn.Module, dict[str, Tensor]] = {}
+        for name, part in parts:
+            tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+            for held in tables:
+                for key, old in held.items():
+                    if old is not None and old.is_meta:
+                        held[key] = _unset(old)
+            given[part] = self._given(name, part)
+            for key in given[part].keys() & part._parameters.keys():
                 # transformers' initialisations leave such parameters alone
-                own_tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-        self._draw(name, part)
+                part._parameters[key]._is_hf_initialized = True  # type: ignore
+        for name, part in reversed(parts):
+            self._draw(name, part)
+        for name, part in parts:
+            self._copy(name, part, given[part])
+            self._check(name, part, given[part])
+
+    def _copy(self, name: str, part: nn.Module, given: Mapping[str, Tensor]) -> None:
         for key, tensor in given.items():
             target: Tensor | None = part._parameters.get(key)
             target = part._buffers[key] if target is None else target
@@ -130,7 +142,6 @@ class Weights:
                     f"given, and {tuple(target.shape)} in the model"
                 )
             target.copy_(tensor)
-        self._check(name, part, given)
 
     def _draw(self, name: str, part: nn.Module) -> None:
         """Initialise one module by its own seed."""
@@ -178,6 +189,17 @@ class Weights:
                 )
 
 
+def _alone(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter | None]
+) -> nn.Module:
+    """The same module without its children, with some of its parameters."""
+    alone = copy.copy(module)
+    alone.__dict__["_parameters"] = dict(parameters)
+    alone.__dict__["_buffers"] = dict(module._buffers)
+    alone.__dict__["_modules"] = {}
+    return alone
+
+
 def _unset(tensor: Tensor) -> Tensor:
     """Memory for a tensor, of values that are no numbers."""
     fill = float("nan") if tensor.is_floating_point() else 0
@@ -187,12 +209,10 @@ def _unset(tensor: Tensor) -> Tensor:
     return made
 
 
-def _reader(
-    source: Mapping[str, Tensor] | str | Path,
-) -> Callable[[str], Tensor | None]:
-    """From a name to a tensor, or None."""
+def _reader(source: Mapping[str, Tensor] | str | Path) -> tuple[list[str], Read]:
+    """Names of tensors, and from a name to a tensor, or None."""
     if isinstance(source, Mapping):
-        return source.get
+        return list(source), source.get
     path = Path(source)
     if path.is_dir() and (path / _INDEX).exists():
         listed = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -204,7 +224,7 @@ def _reader(
                 f"{path} holds no safetensors files; it needs {_SINGLE}, or {_INDEX}"
             )
         files = dict.fromkeys(_open(single).keys(), single)
-    return partial(_read, files, {})
+    return list(files), partial(_read, files, {})
 
 
 def _read(

@@ -1,0 +1,96 @@
+"""Every family of transformers that carries a plan is cut, without any weights."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+import zbpp
+
+transformers = pytest.importorskip("transformers")
+
+UNFIT = {
+    "DeepseekOcr2TextConfig": "no class makes a model of its default configuration",
+    "CohereCompassTextConfig": "no class makes a model of its default configuration",
+    "DiffusionGemmaTextConfig": "no class makes a model of its default configuration",
+    "Dots1Config": "no class makes a model of its default configuration",
+    "MinistralConfig": "no class makes a model of its default configuration",
+    "Qwen3OmniMoeTalkerTextConfig": "no class makes a model of its default "
+    "configuration",
+    "T5Gemma2DecoderConfig": "no class makes a model of its default configuration",
+    "T5Gemma2TextConfig": "no class makes a model of its default configuration",
+    "T5GemmaModuleConfig": "no class makes a model of its default configuration",
+    "VoxtralRealtimeTextConfig": "no class makes a model of its default configuration",
+    "HrmTextConfig": "two lists of blocks, which run in turns",
+    "HiggsAudioV2Config": "its embedding decides by values",
+    "HYV4Config": "hidden states of several streams go into its blocks",
+    "MistralLarge4TextConfig": "a rotary table in the checkpoint",
+    "Qwen3OmniMoeTalkerCodePredictorConfig": "a list of embeddings, used by values",
+}
+"""Configurations whose models are not cut, with the reason."""
+
+
+def configurations():
+    """Configuration classes with a plan, as transformers is installed."""
+    found = {}
+    for package in pkgutil.iter_modules(transformers.models.__path__):
+        name = f"transformers.models.{package.name}.configuration_{package.name}"
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        for kind in vars(module).values():
+            if inspect.isclass(kind) and kind.__module__ == name:
+                if vars(kind).get("base_model_pp_plan"):
+                    found[kind.__name__] = kind
+    return found
+
+
+def model_of(kind):
+    """A model on meta, small if its configuration lets itself be made so."""
+    causal = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    base = transformers.models.auto.modeling_auto.MODEL_MAPPING
+    made = causal[kind] if kind in causal else base[kind]
+    made = made[0] if isinstance(made, tuple | list) else made
+    error = None
+    for n_layers in (4, 6, None):
+        try:
+            settings = {"num_hidden_layers": n_layers} if n_layers else {}
+            config = kind(**settings)
+            if settings and getattr(config, "layer_types", None):
+                config = kind(**settings, layer_types=config.layer_types[:n_layers])
+            with torch.device("meta"):
+                return made(config)
+        except Exception as problem:  # of the configuration, whatever it may be
+            error = problem
+    raise AssertionError(f"no model: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_family_with_a_plan_is_cut_or_named():
+    transformers.logging.set_verbosity_error()
+    kinds = configurations()
+    assert len(kinds) > 100
+    refused = {}
+    for name, kind in kinds.items():
+        try:
+            model = model_of(kind)
+            layered = zbpp.cut(model, weights=0)
+        except (AssertionError, KeyError, ValueError) as error:
+            refused[name] = str(error)
+            continue
+        names = {n for n, _ in model.named_parameters()}
+        ends = [
+            layered.own_name(place, held) for tie in layered.ties for place, held in tie
+        ]
+        assert set(ends) <= names | {
+            n for n, _ in model.named_parameters(remove_duplicate=False)
+        }
+        assert layered.n_layers > 3
+    assert refused.keys() <= UNFIT.keys(), {
+        name: refused[name] for name in refused.keys() - UNFIT.keys()
+    }
+    assert len(kinds) - len(refused) >= 107
