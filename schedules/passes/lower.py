@@ -19,15 +19,23 @@ A V that finds the last step invalid lets its stage replay the passes before it:
 All stages fail together. So what is sent before a V is received, even if it is not yet
 read, before the V of the other end, and what is sent after it, after it: then each
 channel carries the same messages in the same order at both ends in either case.
+
+A parameter that several chunks hold has a gradient in each. A chunk sends its own after
+its last W, to every other stage that holds the parameter, and all add them up:
+
+    chunk 0 on stage 0 | ... 0W7 send(tie) ... +tie add reduce O
+    chunk 3 on stage 3 | ... 3W7 send(tie) ... +tie add reduce O
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 
 from zbpp.core import (
+    AddTied,
     Check,
     Instruction,
     Job,
+    Message,
     Pass,
     PassKind,
     Placement,
@@ -37,6 +45,7 @@ from zbpp.core import (
     Schedule,
     Send,
     Step,
+    TiedGradient,
     Value,
     at_check,
     output_of,
@@ -51,13 +60,19 @@ __all__ = ["check_channels", "lower", "lower_forward"]
 Channel = tuple[int, int]
 """(sending stage, receiving stage)."""
 
+Ties = Sequence[Sequence[int]]
+"""Of each parameter that several chunks or layers hold, the chunks."""
 
-def lower(schedule: Schedule, *, ahead: int = 2) -> tuple[Program, ...]:
+
+def lower(
+    schedule: Schedule, *, ahead: int = 2, ties: Ties = ()
+) -> tuple[Program, ...]:
     """Make a program of every order; one without a Step steps at its end.
 
     Args:
         schedule: what to run.
         ahead: how many jobs before its reader a receive is posted, at least 0.
+        ties: chunks of each parameter that several layers hold.
 
     Raises:
         ScheduleError: before its V a stage reads what another computes after its own.
@@ -67,7 +82,7 @@ def lower(schedule: Schedule, *, ahead: int = 2) -> tuple[Program, ...]:
         for stage, order in enumerate(schedule.orders)
     ]
     _check_validation(schedule.placement, orders)
-    return _lower_orders(schedule.placement, orders, ahead)
+    return _lower_orders(schedule.placement, orders, ahead, ties)
 
 
 def lower_forward(
@@ -89,9 +104,13 @@ def lower_forward(
 
 
 def _lower_orders(
-    placement: Placement, orders: Sequence[Sequence[Job]], ahead: int
+    placement: Placement,
+    orders: Sequence[Sequence[Job]],
+    ahead: int,
+    ties: Ties = (),
 ) -> tuple[Program, ...]:
-    channels = _messages(placement, orders)
+    tied = [_tied_sends(placement, order, ties) for order in orders]
+    channels = _messages(placement, orders, tied)
     sent_early = _sent_before_checks(placement, orders)
     programs = []
     for stage, order in enumerate(orders):
@@ -100,11 +119,14 @@ def _lower_orders(
         for column, job in enumerate(order):
             program += posts[column]
             if isinstance(job, Step):
+                if any(placement.stage_of[c] == stage for tie in ties for c in tie):
+                    program.append(AddTied(stage))
                 program.append(Reduce(stage))
             program.append(job)
             message = _sent(job, placement)
             if message is not None:
                 program.append(message)
+            program += tied[stage].get(column, ())
         programs.append(tuple(program))
     check_channels(programs, placement)
     return tuple(programs)
@@ -121,16 +143,37 @@ def _sent(job: Job, placement: Placement) -> Send | None:
     return None if peer == placement.stage_of[job.chunk] else Send(value, peer)
 
 
+def _tied_sends(
+    placement: Placement, order: Sequence[Job], ties: Ties
+) -> dict[int, list[Send]]:
+    """The gradients of tied parameters to send after each column of an order."""
+    last = {
+        job.chunk: column
+        for column, job in enumerate(order)
+        if isinstance(job, Pass) and job.kind in (PassKind.W, PassKind.BW)
+    }
+    sends: dict[int, list[Send]] = defaultdict(list)
+    for tie, chunks in enumerate(ties):
+        stages = {placement.stage_of[chunk] for chunk in chunks}
+        for chunk in sorted(last.keys() & set(chunks)):
+            for peer in sorted(stages - {placement.stage_of[chunk]}):
+                sends[last[chunk]].append(Send(TiedGradient(tie, chunk), peer))
+    return sends
+
+
 def _messages(
-    placement: Placement, orders: Sequence[Sequence[Job]]
-) -> dict[Channel, list[Value]]:
+    placement: Placement,
+    orders: Sequence[Sequence[Job]],
+    tied: Sequence[dict[int, list[Send]]],
+) -> dict[Channel, list[Message]]:
     """List the values that each channel carries, in the order of the sends."""
-    channels: dict[Channel, list[Value]] = defaultdict(list)
+    channels: dict[Channel, list[Message]] = defaultdict(list)
     for stage, order in enumerate(orders):
-        for job in order:
+        for column, job in enumerate(order):
             message = _sent(job, placement)
-            if message is not None:
-                channels[stage, message.peer].append(message.value)
+            sends = [] if message is None else [message]
+            for send in (*sends, *tied[stage].get(column, ())):
+                channels[stage, send.peer].append(send.value)
     return channels
 
 
@@ -138,12 +181,12 @@ def _posts(
     placement: Placement,
     order: Sequence[Job],
     stage: int,
-    channels: dict[Channel, list[Value]],
+    channels: dict[Channel, list[Message]],
     sent_early: set[Value],
     ahead: int,
 ) -> dict[int, list[Instruction]]:
     """The receives to post before each column of a stage's order."""
-    needed_at = {
+    needed_at: dict[Message, int] = {
         value: column
         for column, job in enumerate(order)
         if isinstance(job, Pass)
@@ -157,7 +200,7 @@ def _posts(
         columns = []
         first_need = len(order)
         for value in reversed(values):
-            first_need = min(first_need, needed_at[value])
+            first_need = min(first_need, needed_at.get(value, len(order) - 1))
             columns.append(max(0, first_need - ahead))
         for value, column in zip(values, reversed(columns), strict=True):
             if check is not None:
@@ -180,14 +223,17 @@ def check_channels(programs: Sequence[Program], placement: Placement) -> None:
 
 
 def _check_run(programs: Sequence[Program], placement: Placement) -> None:
-    sent: dict[Channel, list[Value]] = defaultdict(list)
-    received: dict[Channel, list[Value]] = defaultdict(list)
+    sent: dict[Channel, list[Message]] = defaultdict(list)
+    received: dict[Channel, list[Message]] = defaultdict(list)
     for stage, program in enumerate(programs):
-        here: set[Value] = set()
+        here: set[Message] = set()
         for instruction in program:
             match instruction:
                 case Send(value, peer):
-                    assert value in here, f"stage {stage} sends {value} too early"
+                    is_tied = isinstance(value, TiedGradient)
+                    assert is_tied or value in here, (
+                        f"stage {stage} sends {value} too early"
+                    )
                     sent[stage, peer].append(value)
                 case Receive(value, peer):
                     received[peer, stage].append(value)

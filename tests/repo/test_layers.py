@@ -50,6 +50,11 @@ ROOMS = {
         *("zbpp.runtime.comm.transport", "zbpp.runtime.stage"),
     },
     "zbpp.checkpoint": {"zbpp.checkpoint", "zbpp.core"},
+    "zbpp.runtime.ties": {
+        *("zbpp.runtime.ties", "zbpp.runtime.support", "zbpp.core"),
+        *("zbpp.runtime.chunk", "zbpp.runtime.values"),
+        "zbpp.runtime.comm.transport",
+    },
     "zbpp.models": {"zbpp.models", "zbpp.runtime", "zbpp.core"},
     "zbpp.profiling": {
         *("zbpp.profiling", "zbpp.runtime", "zbpp.memory", "zbpp.core"),

@@ -34,7 +34,7 @@ def optimizer_state(owned: Owned, *, saved: bool = False) -> dict[str, list[Any]
     found: dict[str, list[Any]] = {}
     for optimizer, group, p in _stepped(owned):
         slot = owned.name_of(p)
-        if slot.saves or not saved:
+        if (slot.saves or not saved) and not slot.is_copy:
             found.setdefault(slot.name, []).append(
                 {
                     "kind": type(optimizer).__name__,

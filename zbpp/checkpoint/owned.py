@@ -5,7 +5,7 @@ whole. A parameter that several layers hold is saved once, under its first name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Slot:
 
     ``name`` is the one that it is saved under, ``own`` the model's name of this holder;
     ``saves`` is true for the first holder. ``set_extra`` is None for tensors.
+    ``is_copy``: another stage of this process steps a tensor of its own for it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Slot:
     value: Any
     saves: bool
     set_extra: Callable[[Any], None] | None = None
+    is_copy: bool = False
 
 
 class Owned:
@@ -48,6 +50,7 @@ class Owned:
         layers: by global index.
         own_name: the model's own name of a layer's parameter.
         ties: places of parameters that are one in the model.
+        copies: of tied parameters, each with the one that is in a layer.
         optimizers: of the parameters.
         schedulers: of the optimizers.
 
@@ -61,6 +64,7 @@ class Owned:
         own_name: Callable[[int, str], str],
         *,
         ties: Sequence[Sequence[Place]] = (),
+        copies: Mapping[Tensor, Tensor] | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         schedulers: Sequence[Any] = (),
     ) -> None:
@@ -73,6 +77,9 @@ class Owned:
         self._names = {
             id(slot.value): slot for slot in reversed(self.slots) if _is_tensor(slot)
         }
+        for copy, original in (copies or {}).items():
+            slot = self._names[id(original)]
+            self._names[id(copy)] = replace(slot, saves=False, is_copy=True)
 
     def _find(self, layers: Iterable[tuple[int, nn.Module]]) -> Iterator[Slot]:
         seen: dict[int, str] = {}

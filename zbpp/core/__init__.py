@@ -42,11 +42,14 @@ from zbpp.core.jobs import (
 from zbpp.core.memory import held_during, peaks
 from zbpp.core.placement import Placement
 from zbpp.core.program import (
+    AddTied,
     Instruction,
+    Message,
     Program,
     Receive,
     Reduce,
     Send,
+    TiedGradient,
     at_check,
 )
 from zbpp.core.recomputed import recomputed
@@ -56,6 +59,7 @@ from zbpp.core.timeline import Slot, Timeline, longest_span, pass_span
 from zbpp.core.validation import Recompute
 
 __all__ = [
+    "AddTied",
     "Check",
     "ChunkMemory",
     "Clock",
@@ -65,6 +69,7 @@ __all__ = [
     "LayerCosts",
     "LimitError",
     "MemoryModel",
+    "Message",
     "Order",
     "Pass",
     "PassKind",
@@ -80,6 +85,7 @@ __all__ = [
     "Send",
     "Slot",
     "Step",
+    "TiedGradient",
     "Timeline",
     "Value",
     "What",

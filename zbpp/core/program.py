@@ -5,20 +5,38 @@ from dataclasses import dataclass
 from zbpp.core.jobs import Check, Job, Value
 
 __all__ = [
+    "AddTied",
     "Instruction",
+    "Message",
     "Program",
     "Receive",
     "Reduce",
     "Send",
+    "TiedGradient",
     "at_check",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class TiedGradient:
+    """A chunk's own gradient of a parameter that several chunks hold."""
+
+    tie: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"gradient of tie {self.tie} in chunk {self.chunk}"
+
+
+Message = Value | TiedGradient
+"""One that a stage hands to another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
     """Hand a value to another stage; the stage goes on at once."""
 
-    value: Value
+    value: Message
     peer: int
 
     def __str__(self) -> str:
@@ -27,9 +45,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Make room for a value of another stage; the pass that reads it waits for it."""
+    """Make room for a value of another stage; what reads it waits for it."""
 
-    value: Value
+    value: Message
     peer: int
 
     def __str__(self) -> str:
@@ -46,7 +64,17 @@ class Reduce:
         return "reduce the gradient norm over all stages"
 
 
-Instruction = Job | Send | Receive | Reduce
+@dataclass(frozen=True, slots=True)
+class AddTied:
+    """Add what the chunks have of the gradients of parameters that several hold."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return "add the gradients of tied parameters"
+
+
+Instruction = Job | Send | Receive | Reduce | AddTied
 
 Program = tuple[Instruction, ...]
 """The instructions of one stage, in the order in which it runs them."""

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import Job, PassTimes, Value, What
+from zbpp.core import Job, Message, PassTimes, TiedGradient, What
 from zbpp.runtime.backward.queue import WeightQueue, current_queue
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.comm.transport import Opening, Reduction, Transport
@@ -152,8 +152,11 @@ class DelayedTransport:
         """Start a step, or an evaluation."""
         self._inner.begin(opening)
 
-    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+    def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Send the time in place of the tensors."""
+        if isinstance(value, TiedGradient):
+            self._inner.send(value, tensors, peer)
+            return
         now = time.perf_counter()
         stamped = (
             torch.full_like(tensor, now, dtype=torch.float64).requires_grad_(
@@ -163,17 +166,19 @@ class DelayedTransport:
         )
         self._inner.send(value, with_tensors(tensors, stamped), peer)
 
-    def post(self, value: Value, peer: int) -> None:
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
         """Announce that a value will be received."""
-        self._inner.post(value, peer)
+        self._inner.post(value, peer, like)
 
-    def ready(self, value: Value) -> bool:
+    def ready(self, value: Message) -> bool:
         """True if `receive` need not wait for a stage of this process."""
         return self._inner.ready(value)
 
-    def receive(self, value: Value, job: Job) -> Tensors:
+    def receive(self, value: Message, job: Job) -> Tensors:
         """Wait for a value, and until its delay is over."""
         tensors = self._inner.receive(value, job)
+        if isinstance(value, TiedGradient):
+            return tensors
         step = 1 if value.what is What.ACTIVATION else -1
         delay_s = self._times.delay(value.chunk, value.chunk + step) / 1e3
         with self.background.waiting():

@@ -17,7 +17,7 @@ from zbpp.planning.resolve import choose_validation
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.pytree import tensors_in
-from zbpp.runtime.tied import refuse_sharing
+from zbpp.runtime.ties.find import refuse_sharing
 from zbpp.schedules import lower
 
 __all__ = [

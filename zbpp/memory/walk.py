@@ -157,10 +157,10 @@ class StageWalk:
 
     def _one(self, instruction: object) -> None:
         match instruction:
-            case Receive(value):
+            case Receive(Value() as value):
                 self._hold(value, self._size(value))
                 self._see(0)
-            case Send(value):
+            case Send(Value() as value):
                 self._send(value)
             case Pass():
                 self._pass(instruction)

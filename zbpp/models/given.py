@@ -8,9 +8,10 @@ from torch import nn
 from zbpp.core import RequestError
 from zbpp.models.cut import cut_module
 from zbpp.models.hugging_face import cut_pretrained, is_pretrained
-from zbpp.models.layered import Layered, layer_name, shared_parameters
+from zbpp.models.layered import Layered, layer_name
 from zbpp.models.weights import Source, Weights, is_on_meta
 from zbpp.runtime.partition import count_layers
+from zbpp.runtime.ties.find import find_ties
 
 __all__ = ["Given", "cut", "layered_of"]
 
@@ -48,7 +49,7 @@ def layered_of(model: Given, n_layers: int | None = None) -> Layered:
             n,
             lambda indices: [layers[i] for i in indices],
             own_name=layer_name if keys is None else _named_by(keys),
-            ties=shared_parameters(layers),
+            ties=find_ties(layers),
         )
     return Layered(n, model)
 

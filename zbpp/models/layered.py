@@ -7,25 +7,14 @@ from torch import nn
 
 from zbpp.runtime.microbatches import CutBatch, Weigh
 from zbpp.runtime.stage import LossFn
+from zbpp.runtime.ties.plan import Tie
 
-__all__ = ["Layered", "Tie", "layer_name", "shared_parameters"]
-
-Tie = tuple[tuple[int, str], ...]
-"""One parameter in several layers: (global index of the layer, name in the layer)."""
+__all__ = ["Layered", "Tie", "layer_name"]
 
 
 def layer_name(layer: int, name: str) -> str:
     """Name of a parameter or buffer where the model has no name of its own for it."""
     return f"layers.{layer}.{name}"
-
-
-def shared_parameters(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Ties among layers that are all at hand."""
-    places: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            places.setdefault(parameter, []).append((index, name))
-    return tuple(tuple(found) for found in places.values() if len(found) > 1)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ This file wires the layers together: mode -> schedule -> programs -> executors.
 """
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -33,7 +34,7 @@ from zbpp.planning.resolve import (
     recomputed_layers,
 )
 from zbpp.planning.resolve_layers import LayersOf, choose_split
-from zbpp.runtime.comm.process_group import initialise, own_device
+from zbpp.runtime.comm.process_group import initialise, own_device, place_in
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.driver.batches import Batches
@@ -47,6 +48,7 @@ from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.stage import LossFn
+from zbpp.runtime.ties.plan import Tie, TiePlan, check_ties
 from zbpp.schedules import Recomputing, Split, lower
 from zbpp.tuning.watch import Watch, make_watcher
 
@@ -75,6 +77,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             that counts the targets of a micro-batch. None: the model's, else samples.
         n_stages: number of stages; None: the schedule's, or one per process.
         n_layers: number of layers, if the model is a builder.
+        ties: parameters that layers share: ``((layer, name), ...)``; found in a list.
         split: layers of each chunk, or ``"even"``: the first chunks get one more, or
             ``"balanced"``: by the costs in ``layers``. None: the schedule's; if it has
             none, balanced with ``layers``, else even.
@@ -127,6 +130,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         weigh: WeighName | Weigh | None = None,
         n_stages: int | None = None,
         n_layers: int | None = None,
+        ties: Sequence[Tie] | None = None,
         split: Split = None,
         layers: LayersOf | None = None,
         example: tuple[Batch, Batch] | None = None,
@@ -152,10 +156,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         first_timeout_s = first_timeout_s or 10 * timeout_s
         self.device = torch.device(device) if device else own_device()
         initialise(self.device, timeout_s=first_timeout_s)
-        self.rank, self.n_ranks = 0, 1
-        if dist.is_initialized():
-            group = group or dist.group.WORLD
-            self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
+        group, self.rank, self.n_ranks = place_in(group)
         self.layered = layered_of(model, n_layers)
         self.n_layers = self.layered.n_layers
         loss_fn = loss_of(self.layered, loss_fn)
@@ -169,6 +170,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
                     n_stages=n_stages,
                     seed=seed,
                     group=group,
+                    ties=ties,
                     timeout_s=timeout_s,
                     first_timeout_s=first_timeout_s,
                 ),
@@ -204,13 +206,12 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         )
         placement = self.schedule.placement
         self.split = partition_layers(self.n_layers, placement.n_chunks, chosen.split)
-        self._programs = lower(self.schedule)
+        shared = check_ties({*self.layered.ties, *(ties or ())}, self.n_layers)
+        self._ties = TiePlan(shared, self.split, placement)
+        self._programs = lower(self.schedule, ties=self._ties.chunks)
         transports = make_transports(
-            self._programs,
-            group=group,
-            device=self.device,
-            timeout_s=timeout_s,
-            first_timeout_s=first_timeout_s,
+            *(self._programs, group, self.device),
+            timeouts_s=(timeout_s, first_timeout_s),
         )
         self._options = options = StageOptions(
             *(loss_fn, optimizer, rules, self.device, autocast, seed, exact_sums),
@@ -218,7 +219,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         )
         self._executors = build_executors(
             model_to_build(model, self.layered),
-            *(self.split, placement, transports, options),
+            *(self._ties, transports, options),
+            knows_ties=ties is not None or self.layered.build is not model,
         )
         self._n_steps = check_first_step(first_step)
         self._batches = Batches(
@@ -238,7 +240,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         )
         self.memory = chosen.memory
         asked = (self.split, rules, autocast, seed, first_step, exact_sums)
-        check_agreement(self._executors, (schedule_text(self.schedule), *asked))
+        text = schedule_text(self.schedule)
+        check_agreement(self._executors, (text, *asked), self._ties)
 
     def synchronize(self) -> None:
         """Wait for the decision on the last step; parameters and state are then right.

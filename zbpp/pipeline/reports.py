@@ -29,6 +29,7 @@ from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch
 from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.ties.plan import Tie, TiePlan
 
 __all__ = ["Reports", "summarize_split"]
 
@@ -41,6 +42,7 @@ class Reports:
     """The schedule as it was planned before the first step, and for what."""
     split: tuple[range, ...]
     device: torch.device
+    _ties: TiePlan
     _executors: Mapping[int, Executor]
     _lifecycle: Lifecycle
     _n_steps: int
@@ -56,6 +58,11 @@ class Reports:
     def n_steps(self) -> int:
         """Steps done so far, those before ``first_step`` included."""
         return self._n_steps
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters that several layers share: (layer, name in it) of each."""
+        return self._ties.ties
 
     @property
     def n_microbatches(self) -> int:

@@ -31,6 +31,7 @@ from zbpp.models import Layered
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.ties.plan import TiePlan
 
 __all__ = ["Checkpoints"]
 
@@ -47,6 +48,7 @@ class Checkpoints:
     _lifecycle: Lifecycle
     _n_steps: int
     layered: Layered
+    _ties: TiePlan
     _schedulers: tuple[Any, ...] = ()
     _saver: Saver | None = None
 
@@ -250,14 +252,17 @@ class Checkpoints:
 
     def _owned(self) -> Owned:
         layers = (
-            layer
-            for executor in self._executors.values()
-            for layer in executor.stage.numbered()
+            pair for one in self._executors.values() for pair in one.stage.numbered()
         )
         return Owned(
             layers,
             self.layered.own_name,
-            ties=self.layered.ties,
+            ties=self._ties.ties,
+            copies={
+                copy: original
+                for one in self._executors.values()
+                for copy, original in one.stage.ties.unseen_copies()
+            },
             optimizers=self.optimizers,
             schedulers=self._schedulers,
         )

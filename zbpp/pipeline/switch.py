@@ -7,6 +7,7 @@ from zbpp.core import Program, RequestError, Schedule, schedule_text
 from zbpp.planning.resolve import choose_validation, recomputed_layers
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.ties.plan import TiePlan
 from zbpp.schedules import lower
 
 __all__ = ["Switching"]
@@ -17,6 +18,7 @@ class Switching:
 
     schedule: Schedule
     split: tuple[range, ...]
+    _ties: TiePlan
     _executors: Mapping[int, Executor]
     _programs: Sequence[Program]
     n_switches = 0
@@ -44,9 +46,11 @@ class Switching:
         """
         self._check_same_jobs(schedule)
         schedule = choose_validation(schedule, self.schedule.is_post_validated)
-        programs, again = lower(schedule), recomputed_layers(schedule, self.split)
+        programs = lower(schedule, ties=self._ties.chunks)
+        again = recomputed_layers(schedule, self.split)
         self.synchronize()
-        check_agreement(self._executors, ("switch", schedule_text(schedule)))
+        asked = ("switch", schedule_text(schedule))
+        check_agreement(self._executors, asked, self._ties)
         self.schedule, self._programs = schedule, programs
         for executor in self._executors.values():
             executor.stage.recompute(again)

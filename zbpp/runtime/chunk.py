@@ -1,7 +1,7 @@
 """A chunk: consecutive layers of the model, the part that one stage runs as a whole."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -10,16 +10,44 @@ __all__ = ["Chunk"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers of the model; ``first`` is the global index of the first."""
+    """Consecutive layers of the model; ``first`` is the global index of the first.
+
+    Args:
+        index: of the chunk.
+        first: global index of its first layer.
+        layers: the modules.
+        leaves: by layer, parameters that stand in for tied ones in its forwards.
+        calls: by layer, what runs its forward where that is not the module itself.
+    """
 
     index: int
     first: int
     layers: tuple[nn.Module, ...]
+    leaves: Mapping[int, Mapping[nn.Parameter, nn.Parameter]] = field(
+        default_factory=dict
+    )
+    calls: Mapping[int, Callable[[object], object]] = field(default_factory=dict)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter once."""
-        return nn.ModuleList(self.layers).parameters()
+        """Every parameter that gets a gradient, once."""
+        return iter(dict.fromkeys(p for *_, p in self.all_leaves()))
+
+    def all_leaves(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """Layer, global name and parameter, as the forwards use it."""
+        for index, _ in self.numbered():
+            yield from ((index, *pair) for pair in self.named_leaves(index))
+
+    def named_leaves(self, index: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """Global names and parameters of a layer, as its forwards use them."""
+        instead = self.leaves.get(index, {})
+        layer = self.layers[index - self.first]
+        for name, p in layer.named_parameters(prefix=f"layers.{index}"):
+            yield name, instead.get(p, p)
 
     def numbered(self) -> Iterator[tuple[int, nn.Module]]:
         """Global index and layer."""
         return enumerate(self.layers, start=self.first)
+
+    def call(self, index: int) -> Callable[[object], object]:
+        """Return what runs a layer's forward."""
+        return self.calls.get(index, self.layers[index - self.first])

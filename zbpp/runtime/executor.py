@@ -5,6 +5,7 @@
     F B W BW      take what it reads, compute, keep what it writes
     Send          hand it to the transport
     Reduce        start the sum of gradient norms and losses over all stages
+    AddTied       wait for the other stages' gradients of tied parameters, and add
     Step          wait for that sum, clip, step or skip; or step speculatively
     Check         validate that step; if it is invalid, replay what came before
 
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from torch.profiler import record_function
 
 from zbpp.core import (
+    AddTied,
     Check,
     Job,
     Pass,
@@ -29,6 +31,7 @@ from zbpp.core import (
     Reduce,
     Send,
     Step,
+    TiedGradient,
     Value,
     at_check,
     input_of,
@@ -83,6 +86,7 @@ class Executor:
         self._posted: set[Value] = set()
         self._replay = Replay(stage) if optimizer.speculates else None
         self._is_invalid = False
+        self._norms_began: Any = None  # where tied gradients are added first
         optimizer.inject_fault = self._inject_fault
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             Pass: self._pass,
@@ -91,6 +95,7 @@ class Executor:
             Send: self._send,
             Receive: self._receive,
             Reduce: self._reduce,
+            AddTied: self._add_tied,
         }
         self._passes: dict[PassKind, Callable[[int, int, Any], Tensors | None]] = {
             PassKind.B: self.stage.backward_input,
@@ -130,6 +135,7 @@ class Executor:
             if self._replay is not None:
                 self._replay.decided()
             self.optimizer.begin_backward()
+            self.stage.ties.begin()
         yield from self._run(rest)
         if training and self._replay is not None:
             self._replay.end()
@@ -179,6 +185,8 @@ class Executor:
             case Pass():
                 value = input_of(instruction, self._n_chunks)
                 return value not in self._posted or self.transport.ready(value)
+            case AddTied():
+                return self.stage.ties.ready(self.transport)
             case Step():
                 return self.optimizer.ready()
             case Check():
@@ -211,11 +219,9 @@ class Executor:
             return nullcontext()
         return self._replay.forward(job)
 
-    def _backward(
-        self, chunk: int, microbatch: int, gradients: Tensors | None
-    ) -> Tensors:
+    def _backward(self, chunk: int, microbatch: int, dy: Tensors | None) -> Tensors:
         """BW: the same B and W, in one job."""
-        result = self.stage.backward_input(chunk, microbatch, gradients)
+        result = self.stage.backward_input(chunk, microbatch, dy)
         self.stage.backward_weight(chunk, microbatch)
         return result
 
@@ -224,17 +230,30 @@ class Executor:
 
     def _send(self, instruction: Send) -> None:
         value, peer = instruction.value, instruction.peer
+        if isinstance(value, TiedGradient):
+            self.stage.ties.send(value, self.transport, peer)
+            return
         tensors = self._here.pop(value)
         if isinstance(tensors, Nested):
             tensors = without_constants(tensors, value.chunk, peer, self._stage_of)
         self.transport.send(value, tensors, peer)
 
     def _receive(self, instruction: Receive) -> None:
-        self._posted.add(instruction.value)
-        self.transport.post(instruction.value, instruction.peer)
+        value, peer = instruction.value, instruction.peer
+        if isinstance(value, TiedGradient):
+            self.stage.ties.post(value, self.transport, peer)
+            return
+        self._posted.add(value)
+        self.transport.post(value, peer)
+
+    def _add_tied(self, instruction: AddTied) -> None:
+        ties = self.stage.ties
+        received = ties.receive(self.transport, Step(instruction.stage))
+        self._norms_began = self.times.now()
+        ties.add(received)
 
     def _reduce(self, instruction: Reduce) -> None:
-        start = self.times.now()
+        start, self._norms_began = self._norms_began or self.times.now(), None
         self.optimizer.reduce(self.transport)
         self.times.norms.append((start, self.times.now()))
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.tied import BuilderWatch, refuse_sharing
+from zbpp.runtime.ties.find import BuilderWatch, refuse_sharing
 
 __all__ = ["Model", "build_chunks", "count_layers", "partition_layers"]
 
@@ -73,17 +73,28 @@ def count_layers(model: Model, n_layers: int | None) -> int:
 
 
 def build_chunks(
-    model: Model, ranges: Sequence[range], held: Sequence[int]
+    model: Model,
+    ranges: Sequence[range],
+    held: Sequence[int],
+    *,
+    knows_ties: bool = False,
 ) -> list[Chunk]:
     """Make the chunks of one stage.
 
+    Args:
+        model: layers or a builder.
+        ranges: layers of each chunk.
+        held: the chunks of this process.
+        knows_ties: the caller has said which parameters layers share.
+
     Raises:
         RequestError: a builder returns a wrong number of layers, or layers of
-            different chunks share a parameter.
+            different chunks share a parameter that nobody has named.
     """
     if isinstance(model, _LAYERS):
-        refuse_sharing((c, i, model[i]) for c, own in enumerate(ranges) for i in own)
         return [_chunk(i, ranges[i], [model[n] for n in ranges[i]]) for i in held]
+    if knows_ties:
+        return [_chunk(i, ranges[i], model(ranges[i])) for i in held]
     watch = BuilderWatch(model)
     chunks = [_chunk(i, ranges[i], watch.layers(ranges[i])) for i in held]
     refuse_sharing((c.index, *one) for c in chunks for one in c.numbered())

@@ -41,10 +41,18 @@ class Recomputed:
         layer: any module.
         name: of the layer, in errors.
         device: where it runs.
+        call: what runs its forward; None: the layer itself.
     """
 
-    def __init__(self, layer: nn.Module, name: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        name: str,
+        device: torch.device,
+        call: Callable[[object], object] | None = None,
+    ) -> None:
         self.layer = layer
+        self._call = call or layer
         self.name = name
         self.device = device
         self.changing: set[tuple[nn.Module, str]] = set()
@@ -59,7 +67,7 @@ class Recomputed:
             RuntimeError: the forward changes what it never changed before.
         """
         if not torch.is_grad_enabled():
-            return self.layer(value)
+            return self._call(value)
         is_tuple = type(value) is tuple
         given = value if isinstance(value, tuple) and is_tuple else (value,)
         seen = _Seen(self)
@@ -84,7 +92,7 @@ class Recomputed:
         if copies:
             value = map_tensors(value, constants.copy)
         before = [(tensor, mark(tensor)) for tensor in tensors_in(value)]
-        output = self.layer(value)
+        output = self._call(value)
         if any(mark(tensor) != at for tensor, at in before):
             self._changes_input = True
             if not copies:

@@ -26,13 +26,8 @@ from zbpp.runtime.constants import Constants, GivenConstants
 from zbpp.runtime.loss import Loss, LossFn
 from zbpp.runtime.recompute import Recomputed
 from zbpp.runtime.support.random_state import seed_torch
-from zbpp.runtime.values import (
-    Nested,
-    Tensors,
-    as_value,
-    detached,
-    with_tensors,
-)
+from zbpp.runtime.ties.stage import StageTies
+from zbpp.runtime.values import Nested, Tensors, as_value, detached, with_tensors
 
 __all__ = ["LossFn", "Stage"]
 
@@ -58,6 +53,7 @@ class Stage:
             step, layer, micro-batch), so that dropout is the same under every schedule.
         exact_sums: False adds gradients as they come, within the products' kernels.
         recompute: global indices of the layers whose graph B computes again.
+        ties: parameters that several layers hold; None: there are none.
 
     Raises:
         RequestError: a layer is wrapped by data parallelism.
@@ -74,6 +70,7 @@ class Stage:
         seed: int | None = None,
         exact_sums: bool = True,
         recompute: Collection[int] = (),
+        ties: StageTies | None = None,
     ) -> None:
         self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
         for chunk in chunks:
@@ -84,6 +81,7 @@ class Stage:
         self.device = device
         self._autocast = autocast
         self._seed = seed
+        self.ties = ties or StageTies()
         self._exact_sums = exact_sums
         self.recompute(recompute)
         self.where: dict[int, dict[Tensor, str]] = {}
@@ -110,6 +108,10 @@ class Stage:
         """Global index and layer, chunk after chunk."""
         return chain.from_iterable(chunk.numbered() for chunk in self.chunks.values())
 
+    def named_leaves(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """Layer, global name and parameter, as the forwards use it."""
+        return chain.from_iterable(chunk.all_leaves() for chunk in self.chunks.values())
+
     @property
     def seeded(self) -> bool:
         """True if the random numbers of a forward depend on its place alone."""
@@ -118,8 +120,9 @@ class Stage:
     def recompute(self, layers: Collection[int]) -> None:
         """Choose the layers whose graph B computes again, from the next step on."""
         self._recomputed = {
-            index: Recomputed(layer, f"layers.{index}", self.device)
-            for index, layer in self.numbered()
+            index: Recomputed(layer, f"layers.{index}", self.device, chunk.call(index))
+            for chunk in self.chunks.values()
+            for index, layer in chunk.numbered()
             if index in layers
         }
 
@@ -143,6 +146,7 @@ class Stage:
             weights: of each micro-batch, with the targets; None: all alike.
             keeps_outputs: keep what `predict` finds on the last chunk.
         """
+        self.ties.refresh()
         self.step = step
         self.inputs = inputs
         self.loss.begin(targets, weights, n_microbatches=n_microbatches)
@@ -272,11 +276,12 @@ class Stage:
         held = self.chunks[chunk]
         is_plain = len(inputs) == 1 and inputs[0].requires_grad
         given = None if is_plain else GivenConstants(held, inputs)
-        for layer_index, layer in held.numbered():
+        for layer_index, _ in held.numbered():
             if self._seed is not None:
                 place = (self._seed, self.step, layer_index, microbatch)
                 seed_torch(hash(place), self.device)
-            value = self._recomputed.get(layer_index, layer)(value)
+            call = self._recomputed.get(layer_index) or held.call(layer_index)
+            value = call(value)
         if chunk == self._last and self.loss.targets is not None:
             value = self.loss(value, microbatch)
         if isinstance(value, Tensor):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.core import Job, Value, What
+from zbpp.core import Job, Message, TiedGradient, What
 from zbpp.runtime.comm.header import MOST_TENSORS, Spec
 from zbpp.runtime.comm.private_group import PrivateGroup, draw_name, open_group
 
@@ -43,10 +43,14 @@ class Channel:
 
 @dataclass
 class Incoming:
-    """A receive that is posted; its buffers exist once the shapes are known."""
+    """A receive that is posted; its buffers exist once the shapes are known.
 
-    value: Value
+    ``known`` is what this end knows of them without the other.
+    """
+
+    value: Message
     peer: int
+    known: Spec | None = None
     spec: Spec | None = None
     buffers: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
@@ -107,14 +111,18 @@ def join(
     return everyone, channels, notes
 
 
-def tag(value: Value, slot: int, *, training: bool = True) -> int:
+def tag(value: Message, slot: int, *, training: bool = True) -> int:
     """Give a tensor of a value a number that no other has within a step.
 
     An evaluation has numbers of its own: a step would take its tensors for those that
     it waits for, if one rank alone evaluates.
     """
-    kind = (value.what is not What.ACTIVATION) + 2 * (not training)
-    index = (value.microbatch * _CHUNKS + value.chunk) * 4 + kind
+    if isinstance(value, TiedGradient):  # only in training, as gradients are
+        number, kind = value.tie, 3
+    else:
+        number = value.microbatch
+        kind = (value.what is not What.ACTIVATION) + 2 * (not training)
+    index = (number * _CHUNKS + value.chunk) * 4 + kind
     return (index * _SLOTS + slot) % 2**31
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.core import Job, Value
+from zbpp.core import Job, Message
 from zbpp.runtime.comm.channels import PendingSum, join
 from zbpp.runtime.comm.failures import FailureNotes
 from zbpp.runtime.comm.messages import Messages
@@ -115,19 +115,19 @@ class DistributedTransport:
         self._trains = opening is not None
         self._messages.begin(opening)
 
-    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+    def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Start to send; the tensors are kept until they have left."""
         self._messages.send(value, tensors, peer)
 
-    def post(self, value: Value, peer: int) -> None:
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
         """Start to receive, unless the shapes are still unknown."""
-        self._messages.post(value, peer)
+        self._messages.post(value, peer, like)
 
-    def ready(self, value: Value) -> bool:
+    def ready(self, value: Message) -> bool:
         """Return True: a receive waits for another process."""
         return True
 
-    def receive(self, value: Value, job: Job) -> Tensors:
+    def receive(self, value: Message, job: Job) -> Tensors:
         """Wait for a value, and for the headers of those before it in the channel."""
         return self._messages.receive(value, job)
 

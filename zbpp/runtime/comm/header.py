@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zbpp.core import Value, What
 from zbpp.runtime.support.errors import ShapeError
-from zbpp.runtime.values import Nested, described
+from zbpp.runtime.values import Nested, Tensors, described
 
 __all__ = [
     "HEADER_BYTES",
@@ -71,6 +71,16 @@ class Spec:
         sizes = zip(self.shapes, self.dtypes, strict=True)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
 
+    @classmethod
+    def of(cls, tensors: Tensors) -> "Spec":
+        """Describe plain tensors."""
+        return cls(
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            tuple(tensor.dtype for tensor in tensors),
+            tuple(tensor.requires_grad for tensor in tensors),
+            tensors.structure if isinstance(tensors, Nested) else None,
+        )
+
     def of_gradients(self) -> "Spec":
         """Describe the gradients: one for each tensor that needs one."""
         kept = [i for i, needs in enumerate(self.needs_grad) if needs]
@@ -95,12 +105,7 @@ def spec_of(value: Value, tensors: tuple[Tensor, ...]) -> Spec:
     for tensor in tensors:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             _refuse_others(value, tensor)
-    return Spec(
-        tuple(tuple(tensor.shape) for tensor in tensors),
-        tuple(tensor.dtype for tensor in tensors),
-        tuple(tensor.requires_grad for tensor in tensors),
-        tensors.structure if isinstance(tensors, Nested) else None,
-    )
+    return Spec.of(tensors)
 
 
 def _refuse_others(value: Value, tensor: Tensor) -> None:

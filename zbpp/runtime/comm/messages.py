@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.core import Job, Value, What
+from zbpp.core import Job, Message, TiedGradient, Value, What
 from zbpp.runtime.comm import header
 from zbpp.runtime.comm.channels import HEADER, HEADER_REST, KINDS, Incoming
 from zbpp.runtime.comm.header import Spec, spec_of
@@ -64,7 +64,7 @@ class Messages:
         self.shapes = Shapes()
         self._opening: Opening | None = None
         self._told: tuple[dist.Work, Tensor] | None = None
-        self._incoming: dict[Value, Incoming] = {}
+        self._incoming: dict[Message, Incoming] = {}
         self._waiting: dict[int, deque[Incoming]] = {peer: deque() for peer in peers}
 
     def begin(self, opening: Opening | None = None) -> None:
@@ -106,9 +106,9 @@ class Messages:
         for source in self._waiting:
             self._start_known(source)
 
-    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+    def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Start to send; the tensors are kept until they have left."""
-        if value.what is What.ACTIVATION:
+        if isinstance(value, Value) and value.what is What.ACTIVATION:
             self._announce(value, spec_of(value, tensors), peer)
         for slot, tensor in enumerate(tensors, start=1):
             payload = tensor.detach().to(self._on).contiguous()
@@ -117,7 +117,7 @@ class Messages:
 
     def _announce(self, value: Value, spec: Spec, peer: int) -> None:
         """Send a header where the receiver does not know the shapes yet."""
-        known = self._known_spec(value)
+        known = None if self._opening is None else self.shapes.known(value)
         if known is None:
             first, rest = header.to_blocks(header.pack(value, spec))
             self._wire.send(value, first.to(self._on), peer, slot=HEADER)
@@ -136,9 +136,9 @@ class Messages:
         if self._opening is not None:
             self.shapes.learn(value, spec)
 
-    def post(self, value: Value, peer: int) -> None:
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
         """Start to receive, unless the shapes are still unknown."""
-        incoming = Incoming(value, peer)
+        incoming = Incoming(value, peer, known=None if like is None else Spec.of(like))
         self._incoming[value] = incoming
         self._waiting[peer].append(incoming)
         self._start_known(peer)
@@ -147,13 +147,16 @@ class Messages:
         """Start the receives from a stage up to the first of unknown shapes."""
         waiting = self._waiting[peer]
         while waiting:
-            spec = self._known_spec(waiting[0].value)
+            spec = self._known_spec(waiting[0])
             if spec is None:
                 break
             self._start(waiting.popleft(), spec)
 
-    def _known_spec(self, value: Value) -> Spec | None:
+    def _known_spec(self, incoming: Incoming) -> Spec | None:
         """Shapes and dtypes of a message, if it needs no header."""
+        value = incoming.value
+        if isinstance(value, TiedGradient):
+            return incoming.known
         return None if self._opening is None else self.shapes.known(value)
 
     def _start(self, incoming: Incoming, spec: Spec) -> None:
@@ -164,7 +167,7 @@ class Messages:
             work = self._wire.receive(value, buffer, peer, slot=slot)
             incoming.works.append(work)
 
-    def receive(self, value: Value, job: Job) -> Tensors:
+    def receive(self, value: Message, job: Job) -> Tensors:
         """Wait for a value, and for the headers of those before it in the channel."""
         incoming = self._incoming.pop(value)
         if self._told is not None:
@@ -172,16 +175,14 @@ class Messages:
         waiting = self._waiting[incoming.peer]
         while incoming.spec is None:
             first = waiting.popleft()
-            self._start(
-                first, self._known_spec(first.value) or self._header(first, job)
-            )
+            self._start(first, self._known_spec(first) or self._header(first, job))
         with self._background.waiting():
             for work in incoming.works:
                 self._waits.wait(work, f"{job} for {value} from", incoming.peer)
         buffers = (buffer.to(self._device) for buffer in incoming.buffers)
         spec = incoming.spec
         tensors = tuple(
-            tensor.requires_grad_(needs and value.what is What.ACTIVATION)
+            tensor.requires_grad_(needs)
             for tensor, needs in zip(buffers, spec.needs_grad, strict=True)
         )
         return tensors if spec.structure is None else nested(tensors, spec.structure)
@@ -190,8 +191,10 @@ class Messages:
         first = self._block(incoming, header.HEADER_BYTES, HEADER, job)
         n_bytes = header.rest_bytes(first)
         rest = self._block(incoming, n_bytes, HEADER_REST, job) if n_bytes else None
-        spec = header.unpack(header.from_blocks(first, rest), incoming.value)
-        self._learn(incoming.value, spec)
+        value = incoming.value
+        assert isinstance(value, Value), "a tied gradient has no header"
+        spec = header.unpack(header.from_blocks(first, rest), value)
+        self._learn(value, spec)
         return spec
 
     def _block(self, incoming: Incoming, n_bytes: int, slot: int, job: Job) -> Tensor:

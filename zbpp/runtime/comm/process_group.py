@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["initialise", "own_device"]
+__all__ = ["initialise", "own_device", "place_in"]
 
 
 def own_device() -> torch.device:
@@ -19,6 +19,20 @@ def own_device() -> torch.device:
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
         return torch.device("cpu")
     return torch.device("cuda", local)
+
+
+def place_in(
+    group: dist.ProcessGroup | None,
+) -> tuple[dist.ProcessGroup | None, int, int]:
+    """Return a pipeline's processes, this one's rank and their number.
+
+    Args:
+        group: None: all processes, or this one alone.
+    """
+    if not dist.is_initialized():
+        return None, 0, 1
+    group = group or dist.group.WORLD
+    return group, dist.get_rank(group), dist.get_world_size(group)
 
 
 def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from zbpp.core import Job, Value
+from zbpp.core import Job, Message
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.values import Tensors
@@ -62,16 +62,16 @@ class Transport(Protocol):
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation if there is no opening."""
 
-    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+    def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Hand over a value and go on at once."""
 
-    def post(self, value: Value, peer: int) -> None:
-        """Announce that a value will be received."""
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
+        """Announce that a value will be received; its shapes are those of ``like``."""
 
-    def ready(self, value: Value) -> bool:
+    def ready(self, value: Message) -> bool:
         """True if `receive` returns without waiting for a stage of this process."""
 
-    def receive(self, value: Value, job: Job) -> Tensors:
+    def receive(self, value: Message, job: Job) -> Tensors:
         """Wait for a value that was posted; ``job`` is named if it does not come."""
 
     def reduce(self, vector: Tensor) -> Reduction:
@@ -104,7 +104,7 @@ class LocalHub:
     """Mailbox and sums under way, shared by the stages of one process."""
 
     n_stages: int
-    mail: dict[Value, deque[Tensors]] = field(
+    mail: dict[Message, deque[Tensors]] = field(
         default_factory=lambda: defaultdict(deque)
     )
     sums: list["_LocalSum"] = field(default_factory=list)
@@ -146,18 +146,18 @@ class LocalTransport:
     def begin(self, opening: Opening | None = None) -> None:
         """Nothing to prepare."""
 
-    def send(self, value: Value, tensors: Tensors, peer: int) -> None:
+    def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Put the tensors into the mailbox, behind an older copy if there is one."""
         self._hub.mail[value].append(tensors)
 
-    def post(self, value: Value, peer: int) -> None:
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
         """Nothing to prepare."""
 
-    def ready(self, value: Value) -> bool:
+    def ready(self, value: Message) -> bool:
         """True if the value is in the mailbox."""
         return value in self._hub.mail
 
-    def receive(self, value: Value, job: Job) -> Tensors:
+    def receive(self, value: Message, job: Job) -> Tensors:
         """Take the tensors out of the mailbox."""
         copies = self._hub.mail[value]
         tensors = copies.popleft()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.core import Value
+from zbpp.core import Message
 from zbpp.runtime.comm.channels import Channel, tag
 from zbpp.runtime.comm.waits import Waits
 from zbpp.runtime.support.errors import PeerError
@@ -40,7 +40,7 @@ class Wire:
         self._stage = stage
         self._waits = waits
         self._lost = lost
-        self._outgoing: deque[tuple[dist.Work, Tensor, Value, int]] = deque()
+        self._outgoing: deque[tuple[dist.Work, Tensor, Message, int]] = deque()
         self._n_older = 0  # sends of steps before this one that are not finished
 
     def begin(self, *, training: bool) -> None:
@@ -48,7 +48,7 @@ class Wire:
         self.training = training
         self._n_older = len(self._outgoing)
 
-    def send(self, value: Value, tensor: Tensor, peer: int, *, slot: int) -> None:
+    def send(self, value: Message, tensor: Tensor, peer: int, *, slot: int) -> None:
         """Start to send; the tensor is kept until it has left.
 
         Raises:
@@ -63,7 +63,7 @@ class Wire:
         self._outgoing.append((work, tensor, value, peer))
 
     def receive(
-        self, value: Value, buffer: Tensor, peer: int, *, slot: int
+        self, value: Message, buffer: Tensor, peer: int, *, slot: int
     ) -> dist.Work:
         """Start to receive.
 

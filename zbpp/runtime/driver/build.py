@@ -6,14 +6,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zbpp.core import Pass, PassKind, Placement, Program, Receive, Send, What
+from zbpp.core import Pass, PassKind, Program, Receive, Send, Value, What
 from zbpp.runtime.comm.distributed import DistributedTransport
 from zbpp.runtime.comm.transport import LocalHub, Transport
+from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer, StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.partition import Model, build_chunks
 from zbpp.runtime.stage import LossFn, Stage
+from zbpp.runtime.ties.bind import bind_ties
+from zbpp.runtime.ties.plan import TiePlan
 
 __all__ = ["StageOptions", "build_executors", "make_transports"]
 
@@ -34,11 +37,10 @@ class StageOptions:
 
 def make_transports(
     programs: Sequence[Program],
-    *,
     group: dist.ProcessGroup | None,
     device: torch.device,
-    timeout_s: float,
-    first_timeout_s: float,
+    *,
+    timeouts_s: tuple[float, float],
 ) -> dict[int, Transport]:
     """The transports of this process's stages: its own, or without a group all."""
     if group is None or dist.get_world_size(group) == 1:
@@ -52,8 +54,8 @@ def make_transports(
         neighbours=neighbours,
         sources=sources,
         device=device,
-        timeout_s=timeout_s,
-        first_timeout_s=first_timeout_s,
+        timeout_s=timeouts_s[0],
+        first_timeout_s=timeouts_s[1],
     )
     return {transport.stage: transport}
 
@@ -63,7 +65,9 @@ def _first_source(program: Program) -> int | None:
     first = [
         (i.value.chunk, i.peer)
         for i in program
-        if isinstance(i, Receive) and i.value.what is What.ACTIVATION
+        if isinstance(i, Receive)
+        and isinstance(i.value, Value)
+        and i.value.what is What.ACTIVATION
     ]
     reads_inputs = Pass(PassKind.F, 0, 0) in program
     return None if reads_inputs or not first else min(first)[1]
@@ -71,24 +75,38 @@ def _first_source(program: Program) -> int | None:
 
 def build_executors(
     model: Model,
-    ranges: Sequence[range],
-    placement: Placement,
+    plan: TiePlan,
     transports: dict[int, Transport],
     options: StageOptions,
+    *,
+    knows_ties: bool = False,
 ) -> dict[int, Executor]:
     """Build the layers, the optimizer and the executor of each local stage.
+
+    Args:
+        model: layers or a builder.
+        plan: chunks, their placement, and the parameters that layers share.
+        transports: of the stages of this process.
+        options: of every stage.
+        knows_ties: the plan's ties are all, so a builder is not watched for more.
 
     Raises:
         RequestError: the builder or the sharing of parameters is wrong.
     """
+    placement, ranges = plan.placement, plan.ranges
     held = [chunk for stage in transports for chunk in placement.chunks_of[stage]]
-    chunks = {chunk.index: chunk for chunk in build_chunks(model, ranges, held)}
+    built = build_chunks(model, ranges, held, knows_ties=knows_ties)
+    chunks = {chunk.index: chunk for chunk in built}
+    for chunk in built:
+        for layer in chunk.layers:
+            layer.to(options.device)
+    bound = bind_ties(
+        plan,
+        {s: [chunks[index] for index in placement.chunks_of[s]] for s in transports},
+    )
     executors = {}
     for stage, transport in transports.items():
-        own = [chunks[index] for index in placement.chunks_of[stage]]
-        for chunk in own:
-            for layer in chunk.layers:
-                layer.to(options.device)
+        own, tied = bound[stage]
         runner = Stage(
             own,
             n_chunks=placement.n_chunks,
@@ -98,6 +116,7 @@ def build_executors(
             seed=options.seed,
             exact_sums=options.exact_sums,
             recompute=options.recompute,
+            ties=tied,
         )
         share = StageOptimizer(
             runner,
@@ -114,4 +133,5 @@ def build_executors(
             stage_of=placement.stage_of,
             rank=stage if len(transports) == 1 else 0,
         )
+    share_first_bits(executors, plan)
     return executors

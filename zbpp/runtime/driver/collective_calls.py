@@ -1,5 +1,6 @@
 """Pipeline operations over the stages of this process."""
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -105,11 +106,10 @@ def report_split(executors: Executors) -> dict[str, str]:
     """Name the origin of each parameter's gradient: `SplitGraph.report`."""
     found = {}
     for executor in executors.values():
-        for index, where in executor.stage.where.items():
-            for place, layer in executor.stage.chunks[index].numbered():
-                for name, p in layer.named_parameters(prefix=f"layers.{place}"):
-                    if p in where:
-                        found[name] = where[p]
+        where = ChainMap(*executor.stage.where.values())
+        for _, name, p in executor.stage.named_leaves():
+            if p in where:
+                found[name] = where[p]
     return found
 
 

@@ -58,17 +58,24 @@ class StepSums:
     Args:
         reduction: under way.
         n_layers: of the whole model: so many squared norms.
-        n_microbatches: so many losses come next, and as many weights of them; anything
-            else comes behind them.
+        n_microbatches: so many losses come next, and as many weights of them.
+        n_tied: so many numbers on tied parameters next; the rest comes behind them.
         step: which one, from 0.
     """
 
     def __init__(
-        self, reduction: Reduction, *, n_layers: int, n_microbatches: int, step: int
+        self,
+        reduction: Reduction,
+        *,
+        n_layers: int,
+        n_microbatches: int,
+        n_tied: int = 0,
+        step: int,
     ) -> None:
         self._reduction = reduction
         self._n_layers = n_layers
         self._n_microbatches = n_microbatches
+        self._n_tied = n_tied
         self.step = step
         self._host: Tensor | None = None
 
@@ -102,6 +109,11 @@ class StepSums:
             return float(losses.mean())
         return float((losses * weights).sum() / weights.sum())
 
+    def tied(self) -> Tensor:
+        """The entries behind the losses and weights, see `zbpp.runtime.ties`."""
+        first = self._n_layers + 2 * self._n_microbatches
+        return self.read()[first:][: self._n_tied]
+
     def notes(self) -> Tensor:
-        """The entries behind the losses and weights."""
-        return self.read()[self._n_layers + 2 * self._n_microbatches :]
+        """The entries behind all others."""
+        return self.read()[self._n_layers + 2 * self._n_microbatches + self._n_tied :]

@@ -28,13 +28,12 @@ def squared_norms(
     """
     gradients: list[tuple[int, Tensor]] = []
     left = dict.fromkeys(counted)
-    last = 0
-    for last, layer in stage.numbered():
-        for p in layer.parameters():
-            if p in left:
-                del left[p]
-                if p.grad is not None:
-                    gradients.append((last, p.grad))
+    *_, (last, _) = stage.numbered()
+    for index, _, p in stage.named_leaves():
+        if p in left:
+            del left[p]
+            if p.grad is not None:
+                gradients.append((index, p.grad))
     gradients += [(last, p.grad) for p in left if p.grad is not None]
     parts = [_part(gradient) for _, gradient in gradients]
     squares = sum_over_meshes(parts, [_square(part) for part in parts])
@@ -100,10 +99,11 @@ class NonFiniteFinder:
         stage.watch_gradients(self._look)
 
     def _look(self, chunk_index: int, microbatch: int) -> None:
-        for index, layer in self._stage.chunks[chunk_index].numbered():
+        chunk = self._stage.chunks[chunk_index]
+        for index, _ in chunk.numbered():
             if index in self.found:
                 continue
-            for place, p in enumerate(layer.parameters()):
+            for place, (_, p) in enumerate(chunk.named_leaves(index)):
                 if p.grad is not None and not _is_finite(p.grad):
                     self.found[index] = 1 + place + microbatch * self.STRIDE
                     break

@@ -83,12 +83,7 @@ class StageOptimizers:
             self._said |= others
 
     def _names(self, parameters: set[Tensor]) -> list[str]:
-        return [
-            f"layers.{index}.{name}"
-            for index, layer in self._stage.numbered()
-            for name, p in layer.named_parameters()
-            if p in parameters
-        ]
+        return [name for _, name, p in self._stage.named_leaves() if p in parameters]
 
     @property
     def must_wait(self) -> bool:
@@ -187,7 +182,7 @@ def _skip() -> None:
 
 def _can_learn(stage: Stage) -> Iterator[nn.Parameter]:
     """The parameters that may have gradients, each once; frozen ones may thaw."""
-    seen: set[nn.Parameter] = set()
+    seen: set[Tensor] = set(stage.ties.aliases)
     for chunk in stage.chunks.values():
         for p in chunk.parameters():
             if p not in seen and (p.is_floating_point() or p.is_complex()):

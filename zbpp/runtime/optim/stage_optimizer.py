@@ -14,19 +14,19 @@ the decision are therefore the same bits on every stage, for any number of stage
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from zbpp.core import Job
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.decision import Decision, StepSums, clip_factor, decide
 from zbpp.runtime.optim.log_messages import warn_barrier_fallback
-from zbpp.runtime.optim.norms import NonFiniteFinder, multiply_gradients, squared_norms
+from zbpp.runtime.optim.norms import NonFiniteFinder, multiply_gradients
 from zbpp.runtime.optim.optimizers import MakeOptimizer, StageOptimizers
 from zbpp.runtime.optim.param_groups import GroupValues
 from zbpp.runtime.optim.result import StepResult
 from zbpp.runtime.optim.rollback.recompute import Rollback
 from zbpp.runtime.optim.step_state import History, StepRules
+from zbpp.runtime.optim.step_vector import step_vector
 from zbpp.runtime.optim.untouched import Untouched
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.background import BackgroundWork
@@ -89,7 +89,7 @@ class StageOptimizer:
         self._pending: _Pending | None = None
         self._replay = False
         self._torn = False
-        self._error: NonFiniteError | None = None
+        self._error: Exception | None = None
         self._said = not is_reporter
         self.result: StepResult | None = None
         """Of the last step."""
@@ -118,21 +118,10 @@ class StageOptimizer:
         self.optimizers.drop_others()
         parameters = self.optimizers.parameters()
         multiply_gradients(parameters, 1.0 / self._stage.loss_scale)
-        losses = self._stage.loss.table().flatten()
-        n_losses = len(losses)
-        n_notes = self._n_layers if self._finder is not None else 0
-        vector = torch.zeros(
-            self._n_layers + n_losses + n_notes,
-            dtype=torch.float64,
-            device=self._stage.device,
+        vector = step_vector(
+            self._stage, parameters, n_layers=self._n_layers, finder=self._finder
         )
-        for layer, squared in squared_norms(self._stage, parameters):
-            vector[layer] = squared
-        vector[self._n_layers :][:n_losses] = losses
-        if self._finder is not None:
-            for layer, note in self._finder.found.items():
-                vector[self._n_layers + n_losses + layer] = note
-            self._finder = None
+        self._finder = None
         speculative = self.history.speculates
         local_norm = 0.0
         if speculative and not vector.is_cuda:  # to read it there holds up the host
@@ -141,6 +130,7 @@ class StageOptimizer:
             transport.reduce(vector),
             n_layers=self._n_layers,
             n_microbatches=self._stage.n_microbatches,
+            n_tied=len(self._stage.ties.plan.slots),
             step=self._stage.step,
         )
         self._pending = _Pending(sums, speculative, local_norm)
@@ -179,6 +169,7 @@ class StageOptimizer:
             pending.stepped = rollback
             for values in pending.values:
                 values.end()
+            self._stage.ties.note_write()
             self._background.offer(self._keep(pending, rollback))
         pending.gradients = [(p, p.grad) for p in self.optimizers.parameters()]
         self.optimizers.zero_grad()  # the caller might do so too
@@ -256,6 +247,7 @@ class StageOptimizer:
             self.history.note(decision, pending.sums)
         except NonFiniteError as error:
             self._error = error
+        self._error = self._error or self._stage.ties.difference(pending.sums.tied())
         if speculated and not self.history.speculates and not self._said:
             self._said = True
             warn_barrier_fallback(self._rules.patience)
@@ -277,6 +269,7 @@ class StageOptimizer:
             multiply_gradients(optimizers.parameters(), decision.factor)
             optimizers.step(pending.values, skipped=decision.skipped)
         optimizers.zero_grad()
+        self._stage.ties.note_write()
         self._torn = False
 
     def _keep(self, pending: _Pending, stepped: Rollback) -> Iterator[bool]:

@@ -76,8 +76,7 @@ class Untouched:
                         yield p, f" ({name} in {type(optimizer).__name__})", value
 
     def _name(self, parameter: Tensor) -> str:
-        for index, layer in self._stage.numbered():
-            for name, p in layer.named_parameters():
-                if p is parameter:
-                    return f"layers.{index}.{name}"
+        for _, name, p in self._stage.named_leaves():
+            if p is parameter:
+                return name
         return f"a parameter of shape {tuple(parameter.shape)}"

@@ -1,9 +1,10 @@
-"""Notice parameters that layers of different chunks share, also across processes.
+"""Find parameters that layers share, also across processes.
 
-A process sees its own layers only. A parameter that another module holds as well, be it
-alive or dropped by the builder since, may belong to a layer of another chunk. Then, and
-only then, the builder is called once more, for all layers: who shares what is certain
-where all come from one call.
+In a list of layers they are one object. Of a builder, a process sees its own layers
+only. A parameter that another module holds as well, be it alive or dropped by the
+builder since, may belong to a layer of another chunk. Then, and only then, the builder
+is called once more, for all layers: who shares what is certain where all come from one
+call.
 """
 
 import gc
@@ -20,10 +21,26 @@ from torch.nn.modules.module import (
 )
 
 from zbpp.core import RequestError
+from zbpp.runtime.ties.plan import Tie
 
-__all__ = ["BuilderWatch", "refuse_sharing"]
+__all__ = ["BuilderWatch", "find_ties", "refuse_sharing"]
 
 Build = Callable[[range], Sequence[nn.Module]]
+
+
+def find_ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Find parameters that are one object in several layers.
+
+    >>> layers = [nn.Embedding(5, 3), nn.Linear(3, 5)]
+    >>> layers[1].weight = layers[0].weight
+    >>> find_ties(layers)
+    (((0, 'weight'), (1, 'weight')),)
+    """
+    homes: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            homes.setdefault(parameter, []).append((index, name))
+    return tuple(tuple(home) for home in homes.values() if len(home) > 1)
 
 
 class BuilderWatch:
