@@ -34,10 +34,8 @@ from zbpp.core import (
     Schedule,
     longest_span,
     lower_bound,
-    peaks,
-    replay,
-    step_behind_barrier,
 )
+from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
 from zbpp.schedules.planner.limits import capped
 from zbpp.schedules.planner.multi.plan import plan_placement
 from zbpp.schedules.planner.request import (
@@ -52,43 +50,21 @@ __all__ = ["Candidate", "placements", "plan_auto", "plan_one"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
-_ROUNDING = 1e-9  # relative
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(PlanFigures):
     """A plan, and the figures that are compared, each only when it is asked for."""
 
     plan: Schedule
     costs: Costs
     memory: MemoryModel
+    names = "span", "barrier_step", "peak"
 
     @cached_property
     def span(self) -> float:
         """Largest span of a stage."""
-        times = self.costs.on(self.plan.placement)
-        m = self.plan.n_microbatches
-        return longest_span(replay(self.plan.orders, times, n_microbatches=m))
-
-    @cached_property
-    def step_time(self) -> float:
-        """Time of a step among many, behind a barrier."""
-        times = self.costs.on(self.plan.placement)
-        m = self.plan.n_microbatches
-        return step_behind_barrier(self.plan.orders, times, n_microbatches=m)
-
-    @cached_property
-    def peak(self) -> float:
-        """Largest memory of a stage."""
-        return max(peaks(self.plan.orders, self.memory.on(self.plan.placement)))
-
-    def is_better_than(self, other: "Candidate") -> bool:
-        """Compare figure by figure; a tie in all of them is not better."""
-        for name in ("span", "step_time", "peak"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if abs(mine - theirs) > _ROUNDING * max(mine, theirs):
-                return bool(mine < theirs)
-        return False
+        return longest_span(self.rows)
 
 
 def plan_auto(
@@ -128,7 +104,7 @@ def plan_auto(
                 memory, placement, splits=splits, default_limit=default_limit
             )
             bound = lower_bound(placement, n_microbatches, costs, limited)
-            if best is not None and bound > best.span * (1 + _ROUNDING):
+            if best is not None and bound > best.span * (1 + ROUNDING):
                 continue
             plan = _plan(
                 placement, n_microbatches, costs, memory, effort, default_limit

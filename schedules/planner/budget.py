@@ -6,11 +6,12 @@ schedule on every machine. Only ``best`` looks at the clock.
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from zbpp.core import RequestError
 
-__all__ = ["Budget", "check_effort", "parse_effort"]
+__all__ = ["Budget", "check_effort", "parse_effort", "shares"]
 
 _BEST_S = 60.0
 
@@ -76,3 +77,17 @@ class Budget:
     def is_left(self) -> bool:
         """True if there is anything left to spend."""
         return self.spent < self.passes and self.seconds_left > 0
+
+
+def shares(effort: str, n: int) -> Iterator[str]:
+    """Efforts of plans that are made in turn; those of ``best`` share its seconds.
+
+    What a plan leaves of its share is there for those after it.
+
+    >>> list(shares("fast", 2))
+    ['fast', 'fast']
+    """
+    kind, seconds = parse_effort(effort)
+    budget = Budget(math.inf, seconds)
+    for left in range(n, 0, -1):
+        yield effort if kind != "best" else f"best:{budget.seconds_left / left:g}"

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from zbpp.core import MemoryModel, Placement, format_bytes
 from zbpp.modes import plan
 from zbpp.pipeline.exhausted import explain
+from zbpp.pipeline.fitting import Room, largest_that_fits, mode_that_fits, what_fits
 from zbpp.profiling.exhausted import Held, is_out_of_memory
 from zbpp.runtime.support.fault_injection import Fault
+from zbpp.simulator import peak_memory, simulate
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
@@ -64,6 +66,34 @@ def test_a_memory_model_in_bytes_gives_the_estimate_beside_it() -> None:
     memory = MemoryModel(m_b=3 * 2.0**20, m_w=2.0**20, m_fixed=2.0**30)
     notes = notes_of(torch.OutOfMemoryError("no"), "1F1B", memory=memory)
     assert "estimated for 1F1B: stage 0 1.01 GiB" in notes
+
+
+MIB = 2.0**20
+
+
+def test_a_smaller_micro_batch_and_another_mode_that_fit_are_told() -> None:
+    memory = MemoryModel(m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB, limit=100 * MIB)
+    schedule = plan("ZBH2", n_stages=3, n_microbatches=6)
+    assert largest_that_fits(schedule, memory, 1e12, 8) == 8
+    assert largest_that_fits(schedule, memory, 31 * MIB, 8) == 0
+    most = largest_that_fits(schedule, memory, 100 * MIB, 8)
+    peak = max(peak_memory(simulate(schedule), memory)) - 30 * MIB
+    assert peak * most / 8 <= 70 * MIB < peak * (most + 1) / 8
+    found = mode_that_fits(schedule, None, memory, 100 * MIB)
+    assert found is not None and found[1].peak <= 100 * MIB
+    assert mode_that_fits(schedule, None, memory, 41 * MIB) is None, "the control"
+    text = what_fits(schedule, None, memory, Room(100 * MIB, 8))
+    assert f"100 MiB fit ZBH2 with micro-batches of {most} of its 8 samples; " in text
+    assert f"{found[0]} with 1-1-1 layers a chunk" in text or "1-1-1-1" in text
+    assert what_fits(schedule, None, memory, Room(31 * MIB, 8)) == ""
+
+
+def test_an_error_tells_what_fits_the_limit() -> None:
+    memory = MemoryModel(m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB, limit=200 * MIB)
+    error = torch.OutOfMemoryError("no")
+    notes = notes_of(error, "1F1B", memory=memory)
+    assert "by the estimate 200 MiB fit 1F1B" not in notes, "it was planned to fit"
+    assert "by the estimate 200 MiB fit " in notes and "layers a chunk" in notes
 
 
 def test_other_errors_are_left_alone() -> None:

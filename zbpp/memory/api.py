@@ -13,7 +13,7 @@ from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.partition import Model
 from zbpp.runtime.stage import LossFn
 
-__all__ = ["estimate", "largest_microbatch"]
+__all__ = ["estimate", "largest_microbatch", "most_that_fits"]
 
 _MOST_SAMPLES = 2**20
 
@@ -111,10 +111,10 @@ def largest_microbatch(
         found = known[samples]
         return found is not None and mode in found.modes and found.peak(mode) <= limit
 
-    return {mode: _most(lambda n, mode=mode: fits(n, mode)) for mode in modes}  # type: ignore[misc]
+    return {mode: most_that_fits(lambda n, mode=mode: fits(n, mode)) for mode in modes}  # type: ignore[misc]
 
 
-def _most(fits: Callable[[int], bool]) -> int:
+def most_that_fits(fits: Callable[[int], bool]) -> int:
     """The largest number that fits, by doubling and halving; 0: not even 1."""
     if not fits(1):
         return 0

@@ -3,12 +3,17 @@
 held        by this stage, part by part
 estimated   the most that the schedule holds, where the memory model is in bytes
 instead     modes that keep fewer forwards in flight; smaller micro-batches
+fits        the largest micro-batch, and the mode and split, that would have fitted
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
 
 from zbpp.core import (
+    Costs,
     MemoryModel,
     PassKind,
     RequestError,
@@ -16,8 +21,11 @@ from zbpp.core import (
     format_bytes,
 )
 from zbpp.modes import MODES, plan
+from zbpp.pipeline.fitting import Room, what_fits
+from zbpp.planning.resolve_layers import Chosen
 from zbpp.profiling.exhausted import Held, account, is_out_of_memory
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.microbatches import count_samples
 from zbpp.simulator import peak_memory, simulate
 
 __all__ = ["explain", "memory_explained"]
@@ -30,26 +38,56 @@ _BYTES = 1e4
 def memory_explained(
     executors: Mapping[int, Executor],
     schedule: Schedule,
-    memory: MemoryModel | None,
+    chosen: Chosen,
 ) -> Iterator[None]:
     """Add a note to an error that memory has run out.
 
     Args:
         executors: of this process.
         schedule: that runs.
-        memory: that it was planned for; used if it is in bytes.
+        chosen: costs and memory that it was planned for, and layers of the chunks; the
+            memory is used if it is in bytes.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             held = [account(stage, one) for stage, one in executors.items()]
-            error.add_note(explain(held, schedule, memory))
+            error.add_note(
+                explain(
+                    held,
+                    replace(schedule, split=tuple(chosen.split)),
+                    chosen.memory,
+                    costs=chosen.costs,
+                    room=_room(executors, held, chosen.memory),
+                )
+            )
         raise
 
 
+def _room(
+    executors: Mapping[int, Executor], held: list[Held], memory: MemoryModel | None
+) -> Room | None:
+    """The limit that was planned for, or what the GPU has; None: neither is known."""
+    stages = [one.stage for one in executors.values()]
+    limit = None if memory is None else memory.limit
+    known: float | None = min(limit) if isinstance(limit, tuple) else limit
+    if known is None and stages[0].device.type == "cuda":
+        known = torch.cuda.mem_get_info(stages[0].device)[1]
+    if known is None and all(one.exact for one in held):
+        known = sum(one.total or 0.0 for one in held)
+    inputs = [one.inputs for one in stages if one.inputs]
+    samples = count_samples(inputs[0][0]) if inputs else None
+    return None if known is None else Room(known, samples)
+
+
 def explain(
-    held: list[Held], schedule: Schedule, memory: MemoryModel | None = None
+    held: list[Held],
+    schedule: Schedule,
+    memory: MemoryModel | None = None,
+    *,
+    costs: Costs | None = None,
+    room: Room | None = None,
 ) -> str:
     """Text about an out-of-memory error.
 
@@ -57,6 +95,8 @@ def explain(
         held: of the stages of this process.
         schedule: that has run.
         memory: of its chunks, in bytes; None, or another unit: there is no estimate.
+        costs: of its chunks, to choose among modes that fit.
+        room: that stages have; None: nothing is said of what fits.
     """
     stages = [one.stage for one in held]
     lines = ["out of memory: " + "; ".join(one.text for one in held)]
@@ -64,6 +104,8 @@ def explain(
         peaks = peak_memory(simulate(schedule), memory)
         estimated = ", ".join(f"stage {s} {format_bytes(peaks[s])}" for s in stages)
         lines.append(f"estimated for {schedule.name}: {estimated}")
+        if room is not None and (fits := what_fits(schedule, costs, memory, room)):
+            lines.append(fits)
     lines.append(_instead(held, schedule))
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from zbpp.core import Program, Schedule
 from zbpp.pipeline.exhausted import memory_explained
+from zbpp.planning.resolve_layers import Chosen
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.lifecycle import Lifecycle
@@ -19,7 +20,7 @@ class Stepping:
     """The part of a pipeline that trains."""
 
     schedule: Schedule
-    memory: Any
+    chosen: Chosen
     _executors: Mapping[int, Executor]
     _programs: Sequence[Program]
     _batches: Batches
@@ -59,7 +60,7 @@ class Stepping:
         with (
             self._lifecycle.running(),
             calls.failures_told(self._executors),
-            memory_explained(self._executors, self.schedule, self.memory),
+            memory_explained(self._executors, self.schedule, self.chosen),
         ):
             drive(self._executors, self._programs)
         self._n_steps += 1

@@ -1,5 +1,6 @@
 """Plan a mode and the split of the layers together, from costs per layer."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -25,7 +26,8 @@ from zbpp.schedules import (
     even_split,
     plan_recompute,
 )
-from zbpp.schedules.planner.auto import placements, plan_one
+from zbpp.schedules.planner.auto import Candidate, placements, plan_one
+from zbpp.schedules.planner.budget import Budget, parse_effort, shares
 from zbpp.schedules.planner.layers.trials import SplitPlanner
 from zbpp.schedules.planner.request import Request
 
@@ -57,7 +59,8 @@ def plan_layers(
             shorter.
         recompute: ``"auto"``, ``"all"``, ``"none"``, or the layers that are
             recomputed, of the whole model; None: those of the file, else none.
-        effort: as in `zbpp.plan`; ``best:SECONDS`` is shared with the split.
+        effort: as in `zbpp.plan`; ``best:SECONDS`` is shared by the placements and
+            with the split.
         chunks_per_stage: as in `zbpp.plan`.
 
     Raises:
@@ -76,14 +79,15 @@ def plan_layers(
         )
     found: list[LayerPlan] = []
     errors: list[RequestError] = []
-    options = planners(mode, n_stages, n_microbatches, chunks_per_stage)
-    for placement, planner in options:
+    options = list(planners(mode, n_stages, n_microbatches, chunks_per_stage))
+    efforts = shares(effort, len(options))
+    for (placement, planner), share in zip(options, efforts, strict=True):
         try:
             one = plan_recompute(
                 *(planner, layers, placement, n_microbatches),
                 recompute=() if recompute is None else recompute,
                 split=split,
-                effort=effort,
+                effort=share,
             )
         except RequestError as error:
             errors.append(error)
@@ -153,7 +157,10 @@ def _plan_auto(
     memory: MemoryModel,
     effort: str,
 ) -> Schedule:
-    """Plan a placement: with effort fast for the placement alone, else every mode."""
+    """Plan a placement: with effort fast for the placement alone, else every mode.
+
+    The seconds of best are for the placement alone, after every mode by default.
+    """
     request: Request = {
         "n_stages": placement.n_stages,
         "n_microbatches": n_microbatches,
@@ -163,7 +170,15 @@ def _plan_auto(
     }
     if effort == "fast":
         return plan_one(placement, **request)
+    kind, seconds = parse_effort(effort)
+    budget = Budget(math.inf, seconds)
+    if kind == "best":
+        request["effort"] = "default"
     best = best_of(plan_on(placement, **request))
+    if kind == "best":
+        request["effort"] = f"best:{budget.seconds_left:g}"
+        last = Candidate(plan_one(placement, **request), costs, memory)
+        best = last if last.is_better_than(best) else best
     limited = None if memory.limit is None else memory
     return replace(best.plan, name="auto", memory=limited)
 

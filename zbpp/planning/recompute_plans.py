@@ -20,6 +20,7 @@ from zbpp.modes import canonical, is_file, plan
 from zbpp.modes.fixed import kept
 from zbpp.planning.layer_plans import planners
 from zbpp.schedules import LayerPlan, Recomputing, plan_recompute
+from zbpp.schedules.planner.budget import shares
 from zbpp.schedules.planner.layers.trials import recompute_by_chunk
 from zbpp.schedules.planner.request import listed_chunks
 
@@ -106,8 +107,9 @@ def plan_recomputed(
         chunks_per_stage = None if listed == 1 else listed
     found: list[LayerPlan] = []
     errors: list[RequestError] = []
-    options = planners(mode, n_stages, n_microbatches, chunks_per_stage)
-    for placement, planner in options:
+    options = list(planners(mode, n_stages, n_microbatches, chunks_per_stage))
+    efforts = shares(effort, len(options))
+    for (placement, planner), share in zip(options, efforts, strict=True):
         split = (1,) * placement.n_chunks if split_of is None else split_of(placement)
         try:
             found.append(
@@ -117,7 +119,7 @@ def plan_recomputed(
                     *(placement, n_microbatches),
                     recompute=_checked(recompute, sum(split), split_of),
                     split=split,
-                    effort=effort,
+                    effort=share,
                 )
             )
         except RequestError as error:

@@ -22,6 +22,7 @@ from zbpp.core import (
     Schedule,
 )
 from zbpp.schedules.planner.budget import Budget, parse_effort
+from zbpp.schedules.planner.figures import is_below
 from zbpp.schedules.planner.layers.balance import balance
 from zbpp.schedules.planner.layers.loads import even_split
 from zbpp.schedules.planner.layers.polish import perturb_and_polish, polish
@@ -30,7 +31,6 @@ from zbpp.schedules.planner.layers.trials import (
     Trial,
     Trials,
     better,
-    is_below,
     recompute_by_chunk,
 )
 

@@ -25,10 +25,8 @@ from zbpp.core import (
     Recompute,
     Schedule,
     pass_span,
-    peaks,
-    replay,
-    step_behind_barrier,
 )
+from zbpp.schedules.planner.figures import PlanFigures
 from zbpp.schedules.planner.layers.loads import Loads
 
 __all__ = [
@@ -36,11 +34,8 @@ __all__ = [
     "Trial",
     "Trials",
     "better",
-    "is_below",
     "recompute_by_chunk",
 ]
-
-_ROUNDING = 1e-9  # relative
 
 
 class SplitPlanner(Protocol):
@@ -55,7 +50,7 @@ class SplitPlanner(Protocol):
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(PlanFigures):
     """A split, its plan, and what it was planned for."""
 
     split: tuple[int, ...]
@@ -63,6 +58,7 @@ class Trial:
     plan: Schedule
     costs: Costs
     memory: MemoryModel
+    names = "step", "barrier_step", "peak"
 
     @cached_property
     def step(self) -> float:
@@ -72,49 +68,14 @@ class Trial:
     @cached_property
     def steps(self) -> list[float]:
         """Span and optimizer of each stage."""
-        times = self.costs.on(self.plan.placement)
-        m = self.plan.n_microbatches
-        rows = replay(self.plan.orders, times, n_microbatches=m)
-        return [
-            pass_span(row) + optimizer
-            for row, optimizer in zip(rows, times.optimizer, strict=True)
-        ]
-
-    @cached_property
-    def barrier_step(self) -> float:
-        """Time of a step among many, behind a barrier."""
-        times = self.costs.on(self.plan.placement)
-        m = self.plan.n_microbatches
-        return step_behind_barrier(self.plan.orders, times, n_microbatches=m)
-
-    @cached_property
-    def peak(self) -> float:
-        """Largest memory of a stage."""
-        return max(peaks(self.plan.orders, self.memory.on(self.plan.placement)))
-
-    @property
-    def figures(self) -> tuple[float, float, float]:
-        """``step``, ``barrier_step`` and ``peak``."""
-        return self.step, self.barrier_step, self.peak
-
-    def is_better_than(self, other: "Trial") -> bool:
-        """Compare figure by figure; a tie in all of them is not better."""
-        if self.step > other.step * (1 + _ROUNDING):
-            return False  # the other figures take time
-        return is_below(self.figures, other.figures)
+        optimizers = self.costs.on(self.plan.placement).optimizer
+        pairs = zip(self.rows, optimizers, strict=True)
+        return [pass_span(row) + optimizer for row, optimizer in pairs]
 
 
 def better(one: Trial, other: Trial) -> Trial:
     """The better one of two; the first if they tie."""
     return other if other.is_better_than(one) else one
-
-
-def is_below(figures: Sequence[float], others: Sequence[float]) -> bool:
-    """Compare figure by figure, but for rounding; a tie in all of them is not below."""
-    for mine, theirs in zip(figures, others, strict=True):
-        if abs(mine - theirs) > _ROUNDING * max(mine, theirs):
-            return mine < theirs
-    return False
 
 
 class Trials:

@@ -32,7 +32,10 @@ def test_a_tie_in_time_goes_to_less_memory_as_it_really_is():
         (MemoryModel(m_w=4), one_by_one),
     ):
         both = [Candidate(one, Costs(), memory) for one in (one_by_one, at_once)]
-        assert both[0].span == both[1].span and both[0].step_time == both[1].step_time
+        assert (
+            both[0].span == both[1].span
+            and both[0].barrier_step == both[1].barrier_step
+        )
         first, second = both if best is one_by_one else both[::-1]
         assert first.is_better_than(second)
         assert not second.is_better_than(first)
