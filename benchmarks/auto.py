@@ -25,6 +25,7 @@ from typing import Annotated
 import torch
 import tyro
 from judge import judge
+from parts.turns import Runs, spread_of, take_turns
 from rich.console import Console
 from rich.table import Table
 
@@ -44,8 +45,6 @@ from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 from zbpp.training.splits import split_layers
 
 FIXED = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
-Runs = dict[str, list[float]]
-"""Milliseconds of a step by mode, run by run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +71,11 @@ class Emulated:
             path = Path(folder) / "layers.json"
             write_layers(layers, path)
             plans = self._plan(layers, Path(folder))
-            found: Runs = {mode: [] for mode in plans}
-            for _ in range(self.runs):
-                for mode, file in plans.items():
-                    found[mode].append(self._measure(path, file))
+            found = take_turns(
+                plans,
+                self.runs,
+                lambda mode, file: self._measure(path, plans[mode], file),
+            )
         show(found, f"emulated, p={p}, layers of {self.layer_ms:g} ms")
 
     def _plan(self, layers: LayerCosts, folder: Path) -> dict[str, Path]:
@@ -100,8 +100,7 @@ class Emulated:
             print(f"{mode}: span {verdict.span:.1f} ms, peak {max(verdict.peaks):.2f}")
         return files
 
-    def _measure(self, layers: Path, plan: Path) -> float:
-        metrics = plan.with_suffix(".metrics")
+    def _measure(self, layers: Path, plan: Path, metrics: Path) -> None:
         words = [
             *("train", "--emulate", layers, "--steps", self.steps),
             *("--pipeline_schedule_mode", plan, "--metrics", metrics),
@@ -109,7 +108,6 @@ class Emulated:
         ]
         command = [sys.executable, "-m", "zbpp", *map(str, words)]
         subprocess.run(command, check=True, capture_output=True)
-        return float(json.loads(metrics.read_text())["step_ms"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,16 +124,13 @@ class Real:
 
     def run(self) -> None:
         """Run in turns, print."""
-        modes = ("auto", *FIXED)
-        found: Runs = {mode: [] for mode in modes}
-        with tempfile.TemporaryDirectory() as folder:
-            for _ in range(self.runs):
-                for mode in modes:
-                    file = Path(folder) / "found.json"
-                    launch(compute, (self, mode, str(file)), 2, device="cpu")
-                    last = json.loads(file.read_text())
-                    found[mode].append(last["step_ms"])
-                    print(mode, {k: v for k, v in last.items() if v}, flush=True)
+        found = take_turns(
+            ("auto", *FIXED),
+            self.runs,
+            lambda mode, file: launch(
+                compute, (self, mode, str(file)), 2, device="cpu"
+            ),
+        )
         show(found, f"real compute, p=2: {self}, load {os.getloadavg()[0]:.1f}")
 
 
@@ -183,16 +178,12 @@ def show(found: Runs, title: str) -> None:
     table = Table(title=title)
     for column in ("mode", "ms", "over the best fixed mode"):
         table.add_column(column, justify="right")
-    fixed = {mode: runs for mode, runs in found.items() if mode != "auto"}
-    middle = {mode: statistics.median(runs) for mode, runs in found.items()}
-    best = min(fixed, key=middle.__getitem__)
-    for mode, runs in found.items():
-        ratios = [a / b for a, b in zip(runs, found[best], strict=True)]
-        table.add_row(
-            mode,
-            f"{middle[mode]:.1f}",
-            f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})",
-        )
+    steps = {mode: [run["step_ms"] for run in runs] for mode, runs in found.items()}
+    middle = {mode: statistics.median(runs) for mode, runs in steps.items()}
+    best = min((mode for mode in found if mode != "auto"), key=middle.__getitem__)
+    for mode, runs in steps.items():
+        ratios = [a / b for a, b in zip(runs, steps[best], strict=True)]
+        table.add_row(mode, f"{middle[mode]:.1f}", spread_of(ratios))
     Console(width=110).print(table)
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Annotated
 
 import torch
 import tyro
+from parts.turns import spread_of, take_turns
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -183,30 +183,29 @@ def _turn(
 def main() -> None:
     """Run all modes in turn and print a table."""
     options = tyro.cli(Options, use_underscores=True)  # type: ignore[call-overload]
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in options.modes}
-    with tempfile.TemporaryDirectory() as folder:
-        for run in range(options.runs):
-            for mode in options.modes:
-                file = Path(folder) / f"{mode}{run}.json"
-                launch(work, (options, mode, str(file)), options.stages, device="cpu")
-                found[mode].append(json.loads(file.read_text()))
-                last = found[mode][-1]
-                print(mode, {k: round(v, 1) for k, v in last.items()}, flush=True)
+    found = take_turns(
+        options.modes,
+        options.runs,
+        lambda mode, file: launch(
+            work, (options, mode, str(file)), options.stages, device="cpu"
+        ),
+    )
     table = Table(title=f"{type(options).__name__} {asdict(options)}")
     for column in ("mode", "predicted ms", "measured ms", "measured / predicted",
-                   "min", "max", "/ nominal", "load"):  # fmt: skip
+                   "/ window's costs", "/ nominal", "load"):  # fmt: skip
         table.add_column(column, justify="right")
     for mode, runs in found.items():
         ratios = [run["step_ms"] / run["predicted_ms"] for run in runs]
+        window = [run["step_ms"] / run["window_ms"] for run in runs
+                  if "window_ms" in run]  # fmt: skip
         nominal = [run["step_ms"] / run["nominal_ms"] for run in runs
                    if "nominal_ms" in run]  # fmt: skip
         table.add_row(
             mode,
             f"{statistics.median(run['predicted_ms'] for run in runs):.1f}",
             f"{statistics.median(run['step_ms'] for run in runs):.1f}",
-            f"{statistics.median(ratios):.3f}",
-            f"{min(ratios):.3f}",
-            f"{max(ratios):.3f}",
+            spread_of(ratios),
+            spread_of(window) if window else "-",
             f"{statistics.median(nominal):.3f}" if nominal else "-",
             f"{statistics.median(run['load'] for run in runs):.1f}",
         )
