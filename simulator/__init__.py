@@ -1,6 +1,10 @@
-"""Time a schedule, measure it, draw it; matplotlib is loaded only to draw."""
+"""Time a schedule, measure it, draw it; matplotlib is loaded only to draw.
+
+`zbpp.simulator.page` writes pages to zoom in.
+"""
 
 from zbpp.core import lower_bound, lower_bounds
+from zbpp.simulator.comparison_plot import plot_comparison
 from zbpp.simulator.engine import simulate
 from zbpp.simulator.graph import CriticalPath, critical_path, job_graph
 from zbpp.simulator.iterations import join, simulate_iterations
@@ -43,6 +47,7 @@ __all__ = [
     "overhead",
     "peak_memory",
     "plot",
+    "plot_comparison",
     "rollback_time",
     "simulate",
     "simulate_iterations",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zbpp.core import Check, Job, Pass, PassKind, Slot, Timeline
+from zbpp.simulator.bands import shares
 from zbpp.simulator.metrics import step_time
 from zbpp.simulator.palette import COLOURS, IDLE, NAMES, ink_on, legs, letter_of, shade
 
@@ -20,6 +21,10 @@ _BOX_HEIGHT = 0.86  # of a row
 _POINTS = 72.0  # per inch
 _DIGIT_WIDTH = 0.7  # of the font size, with some air
 _LARGEST_FONT, _SMALLEST_FONT = 9.0, 4.5  # points
+
+_THINNEST = 4.0  # points; boxes that are thinner become bands
+_SMOOTH = 12  # boxes in the window of a band: whole rounds of 2, 3, 4 or 6 jobs
+_BAND_POINTS = 900  # of a band's outline, along its row
 
 _HATCH = "////"  # B's that compute layers again
 
@@ -44,6 +49,28 @@ def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
     )
     axes.set_xlim(0, step_time(timeline) or 1.0)
     axes.set_ylim(n_stages - 0.5, -0.5)
+    if is_banded(axes, timeline):
+        _draw_bands(axes, timeline)
+    else:
+        _draw_boxes(axes, timeline)
+    _draw_instants(axes, timeline)
+    axes.set_yticks(range(n_stages), [f"stage {stage}" for stage in range(n_stages)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def is_banded(axes: "Axes", timeline: Timeline) -> bool:
+    """True if most jobs are so thin that bands take their place."""
+    lasting = sorted(durations(timeline))
+    if not lasting:
+        return False
+    return lasting[len(lasting) // 2] * _points_per_unit(axes) < _THINNEST
+
+
+def _draw_boxes(axes: "Axes", timeline: Timeline) -> None:
+    from matplotlib.collections import PolyCollection
+
+    start = origin(timeline)
     shortest = min(durations(timeline), default=1.0)
     edge = min(0.8, 0.1 * _points_per_unit(axes) * shortest)
     for (letter, leg), members in _groups(timeline).items():
@@ -61,10 +88,53 @@ def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
                     gid=f"{letter} {leg}{' recomputed' if hatch else ''}",
                 )
             )
-    _draw_instants(axes, timeline)
-    axes.set_yticks(range(n_stages), [f"stage {stage}" for stage in range(n_stages)])
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_bands(axes: "Axes", timeline: Timeline) -> None:
+    """Draw the share of each colour in a moving window; what is left is idle."""
+    from matplotlib.collections import PolyCollection
+
+    start, lasting = origin(timeline), sorted(durations(timeline))
+    window = _SMOOTH * lasting[len(lasting) // 2]
+    groups = _groups(timeline)
+    outlines: dict[_Group, list[list[tuple[float, float]]]] = {
+        key: [] for key in groups
+    }
+    for stage in range(timeline.placement.n_stages):
+        passes = timeline.passes(stage)
+        if not passes:
+            continue
+        span = (passes[0].start, passes[-1].end)
+        times = [
+            span[0] + (span[1] - span[0]) * i / _BAND_POINTS
+            for i in range(_BAND_POINTS + 1)
+        ]
+        own = {
+            key: [slot for of, slot in members if of == stage]
+            for key, members in groups.items()
+            if key[0] not in "OV"
+        }
+        top = [stage - _BOX_HEIGHT / 2] * len(times)
+        for key, share in shares(own, times, window=window, within=span).items():
+            below = [y + _BOX_HEIGHT * part for y, part in zip(top, share, strict=True)]
+            edge = zip(times, top, strict=True), zip(times, below, strict=True)
+            upper, lower = ([(x - start, y) for x, y in line] for line in edge)
+            outlines[key].append([*upper, *reversed(lower)])
+            top = below
+    for (kind, leg), shapes in outlines.items():
+        if kind in "OV":
+            shapes = [
+                _rectangle(stage, slot.start - start, slot.end - start)
+                for stage, slot in groups[kind, leg]
+            ]
+        axes.add_collection(
+            PolyCollection(
+                shapes,
+                facecolors=shade(COLOURS[kind], leg),
+                linewidths=0,
+                gid=f"{kind} {leg} bands",
+            )
+        )
 
 
 def _draw_instants(axes: "Axes", timeline: Timeline) -> None:

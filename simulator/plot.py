@@ -1,10 +1,9 @@
-"""A timeline as a picture: png, svg, pdf or html.
+"""A timeline as a picture: png, svg or pdf.
 
 One row a stage, one box a job with its micro-batch number where it fits. Grey is idle
 time within a stage's span: the bubble. Memory over time goes below.
 """
 
-import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FORMATS", "plot"]
+__all__ = ["FORMATS", "picture_suffix", "plot", "save_figure"]
 
-FORMATS = ("png", "svg", "pdf", "html")
+FORMATS = ("png", "svg", "pdf")
 _MEMORY_HEIGHT = 1.5  # inches, as all sizes here
 
 
@@ -37,7 +36,9 @@ def plot(
     memory: MemoryModel | None = None,
     time_unit: str = "",
 ) -> "Figure":
-    """Draw a timeline into a file (png, svg, pdf, html by its suffix) or on axes.
+    """Draw a timeline into a file (png, svg, pdf by its suffix) or on axes.
+
+    `zbpp.simulator.page` writes pages to zoom in.
 
     Args:
         timeline: simulated or measured; several are drawn below one another on one
@@ -54,23 +55,13 @@ def plot(
         RequestError: matplotlib is missing, the suffix names no known format, or
             the file cannot be written.
     """
-    try:
-        from matplotlib.axes import Axes
-    except ImportError as error:
-        raise RequestError(
-            f"plots need matplotlib ({error}); install it: pip install 'zbpp[viz]'"
-        ) from None
+    suffix = picture_suffix(target) if isinstance(target, str | Path) else ""
     timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
-    if isinstance(target, Axes):
-        figure = _draw_on([target], timelines, memory)
-    else:
-        path = Path(target)
-        suffix = path.suffix.lower().lstrip(".")
-        if suffix not in FORMATS:
-            known = ", ".join(f".{name}" for name in FORMATS)
-            raise RequestError(f"{path}: the name of a picture must end in {known}")
+    if isinstance(target, str | Path):
         figure = _new_figure(timelines, memory, time_unit)
-        _save(figure, path, suffix, timelines[0].name)
+        save_figure(figure, Path(target), suffix)
+    else:
+        figure = _draw_on([target], timelines, memory)
     return figure
 
 
@@ -165,29 +156,42 @@ def _write_title(
     axes.set_title("    ".join(facts), loc="right", fontsize=11, pad=pad)
 
 
-def _save(figure: "Figure", path: Path, suffix: str, title: str) -> None:
+def picture_suffix(path: str | Path) -> str:
+    """Return the format that a file's name asks for.
+
+    Raises:
+        RequestError: it is none of `FORMATS`, or matplotlib is missing.
+    """
+    suffix = Path(path).suffix.lower().lstrip(".")
+    if suffix not in FORMATS:
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise RequestError(
+            f"{path}: the name of a picture must end in {known}; the commands also "
+            "write pages (.html)"
+        )
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise RequestError(
+            f"plots need matplotlib ({error}); install it: pip install 'zbpp[viz]', "
+            "or write a page (.html), which needs nothing"
+        ) from None
+    return suffix
+
+
+def save_figure(figure: "Figure", path: Path, suffix: str) -> None:
+    """Write a figure, the same bytes each time.
+
+    Raises:
+        RequestError: the file cannot be written.
+    """
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
-    picture = "svg" if suffix == "html" else suffix
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(picture)
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
     with rc_context({"svg.hashsalt": "zbpp", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format=picture, dpi=160, metadata=metadata)
-    content = buffer.getvalue()
-    if suffix == "html":
-        content = _page(content.decode("utf-8"), title).encode("utf-8")
+        figure.savefig(buffer, format=suffix, dpi=160, metadata=metadata)
     try:
-        path.write_bytes(content)
+        path.write_bytes(buffer.getvalue())
     except OSError as error:
         raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def _page(svg: str, title: str) -> str:
-    """Wrap a picture into a page that needs nothing else; wide ones scroll."""
-    drawing = svg[svg.index("<svg") :]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(title)}</title>"
-        "<style>body{margin:1em;overflow-x:auto}</style></head>\n"
-        f"<body>\n{drawing}</body></html>\n"
-    )

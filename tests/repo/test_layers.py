@@ -55,6 +55,11 @@ ROOMS = {
         *("zbpp.runtime.chunk", "zbpp.runtime.values"),
         "zbpp.runtime.comm.transport",
     },
+    "zbpp.simulator.page": {
+        *("zbpp.simulator.page", "zbpp.core"),
+        *("zbpp.simulator.metrics", "zbpp.simulator.messages"),
+        "zbpp.simulator.palette",
+    },
     "zbpp.models": {"zbpp.models", "zbpp.runtime", "zbpp.core"},
     "zbpp.profiling": {
         *("zbpp.profiling", "zbpp.runtime", "zbpp.memory", "zbpp.core"),
@@ -78,6 +83,7 @@ ONLY_IN = {
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},
     "matplotlib": {
         *("zbpp.simulator.plot", "zbpp.simulator.boxes", "zbpp.simulator.memory_panel"),
+        *("zbpp.simulator.comparison_plot", "zbpp.simulator.bands"),
     },
     "tyro": {"zbpp.cli", "zbpp.training.options"},
     "rich": {"zbpp.cli", "zbpp.training.log"},
@@ -185,6 +191,16 @@ def test_folders_and_files_stay_small():
     assert max(length.values()) <= MOST_LINES, max(length, key=length.__getitem__)
 
 
+def test_scripts_and_styles_stay_small():
+    found = [path for path in FILES["zbpp.simulator.page"].parent.iterdir()]
+    lines = {
+        path.name: len(path.read_text(encoding="utf-8").splitlines())
+        for path in found
+        if path.suffix in (".js", ".css")
+    }
+    assert lines and max(lines.values()) <= MOST_LINES, lines
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -205,6 +221,7 @@ def test_folders_and_files_stay_small():
         ("zbpp.runtime.optim.norms", "import zbpp.runtime.comm.distributed"),
         ("zbpp.runtime.optim.norms", "from zbpp.runtime.backward.split import x"),
         ("zbpp.runtime.optim.norms", "from zbpp.runtime.executor import Executor"),
+        ("zbpp.simulator.page.table", "import zbpp.simulator.plot"),
         ("zbpp.profiling.measure", "from zbpp.pipeline import Pipeline"),
         ("zbpp.checkpoint.state", "from zbpp.pipeline import Pipeline"),
         ("zbpp.checkpoint.state", "from zbpp.runtime.stage import Stage"),

@@ -89,6 +89,21 @@ def sources_as_installed() -> dict[str, str]:
     }
 
 
+def beside_modules() -> set[str]:
+    """Paths in the wheel of what a page is made of."""
+    folder = ROOT / "simulator" / "page"
+    found = [*folder.glob("*.js"), *folder.glob("*.css")]
+    assert len(found) >= 5
+    return {f"zbpp/simulator/page/{path.name}" for path in found}
+
+
+def test_a_page_is_written_from_the_wheel(python, tmp_path):
+    flags = ("plot", "1F1B,ZBH1", "--stages", "2", "--microbatches", "3")
+    must_run(python, "-m", "zbpp", *flags, "--out", "x.html", cwd=tmp_path)
+    text = (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert "performance.mark" in text and "--ground" in text
+
+
 def test_the_sdist_has_every_module_readme_and_license(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -98,7 +113,7 @@ def test_the_sdist_has_every_module_readme_and_license(sdist):
 def test_the_wheel_has_every_module_the_marker_and_the_license(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert "zbpp/py.typed" in names
+    assert {"zbpp/py.typed", *beside_modules()} <= names
     assert [name for name in names if name.endswith("licenses/LICENSE")]
     modules = {name for name in names if name.endswith(".py")}
     assert modules == set(sources_as_installed())

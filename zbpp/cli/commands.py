@@ -17,31 +17,25 @@ import tyro
 from zbpp.cli.doctor import report_lines
 from zbpp.cli.estimate import EstimateCommand
 from zbpp.cli.flags import (
-    CommonFlags,
     ScheduleFlags,
     SizedFlags,
-    plan_by_flags,
-    plan_layers_by_flags,
     shown_as,
 )
-from zbpp.cli.layers_report import comparison_of_splits, split_lines
+from zbpp.cli.layers_report import split_lines
+from zbpp.cli.pictures.compare import Compare
+from zbpp.cli.pictures.drawings import Plot, Trace
 from zbpp.cli.profile import ProfileCommand
-from zbpp.cli.report import print_comparison, print_report, recompute_text
+from zbpp.cli.report import print_report, recompute_text
 from zbpp.cli.split_report import print_split
-from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
+from zbpp.cli.summary import short_memory, steady, summarize
 from zbpp.cli.torchtitan import torchtitan_lines
 from zbpp.cli.train import TrainCommand
 from zbpp.core import (
-    Costs,
-    MemoryModel,
     RequestError,
-    Schedule,
     WorkerError,
     schedule_text,
 )
-from zbpp.modes import MODES
-from zbpp.schedules import LayerPlan, certify, to_torch_csv
-from zbpp.simulator import plot, write_trace
+from zbpp.schedules import certify, to_torch_csv
 
 __all__ = ["Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
 
@@ -113,83 +107,6 @@ class Show(ScheduleFlags):
         else:
             drawn = self.timelines(schedule, costs) if self.iterations != 1 else ()
             print_report(schedule, costs, memory, drawn)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plot(ScheduleFlags):
-    """Draw a schedule's timeline."""
-
-    out: Path
-    """Picture to write: .png, .svg, .pdf or .html."""
-
-    def run(self) -> None:
-        """Draw, and name the file."""
-        schedule, costs, memory = self.load()
-        plot(self.timelines(schedule, costs), self.out, memory=memory)
-        print(self.out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace(ScheduleFlags):
-    """Write a schedule's timeline for Perfetto; one unit of time is a millisecond."""
-
-    out: Path
-    """Trace to write (Chrome's JSON format)."""
-
-    def run(self) -> None:
-        """Write, and name the file."""
-        schedule, costs, memory = self.load()
-        write_trace(self.timelines(schedule, costs), self.out, memory=memory)
-        print(self.out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compare(CommonFlags):
-    """Compare all modes in one table."""
-
-    stages: int
-    """Pipeline stages."""
-    microbatches: int
-    """Micro-batches in a step."""
-
-    def run(self) -> None:
-        """Print the table; a mode that cannot be had gives its reason below."""
-        validated = self.enable_optimizer_post_validation
-        rows: list[tuple[str, Summary | str]] = []
-        steps: dict[str, Steady] = {}
-        plans: dict[str, LayerPlan] = {}
-        for mode in MODES:
-            try:
-                schedule, costs, memory = self._planned(mode, plans)
-                rows.append((mode, summarize(schedule, costs, memory)))
-                if validated is not None:
-                    steps[mode] = steady(schedule, costs)
-            except RequestError as error:
-                rows.append((mode, str(error).partition("\n")[0]))
-        if all(isinstance(row, str) for _, row in rows):
-            raise RequestError(f"no mode can be had: {rows[0][1]}")
-        title = f"{self.stages} stages, {self.microbatches} micro-batches"
-        print_comparison(
-            rows,
-            title=title,
-            steps=None if validated is None else steps,
-            post_validation=bool(validated),
-        )
-        if plans:
-            print(*comparison_of_splits(plans), sep="\n")
-
-    def _planned(
-        self, mode: str, plans: dict[str, LayerPlan]
-    ) -> tuple[Schedule, Costs, MemoryModel]:
-        """Plan a mode; with a layers file, add its plan to the others."""
-        sizes, layers = (mode, self.stages, self.microbatches), self.layer_costs()
-        if layers is None:
-            costs, memory = self.models()
-            schedule = plan_by_flags(*sizes, costs, memory, self.effort)
-            return schedule, costs, memory
-        one = plan_layers_by_flags(*sizes, layers, self.split, self.effort)
-        plans[mode] = one
-        return one.schedule, one.costs, one.memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,129 @@
+"""A mode on a page: timelines, and figures that follow from them or are given."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from zbpp.core import Costs, MemoryModel, Schedule, Timeline
+from zbpp.simulator.metrics import bubble_rate, peak_memory, step_time
+from zbpp.simulator.palette import letter_of
+
+__all__ = ["Entry", "memory_unit"]
+
+_BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One row of the table, and up to two timelines.
+
+    Args:
+        name: the mode, for people; unique within its group.
+        schedule: the order; its chunks are counted in the table.
+        simulated: timeline by the simulator.
+        measured: timeline of a real run in the same unit of time; its clock may start
+            anywhere.
+        costs: of the simulation; its messages' delays are on the critical path.
+        memory: adds memory to the timelines, and peak and limit to the table.
+        step: time of a step among many; None: of the simulated timeline alone.
+        step_measured: the same of the run; None: of the measured timeline.
+        gap: span over its lower bound, less 1.
+        figures: more columns of the table by their titles, such as tokens/s.
+        group: entries of one group share a table, such as those of one costs file.
+        reason: why there are no figures.
+        shown: False leaves the timelines out of sight until they are asked for.
+    """
+
+    name: str
+    schedule: Schedule | None = None
+    simulated: Timeline | None = None
+    measured: Timeline | None = None
+    costs: Costs | None = None
+    memory: MemoryModel | None = None
+    step: float | None = None
+    step_measured: float | None = None
+    gap: float | None = None
+    figures: Mapping[str, float | str] = field(default_factory=dict)
+    group: str = ""
+    reason: str = ""
+    shown: bool = True
+
+    @cached_property
+    def timelines(self) -> dict[str, Timeline]:
+        """The timelines by ``simulated`` and ``measured``, in this order."""
+        both = {"simulated": self.simulated, "measured": self.measured}
+        return {name: one for name, one in both.items() if one is not None}
+
+    @property
+    def any_timeline(self) -> Timeline | None:
+        """The simulated timeline, else the measured one."""
+        return self.simulated or self.measured
+
+    @cached_property
+    def simulated_step(self) -> float | None:
+        """`step`, or that of the timeline alone."""
+        if self.step is None and self.simulated is not None:
+            return step_time(self.simulated)
+        return self.step
+
+    @cached_property
+    def measured_step(self) -> float | None:
+        """`step_measured`, or that of the timeline alone."""
+        if self.step_measured is None and self.measured is not None:
+            return step_time(self.measured)
+        return self.step_measured
+
+    @cached_property
+    def bubble(self) -> float | None:
+        """Bubble rate of the simulated timeline, 0 to 1."""
+        return None if self.simulated is None else bubble_rate(self.simulated)
+
+    @cached_property
+    def measured_bubble(self) -> float | None:
+        """Bubble rate of the measured timeline, 0 to 1."""
+        return None if self.measured is None else bubble_rate(self.measured)
+
+    @cached_property
+    def peak(self) -> float | None:
+        """Most memory that a stage holds, in the unit of the model."""
+        if self.memory is None or self.any_timeline is None:
+            return None
+        return max(peak_memory(self.any_timeline, self.memory))
+
+    @property
+    def limit(self) -> float | None:
+        """Largest memory that a stage may hold; None: any."""
+        if self.memory is None or self.memory.limit is None:
+            return None
+        limit = self.memory.limit
+        return float(max(limit)) if isinstance(limit, tuple) else float(limit)
+
+    def times_by_kind(self) -> dict[str, tuple[float, float]]:
+        """Time of all jobs of each kind, simulated and measured."""
+        if self.simulated is None or self.measured is None:
+            return {}
+        both = [_by_kind(timeline) for timeline in (self.simulated, self.measured)]
+        return {
+            kind: (both[0][kind], both[1][kind])
+            for kind in both[0]
+            if both[0][kind] > 0 and kind in both[1]
+        }
+
+
+def memory_unit(entries: Sequence[Entry]) -> tuple[str, float]:
+    """Name and size of the unit in which memory is shown; M_B where F leaves 1."""
+    most = max((entry.peak or 0.0 for entry in entries), default=0.0)
+    for name, size in _BYTES.items():
+        if most >= size:
+            return name, size
+    plain = all(one.memory is None or one.memory.m_b == 1.0 for one in entries)
+    return "M_B" if plain else "", 1.0
+
+
+def _by_kind(timeline: Timeline) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for row in timeline.rows:
+        for slot in row:
+            kind = letter_of(slot.job)
+            times[kind] = times.get(kind, 0.0) + slot.duration
+    return times

@@ -1,0 +1,137 @@
+"""The table of modes, as HTML; columns that nobody has figures for are left out."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from html import escape
+
+from zbpp.core import format_memory
+from zbpp.simulator.page.entry import Entry
+
+__all__ = ["modes_table"]
+
+_ROUNDING = 1e-9  # relative
+_BASELINE = "1F1B"
+
+_CAPTION = (
+    "step: one among many, optimizer included. bubble: idle share of the slowest "
+    "stage. "
+    "gap: span over its proven lower bound for the same placement and memory. "
+    "memory: of the stage that holds most."
+)
+
+
+def modes_table(entries: Sequence[Entry], *, time_unit: str = "") -> str:
+    """Tabulate entries; the shortest step is bold."""
+    steps = [_step(entry) for entry in entries]
+    least = min((step for step in steps if step is not None), default=0.0)
+    columns = _columns(entries, time_unit)
+    head = "".join(
+        f'<th scope="col">{escape(name)}</th>' for name in ("mode", *columns)
+    )
+    rows = []
+    for entry, step in zip(entries, steps, strict=True):
+        name = f'<th scope="row">{escape(entry.name)}</th>'
+        if entry.reason:
+            why = (
+                f'<td class="why" colspan="{len(columns)}">{escape(entry.reason)}</td>'
+            )
+            rows.append(f"<tr>{name}{why}</tr>")
+            continue
+        best = step is not None and step <= least * (1 + _ROUNDING)
+        cells = "".join(f"<td>{column(entry)}</td>" for column in columns.values())
+        rows.append(f"<tr{' class=best' if best else ''}>{name}{cells}</tr>")
+    return (
+        f'<div class="wide"><table class="modes"><caption>{_CAPTION}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+_Column = Callable[[Entry], str]
+
+
+def _columns(entries: Sequence[Entry], time_unit: str) -> dict[str, _Column]:
+    """The columns for which at least one entry has a figure."""
+    unit = f", {time_unit}" if time_unit else ""
+    base = {entry.group: _step(entry) for entry in entries if entry.name == _BASELINE}
+    held = [entry.peak for entry in entries if entry.peak is not None]
+    limits = [entry.limit for entry in entries if entry.limit is not None]
+    measured = any(entry.measured_step is not None for entry in entries)
+
+    def faster(entry: Entry) -> str:
+        baseline, step = base.get(entry.group), _step(entry)
+        return f"{baseline / step:.3f}" if baseline and step else ""
+
+    def memory(entry: Entry) -> str:
+        if entry.peak is None:
+            return ""
+        text = escape(format_memory(float(f"{entry.peak:.4g}"), [*held, *limits]))
+        return text + _meter(entry.peak, entry.limit)
+
+    def limit(entry: Entry) -> str:
+        if entry.limit is None:
+            return ""
+        return escape(format_memory(float(f"{entry.limit:.4g}"), [*held, *limits]))
+
+    simulated = " simulated" if measured else ""
+    columns: dict[str, _Column] = {
+        "chunks a stage": _chunks,
+        f"step{simulated}{unit}": lambda one: _number(one.simulated_step),
+        f"step measured{unit}": lambda one: _number(one.measured_step),
+        "measured / simulated": _ratio,
+        f"speed-up over {_BASELINE}": faster,
+        f"bubble{simulated}": lambda one: _share(one.bubble),
+        "bubble measured": lambda one: _share(one.measured_bubble),
+        "gap to the bound": lambda one: _share(one.gap),
+        "peak memory": memory,
+        "memory limit": limit,
+    }
+    for entry in entries:
+        for name in entry.figures:
+            columns.setdefault(name, partial(_figure, name))
+    return {
+        name: column
+        for name, column in columns.items()
+        if any(column(entry) for entry in entries)
+    }
+
+
+def _step(entry: Entry) -> float | None:
+    """What entries are compared by: measured where that is known."""
+    return entry.simulated_step if entry.measured_step is None else entry.measured_step
+
+
+def _chunks(entry: Entry) -> str:
+    timeline = entry.any_timeline
+    if entry.schedule is not None:
+        placement = entry.schedule.placement
+    elif timeline is not None:
+        placement = timeline.placement
+    else:
+        return ""
+    return f"{placement.n_chunks / placement.n_stages:.4g}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
+
+
+def _ratio(entry: Entry) -> str:
+    if not entry.measured_step or not entry.simulated_step:
+        return ""
+    return f"{entry.measured_step / entry.simulated_step:.3f}"
+
+
+def _figure(name: str, entry: Entry) -> str:
+    value = entry.figures.get(name, "")
+    return escape(value) if isinstance(value, str) else f"{value:.6g}"
+
+
+def _meter(amount: float, limit: float | None) -> str:
+    if not limit:
+        return ""
+    share = min(amount / limit, 1.0)
+    return f'<span class="meter"><i style="width:{100 * share:.1f}%"></i></span>'

@@ -1,0 +1,7 @@
+"""Commands that write tables, pictures, pages and traces of schedules.
+
+several      several values in one flag; the words that repeat a command
+comparison   all modes for one costs file: plans, figures, entries of a page
+compare      zbpp compare
+drawings     zbpp plot, zbpp trace
+"""

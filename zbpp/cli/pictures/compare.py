@@ -1,0 +1,170 @@
+"""``zbpp compare``: all modes in a table, as data, as charts or as a page."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zbpp.cli.flags import (
+    CommonFlags,
+    plan_by_flags,
+    plan_layers_by_flags,
+    shown_as,
+)
+from zbpp.cli.layers_report import comparison_of_splits
+from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
+from zbpp.cli.pictures.several import command_text, paths_in
+from zbpp.cli.report import print_comparison
+from zbpp.cli.summary import summarize
+from zbpp.core import RequestError
+from zbpp.modes import MODES, is_auto
+from zbpp.simulator import bubble_rate, plot_comparison, simulate
+from zbpp.simulator.page import write_page
+
+__all__ = ["Compare"]
+
+_MOST_PASSES = 2048  # stages x micro-batches of a plan for the chart over m
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(CommonFlags):
+    """Compare all modes in one table, or several: --costs a.json,b.json."""
+
+    stages: int
+    """Pipeline stages."""
+    microbatches: int
+    """Micro-batches in a step."""
+    chunks_per_stage: Annotated[int | None, shown_as("INT")] = None
+    """For VPP, ZBVPP and auto; without it, as many as the costs list, or 2."""
+    out: Annotated[Path | None, shown_as("PATH")] = None
+    """Also write a page with table, charts and timelines (.html), or the charts alone
+    (.png, .svg, .pdf)."""
+    csv: Annotated[Path | None, shown_as("PATH")] = None
+    """Also write the table as CSV."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of tables."""
+
+    def run(self) -> None:
+        """Print the tables; a mode that cannot be had gives its reason below."""
+        found = [replace(self, costs=path)._compare() for path in paths_in(self.costs)]
+        if self.json:
+            data = {
+                "n_stages": self.stages,
+                "n_microbatches": self.microbatches,
+                "command": command_text(self),
+                "comparisons": [one.data() for one in found],
+            }
+            print(json.dumps(data))
+        else:
+            for one in found:
+                self._print(one, one.name if len(found) > 1 else "")
+        if self.csv is not None:
+            _write(self.csv, csv_text(found))
+        if self.out is not None:
+            self._draw(self.out, found)
+        written = [path for path in (self.csv, self.out) if path is not None]
+        if written and not self.json:
+            print(*written, sep="\n")
+
+    def _compare(self) -> Comparison:
+        rows: dict[str, Planned | str] = {}
+        for mode in MODES:
+            try:
+                rows[mode] = self._plan(mode)
+            except RequestError as error:
+                rows[mode] = str(error).partition("\n")[0]
+        name = "" if self.costs is None else str(self.costs)
+        comparison = Comparison(name, rows, self.enable_optimizer_post_validation)
+        if not comparison.planned:
+            raise RequestError(f"no mode can be had: {next(iter(rows.values()))}")
+        return comparison
+
+    def _plan(self, mode: str) -> Planned:
+        """Plan a mode; with a layers file, split the layers for it."""
+        sizes = (mode, self.stages, self.microbatches)
+        chunks = self.chunks_per_stage if MODES[mode].chunked else None
+        layers = self.layer_costs()
+        if layers is None:
+            costs, memory = self.models()
+            schedule = plan_by_flags(
+                *(*sizes, costs, memory, self.effort), chunks_per_stage=chunks
+            )
+            return Planned(schedule, costs, memory, summarize(schedule, costs, memory))
+        one = plan_layers_by_flags(
+            *(*sizes, layers, self.split, self.effort), chunks_per_stage=chunks
+        )
+        summary = summarize(one.schedule, one.costs, one.memory)
+        return Planned(one.schedule, one.costs, one.memory, summary, one)
+
+    def _print(self, comparison: Comparison, name: str) -> None:
+        validated = self.enable_optimizer_post_validation
+        rows, planned = comparison.rows, comparison.planned
+        title = f"{self.stages} stages, {self.microbatches} micro-batches"
+        print_comparison(
+            [
+                (mode, row if isinstance(row, str) else row.summary)
+                for mode, row in rows.items()
+            ],
+            title=f"{title}, {name}" if name else title,
+            steps=None
+            if validated is None
+            else {mode: row.steady for mode, row in planned.items()},
+            post_validation=bool(validated),
+        )
+        plans = {mode: row.layers for mode, row in planned.items() if row.layers}
+        if plans:
+            print(*comparison_of_splits(plans), sep="\n")
+
+    def _draw(self, out: Path, found: Sequence[Comparison]) -> None:
+        """Write a page, or a picture of the charts of the first costs."""
+        series = replace(self, costs=paths_in(self.costs)[0])._over_m(found[0])
+        if out.suffix.lower() != ".html":
+            points = {
+                mode: (max(row.summary.peak_memory), row.summary.bubble_rate)
+                for mode, row in found[0].planned.items()
+            }
+            plot_comparison(points, series, out)
+            return
+        facts = [f"costs {one.name}" for one in found if one.name]
+        facts += [f"layers {self.layers}"] if self.layers else []
+        write_page(
+            [
+                entry
+                for one in found
+                for entry in one.entries(one.name if len(found) > 1 else "")
+            ],
+            out,
+            title=f"{self.stages} stages, {self.microbatches} micro-batches",
+            subtitle=", ".join(facts) or "F, B and W take 1 each, messages nothing",
+            command=command_text(self),
+            by_microbatches=series,
+        )
+
+    def _over_m(self, comparison: Comparison) -> dict[str, list[tuple[int, float]]]:
+        """Bubble rates for other numbers of micro-batches, by quick plans."""
+        near = {self.stages * factor // 2 for factor in (1, 2, 4, 8, 16)}
+        near = {m for m in near if 0 < m * self.stages <= _MOST_PASSES}
+        found: dict[str, list[tuple[int, float]]] = {}
+        for mode, row in comparison.planned.items():
+            if is_auto(mode):
+                continue
+            points = {self.microbatches: row.summary.bubble_rate}
+            for m in near - {self.microbatches}:
+                quick = replace(self, microbatches=m, effort="fast")
+                try:
+                    other = quick._plan(mode)
+                except RequestError:  # GPipe's memory grows with m
+                    continue
+                points[m] = bubble_rate(simulate(other.schedule, other.costs))
+            found[mode] = sorted(points.items())
+        return found
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,134 @@
+"""All modes for one costs file: plans, figures, and what is made of them."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from zbpp.cli.summary import Steady, Summary, steady
+from zbpp.core import Costs, MemoryModel, PassKind, Schedule
+from zbpp.schedules import LayerPlan
+from zbpp.simulator import simulate
+from zbpp.simulator.page import Entry
+
+__all__ = ["BASELINE", "Comparison", "Planned", "csv_text"]
+
+BASELINE = "1F1B"
+_AUTO = "auto"
+_MOST_SHOWN = 4  # timelines that a page shows at first
+_COLUMNS = (
+    *("costs", "mode", "step", "speed_up", "bubble_rate", "span", "makespan"),
+    *("peak_memory", "gap", "reason"),
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A mode with its plan and figures."""
+
+    schedule: Schedule
+    costs: Costs
+    memory: MemoryModel
+    summary: Summary
+    layers: LayerPlan | None = None
+
+    @cached_property
+    def steady(self) -> Steady:
+        """Times of one step among many."""
+        return steady(self.schedule, self.costs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Modes that were planned for the same costs.
+
+    Args:
+        name: of the costs; empty for those that stand if none are given.
+        rows: each mode's plan, or why there is none.
+        post_validation: how steps follow one another; None: validated later where the
+            backward is split, else behind a barrier, as `zbpp.Pipeline` does it.
+    """
+
+    name: str
+    rows: Mapping[str, Planned | str]
+    post_validation: bool | None = None
+
+    @property
+    def planned(self) -> dict[str, Planned]:
+        """The modes that have a plan."""
+        return {
+            mode: row for mode, row in self.rows.items() if not isinstance(row, str)
+        }
+
+    def step(self, mode: str) -> float:
+        """Time of a step of a planned mode, one among many."""
+        row = self.planned[mode]
+        validated = self.post_validation
+        if validated is None:
+            validated = row.schedule.runs(PassKind.W)
+        if validated:
+            return row.steady.step_time_post_validation
+        return row.steady.step_time_barrier
+
+    def data(self) -> dict[str, Any]:
+        """The figures as values for JSON."""
+        return {
+            "costs": self.name or None,
+            "modes": [self._mode_data(mode, row) for mode, row in self.rows.items()],
+        }
+
+    def _mode_data(self, mode: str, row: Planned | str) -> dict[str, Any]:
+        if isinstance(row, str):
+            return {"mode": mode, "reason": row}
+        found = asdict(row.summary) | asdict(row.steady)
+        found |= {"mode": mode, "step": self.step(mode)}
+        if BASELINE in self.planned and self.step(mode) > 0:
+            found["speed_up"] = self.step(BASELINE) / self.step(mode)
+        return found
+
+    def entries(self, group: str) -> list[Entry]:
+        """The modes as entries of a page."""
+        shown = self._first_shown()
+        return [
+            Entry(name=mode, group=group, reason=row)
+            if isinstance(row, str)
+            else Entry(
+                name=mode,
+                group=group,
+                schedule=row.schedule,
+                simulated=simulate(row.schedule, row.costs),
+                costs=row.costs,
+                memory=row.memory,
+                step=self.step(mode),
+                gap=row.summary.gap,
+                shown=mode in shown,
+            )
+            for mode, row in self.rows.items()
+        ]
+
+    def _first_shown(self) -> list[str]:
+        """The baseline, `auto`, the fastest modes; not twice the same order."""
+        planned = self.planned
+        shown: list[str] = []
+        for mode in (BASELINE, _AUTO, *sorted(planned, key=self.step)):
+            if mode in planned and not any(
+                planned[mode].schedule.orders == planned[other].schedule.orders
+                for other in shown
+            ):
+                shown.append(mode)
+        return shown[:_MOST_SHOWN]
+
+
+def csv_text(comparisons: Sequence[Comparison]) -> str:
+    """Write one row a mode; of the memory the largest of a stage."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for data in (comparison.data() for comparison in comparisons):
+        for mode in data["modes"]:
+            peaks = mode.get("peak_memory")
+            most = {} if peaks is None else {"peak_memory": max(peaks)}
+            writer.writerow({"costs": data["costs"]} | mode | most)
+    return text.getvalue()

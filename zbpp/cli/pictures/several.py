@@ -1,0 +1,60 @@
+"""Several values in one flag, and the words of a command."""
+
+import shlex
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from zbpp.modes import is_file
+
+__all__ = ["command_text", "paths_in", "schedules_in"]
+
+_POSITIONAL = "schedule"
+
+
+def schedules_in(text: str) -> list[str]:
+    """Split ``1F1B,ZBV,plan.json``; a file whose name has a comma is one.
+
+    >>> schedules_in("1F1B,ZBV")
+    ['1F1B', 'ZBV']
+    """
+    if is_file(text) and Path(text).is_file():
+        return [text]
+    return [part.strip() for part in text.split(",") if part.strip()] or [text]
+
+
+def paths_in(path: Path | None) -> list[Path | None]:
+    """Split ``a.json,b.json``; a file whose name has a comma is one."""
+    if path is None or path.is_file():
+        return [path]
+    return [Path(part) for part in str(path).split(",") if part] or [path]
+
+
+def command_text(command: object) -> str:
+    """Write the flags that a command was given: what repeats it.
+
+    >>> from zbpp.cli.pictures.compare import Compare
+    >>> command_text(Compare(stages=4, microbatches=8, effort="fast"))
+    'zbpp compare --effort fast --stages 4 --microbatches 8'
+    """
+    assert is_dataclass(command)
+    words = ["zbpp", type(command).__name__.lower()]
+    for field in fields(command):
+        value = getattr(command, field.name)
+        if value == _default(field):
+            continue
+        if field.name == _POSITIONAL:
+            words.append(str(value))
+        elif isinstance(value, bool):
+            words.append(f"--{'' if value else 'no_'}{field.name}")
+        else:
+            words += [f"--{field.name}", _number(value)]
+    return shlex.join(words)
+
+
+def _default(field: Field[Any]) -> object:
+    return None if field.default is MISSING else field.default
+
+
+def _number(value: object) -> str:
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
