@@ -19,7 +19,7 @@ from chromium import Chromium, executable
 from zbpp.core import Costs, MemoryModel
 from zbpp.modes import plan
 from zbpp.simulator import simulate
-from zbpp.simulator.page import Entry, write_page
+from zbpp.simulator.page import PageEntry, write_page
 
 FRAME = """(async (factor, share) => {
     const next = () => new Promise(requestAnimationFrame);
@@ -50,7 +50,7 @@ def main() -> None:
         effort="fast",
     )
     costs = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
-    entry = Entry(
+    entry = PageEntry(
         name=flags.mode,
         schedule=schedule,
         simulated=simulate(schedule, costs),

@@ -21,6 +21,7 @@ from zbpp.simulator.metrics import (
     step_time,
     work,
 )
+from zbpp.simulator.page import PageEntry, write_page
 from zbpp.simulator.plot import plot
 from zbpp.simulator.steady import (
     expected_step_time,
@@ -33,6 +34,7 @@ from zbpp.simulator.trace import trace_events, write_trace
 __all__ = [
     "CriticalPath",
     "Message",
+    "PageEntry",
     "bubble_rate",
     "critical_path",
     "expected_step_time",
@@ -58,5 +60,6 @@ __all__ = [
     "trace_events",
     "with_rollback",
     "work",
+    "write_page",
     "write_trace",
 ]

@@ -18,7 +18,7 @@ controls.js  zoom, pan, hover, switches
 
 from zbpp.simulator.page.columns import decode
 from zbpp.simulator.page.document import page_data, page_text, write_page
-from zbpp.simulator.page.entry import Entry
+from zbpp.simulator.page.entry import PageEntry
 from zbpp.simulator.page.waits import chain
 
-__all__ = ["Entry", "chain", "decode", "page_data", "page_text", "write_page"]
+__all__ = ["PageEntry", "chain", "decode", "page_data", "page_text", "write_page"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from zbpp.core import RequestError
 from zbpp.simulator.page.charts import bubble_and_memory, bubble_and_microbatches
-from zbpp.simulator.page.entry import Entry, memory_unit
+from zbpp.simulator.page.entry import PageEntry, memory_unit
 from zbpp.simulator.page.panels import panels_data, panels_html
 from zbpp.simulator.page.table import modes_table
 
@@ -23,7 +23,7 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def write_page(
-    entries: Sequence[Entry],
+    entries: Sequence[PageEntry],
     path: str | Path,
     *,
     title: str = "Pipeline schedules",
@@ -53,7 +53,7 @@ def write_page(
 
 
 def page_text(
-    entries: Sequence[Entry],
+    entries: Sequence[PageEntry],
     *,
     title: str = "Pipeline schedules",
     subtitle: str = "",
@@ -120,7 +120,9 @@ def _command(command: str) -> str:
     )
 
 
-def _tables(entries: Sequence[Entry], time_unit: str, series: Series) -> Iterable[str]:
+def _tables(
+    entries: Sequence[PageEntry], time_unit: str, series: Series
+) -> Iterable[str]:
     for group in dict.fromkeys(entry.group for entry in entries):
         own = [entry for entry in entries if entry.group == group]
         yield f"<h2>{escape(group) or 'Modes'}</h2>"
@@ -138,7 +140,7 @@ def _tables(entries: Sequence[Entry], time_unit: str, series: Series) -> Iterabl
             yield f'<section class="charts">{figures}</section>'
 
 
-def _memory_chart(entries: Sequence[Entry]) -> str:
+def _memory_chart(entries: Sequence[PageEntry]) -> str:
     points = {
         entry.name: (entry.peak, entry.bubble)
         for entry in entries
@@ -153,7 +155,7 @@ def _memory_chart(entries: Sequence[Entry]) -> str:
     return bubble_and_memory(scaled, unit=name, limit=limit)
 
 
-def _microbatches(entries: Iterable[Entry]) -> int | None:
+def _microbatches(entries: Iterable[PageEntry]) -> int | None:
     found = {one.any_timeline.n_microbatches for one in entries if one.any_timeline}
     return found.pop() if len(found) == 1 else None
 

@@ -8,13 +8,13 @@ from zbpp.core import Costs, MemoryModel, Schedule, Timeline
 from zbpp.simulator.metrics import bubble_rate, peak_memory, step_time
 from zbpp.simulator.palette import letter_of
 
-__all__ = ["Entry", "memory_unit"]
+__all__ = ["PageEntry", "memory_unit"]
 
 _BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class PageEntry:
     """One row of the table, and up to two timelines.
 
     Args:
@@ -110,7 +110,7 @@ class Entry:
         }
 
 
-def memory_unit(entries: Sequence[Entry]) -> tuple[str, float]:
+def memory_unit(entries: Sequence[PageEntry]) -> tuple[str, float]:
     """Name and size of the unit in which memory is shown; M_B where F leaves 1."""
     most = max((entry.peak or 0.0 for entry in entries), default=0.0)
     for name, size in _BYTES.items():

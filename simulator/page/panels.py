@@ -6,7 +6,7 @@ from typing import Any
 
 from zbpp.simulator.metrics import step_time, waste
 from zbpp.simulator.page.columns import KINDS, encode
-from zbpp.simulator.page.entry import Entry, memory_unit
+from zbpp.simulator.page.entry import PageEntry, memory_unit
 from zbpp.simulator.page.waits import chain
 from zbpp.simulator.palette import COLOURS, NAMES, ink_on, letter_of, shade
 
@@ -14,7 +14,9 @@ __all__ = ["panels_data", "panels_html"]
 
 
 def panels_data(
-    entries: Sequence[Entry], panels: Iterable[tuple[Entry, str]], time_unit: str
+    entries: Sequence[PageEntry],
+    panels: Iterable[tuple[PageEntry, str]],
+    time_unit: str,
 ) -> dict[str, Any]:
     """Collect what the scripts read: sizes, colours, and a timeline a panel."""
     name, size = memory_unit(entries)
@@ -31,7 +33,7 @@ def panels_data(
     }
 
 
-def _panel(entry: Entry, kind: str) -> dict[str, Any]:
+def _panel(entry: PageEntry, kind: str) -> dict[str, Any]:
     timeline, memory = entry.timelines[kind], entry.memory
     firsts = [0]
     for row in timeline.rows:
@@ -50,7 +52,9 @@ def _panel(entry: Entry, kind: str) -> dict[str, Any]:
     }
 
 
-def panels_html(entries: Sequence[Entry], panels: Sequence[tuple[Entry, str]]) -> str:
+def panels_html(
+    entries: Sequence[PageEntry], panels: Sequence[tuple[PageEntry, str]]
+) -> str:
     """Write switches, legend, time axis, and an empty canvas a panel."""
     drawn = [entry for entry in entries if entry.timelines]
     buttons = "".join(
@@ -88,7 +92,7 @@ def panels_html(entries: Sequence[Entry], panels: Sequence[tuple[Entry, str]]) -
     )
 
 
-def _facts(entry: Entry, kind: str) -> str:
+def _facts(entry: PageEntry, kind: str) -> str:
     timeline = entry.timelines[kind]
     of, share = waste(timeline)
     facts = [f"{of} {share:.2%}", f"{step_time(timeline):.6g} from start to end"]
@@ -100,7 +104,7 @@ def _facts(entry: Entry, kind: str) -> str:
     return " \N{MIDDLE DOT} ".join(facts)
 
 
-def _legend(panels: Iterable[tuple[Entry, str]]) -> str:
+def _legend(panels: Iterable[tuple[PageEntry, str]]) -> str:
     timelines = [entry.timelines[kind] for entry, kind in panels]
     seen = {
         letter_of(slot.job)
@@ -121,5 +125,5 @@ def _legend(panels: Iterable[tuple[Entry, str]]) -> str:
     return f'{marks}<span><i class="idle"></i>idle</span>'
 
 
-def _full_name(entry: Entry) -> str:
+def _full_name(entry: PageEntry) -> str:
     return f"{entry.name}, {entry.group}" if entry.group else entry.name

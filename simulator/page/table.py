@@ -5,7 +5,7 @@ from functools import partial
 from html import escape
 
 from zbpp.core import format_memory
-from zbpp.simulator.page.entry import Entry
+from zbpp.simulator.page.entry import PageEntry
 
 __all__ = ["modes_table"]
 
@@ -20,7 +20,7 @@ _CAPTION = (
 )
 
 
-def modes_table(entries: Sequence[Entry], *, time_unit: str = "") -> str:
+def modes_table(entries: Sequence[PageEntry], *, time_unit: str = "") -> str:
     """Tabulate entries; the shortest step is bold."""
     steps = [_step(entry) for entry in entries]
     least = min((step for step in steps if step is not None), default=0.0)
@@ -46,10 +46,10 @@ def modes_table(entries: Sequence[Entry], *, time_unit: str = "") -> str:
     )
 
 
-_Column = Callable[[Entry], str]
+_Column = Callable[[PageEntry], str]
 
 
-def _columns(entries: Sequence[Entry], time_unit: str) -> dict[str, _Column]:
+def _columns(entries: Sequence[PageEntry], time_unit: str) -> dict[str, _Column]:
     """The columns for which at least one entry has a figure."""
     unit = f", {time_unit}" if time_unit else ""
     base = {entry.group: _step(entry) for entry in entries if entry.name == _BASELINE}
@@ -57,17 +57,17 @@ def _columns(entries: Sequence[Entry], time_unit: str) -> dict[str, _Column]:
     limits = [entry.limit for entry in entries if entry.limit is not None]
     measured = any(entry.measured_step is not None for entry in entries)
 
-    def faster(entry: Entry) -> str:
+    def faster(entry: PageEntry) -> str:
         baseline, step = base.get(entry.group), _step(entry)
         return f"{baseline / step:.3f}" if baseline and step else ""
 
-    def memory(entry: Entry) -> str:
+    def memory(entry: PageEntry) -> str:
         if entry.peak is None:
             return ""
         text = escape(format_memory(float(f"{entry.peak:.4g}"), [*held, *limits]))
         return text + _meter(entry.peak, entry.limit)
 
-    def limit(entry: Entry) -> str:
+    def limit(entry: PageEntry) -> str:
         if entry.limit is None:
             return ""
         return escape(format_memory(float(f"{entry.limit:.4g}"), [*held, *limits]))
@@ -95,12 +95,12 @@ def _columns(entries: Sequence[Entry], time_unit: str) -> dict[str, _Column]:
     }
 
 
-def _step(entry: Entry) -> float | None:
+def _step(entry: PageEntry) -> float | None:
     """What entries are compared by: measured where that is known."""
     return entry.simulated_step if entry.measured_step is None else entry.measured_step
 
 
-def _chunks(entry: Entry) -> str:
+def _chunks(entry: PageEntry) -> str:
     timeline = entry.any_timeline
     if entry.schedule is not None:
         placement = entry.schedule.placement
@@ -119,13 +119,13 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.2%}"
 
 
-def _ratio(entry: Entry) -> str:
+def _ratio(entry: PageEntry) -> str:
     if not entry.measured_step or not entry.simulated_step:
         return ""
     return f"{entry.measured_step / entry.simulated_step:.3f}"
 
 
-def _figure(name: str, entry: Entry) -> str:
+def _figure(name: str, entry: PageEntry) -> str:
     value = entry.figures.get(name, "")
     return escape(value) if isinstance(value, str) else f"{value:.6g}"
 

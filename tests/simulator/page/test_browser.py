@@ -9,7 +9,7 @@ from chromium import Chromium, executable
 from zbpp.core import Costs, MemoryModel, Pass, PassKind, Slot, parse_job
 from zbpp.modes import plan
 from zbpp.simulator import makespan, memory_over_time, messages, simulate, step_time
-from zbpp.simulator.page import Entry, write_page
+from zbpp.simulator.page import PageEntry, write_page
 from zbpp.simulator.palette import COLOURS, shade
 
 pytestmark = [
@@ -31,7 +31,7 @@ def entry_of(mode, p, m, **more):
     schedule = plan(mode, n_stages=p, n_microbatches=m, effort="fast")
     timeline = simulate(schedule, COSTS)
     given = {"costs": COSTS, "memory": MEMORY} | more
-    return Entry(name=mode, schedule=schedule, simulated=timeline, **given)
+    return PageEntry(name=mode, schedule=schedule, simulated=timeline, **given)
 
 
 def measured(timeline):

@@ -22,7 +22,14 @@ from zbpp.simulator import (
     simulate_iterations,
     step_time,
 )
-from zbpp.simulator.page import Entry, chain, decode, page_data, page_text, write_page
+from zbpp.simulator.page import (
+    PageEntry,
+    chain,
+    decode,
+    page_data,
+    page_text,
+    write_page,
+)
 from zbpp.simulator.page.columns import read_columns
 
 COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
@@ -48,14 +55,14 @@ def entry_of(mode, **more):
     schedule = plan(mode, n_stages=3, n_microbatches=5)
     timeline = simulate(schedule, COSTS)
     given = {"memory": MemoryModel(limit=5), "costs": COSTS} | more
-    return Entry(name=mode, schedule=schedule, simulated=timeline, **given)
+    return PageEntry(name=mode, schedule=schedule, simulated=timeline, **given)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_page_holds_every_timeline_to_the_last_bit(mode):
     timeline = timeline_of(mode)
     for one in (timeline, shaken(timeline)):
-        text = page_text([Entry(name=mode, simulated=one, memory=MemoryModel())])
+        text = page_text([PageEntry(name=mode, simulated=one, memory=MemoryModel())])
         (panel,) = page_data(text)["panels"]
         assert decode(panel, one.name) == one
     last = timeline.rows[-1][-1]
@@ -67,7 +74,7 @@ def test_a_page_holds_every_timeline_to_the_last_bit(mode):
 def test_several_iterations_with_checks_are_kept():
     schedule = post_validated(plan("ZBH2", n_stages=2, n_microbatches=4))
     twice = join(simulate_iterations(schedule, COSTS, 3))
-    (panel,) = page_data(page_text([Entry(name="x", simulated=twice)]))["panels"]
+    (panel,) = page_data(page_text([PageEntry(name="x", simulated=twice)]))["panels"]
     assert decode(panel, twice.name) == twice
     assert panel["fixed"] is None
 
@@ -75,7 +82,7 @@ def test_several_iterations_with_checks_are_kept():
 def test_simulated_stands_above_measured():
     timeline = timeline_of("ZBH1")
     measured = shaken(timeline)
-    one = Entry(name="ZBH1", simulated=timeline, measured=measured)
+    one = PageEntry(name="ZBH1", simulated=timeline, measured=measured)
     text = page_text([one])
     first, second = page_data(text)["panels"]
     assert (first["of"], second["of"]) == ("simulated", "measured")
@@ -138,7 +145,7 @@ def test_the_table_has_the_figures():
     entries = [
         entry_of("1F1B"),
         entry_of("ZBV", gap=0.25, figures={"tokens/s": 1234.5, "note": "<&>"}),
-        Entry(name="VPP", reason="needs memory 9 & more"),
+        PageEntry(name="VPP", reason="needs memory 9 & more"),
     ]
     rows = list(cells(page_text(entries, time_unit="ms")))
     (base, slow), (fast, best), (none, _) = rows
@@ -219,7 +226,7 @@ def test_98304_bars_take_less_than_2_mib():
     timeline = simulate(schedule, COSTS)
     bars = sum(isinstance(s.job, Pass) for row in timeline.rows for s in row)
     assert bars == 98_304
-    two = Entry(name="x", simulated=timeline, measured=shaken(timeline))
+    two = PageEntry(name="x", simulated=timeline, measured=shaken(timeline))
     text = page_text([replace(two, memory=MemoryModel(), costs=COSTS)])
     assert len(text.encode()) < 2 * 2**20
     plain = json.dumps([[str(s.job), s.start, s.end] for r in timeline.rows for s in r])

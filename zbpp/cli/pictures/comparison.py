@@ -11,7 +11,7 @@ from zbpp.cli.summary import Steady, Summary, steady
 from zbpp.core import Costs, MemoryModel, PassKind, Schedule
 from zbpp.schedules import LayerPlan
 from zbpp.simulator import simulate
-from zbpp.simulator.page import Entry
+from zbpp.simulator.page import PageEntry
 
 __all__ = ["BASELINE", "Comparison", "Planned", "csv_text"]
 
@@ -88,13 +88,13 @@ class Comparison:
             found["speed_up"] = self.step(BASELINE) / self.step(mode)
         return found
 
-    def entries(self, group: str) -> list[Entry]:
+    def entries(self, group: str) -> list[PageEntry]:
         """The modes as entries of a page."""
         shown = self._first_shown()
         return [
-            Entry(name=mode, group=group, reason=row)
+            PageEntry(name=mode, group=group, reason=row)
             if isinstance(row, str)
-            else Entry(
+            else PageEntry(
                 name=mode,
                 group=group,
                 schedule=row.schedule,

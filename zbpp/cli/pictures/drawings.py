@@ -9,7 +9,7 @@ from zbpp.cli.pictures.several import command_text, schedules_in
 from zbpp.cli.summary import summarize
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule
 from zbpp.simulator import plot, write_trace
-from zbpp.simulator.page import Entry, write_page
+from zbpp.simulator.page import PageEntry, write_page
 
 __all__ = ["Plot", "Trace"]
 
@@ -55,7 +55,7 @@ class Plot(_Several):
         for schedule, costs, memory in loaded:
             summary = summarize(schedule, costs, memory)
             for timeline in self.timelines(schedule, costs):
-                entry = Entry(
+                entry = PageEntry(
                     name=timeline.name,
                     schedule=schedule,
                     simulated=timeline,
