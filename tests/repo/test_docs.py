@@ -57,7 +57,7 @@ def test_all_pages_are_there():
     names = {Path(page.name).stem for page in DOCS}
     assert names == {
         *("modes", "planning", "profiling", "simulating", "post_validation", "memory"),
-        *("split_backward", "your_script", "limits", "formats"),
+        *("checkpoints", "split_backward", "your_script", "limits", "formats"),
     }
     for page in DOCS:
         assert f"({page.name})" in README.text, "the README links every page"
@@ -134,6 +134,7 @@ def test_flags_and_names_exist(page):
 def test_only_the_short_ways_in_are_shown(page):
     used = re.findall(r"(?:from|import) (zbpp[\w.]*)", page.text)
     ways = {"zbpp", "zbpp.core", "zbpp.schedules", "zbpp.simulator", "zbpp.runtime"}
+    ways |= {"zbpp.checkpoint"}
     assert set(used) <= ways
 
 
