@@ -60,7 +60,7 @@ class Loss:
             RequestError: it is no scalar tensor.
         """
         assert self.targets is not None
-        if self.weight(microbatch) == 0:
+        if self._weights is not None and self._weights[microbatch] == 0:
             loss = _nothing(outputs)
         else:
             device = self._device
@@ -73,10 +73,6 @@ class Loss:
         # A copy: mse_loss's scalar holds the memory of all its summands.
         self.values[microbatch] = loss.detach().clone()
         return loss
-
-    def weight(self, microbatch: int) -> float:
-        """Weight of a micro-batch."""
-        return 1.0 if self._weights is None else self._weights[microbatch]
 
     def scaled_share(self, microbatch: int, scale: float) -> float:
         """Share of a micro-batch in the loss of the batch, times the loss scale."""
@@ -92,9 +88,10 @@ class Loss:
         table = torch.zeros(
             2, self._n_microbatches, dtype=torch.float64, device=self._device
         )
+        weights = self._weights or [1.0] * self._n_microbatches
         for microbatch, loss in self.values.items():
             table[0, microbatch] = loss
-            table[1, microbatch] = self.weight(microbatch)
+            table[1, microbatch] = weights[microbatch]
         return table
 
 

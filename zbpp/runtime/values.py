@@ -109,6 +109,9 @@ def nested(tensors: Iterable[Tensor], structure: str) -> Nested:
 
 def detached(tensors: Tensors) -> Tensors:
     """Cut them off their graph; they still say whether they need a gradient."""
+    if type(tensors) is tuple and len(tensors) == 1:  # the common case, for speed
+        (y,) = tensors
+        return (y.detach().requires_grad_(y.requires_grad),)
     return with_tensors(
         tensors, (y.detach().requires_grad_(y.requires_grad) for y in tensors)
     )

@@ -154,6 +154,6 @@ def test_both_transports_have_the_same_methods() -> None:
     from zbpp.runtime.comm.distributed import DistributedTransport
 
     def names(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")}
+        return {name for name in dir(kind) if not name.startswith("_")}
 
     assert names(LocalTransport) == names(DistributedTransport)

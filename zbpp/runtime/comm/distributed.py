@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.core import Job, Message
+from zbpp.core import Message
 from zbpp.runtime.comm.channels import PendingSum, join
 from zbpp.runtime.comm.failures import FailureNotes
 from zbpp.runtime.comm.messages import Messages
@@ -35,12 +35,11 @@ from zbpp.runtime.comm.waits import Waits
 from zbpp.runtime.comm.wire import Wire
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import PeerError
-from zbpp.runtime.values import Tensors
 
 __all__ = ["DistributedTransport"]
 
 
-class DistributedTransport:
+class DistributedTransport(Messages):
     """The messages of one stage that is a process of its own.
 
     Args:
@@ -68,68 +67,48 @@ class DistributedTransport:
         timeout_s: float,
         first_timeout_s: float,
     ) -> None:
-        self.background = BackgroundWork(in_thread=device.type == "cpu")
-        self.stage = dist.get_rank(group)
-        self._device = device
-        self._nccl = uses_nccl(group)
-        self._on = device if self._nccl else torch.device("cpu")
+        self.stage = stage = dist.get_rank(group)
+        self._nccl = nccl = uses_nccl(group)
         self._steady_timeout_s = timeout_s
-        self._waits = Waits(
-            nccl=self._nccl,
-            device=device,
-            timeout_s=first_timeout_s,
-            lost=self._lost,
+        waits = Waits(
+            nccl=nccl, device=device, timeout_s=first_timeout_s, lost=self._lost
         )
         try:
             self._all, channels, store = join(
                 group,
                 neighbours,
-                nccl=self._nccl,
+                nccl=nccl,
                 device=device,
                 timeout_s=first_timeout_s,
             )
         except RuntimeError as error:
             raise PeerError(
-                f"stage {self.stage} does not reach the others at the start: {error}"
+                f"stage {stage} does not reach the others at the start: {error}"
             ) from error
         ranks = dist.get_process_group_ranks(group)
-        self._notes = FailureNotes(store, self.stage, ranks)
+        self._notes = FailureNotes(store, stage, ranks)
         self.doing = "the start"
         self._has_failed = False
-        self._wire = Wire(self.stage, channels, self._on, self._waits, self._lost)
-        self._messages = Messages(
-            self.stage,
-            self._wire,
-            self._waits,
-            self.background,
-            peers=neighbours[self.stage],
-            source=sources[self.stage],
-            followers=[t for t, source in enumerate(sources) if source == self.stage],
+        on = device if nccl else torch.device("cpu")
+        super().__init__(
+            Wire(stage, channels, on, waits, self._lost),
+            waits,
+            BackgroundWork(in_thread=device.type == "cpu"),
+            stage=stage,
+            peers=neighbours[stage],
+            source=sources[stage],
+            followers=[t for t, source in enumerate(sources) if source == stage],
             device=device,
         )
-        self._trains = True
 
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation: headers tell the shapes of all its values."""
         self._notes.withdraw()
-        self._trains = opening is not None
-        self._messages.begin(opening)
-
-    def send(self, value: Message, tensors: Tensors, peer: int) -> None:
-        """Start to send; the tensors are kept until they have left."""
-        self._messages.send(value, tensors, peer)
-
-    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
-        """Start to receive, unless the shapes are still unknown."""
-        self._messages.post(value, peer, like)
+        super().begin(opening)
 
     def ready(self, value: Message) -> bool:
         """Return True: a receive waits for another process."""
         return True
-
-    def receive(self, value: Message, job: Job) -> Tensors:
-        """Wait for a value, and for the headers of those before it in the channel."""
-        return self._messages.receive(value, job)
 
     def _lost(self, what: str, peer: int | None, error: RuntimeError) -> PeerError:
         who = "the other stages" if peer is None else f"stage {peer}"
@@ -193,7 +172,7 @@ class DistributedTransport:
 
     def message_bytes(self) -> dict[int, int]:
         """Sizes of the activations that steps send or receive here, by chunk."""
-        return {chunk: x.n_bytes for chunk, x in self._messages.shapes.latest().items()}
+        return {chunk: x.n_bytes for chunk, x in self.shapes.latest().items()}
 
     def end(self) -> None:
         """End the step; sends may still be under way, so no stage waits for another.
@@ -201,9 +180,9 @@ class DistributedTransport:
         Those of the step before have been received, as this step has seen its sums.
         They are let go here: gloo calls no send completed before one waits for it.
         """
-        if self._trains:
+        if self._opening is not None:
             self._waits.timeout_s = self._steady_timeout_s
-        self._messages.end()
+        super().end()
 
     def flush(self) -> None:
         """Wait until all sends have left."""

@@ -74,11 +74,15 @@ class Spec:
     @classmethod
     def of(cls, tensors: Tensors) -> "Spec":
         """Describe plain tensors."""
+        structure = tensors.structure if isinstance(tensors, Nested) else None
+        if len(tensors) == 1:  # the common case, for speed
+            (x,) = tensors
+            return cls((tuple(x.shape),), (x.dtype,), (x.requires_grad,), structure)
         return cls(
             tuple(tuple(tensor.shape) for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
-            tensors.structure if isinstance(tensors, Nested) else None,
+            structure,
         )
 
     def of_gradients(self) -> "Spec":

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.core import Job, Message, TiedGradient, Value, What
+from zbpp.core import Job, Message, Value, What
 from zbpp.runtime.comm import header
 from zbpp.runtime.comm.channels import HEADER, HEADER_REST, KINDS, Incoming
 from zbpp.runtime.comm.header import Spec, spec_of
@@ -30,10 +30,10 @@ class Messages:
     """The values that one stage sends and receives.
 
     Args:
-        stage: whose they are.
         wire: of the stage.
         waits: of the stage.
         background: what it does while it waits.
+        stage: whose they are.
         peers: stages that it exchanges values with.
         source: the stage that tells it the kinds of a step's micro-batches; None: it
             reads the inputs.
@@ -43,21 +43,21 @@ class Messages:
 
     def __init__(
         self,
-        stage: int,
         wire: Wire,
         waits: Waits,
         background: BackgroundWork,
         *,
+        stage: int,
         peers: Collection[int],
         source: int | None,
         followers: Collection[int],
         device: torch.device,
     ) -> None:
-        self._stage = stage
+        self.stage = stage
         self._wire = wire
         self._on = wire.device
         self._waits = waits
-        self._background = background
+        self.background = background
         self._source = source
         self._followers = followers
         self._device = device
@@ -71,9 +71,9 @@ class Messages:
         """Start a step, or an evaluation: headers tell the shapes of all its values."""
         self._wire.begin(training=opening is not None)
         self._opening = opening
+        self.shapes.begin()
         if opening is None:
             return
-        self.shapes.begin()
         if self._source is None:
             assert opening.inputs is not None, "this stage reads the inputs"
             n_inputs = -1 if opening.n_inputs is None else opening.n_inputs
@@ -117,7 +117,7 @@ class Messages:
 
     def _announce(self, value: Value, spec: Spec, peer: int) -> None:
         """Send a header where the receiver does not know the shapes yet."""
-        known = None if self._opening is None else self.shapes.known(value)
+        known = self.shapes.known(value)
         if known is None:
             first, rest = header.to_blocks(header.pack(value, spec))
             self._wire.send(value, first.to(self._on), peer, slot=HEADER)
@@ -126,7 +126,7 @@ class Messages:
             self._learn(value, spec)
         elif known != spec:
             raise ShapeError(
-                f"stage {self._stage}: the {value} is {spec}, but with inputs of the "
+                f"stage {self.stage}: the {value} is {spec}, but with inputs of the "
                 f"same shapes it was {known}; what is handed from chunk to chunk must "
                 "look the same for all micro-batches whose inputs do (pad it, and hand "
                 "on numbers that change as tensors)"
@@ -147,17 +147,11 @@ class Messages:
         """Start the receives from a stage up to the first of unknown shapes."""
         waiting = self._waiting[peer]
         while waiting:
-            spec = self._known_spec(waiting[0])
+            first = waiting[0]
+            spec = first.known or self.shapes.known(first.value)  # type: ignore[arg-type]
             if spec is None:
                 break
             self._start(waiting.popleft(), spec)
-
-    def _known_spec(self, incoming: Incoming) -> Spec | None:
-        """Shapes and dtypes of a message, if it needs no header."""
-        value = incoming.value
-        if isinstance(value, TiedGradient):
-            return incoming.known
-        return None if self._opening is None else self.shapes.known(value)
 
     def _start(self, incoming: Incoming, spec: Spec) -> None:
         incoming.spec = spec
@@ -175,17 +169,21 @@ class Messages:
         waiting = self._waiting[incoming.peer]
         while incoming.spec is None:
             first = waiting.popleft()
-            self._start(first, self._known_spec(first) or self._header(first, job))
-        with self._background.waiting():
+            self._start(
+                first,
+                first.known
+                or self.shapes.known(first.value)  # type: ignore[arg-type]
+                or self._header(first, job),
+            )
+        with self.background.waiting():
             for work in incoming.works:
                 self._waits.wait(work, f"{job} for {value} from", incoming.peer)
-        buffers = (buffer.to(self._device) for buffer in incoming.buffers)
-        spec = incoming.spec
-        tensors = tuple(
-            tensor.requires_grad_(needs)
-            for tensor, needs in zip(buffers, spec.needs_grad, strict=True)
-        )
-        return tensors if spec.structure is None else nested(tensors, spec.structure)
+        spec, tensors = incoming.spec, []
+        for buffer, needs in zip(incoming.buffers, spec.needs_grad, strict=True):
+            tensors.append(buffer.to(self._device).requires_grad_(needs))
+        if spec.structure is None:
+            return tuple(tensors)
+        return nested(tensors, spec.structure)
 
     def _header(self, incoming: Incoming, job: Job) -> Spec:
         first = self._block(incoming, header.HEADER_BYTES, HEADER, job)
