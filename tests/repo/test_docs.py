@@ -58,6 +58,7 @@ def test_all_pages_are_there():
     assert names == {
         *("modes", "planning", "profiling", "simulating", "post_validation", "memory"),
         *("checkpoints", "split_backward", "your_script", "limits", "formats"),
+        "models",
     }
     for page in DOCS:
         assert f"({page.name})" in README.text, "the README links every page"
@@ -133,8 +134,8 @@ def test_flags_and_names_exist(page):
 @pytest.mark.parametrize("page", GUIDES, **by_name)
 def test_only_the_short_ways_in_are_shown(page):
     used = re.findall(r"(?:from|import) (zbpp[\w.]*)", page.text)
-    ways = {"zbpp", "zbpp.core", "zbpp.schedules", "zbpp.simulator", "zbpp.runtime"}
-    ways |= {"zbpp.checkpoint"}
+    rooms = ("core", "schedules", "simulator", "runtime", "models", "checkpoint")
+    ways = {"zbpp", *(f"zbpp.{room}" for room in rooms)}
     assert set(used) <= ways
 
 

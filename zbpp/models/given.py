@@ -43,8 +43,7 @@ def layered_of(model: Given, n_layers: int | None = None) -> Layered:
     n = count_layers(model, n_layers)
     if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
         layers = list(model)
-        named = isinstance(model, nn.Sequential | nn.ModuleList)
-        keys = list(model._modules) if named else None
+        keys = list(model._modules) if isinstance(model, nn.Module) else None
         return Layered(
             n,
             lambda indices: [layers[i] for i in indices],
