@@ -14,9 +14,9 @@ from html import escape
 
 __all__ = ["bubble_and_memory", "bubble_and_microbatches"]
 
-_WIDTH, _HEIGHT = 600, 320
+_WIDTH, _HEIGHT = 640, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 18, 14, 42
-_LABELS = 168  # pixels right of lines, for their names
+_LABELS = 210  # pixels right of lines, for their names
 _SPACING = 14  # pixels between names
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("", "6 3", "2 3")
@@ -166,7 +166,7 @@ def _names(
     marks = _together(points, x, y)
     for names, at, to in sorted(marks, key=lambda mark: (mark[2], mark[1])):
         text = ", ".join(names)
-        width = 6.6 * len(text)
+        width = (7.4 if chosen in names else 6.6) * len(text)
         for left in (at + 12, at - 12 - width):
             for shift in (0, -13, 13, -26, 26):
                 box = (left, to + shift - 7, left + width, to + shift + 7)

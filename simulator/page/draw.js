@@ -41,17 +41,19 @@ function bars(ctx, timeline, scale, look) {
     const y = laneTop(scale, stage);
     for (let i = firstAfter(timeline, stage, scale.from); i < first[stage + 1]; i++) {
       if (start[i] >= scale.to) break;
+      if (start[i] === end[i]) continue;
       const x0 = Math.max(scale.x(start[i]), scale.left - 2);
       const x1 = Math.min(scale.x(end[i]), scale.right + 2);
       const width = x1 - x0;
-      ctx.globalAlpha = look.pinned < 0 || look.pinned === microbatch[i] ? 1 : 0.25;
+      const plain = look.pinned < 0 || look.pinned === microbatch[i];
+      ctx.globalAlpha = plain ? 1 : 0.25;
       ctx.fillStyle = look.tints[tint[i]];
       ctx.fillRect(x0, y, Math.max(width - (width > 5 ? 1 : width > 2 ? 0.5 : 0), 0.5), scale.bar);
       if (timeline.recomputes.size && again(timeline, i)) {
         ctx.fillStyle = look.again;
         ctx.fillRect(x0, y, width - 1, scale.bar);
       }
-      if (width >= least && scale.bar >= 9) texts.push(i, x0 + width / 2, y);
+      if (plain && width >= least && scale.bar >= 9) texts.push(i, x0 + width / 2, y);
     }
   }
   ctx.globalAlpha = 1;
@@ -170,7 +172,7 @@ function path(ctx, timeline, scale, look) {
   let stage = -1;
   for (const job of timeline.path) {
     const own = stageOf(timeline, job);
-    const y = laneTop(scale, own) + scale.bar / 2;
+    const y = laneTop(scale, own) + scale.bar - 2.5;  // numbers stay readable
     const x = scale.x(timeline.start[job]);
     if (stage < 0) ctx.moveTo(x, y);
     else ctx.lineTo(x, y);
@@ -213,6 +215,7 @@ function curve(ctx, timeline, stage, scale, height) {
   };
   for (; i < first[stage + 1] && start[i] < scale.to; i++) {
     put(scale.x(Math.max(start[i], scale.from)), during[i]);
+    if (i + 1 < first[stage + 1] && start[i + 1] <= end[i]) continue;  // no spikes
     put(Math.min(scale.x(end[i]), scale.right), after[i]);
   }
   if (most !== least)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from zbpp.core import Check
 from zbpp.simulator.metrics import step_time, waste
 from zbpp.simulator.page.columns import KINDS, encode
 from zbpp.simulator.page.entry import PageEntry, memory_unit
@@ -111,6 +112,7 @@ def _legend(panels: Iterable[tuple[PageEntry, str]]) -> str:
         for timeline in timelines
         for row in timeline.rows
         for slot in row
+        if slot.duration > 0 or isinstance(slot.job, Check)
     }
     items = [
         (f"background:{COLOURS[key]}", name)
