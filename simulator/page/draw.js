@@ -36,7 +36,9 @@ function bars(ctx, timeline, scale, look) {
   const { start, end, first, tint, microbatch } = timeline;
   const texts = [];
   const digits = String(timeline.microbatches - 1).length;
-  const least = digits * scale.font * 0.62 + 3;
+  const roomy = (timeline.typical * scale.perUnit - 3) / (digits * 0.62);
+  const font = roomy < 8 ? scale.font : Math.min(scale.font, roomy);
+  const least = digits * font * 0.62 + 2.5;
   for (let stage = 0; stage < timeline.jobs.length; stage++) {
     const y = laneTop(scale, stage);
     for (let i = firstAfter(timeline, stage, scale.from); i < first[stage + 1]; i++) {
@@ -57,7 +59,7 @@ function bars(ctx, timeline, scale, look) {
     }
   }
   ctx.globalAlpha = 1;
-  ctx.font = `${scale.font}px ${look.font}`;
+  ctx.font = `${font}px ${look.font}`;
   ctx.textAlign = "center";
   ctx.textBaseline = "middle";
   for (let n = 0; n < texts.length; n += 3) {
