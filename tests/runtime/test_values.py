@@ -12,6 +12,7 @@ from small_model import adamw, assert_same
 from torch import Tensor, nn
 
 from zbpp.core import Value, What
+from zbpp.models import Layered
 from zbpp.pipeline import Pipeline
 from zbpp.runtime import Patience
 from zbpp.runtime.constants import Constants
@@ -231,3 +232,30 @@ def test_a_constant_that_is_not_kept_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Constants, "ran", lambda *_: None)
     with pytest.raises(KeyError):
         make("ZBV", 2).step(*cut(batch(0)))
+
+
+def test_a_whole_batch_is_cut_by_the_model() -> None:
+    """One that is a dict of all; a profile and a prediction take it as a step does."""
+    layered = Layered(
+        masked_model.N_LAYERS, build, loss_fn=loss_fn,
+        cut_batch=lambda whole: cut({"labels": None, **whole}),
+    )  # fmt: skip
+    whole = batch(1)
+    pipeline = Pipeline(
+        layered, optimizer=None, schedule="ZBV", n_stages=2, n_microbatches=M
+    )
+    result = pipeline.step(whole)
+    parts = [
+        {name: x.tensor_split(M)[i] for name, x in whole.items()} for i in range(M)
+    ]
+    again = Pipeline(
+        layered, optimizer=None, schedule="ZBV", n_stages=2, n_microbatches=M
+    )
+    assert again.step(parts).losses == result.losses
+    assert pipeline.evaluate(whole) == again.evaluate(parts)
+    unlabelled = cut(whole)[0]
+    logits = pipeline.predict(unlabelled)["logits"]
+    assert logits.shape[:2] == whole["labels"].shape
+    assert torch.equal(logits, pipeline.predict(whole)["logits"])
+    costs = pipeline.profile(whole, rounds=2, most_s=1.0).layers
+    assert len(costs.f) == masked_model.N_LAYERS

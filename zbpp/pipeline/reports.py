@@ -24,6 +24,7 @@ from zbpp.profiling.prediction import Prediction, predict
 from zbpp.profiling.profile import Profile
 from zbpp.profiling.window import Wires, measure_wires, window_costs
 from zbpp.runtime.driver import collective_calls as calls
+from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.executor import Executor
@@ -45,6 +46,7 @@ class Reports:
     _ties: TiePlan
     _executors: Mapping[int, Executor]
     _lifecycle: Lifecycle
+    _batches: Batches
     _n_steps: int
     _options: StageOptions
     _wires: Wires | None = None
@@ -221,6 +223,7 @@ class Reports:
             PeerError: another stage died, did not answer, or does not profile.
         """
         self.synchronize()
+        inputs, targets = self._batches.pair(inputs, targets)
         next(iter(self._executors.values())).transport.doing = "profile"
         split = tuple(len(layers) for layers in self.split)
         parts = Profiled(
