@@ -32,8 +32,10 @@ def modes_table(entries: Sequence[PageEntry], *, time_unit: str = "") -> str:
     for entry, step in zip(entries, steps, strict=True):
         name = f'<th scope="row">{escape(entry.name)}</th>'
         if entry.reason:
+            short = entry.reason.partition(";")[0]
             why = (
-                f'<td class="why" colspan="{len(columns)}">{escape(entry.reason)}</td>'
+                f'<td class="why" colspan="{len(columns)}" '
+                f'title="{escape(entry.reason)}"><div>{escape(short)}</div></td>'
             )
             rows.append(f"<tr>{name}{why}</tr>")
             continue

@@ -7,7 +7,8 @@ import shlex
 import pytest
 from commands import SIZES, ZBH1, shown
 
-from zbpp.cli.commands import main
+from zbpp.cli.commands import Compare, main
+from zbpp.cli.pictures.several import command_text
 from zbpp.core import Costs, MemoryModel, read_costs
 from zbpp.modes import MODES, plan
 from zbpp.schedules import to_torch_csv
@@ -120,6 +121,18 @@ def test_a_page_tells_the_command_that_repeats_it(capsys, tmp_path, costs_file):
     assert main(words) == 0
     assert path.read_text(encoding="utf-8") == text
     assert text.count("<svg") == 2
+
+
+def test_the_words_of_a_command_are_those_that_were_given():
+    words = ["--memory_limit", "16GiB", "--no_enable_optimizer_post_validation"]
+    one = Compare(
+        stages=2,
+        microbatches=3,
+        memory_limit=16.0 * 2**30,
+        enable_optimizer_post_validation=False,
+    )
+    sizes = ["--stages", "2", "--microbatches", "3"]
+    assert command_text(one).split() == ["zbpp", "compare", *words, *sizes]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

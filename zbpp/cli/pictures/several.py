@@ -57,4 +57,7 @@ def _default(field: Field[Any]) -> object:
 
 
 def _number(value: object) -> str:
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    gib = value / 2**30
+    return f"{gib:.12g}GiB" if gib >= 1 else f"{value:.12g}"
