@@ -16,6 +16,7 @@ from zbpp.runtime.optim.patience import Patience
 pytest.importorskip("transformers")
 
 M = 4
+SLOW = pytest.mark.slow
 QUICK = {("llama", "ZBV", 2), ("gemma3", "ZBH1", 4)}
 GRID = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
@@ -198,3 +199,25 @@ def test_two_processes_find_the_same_gradients(pool: Pool, family, mode):
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         assert torch.equal(found[name], grad) if grad is not None else True, name
+
+
+@pytest.mark.parametrize(
+    ("family", "is_made"),
+    [("llama", True), ("llama", False), pytest.param("gpt2", True, marks=SLOW)],
+)
+def test_an_example_gives_memory_and_a_split(family, is_made):
+    with torch.device("cpu" if is_made else "meta"):
+        model = model_of(family)
+    batch = batch_of(family, 2 * M)
+    with zbpp.Pipeline(
+        model if is_made else zbpp.cut(model, weights=1),
+        optimizer=torch.optim.AdamW,
+        schedule="ZBH1",
+        n_stages=2,
+        n_microbatches=M,
+        example=batch,
+    ) as pipeline:
+        assert sum(len(layers) for layers in pipeline.split) == 8
+        sizes = [p.nbytes for p in model.parameters()]
+        assert sum(pipeline.memory.m_fixed) > 3 * sum(sizes), "weights and AdamW's"
+        assert pipeline.step(batch).loss > 0

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 from zbpp.models.frame import Frame, Stop
+from zbpp.models.stand_ins import as_meta
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
+from zbpp.runtime.support.torch_internals import outside_fake_mode
 
 __all__ = ["Call", "Calls", "Plan", "Recorder", "leaves"]
 
@@ -114,9 +116,10 @@ def structure_of(frame: Frame, batch: Any) -> Structure:
 
     def learn(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         twin = frame.slots()[index].__dict__["_twin"]
-        args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().to("meta"))
+        args, kwargs = as_meta((args, kwargs))
         try:
-            output = twin(*args, **kwargs)
+            with outside_fake_mode():
+                output = twin(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
             output = None
         found.append(Structure(len(output) if isinstance(output, tuple) else None))

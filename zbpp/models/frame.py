@@ -100,8 +100,8 @@ class Frame:
         self._site = Site()
         self._modules: list[tuple[str, nn.Module, nn.Module]] = []
         """Names, copies of path modules, and the model's own."""
-        self._absent: list[tuple[nn.Module, str, nn.Parameter]] = []
-        """Parameters of path modules that other layers have, on meta."""
+        self._absent: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
+        """Parameters of path modules that other layers have."""
         self._own, self._parameters, self._cut = own, parameters, cut
         self._root = self._copy("", model, twin)
         self.on(torch.device("cpu"))
@@ -132,10 +132,10 @@ class Frame:
     def on(self, device: torch.device) -> None:
         """Choose the device of what stand-ins put out."""
         self._site.device = device
-        for module, key, parameter in self._absent:
+        for module, key, shape, dtype in self._absent:
             # no memory: one element seen at every place
-            nothing = parameter.new_full((), float("nan"), device=device)
-            module.__dict__[key] = nothing.expand(parameter.shape)
+            nothing = torch.full((), float("nan"), dtype=dtype, device=device)
+            module.__dict__[key] = nothing.expand(shape)
 
     def apply(self, change: Any) -> None:
         """Move what no layer has as its own, as `nn.Module._apply` does."""
@@ -161,7 +161,7 @@ class Frame:
         state.pop("_output_capturing_hooks_installed", None)
         for key, parameter in twin._parameters.items():
             if parameter is not None and key not in self._parameters[name]:
-                self._absent.append((copied, key, parameter))
+                self._absent.append((copied, key, parameter.shape, parameter.dtype))
         self._modules.append((name, copied, module))
         return copied
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.support.torch_internals import outside_fake_mode
 
-__all__ = ["Absent", "Handler", "Missing", "Site", "Slot", "meta_twin"]
+__all__ = ["Absent", "Handler", "Missing", "Site", "Slot", "as_meta", "meta_twin"]
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """Called in place of block i with its arguments; gives what the block would."""
@@ -47,12 +48,28 @@ class Site:
         self.device = torch.device("cpu")
 
 
+def as_meta(thing: Any) -> Any:
+    """The same thing with tensors on the meta device, also of fake ones."""
+    with outside_fake_mode():
+        return map_tensors(
+            thing, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")
+        )
+
+
 class _StandIn(nn.Module):
     """A module with the attributes of a twin, and without parameters."""
 
     def __init__(self, name: str, twin: nn.Module, site: Site) -> None:
         super().__init__()
         self.__dict__.update(_name=name, _twin=twin, _site=site)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_StandIn":
+        """A copy with the same twin, which nothing changes."""
+        copied: _StandIn = object.__new__(type(self))
+        memo[id(self)] = copied
+        state = {key: held for key, held in vars(self).items() if key != "_twin"}
+        copied.__dict__.update(copy.deepcopy(state, memo), _twin=vars(self)["_twin"])
+        return copied
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -73,9 +90,9 @@ class Absent(_StandIn):
         Raises:
             RequestError: these depend on values.
         """
-        args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().to("meta"))
+        args, kwargs = as_meta((args, kwargs))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), outside_fake_mode():
                 output = self._twin(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             raise RequestError(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.models.converted import Read
 from zbpp.runtime.support.random_state import random_state, set_random_state
+from zbpp.runtime.support.torch_internals import is_fake
 
 __all__ = ["Source", "Weights", "is_on_meta", "reset"]
 
@@ -84,7 +85,10 @@ class Weights:
         Raises:
             RequestError: a tensor is in no file, or has no initialisation.
         """
-        made = copy.deepcopy(module)
+        memo = {id(t): _unset(t) for t in _on_meta(module)}
+        made = copy.deepcopy(module, memo)
+        if any(is_fake(t) for t in memo.values()):
+            return made  # an estimate of memory asks for sizes alone
         self._fill(
             (".".join(filter(None, (name, within))), part)
             for within, part in made.named_modules()
@@ -94,16 +98,18 @@ class Weights:
     def parameter(self, name: str, module: nn.Module, key: str) -> nn.Parameter:
         """One parameter of a module, with its values."""
         alone = _alone(module, module._parameters)
-        self._fill([(name.rpartition(".")[0], alone)])
         found = alone._parameters[key]
         assert found is not None
+        if not is_fake(found):
+            self._fill([(name.rpartition(".")[0], alone)])
         return found
 
     def buffers(self, name: str, module: nn.Module) -> None:
         """Give a module above the blocks its buffers."""
         if any(b is not None and b.is_meta for b in module._buffers.values()):
             alone = _alone(module, {})
-            self._fill([(name, alone)])
+            if not any(b is not None and is_fake(b) for b in alone._buffers.values()):
+                self._fill([(name, alone)])
             module._buffers.update(alone._buffers)
 
     @torch.no_grad()
@@ -116,11 +122,6 @@ class Weights:
         parts = list(modules)
         given: dict[nn.Module, dict[str, Tensor]] = {}
         for name, part in parts:
-            tables: list[dict[str, Any]] = [part._parameters, part._buffers]
-            for held in tables:
-                for key, old in held.items():
-                    if old is not None and old.is_meta:
-                        held[key] = _unset(old)
             given[part] = self._given(name, part)
             for key in given[part].keys() & part._parameters.keys():
                 # transformers' initialisations leave such parameters alone
@@ -189,13 +190,22 @@ class Weights:
                 )
 
 
+def _on_meta(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers that have no memory, each once."""
+    every = (*module.parameters(), *module.buffers())
+    return [tensor for tensor in dict.fromkeys(every) if tensor.is_meta]
+
+
 def _alone(
     module: nn.Module, parameters: Mapping[str, nn.Parameter | None]
 ) -> nn.Module:
     """The same module without its children, with some of its parameters."""
     alone = copy.copy(module)
-    alone.__dict__["_parameters"] = dict(parameters)
-    alone.__dict__["_buffers"] = dict(module._buffers)
+    for name, held in (("_parameters", parameters), ("_buffers", module._buffers)):
+        alone.__dict__[name] = {
+            key: _unset(t) if t is not None and t.is_meta else t
+            for key, t in held.items()
+        }
     alone.__dict__["_modules"] = {}
     return alone
 

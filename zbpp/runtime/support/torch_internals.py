@@ -7,6 +7,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ __all__ = [
     "mark_called",
     "multiply_add",
     "nodes_made",
+    "outside_fake_mode",
     "plain_step",
     "profiling",
 ]
@@ -115,6 +117,17 @@ def is_fake(tensor: Tensor) -> bool:
     """
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and type(tensor) is getattr(module, "FakeTensor", None)
+
+
+def outside_fake_mode() -> AbstractContextManager[object]:
+    """Within this, tensors that are made are none of a mode of fake ones.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, it does nothing: models that are
+    cut at their blocks are then not estimated.
+    """
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    unset = getattr(module, "unset_fake_temporarily", None)
+    return nullcontext() if unset is None else unset()
 
 
 def hooks_made() -> int | None:
