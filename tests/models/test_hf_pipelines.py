@@ -92,6 +92,32 @@ def test_the_loss_is_that_of_the_whole_batch(family):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize(
+    "family", ["mixtral", pytest.param("gemma2", marks=pytest.mark.slow)]
+)
+def test_recomputed_layers_keep_the_bits(family):
+    model = model_of(family)
+    plain, batch = copy.deepcopy(model), batch_of(family, 2 * M)
+    with zbpp.Pipeline(
+        model,
+        optimizer=None,
+        schedule="ZBV",
+        n_stages=2,
+        n_microbatches=M,
+        recompute="all",
+    ) as pipeline:
+        pipeline.step(batch)
+        gradients = {
+            pipeline.layered.own_name(index, name): p.grad.clone()
+            for executor in pipeline._executors.values()
+            for index, layer in executor.stage.numbered()
+            for name, p in layer.named_parameters()
+        }
+    by_microbatches(plain, batch, weights_of(family, batch))
+    for name, p in plain.named_parameters():
+        assert torch.equal(gradients[name], p.grad), name
+
+
 def test_a_mask_dropped_fails(monkeypatch):
     """Negative control."""
     calls = Plan.calls

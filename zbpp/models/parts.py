@@ -154,6 +154,8 @@ class BlockLayer(nn.Module):
             calls = with_leaves(calls, batch, value["shared"])
         args, kwargs = calls[self._index]
         changed = dict(value)
+        if self.notes is not None:
+            self.notes.take()  # of a forward that was broken off, as a recomputed one
         output = self.block(hidden, *args, **kwargs)
         if self.notes is not None:
             changed["router"] = (*value.get("router", ()), self.notes.take())
