@@ -148,11 +148,11 @@ class Counted:
     ("mode", "n_stages", "tensors"),
     [
         # hidden, router, mask, places; the mask's second place names the first
-        ("1F1B", 4, [4, 4, 4]),
+        pytest.param("1F1B", 4, [4, 4, 4], marks=pytest.mark.slow),
         ("ZBV", 2, [4, 2]),  # chunk 1 and 2 share a stage, 3 comes back to the first
         ("ZBV", 4, [4, 4, 4, 2, 2, 2]),
         ("VPP", 2, [4, 2, 2]),
-        ("VPP", 4, [4, 4, 4, 2, 2, 2, 2]),
+        pytest.param("VPP", 4, [4, 4, 4, 2, 2, 2, 2], marks=pytest.mark.slow),
     ],
 )
 def test_constants_are_sent_to_a_stage_once(

@@ -17,7 +17,10 @@ from zbpp.pipeline import Pipeline
 from zbpp.runtime import LossScaler, Patience
 from zbpp.runtime.microbatches import count_samples
 
-MODES = ("1F1B", "ZBH1", "ZBV")
+MODES = (
+    *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("1F1B", "ZBH1")),
+    "ZBV",
+)
 
 
 def loss_fn(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -88,7 +91,10 @@ def plain(weigh: str, m: int = M) -> Found:
 
 
 @pytest.mark.parametrize("weigh", LOSSES)
-@pytest.mark.parametrize(("mode", "n"), [("1F1B", 1), ("ZBH1", 2), ("ZBV", 4)])
+@pytest.mark.parametrize(
+    ("mode", "n"),
+    [("1F1B", 1), ("ZBH1", 2), pytest.param("ZBV", 4, marks=pytest.mark.slow)],
+)
 def test_micro_batches_by_their_weights(weigh: str, mode: str, n: int) -> None:
     found, same, whole = ours(mode, n, weigh), plain(weigh), plain(weigh, 1)
     assert found[:2] == same[:2]
