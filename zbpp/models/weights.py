@@ -130,6 +130,7 @@ class Weights:
             self._draw(name, part)
         for name, part in parts:
             self._copy(name, part, given[part])
+        for name, part in parts:
             self._check(name, part, given[part])
 
     def _copy(self, name: str, part: nn.Module, given: Mapping[str, Tensor]) -> None:
