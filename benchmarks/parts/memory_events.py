@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.values import as_tensors
+from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.values import as_tensors, with_tensors
 
 __all__ = ["Event", "Range", "measure_passes", "measure_step", "profiled", "within"]
 
@@ -99,10 +100,12 @@ def _one(stage: Stage, index: int, i: int, piece: Piece, *, joint: bool) -> None
     with record_function(f"job F{i}"):
         x = None
         if not piece.is_first:
-            x = tuple(
-                t.detach().clone().requires_grad_(t.requires_grad)
-                for t in as_tensors(piece.inputs)
+            given = as_tensors(piece.inputs)
+            x = with_tensors(
+                given,
+                (t.detach().clone().requires_grad_(t.requires_grad) for t in given),
             )
+            del given
         y = stage.forward(index, i, x)
         sent = [(t.shape, t.dtype) for t in y if t.requires_grad]
         del x, y
@@ -163,6 +166,7 @@ def inputs_of(
 
 
 def _cut(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    return type(value)(_cut(item) for item in value)
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(value, cut)

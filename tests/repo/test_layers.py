@@ -28,7 +28,7 @@ LAYERS = {
     "zbpp.runtime": {"zbpp.runtime", "zbpp.core", "torch"},
     "zbpp.memory": {
         *("zbpp.memory", "zbpp.runtime", "zbpp.schedules", "zbpp.core", "torch"),
-        *("zbpp.modes", "zbpp.planning.resolve"),
+        *("zbpp.modes", "zbpp.planning.resolve", "zbpp.models"),
     },
 }
 """What a layer may import beside the standard library."""

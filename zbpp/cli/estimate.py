@@ -42,8 +42,9 @@ class EstimateCommand:
     """Estimate the memory of every stage under every mode, without running anything."""
 
     model: Annotated[str | None, shown_as("MODULE:FUNCTION")] = None
-    """A function that returns (model, batch, loss_fn), the batch of one micro-batch;
-    left out: the model of `zbpp train`, with the sizes below."""
+    """A function that returns (model, batch, loss_fn), the batch of one micro-batch; or
+    hf:PATH, a config.json of transformers; left out: the model of `zbpp train`, with
+    the sizes below."""
     stages: int
     """Pipeline stages."""
     microbatches: int
@@ -85,7 +86,7 @@ class EstimateCommand:
     hidden: int = 256
     """Inner width of its feed-forward layers."""
     seq: int = 128
-    """Bytes in a window."""
+    """Bytes in a window; tokens of a sample of hf:PATH."""
 
     def run(self) -> None:
         """Estimate, write the files, and print."""
@@ -172,7 +173,8 @@ class EstimateCommand:
 
     def _user_model(self) -> UserModel:
         if self.model is not None:
-            return load_model(self.model)
+            samples = self.microbatch_size or 2
+            return load_model(self.model, seq=self.seq, samples=samples, is_fake=True)
         import torch
 
         from zbpp.training.llama import build_layers, cross_entropy

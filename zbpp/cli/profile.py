@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from zbpp.cli.user_model import load_model
+from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import RequestError, Schedule
 from zbpp.training.options import Train
 
@@ -33,7 +33,8 @@ class ProfileCommand(Train):
     """Also write the costs of each layer, to plan the split with."""
     model: Annotated[str | None, _MODEL] = None
     """A function that returns (model, batch) or (model, batch, loss_fn), the batch of
-    one micro-batch; left out: the model of zbpp train."""
+    one micro-batch; or hf:PATH, a config.json of transformers, with --seq tokens and
+    --microbatch_size samples; left out: the model of zbpp train."""
     rounds: int = 10
     """Passes that are counted, after a warm-up."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -52,11 +53,15 @@ class ProfileCommand(Train):
         from zbpp.training.start import start_worker
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's memory profiler
-        load = None if self.model is None else partial(load_model, self.model)
+        load = None if self.model is None else self._load
         request = ProfileRequest(
             load, self.out, self.layers_out, self.rounds, self.json
         )
         start_worker(partial(run_profile, request), self, check=self._check)
+
+    def _load(self) -> UserModel:
+        assert self.model is not None
+        return load_model(self.model, seq=self.seq, samples=self.microbatch_size)
 
     def _check(self, _: Train, schedule: Schedule) -> None:
         if self.rounds < 1:
@@ -71,7 +76,7 @@ class ProfileCommand(Train):
                     "folder that exists"
                 )
         if self.model is not None:
-            n_layers = load_model(self.model).n_layers
+            n_layers = self._load().n_layers
             if n_layers < schedule.placement.n_chunks:
                 raise RequestError(
                     f"--model {self.model} has {n_layers} layers for "

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zbpp.cli.user_model import call_builder
+from zbpp.cli.user_model import HF, UserModel, call_builder, load_model
 from zbpp.core import RequestError
 
 __all__ = ["examine", "print_split"]
@@ -34,12 +34,18 @@ def _load(name: str) -> tuple[Any, tuple[Any, ...]]:
     """
     from torch import nn
 
+    from zbpp.models import Layered
+    from zbpp.models.hugging_face import is_pretrained
     from zbpp.runtime.values import as_tensors, as_value
 
+    if name.startswith(HF):
+        return _of_layers(load_model(name))
     built = call_builder(name, _WANTED)
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise RequestError(f"--model {name}: {_WANTED}")
     model, batch = built[:2]
+    if isinstance(model, Layered) or is_pretrained(model):
+        return _of_layers(load_model(name))
     layers: list[Any] | None = None
     if isinstance(model, list | nn.ModuleList):
         layers = list(model)
@@ -56,6 +62,13 @@ def _load(name: str) -> tuple[Any, tuple[Any, ...]]:
         if isinstance(model, nn.Sequential):
             return model, (as_value(as_tensors(batch)),)
     return model, batch if isinstance(batch, tuple) else (batch,)
+
+
+def _of_layers(user: UserModel) -> tuple[Any, tuple[Any, ...]]:
+    """All layers of a cut model, one after the other."""
+    from torch import nn
+
+    return nn.Sequential(*user.layers()), (user.inputs,)
 
 
 def examine(name: str) -> tuple[list[tuple[str, str, str]], str]:

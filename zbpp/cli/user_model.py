@@ -1,13 +1,17 @@
-"""The user's own model: ``--model module:function``, alike in all commands.
+"""The user's own model: ``--model``, alike in all commands.
+
+    --model module:function     a function of the user's
+    --model hf:config.json      a causal language model of transformers, random weights
 
     def build():
         layers = [Embed(), *(Block() for _ in range(12)), Head()]
         return layers, (tokens, targets), loss_fn
 
-The function takes nothing. It returns a model as `zbpp.Pipeline` takes it, the batch of
-one micro-batch as `Pipeline.step` takes it, and ``loss_fn`` unless the last layer puts
-out the loss. A model that is built by ranges of layers is a pair, builder and number of
-layers: ``return (build_range, 80), (tokens, targets), loss_fn``.
+The function takes nothing. It returns a model as `zbpp.Pipeline` takes it (models of
+transformers, and what `zbpp.cut` returns, too), the batch of one micro-batch as
+`Pipeline.step` takes it, and ``loss_fn`` unless the last layer puts out the loss or the
+model has one of its own. A model that is built by ranges of layers is a pair, builder
+and number of layers: ``return (build_range, 80), (tokens, targets), loss_fn``.
 """
 
 import importlib
@@ -22,12 +26,15 @@ if TYPE_CHECKING:
     from zbpp.runtime.partition import Model
     from zbpp.runtime.stage import LossFn
 
-__all__ = ["UserModel", "call_builder", "load_model"]
+__all__ = ["HF", "UserModel", "call_builder", "load_model"]
+
+HF = "hf:"
+"""Begin of the name of a configuration file of transformers."""
 
 _WANTED = (
     "it must be a function that returns (model, batch) or (model, batch, loss_fn): an "
-    "nn.Sequential, a list of layers or (builder, n_layers), and one micro-batch as "
-    "(inputs, targets)"
+    "nn.Sequential, a list of layers, (builder, n_layers), a model of transformers or "
+    "what zbpp.cut returns, and one micro-batch as (inputs, targets) or as a dict"
 )
 
 
@@ -52,32 +59,53 @@ class UserModel:
         return list(self.model)  # type: ignore[arg-type]
 
 
-def load_model(name: str) -> UserModel:
-    """Call ``module:function``.
+def load_model(
+    name: str, *, seq: int | None = None, samples: int = 2, is_fake: bool = False
+) -> UserModel:
+    """Call ``module:function``, or make the model of ``hf:config.json``.
+
+    Args:
+        name: of either.
+        seq: tokens of a sample, for a configuration; None: 128 at most.
+        samples: of the micro-batch, likewise.
+        is_fake: its weights are fake tensors, made in the mode that is entered.
 
     Raises:
-        RequestError: there is no such function, or it returns something else.
+        RequestError: there is no such function or file, or it gives something else.
     """
-    from zbpp.runtime.partition import count_layers
+    if name.startswith(HF):
+        from zbpp.models.configs.causal_lm import layers_of_config
 
+        layered, batch = layers_of_config(
+            name.removeprefix(HF), seq=seq, samples=samples, seed=None if is_fake else 0
+        )
+        return _of_layers(name, layered, batch, None)
     built = call_builder(name, _WANTED)
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise RequestError(f"--model {name}: {_WANTED}")
-    model, batch = built[:2]
-    loss_fn: Any = built[2] if len(built) == 3 else None
+    loss_fn = built[2] if len(built) == 3 else None
+    return _of_layers(name, built[0], built[1], loss_fn)
+
+
+def _of_layers(name: str, model: Any, batch: Any, loss_fn: Any) -> UserModel:
+    from zbpp.models.given import layered_of, model_to_build
+
+    n_layers = None
+    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], int):
+        model, n_layers = model
+    try:
+        layered = layered_of(model, n_layers)
+    except RequestError as error:
+        raise RequestError(f"--model {name}: {error}") from error
+    if layered.cut_batch is not None and not isinstance(batch, tuple):
+        batch = layered.cut_batch(batch)
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise RequestError(
             f"--model {name}: the batch is a {type(batch).__name__}; give one "
             "micro-batch as a pair, (inputs, targets)"
         )
-    n_layers = None
-    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], int):
-        model, n_layers = model
-    try:
-        n_layers = count_layers(model, n_layers)
-    except RequestError as error:
-        raise RequestError(f"--model {name}: {error}") from error
     inputs, targets = batch
+    loss_fn = loss_fn or layered.loss_fn
     if loss_fn is None:
         targets = None
     elif targets is None or not callable(loss_fn):
@@ -85,7 +113,8 @@ def load_model(name: str) -> UserModel:
             f"--model {name}: loss_fn is called with outputs and targets; give both, "
             "or neither if the last layer puts out the loss"
         )
-    return UserModel(model, inputs, targets, loss_fn, n_layers)
+    to_build = model_to_build(model, layered)
+    return UserModel(to_build, inputs, targets, loss_fn, layered.n_layers)
 
 
 def call_builder(name: str, wanted: str) -> Any:

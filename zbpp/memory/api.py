@@ -9,8 +9,8 @@ from zbpp.core import Costs, RequestError
 from zbpp.memory.estimate import DEFAULT_MODES, Estimate, Steps, estimate_modes
 from zbpp.memory.layers import model_memory
 from zbpp.memory.model import ModelMemory, default_optimizer
+from zbpp.models.given import Given
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
-from zbpp.runtime.partition import Model
 from zbpp.runtime.stage import LossFn
 
 __all__ = ["estimate", "largest_microbatch", "most_that_fits"]
@@ -19,8 +19,8 @@ _MOST_SAMPLES = 2**20
 
 
 def estimate(
-    model: Model,
-    batch: tuple[Any, Any],
+    model: Given,
+    batch: Any,
     loss_fn: LossFn | None = None,
     *,
     n_stages: int,
@@ -42,9 +42,10 @@ def estimate(
     The arguments that `zbpp.Pipeline` has too mean the same there.
 
     Args:
-        model: layers or a builder.
-        batch: inputs and targets of one micro-batch.
-        loss_fn: the mean over a micro-batch; None: the last layer puts it out.
+        model: as `zbpp.Pipeline` takes it.
+        batch: inputs and targets of one micro-batch, or what the model itself takes.
+        loss_fn: the mean over a micro-batch; None: the model's own, or the last layer
+            puts it out.
         n_stages: stages.
         n_microbatches: micro-batches in a step.
         modes: modes, or schedule files.

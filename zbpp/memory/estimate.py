@@ -17,7 +17,6 @@ from zbpp.planning.resolve import choose_validation
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.pytree import tensors_in
-from zbpp.runtime.ties.find import refuse_sharing
 from zbpp.schedules import lower
 
 __all__ = [
@@ -42,7 +41,8 @@ class StageEstimate:
     """Bytes of one stage in a step.
 
     Args:
-        parameters: a parameter that layers share counts once.
+        parameters: one that layers of the stage share counts once; stages that share
+            one hold it each.
         gradients: of one step; between two steps post-validation holds them as well.
         optimizer: its state.
         buffers: and what layers keep from their first forward on.
@@ -154,7 +154,7 @@ def estimate_schedule(
     """Estimate the stages of one schedule.
 
     Raises:
-        RequestError: the layers do not fit the schedule, or chunks share a parameter.
+        RequestError: the layers do not fit the schedule.
     """
     schedule, ranges = _prepared(memory, steps, schedule)
     n_chunks = schedule.placement.n_chunks
@@ -217,8 +217,6 @@ def _prepared(
     if asked is None:
         asked = schedule.split
     ranges = partition_layers(memory.n_layers, n_chunks, asked)
-    layers = memory.fake.layers
-    refuse_sharing((c, i, layers[i]) for c, own in enumerate(ranges) for i in own)
     return schedule, ranges
 
 

@@ -5,6 +5,7 @@ one device. The meta device would choose others, for attention and under autocas
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -113,7 +114,9 @@ def building(mode: FakeTensorMode) -> Iterator[None]:
     before: Any = nn.Module._apply
     nn.Module._apply = apply  # type: ignore[method-assign]
     try:
-        with mode:
+        with mode, warnings.catch_warnings():
+            # of a deep copy, which looks at addresses
+            warnings.filterwarnings("ignore", ".*data pointer of FakeTensor")
             yield
     finally:
         nn.Module._apply = before  # type: ignore[method-assign]
@@ -144,7 +147,7 @@ def fake_model(
     fakes = [tensor for tensor in parts if isinstance(tensor, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else fake_mode()
     if built is None:
-        with building(mode), torch.device(device):
+        with building(mode), FakeCopyMode(mode), torch.device(device):
             built = list(model(range(n_layers)))  # type: ignore[operator]
     with torch.no_grad():
         if any(not isinstance(t, FakeTensor) for t in _tensors_of(built)):

@@ -8,16 +8,16 @@ from zbpp.core import LayerCosts
 from zbpp.memory.fake import fake_model
 from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.memory.trace import TraceOptions
+from zbpp.models.given import Given, layered_of, model_to_build
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
-from zbpp.runtime.partition import Model
 from zbpp.runtime.stage import LossFn
 
 __all__ = ["costs_of_layers", "layer_memory", "model_memory"]
 
 
 def model_memory(
-    model: Model,
-    batch: tuple[Any, Any],
+    model: Given,
+    batch: Any,
     loss_fn: LossFn | None = None,
     *,
     n_layers: int | None = None,
@@ -27,21 +27,25 @@ def model_memory(
     exact_sums: bool = True,
 ) -> ModelMemory:
     """Trace the layers of a model on fake tensors; `layer_memory` explains the rest."""
+    layered = layered_of(model, n_layers)
+    if layered.cut_batch is not None and not isinstance(batch, tuple):
+        batch = layered.cut_batch(batch)
     inputs, targets = batch
+    loss_fn = loss_fn or layered.loss_fn
     device = torch.device(device)
     fake = fake_model(
-        model,
+        model_to_build(model, layered),
         inputs,
         None if loss_fn is None else targets,
-        n_layers=n_layers,
+        n_layers=layered.n_layers,
         device=device,
     ).of_size(microbatch_size)
     return ModelMemory(fake, TraceOptions(device, loss_fn, autocast, exact_sums))
 
 
 def layer_memory(
-    model: Model,
-    batch: tuple[Any, Any],
+    model: Given,
+    batch: Any,
     loss_fn: LossFn | None = None,
     *,
     optimizer: MakeOptimizer | None = default_optimizer,
@@ -60,8 +64,9 @@ def layer_memory(
 
     Args:
         model: as `zbpp.Pipeline` takes it.
-        batch: inputs and targets of one micro-batch.
-        loss_fn: the mean over a micro-batch; None: the last layer puts it out.
+        batch: inputs and targets of one micro-batch, or what the model itself takes.
+        loss_fn: the mean over a micro-batch; None: the model's own, or the last layer
+            puts it out.
         optimizer: as `zbpp.Pipeline` takes it; None: there is none.
         n_layers: of a builder.
         microbatch_size: samples of a micro-batch, if not those of the batch.

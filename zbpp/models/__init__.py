@@ -4,6 +4,7 @@ layered       `Layered`: layers by index, their own names, ties, loss and batch
 given         `layered_of`: whatever `zbpp.Pipeline` takes as `Layered`; `cut`
 registry      `Family`, `register`; families/ has one file each
 hugging_face  models of transformers: names, loss, batch
+configs/      layers and a batch from a configuration file
 cut           from named blocks to layers: parts (front, block, back)
 frame         the model's own forward around other blocks, with stand_ins
 calls         what blocks are called with; recorded: outputs that join the loss

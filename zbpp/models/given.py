@@ -10,10 +10,10 @@ from zbpp.models.cut import cut_module
 from zbpp.models.hugging_face import cut_pretrained, is_pretrained
 from zbpp.models.layered import Layered, layer_name
 from zbpp.models.weights import Source, Weights, is_on_meta
-from zbpp.runtime.partition import count_layers
+from zbpp.runtime.partition import Model, count_layers
 from zbpp.runtime.ties.find import find_ties
 
-__all__ = ["Given", "cut", "layered_of"]
+__all__ = ["Given", "cut", "layered_of", "model_to_build"]
 
 Given = (
     Layered | nn.Module | Sequence[nn.Module] | Callable[[range], Sequence[nn.Module]]
@@ -51,6 +51,13 @@ def layered_of(model: Given, n_layers: int | None = None) -> Layered:
             ties=find_ties(layers),
         )
     return Layered(n, model)
+
+
+def model_to_build(model: Given, layered: Layered) -> Model:
+    """What stages are built of: the user's layers themselves, if they are given."""
+    if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
+        return model
+    return layered.build
 
 
 def _named_by(keys: list[str]) -> Callable[[int, str], str]:

@@ -1,28 +1,19 @@
 """The model, the loss and the example of a pipeline, as it works with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from zbpp.core import LayerCosts, RequestError
 from zbpp.memory import layer_memory
 from zbpp.models import Layered
-from zbpp.models.given import Given
-from zbpp.runtime.partition import Model
+from zbpp.models.given import Given, model_to_build
 from zbpp.runtime.stage import LossFn
 from zbpp.tuning.measure import MeasuredPipeline, measure_layers
 
-__all__ = ["loss_of", "measure_example", "model_to_build"]
-
-
-def model_to_build(model: Given, layered: Layered) -> Model:
-    """What stages are built of: the user's layers themselves, if they are given."""
-    if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
-        return model
-    return layered.build
+__all__ = ["loss_of", "measure_example"]
 
 
 def loss_of(layered: Layered, loss_fn: LossFn | None) -> LossFn:

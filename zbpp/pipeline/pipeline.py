@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.models import layered_of
-from zbpp.models.given import Given
+from zbpp.models.given import Given, model_to_build
 from zbpp.modes import is_auto
 from zbpp.pipeline.evaluate import Evaluating
-from zbpp.pipeline.given import loss_of, measure_example, model_to_build
+from zbpp.pipeline.given import loss_of, measure_example
 from zbpp.pipeline.reports import Reports
 from zbpp.pipeline.state import Checkpoints
 from zbpp.pipeline.stepping import Stepping

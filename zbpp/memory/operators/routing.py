@@ -84,7 +84,7 @@ class IntegerNumbers:
         if found is None:
             return None
         with _disable_current_modes():
-            return torch.empty(0, dtype=tensor.dtype).set_(
+            return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
                 found[1], tensor.storage_offset(), tensor.shape, tensor.stride()
             )
 
@@ -104,7 +104,7 @@ class IntegerNumbers:
         for fake, real in zip(tensors_in(result), tensors_in(numbers), strict=True):
             storage = fake.untyped_storage()
             with _disable_current_modes():
-                flat = torch.empty(storage.nbytes(), dtype=torch.uint8)
+                flat = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
                 kept = flat.untyped_storage()
             self._keep(storage, kept)
             view = self.of(fake)
@@ -160,13 +160,14 @@ class IntegerNumbers:
             return
         n = scores.numel() if dim is None else scores.shape[dim]
         with _disable_current_modes():
+            places = torch.arange(chosen.numel(), device="cpu")
             if chosen.dim() == scores.dim() and dim is not None:
                 sizes = list(chosen.shape)
                 rows = [*sizes[: dim % len(sizes)], *sizes[dim % len(sizes) + 1 :]]
                 rows += [sizes[dim]]
-                turns = torch.arange(chosen.numel()).view(rows).movedim(-1, dim)
+                turns = places.view(rows).movedim(-1, dim)
             else:
-                turns = torch.arange(chosen.numel()).view(chosen.shape)
+                turns = places.view(chosen.shape)
             self._learn(chosen, turns % max(1, n))
 
 

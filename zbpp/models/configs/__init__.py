@@ -1,0 +1,1 @@
+"""Models from configuration files alone: `causal_lm` makes layers and a batch."""

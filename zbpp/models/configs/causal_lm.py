@@ -1,0 +1,84 @@
+"""Causal language models of transformers from a configuration file, and a batch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbpp.core import RequestError
+from zbpp.models.given import cut, layered_of
+from zbpp.models.layered import Layered
+
+__all__ = ["layers_of_config"]
+
+
+def layers_of_config(
+    path: str | Path, *, seq: int | None = None, samples: int = 2, seed: int | None = 0
+) -> tuple[Layered, dict[str, Any]]:
+    """Make the layers of a model with random weights, and a batch of tokens.
+
+    Args:
+        path: a config.json of transformers, or the folder that holds it.
+        seq: tokens of a sample; None: 128, or as many as the model takes.
+        samples: of the batch.
+        seed: of the weights, which are made layer by layer where they are needed; None:
+            all at once, by the model itself, as under fake tensors.
+
+    Raises:
+        RequestError: there is no such file, transformers is missing or knows no causal
+            language model of this type, or the sequence is too long for it.
+    """
+    config = _config(Path(path))
+    most = getattr(config, "max_position_embeddings", None)
+    if seq is None:
+        seq = min(128, most or 128)
+    if most is not None and seq > most:
+        raise RequestError(
+            f"sequences of {seq} tokens are longer than {path} allows: "
+            f"max_position_embeddings is {most}; give a smaller --seq"
+        )
+    if seed is None:
+        layered = layered_of(_model(config))
+    else:
+        with torch.device("meta"):
+            model = _model(config)
+        layered = cut(model, weights=seed)
+    tokens = torch.arange(samples * seq).view(samples, seq) % config.vocab_size
+    return layered, {"input_ids": tokens, "labels": tokens}
+
+
+def _config(path: Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise RequestError("hf: needs transformers: install zbpp[hf]") from error
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RequestError(f"{file} is no JSON: {error}") from None
+    kind = found.pop("model_type", None) if isinstance(found, dict) else None
+    if kind is None:
+        raise RequestError(f"{file} names no model_type, as transformers writes it")
+    try:
+        return AutoConfig.for_model(kind, **found)
+    except ValueError as error:
+        raise RequestError(f"{file}: {str(error).splitlines()[0]}") from None
+
+
+def _model(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    try:
+        model: nn.Module = auto.from_config(config)
+    except ValueError as error:
+        raise RequestError(
+            f"{config.model_type} is no causal language model of transformers: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    return model
