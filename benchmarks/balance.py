@@ -1,6 +1,7 @@
 """Layers dealt evenly, balanced by their load, and planned together with the schedule.
 
     python benchmarks/balance.py simulated    # unequal layers, p 4 and 8, single and V
+    python benchmarks/balance.py possible     # what any split can gain, and what is
     python benchmarks/balance.py llama        # 32 layers, the last with a heavy head
     python benchmarks/balance.py emulated     # the first table on layers that sleep
 
@@ -25,9 +26,17 @@ from judge import judge
 from rich.console import Console
 from rich.table import Table
 
-from zbpp.core import LayerCosts, schedule_text, write_costs, write_layers
+from zbpp.core import (
+    LayerCosts,
+    Placement,
+    lower_bound,
+    schedule_text,
+    write_costs,
+    write_layers,
+)
 from zbpp.planning.layer_plans import plan_layers
 from zbpp.schedules import LayerPlan, balance
+from zbpp.schedules.planner.layers.loads import Loads
 
 MODES = {"single": "ZB", "V": "ZBV"}
 HEAD = 2.4  # layers' work, of Llama 8B's
@@ -163,6 +172,61 @@ class Simulated:
 
 
 @dataclass(frozen=True)
+class Possible:
+    """Gain over even chunks by number of layers, and what no split can exceed.
+
+    No step is below the least largest load of all splits, which `balance` proves.
+    """
+
+    effort: str = "default"
+
+    def run(self) -> None:
+        """Print a table."""
+        table = Table(title="heavy layer in the middle, m = 3p", title_justify="left")
+        for column in ("p", "layers", "mode", "even", "joint", "least load",
+                       "shorter", "at most"):  # fmt: skip
+            table.add_column(column, justify="right")
+        for p in (4, 8):
+            for n in (2 * p + 1, 3 * p + 1, 4 * p, 4 * p + 1, 4 * p + 2, 6 * p, 8 * p):
+                for mode in MODES.values():
+                    layers = unequal(n, n // 2)
+                    sizes = {"n_stages": p, "n_microbatches": 3 * p}
+                    found = plan_layers(mode, layers, **sizes, effort=self.effort)
+                    assert found.even_step is not None
+                    least = balance(layers, found.schedule.placement, 3 * p)
+                    assert least.is_proved
+                    table.add_row(
+                        *(str(p), str(n), mode, f"{found.even_step:.5g}"),
+                        *(f"{found.step:.5g}", f"{least.load:.5g}"),
+                        f"{1 - found.step / found.even_step:.1%}",
+                        f"{1 - least.load / found.even_step:.1%}",
+                    )
+        Console(width=110).print(table)
+
+
+def least_of_one_chunk(layers: LayerCosts, p: int, m: int, below: float) -> float:
+    """Least lower bound of the step over all splits of one chunk a stage.
+
+    A split whose busiest stage takes ``below`` or longer is left out.
+    """
+    placement, least = Placement.single(p), below
+    loads = Loads.of(layers, placement, m)
+
+    def cuts(end: int, n_chunks: int) -> Iterator[tuple[int, ...]]:
+        if n_chunks == 0:
+            yield from [()] if end == 0 else []
+            return
+        for first in range(n_chunks - 1, end):
+            if loads.busy(first, end) < below:
+                yield from ((*own, end - first) for own in cuts(first, n_chunks - 1))
+
+    for split in cuts(layers.n_layers, p):
+        bound = lower_bound(placement, m, *layers.on(placement, split))
+        least = min(least, max(bound, *loads.by_stage(split)[0]))
+    return least
+
+
+@dataclass(frozen=True)
 class Llama:
     """Llama-8B-like: 32 equal layers, and a head worth 2.4 in the last one."""
 
@@ -179,6 +243,17 @@ class Llama:
                 layers = llama(times, self.stages)
                 add_rows(table, f"{times}, {mode}", mode, layers, sizes, self.effort)
         Console(width=120).print(table)
+        for times in TIMES:
+            layers = llama(times, self.stages)
+            step = plan_layers(
+                *("ZB", layers), n_stages=sizes[0], n_microbatches=sizes[1],
+                effort="fast",
+            )  # fmt: skip
+            least = least_of_one_chunk(layers, *sizes, below=step.step)
+            print(
+                f"{times}, ZB: no split has a step below {least:.5g}, "
+                f"idle {1 - step.ideal_step / least:.4f}"
+            )
 
 
 @dataclass(frozen=True)
@@ -254,6 +329,7 @@ def _cells(
 
 Command = (
     Annotated[Simulated, tyro.conf.subcommand("simulated")]
+    | Annotated[Possible, tyro.conf.subcommand("possible")]
     | Annotated[Llama, tyro.conf.subcommand("llama")]
     | Annotated[Emulated, tyro.conf.subcommand("emulated")]
 )

@@ -9,9 +9,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from zbpp.core import LayerCosts, LimitError, Placement, lower_bound
+from zbpp.core import LayerCosts, Placement
 from zbpp.schedules.planner.layers.trials import SplitPlanner, Trial, Trials
-from zbpp.schedules.planner.limits import check_one_fits
 
 __all__ = ["Choices", "Counts"]
 
@@ -47,7 +46,7 @@ class Choices:
         self._ranked = [_ranked(layers, range(*one)) for one in ends]
         self.most: Counts = tuple(map(len, self._ranked))
         """Layers of each chunk that save memory."""
-        self._bounds: dict[Counts, float] = {}
+        self._bounds: dict[Counts, tuple[float, float]] = {}
         self._plans: dict[tuple[Counts, str], Trial | None] = {}
 
     def layers_of(self, counts: Counts) -> frozenset[int]:
@@ -57,20 +56,18 @@ class Choices:
 
     def bound(self, counts: Counts) -> float:
         """A lower bound of the step; inf: no micro-batch fits."""
-        if counts not in self._bounds:
-            self._bounds[counts] = self._bound(counts)
-        return self._bounds[counts]
+        return self._both(counts)[0]
 
-    def _bound(self, counts: Counts) -> float:
-        placement, m = self.placement, self._n_microbatches
-        again = self.layers_of(counts)
-        costs, memory = self._layers.on(placement, self.split, recompute=again)
-        try:
-            check_one_fits("recompute", placement, memory, m)
-        except LimitError:
-            return math.inf
-        of_span = lower_bound(placement, m, costs, memory)
-        return max(of_span, self._trials(counts).load(self.split))
+    def outlook(self, counts: Counts) -> float:
+        """Mean of all lower bounds, as `Trials.outlook`."""
+        return self._both(counts)[1]
+
+    def _both(self, counts: Counts) -> tuple[float, float]:
+        if counts not in self._bounds:
+            trials = self._trials(counts)
+            both = trials.bound(self.split), trials.outlook(self.split)
+            self._bounds[counts] = both
+        return self._bounds[counts]
 
     def is_done(self, counts: Counts, effort: str = "fast") -> bool:
         """True if there is nothing to plan."""

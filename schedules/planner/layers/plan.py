@@ -2,7 +2,9 @@
 
 1. `balance`: the least largest load, within the memory limits, by exact methods.
 2. `polish`: layers move while plans with effort fast get shorter.
-3. The best few splits, the balanced one and the even one are planned with the effort
+3. The same from another split, the best of those that `candidates` finds by their lower
+   bounds (not with effort fast).
+4. The best few splits, the balanced one and the even one are planned with the effort
    that is wanted; the best plan is kept. So it is never longer than the even one's.
 """
 
@@ -24,6 +26,7 @@ from zbpp.core import (
 from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.figures import is_below
 from zbpp.schedules.planner.layers.balance import balance
+from zbpp.schedules.planner.layers.candidates import low_bounds
 from zbpp.schedules.planner.layers.loads import even_split
 from zbpp.schedules.planner.layers.polish import perturb_and_polish, polish
 from zbpp.schedules.planner.layers.trials import (
@@ -44,6 +47,8 @@ _LEAST_PLANS = {"fast": 3, "default": 8, "best": 0}
 _IN_FLIGHT = (1.0, 0.5, 0.25, 0.75)  # of what the mode holds without a limit
 _FINALISTS = {"fast": 1, "default": 3}
 _LARGE = 5e4  # passes: one finalist is enough
+_ROUNDING = 1e-9  # relative
+_N_DRAWN, _N_PLANNED = 200, 8  # splits with low bounds
 _SHARES = (0.4, 0.3)  # of the seconds of best: polish; each plan at the end
 
 
@@ -156,14 +161,41 @@ def _polished(
         starts += [] if trial is None else [trial]
     if not starts:
         return splits
-    best = polish(trials, reduce(better, starts), budget, target=target)
+    first = reduce(better, starts)
+    best = polish(trials, first, budget, target=target)
+    polished = best.split
+    if kind != "fast" and best.step > target * (1 + _ROUNDING):
+        wide = Budget(budget.passes, budget.seconds_left)
+        best = better(best, _by_bounds(trials, first, splits, wide, target))
     if kind == "best":
         best = perturb_and_polish(trials, best, budget, target=target)
         return list(dict.fromkeys([best.split, even]))
     ranked = sorted(trials.fast(), key=lambda one: (one.step, one.barrier_step))
     n_last = 1 if trials.price > _LARGE else _FINALISTS[kind]
     few = [one.split for one in ranked[:n_last]]
-    return list(dict.fromkeys([best.split, *few, splits[0], even]))
+    return list(dict.fromkeys([best.split, polished, *few, splits[0], even]))
+
+
+def _by_bounds(
+    trials: Trials,
+    first: Trial,
+    splits: Sequence[tuple[int, ...]],
+    budget: Budget,
+    target: float,
+) -> Trial:
+    """Plan the splits with low bounds that are drawn, and polish the best one."""
+    drawn = low_bounds(trials, splits, budget, below=first.step, number=_N_DRAWN)
+    best: Trial | None = None
+    for split in drawn[:_N_PLANNED]:
+        if not budget.is_left:
+            break
+        budget.spend(trials.price)
+        trial = trials.of(split)
+        if trial is not None:
+            best = trial if best is None else better(best, trial)
+    if best is None:
+        return first
+    return polish(trials, best, budget, target=target, by_bound=True)
 
 
 def _starts(

@@ -6,13 +6,15 @@ better than others. Each trial is a plan of its own, with effort fast.
 
 A move takes a layer from a chunk and gives one to another; the chunks between them
 shift. The stages with the longest spans give first, and those with the least load take
-first. A split whose busiest stage alone takes as long as the best plan is not planned.
+first. A split whose lower bound is not below the best plan is not planned.
 """
 
+from collections.abc import Iterator
 from itertools import product
 from random import Random
 
 from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.layers.candidates import BOUND
 from zbpp.schedules.planner.layers.many_chunks import moved
 from zbpp.schedules.planner.layers.trials import Trial, Trials
 
@@ -23,7 +25,12 @@ _MOST_IN_VAIN = 1000  # splits drawn that were known, or too long
 
 
 def polish(
-    trials: Trials, start: Trial, budget: Budget, *, target: float = 0.0
+    trials: Trials,
+    start: Trial,
+    budget: Budget,
+    *,
+    target: float = 0.0,
+    by_bound: bool = False,
 ) -> Trial:
     """Move layers while that is better; the first better split is taken.
 
@@ -32,10 +39,12 @@ def polish(
         start: a split and its plan.
         budget: in passes placed; see `Trials.price`.
         target: a lower bound of the step: the end where it is reached.
+        by_bound: try the splits with the lowest bounds first, not those that take from
+            the critical stage.
     """
     best = start
     while best.step > target * (1 + _ROUNDING) and budget.is_left:
-        found = _better_neighbour(trials, best, budget)
+        found = _better_neighbour(trials, best, budget, by_bound=by_bound)
         if found is None:
             break
         best = found
@@ -75,18 +84,33 @@ def perturb_and_polish(
     return best
 
 
-def _better_neighbour(trials: Trials, best: Trial, budget: Budget) -> Trial | None:
-    """The first neighbour in the order of the moves that is better."""
-    for source, target in _moves(trials, best):
-        split = moved(best.split, source, target)
-        if split is None or trials.load(split) > best.step:
-            continue
+def _better_neighbour(
+    trials: Trials, best: Trial, budget: Budget, *, by_bound: bool
+) -> Trial | None:
+    """The first neighbour in order that is better."""
+    neighbours = _neighbours(trials, best, budget)
+    if by_bound:
+        neighbours = iter(sorted(neighbours, key=trials.outlook))
+    for split in neighbours:
         if not budget.is_left:
             return None
         trial = _planned(trials, split, budget)
         if trial is not None and trial.is_better_than(best):
             return trial
     return None
+
+
+def _neighbours(
+    trials: Trials, best: Trial, budget: Budget
+) -> Iterator[tuple[int, ...]]:
+    """Splits a move away that may be better, in the order of the moves."""
+    for source, target in _moves(trials, best):
+        split = moved(best.split, source, target)
+        if split is None or trials.load(split) > best.step:
+            continue
+        budget.spend(BOUND * trials.price)
+        if trials.bound(split) <= best.step * (1 + _ROUNDING):
+            yield split
 
 
 def _moves(trials: Trials, best: Trial) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ A plan of a split is as good as its figures say, the first that differs:
 3. the largest memory of a stage.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,10 +25,12 @@ from zbpp.core import (
     Placement,
     Recompute,
     Schedule,
+    lower_bounds,
     pass_span,
 )
 from zbpp.schedules.planner.figures import PlanFigures
 from zbpp.schedules.planner.layers.loads import Loads
+from zbpp.schedules.planner.limits import check_one_fits
 
 __all__ = [
     "SplitPlanner",
@@ -108,6 +111,7 @@ class Trials:
         """Of the last split that did not fit the memory."""
         self._planner = planner
         self._done: dict[tuple[tuple[int, ...], str], Trial | None] = {}
+        self._bounds: dict[tuple[int, ...], tuple[float, float]] = {}
         self.loads = Loads.of(
             layers, placement, n_microbatches, recompute=self.recompute
         )
@@ -135,6 +139,34 @@ class Trials:
     def load(self, split: Sequence[int]) -> float:
         """Load of the busiest stage: no plan of the split has a shorter step."""
         return max(self.loads.by_stage(split)[0])
+
+    def bound(self, split: Sequence[int]) -> float:
+        """Lower bound of the step of every plan; inf: no micro-batch fits."""
+        return self._both(split)[0]
+
+    def outlook(self, split: Sequence[int]) -> float:
+        """Mean of all lower bounds: low where much is in favour of a split.
+
+        The highest bound alone says less about plans: it is often the same work of one
+        stage, while memory and the way through the pipeline differ.
+        """
+        return self._both(split)[1]
+
+    def _both(self, split: Sequence[int]) -> tuple[float, float]:
+        key = tuple(split)
+        if key not in self._bounds:
+            self._bounds[key] = self._bound(key)
+        return self._bounds[key]
+
+    def _bound(self, split: tuple[int, ...]) -> tuple[float, float]:
+        placement, m = self.placement, self.n_microbatches
+        costs, memory = self.layers.on(placement, split, recompute=self.recompute)
+        try:
+            check_one_fits("split", placement, memory, m)
+        except LimitError:
+            return math.inf, math.inf
+        bounds = list(lower_bounds(placement, m, costs, memory).values())
+        return max(*bounds, self.load(split)), sum(bounds) / len(bounds)
 
     def fast(self) -> list[Trial]:
         """All splits that were planned with effort fast and fit, in turn."""
