@@ -98,7 +98,8 @@ class Messages:
         """
         assert self._told is not None and self._opening is not None
         (work, buffer), self._told = self._told, None
-        self._waits.wait(work, waiting_for, self._source)
+        with self.background.waiting():
+            self._waits.wait(work, waiting_for, self._source)
         self._waits.confirm(work)
         told = buffer.tolist()
         self._tell(told)
@@ -200,7 +201,8 @@ class Messages:
         value, peer = incoming.value, incoming.peer
         buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._on)
         work = self._wire.receive(value, buffer, peer, slot=slot)
-        self._waits.wait(work, f"{job} for {value} from", peer)
+        with self.background.waiting():
+            self._waits.wait(work, f"{job} for {value} from", peer)
         self._waits.confirm(work)
         return buffer.cpu()
 
