@@ -54,6 +54,7 @@ def test_passes_of_a_real_model_take_what_the_allocator_says() -> None:
         assert worst(parts, own)[0] < 0.02
 
 
+@pytest.mark.slow
 def test_a_tied_weight_counts_once_for_each_stage_that_holds_it() -> None:
     model = made(GPT2)
     tied = 512 * 64 * 4

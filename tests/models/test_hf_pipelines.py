@@ -229,7 +229,11 @@ def test_two_processes_find_the_same_gradients(pool: Pool, family, mode):
 
 @pytest.mark.parametrize(
     ("family", "is_made"),
-    [("llama", True), ("llama", False), pytest.param("gpt2", True, marks=SLOW)],
+    [
+        pytest.param("llama", True, marks=SLOW),
+        ("llama", False),
+        pytest.param("gpt2", True, marks=SLOW),
+    ],
 )
 def test_an_example_gives_memory_and_a_split(family, is_made):
     with torch.device("cpu" if is_made else "meta"):

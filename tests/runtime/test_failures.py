@@ -131,6 +131,7 @@ def test_a_raising_worker(run: Callable[..., Run]) -> None:
     assert_gone(everyone)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker(run: Callable[..., Run]) -> None:
     running = run(timeout_s=SHORT_TIMEOUT_S)
     running.wait_for_step(3)
@@ -144,7 +145,14 @@ def test_a_stopped_worker(run: Callable[..., Run]) -> None:
     assert_gone(everyone)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
+)
 def test_a_signal_to_the_launcher(
     run: Callable[..., Run], number: signal.Signals
 ) -> None:

@@ -157,6 +157,7 @@ def test_a_batch_without_tokens_moves_nothing() -> None:
     assert all(not p.grad.any() for _, p in pipeline.named_parameters())
 
 
+@pytest.mark.slow
 def test_clipped_scaled_and_rolled_back_steps() -> None:
     always = Patience(failures=2, window=1)
 

@@ -98,7 +98,9 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("n", "culprit"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("n", "culprit"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 def test_an_exception_in_a_layer(tmp_path: Path, n: int, culprit: int) -> None:
     words = run_by_hand(write_script(tmp_path, NO_GOOD, culprit), n)
     first = f"rank {culprit} failed first, in {culprit}F0: ValueError: no good"
@@ -108,7 +110,9 @@ def test_an_exception_in_a_layer(tmp_path: Path, n: int, culprit: int) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("n", "culprit"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("n", "culprit"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 def test_a_killed_rank(tmp_path: Path, n: int, culprit: int) -> None:
     words = run_by_hand(write_script(tmp_path, KILLED, culprit), n)
     assert not words.pop(culprit)
@@ -117,7 +121,13 @@ def test_a_killed_rank(tmp_path: Path, n: int, culprit: int) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("how", [NO_GOOD, KILLED], ids=["raises", "killed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(NO_GOOD, marks=pytest.mark.slow, id="raises"),
+        pytest.param(KILLED, id="killed"),
+    ],
+)
 def test_under_torchrun_no_other_rank_is_blamed(tmp_path: Path, how: str) -> None:
     code, words = run_by_torchrun(tmp_path, write_script(tmp_path, how, 1), 3)
     assert code != 0 and sorted(words) == [0, 1, 2]
