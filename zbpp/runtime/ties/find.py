@@ -89,8 +89,8 @@ def refuse_sharing(layers: Iterable[tuple[int, int, nn.Module]]) -> None:
             if other != chunk:
                 raise RequestError(
                     f"layers {at} and {index} share a parameter ({its} is {name}) but "
-                    f"lie in chunks {other} and {chunk}; put them into one chunk by "
-                    "split=..., or untie them"
+                    f"lie in chunks {other} and {chunk}; name the parameter in ties=, "
+                    "put them into one chunk by split=..., or untie them"
                 )
 
 
