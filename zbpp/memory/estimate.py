@@ -269,13 +269,17 @@ def _fixed(
     if memory.n_layers - 1 in layers:
         ends += tensors_in(memory.fake.targets)
     on_cpu = memory.options.device.type == "cpu"
+    sent, received = memory.tied(layers)
     return Fixed(
         parameters=memory.bytes_of(memory.parameters(layers)),
-        buffers=memory.bytes_of(buffers) + kept,
+        buffers=memory.bytes_of(buffers) + kept + sent,
         optimizer=step.state,
         rollback=rollback,
         batch=memory.bytes_of(ends) * schedule.n_microbatches,
-        norm=_norm(memory, layers) if on_cpu and steps.optimizer is not None else 0,
+        norm=max(
+            received,
+            _norm(memory, layers) if on_cpu and steps.optimizer is not None else 0,
+        ),
         step=step.speculative_peak if speculates else step.peak,
         commit=step.commit_peak,
         speculates=speculates,

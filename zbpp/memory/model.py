@@ -23,6 +23,7 @@ from zbpp.memory.trace import (
 )
 from zbpp.memory.tracker import storages_of
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.ties.find import find_ties
 from zbpp.runtime.values import UnfitValueError, as_tensors
 
 __all__ = ["ModelMemory"]
@@ -83,6 +84,22 @@ class ModelMemory:
             for p in self.parameters(layers)
             if p in self._gradients
         }
+
+    def tied(self, layers: Sequence[int]) -> tuple[int, int]:
+        """Bytes that tied weights take on a stage which holds some layers.
+
+        Returns:
+            Gradients that it has sent to other stages, where the sums are others; and
+            those that it has received, just before they are added.
+        """
+        sent = received = 0
+        for tie in find_ties(self.fake.layers):
+            index, name = tie[0]
+            others = sum(layer not in layers for layer, _ in tie)
+            if 0 < others < len(tie):
+                size = self.bytes_of([self.fake.layers[index].get_parameter(name)])
+                sent, received = sent + size, received + others * size
+        return sent, received
 
     def buffers(self, layers: Sequence[int]) -> list[Tensor]:
         """Of some layers, each once."""

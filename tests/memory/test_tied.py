@@ -1,0 +1,58 @@
+"""Tied weights in the estimate: copies, gradients sent and received."""
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.memory import estimate
+
+VOCABULARY, WIDTH = 4096, 64
+SIZE = VOCABULARY * WIDTH * 4
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def stages_of(mode: str, n_stages: int, *, tied: bool):
+    blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    layers = [nn.Embedding(VOCABULARY, WIDTH), *blocks, head]
+    if tied:
+        head.weight = layers[0].weight
+    batch = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    found = estimate(
+        layers,
+        batch,
+        loss_fn,
+        n_stages=n_stages,
+        n_microbatches=4,
+        modes=(mode,),
+        optimizer=sgd,
+        post_validation=False,
+    )
+    return found.modes[mode]
+
+
+def test_ends_on_two_stages_hold_a_copy_and_what_they_exchange() -> None:
+    tied = stages_of("1F1B", 4, tied=True)
+    untied = stages_of("1F1B", 4, tied=False)
+    for stage in (0, 3):
+        assert tied[stage].parameters == untied[stage].parameters
+        assert tied[stage].buffers - untied[stage].buffers == SIZE  # sent
+        assert tied[stage].peak - untied[stage].peak >= SIZE
+    for stage in (1, 2):
+        assert tied[stage] == untied[stage]
+
+
+def test_ends_on_one_stage_hold_one_tensor_and_exchange_nothing() -> None:
+    (tied, other), (untied, _) = (
+        stages_of("ZBV", 2, tied=True),
+        stages_of("ZBV", 2, tied=False),
+    )
+    assert untied.parameters - tied.parameters == SIZE
+    assert untied.buffers == tied.buffers
+    assert other == stages_of("ZBV", 2, tied=False)[1]
