@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import Pool
-from saved_runs import make, run, run_in_processes
+from saved_runs import make, run, run_in_processes, save_for_ever
 from small_model import batch
 
 from zbpp.checkpoint import CheckpointError, newest, read_model
@@ -141,14 +141,6 @@ def test_folders_that_differ_are_refused(pool: Pool, tmp_path) -> None:
         assert "rank(s) [1] save" in words
 
 
-def save_for_ever(folder: str) -> None:
-    """A second save begins after the first, and is killed at any time."""
-    saver = Saver(0, lambda thing: [thing])
-    for step in range(1, 100):
-        values = torch.full((2_000_000,), float(step))
-        saver.begin(Path(folder), Snapshot(step, {"model/w": values}, {}), keep=2)
-
-
 @pytest.mark.slow
 def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
     context = multiprocessing.get_context("forkserver")
@@ -161,6 +153,7 @@ def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
         process.start()
         assert process.pid is not None
         while not any(folder.glob("step-*")):
+            assert process.is_alive(), "it ended before it had saved"
             time.sleep(0.01)
         time.sleep(seed.uniform(0.0, 0.3))
         os.kill(process.pid, signal.SIGKILL)

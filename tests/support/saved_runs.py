@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_model import N_LAYERS, adamw, batch, build, loss_fn, make_pipeline
+from small_model import N_LAYERS, batch, build, loss_fn, make_pipeline
 from torch import Tensor, nn
 
 from zbpp.checkpoint import load
+from zbpp.checkpoint.saving import Saver, Snapshot
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
 
@@ -102,6 +103,14 @@ def run_in_processes(mode: str, save: str | None, loaded: str | None) -> Outcome
     return run(mode, None, save=save, loaded=loaded)
 
 
+def save_for_ever(folder: str) -> None:
+    """A second save begins after the first, and is killed at any time."""
+    saver = Saver(0, lambda thing: [thing])
+    for step in range(1, 100):
+        values = torch.full((2_000_000,), float(step))
+        saver.begin(Path(folder), Snapshot(step, {"model/w": values}, {}), keep=2)
+
+
 class Plain(nn.Module):
     """The same model without zbpp."""
 
@@ -152,6 +161,3 @@ def _squares(model: Plain) -> Iterator[Tensor]:
             if p.grad is not None
         ]
         yield torch.stack([norm.square() for norm in norms]).sum()
-
-
-__all__ = ["RUNS", "adamw", "make", "run", "run_in_processes", "run_plainly"]
