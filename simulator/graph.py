@@ -12,8 +12,7 @@ engine's clock, to the same number.
 
 from dataclasses import dataclass
 from itertools import pairwise
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from zbpp.core import (
     Check,
@@ -28,6 +27,9 @@ from zbpp.core import (
     reads,
     writes,
 )
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["CriticalPath", "critical_path", "job_graph"]
 
@@ -73,6 +75,8 @@ def job_graph(
     Raises:
         RequestError: the costs do not fit the placement.
     """
+    import networkx as nx  # takes .4 s, which not every process should wait for
+
     placement = schedule.placement
     times = costs.on(placement)
     graph: nx.DiGraph[Job] = nx.DiGraph()
@@ -120,6 +124,8 @@ def critical_path(
     leaves = [job for job in graph if graph.out_degree(job) == 0]
     for job in leaves:
         graph.add_edge(job, _END, weight=durations[job])
+    import networkx as nx
+
     path = nx.dag_longest_path(graph, weight="weight")
     if path[-1] == _END:  # not so if a job that takes no time is as far away
         path.pop()

@@ -47,10 +47,10 @@ def test_the_state_of_its_moment_is_saved_while_steps_go_on(
             time.sleep(0.01)
         return writes(*arguments)
 
-    from zbpp.checkpoint import saving
+    from zbpp.checkpoint import storage
 
-    writes = saving.write_tensors
-    monkeypatch.setattr(saving, "write_tensors", late)
+    writes = storage.write_tensors
+    monkeypatch.setattr(storage, "write_tensors", late)
     pipeline.step(*batch(0))
     then = {n: p.detach().clone() for n, p in pipeline.named_parameters()}
     pipeline.save(tmp_path)
@@ -94,24 +94,24 @@ def test_a_full_disk_ends_no_run_and_leaves_the_one_before(
 
 def fail_on_rank_1(folder: str) -> tuple[str, list[str]]:
     """The others learn of it, and no half checkpoint stays."""
-    from zbpp.checkpoint import saving
+    from zbpp.checkpoint import storage
 
     pipeline, _ = make("1F1B", None)
     pipeline.step(*batch(0))
-    writes = saving.write_tensors
+    writes = storage.write_tensors
     if pipeline.rank == 1:
 
         def fails(*_):
             raise FULL
 
-        saving.write_tensors = fails
+        storage.write_tensors = fails
     words = ""
     try:
         pipeline.save(folder, wait=True)
     except CheckpointError as error:
         words = str(error)
     finally:
-        saving.write_tensors = writes
+        storage.write_tensors = writes
     left = names(Path(folder))
     pipeline.step(*batch(1))
     pipeline.close()
@@ -144,7 +144,7 @@ def test_folders_that_differ_are_refused(pool: Pool, tmp_path) -> None:
 @pytest.mark.slow
 def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["zbpp.pipeline"])
+    context.set_forkserver_preload(["zbpp.pipeline", "torch._dynamo"])
     seed, partial = random.Random(0), 0
     for number in range(20):
         folder = tmp_path / str(number)

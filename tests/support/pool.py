@@ -25,7 +25,7 @@ class Pool:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["zbpp.pipeline"])
+        context.set_forkserver_preload(["zbpp.pipeline", "torch._dynamo"])
         self._context = context
         self._workers: list[tuple[Any, Any]] = []
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint.storage import TensorIndex
-from zbpp.checkpoint.tensor_files import DTYPES
+from zbpp.checkpoint.tensor_files import DTYPES, TensorIndex
 from zbpp.core import RequestError
 
 __all__ = [

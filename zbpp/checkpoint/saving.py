@@ -29,7 +29,6 @@ from zbpp.checkpoint.manifest import (
     write_durably,
 )
 from zbpp.checkpoint.staging import Staging
-from zbpp.checkpoint.storage import write_tensors
 
 __all__ = ["Saver", "Saving", "Snapshot"]
 
@@ -202,6 +201,8 @@ class _Writer:
             raise
 
     def _write_part(self) -> None:
+        from zbpp.checkpoint.storage import write_tensors
+
         path = self.partial / f"stage-{self.rank}.safetensors"
         writer = write_tensors(path, self.tensors)
         if sha256_of(path) != writer.sha256:

@@ -24,7 +24,6 @@ from zbpp.checkpoint.optimizer_state import (
 from zbpp.checkpoint.owned import Owned, check_model, load_model, model_state
 from zbpp.checkpoint.saving import Snapshot
 from zbpp.checkpoint.scheduler_state import fit_schedulers, scheduler_state
-from zbpp.checkpoint.storage import read_tensors
 from zbpp.checkpoint.values import decode, encode
 from zbpp.core import RequestError
 
@@ -128,6 +127,8 @@ def read_state(
         rest |= {_OPTIMIZER: stepped} | {
             name: values.get(name) for name in ("schedulers", "run", "extra")
         }
+    from zbpp.checkpoint.storage import read_tensors
+
     keys = set(held.values())
 
     def note(key: str) -> Tensor:

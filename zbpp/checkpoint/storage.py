@@ -2,7 +2,8 @@
 
 DCP's planners say which part of which tensor goes where, also for sharded ones. Its own
 file writer keeps an index that is a pickle; here the index is JSON, in the manifest. A
-process writes one file; nothing is sent between processes.
+process writes one file; nothing is sent between processes. Importing DCP takes a
+second, so this module is imported by what saves or loads, when it does.
 """
 
 import os
@@ -40,16 +41,14 @@ from torch.futures import Future
 
 from zbpp.checkpoint.tensor_files import (
     DTYPES,
+    TensorIndex,
     dtype_name,
     raw,
     read_header,
     write_file,
 )
 
-__all__ = ["FileReader", "FileWriter", "TensorIndex", "read_tensors", "write_tensors"]
-
-TensorIndex = dict[str, dict[str, Any]]
-"""For each tensor ``dtype``, ``shape`` and ``chunks``: file, key, offsets, sizes."""
+__all__ = ["FileReader", "FileWriter", "read_tensors", "write_tensors"]
 
 
 class FileWriter(StorageWriter):

@@ -18,7 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "Extent", "dtype_name", "raw", "read_header", "write_file"]
+__all__ = [
+    "DTYPES",
+    "Extent",
+    "TensorIndex",
+    "dtype_name",
+    "raw",
+    "read_header",
+    "write_file",
+]
+
+TensorIndex = dict[str, dict[str, Any]]
+"""For each tensor ``dtype``, ``shape`` and ``chunks``: file, key, offsets, sizes."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -62,7 +62,7 @@ def launch(
         RequestError: a worker refused the request.
         WorkerError: a worker raised or was killed.
     """
-    context = _process_context()
+    context = _process_context(device)
     reports = Path(tempfile.mkdtemp(prefix="zbpp-"))
     processes = [
         context.Process(
@@ -88,14 +88,17 @@ def launch(
         raise failed
 
 
-def _process_context() -> SpawnContext | ForkServerContext:
+def _process_context(device: str) -> SpawnContext | ForkServerContext:
     """Processes that share no state; where it can be, they are forked from one that
-    has imported torch, which takes seconds.
+    has imported torch, which takes seconds. A first optimizer imports torch's compiler
+    too, which may ask for GPUs: a process that has done so must not fork on one.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["zbpp.pipeline"])
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    compiler = ["torch._dynamo"] if on_cpu else []
+    context.set_forkserver_preload(["zbpp.pipeline", *compiler])
     return context
 
 
