@@ -97,3 +97,25 @@ def test_a_mode_that_cannot_be_had_is_named_with_its_reason() -> None:
 def test_what_fits_no_mode_is_refused() -> None:
     with pytest.raises(LimitError, match="smallest limit"):
         pick(layers(limit=2 * GIB))
+
+
+def test_a_mode_whose_busiest_stage_takes_too_long_is_not_planned(monkeypatch) -> None:
+    costs = layers(head=7.0)  # a stage of its own with one chunk, half with two
+    planned: list[str] = []
+    real = choose_module.plan_layers
+
+    def noted(mode, *args, **more):
+        planned.append(mode)
+        return real(mode, *args, **more)
+
+    monkeypatch.setattr(choose_module, "plan_layers", noted)
+    monkeypatch.setattr(choose_module, "_least_load", lambda *_: 0.0)
+    whole, every = pick(costs, 3, 8), set(planned)
+    planned.clear()
+    monkeypatch.setattr(choose_module, "_least_load", lambda *_: 1e9)
+    found = pick(costs, 3, 8)
+    assert every == {"auto", *MODES} and set(planned) == {"auto", "1F1B"}
+    assert "ZBH1: +" in found.line and "at least" in found.line
+    monkeypatch.undo()
+    bounded = pick(costs, 3, 8)
+    assert bounded.plan.figures == whole.plan.figures and bounded.mode == whole.mode

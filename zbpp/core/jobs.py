@@ -17,6 +17,7 @@ Every order constraint, send and receive follows from these arrows.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import assert_never
 
 __all__ = [
@@ -147,6 +148,7 @@ def reader(value: Value) -> int:
             assert_never(value.what)
 
 
+@lru_cache(maxsize=2**16)  # planners replay the same passes over and over
 def reads(job: Pass, n_chunks: int) -> tuple[Value, ...]:
     """List the values that a pass needs before it can start."""
     if job.kind is PassKind.W:
@@ -158,6 +160,7 @@ def reads(job: Pass, n_chunks: int) -> tuple[Value, ...]:
     return (saved,) if value is None else (saved, value)
 
 
+@lru_cache(maxsize=2**16)
 def writes(job: Pass, n_chunks: int) -> tuple[Value, ...]:
     """List the values that a pass makes available when it ends."""
     if job.kind is PassKind.W:

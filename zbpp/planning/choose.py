@@ -7,7 +7,7 @@ are not good to 1 %, and messages take time of the host that is in no cost. Amon
 within 1 % of the shortest step, those with the fewest messages come first.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Required, TypedDict, Unpack
 
@@ -154,8 +154,15 @@ def _n_messages(plan: LayerPlan) -> int:
 def _other(
     mode: str, layers: LayerCosts, best: LayerPlan, request: LayerRequest
 ) -> Other:
-    """Plan a mode: with splits that are at hand, and if that comes close, its best."""
+    """Plan a mode: with splits that are at hand, and if that comes close, its best.
+
+    One whose busiest stage alone takes longer than the best step, and more than is
+    trusted, is not planned; but 1F1B is, to tell what zero bubble gains.
+    """
     try:
+        bound = _least_load(mode, layers, request) if mode != "1F1B" else 0.0
+        if bound > best.step * (1 + _TRUST):
+            return Other(mode, None, f"{bound / best.step - 1:+.1%} at least")
         if request.get("split") in (None, "balanced"):
             quick = _quick_plan(mode, layers, best, request)
             is_large = request["n_stages"] * request["n_microbatches"] > _SMALL
@@ -168,6 +175,21 @@ def _other(
         return Other(mode, None, reason)
 
 
+def _least_load(mode: str, layers: LayerCosts, request: LayerRequest) -> float:
+    """Load of the busiest stage that no split and no recompute make less; 0: unknown.
+
+    Recompute adds to the loads, and a memory limit only leaves fewer splits.
+    """
+    free = replace(layers, limit=None)
+    placement = _placement(mode, request["n_stages"])
+    found = balance(free, placement, request["n_microbatches"])
+    return found.load if found.is_proved else 0.0
+
+
+def _placement(mode: str, n_stages: int) -> Placement:
+    return Placement.wave(n_stages) if mode in _WAVES else Placement.single(n_stages)
+
+
 def _quick_plan(
     mode: str, layers: LayerCosts, best: LayerPlan, request: LayerRequest
 ) -> LayerPlan | None:
@@ -176,7 +198,7 @@ def _quick_plan(
     None if neither fits.
     """
     p, m = request["n_stages"], request["n_microbatches"]
-    placement = Placement.wave(p) if mode in _WAVES else Placement.single(p)
+    placement = _placement(mode, p)
     splits = [best.split] if placement == best.schedule.placement else []
     found: list[LayerPlan] = []
     try:

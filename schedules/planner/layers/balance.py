@@ -16,6 +16,7 @@ chunk a stage, by moves of layers else.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from zbpp.core import LayerCosts, LimitError, Placement
 from zbpp.schedules.planner.layers.loads import Loads
@@ -74,6 +75,7 @@ def balance(
     return _balance(loads)
 
 
+@lru_cache(maxsize=256)  # modes of one placement ask for the same balance
 def _balance(loads: Loads) -> Balance:
     placement = loads.placement
     if placement.n_chunks == placement.n_stages:
