@@ -11,6 +11,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -123,8 +124,8 @@ def _is_held_elsewhere(layers: Sequence[nn.Module], made: list[nn.Module]) -> bo
     """
     own = {id(module) for layer in layers for module in layer.modules()}
     parameters = {id(p) for layer in layers for p in layer.parameters()}
-    kinds = _kinds_of(nn.Module)
-    alive = (thing for thing in gc.get_objects() if type(thing) in kinds)
+    things = gc.get_objects()
+    alive = compress(things, map(_kinds_of(nn.Module).__contains__, map(type, things)))
     foreign = {id(m): m for m in (*alive, *made) if id(m) not in own}
     parents: Counter[int] = Counter()
     for module in foreign.values():
