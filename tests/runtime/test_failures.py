@@ -5,14 +5,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from faulty import train_with_a_fault
 
+from zbpp.core import WorkerError
 from zbpp.runtime.support.fault_injection import Fault, requested_fault
 from zbpp.training.launch import _first_failure
+from zbpp.training.options import Train
+from zbpp.training.start import start_worker
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -79,10 +84,15 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def data(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("zero bubble pipeline " * 2000)
+    return text
+
+
+@pytest.fixture
+def run(data: Path) -> Iterator[Callable[..., Run]]:
     """Start runs; whatever a test forgets is killed."""
-    data = tmp_path / "text.txt"
-    data.write_text("zero bubble pipeline " * 2000)
     started = []
 
     def start(*args: str, **more: Any) -> Run:
@@ -116,6 +126,7 @@ def test_a_killed_worker(run: Callable[..., Run]) -> None:
     assert_gone(everyone)
 
 
+@pytest.mark.slow
 def test_a_raising_worker(run: Callable[..., Run]) -> None:
     running = run(ZBPP_FAULT="raise:1:5:1B2")
     running.wait_for_step(3)
@@ -148,7 +159,7 @@ def test_a_stopped_worker(run: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        signal.SIGTERM,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
         signal.SIGKILL,
     ],
@@ -170,16 +181,23 @@ def test_a_signal_to_the_launcher(
 @pytest.mark.parametrize("job", ["0F0", "1F3", "1B1", "1W2", "0W3", "O"])
 @pytest.mark.parametrize("kind", ["kill", "raise"])
 def test_faults_at_every_kind_of_job(
-    run: Callable[..., Run], mode: str, job: str, kind: str
+    data: Path, mode: str, job: str, kind: str
 ) -> None:
+    """Here the launcher is this process: the others are forked, not imported."""
     if mode == "1F1B":
         job = job.replace("1B", "1BW").replace("W", "BW").replace("BBW", "BW")
     rank = 1 if mode == "1F1B" and job.startswith("1") else 0
     if mode == "ZBV" and job.startswith("1"):
         rank = 1
-    code, stderr = run(mode, ZBPP_FAULT=f"{kind}:{rank}:2:{job}").end()
-    assert code == 1 and len(stderr.splitlines()) == 1
-    assert f"rank {rank} " in stderr
+    options = Train(
+        pipeline_schedule_mode=mode, stages=2, steps=3, microbatches=4,
+        microbatch_size=1, seq=16, dim=16, n_blocks=2, n_heads=2, hidden=16, data=data,
+    )  # fmt: skip
+    faulty = partial(train_with_a_fault, f"{kind}:{rank}:2:{job}")
+    with pytest.raises(WorkerError) as caught:
+        start_worker(faulty, options, check=None)
+    how = "was killed by SIGKILL" if kind == "kill" else "failed: RuntimeError: a fault"
+    assert str(caught.value).startswith(f"rank {rank} {how}")
 
 
 def test_the_fault_is_read_and_strikes_only_at_its_place() -> None:

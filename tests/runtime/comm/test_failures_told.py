@@ -125,7 +125,7 @@ def test_a_killed_rank(tmp_path: Path, n: int, culprit: int) -> None:
     "how",
     [
         pytest.param(NO_GOOD, marks=pytest.mark.slow, id="raises"),
-        pytest.param(KILLED, id="killed"),
+        pytest.param(KILLED, marks=pytest.mark.slow, id="killed"),
     ],
 )
 def test_under_torchrun_no_other_rank_is_blamed(tmp_path: Path, how: str) -> None:
