@@ -75,7 +75,7 @@ ONLY_IN = {
     "torch": {
         *("zbpp.runtime", "zbpp.profiling", "zbpp.emulation", "zbpp.training"),
         *("zbpp.tuning.measure", "zbpp.pipeline", "zbpp.cli.doctor"),
-        *("zbpp.models", "zbpp.checkpoint"),
+        *("zbpp.models", "zbpp.checkpoint", "zbpp.bench"),
         *("zbpp.cli.split_report", "zbpp.cli.estimate", "zbpp.memory"),
     },
     "ortools": {"zbpp.schedules.planner.solver"},
@@ -86,7 +86,7 @@ ONLY_IN = {
         *("zbpp.simulator.comparison_plot", "zbpp.simulator.bands"),
     },
     "tyro": {"zbpp.cli", "zbpp.training.options"},
-    "rich": {"zbpp.cli", "zbpp.training.log"},
+    "rich": {"zbpp.cli", "zbpp.training.log", "zbpp.bench.results"},
 }
 
 MOST_FILES, MOST_LINES = 16, 300

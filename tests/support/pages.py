@@ -96,7 +96,7 @@ def run_session(page: Page, folder: Path) -> int:
     return len(parsed.examples)
 
 
-_RUNS = ("train", "profile")
+_RUNS = ("train", "profile", "bench")
 _WRITTEN = ("--costs_out", "--metrics", "--out", "--layers_out")
 """Flags of theirs that name files to write."""
 
@@ -185,6 +185,7 @@ def unknown_flags(page: Page) -> list[str]:
         cli.Compare,
         cli.Doctor,
         cli.ProfileCommand,
+        cli.Bench,
         cli.EstimateCommand,
     )
     known = {

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from zbpp.cli.bench import Bench
 from zbpp.cli.doctor import report_lines
 from zbpp.cli.estimate import EstimateCommand
 from zbpp.cli.flags import (
@@ -37,7 +38,7 @@ from zbpp.core import (
 )
 from zbpp.schedules import certify, to_torch_csv
 
-__all__ = ["Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
+__all__ = ["Bench", "Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,7 @@ Command = (
     | Annotated[Trace, tyro.conf.subcommand("trace")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[ProfileCommand, tyro.conf.subcommand("profile")]
     | Annotated[EstimateCommand, tyro.conf.subcommand("estimate")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]

@@ -33,6 +33,7 @@ __all__ = [
     "emulate",
     "emulated_batch",
     "emulated_pipeline",
+    "sleeping_optimizer",
     "steps_in_a_row",
 ]
 
@@ -175,7 +176,7 @@ def emulated_pipeline(
         n_layers=placement.n_chunks if layers is None else layers.n_layers,
         split=(1,) * placement.n_chunks if layers is None else schedule.split,
         loss_fn=_mean,
-        optimizer=_make_optimizer,
+        optimizer=sleeping_optimizer,
         schedule=schedule,
         n_stages=schedule.n_stages,
         post_validation=bool(post_validation),
@@ -266,7 +267,8 @@ def _build_layers(costs: LayerCosts, own: range) -> list[nn.Module]:
     ]
 
 
-def _make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def sleeping_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make one that sleeps for the sum of its parameters' ``step_s``."""
     seconds = sum(getattr(parameter, "step_s", 0.0) for parameter in parameters)
     return _SleepingOptimizer(parameters, seconds)
 

@@ -1,0 +1,5 @@
+"""The tests of benches need torch."""
+
+import pytest
+
+pytest.importorskip("torch")

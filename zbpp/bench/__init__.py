@@ -1,0 +1,16 @@
+"""`zbpp bench`: our modes and torch's own schedules on the same model, in turns.
+
+names        contenders, by what the flags call them
+request      what is asked for, and its schedules
+micro        the batch of a step: micro-batches that differ
+contender    what all contenders have in common
+ours         a mode of ours, as `zbpp.Pipeline` runs it
+peer_stage   chunks of a model as torch's stages take them
+peers        one of torch's schedules
+sleeping     layers that sleep under torch's split backward
+gradients    compared before anything is timed
+turns        steps of one contender, timed; peak memory
+run          one process's share of all that
+results      figures, as JSON, table and page
+start        torchrun's processes, or new ones
+"""

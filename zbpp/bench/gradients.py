@@ -1,0 +1,136 @@
+"""Gradients of contenders, compared over processes that hold different layers.
+
+Each process hashes its own; only gradients whose hashes differ travel, one at a time.
+"""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.bench.contender import gather
+from zbpp.bench.micro import StepBatch
+
+if TYPE_CHECKING:
+    from zbpp.training.profiled import UsersModel
+
+__all__ = ["Gradients", "compare", "noted", "plain_gradients"]
+
+Gradients = dict[str, Tensor]
+"""By ``layers.<index>.<name>``, on the CPU."""
+
+_Hashes = dict[str, tuple[str, tuple[int, ...], torch.dtype]]
+
+
+def noted(gradients: Mapping[str, Tensor]) -> Gradients:
+    """Copy gradients to the CPU."""
+    return {name: g.detach().cpu().clone() for name, g in gradients.items()}
+
+
+def plain_gradients(
+    loaded: "UsersModel", batch: StepBatch, device: torch.device
+) -> Gradients:
+    """Gradients of the mean loss by a plain loop over the whole model."""
+    model: Any = loaded.model
+    builds = callable(model) and not hasattr(model, "__len__")
+    found = model(range(loaded.n_layers)) if builds else model
+    layers = [layer.to(device) for layer in found]
+    for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
+        value = inputs
+        for layer in layers:
+            value = layer(value)
+        loss = value if loaded.loss_fn is None else loaded.loss_fn(value, targets)
+        (loss / len(batch.inputs)).backward()
+    return noted(
+        {
+            name: p.grad
+            for index, layer in enumerate(layers)
+            for name, p in layer.named_parameters(prefix=f"layers.{index}")
+            if p.grad is not None
+        }
+    )
+
+
+def compare(reference: Gradients, found: Gradients) -> float:
+    """Largest difference, relative to the largest gradient of its layer.
+
+    Every rank must call, with the gradients of its own layers. A gradient that is
+    missing is all zeros; one that is no number differs by infinity.
+
+    Returns:
+        0.0 if all are the same to the last bit.
+    """
+    before, after = (gather(_hashes(one)) for one in (reference, found))
+    owner = {name: rank for rank, part in enumerate(before) for name in part}
+    holder = {name: rank for rank, part in enumerate(after) for name in part}
+    told = {name: one for part in before for name, one in part.items()}
+    new = {name: one for part in after for name, one in part.items()}
+    differing = [
+        name for name in sorted(told.keys() | new) if told.get(name) != new.get(name)
+    ]
+    rank = dist.get_rank()
+    apart: dict[str, tuple[float, float]] = {}
+    for name in differing:
+        if name not in told:  # no such gradient in the reference
+            if holder[name] == rank:
+                apart[name] = _most(found[name]), 0.0
+            continue
+        other = _sent(reference.get(name), told[name], owner[name])
+        if holder.get(name, owner[name]) == rank:
+            own = found.get(name)
+            if own is None:
+                own = torch.zeros_like(other)
+            same_shape = own.shape == other.shape
+            away = _most(own.double() - other.double()) if same_shape else float("inf")
+            apart[name] = away, _most(other)
+    sizes: dict[str, float] = {}
+    for name, gradient in reference.items():
+        layer = _layer(name)
+        sizes[layer] = max(sizes.get(layer, 0.0), _most(gradient))
+    largest = {layer: size for part in gather(sizes) for layer, size in part.items()}
+    worst = 0.0
+    for part in gather(apart):
+        for name, (away, size) in part.items():
+            scale = max(size, largest.get(_layer(name), 0.0))
+            if away > 0 or away != away:
+                worst = max(worst, away / scale if scale > 0 else float("inf"))
+                worst = float("inf") if away != away else worst
+    return worst
+
+
+def _hashes(gradients: Gradients) -> _Hashes:
+    return {
+        name: (
+            sha256(
+                g.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            ).hexdigest(),
+            tuple(g.shape),
+            g.dtype,
+        )
+        for name, g in gradients.items()
+    }
+
+
+def _sent(
+    gradient: Tensor | None, about: tuple[str, tuple[int, ...], torch.dtype], owner: int
+) -> Tensor:
+    """Give every process the gradient of one."""
+    _, shape, dtype = about
+    wire = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    if dist.get_rank() == owner and gradient is not None:
+        message = gradient.to(wire)
+    else:
+        message = torch.empty(shape, dtype=dtype, device=wire)
+    dist.broadcast(message, src=owner)
+    return message.cpu()
+
+
+def _most(gradient: Tensor) -> float:
+    return float(gradient.abs().max()) if gradient.numel() else 0.0
+
+
+def _layer(name: str) -> str:
+    return ".".join(name.split(".")[:2])

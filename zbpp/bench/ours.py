@@ -1,0 +1,177 @@
+"""A mode of ours in a bench."""
+
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.bench.contender import Field, autocast_of, make_optimizer, own_loss
+from zbpp.bench.names import split_name
+from zbpp.bench.request import costs_of
+from zbpp.core import Costs, Pass, PassKind, Schedule, Timeline
+from zbpp.emulation.run import emulated_batch, emulated_pipeline
+from zbpp.pipeline import Pipeline
+from zbpp.runtime.optim.patience import Patience
+from zbpp.simulator import bubble_rate, simulate, stage_span, steady_step_time, work
+
+__all__ = ["Ours", "Seen", "build_ours", "resolved"]
+
+_KEPT = 10  # timelines
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Jobs of the last steps beside those of the simulator; times in ms."""
+
+    schedule: Schedule
+    costs: Costs
+    given: bool
+    """The costs were; else they are those of the same steps."""
+    measured: Timeline
+    bubble: float
+    bubble_by_stage: tuple[float, ...]
+
+    @property
+    def simulated(self) -> Timeline:
+        """The same jobs, simulated."""
+        return simulate(self.schedule, self.costs)
+
+    @property
+    def predicted_step(self) -> float:
+        """Of a step among many."""
+        return steady_step_time(self.schedule, self.costs)
+
+
+class Ours:
+    """A pipeline, and the batch that it is fed."""
+
+    def __init__(self, pipeline: Pipeline, field: Field) -> None:
+        self.pipeline = pipeline
+        self._given = costs_of(field.request)
+        self._batch: tuple[Any, Any]
+        if field.request.emulate is not None:
+            self._batch = (emulated_batch(pipeline),) * 2
+        else:
+            self._batch = field.batch.inputs, field.batch.targets
+        order = pipeline.schedule.orders[dist.get_rank()]
+        self.n_jobs = sum(isinstance(job, Pass) for job in order)
+
+    def step(self) -> None:
+        """Train on the batch once."""
+        self.pipeline.step(*self._batch)
+
+    def settle(self) -> None:
+        """Wait for the decision on the last step."""
+        self.pipeline.synchronize()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of this process's parameters."""
+        named = self.pipeline.named_parameters()
+        return {name: p.grad for name, p in named if p.grad is not None}
+
+    def seen(self, n_steps: int) -> Seen:
+        """Read the times of the last steps' jobs (every rank must call)."""
+        timelines = self.pipeline.timelines(min(n_steps, _KEPT))
+        n = len(timelines)
+        given = self._given is not None
+        costs = (
+            self._given[0]
+            if self._given is not None
+            else self.pipeline.measured_costs(n, joint=True)
+        )
+        by_stage = [_idle_by_stage(one) for one in timelines]
+        return Seen(
+            schedule=self.pipeline.schedule,
+            costs=costs,
+            given=given,
+            measured=_in_ms(timelines[-1]),
+            bubble=median(map(bubble_rate, timelines)),
+            bubble_by_stage=tuple(map(median, zip(*by_stage, strict=True))),
+        )
+
+    def close(self) -> None:
+        """Synchronize and end."""
+        self.pipeline.close()
+
+
+def build_ours(field: Field, schedule: Schedule, *, steps: bool) -> Ours:
+    """Make the pipeline of a schedule (every rank must call).
+
+    Args:
+        field: alike for all contenders.
+        schedule: to run.
+        steps: False leaves the optimizer out, and the gradients where they are.
+    """
+    request = field.request
+    known = costs_of(request)
+    if request.emulate is not None and known is not None:
+        pipeline = emulated_pipeline(
+            *(schedule, known[0]),
+            timeout_s=request.timeout_s,
+            post_validation=schedule.runs(PassKind.W),
+        )
+        return Ours(pipeline, field)
+    return Ours(_pipeline(field, schedule, steps=steps), field)
+
+
+def resolved(field: Field, contender: str) -> Schedule:
+    """The schedule of a contender; one without is planned for what its layers take.
+
+    The measuring is done once, so that all turns run the same (every rank must call).
+    """
+    schedule = field.request.schedules[contender]
+    if schedule is not None:
+        return schedule
+    _, mode = split_name(contender)
+    with _pipeline(field, mode, steps=True) as pipeline:
+        split = tuple(map(len, pipeline.split))
+        return replace(pipeline.schedule, split=split)
+
+
+def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipeline:
+    request, loaded = field.request, field.model()
+    measures = isinstance(schedule, str)
+    return Pipeline(
+        loaded.model,
+        n_layers=loaded.n_layers,
+        loss_fn=loaded.loss_fn or own_loss,
+        optimizer=make_optimizer(request) if steps else None,
+        schedule=schedule,
+        n_microbatches=request.microbatches,
+        n_stages=request.stages,
+        example=(field.batch.inputs, field.batch.targets) if measures else None,
+        memory=request.memory_limit if measures else None,
+        watch=False,
+        clip_grad_norm=request.clip_grad_norm if steps else None,
+        patience=Patience(failures=11),  # speculative from the first step on
+        device=field.device,
+        autocast=autocast_of(request),
+        exact_sums=request.exact_sums,
+        timeout_s=request.timeout_s,
+    )
+
+
+def _idle_by_stage(timeline: Timeline) -> list[float]:
+    """For each stage the share of the slowest stage's span in which it is idle."""
+    stages = range(timeline.placement.n_stages)
+    longest = max(stage_span(timeline, stage) for stage in stages)
+    return [1 - busy / longest if longest > 0 else 0.0 for busy in work(timeline)]
+
+
+def _in_ms(timeline: Timeline) -> Timeline:
+    """The same from 0 on, in ms."""
+    zero = min(row[0].start for row in timeline.rows if row)
+    return replace(
+        timeline,
+        rows=tuple(
+            tuple(
+                replace(
+                    slot, start=1e3 * (slot.start - zero), end=1e3 * (slot.end - zero)
+                )
+                for slot in row
+            )
+            for row in timeline.rows
+        ),
+    )

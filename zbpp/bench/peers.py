@@ -1,0 +1,232 @@
+"""One of torch's pipeline schedules in a bench, on the same layers and batch."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.bench.contender import Field, autocast_of, make_optimizer, own_loss
+from zbpp.bench.names import peer_placement, split_name
+from zbpp.bench.peer_stage import PeerChunk, learn_structures
+from zbpp.bench.request import costs_of
+from zbpp.bench.sleeping import sleeping_chunks, sleeping_loss
+from zbpp.core import Placement, RequestError
+from zbpp.emulation.run import sleeping_optimizer
+from zbpp.runtime.partition import partition_layers
+from zbpp.runtime.support.pytree import map_tensors
+from zbpp.runtime.ties.find import find_ties
+from zbpp.runtime.values import as_tensors
+
+__all__ = ["Peer", "build_peer", "has_schedule"]
+
+_JOBS = ("F", "I", "W", "B")  # torch's B is the full backward, its I our B
+
+
+class Peer:
+    """Stages of torch's, its schedule, and an optimizer.
+
+    Args:
+        schedule: with its stages.
+        chunks: of this process, in forward order.
+        placement: of all chunks.
+        field: alike for all contenders.
+        inputs: of each micro-batch, by tensor.
+        optimizer: None leaves the gradients where they are.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        chunks: dict[int, PeerChunk],
+        placement: Placement,
+        field: Field,
+        inputs: list[tuple[Tensor, ...]],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._schedule, self._chunks, self._optimizer = schedule, chunks, optimizer
+        self._clip = field.request.clip_grad_norm
+        self._args: tuple[Tensor, ...] = ()
+        if 0 in chunks:
+            columns = zip(*inputs, strict=True)
+            self._args = tuple(torch.cat(column).to(field.device) for column in columns)
+        self._target = None
+        if placement.n_chunks - 1 in chunks:
+            self._target = torch.arange(field.request.microbatches)
+        m = field.request.microbatches
+        order = (getattr(schedule, "pipeline_order", None) or {}).get(dist.get_rank())
+        self.n_jobs = _count_jobs(order) if order else 2 * m * len(chunks)
+
+    def step(self) -> None:
+        """Train on the batch once."""
+        self._schedule.step(*self._args, target=self._target, return_outputs=False)
+        if self._optimizer is None:
+            return
+        if self._clip is not None:
+            self._clip_all(self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """Nothing is left to decide."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of this process's parameters."""
+        return {
+            k: g for one in self._chunks.values() for k, g in one.gradients().items()
+        }
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _clip_all(self, most: float) -> None:
+        """Clip by the norm over all stages, as our pipelines do."""
+        own = [p for chunk in self._chunks.values() for p in chunk.parameters()]
+        norm = nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
+        squared = norm.square()
+        dist.all_reduce(squared)
+        nn.utils.clip_grads_with_norm_(own, most, squared.sqrt())
+
+
+def has_schedule(contender: str) -> bool:
+    """True if this torch has the schedule of a contender."""
+    try:
+        _class_of(split_name(contender)[1])
+    except ValueError:
+        return False
+    return True
+
+
+def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
+    """Make one of torch's pipelines (every rank must call).
+
+    Args:
+        field: alike for all contenders.
+        contender: its name.
+        steps: False leaves the optimizer out, and the gradients where they are.
+
+    Raises:
+        RequestError: torch refuses the sizes, or the model; the contender is named.
+    """
+    request = field.request
+    name = split_name(contender)[1]
+    placement = peer_placement(name, request.stages)
+    if field.device.type == "cuda" and dist.get_backend() != "nccl":
+        raise RequestError(
+            f"{contender} cannot run: torch's schedules need a GPU for each process; "
+            "leave it out, or use --device cpu"
+        )
+    inputs: Any = field.batch.inputs
+    optimizer = make_optimizer(request)
+    known = costs_of(request)
+    if request.emulate is not None and known is not None:
+        chunks = sleeping_chunks(known[0].on(placement), dist.get_rank())
+        loss: Callable[[Any, Any], Tensor] = sleeping_loss
+        targets: list[Any] = [None] * request.microbatches
+        inputs = [torch.zeros(1, 1, dtype=torch.float64)] * request.microbatches
+        optimizer = sleeping_optimizer
+    else:
+        loaded = field.model()
+        chunks = _chunks(contender, loaded, placement, field)
+        loss, targets = loaded.loss_fn or own_loss, field.batch.targets
+        learn_structures(chunks, placement, inputs[0], field.device)
+    last = chunks.get(placement.n_chunks - 1)
+    look_up = partial(_loss, last, loss, targets, field.device)
+    schedule = _schedule(contender, chunks, placement, field, look_up)
+    parameters = [p for chunk in chunks.values() for p in chunk.parameters()]
+    return Peer(
+        *(schedule, chunks, placement, field),
+        [as_tensors(one) for one in inputs],
+        optimizer(parameters) if steps else None,
+    )
+
+
+def _chunks(
+    contender: str, loaded: Any, placement: Placement, field: Field
+) -> dict[int, PeerChunk]:
+    """The chunks of this process."""
+    try:
+        ranges = partition_layers(loaded.n_layers, placement.n_chunks)
+    except RequestError as error:
+        raise RequestError(f"{contender} cannot run: {error}") from error
+    of_layer = {layer: chunk for chunk, own in enumerate(ranges) for layer in own}
+    builds = callable(loaded.model) and not hasattr(loaded.model, "__len__")
+    if not builds:
+        for tie in find_ties(list(loaded.model)):
+            if len({of_layer[layer] for layer, _ in tie}) > 1:
+                layers = " and ".join(f"layers.{layer}.{name}" for layer, name in tie)
+                raise RequestError(
+                    f"{contender} cannot run: {layers} are one parameter, and torch's "
+                    "stages share none"
+                )
+    return {
+        index: PeerChunk(
+            loaded.model(ranges[index])
+            if builds
+            else [loaded.model[layer] for layer in ranges[index]],
+            ranges[index].start,
+            field.device,
+            autocast_of(field.request),
+        )
+        for index in placement.chunks_of[dist.get_rank()]
+    }
+
+
+def _schedule(
+    contender: str,
+    chunks: dict[int, PeerChunk],
+    placement: Placement,
+    field: Field,
+    loss: Callable[[Any, Tensor], Tensor],
+) -> Any:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    stages = [
+        PipelineStage(chunk, index, placement.n_chunks, field.device)
+        for index, chunk in chunks.items()
+    ]
+    m = field.request.microbatches
+    try:
+        kind = _class_of(split_name(contender)[1])
+        single = issubclass(kind, PipelineScheduleSingle)
+        return kind(stages[0] if single else stages, m, loss_fn=loss)
+    except ValueError as error:
+        raise RequestError(
+            f"{contender} cannot run with {placement.n_stages} stages and {m} "
+            f"micro-batches: torch says: {error}; change them, or leave it out of "
+            "--peers"
+        ) from error
+
+
+def _class_of(name: str) -> Any:
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    return get_schedule_class(name)
+
+
+def _loss(
+    last: PeerChunk | None,
+    loss: Callable[[Any, Any], Tensor],
+    targets: list[Any],
+    device: torch.device,
+    outputs: Any,
+    index: Tensor,
+) -> Tensor:
+    """The loss of a micro-batch; torch is given its number in place of the targets."""
+    assert last is not None
+    target = _on(targets[int(index[0])], device)
+    with last.context():
+        return loss(last.value_of(outputs), target)
+
+
+def _on(thing: Any, device: torch.device) -> Any:
+    return map_tensors(thing, lambda tensor: tensor.to(device))
+
+
+def _count_jobs(order: list[Any]) -> int:
+    """Jobs that compute, of those that run in pairs each."""
+    parts = (part for a in order if a for part in (a.sub_actions or (a,)))
+    return sum(part.computation_type.value in _JOBS for part in parts)

@@ -1,0 +1,108 @@
+"""The options of a bench, and the schedules that follow from them; loads no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from zbpp.bench.names import OURS, peer_placement, split_name
+from zbpp.core import Costs, MemoryModel, RequestError, Schedule, read_costs
+from zbpp.modes import is_auto, plan
+
+if TYPE_CHECKING:
+    from zbpp.training.profiled import UsersModel
+
+__all__ = ["BenchRequest", "costs_of", "planned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """All that the processes of a bench are told; `zbpp.cli.bench` explains it.
+
+    ``load`` gives the model, alike in all processes; ``schedules`` has an entry for
+    every contender of ours, None for one that is planned for what it measures.
+    """
+
+    contenders: tuple[str, ...]
+    stages: int
+    microbatches: int
+    load: "Callable[[], UsersModel]"
+    out: Path
+    command: str
+    warmup: int = 5
+    steps: int = 20
+    rounds: int = 4
+    costs: Path | None = None
+    emulate: Path | None = None
+    memory_limit: float | None = None
+    effort: str = "default"
+    reference: Literal["first", "plain"] = "first"
+    tolerance: float = 1e-5
+    optimizer: str = "adamw"
+    clip_grad_norm: float | None = None
+    dtype: str = "fp32"
+    exact_sums: bool = True
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = 60.0
+    json: bool = False
+    schedules: Mapping[str, Schedule | None] = field(default_factory=dict)
+
+    @property
+    def steps_a_turn(self) -> int:
+        """Steps that count of one turn of a contender."""
+        return -(-self.steps // self.rounds)
+
+
+def costs_of(request: BenchRequest) -> tuple[Costs, MemoryModel] | None:
+    """Costs and memory to plan and predict with; None: there are none.
+
+    Raises:
+        RequestError: the file is not valid.
+    """
+    path = request.emulate or request.costs
+    if path is None:
+        return None
+    costs, memory = read_costs(path)
+    if request.memory_limit is not None:
+        memory = replace(memory, limit=request.memory_limit)
+    return costs, memory
+
+
+def planned(request: BenchRequest) -> BenchRequest:
+    """Plan what can be planned before any process starts.
+
+    Raises:
+        RequestError: a contender cannot be had; it is named.
+    """
+    known = costs_of(request)
+    costs, memory = known or (Costs(), MemoryModel())
+    found: dict[str, Schedule | None] = {}
+    for contender in request.contenders:
+        whose, name = split_name(contender)
+        try:
+            if whose != OURS:
+                _check_peer(request, name, costs)
+            elif is_auto(name) and known is None:
+                found[contender] = None
+            else:
+                found[contender] = plan(
+                    name,
+                    n_stages=request.stages,
+                    n_microbatches=request.microbatches,
+                    costs=costs,
+                    memory=memory,
+                    effort=request.effort,
+                )
+        except RequestError as error:
+            raise RequestError(f"{contender} cannot run: {error}") from error
+    return replace(request, schedules=found)
+
+
+def _check_peer(request: BenchRequest, name: str, costs: Costs) -> None:
+    times = costs.on(peer_placement(name, request.stages))
+    if request.emulate is not None and any(times.hops):
+        raise RequestError(
+            f"{request.emulate} has comm, but torch's messages cannot be slowed down; "
+            "leave comm out, or torch's schedules"
+        )

@@ -1,0 +1,293 @@
+"""Figures of a bench: as JSON, as a table, and as a page."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from zbpp.bench.contender import Field
+from zbpp.bench.names import OURS, split_name
+from zbpp.bench.ours import Seen
+from zbpp.bench.turns import Turn
+from zbpp.core import RequestError, format_bytes
+from zbpp.simulator.page import PageEntry, write_page
+
+__all__ = ["Outcome", "write_results"]
+
+_WIDTH = 150
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found of one contender.
+
+    ``difference`` is that of its gradients, 0.0 for the same bits; None: nothing was
+    compared. Without turns it was not timed.
+    """
+
+    name: str
+    difference: float | None
+    turns: tuple[Turn, ...]
+    seen: Seen | None
+
+    def is_wrong(self, tolerance: float) -> bool:
+        """True if its gradients are further off than that."""
+        return self.difference is not None and not self.difference <= tolerance
+
+    @property
+    def steps_s(self) -> list[float]:
+        """Seconds of all steps that count."""
+        return [step for turn in self.turns for step in turn.steps_s]
+
+    @property
+    def step_s(self) -> float:
+        """Median of the steps."""
+        return statistics.median(self.steps_s)
+
+    @property
+    def quartiles_s(self) -> tuple[float, float]:
+        """Lower and upper quartile of the steps."""
+        steps = self.steps_s
+        if len(steps) < 2:
+            return steps[0], steps[0]
+        low, _, high = statistics.quantiles(steps, method="inclusive")
+        return low, high
+
+    @property
+    def peak_bytes(self) -> list[int | None]:
+        """Largest memory of each process in any turn."""
+        by_process = zip(*(turn.peak_bytes for turn in self.turns), strict=True)
+        return [
+            None if None in peaks else max(peak for peak in peaks if peak is not None)
+            for peaks in by_process
+        ]
+
+    @property
+    def host_us(self) -> float:
+        """Median over turns of the CPU time of a job, on the process that has most."""
+        return 1e6 * statistics.median(max(turn.host_s) for turn in self.turns)
+
+    def gradients(self, tolerance: float) -> str:
+        """One word or two on the gradients."""
+        if self.difference is None:
+            return ""
+        if self.difference == 0:
+            return "same bits"
+        off = f"off by {self.difference:.1e}"
+        return f"refused: {off}" if self.is_wrong(tolerance) else off
+
+
+def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
+    """Write ``results.json`` and ``index.html``; print the table, or the JSON.
+
+    Raises:
+        RequestError: the folder cannot be written.
+    """
+    request = field.request
+    data = _data(field, outcomes)
+    try:
+        request.out.mkdir(parents=True, exist_ok=True)
+        file = request.out / "results.json"
+        file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RequestError(
+            f"--out {request.out} cannot be written: {error.strerror}"
+        ) from None
+    page = request.out / "index.html"
+    write_page(
+        [_entry(field, one, outcomes[0]) for one in outcomes],
+        page,
+        title=_title(field),
+        subtitle=f"{data['hardware']}; {data['versions']}",
+        command=request.command,
+        time_unit="ms",
+    )
+    if request.json:
+        print(json.dumps(data), flush=True)
+        return
+    console = Console(highlight=False, width=_WIDTH)
+    console.print(_table(field, outcomes))
+    print(file, page, sep="\n", flush=True)
+
+
+def _data(field: Field, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    request = field.request
+    return {
+        "hardware": _hardware(field.device),
+        "versions": _versions(),
+        "command": request.command,
+        "n_stages": request.stages,
+        "n_microbatches": request.microbatches,
+        "emulated": request.emulate is not None,
+        "reference": None if request.emulate else _reference(field, outcomes),
+        "contenders": [_contender(field, one) for one in outcomes],
+    }
+
+
+def _contender(field: Field, one: Outcome) -> dict[str, Any]:
+    request = field.request
+    wrong = one.is_wrong(request.tolerance)
+    found: dict[str, Any] = {
+        "name": one.name,
+        "same_gradients": None if one.difference is None else not wrong,
+        "gradient_difference": one.difference,
+    }
+    if not one.turns:
+        return found | {"reason": one.gradients(request.tolerance)}
+    rates = _rates(field, one)
+    found |= {
+        "step_s": one.step_s,
+        "quartiles_s": list(one.quartiles_s),
+        "steps_s": one.steps_s,
+        "tokens_per_s": rates.get("tokens/s"),
+        "samples_per_s": rates.get("samples/s"),
+        "peak_bytes": one.peak_bytes,
+        "host_us_per_job": None if request.emulate else one.host_us,
+    }
+    seen = one.seen
+    if seen is not None:
+        found |= {
+            "bubble_measured": seen.bubble,
+            "bubble_by_stage": list(seen.bubble_by_stage),
+            "predicted_step_s": seen.predicted_step / 1e3,
+            "predicted_with": "given costs"
+            if seen.given
+            else "costs of the same steps",
+            "measured_over_simulated": _by_kind(_entry(field, one, one)),
+        }
+    return found
+
+
+def _rates(field: Field, one: Outcome) -> dict[str, float]:
+    if field.request.emulate is not None:
+        return {}
+    batch = field.batch
+    rates = {"samples/s": batch.samples / one.step_s}
+    if batch.tokens is not None:
+        rates["tokens/s"] = batch.tokens / one.step_s
+    return rates
+
+
+def _by_kind(entry: PageEntry) -> dict[str, float]:
+    """For each kind of job its measured time over the simulated one."""
+    return {kind: two / one for kind, (one, two) in entry.times_by_kind().items()}
+
+
+def _entry(field: Field, one: Outcome, first: Outcome) -> PageEntry:
+    whose, name = split_name(one.name)
+    title = name if whose == OURS else one.name
+    if not one.turns:
+        return PageEntry(name=title, reason=one.gradients(field.request.tolerance))
+    low, high = one.quartiles_s
+    figures: dict[str, float | str] = {
+        "quartiles, ms": f"{1e3 * low:.4g} to {1e3 * high:.4g}",
+        **{rate: float(f"{v:.5g}") for rate, v in _rates(field, one).items()},
+    }
+    if (peak := _peak(one)) is not None:
+        figures["peak memory of a process"] = format_bytes(peak)
+    if not field.request.emulate:
+        figures["host, \N{MICRO SIGN}s a job"] = float(f"{one.host_us:.3g}")
+        figures["gradients"] = one.gradients(field.request.tolerance)
+    seen = one.seen
+    if seen is None:
+        return PageEntry(name=title, step_measured=1e3 * one.step_s, figures=figures)
+    return PageEntry(
+        name=title,
+        schedule=seen.schedule,
+        simulated=seen.simulated,
+        measured=seen.measured,
+        costs=seen.costs,
+        step=seen.predicted_step,
+        step_measured=1e3 * one.step_s,
+        figures=figures,
+        shown=one.name == first.name,
+    )
+
+
+def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
+    request = field.request
+    first = outcomes[0]
+    heads = ["contender", "step, ms", "quartiles", f"{first.name} / it"]
+    unit = "tokens/s" if field.batch.tokens is not None else "samples/s"
+    heads += ["predicted", "bubble", "by stage, %", "peak memory"]
+    heads[4:4] = [] if request.emulate else [unit]
+    heads += [] if request.emulate else ["host, us/job", "gradients"]
+    table = Table(*heads, title=_title(field))
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in outcomes:
+        if not one.turns:
+            table.add_row(one.name, one.gradients(request.tolerance))
+            continue
+        low, high = one.quartiles_s
+        seen, peak = one.seen, _peak(one)
+        cells = [
+            one.name,
+            f"{1e3 * one.step_s:.4g}",
+            f"{1e3 * low:.4g}-{1e3 * high:.4g}",
+            f"{first.step_s / one.step_s:.3f}" if first.turns else "",
+            *([] if request.emulate else [f"{_rates(field, one)[unit]:,.0f}"]),
+            "" if seen is None else f"{seen.predicted_step:.4g}",
+            "" if seen is None else f"{seen.bubble:.1%}",
+            ""
+            if seen is None
+            else " ".join(f"{100 * x:.1f}" for x in seen.bubble_by_stage),
+            "" if peak is None else format_bytes(peak),
+        ]
+        if not request.emulate:
+            cells += [f"{one.host_us:.0f}", one.gradients(request.tolerance)]
+        table.add_row(*cells)
+    return table
+
+
+def _peak(one: Outcome) -> int | None:
+    known = [peak for peak in one.peak_bytes if peak is not None]
+    return max(known, default=None)
+
+
+def _title(field: Field) -> str:
+    request = field.request
+    what = f"{request.stages} stages, {request.microbatches} micro-batches"
+    if request.emulate is not None:
+        what += f", layers that sleep ({request.emulate.name})"
+    turns = f"{request.rounds} turns of {request.steps_a_turn} steps"
+    return f"{what}, {turns}, {dist.get_backend()}"
+
+
+def _reference(field: Field, outcomes: Sequence[Outcome]) -> str:
+    plain = field.request.reference == "plain"
+    return "a plain loop" if plain else outcomes[0].name
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        n = torch.cuda.device_count()
+        return f"{n} x {torch.cuda.get_device_name(device)} a machine"
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
+    return f"{platform.machine()} CPU, {cores} cores"
+
+
+def _versions() -> str:
+    try:
+        own = version("zbpp")
+    except PackageNotFoundError:
+        own = "of a checkout"
+    cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    return (
+        f"zbpp {own}, torch {torch.__version__}{cuda}, "
+        f"Python {platform.python_version()}"
+    )

@@ -1,0 +1,151 @@
+"""One process's share of a bench.
+
+1. Every contender runs one step without optimizer; its gradients are compared.
+2. Contenders take turns: built, warmed up, timed, closed. One that was slow because
+   the machine was is so in one turn; no contender's memory lies beside another's.
+3. The process with rank 0 writes and prints.
+"""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from zbpp.bench.contender import Contender, Field
+from zbpp.bench.gradients import Gradients, compare, noted, plain_gradients
+from zbpp.bench.micro import StepBatch, step_batch
+from zbpp.bench.names import OURS, split_name
+from zbpp.bench.ours import Ours, Seen, build_ours, resolved
+from zbpp.bench.peers import build_peer
+from zbpp.bench.request import BenchRequest
+from zbpp.bench.results import Outcome, write_results
+from zbpp.bench.turns import Turn, take_turn
+from zbpp.core import RequestError, Schedule
+from zbpp.runtime.comm.process_group import initialise, own_device
+from zbpp.runtime.support.errors import PeerError
+
+__all__ = ["run_bench"]
+
+
+def run_bench(request: BenchRequest) -> int:
+    """Run one process's share.
+
+    Returns:
+        The exit code: 1 if the gradients of a contender are wrong.
+
+    Raises:
+        RequestError: a contender cannot run.
+    """
+    device = _device(request)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as in training: the processes share the cores
+    initialise(device, timeout_s=10 * request.timeout_s)
+    field = Field(request, device, _batch(request))
+    schedules = {
+        name: resolved(field, name)
+        for name in request.contenders
+        if split_name(name)[0] == OURS
+    }
+    apart = _compared(field, schedules)
+    racing = [
+        name
+        for name, difference in apart.items()
+        if difference is None or difference <= request.tolerance
+    ]
+    turns: dict[str, list[Turn]] = {name: [] for name in racing}
+    seen: dict[str, Seen] = {}
+    for turn in range(request.rounds if len(racing) else 0):
+        for name in racing if turn % 2 == 0 else reversed(racing):
+            with _built(field, name, schedules, steps=True) as contender:
+                found = take_turn(
+                    contender,
+                    device,
+                    warmup=request.warmup,
+                    steps=request.steps_a_turn,
+                )
+                turns[name].append(found)
+                if isinstance(contender, Ours) and turn == request.rounds - 1:
+                    seen[name] = contender.seen(request.steps_a_turn)
+    outcomes = [
+        Outcome(name, difference, tuple(turns.get(name, ())), seen.get(name))
+        for name, difference in apart.items()
+    ]
+    if dist.get_rank() == 0:
+        write_results(field, outcomes)
+    return int(any(one.is_wrong(request.tolerance) for one in outcomes))
+
+
+def _device(request: BenchRequest) -> torch.device:
+    if request.device == "auto" and request.emulate is None:
+        return own_device()
+    if request.device != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RequestError("--device cuda: torch finds no GPU; see `zbpp doctor`")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local % torch.cuda.device_count())
+
+
+def _batch(request: BenchRequest) -> StepBatch:
+    if request.emulate is not None:
+        nothing = [None] * request.microbatches
+        return StepBatch(nothing, nothing, request.microbatches, None)
+    torch.manual_seed(request.seed)
+    return step_batch(request.load(), request.microbatches)
+
+
+def _compared(field: Field, schedules: dict[str, Schedule]) -> dict[str, float | None]:
+    """For each contender how far its gradients are off; None: nothing to compare."""
+    request = field.request
+    if request.emulate is not None:
+        return dict.fromkeys(request.contenders)
+    reference: Gradients | None = None
+    if request.reference == "plain":
+        reference = {}
+        if dist.get_rank() == 0:
+            reference = plain_gradients(field.model(), field.batch, field.device)
+    apart: dict[str, float | None] = {}
+    for name in request.contenders:
+        with _built(field, name, schedules, steps=False) as contender:
+            contender.step()
+            found = noted(contender.gradients())
+        if reference is None:
+            reference = found
+        apart[name] = compare(reference, found)
+    return apart
+
+
+@contextmanager
+def _built(
+    field: Field, name: str, schedules: dict[str, Schedule], *, steps: bool
+) -> Iterator[Contender]:
+    """Build a contender; close it and forget all that it held."""
+    ours = split_name(name)[0] == OURS
+    try:
+        contender: Contender = (
+            build_ours(field, schedules[name], steps=steps)
+            if ours
+            else build_peer(field, name, steps=steps)
+        )
+        yield contender
+        contender.close()
+    except (RequestError, PeerError) as error:
+        if isinstance(error, PeerError) or str(error).startswith(name):
+            raise
+        raise RequestError(f"{name} cannot run: {error}") from error
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+        if ours or steps:  # a peer's first step shows what it cannot do
+            raise
+        raise RequestError(
+            f"{name} cannot run this model: torch says: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else error!r}; leave it out of "
+            "--peers"
+        ) from error
+    finally:
+        contender = None  # type: ignore[assignment]
+        gc.collect()
+        if field.device.type == "cuda":
+            torch.cuda.empty_cache()
