@@ -128,7 +128,7 @@ def test_layers_sleep_for_all_contenders(pool: Pool, tmp_path) -> None:
 
 
 def compare_all() -> list[float]:
-    """Two processes that hold each other's layers; one gradient is changed at a time."""
+    """Two processes hold each other's layers; one gradient is changed at a time."""
     rank = torch.distributed.get_rank()
     whole = {f"layers.{i}.{n}": torch.full((3,), 2.0 + i) for i in (0, 1) for n in "ab"}
 

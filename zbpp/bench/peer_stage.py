@@ -3,6 +3,7 @@
 torch's stages hand on tensors and tuples of tensors. A value with more structure
 (dicts, None) is taken apart at the end of a chunk and put together at the start of the
 next; its structure is learned by one forward over all chunks, before torch sees any.
+torch is told the sizes too: to find them, it would run layers on arbitrary numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,8 @@ class PeerChunk(nn.Module):
         """Structure of the inputs."""
         self.puts: str | None = None
         """Structure of the outputs."""
+        self.sizes: dict[str, Tensors] = {}
+        """Inputs and outputs of a micro-batch, without data; as a stage takes them."""
         self._device, self._autocast = device, autocast
 
     def context(self) -> AbstractContextManager[object]:
@@ -99,16 +102,31 @@ def learn_structures(
         if chunk is not None:
             structure, tensors = told[0]
             chunk.takes = structure
-            with torch.no_grad():
-                found = chunk.run(tuple(tensor.to(device) for tensor in tensors))
+            found = chunk.run(tuple(_on(tensor, device) for tensor in tensors))
             told = [_told(found)]
             chunk.puts = told[0][0]
+            sizes = {"input_args": tensors, "output_args": told[0][1]}
+            chunk.sizes = {
+                name: tuple(_empty(tensor) for tensor in them)
+                for name, them in sizes.items()
+            }
         dist.broadcast_object_list(told, src=stage, device=_wire(device))
 
 
 def _told(tensors: Tensors) -> tuple[str | None, Tensors]:
     structure = tensors.structure if isinstance(tensors, Nested) else None
-    return structure, tuple(tensor.detach().cpu() for tensor in tensors)
+    return structure, tuple(
+        tensor.detach().cpu().requires_grad_(tensor.requires_grad) for tensor in tensors
+    )
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    found = torch.empty_like(tensor, device="meta")
+    return found.requires_grad_(tensor.requires_grad)
 
 
 def _with(tensors: Tensors, structure: str | None) -> Tensors:

@@ -185,7 +185,7 @@ def _schedule(
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     stages = [
-        PipelineStage(chunk, index, placement.n_chunks, field.device)
+        PipelineStage(chunk, index, placement.n_chunks, field.device, **chunk.sizes)
         for index, chunk in chunks.items()
     ]
     m = field.request.microbatches

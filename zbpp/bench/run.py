@@ -136,7 +136,7 @@ def _built(
         if isinstance(error, PeerError) or str(error).startswith(name):
             raise
         raise RequestError(f"{name} cannot run: {error}") from error
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         if ours or steps:  # a peer's first step shows what it cannot do
             raise
         raise RequestError(
