@@ -185,7 +185,11 @@ def _schedule(
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     stages = [
-        PipelineStage(chunk, index, placement.n_chunks, field.device, **chunk.sizes)
+        PipelineStage(
+            *(chunk, index, placement.n_chunks, field.device),
+            input_args=chunk.sizes.get("input_args"),
+            output_args=chunk.sizes.get("output_args"),
+        )
         for index, chunk in chunks.items()
     ]
     m = field.request.microbatches
