@@ -75,7 +75,7 @@ def trace_events(
     def microseconds(time: float) -> float:
         return round((time - origin) * microseconds_per_unit, 3)
 
-    events = list(_names(timeline, run))
+    events = list(_names(timeline, run, microseconds_per_unit))
     for stage, row in enumerate(timeline.rows):
         for slot in row:
             start, end = microseconds(slot.start), microseconds(slot.end)
@@ -127,9 +127,12 @@ def _arrows(
         yield shared | {"ph": "f", "bp": "e", "tid": message.target[0], "ts": awaited}
 
 
-def _names(timeline: Timeline, run: int) -> Iterator[Event]:
+def _names(timeline: Timeline, run: int, unit: float) -> Iterator[Event]:
     of, share = waste(timeline)
     name = f"{timeline.name}, {of} {share:.4f}"
+    if timeline.clock_error:
+        error = timeline.clock_error * unit
+        name += f", clocks of the stages within {error:.3g} us"
     yield _metadata("process_name", run, 0, {"name": name})
     yield _metadata("process_sort_index", run, 0, {"sort_index": run})
     for stage in range(timeline.placement.n_stages):

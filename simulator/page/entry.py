@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 
-from zbpp.core import Costs, MemoryModel, Schedule, Timeline
+from zbpp.core import Costs, Job, MemoryModel, Schedule, Timeline
 from zbpp.simulator.metrics import bubble_rate, peak_memory, step_time
 from zbpp.simulator.palette import letter_of
 
@@ -109,6 +110,25 @@ class PageEntry:
             if both[0][kind] > 0 and kind in both[1]
         }
 
+    def errors_by_kind(self) -> dict[str, tuple[float, float]]:
+        """Mean error of a job's time, and of its start, by kind of job.
+
+        Measured against simulated, each from its own first start; in the unit of time.
+        Jobs that are in one of the timelines only do not count.
+        """
+        if self.simulated is None or self.measured is None:
+            return {}
+        promised, seen = _jobs(self.simulated), _jobs(self.measured)
+        errors: dict[str, list[tuple[float, float]]] = {}
+        for job in promised.keys() & seen:
+            (start, time), (own_start, own_time) = promised[job], seen[job]
+            error = abs(own_time - time), abs(own_start - start)
+            errors.setdefault(letter_of(job), []).append(error)
+        return {
+            kind: (fmean(one for one, _ in found), fmean(two for _, two in found))
+            for kind, found in sorted(errors.items())
+        }
+
 
 def memory_unit(entries: Sequence[PageEntry]) -> tuple[str, float]:
     """Name and size of the unit in which memory is shown; M_B where F leaves 1."""
@@ -118,6 +138,13 @@ def memory_unit(entries: Sequence[PageEntry]) -> tuple[str, float]:
             return name, size
     plain = all(one.memory is None or one.memory.m_b == 1.0 for one in entries)
     return "M_B" if plain else "", 1.0
+
+
+def _jobs(timeline: Timeline) -> dict[Job, tuple[float, float]]:
+    """Start, from the first one of all, and time of each job."""
+    slots = [slot for row in timeline.rows for slot in row]
+    origin = min((slot.start for slot in slots), default=0.0)
+    return {slot.job: (slot.start - origin, slot.duration) for slot in slots}
 
 
 def _by_kind(timeline: Timeline) -> dict[str, float]:

@@ -102,6 +102,11 @@ def _facts(entry: PageEntry, kind: str) -> str:
     if kind == "measured" and (times := entry.times_by_kind()):
         ratios = (f"{name} {two / one:.3f}" for name, (one, two) in times.items())
         facts.append(f"measured / simulated: {', '.join(ratios)}")
+        errors = entry.errors_by_kind().items()
+        parts = (f"{name} {time:.3g} and {start:.3g}" for name, (time, start) in errors)
+        facts.append(f"mean error of times and of starts: {', '.join(parts)}")
+    if timeline.clock_error:
+        facts.append(f"clocks of the stages within {timeline.clock_error:.3g}")
     return " \N{MIDDLE DOT} ".join(facts)
 
 

@@ -125,3 +125,21 @@ def test_times_are_refused_before_there_are_any() -> None:
     pipeline = make_pipeline("ZBH1", 2, model=build, loss_fn=loss_fn)
     with pytest.raises(RequestError, match="nothing is measured yet"):
         pipeline.timeline()
+
+
+def test_a_profile_names_the_jobs() -> None:
+    """The control: what runs outside of jobs is in no range of theirs."""
+    pipeline = make_pipeline("ZBH1", 2)
+    inputs, targets = batch(0)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
+        pipeline.step(inputs, targets)
+    told = {event.name for event in profile.events()}
+    jobs = {str(job) for order in pipeline.schedule.orders for job in order}
+    assert jobs - {"V"} <= told
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert not jobs & {event.name for event in profile.events()}

@@ -11,6 +11,7 @@ sleeping     layers that sleep under torch's split backward
 gradients    compared before anything is timed
 turns        steps of one contender, timed; peak memory
 run          one process's share of all that
-results      figures, as JSON, table and page
+outcome      figures of one contender, over its turns
+results      all figures, as JSON, table, page and trace
 start        torchrun's processes, or new ones
 """

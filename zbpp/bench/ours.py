@@ -10,7 +10,7 @@ from torch import Tensor
 from zbpp.bench.contender import Field, autocast_of, make_optimizer, own_loss
 from zbpp.bench.names import split_name
 from zbpp.bench.request import costs_of
-from zbpp.core import Costs, Pass, PassKind, Schedule, Timeline
+from zbpp.core import Costs, MemoryModel, Pass, PassKind, Schedule, Timeline
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
@@ -27,6 +27,7 @@ class Seen:
 
     schedule: Schedule
     costs: Costs
+    memory: MemoryModel
     given: bool
     """The costs were; else they are those of the same steps."""
     measured: Timeline
@@ -85,6 +86,7 @@ class Ours:
         return Seen(
             schedule=self.pipeline.schedule,
             costs=costs,
+            memory=self._given[1] if self._given is not None else MemoryModel(),
             given=given,
             measured=_in_ms(timelines[-1]),
             bubble=median(map(bubble_rate, timelines)),
@@ -165,6 +167,7 @@ def _in_ms(timeline: Timeline) -> Timeline:
     zero = min(row[0].start for row in timeline.rows if row)
     return replace(
         timeline,
+        clock_error=1e3 * timeline.clock_error,
         rows=tuple(
             tuple(
                 replace(

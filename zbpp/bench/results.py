@@ -3,9 +3,8 @@
 import json
 import os
 import platform
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,78 +15,18 @@ from rich.table import Table
 
 from zbpp.bench.contender import Field
 from zbpp.bench.names import OURS, split_name
-from zbpp.bench.ours import Seen
-from zbpp.bench.turns import Turn
-from zbpp.core import RequestError, format_bytes
+from zbpp.bench.outcome import Outcome
+from zbpp.core import MemoryModel, RequestError, Timeline, format_bytes
+from zbpp.simulator import write_trace
 from zbpp.simulator.page import PageEntry, write_page
 
-__all__ = ["Outcome", "write_results"]
+__all__ = ["write_results"]
 
 _WIDTH = 150
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What was found of one contender.
-
-    ``difference`` is that of its gradients, 0.0 for the same bits; None: nothing was
-    compared. Without turns it was not timed.
-    """
-
-    name: str
-    difference: float | None
-    turns: tuple[Turn, ...]
-    seen: Seen | None
-
-    def is_wrong(self, tolerance: float) -> bool:
-        """True if its gradients are further off than that."""
-        return self.difference is not None and not self.difference <= tolerance
-
-    @property
-    def steps_s(self) -> list[float]:
-        """Seconds of all steps that count."""
-        return [step for turn in self.turns for step in turn.steps_s]
-
-    @property
-    def step_s(self) -> float:
-        """Median of the steps."""
-        return statistics.median(self.steps_s)
-
-    @property
-    def quartiles_s(self) -> tuple[float, float]:
-        """Lower and upper quartile of the steps."""
-        steps = self.steps_s
-        if len(steps) < 2:
-            return steps[0], steps[0]
-        low, _, high = statistics.quantiles(steps, method="inclusive")
-        return low, high
-
-    @property
-    def peak_bytes(self) -> list[int | None]:
-        """Largest memory of each process in any turn."""
-        by_process = zip(*(turn.peak_bytes for turn in self.turns), strict=True)
-        return [
-            None if None in peaks else max(peak for peak in peaks if peak is not None)
-            for peaks in by_process
-        ]
-
-    @property
-    def host_us(self) -> float:
-        """Median over turns of the CPU time of a job, on the process that has most."""
-        return 1e6 * statistics.median(max(turn.host_s) for turn in self.turns)
-
-    def gradients(self, tolerance: float) -> str:
-        """One word or two on the gradients."""
-        if self.difference is None:
-            return ""
-        if self.difference == 0:
-            return "same bits"
-        off = f"off by {self.difference:.1e}"
-        return f"refused: {off}" if self.is_wrong(tolerance) else off
-
-
 def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
-    """Write ``results.json`` and ``index.html``; print the table, or the JSON.
+    """Write ``results.json``, ``index.html``, ``trace.json``; print the table, or JSON.
 
     Raises:
         RequestError: the folder cannot be written.
@@ -111,12 +50,29 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
         command=request.command,
         time_unit="ms",
     )
+    trace = request.out / "trace.json"
+    runs = [run for one in outcomes for run in _runs(one)]
+    if runs:
+        write_trace(runs, trace, memory=_memory(outcomes))
     if request.json:
         print(json.dumps(data), flush=True)
         return
     console = Console(highlight=False, width=_WIDTH)
     console.print(_table(field, outcomes))
-    print(file, page, sep="\n", flush=True)
+    print(file, page, *([trace] if runs else []), sep="\n", flush=True)
+
+
+def _runs(one: Outcome) -> list[Timeline]:
+    """What a contender of ours was to do, and what it did."""
+    if one.seen is None:
+        return []
+    _, name = split_name(one.name)
+    both = {"simulated": one.seen.simulated, "measured": one.seen.measured}
+    return [replace(line, name=f"{name}, {how}") for how, line in both.items()]
+
+
+def _memory(outcomes: Sequence[Outcome]) -> MemoryModel | None:
+    return next((one.seen.memory for one in outcomes if one.seen), None)
 
 
 def _data(field: Field, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -163,6 +119,13 @@ def _contender(field: Field, one: Outcome) -> dict[str, Any]:
             if seen.given
             else "costs of the same steps",
             "measured_over_simulated": _by_kind(_entry(field, one, one)),
+            "errors_ms": {
+                kind: {"time": time, "start": start}
+                for kind, (time, start) in _entry(field, one, one)
+                .errors_by_kind()
+                .items()
+            },
+            "clock_error_s": seen.measured.clock_error / 1e3,
         }
     return found
 
@@ -206,6 +169,7 @@ def _entry(field: Field, one: Outcome, first: Outcome) -> PageEntry:
         simulated=seen.simulated,
         measured=seen.measured,
         costs=seen.costs,
+        memory=seen.memory,
         step=seen.predicted_step,
         step_measured=1e3 * one.step_s,
         figures=figures,

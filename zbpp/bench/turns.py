@@ -4,7 +4,8 @@
     |---|---|---|---o----o----o----o      o  end of a step on this process
 
 A step lasts from the last stage's end of the one before to the last stage's end of its
-own. On GPUs ends are events in the stream, read when all steps are done.
+own, by the clock of the first process. On GPUs ends are events in the stream, read when
+all steps are done.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from zbpp.bench.contender import Contender, gather
+from zbpp.runtime.comm.clocks import clock_name, compare_clocks
 
 __all__ = ["Turn", "periods", "take_turn"]
 
@@ -57,8 +59,14 @@ def take_turn(
     contender.settle()
     peak = _peak(device) if reset else None
     host = cpu / (steps * max(1, contender.n_jobs))
-    parts = gather((own, peak, host))
-    ends, peaks, hosts = zip(*parts, strict=True)
+    names, ends, peaks, hosts = zip(
+        *gather((clock_name(), own, peak, host)), strict=True
+    )
+    clocks = compare_clocks(gather, names)
+    ends = tuple(
+        [end - ahead for end in of_process]
+        for of_process, ahead in zip(ends, clocks.ahead_s, strict=True)
+    )
     return Turn(tuple(periods(ends)), tuple(peaks), tuple(hosts))
 
 

@@ -27,7 +27,9 @@ class Slot:
 class Timeline:
     """Jobs of all stages in time: one row of slots per stage, in time order.
 
-    ``recomputing`` are the chunks whose B computes layers again.
+    ``recomputing`` are the chunks whose B computes layers again. Where stages read
+    clocks of several machines, ``clock_error`` is the largest error by which one was
+    compared with that of the first stage's process.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Timeline:
     n_microbatches: int
     rows: tuple[tuple[Slot, ...], ...]
     recomputing: frozenset[int] = frozenset()
+    clock_error: float = 0.0
 
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""

@@ -111,8 +111,9 @@ class Reports:
     def timeline(self) -> Timeline:
         """Jobs of every stage in the last step, in seconds (every rank must call).
 
-        Starts are comparable between processes of one machine only. On GPUs the times
-        are those of CUDA events around the jobs, and the call waits for the last one.
+        Clocks of several machines are compared in each call; ``clock_error`` of the
+        timeline is the largest error of that, 0 on one machine. On GPUs the times are
+        those of CUDA events around the jobs, and the call waits for the last one.
 
         Raises:
             RequestError: there was no step yet.

@@ -14,7 +14,7 @@ from zbpp.profiling.profile import Profile
 from zbpp.profiling.rehearsal import rehearse
 from zbpp.profiling.steps import time_reduction, time_steps
 from zbpp.profiling.stopwatch import Stopwatch, spread
-from zbpp.profiling.waits import clock_name
+from zbpp.runtime.comm.clocks import clock_name
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 

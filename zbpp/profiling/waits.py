@@ -13,36 +13,21 @@ Ends of other stages are compared with, so both need clocks that agree; without 
 only W's are known to have waited for nothing.
 """
 
-import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 
 from zbpp.core import Pass, PassKind, Slot, Timeline
 from zbpp.core.measured import robust_mean
 
-__all__ = ["HopTime", "clock_name", "host_gaps", "latencies"]
+__all__ = ["HopTime", "host_gaps", "latencies"]
 
 _LONG = 3.0  # times a message: so early, one has come
 _SHORTEST = 10  # where nothing is known: a tenth of the gaps
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 HopTime = Callable[[int, int], float]
 """Seconds that a message takes from one stage to another, roughly."""
-
-
-def clock_name() -> str:
-    """Name the clock that `time.perf_counter` reads: that of the running system.
-
-    On Linux it counts from the boot, for all processes of a machine, and the boot has
-    a number of its own; elsewhere the machine's name stands for it.
-    """
-    try:
-        return _BOOT.read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{platform.node()} {platform.system()}"
 
 
 def host_gaps(timelines: Sequence[Timeline], hop: HopTime | None) -> list[float]:

@@ -19,7 +19,8 @@ from zbpp.core.costs import PerChunk
 from zbpp.core.measured import measured_costs, robust_mean
 from zbpp.profiling.links import Link, measure_links
 from zbpp.profiling.steps import time_reduction
-from zbpp.profiling.waits import HopTime, clock_name, host_gaps, latencies
+from zbpp.profiling.waits import HopTime, host_gaps, latencies
+from zbpp.runtime.comm.clocks import clock_name
 from zbpp.runtime.executor import Executor
 
 __all__ = ["Wires", "measure_wires", "together", "window_costs"]

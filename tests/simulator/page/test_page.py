@@ -88,7 +88,9 @@ def test_simulated_stands_above_measured():
     assert (first["of"], second["of"]) == ("simulated", "measured")
     assert decode(second, "ZBH1") == measured
     ratios = re.search(r"measured / simulated: F (\S+), B (\S+), W (\S+),", text)
-    times = one.times_by_kind()
+    times, errors = one.times_by_kind(), one.errors_by_kind()
+    assert set(errors) == {"F", "B", "W"} | (set(errors) & {"O", "V"})
+    assert all(0 < time <= 0.4 and start < 1e-6 for time, start in errors.values())
     assert [float(ratio) for ratio in ratios.groups()] == [
         pytest.approx(times[kind][1] / times[kind][0], abs=5e-4) for kind in "FBW"
     ]

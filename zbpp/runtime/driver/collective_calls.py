@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from zbpp.core import Schedule, Slot, Timeline
+from zbpp.runtime.comm.clocks import clock_name, compare_clocks
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.executor import Executor
 
@@ -80,15 +81,21 @@ def gather_timelines(
 ) -> list[Timeline]:
     """The jobs of all stages in the last steps, with their times, oldest first.
 
+    Times are those of the first process's clock; the others' are compared with it.
+
     Args:
         executors: of this process.
         schedule: of the steps.
         n: how many; fewer come back where fewer have run, or are kept.
     """
     own = {stage: executor.times.steps(n) for stage, executor in executors.items()}
+    gather = next(iter(executors.values())).transport.gather
+    names, parts = zip(*gather((clock_name(), own)), strict=True)
+    clocks = compare_clocks(gather, names)
     rows: dict[int, list[list[Slot]]] = {}
-    for part in next(iter(executors.values())).transport.gather(own):
-        rows.update(part)
+    for part, ahead_s in zip(parts, clocks.ahead_s, strict=True):
+        for stage, of_steps in part.items():
+            rows[stage] = [_earlier(step, ahead_s) for step in of_steps]
     steps = zip(*(rows[stage] for stage in range(schedule.n_stages)), strict=True)
     return [
         Timeline(
@@ -97,9 +104,16 @@ def gather_timelines(
             schedule.n_microbatches,
             tuple(tuple(row) for row in step),
             schedule.recomputing,
+            clocks.error_s,
         )
         for step in steps
     ]
+
+
+def _earlier(slots: list[Slot], seconds: float) -> list[Slot]:
+    if seconds == 0.0:
+        return slots
+    return [Slot(one.job, one.start - seconds, one.end - seconds) for one in slots]
 
 
 def report_split(executors: Executors) -> dict[str, str]:
