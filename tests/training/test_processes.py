@@ -1,10 +1,10 @@
 """`zbpp train` in real processes: neither mode nor stages change a bit."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from zbpp.cli.commands import main
 
 MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
 
@@ -17,11 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(600)]
 def outcome_of(tmp_path, *flags):
     """Losses, norms and parameters of a short run, and its rollbacks."""
     metrics = tmp_path / "metrics.jsonl"
-    command = [
-        *(sys.executable, "-m", "zbpp", "train", *flags, "--metrics", str(metrics)),
-        *("--validation_microbatches", "4"),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    more = ("--validation_microbatches", "4", "--metrics", str(metrics))
+    assert main(["train", *flags, *more]) == 0
     *steps, final = map(json.loads, metrics.read_text().splitlines())
     losses = tuple((step["loss"], step["grad_norm"]) for step in steps)
     outcome = (losses, final["val_loss"], final["params_sha256"])
