@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zbpp.bench.contender import gather
 from zbpp.bench.micro import StepBatch
+from zbpp.runtime.support.pytree import map_tensors
 
 if TYPE_CHECKING:
     from zbpp.training.profiled import UsersModel
@@ -31,18 +32,27 @@ def noted(gradients: Mapping[str, Tensor]) -> Gradients:
 
 
 def plain_gradients(
-    loaded: "UsersModel", batch: StepBatch, device: torch.device
+    loaded: "UsersModel",
+    batch: StepBatch,
+    device: torch.device,
+    *,
+    autocast: torch.dtype | None,
 ) -> Gradients:
     """Gradients of the mean loss by a plain loop over the whole model."""
+
+    def here(thing: Any) -> Any:
+        return map_tensors(thing, lambda tensor: tensor.to(device))
+
     model: Any = loaded.model
     builds = callable(model) and not hasattr(model, "__len__")
     found = model(range(loaded.n_layers)) if builds else model
     layers = [layer.to(device) for layer in found]
     for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
-        value = inputs
-        for layer in layers:
-            value = layer(value)
-        loss = value if loaded.loss_fn is None else loaded.loss_fn(value, targets)
+        value = here(inputs)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            for layer in layers:
+                value = layer(value)
+            loss = loaded.loss_fn(value, here(targets)) if loaded.loss_fn else value
         (loss / len(batch.inputs)).backward()
     return noted(
         {

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from zbpp.bench.contender import Contender, Field
+from zbpp.bench.contender import Contender, Field, autocast_of
 from zbpp.bench.gradients import Gradients, compare, noted, plain_gradients
 from zbpp.bench.micro import StepBatch, step_batch
 from zbpp.bench.names import OURS, split_name
@@ -60,16 +60,13 @@ def run_bench(request: BenchRequest) -> int:
     seen: dict[str, Seen] = {}
     for turn in range(request.rounds if len(racing) else 0):
         for name in racing if turn % 2 == 0 else reversed(racing):
-            with _built(field, name, schedules, steps=True) as contender:
-                found = take_turn(
-                    contender,
-                    device,
-                    warmup=request.warmup,
-                    steps=request.steps_a_turn,
-                )
-                turns[name].append(found)
-                if isinstance(contender, Ours) and turn == request.rounds - 1:
-                    seen[name] = contender.seen(request.steps_a_turn)
+            found, jobs = _turn(
+                field, name, schedules, looks=turn == request.rounds - 1
+            )
+            turns[name].append(found)
+            if jobs is not None:
+                seen[name] = jobs
+            _forget(device)
     outcomes = [
         Outcome(name, difference, tuple(turns.get(name, ())), seen.get(name))
         for name, difference in apart.items()
@@ -107,23 +104,57 @@ def _compared(field: Field, schedules: dict[str, Schedule]) -> dict[str, float |
     if request.reference == "plain":
         reference = {}
         if dist.get_rank() == 0:
-            reference = plain_gradients(field.model(), field.batch, field.device)
+            dtype = autocast_of(request)
+            reference = plain_gradients(
+                field.model(), field.batch, field.device, autocast=dtype
+            )
+            _forget(field.device)
     apart: dict[str, float | None] = {}
     for name in request.contenders:
-        with _built(field, name, schedules, steps=False) as contender:
-            contender.step()
-            found = noted(contender.gradients())
+        found = _gradients(field, name, schedules)
+        _forget(field.device)
         if reference is None:
             reference = found
         apart[name] = compare(reference, found)
     return apart
 
 
+def _gradients(field: Field, name: str, schedules: dict[str, Schedule]) -> Gradients:
+    """Gradients of one step of a contender."""
+    with _built(field, name, schedules, steps=False) as contender:
+        contender.step()
+        return noted(contender.gradients())
+
+
+def _turn(
+    field: Field, name: str, schedules: dict[str, Schedule], *, looks: bool
+) -> tuple[Turn, Seen | None]:
+    """One turn of a contender; and the jobs of its last steps, if it is ours."""
+    request = field.request
+    with _built(field, name, schedules, steps=True) as contender:
+        found = take_turn(
+            contender,
+            field.device,
+            warmup=request.warmup,
+            steps=request.steps_a_turn,
+        )
+        if looks and isinstance(contender, Ours):
+            return found, contender.seen(request.steps_a_turn)
+        return found, None
+
+
+def _forget(device: torch.device) -> None:
+    """Give back the memory of a contender that nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def _built(
     field: Field, name: str, schedules: dict[str, Schedule], *, steps: bool
 ) -> Iterator[Contender]:
-    """Build a contender; close it and forget all that it held."""
+    """Build a contender, and close it."""
     ours = split_name(name)[0] == OURS
     try:
         contender: Contender = (
@@ -145,8 +176,3 @@ def _built(
             f"{str(error).splitlines()[0] if str(error) else error!r}; leave it out of "
             "--peers"
         ) from error
-    finally:
-        contender = None  # type: ignore[assignment]
-        gc.collect()
-        if field.device.type == "cuda":
-            torch.cuda.empty_cache()

@@ -140,7 +140,7 @@ def _kinds_of(kind: type) -> set[type]:
     """A class and all that inherit from it, by whatever way."""
     kinds, waiting = {kind}, [kind]
     while waiting:
-        new = set(waiting.pop().__subclasses__()) - kinds
+        new: set[type] = set(waiting.pop().__subclasses__()) - kinds
         kinds |= new
         waiting += new
     return kinds
