@@ -26,7 +26,7 @@ def train_and_save(history: History, folder: str, fault: str) -> None:
     os.environ["ZBPP_FAULT"] = fault
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    pipeline = make(history, None, post_validation=True, timeout_s=10)
+    pipeline = make(history, None, post_validation=True, timeout_s=60)
     injector = Injector(pipeline)
     done = 0
     try:
