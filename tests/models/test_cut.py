@@ -108,6 +108,53 @@ def test_a_bias_with_a_gradient_travels_through_every_block():
     assert any(x is bias for x in layers[1](value)["shared"])
 
 
+class HandingBlock(Block):
+    """Puts out a bias beside the hidden state; makes it if it gets none."""
+
+    def forward(self, hidden, bias=None):
+        bias = torch.tanh(self.linear(hidden)) if bias is None else bias
+        return hidden + self.linear(hidden + bias), bias
+
+
+class HandsOn(Encoder):
+    """Each block gets the bias that the one before has put out, as in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.body["blocks"] = nn.ModuleList(HandingBlock() for _ in range(4))
+
+    def biases(self, old, new):
+        return new
+
+    def forward(self, ids):
+        hidden, bias = self.embed(ids), None
+        for block in self.body["blocks"]:
+            hidden, new = block(hidden, bias)
+            bias = self.biases(bias, new)
+        return self.norm(hidden) @ self.embed.weight.t()
+
+
+class HandsFirstOn(HandsOn):
+    def biases(self, old, new):
+        return new if old is None else old
+
+
+class HandsNothingOn(HandsOn):
+    def biases(self, old, new):
+        return None
+
+
+def test_what_blocks_hand_to_the_next_one_travels():
+    model = HandsOn()
+    layered = cut(model, "body.blocks", **NAMES)
+    value = layered.build(range(2))[1](layered.build(range(1))[0](IDS))
+    assert value["more"][0].requires_grad
+    del model.bias, model.position
+    assert equal_to_plain(
+        model, cut(model, "body.blocks", before=("embed",), after=NAMES["after"])
+    )
+
+
 class Twice(Encoder):
     def forward(self, ids):
         hidden = self.embed(ids)
@@ -156,12 +203,19 @@ class Skip(Encoder):
         (Backwards, "block 3 is called where block 0 should be"),
         (Keyword, "the first argument of block 0 is missing"),
         (Between, "block 1 is not called with what block 0 puts out"),
+        (HandsFirstOn, "block 2 is called with more of what block 0 puts out"),
     ],
 )
 def test_forwards_that_do_not_fit_are_refused(kind, words):
     layered = cut(kind(), "body.blocks", **NAMES)
     with pytest.raises(RequestError, match=words):
         layered.build(range(1))[0](IDS)
+
+
+def test_a_tensor_that_no_block_takes_is_refused():
+    layers = cut(HandsNothingOn(), "body.blocks", **NAMES).build(range(2))
+    with pytest.raises(RequestError, match=r"more than the hidden state \(Tensor\)"):
+        layers[1](layers[0](IDS))
 
 
 def test_blocks_that_run_twice_are_refused():

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FAMILIES", "batch_of", "tiny", "untied"]
+__all__ = ["ENCODER_DECODERS", "FAMILIES", "batch_of", "tiny", "untied"]
 
 _COMMON = {
     "vocab_size": 96,
@@ -60,8 +60,30 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_labels": 5,
         },
     ),
+    "bart": (
+        *("BartForConditionalGeneration", "BartConfig"),
+        {
+            **{"vocab_size": 96, "d_model": 32, "max_position_embeddings": 64},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+            **{"encoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+            **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        },
+    ),
+    "t5": (
+        *("T5ForConditionalGeneration", "T5Config"),
+        {
+            **{"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48},
+            **{"num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+            **{"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
+            **{"use_cache": False},  # in a forward with one, sums round otherwise
+        },
+    ),
 }
 """Class of the model and of its configuration, and what makes it small."""
+
+ENCODER_DECODERS = {"bart": "decoder_layers", "t5": "num_decoder_layers"}
+"""Families whose decoder is cut, and the setting that counts its blocks."""
 
 
 def tiny(family: str, n_blocks: int = 4, *, seed: int = 0, **more: Any) -> Any:
@@ -70,7 +92,8 @@ def tiny(family: str, n_blocks: int = 4, *, seed: int = 0, **more: Any) -> Any:
 
     transformers.logging.set_verbosity_error()
     model_name, config_name, settings = FAMILIES[family]
-    settings = {**settings, **more, "num_hidden_layers": n_blocks}
+    blocks = ENCODER_DECODERS.get(family, "num_hidden_layers")
+    settings = {**settings, **more, blocks: n_blocks}
     if "layer_types" in settings:
         settings["layer_types"] = (settings["layer_types"] * n_blocks)[:n_blocks]
     torch.manual_seed(seed)

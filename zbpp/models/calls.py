@@ -2,7 +2,8 @@
 
 Most follow from the batch: masks, rotary tables. They are computed once per process and
 micro-batch, by a frame without weights, and nothing but the batch travels. Where they
-do not (states of an encoder, a learned bias), their tensors travel.
+do not (states of an encoder, a learned bias), their tensors travel. So does what
+a block puts out for the next one beside the hidden state, as T5's bias of positions.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,16 @@ from zbpp.models.stand_ins import as_meta
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.torch_internals import outside_fake_mode
 
-__all__ = ["Call", "Calls", "Plan", "Recorder", "leaves"]
+__all__ = [
+    "Call",
+    "Calls",
+    "Plan",
+    "Recorder",
+    "Structure",
+    "leaves",
+    "with_handed",
+    "with_leaves",
+]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments after the hidden state, and keywords."""
@@ -63,9 +73,50 @@ class Recorder:
             )
         self.hidden = args[0]
         self.calls.append((args[1:], kwargs))
+        for one in handed_in((args[1:], kwargs)):
+            if one.block != index - 1:
+                raise RequestError(
+                    f"block {index} is called with more of what block {one.block} puts "
+                    f"out; a pipeline hands on what block {index - 1} does"
+                )
         if len(self.calls) == self._n_blocks:
             raise Stop
-        return self._structure.wrap(self.hidden)
+        return self._structure.wrap(self.hidden, index)
+
+
+class Handed:
+    """Stands for a tensor that a block puts out beside the hidden state.
+
+    Args:
+        block: its index.
+        item: place in what it puts out.
+    """
+
+    def __init__(self, block: int, item: int) -> None:
+        self.block, self.item = block, item
+
+
+def handed_in(thing: Any) -> list[Handed]:
+    """Those among arguments of blocks, in order."""
+    found: list[Handed] = []
+
+    def note(other: Any) -> Any:
+        if isinstance(other, Handed):
+            found.append(other)
+        return other
+
+    map_tensors(thing, lambda t: t, note)
+    return found
+
+
+def with_handed(call: Call, more: tuple[Tensor | None, ...]) -> Call:
+    """The same call with what the block before has put out."""
+
+    def put(other: Any) -> Any:
+        return more[other.item - 1] if isinstance(other, Handed) else other
+
+    changed: Call = map_tensors(call, lambda t: t, put)
+    return changed
 
 
 @dataclass(frozen=True)
@@ -74,18 +125,31 @@ class Structure:
 
     Args:
         length: of the tuple; None: the bare tensor.
+        tensors: places of further tensors in it.
     """
 
     length: int | None = None
+    tensors: frozenset[int] = frozenset()
 
-    def wrap(self, hidden: Tensor) -> Any:
-        """As a block would put it out; what else is in the tuple is None."""
+    def wrap(self, hidden: Tensor, index: int) -> Any:
+        """As block ``index`` would put it out; what else is in the tuple is None."""
         if self.length is None:
             return hidden
-        return (hidden, *[None] * (self.length - 1))
+        more = (
+            Handed(index, item) if item in self.tensors else None
+            for item in range(1, self.length)
+        )
+        return (hidden, *more)
 
-    def unwrap(self, output: Any, name: str) -> Tensor:
-        """The hidden state of what a block has put out.
+    def unwrap(
+        self, output: Any, name: str, read: frozenset[int] = frozenset()
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """The hidden state, and what else a block has put out.
+
+        Args:
+            output: the block's.
+            name: of the block.
+            read: places of what the blocks after it take.
 
         Raises:
             RequestError: it is of another structure, or holds more than that.
@@ -93,9 +157,10 @@ class Structure:
         items = output if isinstance(output, tuple) else (output,)
         length = len(output) if isinstance(output, tuple) else None
         if length == self.length and isinstance(items[0], Tensor):
-            if all(item is None for item in items[1:]):
-                return items[0]
-            more = ", ".join(type(item).__name__ for item in items[1:])
+            unread = [x for i, x in enumerate(items) if i and i not in read]
+            if all(item is None for item in unread):
+                return items[0], items[1:]
+            more = ", ".join(type(item).__name__ for item in unread)
             raise RequestError(
                 f"{name} puts out more than the hidden state ({more}), which a "
                 "pipeline would lose"
@@ -122,7 +187,9 @@ def structure_of(frame: Frame, batch: Any) -> Structure:
                 output = twin(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
             output = None
-        found.append(Structure(len(output) if isinstance(output, tuple) else None))
+        items = output if isinstance(output, tuple) else ()
+        more = [i for i, item in enumerate(items) if i and isinstance(item, Tensor)]
+        found.append(Structure(len(items) or None, frozenset(more)))
         raise Stop
 
     with torch.no_grad():
@@ -135,6 +202,8 @@ class Calls:
     """Calls of one micro-batch, and what they were found for."""
 
     calls: list[Call]
+    read: frozenset[int]
+    """Places of what blocks put out beside the hidden state, for the next one."""
     seen: tuple[Any, ...] = ()
     held: list[Tensor] = field(default_factory=list)
     """Tensors whose identity is in `seen`, kept alive."""
@@ -148,20 +217,21 @@ class Plan:
     Args:
         frame: without weights.
         n_blocks: their number.
+        learned: what the model's blocks put out, for all its plans; empty: not known.
     """
 
-    def __init__(self, frame: Frame, n_blocks: int) -> None:
+    def __init__(self, frame: Frame, n_blocks: int, learned: list[Structure]) -> None:
         self.frame, self._n_blocks = frame, n_blocks
-        self._structure: Structure | None = None
+        self._learned = learned
         self._last: Calls | None = None
 
     def structure(self, batch: Any) -> Structure:
         """Of what blocks put out."""
-        if self._structure is None:
-            self._structure = structure_of(self.frame, batch)
-        return self._structure
+        if not self._learned:
+            self._learned.append(structure_of(self.frame, batch))
+        return self._learned[0]
 
-    def calls(self, batch: Any, device: torch.device) -> list[Call]:
+    def calls(self, batch: Any, device: torch.device) -> Calls:
         """Calls of the blocks, by index.
 
         Args:
@@ -179,8 +249,9 @@ class Plan:
             recorder = Recorder(self._n_blocks, self.structure(batch))
             with torch.no_grad():
                 self.frame.run(batch, recorder, training=False)
-            self._last = Calls(recorder.calls, seen, tensors)
-        return self._last.calls
+            read = frozenset(one.item for one in handed_in(recorder.calls))
+            self._last = Calls(recorder.calls, read, seen, tensors)
+        return self._last
 
     def move(self, change: Any) -> None:
         """Move what the frame holds, as `nn.Module._apply` does."""

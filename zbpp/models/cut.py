@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.models.calls import Plan
+from zbpp.models.calls import Plan, Structure
 from zbpp.models.discover import find_order
 from zbpp.models.frame import (
     CutAt,
@@ -54,11 +54,12 @@ class CutModel:
 
     def __post_init__(self) -> None:
         self._twin = meta_twin(self.model)
+        self._learned: list[Structure] = []
         self._blocks = list(find_blocks(self.model, self.at.blocks).named_children())
 
     def build(self, layers: range) -> list[nn.Module]:
         """Make the layers of some indices: 0 is the front, the last one the back."""
-        plan = Plan(self._frame(Owned({})), len(self._blocks))
+        plan = Plan(self._frame(Owned({})), len(self._blocks), self._learned)
         return [self._layer(index, plan) for index in layers]
 
     def own_name(self, layer: int, name: str) -> str:
@@ -85,8 +86,8 @@ class CutModel:
         places: dict[int, list[tuple[int, str]]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             places.setdefault(id(parameter), []).extend(self.place(name))
-        # within a layer one name is enough: it is one parameter there
-        firsts = [dict(reversed(sorted(found))) for found in places.values()]
+        # within a layer its first name is enough: it is one parameter there
+        firsts = [dict(reversed(found)) for found in places.values()]
         return tuple(tuple(sorted(f.items())) for f in firsts if len(f) > 1)
 
     def layered(self, **more: Any) -> Layered:

@@ -4,6 +4,7 @@ On the meta device, which computes nothing; if the model asks for values there, 
 model itself.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from zbpp.core import RequestError
 from zbpp.models.frame import CutAt, children_on_path, find_blocks
-from zbpp.models.stand_ins import meta_twin
+from zbpp.models.stand_ins import SaysYes, meta_twin
 from zbpp.models.weights import is_on_meta
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.random_state import random_state, set_random_state
@@ -45,7 +46,8 @@ def find_order(
         )
     try:
         batch = map_tensors(example, lambda t: t.detach().to("meta"))
-        log = _order(meta_twin(model), at, batch, skips=True)
+        with SaysYes() if is_on_meta(model) else nullcontext():
+            log = _order(meta_twin(model), at, batch, skips=True)
     except _NEEDS_VALUES as error:
         if is_on_meta(model):
             raise RequestError(
@@ -65,12 +67,19 @@ def find_order(
                 f"{name} runs between two blocks of {at.blocks}; a pipeline needs "
                 "blocks that follow one another"
             )
-        if name not in before | after:
+        if name not in before | after and not _is_only_held(model, name, log):
             raise RequestError(
                 f"{name} runs neither before nor after {at.blocks}; if it is needed, "
                 "name it in before= or after="
             )
-    return before & set(names), after & set(names)
+    return frozenset(names) - after | before & set(names), after & set(names)
+
+
+def _is_only_held(model: nn.Module, name: str, log: list[str]) -> bool:
+    """True if a module does not run, but others that do have all its parameters."""
+    run = [model.get_submodule(other) for other in set(log) - {_BLOCK}]
+    theirs = {id(p) for module in run for p in module.parameters()}
+    return all(id(p) in theirs for p in model.get_submodule(name).parameters())
 
 
 def _order(model: nn.Module, at: CutAt, batch: Any, *, skips: bool) -> list[str]:

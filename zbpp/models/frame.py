@@ -120,6 +120,7 @@ class Frame:
         for _, copied, original in self._modules:
             copied.training = training and original.training
         self._site.handler = handler
+        self._site.made.clear()
         try:
             if isinstance(batch, dict):
                 return self._root(**batch)
@@ -128,6 +129,10 @@ class Frame:
             return None
         finally:
             self._site.handler = None
+
+    def is_made_up(self, tensor: torch.Tensor) -> bool:
+        """True if the last run got a tensor of an absent module."""
+        return any(tensor is made for made in self._site.made)
 
     def on(self, device: torch.device) -> None:
         """Choose the device of what stand-ins put out."""

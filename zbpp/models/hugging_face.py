@@ -71,7 +71,10 @@ def cut_pretrained(
     family = Family("", ()) if named else family_for(model)
     blocks, before, after = named or _names(model, family)
     if example is None:
-        example = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+        tokens = torch.ones(1, 4, dtype=torch.long)
+        example = {"input_ids": tokens}
+        if getattr(model.config, "is_encoder_decoder", False):
+            example["decoder_input_ids"] = tokens
     at = cut_at(model, blocks, before, after, example)
     made = None
     if is_on_meta(model):

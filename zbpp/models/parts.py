@@ -5,14 +5,21 @@ BlockLayer   the same with another hidden state
 BackLayer    -> what the model puts out
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.models.calls import Call, Plan, Recorder, leaves, with_leaves
+from zbpp.models.calls import (
+    Call,
+    Plan,
+    Recorder,
+    leaves,
+    with_handed,
+    with_leaves,
+)
 from zbpp.models.frame import Frame
 from zbpp.models.recorded import Collected, Collector
 from zbpp.runtime.support.pytree import tensors_in
@@ -21,7 +28,8 @@ from zbpp.runtime.support.torch_internals import is_fake
 __all__ = ["OWN", "BackLayer", "BlockLayer", "FrontLayer", "Owned", "Value"]
 
 Value = dict[str, Any]
-"""What travels: "hidden", "batch", and, where they are needed, "shared", "router"."""
+"""What travels: "hidden", "batch", and, where they are needed, "shared" (arguments of
+blocks), "more" (of the block before, for the next one), "router"."""
 
 OWN = "own"
 """Attribute of a layer below which modules have the model's own names."""
@@ -105,7 +113,7 @@ class FrontLayer(_Framed):
         if self.carries is None and not is_fake(recorder.hidden):
             planned = self.plan.calls(
                 _full(sent, self._only_front), recorder.hidden.device
-            )
+            ).calls
             self.carries = not _same(recorder.calls, planned)
         if self.carries:
             value["shared"] = tuple(leaves(recorder.calls, batch))
@@ -152,17 +160,22 @@ class BlockLayer(nn.Module):
         """Run the block on the hidden state, with its own arguments."""
         hidden = value["hidden"]
         batch = _full(value["batch"], self._only_front)
-        calls: list[Call] = self.plan.calls(batch, hidden.device)
+        planned = self.plan.calls(batch, hidden.device)
+        calls = planned.calls
         if "shared" in value:
             calls = with_leaves(calls, batch, value["shared"])
-        args, kwargs = calls[self._index]
+        args, kwargs = with_handed(calls[self._index], value.get("more", ()))
         changed = dict(value)
         if self.notes is not None:
             self.notes.take()  # of a forward that was broken off, as a recomputed one
         output = self.block(hidden, *args, **kwargs)
         if self.notes is not None:
             changed["router"] = (*value.get("router", ()), self.notes.take())
-        changed["hidden"] = self.plan.structure(batch).unwrap(output, self._name)
+        structure = self.plan.structure(batch)
+        found = structure.unwrap(output, self._name, planned.read)
+        changed["hidden"], more = found
+        if planned.read:
+            changed["more"] = more if self._index + 1 < len(calls) else ()
         return changed
 
 
@@ -212,14 +225,15 @@ class BackLayer(_Framed):
             if self.collector is not None:
                 self.collector.replay(self.frame.slots()[index], router[index])
             is_last = index == self._n_blocks - 1
-            return structure.wrap(hidden if is_last else args[0])
+            return structure.wrap(hidden if is_last else args[0], index)
 
         self.frame.on(hidden.device)
         output = self.frame.run(batch, inject, training=self.training)
+        output = _plain(output, self.frame.is_made_up)
         if not self._is_checked and not is_fake(hidden):
             self._is_checked = True
             _check_numbers(hidden, output)
-        return _plain(output)
+        return output
 
 
 def _check_numbers(hidden: Tensor, output: Any) -> None:
@@ -229,8 +243,6 @@ def _check_numbers(hidden: Tensor, output: Any) -> None:
         RequestError: so it is.
     """
     found = [t for t in tensors_in(output) if t.dim() and t.is_floating_point()]
-    if is_fake(hidden):
-        return  # an estimate: there are no numbers
     if any(bool(t.isnan().any()) for t in found) and bool(hidden.isfinite().all()):
         raise RequestError(
             "what runs after the blocks reads what ran before them, beside the hidden "
@@ -238,11 +250,19 @@ def _check_numbers(hidden: Tensor, output: Any) -> None:
         )
 
 
-def _plain(output: Any) -> Any:
-    """A model's output of a class of its own as a dict of what it holds of tensors."""
+def _plain(output: Any, is_made_up: Callable[[Tensor], bool]) -> Any:
+    """A model's output of a class of its own as a dict of what it holds of tensors.
+
+    What it hands on of a module that runs before the blocks, as the states of an
+    encoder, is left out.
+    """
     if not isinstance(output, dict) or type(output) is dict:
         return output
-    return {key: held for key, held in output.items() if isinstance(held, Tensor)}
+    return {
+        key: held
+        for key, held in output.items()
+        if isinstance(held, Tensor) and not is_made_up(held)
+    }
 
 
 def _slim(batch: Any, only_front: tuple[str, ...]) -> Any:

@@ -6,7 +6,7 @@ have a file in families/, or are added in a script:
     zbpp.models.register("mine", Family("decoder.layers", ("embed",), ("norm",)))
 """
 
-from zbpp.models.families import BERT, GPT2, VIT
+from zbpp.models.families import BART, BERT, GPT2, T5, VIT
 from zbpp.models.family import Family
 
 __all__ = ["family_of", "register"]
@@ -14,6 +14,8 @@ __all__ = ["family_of", "register"]
 _FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
     **dict.fromkeys(("bert", "roberta", "camembert", "xlm-roberta", "electra"), BERT),
+    **dict.fromkeys(("bart", "mbart", "pegasus", "marian"), BART),
+    **dict.fromkeys(("t5", "mt5"), T5),
     "vit": VIT,
 }
 

@@ -14,12 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zbpp.core import RequestError
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.torch_internals import outside_fake_mode
 
-__all__ = ["Absent", "Handler", "Missing", "Site", "Slot", "as_meta", "meta_twin"]
+__all__ = [
+    "Absent",
+    "Handler",
+    "Missing",
+    "SaysYes",
+    "Site",
+    "Slot",
+    "as_meta",
+    "meta_twin",
+]
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """Called in place of block i with its arguments; gives what the block would."""
@@ -46,6 +56,8 @@ class Site:
     def __init__(self) -> None:
         self.handler: Handler | None = None
         self.device = torch.device("cpu")
+        self.made: list[Tensor] = []
+        """Put out by modules that are absent, in this run."""
 
 
 def as_meta(thing: Any) -> Any:
@@ -92,7 +104,7 @@ class Absent(_StandIn):
         """
         args, kwargs = as_meta((args, kwargs))
         try:
-            with torch.no_grad(), outside_fake_mode():
+            with torch.no_grad(), outside_fake_mode(), SaysYes():
                 output = self._twin(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             raise RequestError(
@@ -104,9 +116,27 @@ class Absent(_StandIn):
 
     def _real(self, tensor: Tensor) -> Tensor:
         fill = float("nan") if tensor.dtype.is_floating_point else 0
-        return torch.full(
+        made = torch.full(
             tensor.shape, fill, dtype=tensor.dtype, device=self._site.device
         )
+        self._site.made.append(made)
+        return made
+
+
+class SaysYes(TorchFunctionMode):
+    """Answers yes where a module on meta asks whether something holds of values.
+
+    An encoder asks so whether its mask leaves nothing out. Should the shapes depend on
+    the answer, the first layer finds its arguments to differ, and lets them travel.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch, but for the question."""
+        if function is Tensor.__bool__ and args[0].is_meta:
+            return True
+        return function(*args, **(kwargs or {}))
 
 
 class Missing(_StandIn):

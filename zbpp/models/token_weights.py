@@ -28,6 +28,9 @@ def weigh_of(model: Any) -> Weigh | None:
         A function of the labels; None: samples.
     """
     kind = type(model).__name__
+    from_states = getattr(model.config, "is_encoder_decoder", False)
+    if from_states and kind.endswith(("ForConditionalGeneration", "MTModel")):
+        return count_labels  # a decoder's labels are its inputs shifted already
     causal = "LMHeadModel" in kind  # such a class has no loss_type, and takes this one
     loss_type = model.loss_type or ("ForCausalLM" if causal else None)
     return _BY_TOKENS.get(loss_type)

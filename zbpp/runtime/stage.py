@@ -207,7 +207,9 @@ class Stage:
             inputs = detached(inputs)
         taken = self._take(microbatch, inputs)
         read = taken
-        if chunk in self._changes_inputs:
+        if chunk in self._changes_inputs or self._autocast is not None:
+            # autocast casts a leaf once for all its uses, whose gradients would then
+            # be added in 16 bits; in the whole model it is no leaf
             read = with_tensors(
                 taken, (alias_of(x) if x.requires_grad else x for x in taken)
             )
