@@ -115,8 +115,9 @@ class Doctor:
     """Print versions, devices and backends, and what is missing; or examine a model."""
 
     model: Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION")] = None
-    """A function that returns a module and its inputs: which of its weight gradients
-    can wait for W, and why the others cannot."""
+    """A function that returns a module and its inputs, or hf:PATH, a config.json of
+    transformers: which of its weight gradients can wait for W, and why the others
+    cannot."""
 
     def run(self) -> None:
         """Print one fact a line."""

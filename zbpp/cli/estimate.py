@@ -43,8 +43,8 @@ class EstimateCommand:
 
     model: Annotated[str | None, shown_as("MODULE:FUNCTION")] = None
     """A function that returns (model, batch, loss_fn), the batch of one micro-batch; or
-    hf:PATH, a config.json of transformers; left out: the model of `zbpp train`, with
-    the sizes below."""
+    hf:PATH, a config.json of transformers or the folder of one; left out: the model of
+    `zbpp train`, with the sizes below."""
     stages: int
     """Pipeline stages."""
     microbatches: int

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -33,8 +33,8 @@ class ProfileCommand(Train):
     """Also write the costs of each layer, to plan the split with."""
     model: Annotated[str | None, _MODEL] = None
     """A function that returns (model, batch) or (model, batch, loss_fn), the batch of
-    one micro-batch; or hf:PATH, a config.json of transformers, with --seq tokens and
-    --microbatch_size samples; left out: the model of zbpp train."""
+    one micro-batch; or hf:PATH, a config.json of transformers or its folder, with
+    --seq tokens and --microbatch_size samples; left out: the model of zbpp train."""
     rounds: int = 10
     """Passes that are counted, after a warm-up."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -57,7 +57,8 @@ class ProfileCommand(Train):
         request = ProfileRequest(
             load, self.out, self.layers_out, self.rounds, self.json
         )
-        start_worker(partial(run_profile, request), self, check=self._check)
+        options = replace(self, model=None)  # the request has it
+        start_worker(partial(run_profile, request), options, check=self._check)
 
     def _load(self) -> UserModel:
         assert self.model is not None

@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zbpp.cli.user_model import HF, UserModel, call_builder, load_model
+from zbpp.cli.user_model import UserModel, call_builder, load_model
 from zbpp.core import RequestError
+from zbpp.training.options import HF
 
 __all__ = ["examine", "print_split"]
 

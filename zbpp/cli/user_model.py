@@ -1,7 +1,7 @@
 """The user's own model: ``--model``, alike in all commands.
 
     --model module:function     a function of the user's
-    --model hf:config.json      a causal language model of transformers, random weights
+    --model hf:config.json      a causal language model of transformers; or the folder
 
     def build():
         layers = [Embed(), *(Block() for _ in range(12)), Head()]
@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import RequestError
+from zbpp.training.options import HF
 
 if TYPE_CHECKING:
     from zbpp.runtime.partition import Model
     from zbpp.runtime.stage import LossFn
 
-__all__ = ["HF", "UserModel", "call_builder", "load_model"]
-
-HF = "hf:"
-"""Begin of the name of a configuration file of transformers."""
+__all__ = ["UserModel", "call_builder", "load_model"]
 
 _WANTED = (
     "it must be a function that returns (model, batch) or (model, batch, loss_fn): an "

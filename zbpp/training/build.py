@@ -4,22 +4,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
 from zbpp.core import Schedule
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience
-from zbpp.training.llama import build_layers, cross_entropy
 from zbpp.training.options import Train
 from zbpp.training.setup import device_of, measures_first, model_of
 from zbpp.training.splits import asked_recompute, asked_split, run_split
+from zbpp.training.text_models.text_model import TextModel
 
-__all__ = ["build_pipeline", "make_optimizer"]
+__all__ = ["AUTOCAST", "build_pipeline", "make_optimizer"]
 
 _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Compute dtypes by the names that ``--dtype`` has for them."""
 
 
 def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
@@ -41,13 +42,11 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
             "n_microbatches": schedule.n_microbatches,
             "n_stages": schedule.n_stages,
             "memory": options.memory_limit,
-            "example": _example(options, schedule.n_microbatches),
+            "example": _example(options, model, schedule.n_microbatches),
             "recompute": asked_recompute(options),
         }
     return Pipeline(
-        partial(build_layers, model),
-        n_layers=model.n_layers,
-        loss_fn=cross_entropy,
+        **model.given(),
         optimizer=partial(make_optimizer, options),
         **how,
         clip_grad_norm=options.clip_grad_norm,
@@ -60,19 +59,19 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
         ),
         max_consecutive_skips=options.max_consecutive_skips,
         device=device_of(options),
-        autocast=_AUTOCAST[options.dtype],
+        autocast=AUTOCAST[options.dtype],
         loss_scale=LossScaler() if options.dtype == "fp16" else None,
         exact_sums=options.exact_sums,
         timeout_s=options.timeout_s,
     )
 
 
-def _example(options: Train, n_microbatches: int) -> tuple[Tensor, Tensor]:
+def _example(options: Train, model: TextModel, n_microbatches: int) -> tuple[Any, Any]:
     """A batch of the sizes of a step; what the bytes are makes no difference."""
     windows = n_microbatches * options.microbatch_size
     generator = torch.Generator().manual_seed(options.seed)
     tokens = torch.randint(256, (windows, options.seq + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
+    return model.batch(tokens[:, :-1], tokens[:, 1:])
 
 
 def make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:

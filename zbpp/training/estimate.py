@@ -1,7 +1,6 @@
 """Memory of the trained model, in bytes, beside what a run measures."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -10,7 +9,7 @@ from zbpp.core import LayerCosts, MemoryModel
 from zbpp.memory import layer_memory
 from zbpp.pipeline import Pipeline
 from zbpp.planning.resolve import recomputed_layers
-from zbpp.training.llama import build_layers, cross_entropy
+from zbpp.training.build import AUTOCAST
 from zbpp.training.options import Train
 from zbpp.training.setup import model_of
 
@@ -23,14 +22,15 @@ def estimate_layers(
     """Estimate what the layers of the model hold, on fake tensors: some seconds."""
     model = model_of(options)
     tokens = torch.zeros(options.microbatch_size, options.seq, dtype=torch.long)
+    given = model.given()
     return layer_memory(
-        partial(build_layers, model),
-        (tokens, tokens),
-        cross_entropy,
+        given["model"],
+        model.batch(tokens, tokens),
+        given.get("loss_fn"),
         optimizer=make_optimizer,
-        n_layers=model.n_layers,
+        n_layers=given.get("n_layers"),
         rollback=options.post_validation_rollback,
-        autocast=torch.bfloat16 if options.dtype == "bf16" else None,
+        autocast=AUTOCAST[options.dtype],
         exact_sums=options.exact_sums,
     )
 

@@ -13,6 +13,8 @@ products with weights are `nn.Linear` without bias.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +68,23 @@ class LlamaConfig:
     def n_layers(self) -> int:
         """Embedding, blocks and head."""
         return self.n_blocks + 2
+
+    def given(self) -> dict[str, Any]:
+        """Arguments of `zbpp.Pipeline` that say the model."""
+        return {
+            "model": partial(build_layers, self),
+            "n_layers": self.n_layers,
+            "loss_fn": cross_entropy,
+        }
+
+    def batch(self, tokens: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, both of shape (samples, seq)."""
+        return tokens, following
+
+    def about(self) -> dict[str, Any]:
+        """What must be the same where a checkpoint of it is loaded."""
+        names = ("dim", "n_blocks", "n_heads", "hidden")
+        return {name: getattr(self, name) for name in names}
 
 
 def build_layers(config: LlamaConfig, indices: Iterable[int]) -> list[nn.Module]:

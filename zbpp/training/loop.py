@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp.core import RequestError, Schedule, write_costs
+from zbpp.models.layered import layer_name
 from zbpp.pipeline import Pipeline
 from zbpp.pipeline.reports import summarize_split
 from zbpp.profiling.prediction import Prediction
@@ -23,7 +24,8 @@ from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
 from zbpp.training.resume import RunSaver
-from zbpp.training.setup import costs_of, measures_first
+from zbpp.training.setup import costs_of, measures_first, model_of
+from zbpp.training.text_models.text_model import TextModel
 
 __all__ = ["train"]
 
@@ -53,7 +55,9 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
     corpus, about_data, data = _load(pipeline, options)
     rates = _attach_rates(pipeline, options)
     windows = pipeline.n_microbatches * options.microbatch_size
-    saver = RunSaver(pipeline, options, data=data, samples=windows)
+    model = model_of(options)
+    same = {"data": data, **model.about()}
+    saver = RunSaver(pipeline, options, same=same, samples=windows)
     about_start = saver.resume()
     costs = pipeline.chosen.costs or costs_of(options, schedule)[0]
     recorder = Recorder(
@@ -73,7 +77,9 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
         for line in (pipeline.chosen.line, about_start):
             if line:
                 recorder.say(line)
-        stopped = _run_steps(pipeline, options, corpus, recorder, rates, saver, request)
+        stopped = _run_steps(
+            pipeline, options, model, corpus, recorder, rates, saver, request
+        )
         recorder.finish_steps()
         saver.finish()
         if stopped:
@@ -82,7 +88,7 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
                 f"{options.save_dir}; --resume auto goes on from there"
             )
         else:
-            _conclude(pipeline, options, corpus, recorder)
+            _conclude(pipeline, options, model, corpus, recorder)
     return request.exit_code if stopped and request is not None else 0
 
 
@@ -105,7 +111,9 @@ def _load(pipeline: Pipeline, options: Train) -> tuple[Corpus | None, str, str]:
 
 def _describe_model(pipeline: Pipeline, options: Train) -> str:
     """One line about the model and how it is run (every rank must call)."""
-    counts = pipeline.gather(sum(p.numel() for _, p in pipeline.named_parameters()))
+    copies = {layer_name(*place) for tie in pipeline.layered.ties for place in tie[1:]}
+    own = [p for name, p in pipeline.named_parameters() if name not in copies]
+    counts = pipeline.gather(sum(p.numel() for p in own))
     schedule = pipeline.schedule
     return (
         f"model: {sum(counts):,} parameters in {pipeline.n_layers} layers; "
@@ -127,6 +135,7 @@ def _attach_rates(pipeline: Pipeline, options: Train) -> list[LambdaLR]:
 def _run_steps(
     pipeline: Pipeline,
     options: Train,
+    model: TextModel,
     corpus: Corpus | None,
     recorder: Recorder,
     rates: list[LambdaLR],
@@ -142,11 +151,10 @@ def _run_steps(
             return True
         inputs, targets = None, None
         if corpus is not None:
-            inputs, targets = _tensors(
-                corpus.training_batch(
-                    seed=options.seed, step=step, windows=windows, seq=options.seq
-                )
+            batch = corpus.training_batch(
+                seed=options.seed, step=step, windows=windows, seq=options.seq
             )
+            inputs, targets = model.batch(*_tensors(batch))
         recorder.add(pipeline.step(inputs, targets))
         if step == first:
             recorder.say(_describe_split(pipeline))
@@ -173,17 +181,20 @@ def _warm_up(steps: int, step: int) -> float:
 
 
 def _conclude(
-    pipeline: Pipeline, options: Train, corpus: Corpus | None, recorder: Recorder
+    pipeline: Pipeline,
+    options: Train,
+    model: TextModel,
+    corpus: Corpus | None,
+    recorder: Recorder,
 ) -> None:
     """Validate, hash the parameters, report."""
     n = options.validation_microbatches
     inputs, targets = None, None
     if corpus is not None:
-        inputs, targets = _tensors(
-            corpus.validation_batch(
-                windows=n * options.microbatch_size, seq=options.seq
-            )
+        batch = corpus.validation_batch(
+            windows=n * options.microbatch_size, seq=options.seq
         )
+        inputs, targets = model.batch(*_tensors(batch))
     pipeline.synchronize()
     prediction = None
     if recorder.seconds > 0:  # else there was no step left to do

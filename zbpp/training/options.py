@@ -8,7 +8,10 @@ import tyro
 
 from zbpp.core import RequestError, parse_memory
 
-__all__ = ["MemoryText", "Train", "YesNoUnsaid"]
+__all__ = ["HF", "MemoryText", "Train", "YesNoUnsaid"]
+
+HF = "hf:"
+"""Begin of the name of a model of transformers."""
 
 YesNoUnsaid = Annotated[bool | None, tyro.conf.DisallowNone]
 """``--flag``, ``--no_flag``, or neither."""
@@ -79,6 +82,9 @@ class Train:
     """Stop after so many steps in a row with an Inf or NaN gradient, and name it."""
     validation_microbatches: int = 32
     """Micro-batches of held-out text for the final loss."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="hf:PATH")] = None
+    """A causal language model of transformers: hf:config.json, with random weights, or
+    hf:FOLDER, a checkpoint of safetensors; left out: a Llama of the sizes below."""
     dim: int = 96
     """Width of the model."""
     n_blocks: int = 8

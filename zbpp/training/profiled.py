@@ -18,7 +18,7 @@ from zbpp.pipeline import Pipeline
 from zbpp.profiling import Profile
 from zbpp.runtime.partition import Model
 from zbpp.runtime.stage import LossFn
-from zbpp.training.build import build_pipeline, make_optimizer
+from zbpp.training.build import AUTOCAST, build_pipeline, make_optimizer
 from zbpp.training.estimate import estimate_layers
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of, device_of
@@ -106,7 +106,7 @@ def _pipeline_of(loaded: UsersModel, options: Train, schedule: Schedule) -> Pipe
         post_validation=options.enable_optimizer_post_validation,
         rollback=options.post_validation_rollback,
         device=device_of(options),
-        autocast=_autocast(options),
+        autocast=AUTOCAST[options.dtype],
         exact_sums=options.exact_sums,
         timeout_s=options.timeout_s,
     )
@@ -119,10 +119,6 @@ def _own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _adamw(lr: float, parameters: list[torch.nn.Parameter]) -> AdamW:
     return AdamW(parameters, lr=lr, fused=True)
-
-
-def _autocast(options: Train) -> torch.dtype | None:
-    return torch.bfloat16 if options.dtype == "bf16" else None
 
 
 def _tokens(options: Train, n_microbatches: int) -> Tensor:
@@ -141,7 +137,7 @@ def _estimate(loaded: UsersModel | None, options: Train) -> LayerCosts:
         optimizer=partial(_adamw, options.lr),
         n_layers=loaded.n_layers if callable(loaded.model) else None,
         rollback=options.post_validation_rollback,
-        autocast=_autocast(options),
+        autocast=AUTOCAST[options.dtype],
         exact_sums=options.exact_sums,
     )
 

@@ -18,7 +18,6 @@ from zbpp.training.options import Train
 
 __all__ = ["RunSaver", "check_saving", "resumed"]
 
-_MODEL = ("dim", "n_blocks", "n_heads", "hidden")
 _LOG = logging.getLogger("zbpp")
 
 
@@ -56,19 +55,23 @@ class RunSaver:
     Args:
         pipeline: its schedulers are attached.
         options: of the run.
-        data: hash of the text.
+        same: of the model and the text; a checkpoint of others is refused.
         samples: in a step.
     """
 
     def __init__(
-        self, pipeline: Pipeline, options: Train, *, data: str, samples: int
+        self,
+        pipeline: Pipeline,
+        options: Train,
+        *,
+        same: Mapping[str, Any],
+        samples: int,
     ) -> None:
         self._pipeline, self._options = pipeline, options
         self._per_step = samples
         self._samples = 0
         self._saved: int | None = None
-        sizes = {name: getattr(options, name) for name in _MODEL}
-        self._same: dict[str, Any] = {"seed": options.seed, "data": data, **sizes}
+        self._same: dict[str, Any] = {"seed": options.seed, **same}
 
     def resume(self) -> str | None:
         """Load the checkpoint that was asked for; gives a line about it.

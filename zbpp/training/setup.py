@@ -32,6 +32,7 @@ from zbpp.training.splits import (
     placed_split,
     run_split,
 )
+from zbpp.training.text_models.text_model import TextModel
 from zbpp.tuning.measure import SAFE_MODE
 
 __all__ = [
@@ -48,12 +49,16 @@ _MICROBATCHES = 8
 _LEAST_BYTES = 2**20  # of a limit; fewer are M_B
 
 
-def model_of(options: Train) -> LlamaConfig:
-    """The model's sizes.
+def model_of(options: Train) -> TextModel:
+    """The model that is trained; its weights are not made.
 
     Raises:
-        RequestError: there is no model of these sizes.
+        RequestError: there is no such model, or none of these sizes.
     """
+    if options.model is not None:
+        from zbpp.training.text_models.causal_lm import read_causal_lm
+
+        return read_causal_lm(options.model, seq=options.seq, seed=options.seed)
     return LlamaConfig(
         dim=options.dim,
         n_blocks=options.n_blocks,

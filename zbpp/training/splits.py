@@ -15,8 +15,8 @@ from zbpp.planning.recompute_plans import parse_recompute
 from zbpp.planning.resolve_layers import split_of
 from zbpp.runtime.partition import partition_layers
 from zbpp.schedules import Recomputing, Split, even_split
-from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
+from zbpp.training.text_models.text_model import TextModel
 
 __all__ = [
     "asked_recompute",
@@ -90,7 +90,7 @@ def asked_recompute(options: Train) -> Recomputing | None:
 
 
 def placed_split(
-    options: Train, model: LlamaConfig, placement: Placement
+    options: Train, model: TextModel, placement: Placement
 ) -> tuple[int, ...]:
     """Layers of each chunk of a placement, where no costs of layers are given.
 
@@ -105,9 +105,7 @@ def placed_split(
     return tuple(map(len, partition_layers(model.n_layers, n_chunks, asked)))
 
 
-def run_split(
-    options: Train, schedule: Schedule, model: LlamaConfig
-) -> tuple[int, ...]:
+def run_split(options: Train, schedule: Schedule, model: TextModel) -> tuple[int, ...]:
     """Layers of each chunk: those asked for, or the schedule's, or equal blocks.
 
     Raises:
@@ -123,12 +121,13 @@ def run_split(
     return tuple(map(len, partition_layers(model.n_layers, n_chunks, found)))
 
 
-def split_layers(model: LlamaConfig, n_chunks: int) -> list[int]:
+def split_layers(model: TextModel, n_chunks: int) -> list[int]:
     """Layers of each chunk: even numbers of blocks, then embedding and head.
 
     Embedding and head do far less work than a block, so they come on top of the
     first and the last chunk's share, unless there are too few blocks for that.
 
+    >>> from zbpp.training.llama import LlamaConfig
     >>> split_layers(LlamaConfig(n_blocks=8), 4)
     [3, 2, 2, 3]
 

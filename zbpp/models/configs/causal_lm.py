@@ -1,4 +1,11 @@
-"""Causal language models of transformers from a configuration file, and a batch."""
+"""Causal language models of transformers from files alone, and a batch of tokens.
+
+    config.json    random weights
+    a folder       a checkpoint: config.json beside safetensors files
+
+Weights are made or read layer by layer, where they are needed. They are fp32, whatever
+the files say: less is a matter of autocast.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +18,7 @@ from zbpp.core import RequestError
 from zbpp.models.given import cut, layered_of
 from zbpp.models.layered import Layered
 
-__all__ = ["layers_of_config"]
+__all__ = ["layers_of_config", "layers_of_files", "read_config"]
 
 
 def layers_of_config(
@@ -30,23 +37,58 @@ def layers_of_config(
         RequestError: there is no such file, transformers is missing or knows no causal
             language model of this type, or the sequence is too long for it.
     """
+    config = read_config(path, seq=seq)
+    if seq is None:
+        seq = min(128, getattr(config, "max_position_embeddings", None) or 128)
+    if seed is None:
+        layered = layered_of(_model(config))
+    else:
+        layered = cut(_on_meta(config), weights=seed)
+    tokens = torch.arange(samples * seq).view(samples, seq) % config.vocab_size
+    return layered, {"input_ids": tokens, "labels": tokens}
+
+
+def layers_of_files(path: str | Path, *, seed: int) -> Layered:
+    """Make the layers of a model: a folder's with its weights, a file's with others.
+
+    Args:
+        path: a config.json, or the folder of a checkpoint.
+        seed: of weights that no file has.
+
+    Raises:
+        RequestError: as `read_config`; or the folder has no safetensors files.
+    """
+    path = Path(path)
+    model = _on_meta(read_config(path))
+    if not path.is_dir():
+        return cut(model, weights=seed)
+    try:
+        return cut(model, weights=path)
+    except RequestError as error:
+        raise RequestError(
+            f"{error}; for random weights give {path / 'config.json'}"
+        ) from None
+
+
+def read_config(path: str | Path, *, seq: int | None = None) -> Any:
+    """Read the configuration of a model.
+
+    Args:
+        path: a config.json of transformers, or the folder that holds it.
+        seq: tokens of a sample, which must not be too many for it.
+
+    Raises:
+        RequestError: there is no such file, transformers is missing or knows no model
+            of this type, or the sequence is too long for it.
+    """
     config = _config(Path(path))
     most = getattr(config, "max_position_embeddings", None)
-    if seq is None:
-        seq = min(128, most or 128)
-    if most is not None and seq > most:
+    if seq is not None and most is not None and seq > most:
         raise RequestError(
             f"sequences of {seq} tokens are longer than {path} allows: "
             f"max_position_embeddings is {most}; give a smaller --seq"
         )
-    if seed is None:
-        layered = layered_of(_model(config))
-    else:
-        with torch.device("meta"):
-            model = _model(config)
-        layered = cut(model, weights=seed)
-    tokens = torch.arange(samples * seq).view(samples, seq) % config.vocab_size
-    return layered, {"input_ids": tokens, "labels": tokens}
+    return config
 
 
 def _config(path: Path) -> Any:
@@ -70,12 +112,17 @@ def _config(path: Path) -> Any:
         raise RequestError(f"{file}: {str(error).splitlines()[0]}") from None
 
 
+def _on_meta(config: Any) -> nn.Module:
+    with torch.device("meta"):
+        return _model(config)
+
+
 def _model(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     try:
-        model: nn.Module = auto.from_config(config)
+        model: nn.Module = auto.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise RequestError(
             f"{config.model_type} is no causal language model of transformers: "

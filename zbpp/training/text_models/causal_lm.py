@@ -1,0 +1,96 @@
+"""Models of transformers on bytes: from a configuration, or from a checkpoint."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zbpp.core import RequestError
+from zbpp.models.configs.causal_lm import layers_of_files, read_config
+from zbpp.models.hugging_face import cut_batch
+from zbpp.training.options import HF
+
+__all__ = ["CausalLM", "read_causal_lm"]
+
+_BYTES = 256
+_OF_THE_FILE = ("transformers_version", "_name_or_path", "architectures", "dtype")
+"""Entries of a configuration that do not change the model."""
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """A causal language model of transformers whose tokens are bytes.
+
+    Args:
+        path: a config.json, or the folder of a checkpoint.
+        n_layers: with embedding and head.
+        digest: of the configuration.
+        seed: of random weights, and of dropout.
+    """
+
+    path: Path
+    n_layers: int
+    digest: str
+    seed: int
+
+    @property
+    def n_blocks(self) -> int:
+        """Layers between embedding and head."""
+        return self.n_layers - 2
+
+    def given(self) -> dict[str, Any]:
+        """As `TextModel` has it; the loss is the model's own."""
+        return {
+            "model": layers_of_files(self.path, seed=self.seed),
+            "seed": self.seed,
+        }
+
+    def batch(self, tokens: Tensor, following: Tensor) -> tuple[Any, Any]:
+        """As `TextModel` has it: the model shifts the labels by itself."""
+        return cut_batch({"input_ids": tokens, "labels": tokens})
+
+    def about(self) -> dict[str, Any]:
+        """As `TextModel` has it."""
+        return {"config": self.digest}
+
+
+def read_causal_lm(name: str, *, seq: int, seed: int) -> CausalLM:
+    """Read what ``hf:PATH`` names; no weights are read.
+
+    Args:
+        name: with its prefix.
+        seq: bytes of a sample.
+        seed: of random weights, and of dropout.
+
+    Raises:
+        RequestError: it is no such name, the files do not say a causal language model,
+            or bytes are no tokens of it.
+    """
+    if not name.startswith(HF):
+        raise RequestError(
+            f"--model {name}: zbpp train takes hf:PATH, a config.json of transformers "
+            "or the folder of a checkpoint; another model is trained by a script, with "
+            "zbpp.Pipeline"
+        )
+    path = Path(name.removeprefix(HF))
+    config = read_config(path, seq=seq)
+    if config.vocab_size < _BYTES:
+        raise RequestError(
+            f"--model {name}: its vocabulary has {config.vocab_size} tokens, and a "
+            f"token of the text is a byte; it needs {_BYTES} or more"
+        )
+    if seq < 2:
+        raise RequestError("--seq is 1; a window needs a byte to predict: 2 or more")
+    told = {k: v for k, v in config.to_diff_dict().items() if k not in _OF_THE_FILE}
+    text = json.dumps(told, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return CausalLM(path, _n_layers(path, digest), digest, seed)
+
+
+@lru_cache(maxsize=8)
+def _n_layers(path: Path, digest: str) -> int:
+    return layers_of_files(path, seed=0).n_layers
