@@ -1,5 +1,8 @@
 """A run goes on under another schedule on other stages, with the bits of one run."""
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 from pool import Pool
@@ -26,6 +29,19 @@ def undisturbed():
     return outcome
 
 
+@pytest.fixture(scope="module")
+def saved_by(undisturbed, tmp_path_factory):
+    """Folder of the checkpoint of a run; each run is done once."""
+
+    @functools.cache
+    def folder(mode: str, n_stages: int) -> Path:
+        made = tmp_path_factory.mktemp(mode)
+        assert run(mode, n_stages, save=str(made))[0] == undisturbed[0][:3]
+        return made
+
+    return folder
+
+
 def check(outcome, undisturbed) -> None:
     assert outcome[0] == undisturbed[0][3:]
     assert_same(outcome[1], undisturbed[1])
@@ -40,13 +56,12 @@ def cases():
 
 
 @pytest.mark.parametrize(("saved", "loaded"), list(cases()))
-def test_in_one_process(saved, loaded, undisturbed, tmp_path) -> None:
-    first = run(*saved, save=str(tmp_path))
-    assert first[0] == undisturbed[0][:3]
+def test_in_one_process(saved, loaded, undisturbed, saved_by) -> None:
+    folder = saved_by(*saved)
     if loaded[0] == "plain":
-        check(run_plainly(tmp_path), undisturbed)
+        check(run_plainly(folder), undisturbed)
     else:
-        check(run(*loaded, loaded=str(tmp_path)), undisturbed)
+        check(run(*loaded, loaded=str(folder)), undisturbed)
 
 
 @pytest.mark.dist
@@ -73,10 +88,10 @@ def test_in_processes(saved, loaded, undisturbed, tmp_path, pool: Pool) -> None:
 
 @pytest.mark.parametrize("what", ["step", "moments", "scheduler", "rate", "buffers"])
 def test_what_is_not_restored_is_noticed(
-    what, undisturbed, tmp_path, monkeypatch
+    what, undisturbed, saved_by, monkeypatch
 ) -> None:
     """The negative control of all others: each part of the state makes a difference."""
-    run("1F1B", 2, save=str(tmp_path))
+    folder = saved_by("1F1B", 2)
 
     def forget(pipeline: Pipeline, path, **more):
         told = loads(pipeline, path, **more)
@@ -98,7 +113,7 @@ def test_what_is_not_restored_is_noticed(
     loads = Pipeline.load
     monkeypatch.setattr(Pipeline, "load", forget)
     with pytest.raises(AssertionError):
-        check(run("1F1B", 2, loaded=str(tmp_path)), undisturbed)
+        check(run("1F1B", 2, loaded=str(folder)), undisturbed)
 
 
 def test_auto_may_choose_another_split_than_the_run_that_saved(
@@ -114,9 +129,9 @@ def test_auto_may_choose_another_split_than_the_run_that_saved(
     check(outcome, undisturbed)
 
 
-def test_weights_for_inference(undisturbed, tmp_path) -> None:
-    run("ZBV", 2, save=str(tmp_path))
+def test_weights_for_inference(saved_by) -> None:
+    folder = saved_by("ZBV", 4)
     model = Plain()
-    told = load(tmp_path, model)
+    told = load(folder, model)
     assert told == {"step": 3, "extra": {}, "run": {}}
-    assert_same(read_model(tmp_path), model.state_dict())
+    assert_same(read_model(folder), model.state_dict())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import Pool
+from pool import PRELOAD, Pool
 from saved_runs import make, run, run_in_processes, save_for_ever
 from small_model import batch
 
@@ -141,10 +141,47 @@ def test_folders_that_differ_are_refused(pool: Pool, tmp_path) -> None:
         assert "rank(s) [1] save" in words
 
 
+def test_a_kill_while_one_is_replaced_leaves_it(tmp_path, monkeypatch) -> None:
+    """A step is saved again, by a run that began anew; its folder has no name then."""
+    saver = Saver(0, lambda thing: [thing])
+
+    def save(value: float, keep: int = 1) -> str | None:
+        saver.begin(
+            tmp_path, Snapshot(3, {"model/w": torch.tensor(value)}, {}), keep=keep
+        )
+        return saver.finish()
+
+    assert save(1.0) is None
+    renames = Path.rename
+
+    def dies(path: Path, to: Path) -> Path:
+        if path.name.startswith(".partial-"):
+            raise FULL
+        return renames(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", dies)
+        assert "No space left" in str(save(2.0))
+    assert not (tmp_path / "step-00000003").exists()
+    assert read_model(tmp_path) == {"w": torch.tensor(1.0)}
+    assert save(3.0) is None
+    assert names(tmp_path) == ["step-00000003"]
+    assert read_model(tmp_path) == {"w": torch.tensor(3.0)}
+
+
+def test_the_one_just_saved_stays(tmp_path) -> None:
+    """Also where a run went on from an early one, and later ones are still there."""
+    saver = Saver(0, lambda thing: [thing])
+    for step in (3, 4, 2):
+        saver.begin(tmp_path, Snapshot(step, {"model/w": torch.ones(1)}, {}), keep=2)
+        assert saver.finish() is None
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
 @pytest.mark.slow
 def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["zbpp.pipeline", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOAD)
     seed, partial = random.Random(0), 0
     for number in range(20):
         folder = tmp_path / str(number)

@@ -17,6 +17,9 @@ PATIENCE_S = 200.0
 AFTER_ERROR_S = 10.0
 """For the words of ranks that have lost the one that failed."""
 
+PRELOAD = ["zbpp.pipeline", "zbpp.checkpoint.storage", "torch._dynamo"]
+"""For all processes that a session forks; the first one to ask says what it is."""
+
 _modules: dict[str, Any] = {}
 
 
@@ -25,7 +28,7 @@ class Pool:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["zbpp.pipeline", "torch._dynamo"])
+        context.set_forkserver_preload(PRELOAD)
         self._context = context
         self._workers: list[tuple[Any, Any]] = []
 

@@ -4,6 +4,8 @@
         step-00000010/                a checkpoint: it has a manifest
         step-00000020/
         .partial-step-00000030-3f.../ being written, or left by a process that died
+        .old-step-00000020-77.../     one that a new one of the same step replaces
+        .gone-step-00000005-a0.../    being removed
 
 There is no file that names the latest one: it could be torn, or name what is gone.
 """
@@ -26,12 +28,13 @@ __all__ = [
     "begin",
     "candidates",
     "is_checkpoint",
+    "last_step",
     "newest",
     "open_checkpoint",
     "publish",
 ]
 
-_PARTIAL, _OLD = ".partial-", ".old-"
+_PARTIAL, _OLD, _GONE = ".partial-", ".old-", ".gone-"
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -72,6 +75,15 @@ def newest(path: str | Path) -> Path | None:
     return None
 
 
+def last_step(path: str | Path) -> int | None:
+    """Step of the newest checkpoint that has a manifest; its files are not read."""
+    try:
+        steps = [_step_of(one) for one in candidates(path)]
+    except CheckpointError:
+        return None
+    return max((step for step, is_there in steps if is_there), default=None)
+
+
 def open_checkpoint(path: Path) -> Manifest:
     """Read the manifest of one checkpoint and verify all of its files.
 
@@ -88,8 +100,19 @@ def open_checkpoint(path: Path) -> Manifest:
 def _folders(path: Path) -> Iterator[Path]:
     if path.is_dir():
         for one in path.iterdir():
-            if one.is_dir() and one.name.startswith("step-"):
+            named = one.name.startswith("step-") or _is_last_of_its_step(one)
+            if named and one.is_dir():
                 yield one
+
+
+def _is_last_of_its_step(path: Path) -> bool:
+    """True for a replaced checkpoint if the new one has not got its name."""
+    return path.name.startswith(_OLD) and not _name_before(path).exists()
+
+
+def _name_before(path: Path) -> Path:
+    name = path.name.removeprefix(_OLD).rpartition("-")[0]
+    return path.with_name(name)
 
 
 def _step_of(path: Path) -> tuple[int, int]:
@@ -97,7 +120,7 @@ def _step_of(path: Path) -> tuple[int, int]:
     try:
         return read_manifest(path).step, 1
     except CheckpointError:
-        digits = path.name.removeprefix("step-")
+        digits = path.name.rpartition("step-")[2]
         return (int(digits) if digits.isdecimal() else -1), 0
 
 
@@ -108,8 +131,10 @@ def begin(folder: Path, step: int) -> Path:
         OSError: it cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for one in folder.iterdir():
-        if one.name.startswith((_PARTIAL, _OLD)):
+    for one in list(folder.iterdir()):
+        if _is_last_of_its_step(one):
+            one.rename(_name_before(one))
+        elif one.name.startswith((_PARTIAL, _OLD, _GONE)):
             shutil.rmtree(one, ignore_errors=True)
     partial = folder / f"{_PARTIAL}step-{step:08}-{secrets.token_hex(4)}"
     partial.mkdir()
@@ -122,7 +147,7 @@ def publish(partial: Path, *, step: int, keep: int | None) -> Path:
     Args:
         partial: complete, with its manifest, and on the disk.
         step: of it.
-        keep: checkpoints that stay; None: all.
+        keep: checkpoints that stay, this one and the newest others; None: all.
 
     Raises:
         OSError: it cannot be renamed.
@@ -134,10 +159,11 @@ def publish(partial: Path, *, step: int, keep: int | None) -> Path:
     partial.rename(final)
     sync_folder(folder)
     if keep is not None:
-        valid = [one for one in candidates(folder) if _step_of(one)[1]]
-        for one in valid[keep:]:
-            one.rename(folder / f"{_OLD}{one.name}-{secrets.token_hex(4)}")
+        others = [one for one in candidates(folder) if one != final]
+        valid = [one for one in others if _step_of(one)[1]]
+        for one in valid[keep - 1 :]:
+            one.rename(folder / f"{_GONE}{one.name}-{secrets.token_hex(4)}")
     for one in folder.iterdir():
-        if one.name.startswith(_OLD):
+        if one.name.startswith((_OLD, _GONE)):
             shutil.rmtree(one, ignore_errors=True)
     return final

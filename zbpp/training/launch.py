@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -46,6 +46,7 @@ def launch(
     device: str = "auto",
     timeout_s: float = 600.0,
     stops_itself: bool = False,
+    preload: Sequence[str] = (),
 ) -> None:
     """Run ``worker(*args)`` in processes that form one process group.
 
@@ -56,13 +57,14 @@ def launch(
         device: "auto", "cpu" or "cuda"; chooses the backend.
         timeout_s: for joining the process group.
         stops_itself: the worker ends soon after SIGTERM, so it is waited for.
+        preload: modules that all workers will import, where one import does for all.
 
     Raises:
         SystemExit: SIGTERM has stopped the run.
         RequestError: a worker refused the request.
         WorkerError: a worker raised or was killed.
     """
-    context = _process_context(device)
+    context = _process_context(device, preload)
     reports = Path(tempfile.mkdtemp(prefix="zbpp-"))
     processes = [
         context.Process(
@@ -88,7 +90,9 @@ def launch(
         raise failed
 
 
-def _process_context(device: str) -> SpawnContext | ForkServerContext:
+def _process_context(
+    device: str, preload: Sequence[str]
+) -> SpawnContext | ForkServerContext:
     """Processes that share no state; where it can be, they are forked from one that
     has imported torch, which takes seconds. A first optimizer imports torch's compiler
     too, which may ask for GPUs: a process that has done so must not fork on one.
@@ -98,7 +102,7 @@ def _process_context(device: str) -> SpawnContext | ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     on_cpu = device == "cpu" or not torch.cuda.is_available()
     compiler = ["torch._dynamo"] if on_cpu else []
-    context.set_forkserver_preload(["zbpp.pipeline", *compiler])
+    context.set_forkserver_preload(["zbpp.pipeline", *compiler, *preload])
     return context
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.checkpoint import CheckpointError, newest
+from zbpp.checkpoint.folder import last_step
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.training.options import Train
@@ -35,6 +36,18 @@ def check_saving(options: Train) -> None:
         raise RequestError(
             f"{options.save_dir} holds checkpoints of a run; go on from them with "
             "--resume auto, or give another --save_dir"
+        )
+    if options.resume not in ("auto", "none"):
+        _refuse_later_ones(Path(options.resume), options.save_dir)
+
+
+def _refuse_later_ones(asked: Path, folder: Path) -> None:
+    """A restart goes on from the newest one, which must be of this run."""
+    first, last = last_step(asked), last_step(folder)
+    if first is not None and last is not None and last > first:
+        raise RequestError(
+            f"--resume {asked} is after step {first}, but {folder} has checkpoints up "
+            f"to step {last}; give another --save_dir, or move the later ones away"
         )
 
 
@@ -83,7 +96,15 @@ class RunSaver:
         path = self._path()
         if path is None:
             return None
-        extra = self._pipeline.load(path)
+        try:
+            extra = self._pipeline.load(path)
+        except CheckpointError:
+            raise
+        except RequestError as error:
+            raise RequestError(
+                f"{path} is of another model: {error}; give the same options, or "
+                "another --save_dir"
+            ) from error
         self._compare(extra, path)
         self._samples = int(extra["samples"])
         step = self._pipeline.n_steps

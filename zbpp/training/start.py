@@ -22,6 +22,7 @@ Worker = Callable[[Train, Schedule], int | None]
 
 _STEPS = 200
 _EMULATED_STEPS = 10
+_STORAGE = ["zbpp.checkpoint.storage"]
 
 
 def start(options: Train) -> None:
@@ -77,6 +78,7 @@ def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
                 schedule.n_stages,
                 device=device,
                 stops_itself=options.save_dir is not None,
+                preload=_STORAGE if options.save_dir is not None else (),
             )
             return
         except WorkerError as error:
