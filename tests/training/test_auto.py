@@ -16,12 +16,12 @@ TINY = Train(
     microbatches=4,
     microbatch_size=1,
     seq=16,
-    steps=4,
+    steps=3,
     warmup_steps=2,
     clip_grad_norm=0.5,
     validation_microbatches=4,
     dim=16,
-    n_blocks=6,
+    n_blocks=4,
     n_heads=2,
     hidden=24,
     data=Path(__file__),
@@ -46,10 +46,11 @@ def test_it_trains_as_every_mode_does_and_says_what_it_chose(tmp_path, capsys):
     assert "; predicted step " in said and "simulated with given costs" in said
     for name in ("params_sha256", "val_loss"):
         assert measured[name] == fixed[name]
-    other = last_line(replace(auto, seed=1), tmp_path)
+    other = last_line(replace(TINY, seed=1), tmp_path)  # the hash sees a difference
     assert other["params_sha256"] != fixed["params_sha256"]
 
 
+@pytest.mark.slow
 def test_what_fits_no_stage_is_refused_with_the_sizes():
     with pytest.raises(RequestError, match="the smallest limit that works is"):
         start(

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from zbpp.cli.commands import main
 from zbpp.core import RequestError, write_schedule
 from zbpp.modes import plan
 from zbpp.training.data import load_corpus
@@ -128,14 +130,16 @@ def plain_torch(clip_grad_norm: float) -> Outcome:
     return Outcome(tuple(losses), tuple(norms), val_loss, digest)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "stages"),
+    [("ZBV", 1), *product(MODES, [2]), *product(("VPP", "ZBH2", "ZBV"), [4])],
+)
 def test_modes_and_stages_do_not_change_a_bit(train, mode, stages):
     outcome = train(pipeline_schedule_mode=mode, stages=stages)
     assert outcome == train(pipeline_schedule_mode="1F1B", stages=1)
 
 
-@pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBH2", "ZBV"])
+@pytest.mark.parametrize("mode", ["VPP", "ZBH2", "ZBV"])
 def test_fewer_microbatches_than_stages(train, mode):
     few = {"microbatches": 2, "steps": 2}
     expected = train(stages=1, **few)
@@ -170,9 +174,9 @@ def test_bf16_trains_nearly_the_same(train):
 
 
 def test_the_loss_falls(train):
-    outcome = train(steps=25)
+    outcome = train(steps=12)
     assert 5.0 < outcome.losses[0] < 6.2
-    assert outcome.losses[-1] < 4.5
+    assert outcome.losses[-1] < 4.7
 
 
 def test_a_schedule_file_is_trained_with(train, tmp_path):
@@ -239,11 +243,9 @@ def test_torchrun_trains_the_same(train, tmp_path):
     assert read(metrics) == train()
 
 
-@pytest.mark.dist
-def test_a_wrong_request_ends_with_code_2_and_one_line():
-    result = run_command(["zbpp", "train", *flags(data="nowhere")])
-    assert result.returncode == 2
-    assert result.stderr == (
+def test_a_wrong_request_ends_with_code_2_and_one_line(capsys):
+    assert main(["train", *flags(data="nowhere")]) == 2
+    assert capsys.readouterr().err == (
         "zbpp: nowhere does not exist; give --data a text file, or a folder with some\n"
     )
 

@@ -8,13 +8,13 @@ from torch import nn
 from torch.optim import AdamW
 
 from zbpp.core import Schedule
+from zbpp.models.configs.text_model import TextModel
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience
 from zbpp.training.options import Train
 from zbpp.training.setup import device_of, measures_first, model_of
 from zbpp.training.splits import asked_recompute, asked_split, run_split
-from zbpp.training.text_models.text_model import TextModel
 
 __all__ = ["AUTOCAST", "build_pipeline", "make_optimizer"]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp.core import RequestError, Schedule, write_costs
+from zbpp.models.configs.text_model import TextModel
 from zbpp.models.layered import layer_name
 from zbpp.pipeline import Pipeline
 from zbpp.pipeline.reports import summarize_split
@@ -25,7 +26,6 @@ from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
 from zbpp.training.resume import RunSaver
 from zbpp.training.setup import costs_of, measures_first, model_of
-from zbpp.training.text_models.text_model import TextModel
 
 __all__ = ["train"]
 

@@ -16,6 +16,7 @@ from zbpp.core import (
     recomputed,
 )
 from zbpp.core.measured import not_told_apart
+from zbpp.models.configs.text_model import TextModel
 from zbpp.modes import is_auto, is_file, plan
 from zbpp.planning.layer_plans import plan_layers, recomputed_of
 from zbpp.planning.recompute_plans import plan_recomputed
@@ -23,7 +24,7 @@ from zbpp.planning.resolve_layers import check_unit
 from zbpp.runtime.comm.process_group import own_device
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
-from zbpp.training.options import Train
+from zbpp.training.options import HF, Train
 from zbpp.training.resume import check_saving
 from zbpp.training.splits import (
     asked_recompute,
@@ -32,7 +33,6 @@ from zbpp.training.splits import (
     placed_split,
     run_split,
 )
-from zbpp.training.text_models.text_model import TextModel
 from zbpp.tuning.measure import SAFE_MODE
 
 __all__ = [
@@ -56,9 +56,16 @@ def model_of(options: Train) -> TextModel:
         RequestError: there is no such model, or none of these sizes.
     """
     if options.model is not None:
-        from zbpp.training.text_models.causal_lm import read_causal_lm
+        from zbpp.models.configs.byte_model import read_causal_lm
 
-        return read_causal_lm(options.model, seq=options.seq, seed=options.seed)
+        path = options.model.removeprefix(HF)
+        if path == options.model:
+            raise RequestError(
+                f"--model {path}: zbpp train takes hf:PATH, a config.json of "
+                "transformers or the folder of a checkpoint; another model is trained "
+                "by a script, with zbpp.Pipeline"
+            )
+        return read_causal_lm(path, seq=options.seq, seed=options.seed)
     return LlamaConfig(
         dim=options.dim,
         n_blocks=options.n_blocks,

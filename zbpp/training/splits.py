@@ -10,13 +10,13 @@ from zbpp.core import (
     is_layers_file,
     read_layers,
 )
+from zbpp.models.configs.text_model import TextModel
 from zbpp.planning.layer_plans import parse_split
 from zbpp.planning.recompute_plans import parse_recompute
 from zbpp.planning.resolve_layers import split_of
 from zbpp.runtime.partition import partition_layers
 from zbpp.schedules import Recomputing, Split, even_split
 from zbpp.training.options import Train
-from zbpp.training.text_models.text_model import TextModel
 
 __all__ = [
     "asked_recompute",

@@ -12,7 +12,6 @@ from torch import Tensor
 from zbpp.core import RequestError
 from zbpp.models.configs.causal_lm import layers_of_files, read_config
 from zbpp.models.hugging_face import cut_batch
-from zbpp.training.options import HF
 
 __all__ = ["CausalLM", "read_causal_lm"]
 
@@ -58,29 +57,23 @@ class CausalLM:
         return {"config": self.digest}
 
 
-def read_causal_lm(name: str, *, seq: int, seed: int) -> CausalLM:
-    """Read what ``hf:PATH`` names; no weights are read.
+def read_causal_lm(path: str | Path, *, seq: int, seed: int) -> CausalLM:
+    """Read the configuration of a model that is trained on bytes, and no weights.
 
     Args:
-        name: with its prefix.
+        path: a config.json, or the folder of a checkpoint.
         seq: bytes of a sample.
         seed: of random weights, and of dropout.
 
     Raises:
-        RequestError: it is no such name, the files do not say a causal language model,
-            or bytes are no tokens of it.
+        RequestError: the files do not say a causal language model, or bytes are no
+            tokens of it.
     """
-    if not name.startswith(HF):
-        raise RequestError(
-            f"--model {name}: zbpp train takes hf:PATH, a config.json of transformers "
-            "or the folder of a checkpoint; another model is trained by a script, with "
-            "zbpp.Pipeline"
-        )
-    path = Path(name.removeprefix(HF))
+    path = Path(path)
     config = read_config(path, seq=seq)
     if config.vocab_size < _BYTES:
         raise RequestError(
-            f"--model {name}: its vocabulary has {config.vocab_size} tokens, and a "
+            f"{path}: its vocabulary has {config.vocab_size} tokens, and a "
             f"token of the text is a byte; it needs {_BYTES} or more"
         )
     if seq < 2:
