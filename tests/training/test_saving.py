@@ -136,6 +136,25 @@ def test_a_step_number_that_is_not_restored_is_noticed(
     assert steps_of(options.metrics)[1] != whole("fp32")[1]
 
 
+def test_metrics_of_a_step_are_written_before_it_is_saved(
+    tmp_path, monkeypatch
+) -> None:
+    """A run that is killed then, and goes on from there, has no gap in them."""
+    from zbpp.pipeline import Pipeline
+
+    metrics, seen = tmp_path / "metrics.jsonl", []
+
+    def save(pipeline, folder, **more):
+        seen.append((pipeline.n_steps, metrics.read_text().count("\n")))
+        saves(pipeline, folder, **more)
+
+    saves = Pipeline.save
+    monkeypatch.setattr(Pipeline, "save", save)
+    options = replace(TINY, steps=3, metrics=metrics, save_dir=tmp_path / "run")
+    start(replace(options, save_every=2, stages=2))
+    assert seen == [(2, 2), (3, 3)]
+
+
 class Store:
     """As torch's, for two ranks in one process."""
 

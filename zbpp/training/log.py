@@ -171,7 +171,7 @@ class Recorder:
         self._pending = (self._first + len(self._times) - 1, result)
 
     def finish_steps(self) -> None:
-        """Report the last step."""
+        """Report the last step so far: at the end, and before it is saved."""
         self._report_pending()
 
     def write_final(self, **results: object) -> None:

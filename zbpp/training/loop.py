@@ -160,7 +160,7 @@ def _run_steps(
             recorder.say(_describe_split(pipeline))
         for rate in rates:
             rate.step()
-        saver.after_step()
+        saver.after_step(recorder.finish_steps)
     return False
 
 

@@ -6,7 +6,7 @@ what a step draws depends on the seed and the step alone.
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,11 +135,17 @@ class RunSaver:
                 "options and text, or another --save_dir"
             )
 
-    def after_step(self) -> None:
-        """Save if it is time to."""
+    def after_step(self, before_save: Callable[[], None]) -> None:
+        """Save if it is time to.
+
+        Args:
+            before_save: reports the step, as a run that goes on from the checkpoint
+                will not do it.
+        """
         self._samples += self._per_step
         every = self._options.save_every
         if every is not None and self._pipeline.n_steps % every == 0:
+            before_save()
             self._save()
 
     def finish(self) -> None:
