@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -42,8 +42,10 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
             f"--out {request.out} cannot be written: {error.strerror}"
         ) from None
     page = request.out / "index.html"
+    ours = sorted((one for one in outcomes if one.seen), key=lambda one: one.step_s)
+    shown = {one.name for one in (outcomes[0], *ours[:1])}
     write_page(
-        [_entry(field, one, outcomes[0]) for one in outcomes],
+        [_entry(field, one, shown) for one in outcomes],
         page,
         title=_title(field),
         subtitle=f"{data['hardware']}; {data['versions']}",
@@ -118,12 +120,10 @@ def _contender(field: Field, one: Outcome) -> dict[str, Any]:
             "predicted_with": "given costs"
             if seen.given
             else "costs of the same steps",
-            "measured_over_simulated": _by_kind(_entry(field, one, one)),
+            "measured_over_simulated": _by_kind(_entry(field, one)),
             "errors_ms": {
                 kind: {"time": time, "start": start}
-                for kind, (time, start) in _entry(field, one, one)
-                .errors_by_kind()
-                .items()
+                for kind, (time, start) in _entry(field, one).errors_by_kind().items()
             },
             "clock_error_s": seen.measured.clock_error / 1e3,
         }
@@ -145,15 +145,16 @@ def _by_kind(entry: PageEntry) -> dict[str, float]:
     return {kind: two / one for kind, (one, two) in entry.times_by_kind().items()}
 
 
-def _entry(field: Field, one: Outcome, first: Outcome) -> PageEntry:
+def _entry(field: Field, one: Outcome, shown: Collection[str] = ()) -> PageEntry:
     whose, name = split_name(one.name)
     title = name if whose == OURS else one.name
     if not one.turns:
         return PageEntry(name=title, reason=one.gradients(field.request.tolerance))
     low, high = one.quartiles_s
+    rates = _rates(field, one)
     figures: dict[str, float | str] = {
         "quartiles, ms": f"{1e3 * low:.4g} to {1e3 * high:.4g}",
-        **{rate: float(f"{v:.5g}") for rate, v in _rates(field, one).items()},
+        **{rate: float(f"{v:.5g}") for rate, v in list(rates.items())[-1:]},
     }
     if (peak := _peak(one)) is not None:
         figures["peak memory of a process"] = format_bytes(peak)
@@ -173,14 +174,14 @@ def _entry(field: Field, one: Outcome, first: Outcome) -> PageEntry:
         step=seen.predicted_step,
         step_measured=1e3 * one.step_s,
         figures=figures,
-        shown=one.name == first.name,
+        shown=one.name in shown,
     )
 
 
 def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
     request = field.request
     first = outcomes[0]
-    heads = ["contender", "step, ms", "quartiles", f"{first.name} / it"]
+    heads = ["contender", "step, ms", "quartiles", "speed-up"]
     unit = "tokens/s" if field.batch.tokens is not None else "samples/s"
     heads += ["predicted", "bubble", "by stage, %", "peak memory"]
     heads[4:4] = [] if request.emulate else [unit]
@@ -188,7 +189,7 @@ def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
     table = Table(*heads, title=_title(field))
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
-        column.justify = "right"
+        column.justify, column.overflow = "right", "fold"
     for one in outcomes:
         if not one.turns:
             table.add_row(one.name, one.gradients(request.tolerance))
@@ -198,7 +199,7 @@ def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
         cells = [
             one.name,
             f"{1e3 * one.step_s:.4g}",
-            f"{1e3 * low:.4g}-{1e3 * high:.4g}",
+            f"{1e3 * low:.3g}-{1e3 * high:.3g}",
             f"{first.step_s / one.step_s:.3f}" if first.turns else "",
             *([] if request.emulate else [f"{_rates(field, one)[unit]:,.0f}"]),
             "" if seen is None else f"{seen.predicted_step:.4g}",

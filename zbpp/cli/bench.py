@@ -115,7 +115,7 @@ class Bench:
                 microbatches=self.microbatches,
                 load=self._load(),
                 out=self.out,
-                command=command_text(self),
+                command=self._command(),
                 warmup=self.warmup,
                 steps=self.steps,
                 rounds=min(self.rounds, self.steps),
@@ -160,6 +160,12 @@ class Bench:
                 f"a bench of {n_stages} stages compares nothing; it needs 2 or more"
             )
         return n_stages
+
+    def _command(self) -> str:
+        if "RANK" not in os.environ:
+            return command_text(self)
+        started = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+        return f"torchrun --nproc-per-node {started} -m {command_text(self)}"
 
     def _check(self) -> None:
         for name in ("microbatches", "steps", "rounds", "warmup", "seq"):
