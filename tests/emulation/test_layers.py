@@ -4,13 +4,17 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from fake_clock import FakeClock
+from pool import Pool
 
-from zbpp.core import Costs, Pass, PassKind, Placement, Value, What
+from zbpp.core import Costs, Pass, PassKind, Placement, Value, What, read_layers
 from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
+from zbpp.emulation.run import emulate
+from zbpp.modes import plan
 from zbpp.runtime.backward import queue
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.comm.transport import LocalHub
@@ -69,26 +73,24 @@ def test_nothing_that_waits_is_early():
         assert time.perf_counter() >= deadline
 
 
+def measured() -> tuple[float, float]:
+    """Measured and simulated step of a run with slow messages and a loss."""
+    costs = Costs(20, 20, 20, comm=60, loss=10, splits=(True, False))
+    schedule = plan("ZBH1", n_stages=2, n_microbatches=3, costs=costs)
+    outcome = emulate(schedule, costs, n_steps=3)
+    return outcome.step_ms, outcome.simulated_step_ms
+
+
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_run_takes_the_time_of_its_links_and_its_loss(tmp_path):
+def test_a_run_takes_the_time_of_its_links_and_its_loss(pool: Pool) -> None:
     """Between processes; never less, however busy the machine is.
 
     The control is the simulated step without delays.
     """
-    costs, metrics = tmp_path / "costs.json", tmp_path / "metrics.json"
-    times = {"f": 20, "b": 20, "w": 20, "comm": [60], "loss": 10}
-    costs.write_text(json.dumps({**times, "splits": [True, False]}))
-    command = [
-        *(sys.executable, "-m", "zbpp", "train", "--emulate", costs),
-        *("--pipeline_schedule_mode", "ZBH1", "--stages", "2"),
-        *("--microbatches", "3", "--steps", "3", "--metrics", metrics),
-    ]
-    subprocess.run([str(word) for word in command], check=True, timeout=200)
-    outcome = json.loads(metrics.read_text())
-    simulated = outcome["simulated_step_ms"]
-    assert outcome["step_ms"] >= simulated - 1
-    assert simulated > 1.2 * (3 * 60 + 20 + 40 + 10)
+    for step, simulated in pool.run(measured, 2):
+        assert step >= simulated - 1
+        assert simulated > 1.2 * (3 * 60 + 20 + 40 + 10)
 
 
 def slept_ms(clock: FakeClock) -> list[float]:
@@ -115,23 +117,31 @@ def test_the_layers_of_a_chunk_sleep_one_after_the_other(clock, monkeypatch):
     assert slept_ms(clock) == pytest.approx([110, 220, 440], abs=0.1)
 
 
+def measured_evenly(path: str) -> tuple[float, float]:
+    """Measured and simulated step of layers in even chunks."""
+    schedule = plan("ZBH2", n_stages=2, n_microbatches=3)
+    outcome = emulate(schedule, layers=read_layers(path), n_steps=3)
+    return outcome.step_ms, outcome.simulated_step_ms
+
+
 @pytest.mark.slow
 @pytest.mark.dist
-def test_layers_take_their_own_time_in_the_chunk_that_has_them(tmp_path):
+def test_layers_take_their_own_time_in_the_chunk_that_has_them(
+    pool: Pool, tmp_path: Path
+) -> None:
     """The control: with even chunks the same layers take longer, as simulated."""
     path, metrics = tmp_path / "layers.json", tmp_path / "metrics.json"
     times = [10, 10, 10, 10, 10, 30]
     path.write_text(json.dumps({"n_layers": 6, "f": times, "b": times, "w": times}))
-    found = {}
-    for split in ("balanced", "even"):
-        command = [
-            *(sys.executable, "-m", "zbpp", "train", "--emulate", path),
-            *("--pipeline_schedule_mode", "ZBH2", "--stages", "2", "--split", split),
-            *("--microbatches", "3", "--steps", "3", "--metrics", metrics),
-        ]
-        subprocess.run([str(word) for word in command], check=True, timeout=200)
-        outcome = json.loads(metrics.read_text())
-        found[split] = outcome["simulated_step_ms"]
-        assert outcome["step_ms"] >= found[split] - 1
-    assert found["even"] == pytest.approx(3 * 150 + 30)
-    assert found["balanced"] == pytest.approx(3 * 120 + 40)
+    command = [
+        *(sys.executable, "-m", "zbpp", "train", "--emulate", path),
+        *("--pipeline_schedule_mode", "ZBH2", "--stages", "2", "--split", "balanced"),
+        *("--microbatches", "3", "--steps", "3", "--metrics", metrics),
+    ]
+    subprocess.run([str(word) for word in command], check=True, timeout=200)
+    outcome = json.loads(metrics.read_text())
+    assert outcome["simulated_step_ms"] == pytest.approx(3 * 120 + 40)
+    assert outcome["step_ms"] >= outcome["simulated_step_ms"] - 1
+    for step, simulated in pool.run(measured_evenly, 2, str(path)):
+        assert simulated == pytest.approx(3 * 150 + 30)
+        assert step >= simulated - 1

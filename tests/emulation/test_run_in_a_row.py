@@ -1,7 +1,5 @@
 """Emulated steps in a row: sums that take their time, and steps that overlap."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from fake_clock import FakeClock
@@ -14,13 +12,6 @@ from zbpp.modes import plan
 from zbpp.runtime.comm.transport import LocalHub
 
 DELAY_MS = 60.0
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 def transports(reduction: float) -> list[SlowSums]:
