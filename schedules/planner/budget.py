@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 
 from zbpp.core import RequestError
 
-__all__ = ["Budget", "check_effort", "parse_effort", "shares"]
+__all__ = ["LONG", "Budget", "check_effort", "parse_effort", "shares"]
 
 _BEST_S = 60.0
+
+LONG = "long"
+"""Effort ``default``, and then many more moves of single passes; for plans that are
+chosen already, so it is no effort that a user can ask for."""
 
 
 def parse_effort(effort: str) -> tuple[str, float]:
@@ -32,12 +36,9 @@ def parse_effort(effort: str) -> tuple[str, float]:
         seconds = math.nan
     if name == "best" and 0 <= seconds < math.inf:
         return name, seconds
-    if name in ("fast", "default") and not colon:
+    if name in ("fast", "default", LONG) and not colon:
         return name, math.inf
-    raise RequestError(
-        f"effort {effort!r} is not known; choose fast, default, best ({_BEST_S:g} s) "
-        "or best:SECONDS"
-    )
+    raise _unknown(effort)
 
 
 def check_effort(effort: str) -> str:
@@ -46,8 +47,17 @@ def check_effort(effort: str) -> str:
     Raises:
         RequestError: it is none.
     """
+    if effort == LONG:
+        raise _unknown(effort)
     parse_effort(effort)
     return effort
+
+
+def _unknown(effort: str) -> RequestError:
+    return RequestError(
+        f"effort {effort!r} is not known; choose fast, default, best ({_BEST_S:g} s) "
+        "or best:SECONDS"
+    )
 
 
 @dataclass

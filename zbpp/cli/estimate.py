@@ -116,7 +116,7 @@ class EstimateCommand:
         costs = Costs() if self.costs is None else read_costs(self.costs)[0]
         modes = [m if is_file(m) else canonical(m) for m in self.modes or DEFAULT_MODES]
 
-        def estimated(of: "ModelMemory") -> "Estimate":
+        def estimated(of: "ModelMemory", modes: Sequence[str]) -> "Estimate":
             return estimate_modes(
                 of,
                 steps,
@@ -126,7 +126,7 @@ class EstimateCommand:
                 costs=costs,
             )
 
-        found = estimated(memory)
+        found = estimated(memory, modes)
         self._write(memory, steps, next(iter(found.modes)), costs, limit)
         if self.json:
             print(json.dumps(found.as_json()))

@@ -1,6 +1,8 @@
 """`estimate`: every stage of every mode, and the largest micro-batch that fits."""
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from zbpp.runtime.stage import LossFn
 __all__ = ["estimate", "largest_microbatch", "most_that_fits"]
 
 _MOST_SAMPLES = 2**20
+_GROWTH = 64  # in one step
 
 
 def estimate(
@@ -88,7 +91,7 @@ def estimate(
 def largest_microbatch(
     memory: ModelMemory,
     limit: float,
-    estimated: Callable[[ModelMemory], Estimate],
+    estimated: Callable[[ModelMemory, Sequence[str]], Estimate],
     modes: Sequence[str],
 ) -> dict[str, int]:
     """The most samples of a micro-batch with which each mode fits a limit; 0: none.
@@ -98,32 +101,54 @@ def largest_microbatch(
     Args:
         memory: of any size.
         limit: bytes of a stage.
-        estimated: estimates the modes of a model.
+        estimated: estimates some modes of a model.
         modes: to be searched.
     """
-    known: dict[int, Estimate | None] = {}
+    sizes: dict[int, ModelMemory | None] = {memory.fake.samples: memory}
 
-    def fits(samples: int, mode: str) -> bool:
-        if samples not in known:
-            try:
-                known[samples] = estimated(memory.of_size(samples))
-            except (RuntimeError, RequestError):  # a layer does not take this size
-                known[samples] = None
-        found = known[samples]
-        return found is not None and mode in found.modes and found.peak(mode) <= limit
+    @cache
+    def peak(mode: str, samples: int) -> float:
+        try:
+            if samples not in sizes:
+                sizes[samples] = None  # unless it can be traced
+                sizes[samples] = memory.of_size(samples)
+            size = sizes[samples]
+            found = None if size is None else estimated(size, [mode])
+        except (RuntimeError, RequestError):  # a layer does not take this size
+            found = None
+        return math.inf if found is None else found.peak(mode)
 
-    return {mode: most_that_fits(lambda n, mode=mode: fits(n, mode)) for mode in modes}  # type: ignore[misc]
+    first = memory.fake.samples
+    return {mode: most_that_fits(partial(peak, mode), limit, first) for mode in modes}
 
 
-def most_that_fits(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, by doubling and halving; 0: not even 1."""
-    if not fits(1):
-        return 0
-    least = 1
-    while least < _MOST_SAMPLES and fits(2 * least):
-        least *= 2
-    above = 2 * least
-    while above - least > 1:
-        middle = (least + above) // 2
-        least, above = (middle, above) if fits(middle) else (least, middle)
-    return least
+def most_that_fits(need: Callable[[int], float], limit: float, first: int = 1) -> int:
+    """The largest number whose need is within a limit; 0: not even 1.
+
+    The need grows with the number, and nearly as a straight line: the next number is
+    where the line through two known ones meets the limit, or in the middle of what is
+    left where that has not helped.
+
+    Args:
+        need: of a number from 1 on; inf: it cannot be had.
+        limit: of the need.
+        first: the number to begin with.
+    """
+    low, at_low = 0, 0.0
+    high = _MOST_SAMPLES + 1
+    n, before = first, math.inf
+    while True:
+        needed = need(n)
+        slope = (needed - at_low) / (n - low)
+        if needed <= limit:
+            low, at_low = n, needed
+        else:
+            high = n
+        if high - low <= 1:
+            return low
+        is_stuck = high <= _MOST_SAMPLES and 2 * (high - low) > before
+        if 0 < slope < math.inf and not is_stuck:
+            n = low + int(min((limit - at_low) / slope, _GROWTH * max(1, low)))
+        else:
+            n = 2 * low if high > _MOST_SAMPLES else (low + high) // 2
+        n, before = min(max(n, low + 1), high - 1), high - low

@@ -5,6 +5,7 @@ What passes leave and need is taken to grow with the samples of a micro-batch; w
 there all the time, and in an optimizer step, does not.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from zbpp.core import (
@@ -88,13 +89,13 @@ def largest_that_fits(
         samples: of a micro-batch; no more are tried.
     """
 
-    def fits(n: int) -> bool:
+    def need(n: int) -> float:
         if n > samples:
-            return False
+            return math.inf
         held = _with_share(memory, n / samples).on(schedule.placement)
-        return max(peaks(schedule.orders, held)) <= limit
+        return max(peaks(schedule.orders, held))
 
-    return most_that_fits(fits)
+    return most_that_fits(need, limit, samples)
 
 
 def _with_share(memory: MemoryModel, share: float) -> MemoryModel:

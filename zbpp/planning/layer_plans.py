@@ -27,7 +27,7 @@ from zbpp.schedules import (
     plan_recompute,
 )
 from zbpp.schedules.planner.auto import Candidate, placements, plan_one
-from zbpp.schedules.planner.budget import Budget, parse_effort, shares
+from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
 from zbpp.schedules.planner.layers.trials import SplitPlanner
 from zbpp.schedules.planner.request import Request
 
@@ -157,7 +157,7 @@ def _plan_auto(
     memory: MemoryModel,
     effort: str,
 ) -> Schedule:
-    """Plan a placement: with effort fast for the placement alone, else every mode.
+    """Plan a placement: with effort fast or long by itself, else by every mode.
 
     The seconds of best are for the placement alone, after every mode by default.
     """
@@ -168,7 +168,7 @@ def _plan_auto(
         "memory": memory,
         "effort": effort,
     }
-    if effort == "fast":
+    if effort in ("fast", LONG):
         return plan_one(placement, **request)
     kind, seconds = parse_effort(effort)
     budget = Budget(math.inf, seconds)

@@ -23,7 +23,7 @@ from zbpp.core import (
     RequestError,
     Schedule,
 )
-from zbpp.schedules.planner.budget import Budget, parse_effort
+from zbpp.schedules.planner.budget import LONG, Budget, parse_effort
 from zbpp.schedules.planner.figures import is_below
 from zbpp.schedules.planner.layers.balance import balance
 from zbpp.schedules.planner.layers.candidates import low_bounds
@@ -49,7 +49,7 @@ _FINALISTS = {"fast": 1, "default": 3}
 _LARGE = 5e4  # passes: one finalist is enough
 _ROUNDING = 1e-9  # relative
 _N_DRAWN, _N_PLANNED = 200, 8  # splits with low bounds
-_SHARES = (0.4, 0.3)  # of the seconds of best: polish; each plan at the end
+_SHARES = (0.4, 0.6)  # of the seconds of best: polish; plans at the end
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,6 @@ def plan_split(
     kind, seconds = parse_effort(effort)
     trials = Trials(planner, layers, placement, n_microbatches, recompute=recompute)
     even = even_split(layers.n_layers, placement.n_chunks)
-    last = effort if kind != "best" else f"best:{seconds * _SHARES[1]:g}"
     if split is None or split == "balanced":
         finalists = _polished(trials, even, kind, seconds)
     elif split == "even":
@@ -134,11 +133,16 @@ def plan_split(
         )
     else:
         finalists = [tuple(split)]
+    last = effort
+    if kind == "best":
+        share = _SHARES[1] if split in (None, "balanced") else 1.0
+        last = f"best:{share * seconds / len({*finalists, even}):g}"
     found = [one for own in finalists if (one := trials.of(own, last)) is not None]
     if not found:
         assert trials.last_error is not None
         raise trials.last_error
-    of_even = trials.of(even, last)
+    is_long = kind == LONG and even not in finalists
+    of_even = trials.of(even, "default" if is_long else last)
     best = reduce(better, found)
     return _finished(trials, best, of_even)
 

@@ -8,6 +8,8 @@ micro-batches in flight against more work.
 2. From the best one, a layer more or less in a chunk, or moved to another chunk.
 3. The best few, none and all are planned with the effort that is wanted. So the plan
    is never worse than without recompute, or with all layers, where these fit.
+4. With effort default, the passes of the plan with the least lower bound are moved for
+   longer: often that without recompute, where a better order gains more.
 
 A choice whose lower bound is not below the best step is not planned.
 """
@@ -17,9 +19,9 @@ from collections.abc import Collection
 from functools import reduce
 from typing import Literal
 
-from zbpp.core import LayerCosts, LimitError, Placement, RequestError
+from zbpp.core import LayerCosts, LimitError, Placement, RequestError, lower_bound
 from zbpp.core.recomputed import with_m_r
-from zbpp.schedules.planner.budget import Budget, parse_effort
+from zbpp.schedules.planner.budget import LONG, Budget, parse_effort
 from zbpp.schedules.planner.layers.choice_search import ChoiceSearch
 from zbpp.schedules.planner.layers.choices import Choices
 from zbpp.schedules.planner.layers.loads import even_split
@@ -32,6 +34,8 @@ _PASSES = {"fast": 6e4, "default": 4e5, "best": math.inf}
 _LEAST_PLANS, _MOST_PLANS = 10, 200
 _FINALISTS = {"fast": 1, "default": 3, "best": 3}
 _N_LAST, _LAST_SHARE = 2, 0.75  # of best: plans at the end, their share of the time
+_ROUNDING = 1e-9  # relative
+_NEAR = 0.05  # of a step: longer plans are not moved for longer
 
 
 Recomputing = Literal["auto", "all", "none"] | Collection[int]
@@ -120,7 +124,18 @@ class _Choice:
             last = f"best:{self._seconds * _LAST_SHARE / _N_LAST:g}"
             for one in sorted(self._found, key=lambda one: one.figures)[:_N_LAST]:
                 self._plan(one.split, one.recompute, last)
+        best = reduce(lambda a, b: b if b.is_better_than(a) else a, self._found)
+        if self._kind == "default" and placement.n_chunks > placement.n_stages:
+            self._move_longer(best)
         return reduce(lambda a, b: b if b.is_better_than(a) else a, self._found)
+
+    def _move_longer(self, best: LayerPlan) -> None:
+        """Spend more on the plan that could become shortest, if any could."""
+        near = [one for one in self._found if one.step <= best.step * (1 + _NEAR)]
+        bounds = [(_bound(one), one) for one in near]
+        bound, chosen = min(bounds, key=lambda pair: pair[0])
+        if bound < best.step * (1 - _ROUNDING):
+            self._plan(chosen.split, chosen.recompute, LONG)
 
     def _plan(self, split: Split, again: Collection[int], effort: str) -> None:
         try:
@@ -142,6 +157,14 @@ class _Choice:
         )
         for counts in search.run()[: _FINALISTS[self._kind]]:
             self._plan(split, choices.layers_of(counts), self._effort)
+
+
+def _bound(found: LayerPlan) -> float:
+    """Lower bound of the step of any order for what a plan recomputes."""
+    schedule = found.schedule
+    return lower_bound(
+        schedule.placement, schedule.n_microbatches, found.costs, found.memory
+    )
 
 
 def _check_auto(layers: LayerCosts) -> None:

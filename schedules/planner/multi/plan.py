@@ -36,7 +36,7 @@ from zbpp.core import (
     Placement,
     Schedule,
 )
-from zbpp.schedules.planner.budget import Budget, parse_effort
+from zbpp.schedules.planner.budget import LONG, Budget, parse_effort
 from zbpp.schedules.planner.limits import capped, check_one_fits
 from zbpp.schedules.planner.multi.critical_path import improve
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
@@ -48,6 +48,7 @@ __all__ = ["plan_placement", "plan_wave"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
+_LONG = 1200  # passes placed, for each pass of the plan
 
 
 def plan_wave(
@@ -151,6 +152,8 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     moves = Budget(min(max(3e4, 40 * n_passes), 1e5 + 8 * n_passes, 2e6))
     plan = _at_limit(problem, tries, moves)
     plan = _below_limit(problem, plan, tries, moves)
+    if kind == LONG:
+        plan = improve(problem, plan, Budget(min(_LONG * n_passes, 4e6)), Random(1))
     if kind == "best":
         plan = climb_again(problem, plan, Budget(math.inf, seconds))
     return plan

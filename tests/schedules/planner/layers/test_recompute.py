@@ -5,11 +5,13 @@ from functools import partial
 from itertools import product
 from operator import le
 from random import Random
+from typing import Any
 
 import pytest
 
 from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, RequestError, Schedule
 from zbpp.schedules import LayerPlan, plan_recompute, plan_split, plan_zb, plan_zbv
+from zbpp.schedules.planner.budget import LONG, check_effort
 from zbpp.schedules.planner.layers.choice_search import ChoiceSearch, profiles
 from zbpp.schedules.planner.layers.choices import Choices
 
@@ -124,6 +126,46 @@ def test_it_is_nearly_the_best_of_all_choices() -> None:
     found = choose(layers, 2, 6, 1).step
     assert min(steps) < min(steps[0], steps[-1])
     assert found <= 1.005 * min(steps)
+
+
+def noting(efforts: list[str], *args: Any) -> Schedule:
+    efforts.append(args[-1])
+    return planner(*args)
+
+
+def test_seconds_of_best_are_spent_on_plans_of_what_is_chosen() -> None:
+    layers, placement, efforts = paper(2, 2, 1, 1.0), Placement.wave(2, 2), []
+    found = plan_recompute(
+        *(partial(noting, efforts, 2, 3, 2), layers, placement, 3),
+        split=(1,) * 4, effort="best:0.2",
+    )  # fmt: skip
+    seconds = [float(e.removeprefix("best:")) for e in efforts if "best" in e]
+    assert len(seconds) == 2 and sum(seconds) == pytest.approx(0.15)
+    none = choose(layers, 2, 3, 2, recompute="none", effort="default")
+    assert found.step <= none.step and found.peak <= 1.0 * (1 + 1e-9)
+
+
+def test_the_plan_that_could_become_shortest_is_moved_for_longer() -> None:
+    layers, placement, efforts = paper(3, 2, 1, 1.2), Placement.wave(3, 2), []
+    plan_recompute(
+        *(partial(noting, efforts, 3, 6, 2), layers, placement, 6), split=(1,) * 6
+    )
+    assert efforts[-1] == LONG and efforts.count(LONG) == 1
+    with pytest.raises(RequestError, match="'long' is not known"):
+        check_effort(LONG)
+
+
+@pytest.mark.slow
+def test_a_better_order_needs_no_recompute_at_half_the_memory() -> None:
+    p, m = 8, 24
+    plan, placement = sized(p, m, 2)
+    work, layers = m * (F + B + W), paper(p, 2, 1, p / 2)
+    settings = {"split": (1,) * 16, "recompute": ()}
+    default, longer = (
+        plan_split(plan, layers, placement, m, effort=effort, **settings).step
+        for effort in ("default", LONG)
+    )
+    assert longer <= 1.28 * work < default
 
 
 def test_what_does_not_fit_otherwise_is_recomputed() -> None:
