@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import zbpp
 from zbpp import RequestError
 from zbpp.models import cut, layered_of
 from zbpp.models.weights import Weights
@@ -98,6 +99,27 @@ def test_parameters_have_the_models_own_names():
         for name, _ in layer.named_parameters()
     }
     assert names == {name for name, _ in model.named_parameters()}
+
+
+def test_buffers_above_the_blocks_are_saved_once_and_loaded():
+    def state_and_loss(model, state=None):
+        with zbpp.Pipeline(
+            cut(model, "body.blocks", **NAMES),
+            **{"loss_fn": nn.functional.mse_loss, "optimizer": None, "n_stages": 2},
+            **{"schedule": "1F1B", "n_microbatches": 2},
+        ) as pipeline:
+            if state is not None:
+                pipeline.load_state_dict(state)
+            loss = pipeline.evaluate(IDS, torch.zeros(2, 6, 16))
+            return copy.deepcopy(pipeline.state_dict()), loss
+
+    model = Encoder()
+    model.scale.fill_(0.25)
+    state, loss = state_and_loss(model)
+    assert state["model"].keys() == model.state_dict().keys()
+    assert state_and_loss(Encoder(), state)[1] == loss
+    state["model"]["scale"] += 1.0
+    assert state_and_loss(Encoder(), state)[1] != loss
 
 
 def test_a_bias_with_a_gradient_travels_through_every_block():

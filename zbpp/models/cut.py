@@ -90,10 +90,27 @@ class CutModel:
         firsts = [dict(reversed(found)) for found in places.values()]
         return tuple(tuple(sorted(f.items())) for f in firsts if len(f) > 1)
 
+    def buffers(self) -> tuple[Tie, ...]:
+        """Buffers of the modules above the blocks: the first and last layer have both.
+
+        Those of no checkpoint are not among them.
+        """
+        return tuple(
+            ((0, f"{OWN}.{full}"), (self._n - 1, f"{OWN}.{full}"))
+            for prefix, module in path_modules(self.model, self.at.blocks)
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+            for full in (join(prefix, key),)
+        )
+
     def layered(self, **more: Any) -> Layered:
         """As a pipeline takes it."""
         return Layered(
-            self._n, self.build, own_name=self.own_name, ties=self.ties(), **more
+            *(self._n, self.build),
+            own_name=self.own_name,
+            ties=self.ties(),
+            buffers=self.buffers(),
+            **more,
         )
 
     @property
@@ -170,6 +187,13 @@ class CutModel:
         frame = Frame(
             self.model, self._twin, self.at, {**everywhere, **there}, parameters
         )
+        for prefix, copied in frame.path_copies():
+            home = owned.at(prefix)
+            for key, buffer in copied._buffers.items():
+                is_saved = key not in copied._non_persistent_buffers_set
+                home.register_buffer(key, buffer, persistent=is_saved)
+            # one dictionary, so that what is loaded or moved is so for both
+            copied.__dict__["_buffers"] = home._buffers
         if self.weights is not None:
             for prefix, copied in frame.path_copies():
                 self.weights.buffers(prefix, copied)

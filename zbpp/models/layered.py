@@ -27,6 +27,8 @@ class Layered:
             other; the same weights for any range.
         own_name: from a layer's index and a name in it to the model's own name.
         ties: parameters that are one in the model.
+        buffers: those that are one in the model and lie in several layers, each of
+            which has a copy; a checkpoint holds them once.
         loss_fn: the model's own loss of the last layer's output; None: it has none.
         cut_batch: from a batch as the model takes it to the inputs of the first layer
             and the targets of the loss; None: the user gives both.
@@ -38,6 +40,7 @@ class Layered:
     build: Callable[[range], Sequence[nn.Module]]
     own_name: Callable[[int, str], str] = layer_name
     ties: tuple[Tie, ...] = ()
+    buffers: tuple[Tie, ...] = ()
     loss_fn: LossFn | None = None
     cut_batch: CutBatch | None = None
     weigh: Weigh | None = None

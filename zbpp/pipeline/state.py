@@ -257,7 +257,7 @@ class Checkpoints:
         return Owned(
             layers,
             self.layered.own_name,
-            ties=self._ties.ties,
+            ties=(*self._ties.ties, *self.layered.buffers),
             copies={
                 copy: original
                 for one in self._executors.values()
