@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             **{"vocab_size": 96, "d_model": 32, "max_position_embeddings": 64},
             **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
-            **{"encoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+            **{"encoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
             **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
             **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         },
@@ -74,7 +74,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         *("T5ForConditionalGeneration", "T5Config"),
         {
             **{"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48},
-            **{"num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+            **{"num_layers": 1, "num_heads": 4, "dropout_rate": 0.0},
             **{"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
             **{"use_cache": False},  # in a forward with one, sums round otherwise
         },
