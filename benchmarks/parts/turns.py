@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Runs", "spread_of", "take_turns"]
+__all__ = ["Runs", "quartiles_of", "spread_of", "take_turns"]
 
 Runs = dict[str, list[dict[str, Any]]]
 """Figures of every run, by mode."""
@@ -48,3 +48,9 @@ def _short(value: object) -> object:
 def spread_of(ratios: Sequence[float]) -> str:
     """Median, and the extremes in brackets."""
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+
+
+def quartiles_of(ratios: Sequence[float]) -> str:
+    """Median, and the quartiles in brackets."""
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"

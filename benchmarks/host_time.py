@@ -1,0 +1,204 @@
+"""Host time a job, ours against torch.distributed.pipelining's same mode.
+
+    python benchmarks/host_time.py pipelines          # two gloo processes, tiny tensors
+    python benchmarks/host_time.py calls              # Python calls a job: load-free
+    python benchmarks/host_time.py linears            # B + W of Linears, one process
+
+A job is an F, B, W or BW of one chunk: a Linear of width 8, so that nearly all of its
+time is the runtime's. Counted is the CPU time of the thread that steps, as waits are
+the schedule's; the rest of a step is spread over its jobs. Both pipelines stand in one
+process group and take turns; a figure is a ratio to the neighbour of its turn.
+"""
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parts.turns import quartiles_of
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.functional import mse_loss
+
+import zbpp
+
+WIDTH, ROWS = 8, 4
+P = 2
+MODES = {
+    "1F1B": ("Schedule1F1B", 1),
+    "ZBH1": ("ScheduleInterleavedZeroBubble", 1),
+    "VPP": ("ScheduleInterleaved1F1B", 2),
+    "ZBV": ("ScheduleZBVZeroBubble", 2),
+}
+"""Torch's name of each mode, and the chunks of a stage."""
+
+
+def layers(mode: str) -> list[nn.Module]:
+    """One Linear for each chunk, the same in every process."""
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(P * MODES[mode][1])]
+
+
+def ours(mode: str, m: int, batch: tuple[Any, Any]) -> Any:
+    """Return a step of zbpp, and the pipeline."""
+    options = {"schedule": mode, "n_microbatches": m, "watch": False}
+    pipeline = zbpp.Pipeline(layers(mode), loss_fn=mse_loss, optimizer=None, **options)
+    return (lambda: pipeline.step(*batch)), pipeline
+
+
+def torchs(mode: str, m: int, batch: tuple[Any, Any]) -> tuple[Any, list[nn.Module]]:
+    """Return a step of torch's pipeline, and this process's modules."""
+    name, n_local = MODES[mode]
+    rank, n_chunks = dist.get_rank(), P * n_local
+    own = [rank, n_chunks - 1 - rank] if mode == "ZBV" else range(rank, n_chunks, P)
+    built, device = layers(mode), torch.device("cpu")
+    stages = [PipelineStage(built[i], i, n_chunks, device) for i in own]
+    make = getattr(schedules, name)
+    first = stages[0] if name == "Schedule1F1B" else stages
+    schedule = make(first, n_microbatches=m, loss_fn=mse_loss)
+    args = (batch[0],) if 0 in own else ()
+    target = {"target": batch[1]} if n_chunks - 1 in own else {}
+    return (lambda: schedule.step(*args, **target)), [built[i] for i in own]
+
+
+def prepare(mode: str, m: int) -> dict[str, Callable[[], object]]:
+    """Both pipelines, warm, and with equal gradients of one step."""
+    torch.manual_seed(1)
+    batch = torch.randn(ROWS * m, WIDTH), torch.randn(ROWS * m, WIDTH)
+    our_step, pipeline = ours(mode, m, batch)
+    their_step, modules = torchs(mode, m, batch)
+    our_step()
+    their_step()
+    theirs = [p.grad for module in modules for p in module.parameters()]
+    for (_, p), gradient in zip(pipeline.named_parameters(), theirs, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+    steps = {"ours": our_step, "torch": their_step}
+    for step in (*steps.values(), *steps.values()):
+        step()
+    return steps
+
+
+def cpu_us(step: Callable[[], object], n_jobs: int) -> float:
+    """CPU time of this thread a job, in us."""
+    began = time.thread_time()
+    step()
+    return (time.thread_time() - began) / n_jobs * 1e6
+
+
+def calls(step: Callable[[], object], n_jobs: int) -> float:
+    """Calls of Python and C functions a job."""
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    return float(pstats.Stats(profile).total_calls / n_jobs)  # type: ignore[attr-defined]
+
+
+def work(args: argparse.Namespace) -> None:
+    """One of two processes: measure, and write what rank 0 has found."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    steps = prepare(args.mode, args.microbatches)
+    n_kinds = 2 + ("ZB" in args.mode)
+    n_jobs = n_kinds * args.microbatches * MODES[args.mode][1]
+    look = cpu_us if args.what == "pipelines" else calls
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(args.rounds):
+        for name in sorted(steps, reverse=turn % 2 == 1):
+            dist.barrier()
+            found[name].append(look(steps[name], n_jobs))
+    every: list[Any] = [None] * P
+    dist.all_gather_object(every, found)
+    if rank == 0:
+        Path(args.out).write_text(json.dumps(every))
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace, mode: str, out: Path) -> list[Any]:
+    """What both processes have found in rounds of one mode."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={P}", __file__, args.what, "--mode", mode]
+    command += ["--rounds", str(args.rounds), "--out", str(out)]
+    command += ["--microbatches", str(args.microbatches)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return list(json.loads(out.read_text()))
+
+
+def pipelines(args: argparse.Namespace) -> None:
+    """Print host time (or calls) a job, by mode."""
+    unit = "us" if args.what == "pipelines" else "calls"
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in args.modes:
+            every = measure(args, mode, Path(folder) / "found.json")
+            means = {
+                name: [statistics.mean(pair) for pair in zip(*rows, strict=True)]
+                for name, rows in ((k, [x[k] for x in every]) for k in every[0])
+            }
+            ratios = [a / b for a, b in zip(*means.values(), strict=True)]
+            texts = (f"{k} {statistics.median(v):.0f}" for k, v in means.items())
+            print(
+                f"{mode:5} {unit} a job: {', '.join(texts)}; "
+                f"ours / torch {quartiles_of(ratios)}",
+                flush=True,
+            )
+
+
+def linears(args: argparse.Namespace) -> None:
+    """Print (B + W) / full backward of eight Linears, for each kind of split."""
+    from split_backward import TECHNIQUES, start
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    for is_first in (False, True):
+        ratios: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
+        seconds: dict[str, float] = {}
+        for turn in range(args.rounds * 10 + 20):
+            for name in sorted(TECHNIQUES, key=lambda n: hash((n, turn))):
+                if is_first:
+                    module.zero_grad()
+                _, (b, w) = start(module, (16, 64), TECHNIQUES[name])
+                began = time.perf_counter()
+                b()
+                w()
+                seconds[name] = time.perf_counter() - began
+            if turn >= 20:
+                for name, value in seconds.items():
+                    ratios[name].append(value / seconds["full"])
+        print("first gradients" if is_first else "added to gradients")
+        for name in ("ours", "in place", "torch"):
+            print(f"    {name:8} (B+W)/full {quartiles_of(ratios[name])}")
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("pipelines", "calls", "linears"))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.mode is not None:
+        work(args)
+    elif args.what == "linears":
+        linears(args)
+    else:
+        pipelines(args)
+
+
+if __name__ == "__main__":
+    main()
