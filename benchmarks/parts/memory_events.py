@@ -113,9 +113,8 @@ def _one(stage: Stage, index: int, i: int, piece: Piece, *, joint: bool) -> None
         dy = None
         if not piece.is_last:
             dy = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in sent)
-        dx = stage.backward_input(index, i, dy)
-        if joint:
-            stage.backward_weight(index, i)
+        backward = stage.backward if joint else stage.backward_input
+        dx = backward(index, i, dy)
         del dx, dy
     if not joint:
         with record_function(f"job W{i}"):

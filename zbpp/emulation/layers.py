@@ -133,6 +133,7 @@ class DelayedTransport:
         self._inner = inner
         self._stage = stage
         self.background = inner.background
+        self.is_local = inner.is_local
         self._times = times
 
     @property

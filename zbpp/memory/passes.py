@@ -14,7 +14,8 @@ class LayerPasses:
 
     The first micro-batch makes gradients, and whatever a layer keeps from its first
     call on; the others find both there. ``lent`` is the part of what F leaves that its
-    chunk's end frees: casts of weights, which autocast keeps until then.
+    chunk's end frees: casts of weights, which autocast keeps until then. There is no
+    ``bw`` where BW is B, then W: with sums that are not exact.
     """
 
     first_f: Span
@@ -24,6 +25,8 @@ class LayerPasses:
     b: Span
     w: Span
     lent: int = 0
+    first_bw: Span | None = None
+    bw: Span | None = None
 
     @property
     def m_b(self) -> int:
@@ -111,8 +114,9 @@ class ChunkPasses:
 
     @property
     def peak_bw(self) -> int:
-        """Most inside BW: B, and W while what B reads and gives is still there."""
-        return self._in_turn(self.peak_b, self.m_w, self.peak_w)
+        """Most inside BW."""
+        spans = [layer.bw for layer in reversed(self.layers) if layer.bw is not None]
+        return _most(spans) or self._in_turn(self.peak_b, self.m_w, self.peak_w)
 
     @property
     def first_peak_b(self) -> int:
@@ -127,10 +131,14 @@ class ChunkPasses:
     @property
     def first_peak_bw(self) -> int:
         """`peak_bw` where there are no gradients yet."""
+        own = (layer.first_bw for layer in reversed(self.layers))
         after_b = self.m_w + self.made_in_b
-        return self._in_turn(self.first_peak_b, after_b, self.first_peak_w)
+        return _most([span for span in own if span is not None]) or self._in_turn(
+            self.first_peak_b, after_b, self.first_peak_w
+        )
 
     def _in_turn(self, peak_b: int, after_b: int, peak_w: int) -> int:
+        """BW where it is B, and then W while what B reads and gives is still there."""
         around = self.messages.dx_alone + self.messages.dy_alone
         return max(peak_b, after_b - self.m_b + around + peak_w)
 

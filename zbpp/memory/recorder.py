@@ -45,7 +45,7 @@ class Recorder:
         """A pass begins.
 
         Args:
-            kind: F, B or W.
+            kind: F, B, W or BW.
             on_the_way: bytes of the value that it reads, which are held already.
         """
         self._kind = kind
@@ -116,7 +116,7 @@ class Recorder:
 
     def _leave(self, place: int, arrived: "_Arrived", dx: Tensor | None) -> None:
         """B leaves a layer with its last gradient: mark it, and let W mark it too."""
-        if self._kind != "B" or place == 0:
+        if self._kind not in ("B", "BW") or place == 0:
             return
         arrived.n_left -= 1
         arrived.n_bytes += 0 if dx is None else self.tracker.counted([dx])

@@ -101,7 +101,7 @@ def trace_chunk(
     scratch: KernelScratch | None = None,
     is_routed: bool = False,
 ) -> "Traced":
-    """Trace F, B and W of one chunk on two micro-batches.
+    """Trace F, B and W of one chunk on two micro-batches, and BW on two more.
 
     Args:
         mode: of all fake tensors.
@@ -140,9 +140,9 @@ def trace_chunk(
         )
         stage.begin(
             step=0,
-            inputs=[as_tensors(ends.inputs)] * 2 if is_first else None,
-            targets=[ends.targets] * 2 if ends.targets is not None else None,
-            n_microbatches=2,
+            inputs=[as_tensors(ends.inputs)] * 4 if is_first else None,
+            targets=[ends.targets] * 4 if ends.targets is not None else None,
+            n_microbatches=4,
         )
         learning = {p: None for layer in layers for p in layer.parameters()}
         try:
@@ -151,13 +151,16 @@ def trace_chunk(
             gradients = {
                 p: tracker.bytes_of([p.grad]) for p in learning if p.grad is not None
             }
+            for parameter in learning:
+                parameter.grad = None
+            joint = [microbatch.run_joint(i) for i in (2, 3) if options.exact_sums]
         except _UNKNOWN as error:
             raise UnknownNumbers(recorder.place, str(error)) from error
         finally:
             for parameter in learning:
                 parameter.grad = None
     (first, _, _), (steady, lent, messages) = passes
-    per_layer = zip(*first, *steady, lent, strict=True)
+    per_layer = zip(*first, *steady, lent, *joint, strict=True)
     chunk = ChunkPasses(tuple(LayerPasses(*spans) for spans in per_layer), messages)
     return Traced(chunk, recorder.specs, gradients)
 
@@ -201,18 +204,7 @@ class _Microbatch:
         tracker, recorder = self._recorder.tracker, self._recorder
         stage, chunk = self._stage, self._chunk
         with tracker:
-            x = None if self._sent is None else _received(self._sent)
-            n_x = 0 if x is None else tracker.counted(x)
-            recorder.begin("F", n_x)
-            y = stage.forward(chunk, microbatch, x)
-            most, full = tracker.most, tracker.held
-            sent = [(t.shape, t.dtype, t.device) for t in y if t.requires_grad]
-            n_y = tracker.counted(y)
-            del x, y
-            lent = recorder.lent()
-            f = recorder.end(most)
-            y_alone = full - tracker.held
-
+            f, sent, lent, (n_x, n_y, y_alone) = self._forward(microbatch)
             dy = None if self._is_last else _gradients(sent)
             n_dy = 0 if dy is None else tracker.counted(dy)
             recorder.begin("B", n_dy)
@@ -233,6 +225,35 @@ class _Microbatch:
             n_y = y_alone = 0
         messages = Messages(n_x, n_y, y_alone, n_dy, n_dx, dx_alone, dy_alone)
         return [f, b, w], lent, messages
+
+    def run_joint(self, microbatch: int) -> list[Span]:
+        """F and BW; the spans of BW by layer."""
+        tracker, recorder = self._recorder.tracker, self._recorder
+        with tracker:
+            _, sent, _, _ = self._forward(microbatch)
+            dy = None if self._is_last else _gradients(sent)
+            recorder.begin("BW", 0 if dy is None else tracker.counted(dy))
+            dx = self._stage.backward(self._chunk, microbatch, dy)
+            most = tracker.most
+            del dx, dy
+            return recorder.end(most)
+
+    def _forward(
+        self, microbatch: int
+    ) -> tuple[list[Span], list[Any], list[int], tuple[int, int, int]]:
+        """F; its spans, what it sends, what it lends, and bytes of x, y and y alone."""
+        tracker, recorder = self._recorder.tracker, self._recorder
+        x = None if self._sent is None else _received(self._sent)
+        n_x = 0 if x is None else tracker.counted(x)
+        recorder.begin("F", n_x)
+        y = self._stage.forward(self._chunk, microbatch, x)
+        most, full = tracker.most, tracker.held
+        sent = [(t.shape, t.dtype, t.device) for t in y if t.requires_grad]
+        n_y = tracker.counted(y)
+        del x, y
+        lent = recorder.lent()
+        f = recorder.end(most)
+        return f, sent, lent, (n_x, n_y, full - tracker.held)
 
 
 def _received(sent: Any) -> Tensors:

@@ -48,6 +48,12 @@ class Chunk:
         """Global index and layer."""
         return enumerate(self.layers, start=self.first)
 
+    @property
+    def may_change_inputs(self) -> bool:
+        """True if a module of the first layer says that it works in place."""
+        modules = self.layers[0].modules()
+        return any(getattr(module, "inplace", False) for module in modules)
+
     def call(self, index: int) -> Callable[[object], object]:
         """Return what runs a layer's forward."""
         return self.calls.get(index, self.layers[index - self.first])

@@ -10,7 +10,7 @@ it they are what they were in B. A layer that works in place on its input is giv
 copy. Other state of a layer, as a counter in Python, changes twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.random_state import (
@@ -26,7 +27,7 @@ from zbpp.runtime.support.random_state import (
     set_random_state,
 )
 
-__all__ = ["Recomputed"]
+__all__ = ["Recomputed", "recomputed_of"]
 
 _Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
@@ -102,6 +103,24 @@ class Recomputed:
                     "leave it out of recompute"
                 )
         return map_tensors(output, constants.original) if copies else output
+
+
+def recomputed_of(
+    chunks: Iterable[Chunk], layers: Collection[int], device: torch.device
+) -> dict[int, Recomputed]:
+    """Return what runs these layers, by global index.
+
+    Args:
+        chunks: that hold them, and others.
+        layers: global indices.
+        device: where they run.
+    """
+    return {
+        index: Recomputed(layer, f"layers.{index}", device, chunk.call(index))
+        for chunk in chunks
+        for index, layer in chunk.numbered()
+        if index in layers
+    }
 
 
 class _Copies:

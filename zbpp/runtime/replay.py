@@ -9,8 +9,9 @@ comes next draws what it would have drawn, on all stages that share the process.
 Generator objects of a model's own are not known here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from zbpp.runtime.support.random_state import (
     random_state,
     set_random_state,
 )
+from zbpp.runtime.values import Tensors
 
 __all__ = ["Replay"]
 
@@ -62,6 +64,13 @@ class Replay:
     def end(self) -> None:
         """End a step: learn what its forwards have changed."""
         self._buffers.end()
+
+    def run(
+        self, job: Pass, forward: Callable[[Tensors | None], Tensors], inputs: Any
+    ) -> Tensors:
+        """Run a forward, for the first or the second time."""
+        with self.forward(job):
+            return forward(inputs)
 
     @contextmanager
     def forward(self, job: Pass) -> Iterator[None]:

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.backward.accumulate import GradientOrder
+from zbpp.runtime.backward.alias import alias_of
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.backward.split import SplitGraph, alias_of
+from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.constants import Constants, GivenConstants
 from zbpp.runtime.loss import Loss, LossFn
-from zbpp.runtime.recompute import Recomputed
+from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.random_state import seed_torch
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.values import Nested, Tensors, as_value, detached, with_tensors
@@ -79,7 +80,9 @@ class Stage:
         self._last = n_chunks - 1
         self.loss = Loss(loss_fn, device)
         self.device = device
-        self._autocast = autocast
+        self._computes: Callable[[], AbstractContextManager[object]] = nullcontext
+        if autocast is not None:
+            self._computes = partial(torch.autocast, device.type, dtype=autocast)
         self._seed = seed
         self.ties = ties or StageTies()
         self._exact_sums = exact_sums
@@ -92,13 +95,7 @@ class Stage:
             index: GradientOrder(chunk.parameters(), is_released=not exact_sums)
             for index, chunk in self.chunks.items()
         }
-        self._changes_inputs = {
-            chunk.index
-            for chunk in chunks
-            if any(
-                getattr(part, "inplace", False) for part in chunk.layers[0].modules()
-            )
-        }
+        self._changes_inputs = {c.index for c in chunks if c.may_change_inputs}
         self.constants = Constants(self.chunks)
         self.loss_scale = 1.0
         """Factor of the loss in the next backwards."""
@@ -119,12 +116,7 @@ class Stage:
 
     def recompute(self, layers: Collection[int]) -> None:
         """Choose the layers whose graph B computes again, from the next step on."""
-        self._recomputed = {
-            index: Recomputed(layer, f"layers.{index}", self.device, chunk.call(index))
-            for chunk in self.chunks.values()
-            for index, layer in chunk.numbered()
-            if index in layers
-        }
+        self._recomputed = recomputed_of(self.chunks.values(), layers, self.device)
 
     def begin(
         self,
@@ -185,7 +177,7 @@ class Stage:
 
     def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """Forward without gradients, for evaluation."""
-        with torch.no_grad(), self._autocast_context():
+        with torch.no_grad(), self._computes():
             found = self._run_layers(chunk, microbatch, self._take(microbatch, inputs))
         if chunk == self._last and self.outputs is not None:
             self.outputs[microbatch] = found
@@ -205,16 +197,15 @@ class Stage:
         """
         if inputs is not None:
             inputs = detached(inputs)
-        taken = self._take(microbatch, inputs)
-        read = taken
-        if chunk in self._changes_inputs or self._autocast is not None:
+        read = taken = self._take(microbatch, inputs)
+        if chunk in self._changes_inputs or self._computes is not nullcontext:
             # autocast casts a leaf once for all its uses, whose gradients would then
             # be added in 16 bits; in the whole model it is no leaf
             read = with_tensors(
                 taken, (alias_of(x) if x.requires_grad else x for x in taken)
             )
         queue = WeightQueue()
-        with queue.recording(), self._autocast_context():
+        with queue.recording(), self._computes():
             outputs = self._run_layers(chunk, microbatch, read)
         asked = taken if chunk > 0 else ()
         graph = SplitGraph(outputs, asked, queue, is_exact=self._exact_sums)
@@ -235,36 +226,49 @@ class Stage:
         Returns:
             One gradient for each input of F that needs one.
         """
-        saved = self._saved[chunk, microbatch]
+        saved, run = self._saved[chunk, microbatch], self._orders[chunk].run_b
+        return self._backward(saved, chunk, microbatch, gradients, run)
+
+    def backward(
+        self, chunk: int, microbatch: int, gradients: Tensors | None
+    ) -> Tensors:
+        """BW: both, in one backward; arguments and result are those of B."""
+        saved, run = self._saved.pop((chunk, microbatch)), self._orders[chunk].run_bw
+        return self._backward(saved, chunk, microbatch, gradients, run)
+
+    def _backward(
+        self,
+        saved: _Saved,
+        chunk: int,
+        microbatch: int,
+        gradients: Tensors | None,
+        run: Callable[[int, SplitGraph, Tensors], Sequence[Tensor | None]],
+    ) -> Tensors:
         if gradients is None:
+            share = self.loss.scaled_share(microbatch, self.loss_scale)
             gradients = tuple(
-                torch.full_like(y, self.loss.scaled_share(microbatch, self.loss_scale))
-                for y in saved.ends
-                if y.requires_grad
+                torch.full_like(y, share) for y in saved.ends if y.requires_grad
             )
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report()
-        found = self._orders[chunk].run_b(microbatch, saved.graph, gradients)
+        found = run(microbatch, saved.graph, gradients)
         self.defers = self.defers or saved.graph.defers()
         asked = [x for x in saved.asked if x.requires_grad]
-        result = tuple(
+        saved.asked = saved.ends = ()
+        return tuple(
             torch.zeros_like(x) if dx is None else dx
             for x, dx in zip(asked, found, strict=True)
         )
-        saved.asked = saved.ends = ()
-        return result
 
-    def backward_weight(self, chunk: int, microbatch: int) -> None:
+    def backward_weight(self, chunk: int, microbatch: int, _: None = None) -> None:
         """W: the weight gradients that B has deferred."""
         graph = self._saved.pop((chunk, microbatch)).graph
         self._orders[chunk].run_w(microbatch, graph)
 
     def own_batch(self, chunk: int, microbatch: int) -> list[object]:
         """The parts of the batch that a forward of this chunk reads, if any."""
-        read: list[Sequence[object] | None] = []
-        read += [self.inputs] if chunk == 0 else []
-        read += [self.loss.targets] if chunk == self._last else []
-        return [part[microbatch] for part in read if part is not None]
+        own = (chunk == 0, self.inputs), (chunk == self._last, self.loss.targets)
+        return [part[microbatch] for reads, part in own if reads and part is not None]
 
     def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
         if inputs is not None:
@@ -293,8 +297,3 @@ class Stage:
         if self.constants.kept or isinstance(outputs, Nested):
             self.constants.ran(chunk, microbatch, outputs)
         return outputs
-
-    def _autocast_context(self) -> AbstractContextManager[object]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._autocast)

@@ -102,6 +102,26 @@ class GradientOrder:
         self._waiting = +self._waiting
         self._tell(microbatch)
 
+    def run_bw(
+        self,
+        microbatch: int,
+        graph: SplitGraph,
+        gradients: Sequence[Tensor | None],
+    ) -> tuple[Tensor | None, ...]:
+        """BW of a micro-batch: one full backward where it is its turn in all.
+
+        With released sums B and W add within the products, which is as fast.
+        """
+        at_once = self._b.is_turn(microbatch) and self._w.is_turn(microbatch)
+        if self._is_released or self.watch is not None or not at_once:
+            result = self.run_b(microbatch, graph, gradients)
+            self.run_w(microbatch, graph)
+            return result
+        result = graph.backward(gradients)
+        self._b.add(microbatch, _nothing)
+        self._w.add(microbatch, _nothing)
+        return result
+
     def _tell(self, microbatch: int) -> None:
         if self.watch is not None:
             self.watch(microbatch)
@@ -122,6 +142,10 @@ class _Turns:
         while self._turn in self._early:
             self._early.pop(self._turn)()
             self._turn += 1
+
+
+def _nothing() -> None:
+    """It has been done."""
 
 
 def _take(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zbpp.runtime.backward.deferred_product import Product
-from zbpp.runtime.backward.graph import End, SplitPlan
+from zbpp.runtime.backward.ends import Ends
+from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import WeightQueue
 
-__all__ = ["run_b", "run_cut_b"]
-
-Ends = tuple[list[End], list[Tensor | None]]
-"""Ends of outputs, and their gradients."""
+__all__ = ["run_b", "run_cut_b", "run_full"]
 
 
 def run_b(
@@ -40,20 +38,32 @@ def run_b(
         queue: takes the work for W.
         is_exact: see `SplitGraph`.
     """
+    if not plan.products:
+        return run_full(ends, inputs)
+    wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
+    hooks = _deferring(plan.products, queue, is_exact)
+    try:
+        return run_full(ends, inputs, [*wanted, *_edges(plan)])
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def run_full(
+    ends: Ends, inputs: Sequence[Tensor], wanted: Sequence[Any] | None = None
+) -> tuple[Tensor | None, ...]:
+    """Run a backward; return the gradients of inputs, and leave their ``.grad`` alone.
+
+    Args:
+        ends: where it starts.
+        inputs: leaves that require a gradient.
+        wanted: where it ends; None: at all leaves.
+    """
     before = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
     try:
-        if not plan.products:
-            torch.autograd.backward(*ends)
-        else:
-            wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
-            hooks = _deferring(plan.products, queue, is_exact)
-            try:
-                torch.autograd.backward(*ends, inputs=[*wanted, *_edges(plan)])
-            finally:
-                for hook in hooks:
-                    hook.remove()
+        torch.autograd.backward(*ends, inputs=wanted)
         return tuple(x.grad for x in inputs)
     finally:
         for x, gradient in zip(inputs, before, strict=True):

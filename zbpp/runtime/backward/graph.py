@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from zbpp.core import RequestError
 from zbpp.runtime.backward.deferred_product import LEAF, Product, is_dtensor
+from zbpp.runtime.backward.ends import PLAIN, End
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.weight_rules import RULES, Rule
 from zbpp.runtime.support.torch_internals import (
@@ -30,30 +31,16 @@ from zbpp.runtime.support.torch_internals import (
     is_multi_grad_hook,
 )
 
-__all__ = ["End", "SplitPlan", "end_of", "plan_split"]
-
-End = Any
-"""A `GradientEdge`, or the tensor itself; see `end_of`."""
+__all__ = ["SplitPlan", "plan_split"]
 
 _REENTRANT = "CheckpointFunctionBackward"
 
-_KNOWN = (Tensor, nn.Parameter)  # other subclasses may compute something else
 _VIEWS_AND_CASTS = {
     *("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"),
     *("UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0"),
     *("UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1"),
     *("AliasBackward0", "ExpandBackward0", "CloneBackward0"),
 }
-
-
-def end_of(tensor: Tensor) -> End:
-    """Return where a tensor's gradient enters the graph; it holds no data.
-
-    Subclasses and nested tensors, which torch does not describe by their edge alone,
-    stand for themselves.
-    """
-    is_plain = (type(tensor) in _KNOWN or is_fake(tensor)) and not tensor.is_nested
-    return get_gradient_edge(tensor) if is_plain else tensor
 
 
 class SplitPlan(NamedTuple):
@@ -244,7 +231,7 @@ def _leaf_above(
     why = None
     if count > 1:
         why = f"used {count} times"
-    elif not (type(leaf) in _KNOWN or is_dtensor(leaf) or is_fake(leaf)):
+    elif not (type(leaf) in PLAIN or is_dtensor(leaf) or is_fake(leaf)):
         why = f"a {type(leaf).__name__}"
     elif leaf.layout is not torch.strided:
         why = f"its layout is {leaf.layout}"

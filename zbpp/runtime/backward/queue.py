@@ -1,8 +1,7 @@
 """The weight-gradient work of one micro-batch, between its B and its W."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,20 +104,30 @@ class WeightQueue:
             if n_bytes >= _TOGETHER_BYTES or not self._work:
                 _hand_over(ready)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Let modules that run inside and defer by themselves use me.
+    def recording(self) -> "_Recording":
+        """Let modules that run within it and defer by themselves use me.
 
         A plain global, not a context variable: on a GPU autograd runs, and recomputes
         checkpointed blocks, in a thread of its own.
         """
+        return _Recording(self)
+
+
+class _Recording:
+    """Makes a queue the current one."""
+
+    def __init__(self, queue: WeightQueue) -> None:
+        self._queue = queue
+        self._before: WeightQueue | None = None
+
+    def __enter__(self) -> None:
         global _current
-        before, _current = _current, self
-        self.began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            _current = before
+        self._before, _current = _current, self._queue
+        self._queue.began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._before
 
 
 _current: WeightQueue | None = None

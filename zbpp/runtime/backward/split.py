@@ -32,15 +32,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import RequestError
+from zbpp.runtime.backward.alias import alias_of
 from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.engine import run_b, run_cut_b
-from zbpp.runtime.backward.graph import End, SplitPlan, end_of, plan_split
+from zbpp.runtime.backward.ends import End, end_of, fitting
+from zbpp.runtime.backward.engine import run_b, run_cut_b, run_full
+from zbpp.runtime.backward.graph import SplitPlan, plan_split
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 
-__all__ = ["SplitGraph", "alias_of", "run_forward", "split_forward"]
+__all__ = ["SplitGraph", "run_forward", "split_forward"]
 
 
 class SplitGraph:
@@ -76,7 +77,7 @@ class SplitGraph:
         self._is_exact = is_exact
         self._found: SplitPlan | None = None
         self._n_hooks = 0
-        self._is_done = False
+        self._is_done = self._deferred = False
         self.outputs: Any = None
         """The function's result, its tensors detached; set by `split_forward`."""
         watch.look()
@@ -102,8 +103,11 @@ class SplitGraph:
         return self._plan().waiting
 
     def defers(self) -> bool:
-        """True if B has left work for W, or a module of its own kind has."""
-        return len(self._queue) > 0
+        """True if B has left work for W, or a module of its own kind has.
+
+        After `backward`: if B would have.
+        """
+        return self._deferred or len(self._queue) > 0
 
     def held_bytes(self) -> int:
         """Memory that B has left for W: operands of the deferred products.
@@ -142,7 +146,7 @@ class SplitGraph:
         """
         if self._is_done:
             raise RuntimeError("B runs once: its graph is freed; run a new forward")
-        ends, given = self._checked(gradients)
+        ends, given = fitting(self._ends, self._shapes, gradients)
         plan = self._plan()
         self._is_done = True
         result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
@@ -157,6 +161,26 @@ class SplitGraph:
         self._ends, self._inputs, self.outputs = [], [], None
         return result
 
+    def backward(
+        self, gradients: Tensor | Sequence[Tensor | None] | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """B and W at once: one full backward, for inputs that are leaves.
+
+        Arguments, result and errors are those of B; W then has nothing to do.
+        """
+        if self._is_done:
+            raise RuntimeError("B runs once: its graph is freed; run a new forward")
+        ends, given = fitting(self._ends, self._shapes, gradients)
+        self._is_done = True
+        result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
+        if ends:
+            with self._queue.recording():
+                result = run_full((ends, given), self._inputs)
+        self._ends, self._inputs, self.outputs = [], [], None
+        self._deferred = len(self._queue) > 0
+        self._queue.run()
+        return result
+
     def input_gradients(
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
@@ -165,44 +189,12 @@ class SplitGraph:
         Raises:
             RequestError: the gradients do not fit the outputs.
         """
-        ends, given = self._checked(gradients)
+        ends, given = fitting(self._ends, self._shapes, gradients)
         if not ends or not self._inputs:
             return (None,) * len(self._inputs)
         return torch.autograd.grad(
             ends, self._inputs, given, retain_graph=True, allow_unused=True
         )
-
-    def _checked(
-        self, gradients: Tensor | Sequence[Tensor | None] | None
-    ) -> tuple[list[End], list[Tensor | None]]:
-        """Return the ends that have influence, and their gradients."""
-        if gradients is None:
-            if any(shape is None or shape.numel() != 1 for shape in self._shapes):
-                raise RequestError(
-                    "B needs gradients, one for each output: not all are scalars"
-                )
-            return self._ends, [None] * len(self._ends)
-        if isinstance(gradients, Tensor):
-            gradients = (gradients,)
-        if len(gradients) != len(self._ends):
-            raise RequestError(
-                f"B was given {len(gradients)} gradients, and {len(self._ends)} "
-                "outputs require one; give one for each, None where it has no influence"
-            )
-        ends: list[End] = []
-        used: list[Tensor | None] = []
-        for i, dy in enumerate(gradients):
-            if dy is None:
-                continue
-            shape = self._shapes[i]
-            if shape is not None and dy.shape != shape:
-                raise RequestError(
-                    f"gradient {i} has the shape {list(dy.shape)}, and its output "
-                    f"{list(shape)}"
-                )
-            ends.append(self._ends[i])
-            used.append(dy)
-        return ends, used
 
     def backward_weight(self) -> None:
         """W: the weight gradients that B has deferred, added to ``.grad``.
@@ -213,23 +205,6 @@ class SplitGraph:
         if not self._is_done or self._ends:
             raise RuntimeError("W runs after B")
         self._queue.run()
-
-
-class _Alias(torch.autograd.Function):
-    """The same data, but no leaf: a function may then change it in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:
-        return dx
-
-
-def alias_of(leaf: Tensor) -> Tensor:
-    """Return a leaf's data as a tensor that may be changed in place."""
-    return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def split_forward(

@@ -57,6 +57,8 @@ class DistributedTransport(Messages):
             of the same shapes.
     """
 
+    is_local = False
+
     def __init__(
         self,
         group: dist.ProcessGroup,

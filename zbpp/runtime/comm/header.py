@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -85,8 +86,23 @@ class Spec:
             structure,
         )
 
+    def fits(self, tensors: Tensors) -> bool:
+        """True if one plain tensor is as this says; False may mean: look closer."""
+        if type(tensors) is not tuple or len(tensors) != 1 or len(self.shapes) != 1:
+            return False
+        (x,) = tensors
+        return (
+            type(x) is Tensor
+            and x.shape == self.shapes[0]
+            and x.dtype is self.dtypes[0]
+            and x.requires_grad is self.needs_grad[0]
+            and x.layout is torch.strided
+            and self.structure is None
+        )
+
+    @cached_property
     def of_gradients(self) -> "Spec":
-        """Describe the gradients: one for each tensor that needs one."""
+        """The gradients: one for each tensor that needs one."""
         kept = [i for i, needs in enumerate(self.needs_grad) if needs]
         return Spec(
             tuple(self.shapes[i] for i in kept),

@@ -110,15 +110,18 @@ class Messages:
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Start to send; the tensors are kept until they have left."""
         if isinstance(value, Value) and value.what is What.ACTIVATION:
-            self._announce(value, spec_of(value, tensors), peer)
+            known = self.shapes.known(value)
+            if known is None or not known.fits(tensors):
+                self._announce(value, known, spec_of(value, tensors), peer)
         for slot, tensor in enumerate(tensors, start=1):
             payload = tensor.detach().to(self._on).contiguous()
             self._wire.send(value, payload, peer, slot=slot)
         self._wire.drop_finished()
 
-    def _announce(self, value: Value, spec: Spec, peer: int) -> None:
+    def _announce(
+        self, value: Value, known: Spec | None, spec: Spec, peer: int
+    ) -> None:
         """Send a header where the receiver does not know the shapes yet."""
-        known = self.shapes.known(value)
         if known is None:
             first, rest = header.to_blocks(header.pack(value, spec))
             self._wire.send(value, first.to(self._on), peer, slot=HEADER)

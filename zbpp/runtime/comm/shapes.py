@@ -75,7 +75,7 @@ class Shapes:
         kind = self._kinds[value.microbatch]
         if value.what is What.GRADIENT:  # as the activation that this stage has sent
             sent = self._specs.get((value.chunk - 1, kind))
-            return None if sent is None else sent.of_gradients()
+            return None if sent is None else sent.of_gradients
         return self._specs.get((value.chunk, kind))
 
     def learn(self, value: Value, spec: Spec) -> None:

@@ -59,6 +59,9 @@ class Transport(Protocol):
     doing: str
     """The call that is under way, for the words of a failure: ``step 3``."""
 
+    is_local: bool
+    """Values come from stages of this process, so that `ready` has to be asked."""
+
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation if there is no opening."""
 
@@ -136,6 +139,8 @@ class _LocalSum:
 
 class LocalTransport:
     """All stages in this process: the hub's mailbox is the only channel."""
+
+    is_local = True
 
     def __init__(self, hub: LocalHub) -> None:
         self._hub = hub

@@ -37,12 +37,21 @@ class Waits:
         timeout_s: float,
         lost: Callable[[str, int | None, RuntimeError], PeerError],
     ) -> None:
-        self.timeout_s = timeout_s
+        self._timeout = timedelta(seconds=timeout_s)
         self._nccl = nccl
         self._device = device
         self._lost = lost
         self._unconfirmed: deque[tuple[dist.Work, str, int | None]] = deque()
         self._side: torch.Stream | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a wait may last."""
+        return self._timeout.total_seconds()
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._timeout = timedelta(seconds=seconds)
 
     def wait(self, work: dist.Work, what: str, peer: int | None) -> None:
         """Wait for a message.
@@ -57,7 +66,7 @@ class Waits:
                     self._unconfirmed.popleft()
                 self._unconfirmed.append((work, what, peer))
             else:
-                work.wait(timedelta(seconds=self.timeout_s))
+                work.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(f"waits at {what}", peer, error) from error
 

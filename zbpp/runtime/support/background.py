@@ -10,11 +10,12 @@ end of the slice that runs. What is left is done by `finish`, when it is needed.
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 __all__ = ["BackgroundWork"]
 
 _POLL_S = 5e-4
+_NOTHING = nullcontext()
 
 
 class BackgroundWork:
@@ -49,20 +50,21 @@ class BackgroundWork:
         for could in work or ():
             assert could, "work is finished before it can be done"
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Within this the stage only waits.
 
         Raises:
             Exception: whatever the work raises; there is no more work then.
         """
-        if self._work is None or not self._in_thread:
-            yield
-            return
+        work = self._work if self._in_thread else None
+        return _NOTHING if work is None else self._working(work)
+
+    @contextmanager
+    def _working(self, work: Iterator[bool]) -> Iterator[None]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbpp-idle")
         self._ends.clear()
-        run = self._pool.submit(self._run, self._work)
+        run = self._pool.submit(self._run, work)
         try:
             yield
         finally:

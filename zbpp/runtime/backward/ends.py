@@ -1,0 +1,74 @@
+"""The ends of a graph: where gradients of outputs enter it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from zbpp.core import RequestError
+from zbpp.runtime.support.torch_internals import is_fake
+
+__all__ = ["PLAIN", "End", "Ends", "end_of", "fitting"]
+
+End = Any
+"""A `GradientEdge`, or the tensor itself; see `end_of`."""
+
+Ends = tuple[list[End], list[Tensor | None]]
+"""Ends of outputs, and their gradients."""
+
+PLAIN = (Tensor, nn.Parameter)  # other subclasses may compute something else
+
+
+def end_of(tensor: Tensor) -> End:
+    """Return where a tensor's gradient enters the graph; it holds no data.
+
+    Subclasses and nested tensors, which torch does not describe by their edge alone,
+    stand for themselves.
+    """
+    is_plain = (type(tensor) in PLAIN or is_fake(tensor)) and not tensor.is_nested
+    return get_gradient_edge(tensor) if is_plain else tensor
+
+
+def fitting(
+    ends: list[End],
+    shapes: Sequence[torch.Size | None],
+    gradients: Tensor | Sequence[Tensor | None] | None,
+) -> Ends:
+    """Return the ends that have influence, and their gradients.
+
+    Args:
+        ends: of all outputs that require a gradient.
+        shapes: of these outputs, None for nested tensors.
+        gradients: as `SplitGraph.backward_input` takes them.
+
+    Raises:
+        RequestError: the gradients do not fit the outputs.
+    """
+    if gradients is None:
+        if any(shape is None or shape.numel() != 1 for shape in shapes):
+            raise RequestError(
+                "B needs gradients, one for each output: not all are scalars"
+            )
+        return ends, [None] * len(ends)
+    if isinstance(gradients, Tensor):
+        gradients = (gradients,)
+    if len(gradients) != len(ends):
+        raise RequestError(
+            f"B was given {len(gradients)} gradients, and {len(ends)} "
+            "outputs require one; give one for each, None where it has no influence"
+        )
+    own: list[End] = []
+    used: list[Tensor | None] = []
+    for i, (end, shape, dy) in enumerate(zip(ends, shapes, gradients, strict=True)):
+        if dy is None:
+            continue
+        if shape is not None and dy.shape != shape:
+            raise RequestError(
+                f"gradient {i} has the shape {list(dy.shape)}, and its output "
+                f"{list(shape)}"
+            )
+        own.append(end)
+        used.append(dy)
+    return own, used
