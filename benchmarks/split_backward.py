@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from parts.split_models import MODELS
@@ -28,11 +29,21 @@ from torch.distributed.pipelining._backward import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.backward.split import SplitGraph
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 Halves = tuple[Callable[[], None], Callable[[], None]]
+
+
+_plans: WeakKeyDictionary[nn.Module, PlanMemory] = WeakKeyDictionary()
+
+
+def plans_of(module: nn.Module) -> PlanMemory:
+    """What a stage remembers of a chunk's graphs."""
+    return _plans.setdefault(module, PlanMemory())
 
 
 def full(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
@@ -42,13 +53,13 @@ def full(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
 
 def ours(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
     """The split of zbpp."""
-    graph = SplitGraph([y], [x])
+    graph = SplitGraph([y], [x], plans=plans_of(module))
     return (lambda: _drop(graph.backward_input(dy))), graph.backward_weight
 
 
 def ours_in_place(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:
     """The same with weight gradients added within the product's kernel."""
-    graph = SplitGraph([y], [x], is_exact=False)
+    graph = SplitGraph([y], [x], is_exact=False, plans=plans_of(module))
     return (lambda: _drop(graph.backward_input(dy))), graph.backward_weight
 
 
@@ -114,6 +125,7 @@ def start(
 ) -> tuple[float, Halves]:
     """F; return its seconds and the two half backwards."""
     x = torch.randn(shape, requires_grad=True)
+    watch.look()  # as a stage does, before a forward
     began = time.perf_counter()
     y = module(x)
     f_s = time.perf_counter() - began

@@ -208,7 +208,8 @@ class Stage:
         with queue.recording(), self._computes():
             outputs = self._run_layers(chunk, microbatch, read)
         asked = taken if chunk > 0 else ()
-        graph = SplitGraph(outputs, asked, queue, is_exact=self._exact_sums)
+        plans, exact = self._orders[chunk].plans, self._exact_sums
+        graph = SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
         ends = detached(outputs) if chunk == self._last else ()
         self._saved[chunk, microbatch] = _Saved(graph, asked, ends)
         return detached(outputs)

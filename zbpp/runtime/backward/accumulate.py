@@ -9,12 +9,12 @@ ways for another micro-batch, so that its gradient comes from W once and from B 
 time: then B's waits for the W's before it. So all schedules end with the same bits.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.backward.split import SplitGraph
 
 __all__ = ["GradientOrder"]
@@ -37,6 +37,8 @@ class GradientOrder:
     ) -> None:
         self._parameters = list(parameters)
         self._is_released = is_released
+        self.plans = PlanMemory()
+        """Of the chunk's graphs."""
         self.begin()
 
     def begin(self) -> None:
@@ -44,7 +46,8 @@ class GradientOrder:
         self.watch: Callable[[int], object] | None = None
         """Called in this step with each micro-batch that has added gradients."""
         self._b, self._w = _Turns(), _Turns()
-        self._waiting: Counter[Tensor] = Counter()
+        self._waiting: dict[int, Sequence[Tensor]] = {}
+        """Of each micro-batch whose B has been added, what its W will add to."""
         self._late: dict[int, _Late] = {}
 
     def run_b(
@@ -59,11 +62,11 @@ class GradientOrder:
             self._tell(microbatch)
             return result
         apart: Sequence[Tensor] = ()
+        waiting = graph.in_w()
         if not self._b.is_turn(microbatch):
             apart = self._parameters
-        elif self._waiting:
-            apart = [p for p in graph.in_b() if p in self._waiting]
-        waiting = graph.in_w()
+        elif others := self._waits_for(waiting):
+            apart = [p for p in graph.in_b() if p in others]
         kept = _take(apart)
         try:
             result = graph.backward_input(gradients)
@@ -76,12 +79,22 @@ class GradientOrder:
 
     def _end_b(self, microbatch: int, found: _Late, waiting: Sequence[Tensor]) -> None:
         """Add what B has kept apart, but for what an earlier W goes before."""
-        late = [pair for pair in found if pair[0] in self._waiting]
-        if late:
-            self._late[microbatch] = late
-        _add_all(pair for pair in found if pair[0] not in self._waiting)
-        self._waiting.update((*waiting, *(p for p, _ in late)))
+        if found:
+            others = self._waits_for(waiting)
+            late = [pair for pair in found if pair[0] in others]
+            _add_all(pair for pair in found if pair[0] not in others)
+            if late:
+                self._late[microbatch] = late
+                waiting = [*waiting, *(p for p, _ in late)]
+        self._waiting[microbatch] = waiting
         self._tell(microbatch)
+
+    def _waits_for(self, own: Sequence[Tensor]) -> set[Tensor]:
+        """What earlier W's will add to, but for graphs of one plan, which is theirs.
+
+        Those leave to W what this one does, and nothing that it does in B.
+        """
+        return {p for one in self._waiting.values() if one is not own for p in one}
 
     def run_w(self, microbatch: int, graph: SplitGraph) -> None:
         """W of a micro-batch, or of several whose turn has come."""
@@ -89,17 +102,12 @@ class GradientOrder:
             graph.backward_weight()
             self._tell(microbatch)
             return
-        waiting = graph.in_w()
-        self._w.add(microbatch, lambda: self._do_w(microbatch, graph, waiting))
+        self._w.add(microbatch, lambda: self._do_w(microbatch, graph))
 
-    def _do_w(
-        self, microbatch: int, graph: SplitGraph, waiting: Sequence[Tensor]
-    ) -> None:
+    def _do_w(self, microbatch: int, graph: SplitGraph) -> None:
         graph.backward_weight()
-        late = self._late.pop(microbatch, [])
-        _add_all(late)
-        self._waiting.subtract((*waiting, *(p for p, _ in late)))
-        self._waiting = +self._waiting
+        _add_all(self._late.pop(microbatch, ()))
+        del self._waiting[microbatch]
         self._tell(microbatch)
 
     def run_bw(

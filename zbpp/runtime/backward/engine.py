@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from zbpp.runtime.backward.deferred_product import Product
+from zbpp.runtime.backward.deferred_product import DeferredWeightGrad, Product, may_add
 from zbpp.runtime.backward.ends import Ends
 from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import WeightQueue
+from zbpp.runtime.support.autograd_internals import returned_gradients
 
 __all__ = ["run_b", "run_cut_b", "run_full"]
 
@@ -40,6 +41,8 @@ def run_b(
     """
     if not plan.products:
         return run_full(ends, inputs)
+    if plan.returns:
+        return _run_returning(plan, ends, inputs, queue, is_exact)
     wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
     hooks = _deferring(plan.products, queue, is_exact)
     try:
@@ -47,6 +50,48 @@ def run_b(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _run_returning(
+    plan: SplitPlan,
+    ends: Ends,
+    inputs: Sequence[Tensor],
+    queue: WeightQueue,
+    is_exact: bool,
+) -> tuple[Tensor | None, ...]:
+    """Run B without a call back into Python: torch returns all that B asks for."""
+    kept = {id(x) for x in inputs}
+    leaves = [leaf for leaf in plan.leaves if id(leaf) not in kept]
+    taken = [product.take() for product in plan.products]
+    found = returned_gradients(*ends, [*inputs, *leaves, *_edges(plan)])
+    first_product = len(inputs) + len(leaves)
+    with torch.no_grad():
+        _add(leaves, found[len(inputs) : first_product])
+    for product, one, dy in zip(
+        plan.products, taken, found[first_product:], strict=True
+    ):
+        if dy is not None:
+            _leave(product.defer(dy, one), queue, is_exact)
+    return found[: len(inputs)]
+
+
+def _add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add as autograd does; a first gradient may be another tensor's too."""
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if gradient is None:
+            continue
+        total = leaf.grad
+        if gradient.layout is not torch.strided or not may_add(leaf, gradient.dtype):
+            torch.autograd.backward([leaf], [gradient])
+        elif total is not None:
+            total.add_(gradient)
+        else:
+            leaf.grad = torch.empty_like(leaf).copy_(gradient)
+
+
+def _leave(work: DeferredWeightGrad, queue: WeightQueue, is_exact: bool) -> None:
+    add = work.add_exactly if is_exact else work.add_in_place
+    queue.defer(work.edges, work.compute, add, work.kept)
 
 
 def run_full(
@@ -139,9 +184,7 @@ def _defer(
         if ran is not None:
             ran.add(product.node)
         if dy is not None:
-            work = product.defer(dy)
-            add = None if is_exact else work.add
-            queue.defer(work.edges, work.compute, add, work.kept)
+            _leave(product.defer(dy), queue, is_exact)
 
     return keep
 

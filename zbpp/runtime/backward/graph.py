@@ -24,12 +24,12 @@ from zbpp.runtime.backward.deferred_product import LEAF, Product, is_dtensor
 from zbpp.runtime.backward.ends import PLAIN, End
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.weight_rules import RULES, Rule
-from zbpp.runtime.support.torch_internals import (
+from zbpp.runtime.support.autograd_internals import (
     can_read_saved,
     has_saved,
-    is_fake,
     is_multi_grad_hook,
 )
+from zbpp.runtime.support.torch_internals import is_fake
 
 __all__ = ["SplitPlan", "plan_split"]
 
@@ -53,6 +53,7 @@ class SplitPlan(NamedTuple):
         reasons: why a leaf is none of those, where there is more to say than that no
             product uses it.
         is_reentrant: there is a reentrant checkpoint; B then runs all.
+        returns: gradients may be returned to B, which adds them itself.
     """
 
     products: list[Product]
@@ -60,6 +61,7 @@ class SplitPlan(NamedTuple):
     waiting: list[Tensor]
     reasons: dict[int, str]
     is_reentrant: bool
+    returns: bool = False
 
     def where(self) -> dict[Tensor, str]:
         """Give for each leaf ``"W"``, or ``"B: "`` and the reason."""

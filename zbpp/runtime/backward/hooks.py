@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zbpp.runtime.support.torch_internals import hooks_made, nodes_made
+from zbpp.runtime.support.autograd_internals import hooks_made, nodes_made
 
 __all__ = ["HookWatch", "watch"]
 

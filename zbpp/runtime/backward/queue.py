@@ -92,17 +92,23 @@ class WeightQueue:
     def _run(self) -> None:
         self.began_s = time.perf_counter()
         self._work.reverse()
-        ready: list[tuple[Root, Tensor]] = []
         while self._work:
-            roots, compute, add, kept = self._work.pop()
             with torch.no_grad():
-                if add is None or not add():
-                    # no variable: a gradient is freed before the next is computed
-                    ready += _defined(roots, compute())
+                ready = self._compute_some()
+            _hand_over(ready)
+
+    def _compute_some(self) -> list[tuple[Root, Tensor]]:
+        """Make calls until enough is to be handed over, or none is left."""
+        ready: list[tuple[Root, Tensor]] = []
+        n_bytes = 0
+        while self._work and n_bytes < _TOGETHER_BYTES:
+            roots, compute, add, kept = self._work.pop()
+            if add is None or not add():
+                # no variable: a gradient is freed before the next is computed
+                ready += _defined(roots, compute())
+                n_bytes = sum(gradient.nbytes for _, gradient in ready)
             del compute, add, kept
-            n_bytes = sum(gradient.nbytes for _, gradient in ready)
-            if n_bytes >= _TOGETHER_BYTES or not self._work:
-                _hand_over(ready)
+        return ready
 
     def recording(self) -> "_Recording":
         """Let modules that run within it and defer by themselves use me.

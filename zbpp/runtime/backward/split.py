@@ -8,9 +8,10 @@ runs the first, keeps the operands of the second in a queue, and W runs the queu
     W   w.grad += dy^T x              drops them
 
 F runs as ever: B finds the products in the graph that F has left (`graph`). What is
-no product, or not alone in using its weight, gets its gradient in B. All gradients go
-through autograd's own accumulation, so hooks fire as they would, and a split backward
-and ``loss.backward()`` agree to the last bit.
+no product, or not alone in using its weight, gets its gradient in B. Where autograd
+would only add a gradient, W adds it; elsewhere it goes through autograd's own
+accumulation, so hooks fire as they would. A split backward and ``loss.backward()``
+agree to the last bit.
 
 >>> import torch
 >>> from zbpp.runtime.backward.split import split_forward
@@ -39,6 +40,7 @@ from zbpp.runtime.backward.engine import run_b, run_cut_b, run_full
 from zbpp.runtime.backward.graph import SplitPlan, plan_split
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import WeightQueue
+from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 
 __all__ = ["SplitGraph", "run_forward", "split_forward"]
@@ -57,8 +59,9 @@ class SplitGraph:
         is_exact: round each weight gradient before it is added, as autograd does.
             False adds it within the matrix product's own kernel: faster, without a
             temporary of the weight's size, and different in the last bits. Hooks that
-            only C++ can see (DistributedDataParallel's) then do not fire, and a view
+            only C++ can see (DistributedDataParallel's) do not fire in W, and a view
             of a weight retains no gradient.
+        plans: of the graphs of forwards like this one; they need not be planned again.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class SplitGraph:
         queue: WeightQueue | None = None,
         *,
         is_exact: bool = True,
+        plans: PlanMemory | None = None,
     ) -> None:
         roots = [y for y in outputs if y.requires_grad]
         self._ends: list[End] = [end_of(y) for y in roots]
@@ -75,6 +79,7 @@ class SplitGraph:
         self._inputs = [x for x in inputs if x.requires_grad]
         self._queue = WeightQueue() if queue is None else queue
         self._is_exact = is_exact
+        self._plans = plans
         self._found: SplitPlan | None = None
         self._n_hooks = 0
         self._is_done = self._deferred = False
@@ -122,7 +127,8 @@ class SplitGraph:
             return self._found
         watch.look()
         if self._found is None or self._n_hooks != watch.n_others:
-            self._found = plan_split(self._ends, self._inputs)
+            plan = plan_split if self._plans is None else self._plans.plan
+            self._found = plan(self._ends, self._inputs)
             self._n_hooks = watch.n_others
         return self._found
 

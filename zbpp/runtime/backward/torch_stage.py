@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.split import SplitGraph, run_forward
+from zbpp.runtime.support.autograd_internals import accumulates
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
-from zbpp.runtime.support.torch_internals import accumulates
 
 __all__ = ["SplitModule"]
 

@@ -142,12 +142,12 @@ def _of_matrices(left: str, right: str, first: int, *factor: str) -> Rule:
     """Try the right matrix, then the left one; each needs the other."""
 
     def prepare(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfMatrix:
-        is_right = operands == (first + 1,)
-        name = right if is_right else left
-        layout = (getattr(node, f"_saved_{name}_sym_{what}") for what in _LAYOUT)
-        is_column_major = _is_column_major(*layout)
+        is_right = operands[0] == first + 1
+        sizes, strides = names[is_right]
+        is_column_major = _is_column_major(getattr(node, sizes), getattr(node, strides))
         return _OfMatrix(other, _factor(node, factor), is_right, is_column_major)
 
+    names = [[f"_saved_{name}_sym_{x}" for x in _LAYOUT] for name in (left, right)]
     shapes = (f"{name}_sym_{what}" for name in (left, right) for what in _LAYOUT)
     settings = (*shapes, *factor)
     return Rule(((first + 1,), (first,)), ((left,), (right,)), settings, prepare)

@@ -1,6 +1,7 @@
-"""The only place that touches names which torch does not document.
+"""The names which torch does not document; those of graphs: `autograd_internals`.
 
-Each has a fallback, so that a torch without the name is slower, not wrong.
+No other file touches any. Each has a fallback, so that a torch without the name is
+slower, not wrong.
 """
 
 import importlib
@@ -8,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,6 @@ import torch.autograd.profiler
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 try:
     from torch.distributed._composable.contract import _get_registry
@@ -25,21 +24,15 @@ except ImportError:
     _get_registry = None  # type: ignore[assignment]
 
 __all__ = [
-    "accumulates",
-    "can_read_saved",
     "compiled",
     "container_functions",
     "data_parallel",
     "has_plain_step",
-    "has_saved",
     "has_step_hooks",
-    "hooks_made",
     "is_fake",
     "is_in_ddp",
-    "is_multi_grad_hook",
     "mark_called",
     "multiply_add",
-    "nodes_made",
     "outside_fake_mode",
     "plain_step",
     "profiling",
@@ -52,61 +45,6 @@ def profiling() -> bool:
     Seen in torch 2.9 to 2.13. Where the name is gone, ranges are always recorded.
     """
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
-
-
-def accumulates() -> bool:
-    """True if the backward that runs now is for all leaves, not ``autograd.grad``.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, the answer is yes; torch's
-    pipeline, which infers shapes by ``autograd.grad``, then adds that gradient too.
-    """
-    is_for_all = getattr(torch.autograd, "_is_checkpoint_valid", None)
-    return is_for_all is None or bool(is_for_all())
-
-
-class _Handles(dict[Any, Any]):
-    """Keeps the handle of a recomputed tensor where checkpoint would strike it out."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if value is not None:
-            super().__setitem__(key, value)
-
-
-@cache
-def has_saved(node_type: Any, names: tuple[str, ...]) -> bool:
-    """True if nodes of a type show these saved values, as ``_saved_<name>``.
-
-    Where one is gone, the gradients of such nodes are all computed in B.
-    """
-    return all(hasattr(node_type, f"_saved_{name}") for name in names)
-
-
-def can_read_saved(node: Any, name: str) -> bool:
-    """True if a saved tensor of a node may be read once more than autograd does.
-
-    A tensor that no hook has packed can be read at any time. One that activation
-    checkpointing has packed is recomputed when it is first read, and refused when it is
-    read again, though it is still there: it lives as long as its node. We lift the
-    refusal; the recompute still happens once. Other hooks (offloading, say) are left
-    alone.
-
-    Seen in torch 2.13. Where a name is gone, the answer is no, and the gradients of
-    the node are all computed in B.
-    """
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is None or not hasattr(raw, "unpack_hook"):
-        return False
-    if raw.unpack_hook is None:
-        return True
-    holder = raw.data
-    holder_type = getattr(torch.utils.checkpoint, "_Holder", None)
-    if holder_type is None or type(holder) is not holder_type:
-        return False
-    handles = getattr(holder, "handles", None)
-    if type(handles) is dict:
-        holder.handles = _Handles(handles)
-        return True
-    return type(handles) is _Handles
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -128,37 +66,6 @@ def outside_fake_mode() -> AbstractContextManager[object]:
     module = sys.modules.get("torch._subclasses.fake_tensor")
     unset = getattr(module, "unset_fake_temporarily", None)
     return nullcontext() if unset is None else unset()
-
-
-def hooks_made() -> int | None:
-    """Count the removable hooks registered in this process so far, of any kind.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, None: nodes are then examined.
-    """
-    return getattr(RemovableHandle, "next_id", None)
-
-
-def nodes_made() -> int:
-    """Return the sequence number of the next node that this thread makes.
-
-    Seen in torch 2.13. Where the name is gone, a number above those of all nodes.
-    """
-    count = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return sys.maxsize if count is None else int(count())
-
-
-def is_multi_grad_hook(hook: Any) -> bool:
-    """True for the parts of a `register_multi_grad_hook`, which counts gradients.
-
-    Seen in torch 2.9 to 2.13. Where the names differ, such a hook is not recognised,
-    and fires once in B and once in W.
-    """
-    code = getattr(hook, "__code__", None)
-    return (
-        code is not None
-        and code.co_filename == torch.autograd.graph.__file__
-        and code.co_qualname.startswith("register_multi_grad_hook")
-    )
 
 
 def container_functions(

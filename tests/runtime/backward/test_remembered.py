@@ -1,0 +1,176 @@
+"""Plans of graphs that were seen before: used where all is alike, and only there."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, save_on_cpu
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from zbpp.runtime.backward import remembered
+from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward.split import SplitGraph
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each graph that was planned anew."""
+    found: list[int] = []
+
+    def plan(*args: Any) -> Any:
+        found.append(1)
+        return original(*args)
+
+    original = remembered.plan_split
+    monkeypatch.setattr(remembered, "plan_split", plan)
+    return found
+
+
+class Net(nn.Module):
+    """Two products of one shape, in an order that may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm, self.other_norm = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.way: Callable[[Net, Tensor], Tensor] = plain
+        self.fired: list[str] = []
+        self.hooked: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+
+def plain(net: Net, x: Tensor) -> Tensor:
+    return net.norm(net.b(net.a(x).tanh()))
+
+
+def swapped(net: Net, x: Tensor) -> Tensor:
+    return net.norm(net.a(net.b(x).tanh()))
+
+
+def another_norm(net: Net, x: Tensor) -> Tensor:
+    return net.other_norm(net.b(net.a(x).tanh()))
+
+
+def used_twice(net: Net, x: Tensor) -> Tensor:
+    return net.norm(linear(net.b(x).tanh(), net.b.weight, net.a.bias))
+
+
+def through_a_clone(net: Net, x: Tensor) -> Tensor:
+    weight = net.a.weight + 0
+    return net.norm(net.b(linear(x, weight, net.a.bias).tanh()))
+
+
+def packed(net: Net, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return plain(net, x)
+
+
+def checkpointed(net: Net, x: Tensor) -> Tensor:
+    return checkpoint(plain, net, x, use_reentrant=False)
+
+
+def frozen(net: Net, x: Tensor) -> Tensor:
+    y = plain(net, x)
+    net.a.weight.requires_grad_(False)
+    net.norm.weight.requires_grad_(False)
+    return y
+
+
+def hooked(net: Net, x: Tensor) -> Tensor:
+    if net.hooked is None:
+        net.hooked = net.a.weight.register_hook(lambda gradient: gradient * 3)
+    return plain(net, x)
+
+
+def hooked_node(net: Net, x: Tensor) -> Tensor:
+    if net.hooked is None:
+        net.hooked = get_gradient_edge(net.norm.bias).node
+        net.hooked.register_hook(lambda *_: net.fired.append("bias"))
+    return plain(net, x)
+
+
+def run(net: Net, x: Tensor, plans: PlanMemory | None) -> Tensor | None:
+    x = x.clone().requires_grad_()
+    y = net(x)
+    if plans is None:
+        y.backward(torch.ones_like(y))
+        return x.grad
+    graph = SplitGraph([y], [x], plans=plans)
+    (dx,) = graph.backward_input(torch.ones_like(y))
+    graph.backward_weight()
+    return dx
+
+
+def same(net: Net, other: Net) -> bool:
+    pairs = zip(net.parameters(), other.parameters(), strict=True)
+    return all(
+        (p.grad is None and q.grad is None)
+        or (
+            p.grad is not None
+            and q.grad is not None
+            and torch.equal(p.grad, q.grad)
+            and p.grad.stride() == q.grad.stride()
+        )
+        for p, q in pairs
+    )
+
+
+@pytest.mark.parametrize(
+    ("way", "n_planned"),
+    [
+        *((plain, 1), (checkpointed, 1)),  # the second one by hooks, as ever
+        *((way, 2) for way in (swapped, another_norm, used_twice, through_a_clone)),
+        *((way, 2) for way in (packed, frozen, hooked, hooked_node)),
+    ],
+)
+def test_a_plan_serves_where_all_is_alike(
+    planned: list[int], way: Any, n_planned: int
+) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    other, plans = copy.deepcopy(net), PlanMemory()
+    for turn in range(5):
+        net.way = other.way = plain if turn < 2 else way
+        x = torch.randn(3, 4)
+        dx, other_dx = run(net, x, plans), run(other, x, None)
+        assert dx is not None and other_dx is not None and torch.equal(dx, other_dx)
+        assert same(net, other) and net.fired == other.fired
+        assert turn > 2 or len(planned) == (1 if turn < 2 else n_planned)
+
+
+def test_leaves_have_to_be_compared() -> None:
+    """The negative control: the plan of another graph asks for another's leaves."""
+    net = Net()
+    other, plans = copy.deepcopy(net), PlanMemory()
+    x = torch.randn(3, 4)
+    for way in (plain, another_norm):
+        net.way = other.way = way
+        run(net, x, plans)
+        run(other, x, None)
+        plans._trails[0]._leaves.clear()
+    assert not same(net, other)
+
+
+def test_a_function_of_python_s_is_left_to_hooks() -> None:
+    """It may run a backward of its own, or ask which kind of backward it is in."""
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return dy
+
+    net, plans = Net(), PlanMemory()
+    run(net, torch.randn(3, 4), plans)
+    net.way = lambda net, x: plain(net, Identity.apply(x))  # type: ignore[no-untyped-call]
+    run(net, torch.randn(3, 4), plans)
+    assert [trail._returns for trail in plans._trails] == [False, True]

@@ -1,0 +1,149 @@
+"""Names of graphs and their nodes which torch does not document; see `torch_internals`.
+
+Each has a fallback, so that a torch without the name is slower, not wrong.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.autograd.graph
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+__all__ = [
+    "accumulates",
+    "can_read_saved",
+    "has_saved",
+    "hooks_made",
+    "is_built_in",
+    "is_multi_grad_hook",
+    "is_packed",
+    "nodes_made",
+    "returned_gradients",
+]
+
+
+def accumulates() -> bool:
+    """True if the backward that runs now is for all leaves, not ``autograd.grad``.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, the answer is yes; torch's
+    pipeline, which infers shapes by ``autograd.grad``, then adds that gradient too.
+    """
+    is_for_all = getattr(torch.autograd, "_is_checkpoint_valid", None)
+    return is_for_all is None or bool(is_for_all())
+
+
+class _Handles(dict[Any, Any]):
+    """Keeps the handle of a recomputed tensor where checkpoint would strike it out."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if value is not None:
+            super().__setitem__(key, value)
+
+
+@cache
+def has_saved(node_type: Any, names: tuple[str, ...]) -> bool:
+    """True if nodes of a type show these saved values, as ``_saved_<name>``.
+
+    Where one is gone, the gradients of such nodes are all computed in B.
+    """
+    return all(hasattr(node_type, f"_saved_{name}") for name in names)
+
+
+def can_read_saved(node: Any, name: str) -> bool:
+    """True if a saved tensor of a node may be read once more than autograd does.
+
+    A tensor that no hook has packed can be read at any time. One that activation
+    checkpointing has packed is recomputed when it is first read, and refused when it is
+    read again, though it is still there: it lives as long as its node. We lift the
+    refusal; the recompute still happens once. Other hooks (offloading, say) are left
+    alone.
+
+    Seen in torch 2.13. Where a name is gone, the answer is no, and the gradients of
+    the node are all computed in B.
+    """
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is None or not hasattr(raw, "unpack_hook"):
+        return False
+    if raw.unpack_hook is None:
+        return True
+    holder = raw.data
+    holder_type = getattr(torch.utils.checkpoint, "_Holder", None)
+    if holder_type is None or type(holder) is not holder_type:
+        return False
+    handles = getattr(holder, "handles", None)
+    if type(handles) is dict:
+        holder.handles = _Handles(handles)
+        return True
+    return type(handles) is _Handles
+
+
+def is_packed(node: Any, name: str) -> bool:
+    """True if a hook has packed a saved tensor of a node; see `can_read_saved`."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    return raw is None or getattr(raw, "unpack_hook", raw) is not None
+
+
+def is_built_in(node: Any) -> bool:
+    """True if a node is torch's own: it cannot ask which kind of backward runs.
+
+    Seen in torch 2.9 to 2.13. Elsewhere the answer may be no for all nodes.
+    """
+    kind = type(node)
+    return kind.__module__ == "builtins" and kind.__name__ != "CppFunction"
+
+
+def returned_gradients(
+    ends: Sequence[Any], gradients: Sequence[Tensor | None], wanted: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` for ends and wanted edges that are known to be right.
+
+    Without its checks, which take as long as two small nodes. Seen in torch 2.13; where
+    the name is gone, or a gradient is left to torch, the checks are made.
+    """
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None or any(dy is None for dy in gradients):
+        return torch.autograd.grad(
+            ends, wanted, grad_outputs=gradients, allow_unused=True
+        )
+    found: tuple[Tensor | None, ...] = run(
+        *(tuple(ends), tuple(gradients), False, False, tuple(wanted)),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+def hooks_made() -> int | None:
+    """Count the removable hooks registered in this process so far, of any kind.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, None: nodes are then examined.
+    """
+    return getattr(RemovableHandle, "next_id", None)
+
+
+def nodes_made() -> int:
+    """Return the sequence number of the next node that this thread makes.
+
+    Seen in torch 2.13. Where the name is gone, a number above those of all nodes.
+    """
+    count = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return sys.maxsize if count is None else int(count())
+
+
+def is_multi_grad_hook(hook: Any) -> bool:
+    """True for the parts of a `register_multi_grad_hook`, which counts gradients.
+
+    Seen in torch 2.9 to 2.13. Where the names differ, such a hook is not recognised,
+    and fires once in B and once in W.
+    """
+    code = getattr(hook, "__code__", None)
+    return (
+        code is not None
+        and code.co_filename == torch.autograd.graph.__file__
+        and code.co_qualname.startswith("register_multi_grad_hook")
+    )
