@@ -114,6 +114,7 @@ def bench_sleeping(folder: str) -> int:
     return run_bench(request(folder, names, emulate=file, steps=1))
 
 
+@pytest.mark.slow
 def test_layers_sleep_for_all_contenders(pool: Pool, tmp_path) -> None:
     """A step takes no less than its jobs; the control is an order without bubbles."""
     (tmp_path / "costs.json").write_text(json.dumps({"f": 4, "b": 4, "w": 4}))

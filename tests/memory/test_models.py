@@ -1,7 +1,10 @@
 """Models of transformers: estimated as layers, with dict batches and tied weights."""
 
+import copy
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +66,24 @@ def test_a_tied_weight_counts_once_for_each_stage_that_holds_it() -> None:
     assert sum(stage.parameters for stage in both_ends) == whole
     apart = stages(model, "ZBH1")
     assert sum(stage.parameters for stage in apart) == whole + tied
+
+
+def test_copies_of_fake_modules_share_their_mode(monkeypatch) -> None:
+    """Copied together with its tensors, a mode has corrupted the process's memory."""
+    copies: list[nn.Module] = []
+
+    def copied(module: nn.Module) -> nn.Module:
+        copies.append(copy.deepcopy(module))
+        return copies[-1]
+
+    cutting = sys.modules["zbpp.models.cut"]
+    monkeypatch.setattr(cutting, "copy", SimpleNamespace(deepcopy=copied))
+    mode = fake_mode()
+    with building(mode):
+        layered = layered_of(made({**LLAMA, "num_hidden_layers": 2}))
+        layered.build(range(layered.n_layers))
+    held = [buffer for module in copies for buffer in module.buffers()]
+    assert held and all(buffer.fake_mode is mode for buffer in held)
 
 
 @pytest.mark.slow

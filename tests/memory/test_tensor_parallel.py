@@ -88,6 +88,7 @@ def worst_of(found: dict[str, Any]) -> float:
     return max(*errors, *(abs(a / b - 1) for a, b in found.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_shards_take_what_the_allocator_says(pool: Pool) -> None:
     for found in pool.run(compared, 2, ""):

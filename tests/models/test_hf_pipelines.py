@@ -198,7 +198,8 @@ def test_two_processes_find_the_same_gradients(pool: Pool):
 
 
 @pytest.mark.parametrize(
-    ("family", "is_made"), [pytest.param("gpt2", True, marks=SLOW), ("llama", False)]
+    ("family", "is_made"),
+    [pytest.param("gpt2", True, marks=SLOW), pytest.param("llama", False, marks=SLOW)],
 )
 def test_an_example_gives_memory_and_a_split(family, is_made):
     with torch.device("cpu" if is_made else "meta"):

@@ -30,7 +30,9 @@ def pick(costs: LayerCosts, p: int = 4, m: int = 8, **more: object) -> Choice:
     return choose(costs, n_stages=p, n_microbatches=m, **more)
 
 
-@pytest.mark.parametrize("limit", [None, 30 * GIB])
+@pytest.mark.parametrize(
+    "limit", [pytest.param(None, marks=pytest.mark.slow), 30 * GIB]
+)
 def test_no_mode_is_better_than_what_is_chosen(limit) -> None:
     costs = layers(limit=limit)
     found = pick(costs)

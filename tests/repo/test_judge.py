@@ -151,6 +151,7 @@ def test_judge_refuses_plans_that_look_past_the_true_memory():
             JUDGE.judge(file, {"memory_limit": 3, key: 2.5})
 
 
+@pytest.mark.slow
 def test_random_cases_of_the_benchmark_are_planned(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = load("planner_random")

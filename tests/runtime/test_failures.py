@@ -156,14 +156,8 @@ def test_a_stopped_worker(run: Callable[..., Run]) -> None:
     assert_gone(everyone)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        signal.SIGKILL,
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_launcher(
     run: Callable[..., Run], number: signal.Signals
 ) -> None:

@@ -232,6 +232,7 @@ def test_two_processes_train_the_same(train, tmp_path):
     assert read(metrics) == train()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_torchrun_trains_the_same(train, tmp_path):
     metrics = tmp_path / "torchrun.jsonl"

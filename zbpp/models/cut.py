@@ -24,7 +24,7 @@ from zbpp.models.parts import OWN, BackLayer, BlockLayer, FrontLayer, Owned
 from zbpp.models.recorded import Collector
 from zbpp.models.stand_ins import meta_twin
 from zbpp.models.weights import Weights
-from zbpp.runtime.support.torch_internals import outside_fake_mode
+from zbpp.runtime.support.torch_internals import copying
 
 __all__ = ["CutModel", "cut_module"]
 
@@ -209,7 +209,7 @@ class CutModel:
         """A copy of a module without parameters, which every layer may have."""
         if self.weights is not None:
             return self.weights.make(name, module).eval()
-        with outside_fake_mode():
+        with copying((*module.parameters(), *module.buffers())):
             return copy.deepcopy(module).eval()
 
 

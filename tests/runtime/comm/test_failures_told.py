@@ -98,9 +98,8 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("n", "culprit"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "culprit"), [(2, 1), (4, 2)])
 def test_an_exception_in_a_layer(tmp_path: Path, n: int, culprit: int) -> None:
     words = run_by_hand(write_script(tmp_path, NO_GOOD, culprit), n)
     first = f"rank {culprit} failed first, in {culprit}F0: ValueError: no good"

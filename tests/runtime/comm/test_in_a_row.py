@@ -56,7 +56,7 @@ def run_world(port: int | None, closed: bool) -> Losses:
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
-@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("store", ["file", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_pipelines_in_a_row(pool: Pool, store: str, closed: bool) -> None:
     port = free_port() if store == "tcp" else None
     assert pool.run(run_world, 2, port, closed) == [expected()] * 2
@@ -97,7 +97,10 @@ def run_beside_each_other(own_channels: bool) -> tuple[Losses, int]:
         channels.has_tags = has_tags
 
 
-@pytest.mark.parametrize(("own_channels", "n_groups"), [(False, 1), (True, 3)])
+@pytest.mark.parametrize(
+    ("own_channels", "n_groups"),
+    [pytest.param(False, 1, marks=pytest.mark.slow), (True, 3)],
+)
 def test_pipelines_beside_each_other(
     pool: Pool, own_channels: bool, n_groups: int
 ) -> None:

@@ -29,7 +29,9 @@ def check(seeds: range) -> int:
     return rollbacks
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 40))]
+)
 def test_random_histories(first: int) -> None:
     assert check(range(first, first + 20)) > 20
 

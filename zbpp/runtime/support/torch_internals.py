@@ -7,7 +7,7 @@ slower, not wrong.
 import importlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ except ImportError:
 __all__ = [
     "compiled",
     "container_functions",
+    "copying",
     "data_parallel",
     "has_plain_step",
     "has_step_hooks",
@@ -66,6 +67,25 @@ def outside_fake_mode() -> AbstractContextManager[object]:
     module = sys.modules.get("torch._subclasses.fake_tensor")
     unset = getattr(module, "unset_fake_temporarily", None)
     return nullcontext() if unset is None else unset()
+
+
+def copying(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Within this, a deep copy has fake tensors for fake ones, and real for real.
+
+    By itself torch copies a fake tensor together with its mode, and memory is corrupted
+    then; its mode for copies makes new fakes of the old mode. Seen in torch 2.13.
+
+    Args:
+        tensors: of what is copied.
+    """
+    modes = (getattr(tensor, "fake_mode", None) for tensor in tensors)
+    mode = next((mode for mode in modes if mode is not None), None)
+    if mode is None:
+        return outside_fake_mode()
+    made: AbstractContextManager[object] = sys.modules[
+        "torch._subclasses.fake_tensor"
+    ].FakeCopyMode(mode)
+    return made
 
 
 def container_functions(

@@ -133,6 +133,7 @@ def noting(efforts: list[str], *args: Any) -> Schedule:
     return planner(*args)
 
 
+@pytest.mark.slow
 def test_seconds_of_best_are_spent_on_plans_of_what_is_chosen() -> None:
     layers, placement, efforts = paper(2, 2, 1, 1.0), Placement.wave(2, 2), []
     found = plan_recompute(
