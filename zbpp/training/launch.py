@@ -33,7 +33,7 @@ from zbpp.core import RequestError, WorkerError
 from zbpp.runtime.comm.process_group import initialise, own_device, use_loopback
 from zbpp.runtime.support.errors import PeerError
 
-__all__ = ["fail", "launch"]
+__all__ = ["error_that_came_first", "fail", "launch"]
 
 _PATIENCE_S = 0.3  # how long a victim's report waits for that of the cause
 
@@ -195,12 +195,15 @@ def fail(error: BaseException, *, rank: int, reports: Path | None = None) -> NoR
         rank: of this process.
         reports: the launcher's folder; None (torchrun): tell on stderr.
     """
-    message = " ".join([f"{type(error).__name__}: {error}", *_notes(error)])
-    request = isinstance(error, RequestError)
-    if request or isinstance(error, PeerError):
-        message = str(error)
+    first = error_that_came_first(error)
+    message = " ".join([f"{type(first).__name__}: {first}", *_notes(first)])
+    request = isinstance(first, RequestError)
+    if request or isinstance(first, PeerError):
+        message = str(first)
+    if first is not error:
+        message += f"; and then {type(error).__name__}: {error}"
     if reports is None:
-        if not request and not isinstance(error, PeerError):
+        if not request and not isinstance(first, PeerError):
             traceback.print_exception(error)
         print(f"zbpp: rank {rank}: {message}", file=sys.stderr)
     else:
@@ -209,7 +212,7 @@ def fail(error: BaseException, *, rank: int, reports: Path | None = None) -> NoR
             (reports / f"rank{rank}.txt").write_text(text)
         report = {
             "rank": rank,
-            "kind": type(error).__name__,
+            "kind": type(first).__name__,
             "request": request,
             "message": message,
             "time": time.time(),
@@ -220,6 +223,15 @@ def fail(error: BaseException, *, rank: int, reports: Path | None = None) -> NoR
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(2 if request else 1)
+
+
+def error_that_came_first(error: BaseException) -> BaseException:
+    """Return the error that others came after, while it was handled."""
+    last: BaseException = error
+    while last.__cause__ is not None:
+        last = last.__cause__
+    before = None if last.__suppress_context__ else last.__context__
+    return error if before is None else error_that_came_first(before)
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -12,6 +12,7 @@ stages may share a GPU). With NCCL each channel has a communicator of its own.
 All groups are this pipeline's own: others may run beside it or after it.
 """
 
+import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,6 +38,10 @@ from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = ["DistributedTransport"]
+
+_SUM_PATIENCE_S = 10.0  # before others are told: for the end of their last step
+_SUM_POLL_S = 0.01
+_NOTHING_COMES_S = 0.05  # once the connections are broken
 
 
 class DistributedTransport(Messages):
@@ -91,6 +96,7 @@ class DistributedTransport(Messages):
         self._notes = FailureNotes(store, stage, ranks)
         self.doing = "the start"
         self._has_failed = False
+        self._sum: PendingSum | None = None
         on = device if nccl else torch.device("cpu")
         super().__init__(
             Wire(stage, channels, on, waits, self._lost),
@@ -115,7 +121,9 @@ class DistributedTransport(Messages):
     def _lost(self, what: str, peer: int | None, error: RuntimeError) -> PeerError:
         who = "the other stages" if peer is None else f"stage {peer}"
         why = "the connection broke"
-        if "imed out" in str(error) or "imeout" in str(error):
+        if self._has_failed:
+            why = "the connections were given up after the first failure"
+        elif "imed out" in str(error) or "imeout" in str(error):
             why = f"no answer in {self._waits.timeout_s:g} s"
         if not self._has_failed and (first := self._notes.explain(peer, self.doing)):
             why += f"; {first}"
@@ -135,11 +143,22 @@ class DistributedTransport(Messages):
         if ends:
             if first:
                 error.add_note(first)
+            self._end_sum()
             self._cut_off()
+
+    def _end_sum(self) -> None:
+        """Let the sum of the step that has ended come: the caller may want its state.
+
+        The other stages begin it without anything more from this one.
+        """
+        deadline = time.monotonic() + min(_SUM_PATIENCE_S, self._waits.timeout_s)
+        while self._sum and not self._sum.done() and time.monotonic() < deadline:
+            time.sleep(_SUM_POLL_S)
 
     def _cut_off(self) -> None:
         if not self._has_failed and not self._nccl:
             break_connections(self._all)
+            self._waits.timeout_s = _NOTHING_COMES_S
         self._has_failed = True
 
     def reduce(self, vector: Tensor) -> PendingSum:
@@ -149,7 +168,8 @@ class DistributedTransport(Messages):
             work = self._all.allreduce([vector])
         except RuntimeError as error:
             raise self._lost("could not begin a sum with", None, error) from error
-        return PendingSum(vector, work, self._waits.finish)
+        self._sum = PendingSum(vector, work, self._waits.finish)
+        return self._sum
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""
