@@ -1,4 +1,9 @@
-"""A GPU's stream that runs behind the host, with events as `torch.cuda.Event` has."""
+"""A GPU's streams, which run behind the host, with events as `torch.cuda.Event` has."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
 
 
 class FakeStream:
@@ -17,6 +22,11 @@ class FakeStream:
 
     def event(self) -> "FakeEvent":
         return FakeEvent(self)
+
+    def recorded(self) -> "FakeEvent":
+        event = self.event()
+        event.record()
+        return event
 
 
 class FakeEvent:
@@ -41,3 +51,65 @@ class FakeEvent:
         assert self.query() and end_event.query(), "torch raises here"
         assert self._time_s is not None and end_event._time_s is not None
         return (end_event._time_s - self._time_s) * 1e3
+
+
+class FakeStageStream:
+    """As `StageStream`: notes who is current, and what is taken over from whom."""
+
+    current: int | None = None
+
+    def __init__(self, stage: int, log: list[tuple[object, ...]]) -> None:
+        self.stage = stage
+        self.log = log
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        assert FakeStageStream.current is None, "one stage runs within another"
+        FakeStageStream.current = self.stage
+        try:
+            yield
+        finally:
+            FakeStageStream.current = None
+
+    def fork(self) -> None:
+        self.log.append(("fork", self.stage))
+
+    def join(self) -> None:
+        self.log.append(("join", self.stage))
+
+    def mark(self) -> int:
+        assert FakeStageStream.current == self.stage, "marked elsewhere"
+        return self.stage
+
+    def take_over(self, tensors: Iterable[Tensor], event: int) -> None:
+        assert FakeStageStream.current == self.stage, "taken over elsewhere"
+        self.log.append(("take", event, self.stage, len(list(tensors))))
+
+
+class FakeUploadStream:
+    """As `UploadStream`: notes copies, waits, and what is handed over."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.n_held = self.most_held = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        self.log.append(("copy", int(tensor.flatten()[0])))
+        self.n_held += 1
+        self.most_held = max(self.most_held, self.n_held)
+        return tensor.clone()
+
+    def event(self) -> "FakeCopyEvent":
+        return FakeCopyEvent(self, self.log[-1][1])
+
+    def hand_over(self, tensor: Tensor) -> None:
+        self.log.append(("take", int(tensor.flatten()[0])))
+        self.n_held -= 1
+
+
+class FakeCopyEvent:
+    def __init__(self, stream: FakeUploadStream, after: int) -> None:
+        self._stream, self._after = stream, after
+
+    def wait(self) -> None:
+        self._stream.log.append(("wait", self._after))

@@ -7,7 +7,6 @@
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,7 +24,7 @@ from zbpp.bench.request import BenchRequest
 from zbpp.bench.results import write_results
 from zbpp.bench.turns import Turn, take_turn
 from zbpp.core import RequestError, Schedule
-from zbpp.runtime.comm.process_group import initialise, own_device
+from zbpp.runtime.comm.process_group import asked_device, initialise
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = ["run_bench"]
@@ -40,7 +39,7 @@ def run_bench(request: BenchRequest) -> int:
     Raises:
         RequestError: a contender cannot run.
     """
-    device = _device(request)
+    device = asked_device("cpu" if request.emulate is not None else request.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as in training: the processes share the cores
     initialise(device, timeout_s=10 * request.timeout_s)
@@ -74,17 +73,6 @@ def run_bench(request: BenchRequest) -> int:
     if dist.get_rank() == 0:
         write_results(field, outcomes)
     return int(any(one.is_wrong(request.tolerance) for one in outcomes))
-
-
-def _device(request: BenchRequest) -> torch.device:
-    if request.device == "auto" and request.emulate is None:
-        return own_device()
-    if request.device != "cuda":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RequestError("--device cuda: torch finds no GPU; see `zbpp doctor`")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", local % torch.cuda.device_count())
 
 
 def _batch(request: BenchRequest) -> StepBatch:

@@ -111,6 +111,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
             does; then all modes agree to the last bit. False adds them as they come,
             within the matrix products: a few per cent faster, with less memory.
+        stage_streams: where all stages are in this process, on one GPU: let them
+            compute side by side, each on a stream of its own.
         group: processes of the pipeline, by stage; None: all.
         timeout_s: how long a stage waits for another before it gives up.
         first_timeout_s: the same in the first step; None: ten times as long.
@@ -149,6 +151,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         seed: int | None = None,
         first_step: int = 0,
         exact_sums: bool = True,
+        stage_streams: bool = False,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 60.0,
         first_timeout_s: float | None = None,
@@ -216,6 +219,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         self._options = options = StageOptions(
             *(loss_fn, optimizer, rules, self.device, autocast, seed, exact_sums),
             recompute=recomputed_layers(self.schedule, self.split),
+            stage_streams=stage_streams,
         )
         self._executors = build_executors(
             model_to_build(model, self.layered),

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from zbpp.core.measured import robust_mean
-from zbpp.runtime.job_times import Event, JobTimes
+from zbpp.runtime.job_times import JobTimes
+from zbpp.runtime.support.streams import Event
 
 __all__ = ["Spread", "Stopwatch", "spread"]
 

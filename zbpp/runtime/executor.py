@@ -27,6 +27,7 @@ from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.fault_injection import requested_fault
+from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.support.torch_internals import profiling
 
 __all__ = ["Executor", "drive"]
@@ -57,6 +58,8 @@ class Executor(StageParts):
         super().__init__(stage, transport, optimizer, stage_of)
         self.opening = Opening(1)
         """Of the step that begins next."""
+        self.stream: StageStream | None = None
+        """Computes this stage, where several share a GPU and each has its own."""
         self._rank = rank
         self._fault = requested_fault()
         self._bound: dict[bool, BoundProgram] = {}  # by whether it trains
@@ -206,9 +209,23 @@ def drive(
     running = []
     for stage, executor in executors.items():
         executor.transport.begin(executor.opening if training else None)
-        running.append(executor.run(programs[stage], training=training))
+        run = executor.run(programs[stage], training=training)
+        running.append((run, executor.stream))
+    streams = [stream for _, stream in running if stream is not None]
+    for stream in streams:
+        stream.fork()
     while running:
-        running = [run for run in running if next(run, _DONE) is not _DONE]
+        running = [one for one in running if _goes_on(*one)]
+    for stream in streams:
+        stream.join()
+
+
+def _goes_on(run: Iterator[None], stream: StageStream | None) -> bool:
+    """Run a program as far as it can go; return whether anything is left of it."""
+    if stream is None:
+        return next(run, _DONE) is not _DONE
+    with stream.running():
+        return next(run, _DONE) is not _DONE
 
 
 _DONE = object()

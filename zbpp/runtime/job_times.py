@@ -13,31 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from zbpp.core import Job, Slot
+from zbpp.runtime.support.streams import Event, MakeEvent, timed_event
 
-__all__ = ["Event", "JobTimes"]
+__all__ = ["JobTimes"]
 
 _WINDOW = 10
-
-
-class Event(Protocol):
-    """The part of `torch.cuda.Event` that is used here."""
-
-    def record(self) -> None:
-        """Enter the current stream."""
-
-    def query(self) -> bool:
-        """True if the stream has passed it."""
-
-    def synchronize(self) -> None:
-        """Wait until the stream has passed it."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds to a later event; both must have been passed."""
 
 
 Mark = tuple[Job, Any, Any]
@@ -57,11 +42,11 @@ class JobTimes:
         self,
         device: torch.device,
         *,
-        make_event: Callable[[], Event] | None = None,
+        make_event: MakeEvent | None = None,
         window: int = _WINDOW,
     ) -> None:
         if make_event is None and device.type == "cuda":
-            make_event = _cuda_event
+            make_event = timed_event
         self._make_event = make_event
         self.now: Callable[[], Any] = time.perf_counter
         """Note the present: a number on CPUs."""
@@ -162,8 +147,3 @@ def _read(base: _Base | None, marks: list[Mark]) -> list[Slot]:
         )
         for job, start, end in marks
     ]
-
-
-def _cuda_event() -> Event:
-    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 from zbpp.runtime.microbatches import shares
-from zbpp.runtime.support.pytree import map_tensors, tensors_in
+from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.support.streams import sent_ahead
+from zbpp.runtime.uploads import Uploads
 
 __all__ = ["Loss", "LossFn"]
 
@@ -25,12 +27,14 @@ class Loss:
 
     Args:
         loss_fn: see `LossFn`.
-        device: where targets are moved to.
+        device: where it computes.
+        uploads: move targets there.
     """
 
-    def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
+    def __init__(self, loss_fn: LossFn, device: torch.device, uploads: Uploads) -> None:
         self._loss_fn = loss_fn
         self._device = device
+        self._uploads = uploads
         self.begin(None, None, n_microbatches=1)
 
     def begin(
@@ -48,6 +52,7 @@ class Loss:
             n_microbatches: their number.
         """
         self.targets = targets
+        self._uploads.begin(targets)
         self._n_microbatches = n_microbatches
         self._weights = weights
         self._shares = None if weights is None else shares(weights)
@@ -61,11 +66,9 @@ class Loss:
         """
         assert self.targets is not None
         if self._weights is not None and self._weights[microbatch] == 0:
-            loss = _nothing(outputs)
+            loss = _nothing(outputs, self._device)
         else:
-            device = self._device
-            target = map_tensors(self.targets[microbatch], lambda t: t.to(device))
-            loss = self._loss_fn(outputs, target)
+            loss = self._loss_fn(outputs, self._uploads.take(microbatch))
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise RequestError(
                 "loss_fn must return a scalar tensor, the mean over a micro-batch"
@@ -85,17 +88,15 @@ class Loss:
 
         All zero where there is no loss.
         """
-        table = torch.zeros(
-            2, self._n_microbatches, dtype=torch.float64, device=self._device
-        )
-        weights = self._weights or [1.0] * self._n_microbatches
-        for microbatch, loss in self.values.items():
-            table[0, microbatch] = loss
-            table[1, microbatch] = weights[microbatch]
-        return table
+        n = self._n_microbatches
+        if not self.values:
+            return torch.zeros(2, n, dtype=torch.float64, device=self._device)
+        losses = torch.stack([self.values[i] for i in range(n)]).double()
+        weights = torch.tensor(self._weights or [1.0] * n, dtype=torch.float64)
+        return torch.stack([losses.to(self._device), sent_ahead(weights, self._device)])
 
 
-def _nothing(outputs: object) -> Tensor:
+def _nothing(outputs: object, device: torch.device) -> Tensor:
     """A loss of 0 whose gradients are 0, whatever the outputs are."""
     ends = [x for x in tensors_in(outputs) if x.requires_grad]
-    return sum((x.reshape(-1)[:0].sum() for x in ends), torch.zeros(()))
+    return sum((x.reshape(-1)[:0].sum() for x in ends), torch.zeros((), device=device))

@@ -28,6 +28,7 @@ from zbpp.runtime.loss import Loss, LossFn
 from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.random_state import seed_torch
 from zbpp.runtime.ties.stage import StageTies
+from zbpp.runtime.uploads import uploads_to
 from zbpp.runtime.values import Nested, Tensors, as_value, detached, with_tensors
 
 __all__ = ["LossFn", "Stage"]
@@ -78,7 +79,8 @@ class Stage:
             for index, layer in chunk.numbered():
                 check_module(layer, f"layers.{index}")
         self._last = n_chunks - 1
-        self.loss = Loss(loss_fn, device)
+        self._uploads, targets = uploads_to(device)
+        self.loss = Loss(loss_fn, device, targets)
         self.device = device
         self._computes: Callable[[], AbstractContextManager[object]] = nullcontext
         if autocast is not None:
@@ -141,6 +143,7 @@ class Stage:
         self.ties.refresh()
         self.step = step
         self.inputs = inputs
+        self._uploads.begin(inputs)
         self.loss.begin(targets, weights, n_microbatches=n_microbatches)
         self.outputs: dict[int, Tensors] | None = {} if keeps_outputs else None
         self.n_microbatches = n_microbatches
@@ -195,9 +198,7 @@ class Stage:
         Returns:
             The outputs, detached; those that need a gradient say so.
         """
-        if inputs is not None:
-            inputs = detached(inputs)
-        read = taken = self._take(microbatch, inputs)
+        read = taken = self._take(microbatch, inputs and detached(inputs))
         if chunk in self._changes_inputs or self._computes is not nullcontext:
             # autocast casts a leaf once for all its uses, whose gradients would then
             # be added in 16 bits; in the whole model it is no leaf
@@ -272,11 +273,7 @@ class Stage:
         return [part[microbatch] for reads, part in own if reads and part is not None]
 
     def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
-        if inputs is not None:
-            return inputs
-        assert self.inputs is not None, "this stage needs the step's inputs"
-        own = self.inputs[microbatch]
-        return with_tensors(own, (x.to(self.device) for x in own))
+        return self._uploads.take(microbatch) if inputs is None else inputs
 
     def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
         value: object = as_value(inputs)

@@ -32,6 +32,7 @@ __all__ = [
     "described",
     "detached",
     "filled",
+    "mapped",
     "nested",
     "omitted",
     "origins_in",
@@ -98,6 +99,11 @@ def with_tensors(tensors: Tensors, others: Iterable[Tensor]) -> Tensors:
     if isinstance(tensors, Nested):
         return nested(others, tensors.structure)
     return tuple(others)
+
+
+def mapped(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
+    """Return the same value with a function of each of its tensors."""
+    return with_tensors(tensors, map(function, tensors))
 
 
 def nested(tensors: Iterable[Tensor], structure: str) -> Nested:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from zbpp.core import RequestError, WorkerError
-from zbpp.runtime.comm.process_group import initialise, own_device, use_loopback
+from zbpp.runtime.comm.process_group import asked_device, initialise, use_loopback
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = ["error_that_came_first", "fail", "launch"]
@@ -177,7 +177,7 @@ def _work(
     use_loopback()
     torch.set_num_threads(1)
     try:
-        place = own_device() if device == "auto" else torch.device(device)
+        place = asked_device(device)
         file = str(Path(reports) / "store")
         store = dist.FileStore(file, n_processes)  # type: ignore[attr-defined]
         initialise(place, timeout_s=timeout_s, store=store)

@@ -21,7 +21,7 @@ from zbpp.modes import is_auto, is_file, plan
 from zbpp.planning.layer_plans import plan_layers, recomputed_of
 from zbpp.planning.recompute_plans import plan_recomputed
 from zbpp.planning.resolve_layers import check_unit
-from zbpp.runtime.comm.process_group import own_device
+from zbpp.runtime.comm.process_group import asked_device
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import HF, Train
@@ -169,23 +169,14 @@ def measures_first(options: Train) -> bool:
 def device_of(options: Train) -> torch.device | None:
     """Where this process computes; None: its own GPU if all have one, else the CPU.
 
-    With ``cuda`` and too few GPUs, processes share them: slow, but a way to test.
-
     Raises:
         RequestError: there is no GPU, or torch is built without CUDA.
     """
-    if options.device == "auto":
-        return None
-    if options.device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RequestError("--device cuda: torch finds no GPU; see `zbpp doctor`")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", local % torch.cuda.device_count())
+    return None if options.device == "auto" else asked_device(options.device)
 
 
 def _check_dtype(options: Train) -> None:
-    device = device_of(options) or own_device()
+    device = asked_device(options.device)
     if options.dtype != "fp16":
         return
     try:

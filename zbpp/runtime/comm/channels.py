@@ -12,6 +12,7 @@ from torch import Tensor
 from zbpp.core import Job, Message, TiedGradient, What
 from zbpp.runtime.comm.header import MOST_TENSORS, Spec
 from zbpp.runtime.comm.private_group import PrivateGroup, draw_name, open_group
+from zbpp.runtime.support.streams import HostCopy
 
 __all__ = [
     "HEADER",
@@ -75,6 +76,12 @@ def join(
     and what shares a communicator waits for each other: a send and a receive between
     the same two stages must not, so every direction has its own, and none is shared.
 
+    A receive that is posted early runs on its communicator's own stream. This stream
+    waits for what was given to the stage's before, and the stage's waits for it only
+    where a job reads the value: no job in between. Tensors of a value are messages of
+    their own; to group them would move them to a communicator of collectives, where
+    they wait for each other (`docs/gpus.md` on CUDA_DEVICE_MAX_CONNECTIONS).
+
     Args:
         group: the pipeline's processes, by stage.
         neighbours: the stages that each stage sends to.
@@ -104,8 +111,10 @@ def join(
                 channels[source, target] = Channel(everyone, source, target)
                 continue
             pair = open_one((source, target), f"{name}/{source}_to_{target}")
-            # Connect now: done lazily, it has hung.
-            pair.allreduce([torch.zeros(1, device=wire)]).wait()
+            # Connect now: done lazily, it has hung. By a message, as NCCL makes another
+            # communicator for messages than for collectives.
+            move = pair.send if stage == source else pair.recv
+            move([torch.zeros(1, device=wire)], int(stage == source), 0).wait()
             channels[source, target] = Channel(pair, 0, 1)
     notes = dist.PrefixStore(f"{name}/notes", group.get_group_store())  # type: ignore[attr-defined]
     return everyone, channels, notes
@@ -130,19 +139,19 @@ class PendingSum:
     """A sum that is under way; it needs no more of a stage than to have begun it.
 
     Args:
-        vector: what comes to hold the sum.
         work: the collective.
-        finish: waits for both and gives the sum on the host; its text is for errors.
+        copy: what it has summed, on its way to the host.
+        finish: waits for both; its text is for errors.
     """
 
     def __init__(
         self,
-        vector: Tensor,
         work: dist.Work,
-        finish: Callable[[dist.Work, Tensor, str], Tensor],
+        copy: HostCopy,
+        finish: Callable[[dist.Work, HostCopy, str], None],
     ) -> None:
-        self._vector = vector
         self._work: dist.Work | None = work
+        self._copy = copy
         self._finish = finish
 
     def ready(self) -> bool:
@@ -151,12 +160,12 @@ class PendingSum:
 
     def done(self) -> bool:
         """True if it has come."""
-        return self._work is None or self._work.is_completed()
+        return self._work is None or (self._work.is_completed() and self._copy.done())
 
     def result(self, job: Job | None = None) -> Tensor:
         """Wait for it."""
         if self._work is not None:
             what = f"{job or 'a result'} for the sum over"
-            self._vector = self._finish(self._work, self._vector, what)
+            self._finish(self._work, self._copy, what)
             self._work = None
-        return self._vector
+        return self._copy.read()

@@ -166,9 +166,10 @@ class DistributedTransport(Messages):
         vector = vector.to(self._on)
         try:
             work = self._all.allreduce([vector])
+            copy = self._waits.copy_after(work, vector)
         except RuntimeError as error:
             raise self._lost("could not begin a sum with", None, error) from error
-        self._sum = PendingSum(vector, work, self._waits.finish)
+        self._sum = PendingSum(work, copy, self._waits.finish)
         return self._sum
 
     def gather(self, thing: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from zbpp.runtime.comm.wire import Wire
 from zbpp.runtime.microbatches import check_samples
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import ShapeError
+from zbpp.runtime.support.streams import HostCopy, sent_ahead
 from zbpp.runtime.values import Tensors, nested
 
 __all__ = ["Messages"]
@@ -63,7 +64,7 @@ class Messages:
         self._device = device
         self.shapes = Shapes()
         self._opening: Opening | None = None
-        self._told: tuple[dist.Work, Tensor] | None = None
+        self._told: tuple[dist.Work, HostCopy] | None = None
         self._incoming: dict[Message, Incoming] = {}
         self._waiting: dict[int, deque[Incoming]] = {peer: deque() for peer in peers}
 
@@ -80,14 +81,17 @@ class Messages:
             self._tell([n_inputs, *self.shapes.number(opening.inputs)])
         else:
             length = opening.n_microbatches + 2
-            buffer = torch.empty(length, dtype=torch.int64, device=self._on)
-            work = self._wire.receive(_FIRST, buffer, self._source, slot=KINDS)
-            self._told = work, buffer
+            with self._waits.aside():
+                buffer = torch.empty(length, dtype=torch.int64, device=self._on)
+                work = self._wire.receive(_FIRST, buffer, self._source, slot=KINDS)
+            self._told = work, self._waits.copy_after(work, buffer)
 
     def _tell(self, told: list[int]) -> None:
         """Take what is told of the step, and hand it on."""
-        for peer in self._followers:
-            self._wire.send(_FIRST, torch.tensor(told).to(self._on), peer, slot=KINDS)
+        with self._waits.aside():
+            for peer in self._followers:
+                numbers = sent_ahead(torch.tensor(told), self._on)
+                self._wire.send(_FIRST, numbers, peer, slot=KINDS)
         self.shapes.tell(told[1:])
 
     def _listen(self, waiting_for: str) -> None:
@@ -97,11 +101,9 @@ class Messages:
             RequestError: inputs and targets do not belong together.
         """
         assert self._told is not None and self._opening is not None
-        (work, buffer), self._told = self._told, None
+        (work, copy), self._told = self._told, None
         with self.background.waiting():
-            self._waits.wait(work, waiting_for, self._source)
-        self._waits.confirm(work)
-        told = buffer.tolist()
+            told = self._waits.read(work, copy, waiting_for, self._source).tolist()
         self._tell(told)
         check_samples(None if told[0] < 0 else told[0], self._opening.n_targets)
         for source in self._waiting:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["initialise", "own_device", "place_in"]
+from zbpp.core import RequestError
+
+__all__ = ["asked_device", "initialise", "own_device", "place_in"]
 
 
 def own_device() -> torch.device:
@@ -19,6 +21,28 @@ def own_device() -> torch.device:
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
         return torch.device("cpu")
     return torch.device("cuda", local)
+
+
+def asked_device(name: str) -> torch.device:
+    """Return this process's device for ``--device``, a GPU with its index.
+
+    To be asked before the process group is made: NCCL takes the current GPU. With
+    ``cuda`` and too few GPUs, processes share them: slow, but a way to test.
+
+    Args:
+        name: "auto" (see `own_device`), "cpu" or "cuda".
+
+    Raises:
+        RequestError: there is no GPU, or torch is built without CUDA.
+    """
+    if name == "auto":
+        return own_device()
+    if name != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise RequestError("--device cuda: torch finds no GPU; see `zbpp doctor`")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local % torch.cuda.device_count())
 
 
 def place_in(

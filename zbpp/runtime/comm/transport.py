@@ -15,6 +15,7 @@ from torch import Tensor
 from zbpp.core import Job, Message
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.support.background import BackgroundWork
+from zbpp.runtime.support.streams import Event, HostCopy, StageStream
 from zbpp.runtime.values import Tensors
 
 __all__ = ["LocalHub", "LocalTransport", "Opening", "Reduction", "Transport"]
@@ -47,7 +48,7 @@ class Reduction(Protocol):
         """True if `result` returns at once; asking waits for nothing."""
 
     def result(self, job: Job | None = None) -> Tensor:
-        """Wait for the sum; ``job`` is named if it does not come."""
+        """Wait for the sum, on the host; ``job`` is named if it does not come."""
 
 
 class Transport(Protocol):
@@ -107,7 +108,7 @@ class LocalHub:
     """Mailbox and sums under way, shared by the stages of one process."""
 
     n_stages: int
-    mail: dict[Message, deque[Tensors]] = field(
+    mail: dict[Message, deque[tuple[Tensors, Event | None]]] = field(
         default_factory=lambda: defaultdict(deque)
     )
     sums: list["_LocalSum"] = field(default_factory=list)
@@ -119,22 +120,33 @@ class LocalHub:
 
 
 class _LocalSum:
+    """Added up on the host, where every stage's vector goes when it is there.
+
+    So no stage's stream waits for another's, nor for the forwards before a V.
+    """
+
     def __init__(self, n_stages: int) -> None:
-        self.missing = n_stages
-        self.total: Tensor | None = None
+        self._n_stages = n_stages
+        self._vectors: list[HostCopy] = []
+        self._total: Tensor | None = None
 
     def add(self, vector: Tensor) -> None:
-        self.total = vector.clone() if self.total is None else self.total + vector
-        self.missing -= 1
+        self._vectors.append(HostCopy(vector))
 
     def ready(self) -> bool:
-        return self.missing == 0
+        return len(self._vectors) == self._n_stages
 
-    done = ready
+    def done(self) -> bool:
+        return self.ready() and all(vector.done() for vector in self._vectors)
 
     def result(self, job: Job | None = None) -> Tensor:
-        assert self.total is not None and self.ready(), f"{job}: a stage is missing"
-        return self.total
+        assert self.ready(), f"{job}: a stage is missing"
+        if self._total is None:
+            first, *others = (vector.read() for vector in self._vectors)
+            for vector in others:
+                first = first + vector
+            self._total = first
+        return self._total
 
 
 class LocalTransport:
@@ -144,6 +156,8 @@ class LocalTransport:
 
     def __init__(self, hub: LocalHub) -> None:
         self._hub = hub
+        self.stream: StageStream | None = None
+        """Of the stage, where each one has its own."""
         self.background = BackgroundWork()
         self.doing = "the start"
         self._n_sums = 0
@@ -153,7 +167,8 @@ class LocalTransport:
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Put the tensors into the mailbox, behind an older copy if there is one."""
-        self._hub.mail[value].append(tensors)
+        event = None if self.stream is None else self.stream.mark()
+        self._hub.mail[value].append((tensors, event))
 
     def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
         """Nothing to prepare."""
@@ -165,9 +180,11 @@ class LocalTransport:
     def receive(self, value: Message, job: Job) -> Tensors:
         """Take the tensors out of the mailbox."""
         copies = self._hub.mail[value]
-        tensors = copies.popleft()
+        tensors, event = copies.popleft()
         if not copies:
             del self._hub.mail[value]
+        if self.stream is not None and event is not None:
+            self.stream.take_over(tensors, event)
         return tensors
 
     def reduce(self, vector: Tensor) -> _LocalSum:

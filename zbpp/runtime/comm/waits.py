@@ -7,6 +7,7 @@ value: a time-out of NCCL's own would hold it up at every message.
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime.support.streams import HostCopy
 
 __all__ = ["Waits"]
 
@@ -85,20 +87,44 @@ class Waits:
                         raise self._lost(f"waits at {what}", peer, late)
             time.sleep(1e-4)
 
-    def finish(self, work: dist.Work, vector: Tensor, what: str) -> Tensor:
-        """Wait for a collective, and bring its vector to the host.
+    def aside(self) -> AbstractContextManager[object]:
+        """Within this, what is begun waits for no job: NCCL's on a stream of its own.
 
-        With NCCL on a stream of its own, so that the copy waits for no forward.
+        For small messages that the host reads, and for the copies that bring them.
+        """
+        if not self._nccl:
+            return nullcontext()
+        if self._side is None:
+            self._side = torch.Stream(self._device)
+        return self._side
+
+    def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
+        """Let a buffer go to the host once a message or collective has filled it.
+
+        With gloo the two are one, and nothing is waited for here.
+        """
+        with self.aside():
+            if self._nccl:
+                work.wait()
+            return HostCopy(buffer)
+
+    def finish(self, work: dist.Work, copy: HostCopy, what: str) -> None:
+        """Wait on the host for a collective, and for the copy of what it has summed.
 
         Raises:
             PeerError: it did not end.
         """
-        if not self._nccl:
-            self.wait(work, what, None)
-            return vector
-        if self._side is None:
-            self._side = torch.Stream(self._device)
-        with self._side:
-            self.wait(work, what, None)
-            self.confirm(work)
-            return vector.cpu()
+        self.read(work, copy, what, None)
+
+    def read(
+        self, work: dist.Work, copy: HostCopy, what: str, peer: int | None
+    ) -> Tensor:
+        """Wait on the host for a message, and for the copy of what it has brought.
+
+        Raises:
+            PeerError: it did not come.
+        """
+        with self.aside():
+            self.wait(work, what, peer)
+        self.confirm(work)
+        return copy.read()

@@ -8,13 +8,14 @@ import torch.distributed as dist
 
 from zbpp.core import Pass, PassKind, Program, Receive, Send, Value, What
 from zbpp.runtime.comm.distributed import DistributedTransport
-from zbpp.runtime.comm.transport import LocalHub, Transport
+from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport
 from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer, StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.partition import Model, build_chunks
 from zbpp.runtime.stage import LossFn, Stage
+from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
 
@@ -33,6 +34,7 @@ class StageOptions:
     seed: int | None
     exact_sums: bool = True
     recompute: frozenset[int] = frozenset()
+    stage_streams: bool = False
 
 
 def make_transports(
@@ -126,12 +128,15 @@ def build_executors(
             background=transport.background,
             is_reporter=stage == 0,
         )
-        executors[stage] = Executor(
+        executors[stage] = executor = Executor(
             runner,
             transport,
             share,
             stage_of=placement.stage_of,
             rank=stage if len(transports) == 1 else 0,
         )
+        on_gpu = options.device.type == "cuda"
+        if options.stage_streams and on_gpu and isinstance(transport, LocalTransport):
+            executor.stream = transport.stream = StageStream(options.device)
     share_first_bits(executors, plan)
     return executors

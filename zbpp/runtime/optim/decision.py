@@ -90,7 +90,7 @@ class StepSums:
     def read(self, job: Job | None = None) -> Tensor:
         """Wait for them; ``job`` is named if they do not come."""
         if self._host is None:
-            self._host = self._reduction.result(job).cpu()
+            self._host = self._reduction.result(job)
         return self._host
 
     def norm(self, job: Job | None = None) -> float:

@@ -1,0 +1,141 @@
+"""What only a GPU can show; all of it is left out where there is none."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_model import MODES, assert_same, batch, make_pipeline
+
+from zbpp.core import Pass, PassKind
+from zbpp.pipeline import Pipeline
+from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.support.streams import HostCopy, UploadStream
+from zbpp.runtime.uploads import Uploads
+from zbpp.runtime.values import mapped
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+GPU = torch.device("cuda", 0)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def pipeline_on_gpu(mode: str, n_stages: int, **more: object) -> Pipeline:
+    settings: dict[str, object] = {
+        "optimizer": fused,
+        "device": GPU,
+        "clip_grad_norm": 0.5,
+        "patience": Patience(failures=11, window=10),
+    }
+    return make_pipeline(mode, n_stages, **(settings | more))
+
+
+def trained(mode: str, n_stages: int, **more: object) -> tuple[Any, dict[str, Any]]:
+    pipeline = pipeline_on_gpu(mode, n_stages, **more)
+    results = [pipeline.step(*batch(step)) for step in range(3)]
+    losses = [(one.loss, one.grad_norm) for one in results]
+    return losses, {n: p.detach().cpu() for n, p in pipeline.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[Any, dict[str, Any]]:
+    return trained("FThenB", 1)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_agree_to_the_last_bit(
+    mode: str, streams: bool, reference: tuple[Any, dict[str, Any]]
+) -> None:
+    losses, parameters = trained(mode, 2, stage_streams=streams)
+    assert losses == reference[0]
+    assert_same(parameters, reference[1])
+
+
+@contextmanager
+def waits_are_errors() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV"])
+def test_no_step_waits_for_the_gpu(mode: str, post_validation: bool) -> None:
+    pipeline = pipeline_on_gpu(mode, 2, post_validation=post_validation, loss_scale=8.0)
+    for step in range(2):  # the first learns which buffers change
+        pipeline.step(*batch(step))
+    with waits_are_errors():
+        for step in range(2, 5):
+            pipeline.step(*batch(step))
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            torch.ones(1, device=GPU).item()  # the control
+
+
+def test_jobs_take_the_time_of_their_kernels() -> None:
+    from gpu.clock import spin_cycles_per_s
+    from gpu.pipelines import SpinningLayer
+
+    spin_cycles_per_s(GPU)
+    job_s = 5e-3
+    pipeline = Pipeline(
+        [SpinningLayer(job_s) for _ in range(2)],
+        loss_fn=torch.nn.functional.mse_loss,
+        optimizer=None,
+        schedule="ZBH1",
+        n_stages=2,
+        n_microbatches=4,
+        device=GPU,
+    )
+    x = torch.ones(4, 1)
+    for _ in range(3):
+        pipeline.step(x, x)
+    slots = [slot for row in pipeline.timeline().rows for slot in row]
+    for kind in (PassKind.F, PassKind.B, PassKind.W):
+        own = [
+            slot.duration
+            for slot in slots
+            if isinstance(slot.job, Pass) and slot.job.kind is kind
+        ]
+        assert len(own) == 8
+        assert sorted(own)[4] == pytest.approx(job_s, rel=0.1), kind
+
+
+def test_micro_batches_come_from_pinned_memory_while_the_gpu_computes() -> None:
+    from gpu.clock import spin
+
+    stream = UploadStream(GPU)
+    on_the_way = Uploads(GPU, mapped, stream)
+    batches = [(torch.full((2**20,), float(i)),) for i in range(3)]
+    spin(GPU, 0.2)
+    before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    before.record()
+    with waits_are_errors():
+        on_the_way.begin(batches)
+        copied = stream.event()
+        copied.synchronize()
+    assert not before.query(), "the copies did not wait for the kernel before them"
+    for i in range(3):
+        (x,) = on_the_way.take(i)
+        copy = HostCopy(x.sum())
+        assert x.device == GPU and float(copy.read()) == i * 2**20
+
+
+def test_estimates_of_memory_are_within_5_per_cent() -> None:
+    from gpu.memory import errors
+    from gpu.table import Sizes
+
+    found = errors(Sizes(GPU))
+    assert found and max(map(abs, found.values())) < 0.05, found
