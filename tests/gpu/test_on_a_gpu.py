@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import MODES, assert_same, batch, make_pipeline
+from gpu_run import train_to
+from small_model import MODES, adamw, assert_same, batch, make_pipeline
 
 from zbpp.core import Pass, PassKind
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
-from zbpp.runtime.support.streams import HostCopy, UploadStream
+from zbpp.runtime.support.streams import HostCopy, SideStream
 from zbpp.runtime.uploads import Uploads
 from zbpp.runtime.values import mapped
+from zbpp.training.launch import launch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -60,6 +62,17 @@ def test_modes_agree_to_the_last_bit(
     losses, parameters = trained(mode, 2, stage_streams=streams)
     assert losses == reference[0]
     assert_same(parameters, reference[1])
+
+
+def test_processes_that_share_the_gpu_agree_too(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "rank"
+    launch(train_to, (str(file), "ZBV", "cuda"), 2, device="cuda", timeout_s=120.0)
+    parts = [torch.load(f"{file}{rank}") for rank in range(2)]
+    plain = trained("FThenB", 1, optimizer=adamw)
+    assert all(losses == [loss for loss, _ in plain[0]] for losses, _ in parts)
+    assert_same(parts[0][1] | parts[1][1], plain[1])
 
 
 @contextmanager
@@ -116,7 +129,7 @@ def test_jobs_take_the_time_of_their_kernels() -> None:
 def test_micro_batches_come_from_pinned_memory_while_the_gpu_computes() -> None:
     from gpu.clock import spin
 
-    stream = UploadStream(GPU)
+    stream = SideStream(GPU)
     on_the_way = Uploads(GPU, mapped, stream)
     batches = [(torch.full((2**20,), float(i)),) for i in range(3)]
     spin(GPU, 0.2)

@@ -87,7 +87,7 @@ class FakeStageStream:
 
 
 class FakeUploadStream:
-    """As `UploadStream`: notes copies, waits, and what is handed over."""
+    """As `SideStream`: notes copies, waits, and what is handed over."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []

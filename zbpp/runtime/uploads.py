@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.support.streams import Event, UploadStream
+from zbpp.runtime.support.streams import Event, SideStream
 from zbpp.runtime.values import mapped
 
 __all__ = ["AHEAD", "CopyStream", "Uploads", "uploads_to"]
@@ -28,7 +28,7 @@ Move = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 
 
 class CopyStream(Protocol):
-    """A stream for copies, as `zbpp.runtime.support.streams.UploadStream` is one."""
+    """A stream for copies, as `zbpp.runtime.support.streams.SideStream` is one."""
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Begin to copy a host's tensor."""
@@ -110,5 +110,5 @@ class Uploads:
 
 def uploads_to(device: torch.device) -> tuple[Uploads, Uploads]:
     """Make those of a stage's inputs and of its targets; they share a stream."""
-    stream = UploadStream(device) if device.type == "cuda" else None
+    stream = SideStream(device) if device.type == "cuda" else None
     return Uploads(device, mapped, stream), Uploads(device, map_tensors, stream)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.runtime.support.errors import PeerError
-from zbpp.runtime.support.streams import HostCopy
+from zbpp.runtime.support.streams import HostCopy, SideStream
 
 __all__ = ["Waits"]
 
@@ -41,10 +41,9 @@ class Waits:
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._nccl = nccl
-        self._device = device
         self._lost = lost
         self._unconfirmed: deque[tuple[dist.Work, str, int | None]] = deque()
-        self._side: torch.Stream | None = None
+        self._side = SideStream(device)
 
     @property
     def timeout_s(self) -> float:
@@ -92,11 +91,7 @@ class Waits:
 
         For small messages that the host reads, and for the copies that bring them.
         """
-        if not self._nccl:
-            return nullcontext()
-        if self._side is None:
-            self._side = torch.Stream(self._device)
-        return self._side
+        return self._side.running() if self._nccl else nullcontext()
 
     def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
         """Let a buffer go to the host once a message or collective has filled it.

@@ -19,8 +19,8 @@ __all__ = [
     "Event",
     "HostCopy",
     "MakeEvent",
+    "SideStream",
     "StageStream",
-    "UploadStream",
     "sent_ahead",
     "timed_event",
 ]
@@ -99,15 +99,18 @@ class HostCopy:
 def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a host's tensor on a device; the current stream copies it.
 
-    The host does not wait: pinned memory goes back to its pool when the copy is done.
+    The host does not wait, and may change the tensor at once: it is copied to pinned
+    memory first, which goes back to its pool when the GPU has read it.
     """
-    if device.type != "cuda" or tensor.is_cuda:
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    if device.type != "cuda" or tensor.is_cuda or not is_plain:
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    staged = torch.empty_like(tensor, pin_memory=True, requires_grad=False)
+    return staged.copy_(tensor).to(device, non_blocking=True)
 
 
-class UploadStream:
-    """A stream of a GPU for copies from the host, made with the first of them.
+class SideStream:
+    """A stream of a GPU for what waits for no job, made when it is first used.
 
     Args:
         device: the GPU.
@@ -115,22 +118,23 @@ class UploadStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: torch.Stream | None = None
+        self._made: torch.cuda.Stream | None = None
 
-    @property
-    def _stream(self) -> torch.Stream:
+    def running(self) -> AbstractContextManager[object]:
+        """Within this, it is the current stream."""
         if self._made is None:
-            self._made = torch.Stream(self._device)
-        return self._made
+            self._made = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current: AbstractContextManager[object] = torch.cuda.stream(self._made)
+        return current
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a host's tensor."""
-        with self._stream:
+        """Begin to copy a host's tensor to the GPU."""
+        with self.running():
             return sent_ahead(tensor, self._device)
 
     def event(self) -> Event:
         """Record an event behind all copies so far."""
-        with self._stream:
+        with self.running():
             event = plain_event()
             event.record()
         return event

@@ -1,0 +1,174 @@
+"""NCCL's side of the messages, on groups that are played: CPUs have no other.
+
+Work enters the stream that is current when it begins, and whoever waits for it is the
+stream that is current then: "jobs", or the one beside it for what the host reads.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zbpp.core import Job, Pass, PassKind, Value, What
+from zbpp.runtime.comm.channels import Channel, PendingSum
+from zbpp.runtime.comm.messages import Messages
+from zbpp.runtime.comm.transport import Opening
+from zbpp.runtime.comm.waits import Waits
+from zbpp.runtime.comm.wire import Wire
+from zbpp.runtime.support.background import BackgroundWork
+from zbpp.runtime.support.errors import PeerError
+
+CPU = torch.device("cpu")
+KINDS = [-1, 0, 0, 0]
+"""Inputs of unknown size, the oldest kind, and the kinds of two micro-batches."""
+
+
+class Played:
+    """A communicator, and the streams of the process that waits for it."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str, str]] = []
+        self.stream = "jobs"
+        self.is_late = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        before, self.stream = self.stream, "beside"
+        yield
+        self.stream = before
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> "PlayedWork":
+        return self._begun("send", tensors[0])
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> "PlayedWork":
+        (buffer,) = tensors
+        if buffer.dtype is torch.int64:
+            buffer.copy_(torch.tensor(KINDS))
+        return self._begun("receive", buffer)
+
+    def allreduce(self, tensors: list[Tensor]) -> "PlayedWork":
+        return self._begun("sum", tensors[0])
+
+    def _begun(self, what: str, tensor: Tensor) -> "PlayedWork":
+        name = "kinds" if tensor.dtype is torch.int64 else str(len(tensor))
+        self.log.append((what, name, self.stream))
+        return PlayedWork(self, name)
+
+
+class PlayedWork:
+    def __init__(self, group: Played, name: str) -> None:
+        self._group, self._name = group, name
+
+    def wait(self) -> None:
+        self._group.log.append(("wait", self._name, self._group.stream))
+
+    def is_completed(self) -> bool:
+        return not self._group.is_late
+
+
+def lost(what: str, peer: int | None, error: RuntimeError) -> PeerError:
+    return PeerError(f"stage 1 {what} {peer}: {error}")
+
+
+def stage_1(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float = 60.0
+) -> tuple[Played, Waits, Messages]:
+    """The messages of the middle one of three stages."""
+    group = Played()
+    waits = Waits(nccl=True, device=CPU, timeout_s=timeout_s, lost=lost)
+    monkeypatch.setattr(waits, "aside", group.aside)
+    ends: Any = group
+    pairs = ((0, 1), (1, 0), (1, 2), (2, 1))
+    channels = {pair: Channel(ends, 0, 1) for pair in pairs}
+    messages = Messages(
+        *(Wire(1, channels, CPU, waits, lost), waits, BackgroundWork(in_thread=False)),
+        stage=1,
+        peers=[0, 2],
+        source=0,
+        followers=[2],
+        device=CPU,
+    )
+    return group, waits, messages
+
+
+def activation(microbatch: int) -> Value:
+    return Value(What.ACTIVATION, 0, microbatch)
+
+
+def forward(microbatch: int) -> Job:
+    return Pass(PassKind.F, 1, microbatch)
+
+
+def like(length: int) -> tuple[Tensor]:
+    return (torch.zeros(length),)
+
+
+def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """
+    channel   kinds  receive 10  receive 11
+    beside    kinds  send on
+    jobs                          wait 10, F0  send  wait 11, F1
+    """
+    group, _, messages = stage_1(monkeypatch)
+    messages.begin(Opening(2))
+    messages.post(activation(0), 0, like(10))
+    messages.post(activation(1), 0, like(11))
+    assert group.log == [
+        *(("receive", "kinds", "beside"), ("wait", "kinds", "beside")),
+        *(("receive", "10", "jobs"), ("receive", "11", "jobs")),
+    ]
+    group.log.clear()
+    messages.receive(activation(0), forward(0))
+    assert group.log == [
+        *(("wait", "kinds", "beside"), ("send", "kinds", "beside")),
+        ("wait", "10", "jobs"),
+    ]
+    group.log.clear()
+    messages.receive(activation(1), forward(1))
+    assert group.log == [("wait", "11", "jobs")]
+
+
+def test_a_message_that_is_read_when_it_is_posted_would_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, _, messages = stage_1(monkeypatch)
+    start: Callable[..., None] = messages._start
+
+    def at_once(incoming: Any, spec: Any) -> None:
+        start(incoming, spec)
+        for work in incoming.works:
+            work.wait()  # the control
+
+    monkeypatch.setattr(messages, "_start", at_once)
+    messages.begin(Opening(2))
+    messages.post(activation(0), 0, like(10))
+    assert group.log[-1] == ("wait", "10", "jobs")
+
+
+def test_a_sum_goes_to_the_host_beside_the_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, waits, _ = stage_1(monkeypatch)
+    vector = torch.ones(3)
+    work: Any = group.allreduce([vector])
+    pending = PendingSum(work, waits.copy_after(work, vector), waits.finish)
+    assert group.log == [("sum", "3", "jobs"), ("wait", "3", "beside")]
+    group.is_late = True
+    assert not pending.done()
+    group.is_late = False
+    assert pending.done() and pending.result().tolist() == [1.0, 1.0, 1.0]
+    assert {where for what, _, where in group.log if what == "wait"} == {"beside"}
+
+
+def test_a_message_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _, messages = stage_1(monkeypatch, timeout_s=0.01)
+    messages.begin(Opening(2))
+    messages.post(activation(0), 0, like(10))
+    group.is_late = True
+    with pytest.raises(PeerError, match=r"waits at 1F0 for .* from 0: timed out"):
+        messages.receive(activation(0), forward(0))
