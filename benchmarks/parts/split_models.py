@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["MODELS", "blocks"]
+__all__ = ["MODELS", "SMALL", "blocks"]
 
 
 class Block(nn.Module):
@@ -79,6 +79,34 @@ class Experts(nn.Module):
         return x + out.view_as(x)
 
 
+class JointExperts(nn.Module):
+    """The same without a bias, all experts in one weight for each product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4)
+        self.up = nn.Parameter(torch.randn(4, 2 * width, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(4, width, 2 * width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, width) to the same."""
+        rows = x.flatten(0, 1)
+        scores = self.router(rows).softmax(-1)
+        best = scores.argmax(-1)
+        out = torch.zeros_like(rows)
+        for i in range(4):
+            chosen = (best == i).nonzero().flatten()
+            hidden = functional.gelu(functional.linear(rows[chosen], self.up[i]))
+            part = functional.linear(hidden, self.down[i]) * scores[chosen, i, None]
+            out = out.index_add(0, chosen, part)
+        return x + out.view_as(x)
+
+
+def narrow(n: int) -> nn.Module:
+    """Linears whose time is mostly that of the host."""
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(n)))
+
+
 def mlp(width: int) -> nn.Module:
     """Four Linears."""
     layers: list[nn.Module] = []
@@ -119,4 +147,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
     "conv net": (conv_net, (8, 32, 64, 64)),
     "experts": (lambda: Experts(512), (4, 512, 512)),
+    "width 64, Linear x8": (lambda: narrow(8), (16, 64)),
+    "experts in one weight": (lambda: JointExperts(512), (4, 512, 512)),
 }
+
+SMALL = {"width 64, Linear x8"}
+"""Models whose backward takes less than a millisecond."""

@@ -112,6 +112,14 @@ def hooked(*, post: bool) -> nn.Module:
     return module
 
 
+def hooked_weight(module: nn.Module, name: str) -> nn.Module:
+    """Double its gradient in one hook, and add one in another."""
+    p = module.get_parameter(name)
+    p.register_hook(lambda g: g * 2)
+    p.register_post_accumulate_grad_hook(lambda p: p.grad.add_(1))  # type: ignore[union-attr]
+    return module
+
+
 def attention(m: Any, x: Tensor) -> Tensor:
     q, k, v = m.qkv(m.norm(x)).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
     y = f.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -1,6 +1,7 @@
 """One module of each kind that a split backward must get right, by name."""
 
 import torch
+from moe_cases import PARTS
 from torch import nn
 from torch.nn import functional as f
 from torch.nn.utils import parametrizations
@@ -91,9 +92,10 @@ CASES: dict[str, Case] = {
         w=(3, 6, 5), b=(3, 4, 5)), "w"),
     "bilinear": Case(
         lambda: Fn(lambda m, x: m.a(x[0], x[1]), a=nn.Bilinear(6, 6, 2)), "", two),
-    "part of a weight": Case(lambda: Fn(lambda m, x: x @ m.w[:, :3], w=(6, 5)), ""),
+    "part of a weight": Case(lambda: Fn(lambda m, x: x @ m.w[:, :3], w=(6, 5)), "w"),
     "a weight in three parts": Case(
-        lambda: Fn(lambda m, x: sum(x @ w for w in m.w.chunk(3, 1)), w=(6, 15)), ""),
+        lambda: Fn(lambda m, x: sum(x @ w for w in m.w.chunk(3, 1)), w=(6, 15)), "w"),
+    **PARTS,
     "computed weight": Case(
         lambda: Fn(lambda m, x: x @ (m.w * m.s), w=(6, 5), s=()), ""),
     "weight norm": Case(lambda: parametrizations.weight_norm(lin()), ""),

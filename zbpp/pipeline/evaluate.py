@@ -1,12 +1,12 @@
 """Loss and outputs of a pipeline's model on a batch that is not trained on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zbpp.core import Schedule
+from zbpp.core import Program, Schedule
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.lifecycle import Lifecycle
@@ -28,6 +28,8 @@ class Evaluating:
     _batches: Batches
     _lifecycle: Lifecycle
     _n_steps: int
+    _forward_programs: tuple[int, Sequence[Program]] = (0, ())
+    """Micro-batches of the last evaluation, and its programs."""
 
     if TYPE_CHECKING:
 
@@ -108,7 +110,9 @@ class Evaluating:
     ) -> Iterator[None]:
         """Run the forwards of a batch; within this their losses or outputs are read."""
         m = n or self.n_microbatches
-        programs = lower_forward(self.schedule.placement, n_microbatches=m)
+        if self._forward_programs[0] != m:  # the placement never changes
+            programs = lower_forward(self.schedule.placement, n_microbatches=m)
+            self._forward_programs = m, programs
         self.synchronize()
         self._batches.begin(
             inputs,
@@ -124,5 +128,5 @@ class Evaluating:
             calls.failures_told(self._executors),
             eval_mode(layers),
         ):
-            drive(self._executors, programs, training=False)
+            drive(self._executors, self._forward_programs[1], training=False)
             yield

@@ -9,6 +9,7 @@ from moments import uncertain_sums
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
+from zbpp.runtime.optim import norms
 
 CLIP = 0.05
 
@@ -88,3 +89,28 @@ def test_complex_and_sparse_gradients(mode: str, sparse: bool) -> None:
     assert sum(r.rollbacks for r in results) == (0 if mode == "1F1B" else 3)
     for value, other in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(value, other)
+
+
+def test_norms_of_many_tensors_are_those_of_each() -> None:
+    torch.manual_seed(0)
+    some = [torch.randn(n) * 10 ** (n % 7) for n in (0, 1, 7, 33, 1000, 70_001)]
+    some += [torch.randn(50, 70).t()[::3], torch.randn(5, 9, 11), torch.tensor(3.0)]
+    every = [x.to(t) for x in some for t in (torch.float32, torch.bfloat16)]
+    every += [torch.randn(777, dtype=torch.float64), torch.full((9,), torch.inf)]
+    alone = [torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in every]
+    assert all(map(torch.equal, norms._squares(every), alone))
+    gradients = [nn.Parameter(x) for x in every]
+    for p, x in zip(gradients, every, strict=True):
+        p.grad = x.clone()
+    norms.multiply_gradients(gradients, 0.3)
+    for p, x in zip(gradients, every, strict=True):
+        assert p.grad is not None and torch.equal(p.grad, x.mul_(0.3))
+
+
+def test_norms_from_another_order_would_differ() -> None:
+    """The negative control: the sum of all squares at once rounds otherwise."""
+    torch.manual_seed(0)
+    every = [torch.randn(n) for n in (33, 1000, 70_001)]
+    alone = torch.stack(list(norms._squares(every))).sum()
+    at_once = torch.cat(every).double().square().sum()
+    assert not torch.equal(alone, at_once)

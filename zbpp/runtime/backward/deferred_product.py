@@ -1,5 +1,6 @@
 """One product of the graph: the operands B takes from it, and W's gradients."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -7,37 +8,50 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.backward.weight_rules import Gradients, Rule
+from zbpp.runtime.backward.ways import Way, is_view, part_of, way_of, whole_of
+from zbpp.runtime.backward.weight_rules import Gradients, OfMatrix, Rule
 
-__all__ = ["LEAF", "DeferredWeightGrad", "Product", "is_dtensor", "may_add"]
-
-LEAF = "AccumulateGrad"
-"""The name of a leaf's node."""
+__all__ = [
+    "DeferredWeightGrad",
+    "Product",
+    "Target",
+    "find_target",
+    "is_dtensor",
+    "may_add",
+]
 
 _STRIDED = torch.strided
 
 
 class Product(NamedTuple):
-    """A node to split: its rule, the deferred operands, and where W goes on."""
+    """A node to split: its rule, the deferred operands, and where W goes on.
+
+    If the operand is a part of a leaf, ``leaf`` is its node, else None. ``target`` is
+    the leaf that is known to be the operand, or its transpose, as long as no hook is
+    registered anywhere.
+    """
 
     node: Any
     rule: Rule
     operands: tuple[int, ...]
     reads: tuple[str, ...]
     edges: tuple[GradientEdge, ...]
+    leaf: Any = None
+    target: "Target | None" = None
 
-    def take(self) -> tuple[Gradients, Tensor]:
-        """Return what W needs of the node, and the tensor that it holds.
+    def take(self) -> tuple[Gradients, tuple[Tensor, ...]]:
+        """Return what W needs of the node, and the tensors that it holds.
 
         Called before the node runs, which frees what is read here. An operand is cut
         off its graph, which leads to the chunk's input and would keep it until W.
         """
-        saved = [getattr(self.node, f"_saved_{name}").detach() for name in self.reads]
-        # a convolution's weight, if read, gives its shape only
-        return self.rule.prepare(self.node, self.operands, *saved), saved[0]
+        node, rule = self.node, self.rule
+        saved = [_saved(node, name) for name in self.reads]
+        gradients = rule.prepare(node, self.operands, *saved)
+        return gradients, tuple(x for x in saved[: rule.n_kept] if x is not None)
 
     def defer(
-        self, dy: Tensor, taken: tuple[Gradients, Tensor] | None = None
+        self, dy: Tensor, taken: tuple[Gradients, tuple[Tensor, ...]] | None = None
     ) -> "DeferredWeightGrad":
         """Return the work for W.
 
@@ -45,10 +59,37 @@ class Product(NamedTuple):
             dy: gradient of the product.
             taken: from before the node has run; None: it has not.
         """
-        gradients, x = taken or self.take()
+        gradients, operands = taken or self.take()
+        kept = (dy, *operands)
         return DeferredWeightGrad(
-            self.edges, gradients, (dy, x), (_version(dy), _version(x))
+            *(self.edges, gradients, kept, tuple(map(_version, kept))),
+            *(self.target, watch.n_others),
         )
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    saved: Tensor | None = getattr(node, f"_saved_{name}")
+    return None if saved is None else saved.detach()
+
+
+class Target(NamedTuple):
+    """A leaf to whose gradient W may add by itself.
+
+    Args:
+        leaf: the parameter.
+        is_turned: the operand is its transpose.
+        way: to it; None if it is no more than that.
+    """
+
+    leaf: Tensor
+    is_turned: bool = False
+    way: Way | None = None
+
+    def part(self, total: Tensor) -> Tensor:
+        """Return the part of a sum for the leaf that is the operand's."""
+        if self.way is not None:
+            return part_of(total, self.way)
+        return total.t() if self.is_turned else total
 
 
 class DeferredWeightGrad(NamedTuple):
@@ -56,8 +97,11 @@ class DeferredWeightGrad(NamedTuple):
 
     edges: tuple[GradientEdge, ...]
     gradients: Gradients
-    kept: tuple[Tensor, Tensor]
-    versions: tuple[int, int]
+    kept: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    known: Target | None
+    n_hooks: int
+    """Of others, when the target was known."""
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of the edges.
@@ -65,7 +109,7 @@ class DeferredWeightGrad(NamedTuple):
         Raises:
             RuntimeError: an operand is no longer what B has left.
         """
-        self._check()
+        self.check()
         return self.gradients.of(self.kept[0])
 
     def add_exactly(self) -> bool:
@@ -73,15 +117,16 @@ class DeferredWeightGrad(NamedTuple):
 
         A first gradient is taken as it is if it has the parameter's layout.
         """
-        leaf, is_transposed = self._only_leaf()
-        if leaf is None or not may_add(leaf, self.kept[0].dtype):
+        target = self.target()
+        if target is None:
             return False
+        self.check()
+        leaf, is_turned, way = target
         total = leaf.grad
-        self._check()
-        (gradient,) = self.gradients.of(self.kept[0])
-        assert gradient is not None
-        if is_transposed:
-            gradient = gradient.t()
+        if way is not None and total is not None:
+            part_of(total, way).add_(self.only_gradient())
+            return True
+        gradient = self._as_leaf(is_turned, way)
         if total is not None:
             total.add_(gradient)
         elif gradient.stride() == leaf.stride():
@@ -90,60 +135,83 @@ class DeferredWeightGrad(NamedTuple):
             leaf.grad = torch.empty_like(leaf).copy_(gradient)
         return True
 
+    def _as_leaf(self, is_turned: bool, way: Way | None) -> Tensor:
+        """Return the only gradient in the shape of its leaf."""
+        if is_turned and isinstance(self.gradients, OfMatrix):
+            return self.gradients.turned(self.kept[0])
+        gradient = self.only_gradient()
+        if way is not None:
+            return whole_of(gradient, way)
+        return gradient.t() if is_turned else gradient
+
     def add_in_place(self) -> bool:
         """Add the gradient within the product's kernel, where that is possible."""
-        leaf, is_transposed = self._only_leaf()
-        if leaf is None or not may_add(leaf, self.kept[0].dtype):
+        target = self.target()
+        if target is None:
             return False
-        total = leaf.grad
+        total = target.leaf.grad
         if total is None:
             return self.add_exactly()
-        self._check()
-        return self.gradients.add_to(
-            total.t() if is_transposed else total, self.kept[0]
-        )
+        self.check()
+        part = target.part(total)
+        return self.gradients.add_to(part, self.kept[0]) or self.add_exactly()
 
-    def _only_leaf(self) -> tuple[Tensor | None, bool]:
-        """Return the leaf whose gradient this is, and whether it is transposed.
+    def only_gradient(self) -> Tensor:
+        """Return the gradient of the only edge."""
+        (gradient,) = self.gradients.of(self.kept[0])
+        assert gradient is not None
+        return gradient
+
+    def target(self) -> Target | None:
+        """Return where this gradient may be added without autograd; `watch` has looked.
 
         None where autograd may do more than to add: where the only edge leads to
-        something else than a trainable leaf, at most transposed, with dense gradients
-        and no hook on the way.
+        something else than a trainable leaf, or a plain view of it, with dense
+        gradients and no hook on the way.
         """
-        if len(self.edges) > 1:
-            return None, False
-        above = self.edges[0].node
-        node, is_transposed = _leaf_node_below(above)
-        if node is None:
-            return None, False
-        leaf: Tensor = node.variable
-        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-            return None, False
-        if not leaf.requires_grad or is_dtensor(leaf):
-            return None, False
-        if not self.kept[1].layout is self.kept[0].layout is _STRIDED:
-            return None, False
-        watch.look()
-        if is_transposed and not watch.is_free(above):
-            return None, False
-        if not watch.is_clean_leaf(leaf, node):
-            return None, False
-        return leaf, is_transposed
+        if self.known is not None and self.n_hooks == watch.n_others:
+            found: Target | None = self.known
+        else:
+            found = find_target(self.edges)
+        if found is None or not found.leaf.requires_grad:
+            return None
+        for x in self.kept:
+            if x.layout is not _STRIDED:
+                return None
+        return found if may_add(found.leaf, self.kept[0].dtype) else None
 
-    def _check(self) -> None:
-        dy, x = self.kept
-        if self.versions != (_version(dy), _version(x)):
+    def check(self) -> None:
+        """Compare the versions of what B has left.
+
+        Raises:
+            RuntimeError: something was changed in place.
+        """
+        if self.versions != tuple(map(_version, self.kept)):
             raise RuntimeError(
                 "a tensor that W needs was changed in place after B; change a copy"
             )
 
 
-def _leaf_node_below(node: Any) -> tuple[Any, bool]:
-    """Return the leaf's node that a node is, or is the transpose of, else None."""
-    is_transposed = type(node).__name__ == "TBackward0"
-    if is_transposed:
-        node = node.next_functions[0][0]
-    return node if type(node).__name__ == LEAF else None, is_transposed
+def find_target(edges: Sequence[GradientEdge]) -> Target | None:
+    """Return where the gradient of an only edge may be added; `watch` has looked.
+
+    Args:
+        edges: of the deferred operands.
+    """
+    if len(edges) > 1:
+        return None
+    way, node = way_of(edges[0].node, edges[0].output_nr)
+    leaf: Tensor = node.variable
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or is_dtensor(leaf):
+        return None
+    if not all(is_view(above) and watch.is_free(above) for above, _ in way):
+        return None
+    if not watch.is_clean_leaf(leaf, node):
+        return None
+    if not way:
+        return Target(leaf)
+    is_turned = len(way) == 1 and type(way[0][0]).__name__ == "TBackward0"
+    return Target(leaf, is_turned, None if is_turned else way)
 
 
 def may_add(leaf: Tensor, dtype: torch.dtype) -> bool:

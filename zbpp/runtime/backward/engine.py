@@ -17,6 +17,7 @@ from zbpp.runtime.backward.deferred_product import DeferredWeightGrad, Product, 
 from zbpp.runtime.backward.ends import Ends
 from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.parts import LeafParts
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.support.autograd_internals import returned_gradients
 
@@ -44,7 +45,7 @@ def run_b(
     if plan.returns:
         return _run_returning(plan, ends, inputs, queue, is_exact)
     wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
-    hooks = _deferring(plan.products, queue, is_exact)
+    hooks = _deferring(plan.products, _Left(queue, is_exact))
     try:
         return run_full(ends, inputs, [*wanted, *_edges(plan)])
     finally:
@@ -67,11 +68,12 @@ def _run_returning(
     first_product = len(inputs) + len(leaves)
     with torch.no_grad():
         _add(leaves, found[len(inputs) : first_product])
+    left = _Left(queue, is_exact)
     for product, one, dy in zip(
         plan.products, taken, found[first_product:], strict=True
     ):
         if dy is not None:
-            _leave(product.defer(dy, one), queue, is_exact)
+            left.add(product.leaf, product.defer(dy, one))
     return found[: len(inputs)]
 
 
@@ -89,9 +91,38 @@ def _add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
             leaf.grad = torch.empty_like(leaf).copy_(gradient)
 
 
-def _leave(work: DeferredWeightGrad, queue: WeightQueue, is_exact: bool) -> None:
-    add = work.add_exactly if is_exact else work.add_in_place
-    queue.defer(work.edges, work.compute, add, work.kept)
+class _Left:
+    """What one B leaves for W.
+
+    Args:
+        queue: takes it.
+        is_exact: see `SplitGraph`.
+    """
+
+    def __init__(self, queue: WeightQueue, is_exact: bool) -> None:
+        self._queue = queue
+        self._is_exact = is_exact
+        self._parts: dict[Any, LeafParts] = {}
+
+    def add(self, leaf: Any, work: DeferredWeightGrad) -> None:
+        """Leave the work of a product; if it is with a part of a leaf, beside others.
+
+        Args:
+            leaf: the node of a leaf used in parts, or None.
+            work: of the product.
+        """
+        if leaf is None:
+            self._defer(work)
+            return
+        parts = self._parts.get(leaf)
+        if parts is None:
+            parts = self._parts[leaf] = LeafParts()
+            self._defer(parts)
+        parts.append(work)
+
+    def _defer(self, work: DeferredWeightGrad | LeafParts) -> None:
+        add = work.add_exactly if self._is_exact else work.add_in_place
+        self._queue.defer(work.edges, work.compute, add, work.kept)
 
 
 def run_full(
@@ -131,7 +162,8 @@ def run_cut_b(
     leaves = [p for p in plan.leaves if p.requires_grad and id(p) not in kept]
     wanted = [*inputs, *leaves, *_edges(plan)]
     ran: set[Any] = set()
-    hooks = _deferring(plan.products, queue, is_exact, ran)
+    left = _Left(queue, is_exact)
+    hooks = _deferring(plan.products, left, ran)
     try:
         with _without_hooks(leaves):
             found = torch.autograd.grad(
@@ -145,7 +177,7 @@ def run_cut_b(
     for product, dy in zip(plan.products, found[first_product:], strict=True):
         if dy is not None and product.node not in ran:
             # nothing below it was wanted, so that it did not run
-            _defer(product, queue, is_exact)((dy,))
+            left.add(product.leaf, product.defer(dy))
     pairs = zip(leaves, found[len(inputs) : first_product], strict=True)
     ready = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
     if ready:
@@ -158,10 +190,7 @@ def _edges(plan: SplitPlan) -> list[Any]:
 
 
 def _deferring(
-    products: Sequence[Product],
-    queue: WeightQueue,
-    is_exact: bool,
-    ran: set[Any] | None = None,
+    products: Sequence[Product], left: _Left, ran: set[Any] | None = None
 ) -> list[Any]:
     """Let products that run leave their work to W, and note those that ran.
 
@@ -169,13 +198,13 @@ def _deferring(
         The handles of the hooks that do so, to be removed after B.
     """
     return [
-        watch.add_prehook(product.node, _defer(product, queue, is_exact, ran))
+        watch.add_prehook(product.node, _defer(product, left, ran))
         for product in products
     ]
 
 
 def _defer(
-    product: Product, queue: WeightQueue, is_exact: bool, ran: set[Any] | None = None
+    product: Product, left: _Left, ran: set[Any] | None
 ) -> Callable[[tuple[Tensor | None, ...]], None]:
     """Return what runs before the product in B: it keeps the operands and gradient."""
 
@@ -184,7 +213,7 @@ def _defer(
         if ran is not None:
             ran.add(product.node)
         if dy is not None:
-            _leave(product.defer(dy), queue, is_exact)
+            left.add(product.leaf, product.defer(dy))
 
     return keep
 

@@ -9,6 +9,7 @@ and the leaf (the transpose, autocast's cast, the leaf's hooks) then runs in W, 
 autograd itself; so nothing has to be known about it.
 
 A leaf with a second use stays in B: its gradients would be added up in another order.
+But parts of a leaf that overlap nowhere may wait together, as they add no two numbers.
 """
 
 from collections.abc import Collection, Container, Iterable
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.deferred_product import LEAF, Product, is_dtensor
+from zbpp.runtime.backward.deferred_product import Product, is_dtensor
 from zbpp.runtime.backward.ends import PLAIN, End
 from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.ways import CUTS, LEAF, follow, refusal
 from zbpp.runtime.backward.weight_rules import RULES, Rule
 from zbpp.runtime.support.autograd_internals import (
     can_read_saved,
@@ -34,13 +36,6 @@ from zbpp.runtime.support.torch_internals import is_fake
 __all__ = ["SplitPlan", "plan_split"]
 
 _REENTRANT = "CheckpointFunctionBackward"
-
-_VIEWS_AND_CASTS = {
-    *("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"),
-    *("UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0"),
-    *("UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1"),
-    *("AliasBackward0", "ExpandBackward0", "CloneBackward0"),
-}
 
 
 class SplitPlan(NamedTuple):
@@ -99,6 +94,8 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
             product, leaves = found
             products.append(product)
             deferred.update(dict.fromkeys(leaves))
+    if any(product.leaf is not None for product in products):
+        products = _keep_parts(products, deferred, graph.uses, reasons)
     leaves = [
         leaf
         for node in graph.leaves
@@ -192,7 +189,11 @@ def _split(
         operands = tuple(i for i in choice if _needs_gradient(edges[i][0]))
         if choice[0] not in operands:
             continue
-        leaves = [_leaf_above(edges[i][0], uses, kept, reasons) for i in operands]
+        may_be_part = len(operands) == 1
+        leaves = [
+            _leaf_above(edges[i][0], uses, kept, reasons, may_be_part=may_be_part)
+            for i in operands
+        ]
         if None in leaves:
             why = "goes with an operand that stays in B"
         elif not watch.is_free(node) and watch.has_hooks(node, before=is_cut):
@@ -203,9 +204,32 @@ def _split(
             why = "packed by saved-tensor hooks"
         else:
             chosen = tuple(GradientEdge(*edges[i]) for i in operands)
-            return Product(node, rule, operands, reads, chosen), leaves
+            whole = leaves[0] if _is_part(edges[operands[0]][0]) else None
+            return Product(node, rule, operands, reads, chosen, whole), leaves
         reasons.update((id(leaf.variable), why) for leaf in leaves if leaf is not None)
     return None
+
+
+def _keep_parts(
+    products: list[Product],
+    deferred: dict[Any, None],
+    uses: dict[Any, int],
+    reasons: dict[int, str],
+) -> list[Product]:
+    """Leave out products with a part of a leaf that cannot wait; it stays in B."""
+    operands: dict[Any, list[Any]] = {}
+    for product in products:
+        if product.leaf is not None:
+            edge = product.edges[0]
+            operands.setdefault(product.leaf, []).append((edge.node, edge.output_nr))
+    refused = set()
+    for leaf, own in operands.items():
+        why = refusal(leaf, own, uses)
+        if why is not None:
+            refused.add(leaf)
+            reasons.setdefault(id(leaf.variable), why)
+            del deferred[leaf]
+    return [product for product in products if product.leaf not in refused]
 
 
 def _needs_gradient(node: Any) -> bool:
@@ -215,23 +239,41 @@ def _needs_gradient(node: Any) -> bool:
     return type(node).__name__ != LEAF or bool(node.variable.requires_grad)
 
 
-def _leaf_above(
-    node: Any, uses: dict[Any, int], kept: set[int], reasons: dict[int, str]
-) -> Any | None:
-    """Follow views and casts to a leaf that waits for nothing but this operand."""
-    count = uses[node]
-    while type(node).__name__ in _VIEWS_AND_CASTS:
+def _is_part(node: Any) -> bool:
+    """True if a part of a leaf is taken on the way to it."""
+    while (name := type(node).__name__) != LEAF:
+        if name in CUTS:
+            return True
         node = node.next_functions[0][0]
+    return False
+
+
+def _leaf_above(
+    node: Any,
+    uses: dict[Any, int],
+    kept: set[int],
+    reasons: dict[int, str],
+    *,
+    may_be_part: bool,
+) -> Any | None:
+    """Follow views and casts to a leaf that waits for nothing but this operand.
+
+    Or for others that are parts of it as well: those are counted later.
+    """
+    count, is_part = uses[node], False
+    while type(node).__name__ != LEAF:
+        is_part = is_part or type(node).__name__ in CUTS
+        node = follow(node)
         if node is None:
             return None
         count = max(count, uses[node])
-    if type(node).__name__ != LEAF:
-        return None
     leaf = node.variable
     if id(leaf) in kept or not leaf.requires_grad:
         return None
     why = None
-    if count > 1:
+    if is_part and (is_dtensor(leaf) or not may_be_part):
+        why = "used in parts"
+    elif count > 1 and not is_part:
         why = f"used {count} times"
     elif not (type(leaf) in PLAIN or is_dtensor(leaf) or is_fake(leaf)):
         why = f"a {type(leaf).__name__}"

@@ -1,7 +1,7 @@
 """The weight-gradient work of one micro-batch, between its B and its W."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ Root = Any
 """A leaf, or a `GradientEdge`: torch's stubs allow no mixture of the two."""
 Work = Callable[[], tuple[Tensor | None, ...]]
 Add = Callable[[], bool] | None
-Kept = tuple[Tensor, ...]
+Kept = Sequence[Tensor]
 
 _TOGETHER_BYTES = 4 * 2**20
 
@@ -33,7 +33,7 @@ class WeightQueue:
 
     def __init__(self) -> None:
         watch.look()
-        self._work: list[tuple[tuple[Root, ...], Work, Add, Kept]] = []
+        self._work: list[tuple[Sequence[Root], Work, Add, Kept]] = []
         self._has_failed = False
         self.began_s = 0.0
         """`time.perf_counter` when the pass that runs now began, for emulation."""
@@ -56,7 +56,7 @@ class WeightQueue:
 
     def defer(
         self,
-        roots: tuple[Root, ...],
+        roots: Sequence[Root],
         compute: Work,
         add: Add = None,
         kept: Kept = (),
@@ -64,7 +64,7 @@ class WeightQueue:
         """Keep a call for W.
 
         Args:
-            roots: where the gradients go.
+            roots: where the gradients go; it may still grow, as what is kept may.
             compute: returns one for each root.
             add: tried first, if given: adds to ``.grad`` itself, or returns False.
             kept: the operands, for `held_bytes`.
@@ -99,6 +99,7 @@ class WeightQueue:
 
     def _compute_some(self) -> list[tuple[Root, Tensor]]:
         """Make calls until enough is to be handed over, or none is left."""
+        watch.look()
         ready: list[tuple[Root, Tensor]] = []
         n_bytes = 0
         while self._work and n_bytes < _TOGETHER_BYTES:
@@ -146,7 +147,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _defined(
-    roots: tuple[Root, ...], gradients: tuple[Tensor | None, ...]
+    roots: Sequence[Root], gradients: tuple[Tensor | None, ...]
 ) -> list[tuple[Root, Tensor]]:
     pairs = zip(roots, gradients, strict=True)
     return [(root, gradient) for root, gradient in pairs if gradient is not None]

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from zbpp.runtime.backward.deferred_product import LEAF, Product, is_dtensor
+from zbpp.runtime.backward.deferred_product import Product, find_target, is_dtensor
 from zbpp.runtime.backward.ends import End
 from zbpp.runtime.backward.graph import SplitPlan, plan_split
 from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.ways import LEAF, OVERLAP, overlap
 from zbpp.runtime.support.autograd_internals import (
     can_read_saved,
     hooks_made,
@@ -59,18 +60,19 @@ class PlanMemory:
             if plan is not None:
                 return plan
         plan = plan_split(ends, inputs)
-        if not plan.is_reentrant:
+        if not plan.is_reentrant and OVERLAP not in plan.reasons.values():
             kept = self._trails[: _MOST_TRAILS - 1]
             self._trails = [_Trail(ends, inputs, plan), *kept]
         return plan
 
 
-class _Split(NamedTuple):
-    """A product of the plan, its nodes by their numbers."""
+class _Leaf(NamedTuple):
+    """A leaf of the graph: a parameter, or the input at a place."""
 
     node: int
-    like: Product
-    edges: tuple[tuple[int, int], ...]
+    own: Tensor | None
+    place: int
+    learns: bool
 
 
 class _Trail:
@@ -89,23 +91,21 @@ class _Trail:
         nodes: list[Any] = []
         numbers: dict[Any, int] = {}
         self._roots = [_number(end.node, numbers, nodes) for end in ends]
-        self._steps: list[tuple[type, list[int]]] = []
-        self._leaves: list[tuple[int, int, Tensor | None, bool]] = []
+        self._steps: list[tuple[int, type, list[int]]] = []
+        self._leaves: list[_Leaf] = []
         places = {id(x): i for i, x in enumerate(inputs)}
         for n, node in enumerate(nodes):  # it grows
-            below = [_number(child, numbers, nodes) for child, _ in node.next_functions]
-            self._steps.append((type(node), below))
             if type(node).__name__ == LEAF:
                 leaf = node.variable
                 place = places.get(id(leaf), _NO_NODE)
                 own = leaf if place == _NO_NODE else None
-                self._leaves.append((n, place, own, leaf.requires_grad))
+                self._leaves.append(_Leaf(n, own, place, leaf.requires_grad))
+                continue
+            below = [_number(child, numbers, nodes) for child, _ in node.next_functions]
+            self._steps.append((n, type(node), below))
+        self._leaf_type = next((type(nodes[leaf.node]) for leaf in self._leaves), None)
         self._products = [
-            _Split(
-                numbers[product.node],
-                product._replace(node=None, edges=()),
-                tuple((numbers[e.node], e.output_nr) for e in product.edges),
-            )
+            (numbers[product.node], _without_graph(product))
             for product in plan.products
         ]
         self._in_b = [
@@ -114,76 +114,109 @@ class _Trail:
         ]
         own = {id(leaf) for leaf in plan.leaves if id(leaf) not in places}
         self._waiting, self._reasons = plan.waiting, plan.reasons
+        self._has_parts = any(product.leaf is not None for product in plan.products)
         self._returns = all(map(is_built_in, nodes)) and all(
-            _is_returned(nodes[n])
-            for n, *_ in self._leaves
-            if id(nodes[n].variable) in own
+            _is_returned(nodes[leaf.node])
+            for leaf in self._leaves
+            if id(leaf.own) in own
         )
         """Whether torch may return the gradients of B's leaves to us."""
 
     def follow(self, ends: Sequence[End], inputs: Sequence[Tensor]) -> SplitPlan | None:
         """Return the plan of a graph if it is alike in everything."""
         nodes = self._nodes(ends)
-        if nodes is None or not self._has_no_new_hooks(nodes):
+        if nodes is None or not self._has_same_leaves(nodes, inputs):
             return None
-        for n, place, own, learns in self._leaves:
-            leaf = nodes[n].variable
-            other = own if own is not None else inputs[place]
-            if leaf is not other or leaf.requires_grad is not learns:
-                return None
+        if self._n_hooks != watch.n_others and not self._has_no_hooks(nodes):
+            return None
         products, packed = [], False
-        for n, like, edges in self._products:
+        for n, like in self._products:
             node = nodes[n]
             for name in like.reads:
                 if is_packed(node, name):
                     if not can_read_saved(node, name):
                         return None
                     packed = True
-            own_edges = tuple(GradientEdge(nodes[i], nr) for i, nr in edges)
-            products.append(Product(node, *like[1:4], own_edges))
+            edges = node.next_functions
+            own = tuple([GradientEdge(*edges[i]) for i in like.operands])
+            products.append(Product(node, *like[1:4], own, *like[5:]))
+        if self._has_parts and _has_overlaps(products):
+            return None
         leaves = [inputs[i] if leaf is None else leaf for i, leaf in self._in_b]
         returns = self._returns and not packed
         return SplitPlan(
             *(products, leaves, self._waiting, self._reasons), False, returns
         )
 
-    def _has_no_new_hooks(self, nodes: list[Any]) -> bool:
-        """True if no hook was registered since, or none here."""
-        if self._n_hooks == watch.n_others:
-            return True
-        for n, *_ in self._products:
+    def _has_same_leaves(self, nodes: list[Any], inputs: Sequence[Tensor]) -> bool:
+        kind = self._leaf_type
+        for n, own, place, learns in self._leaves:
+            node = nodes[n]
+            if node.__class__ is not kind:
+                return False
+            leaf = node.variable
+            if leaf is not (inputs[place] if own is None else own):
+                return False
+            if leaf.requires_grad is not learns:
+                return False
+        return True
+
+    def _has_no_hooks(self, nodes: list[Any]) -> bool:
+        """True if hooks that were registered since are none here."""
+        for n, like in self._products:
             node = nodes[n]
             if not watch.is_free(node) and watch.has_hooks(node, before=True):
                 return False
-        for n, _, own, _ in self._leaves:
+            is_turned = like.target is not None and like.target.is_turned
+            above = node.next_functions[like.operands[0]][0]
+            if is_turned and not watch.is_free(above):
+                return False
+        for n, own, *_ in self._leaves:
             if own is not None and not _is_clean(own, nodes[n]):
                 return False
         self._n_hooks = watch.n_others
         return True
 
     def _nodes(self, ends: Sequence[End]) -> list[Any] | None:
-        """Follow the edges; this is a part of every B, so it is kept short."""
+        """Follow the edges; this is a part of every B, so it is kept short.
+
+        A number that is not there yet stands for a node that was not seen before.
+        """
         nodes: list[Any] = []
         numbers: dict[Any, int] = {}
         if [_number(end.node, numbers, nodes) for end in ends] != self._roots:
             return None
-        for n, (kind, below) in enumerate(self._steps):
+        for n, kind, below in self._steps:
             node: Any = nodes[n]
             if node.__class__ is not kind:
                 return None
             edges: Any = nodes[n].next_functions
             if len(edges) != len(below):
                 return None
-            for (child, _), expected in zip(edges, below, strict=True):
-                if child is None:
-                    number = _NO_NODE
-                else:
-                    number = numbers.setdefault(child, len(nodes))
-                    if number == len(nodes):
-                        nodes.append(child)
-                if number != expected:
+            for (child, _), number in zip(edges, below, strict=True):
+                if number == len(nodes):
+                    nodes.append(child)
+                elif (None if number < 0 else nodes[number]) is not child:
                     return None
-        return nodes
+        return nodes if len(set(nodes)) == len(nodes) else None
+
+
+def _without_graph(product: Product) -> Product:
+    """Return what is alike in all graphs of a kind."""
+    target = find_target(product.edges)
+    if target is not None and target.way is not None:
+        target = None
+    return product._replace(node=None, edges=(), target=target)
+
+
+def _has_overlaps(products: Sequence[Product]) -> bool:
+    """True if two parts of a leaf, which a graph may choose, have numbers in common."""
+    operands: dict[Any, list[tuple[Any, int]]] = {}
+    for product in products:
+        if product.leaf is not None:
+            (edge,) = product.edges
+            operands.setdefault(product.leaf, []).append((edge.node, edge.output_nr))
+    return any(overlap(leaf, own) for leaf, own in operands.items())
 
 
 def _number(node: Any, numbers: dict[Any, int], nodes: list[Any]) -> int:

@@ -5,6 +5,7 @@ A node of these kinds has two jobs, and autograd would do both at once:
     Mm       y = x w          dx = dy w^T        dw = x^T dy
     Addmm    y = b + x w
     Bmm      the same, batched; Baddbmm too
+    GroupedMm                 the same, one matrix for each group of rows
     Convolution               dx = conv^T(dy)    dw, db = conv(x, dy)
 
 Each rule here reads what the second job needs from a node that is about to run, and
@@ -14,12 +15,12 @@ make (derivatives.yaml), with the same layouts: the results are equal to the las
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "Gradients", "Rule"]
+__all__ = ["RULES", "Gradients", "OfMatrix", "Rule"]
 
 
 class Gradients(Protocol):
@@ -43,17 +44,19 @@ class Rule:
         reads: for each choice, the saved tensors that its gradients are computed from.
         settings: what else ``prepare`` reads from a node.
         prepare: called before the node runs, with the node, the operands, and the
-            tensors read.
+            tensors read; None for an optional one that is not there.
+        n_kept: how many of the tensors read are kept until W. (A convolution's weight
+            gives its shape only.)
     """
 
     choices: tuple[tuple[int, ...], ...]
     reads: tuple[tuple[str, ...], ...]
     settings: tuple[str, ...]
     prepare: Callable[..., Gradients]
+    n_kept: int = 1
 
 
-@dataclass(frozen=True)
-class _OfMatrix:
+class OfMatrix(NamedTuple):
     """The gradient of one factor of ``factor * (left @ right)``, other being known.
 
     torch computes it in the layout of the matrix, so a transposed weight's gradient is
@@ -66,16 +69,27 @@ class _OfMatrix:
     is_column_major: bool
 
     def of(self, dy: Tensor) -> tuple[Tensor]:
-        if self.is_right:
-            left = self.other
-            if self.is_column_major and left.layout is torch.strided:
-                return (self._scaled(dy.t().mm(left.conj()).t()),)
-            return (self._scaled(left.t().conj().mm(dy)),)
-        if self.is_column_major:
-            return (self._scaled(self.other.conj().mm(dy.t()).t()),)
-        return (self._scaled(dy.mm(self.other.t().conj())),)
+        """Return the gradient."""
+        if self._is_turned():
+            return (self.turned(dy).t(),)
+        other = self.other.t().conj()
+        return (self._scaled(other.mm(dy) if self.is_right else dy.mm(other)),)
+
+    def turned(self, dy: Tensor) -> Tensor:
+        """Return the transpose of the gradient."""
+        if not self._is_turned():
+            return self.of(dy)[0].t()
+        other = self.other
+        if other.dtype.is_complex:
+            other = other.conj()
+        return self._scaled(dy.t().mm(other) if self.is_right else other.mm(dy.t()))
+
+    def _is_turned(self) -> bool:
+        is_dense = self.other.layout is torch.strided
+        return self.is_column_major and (is_dense or not self.is_right)
 
     def add_to(self, total: Tensor, dy: Tensor) -> bool:
+        """Add it within the product."""
         other = self.other.t().conj()
         left, right = (other, dy) if self.is_right else (dy, other)
         total.addmm_(left, right, alpha=self.factor)
@@ -89,8 +103,7 @@ def _is_column_major(sizes: Any, strides: Any) -> bool:
     return bool(strides[0] == 1 and strides[1] == sizes[0])
 
 
-@dataclass(frozen=True)
-class _OfBatch:
+class _OfBatch(NamedTuple):
     """The same for batches of matrices."""
 
     other: Tensor
@@ -109,8 +122,40 @@ class _OfBatch:
         return True
 
 
-@dataclass(frozen=True)
-class _OfConvolution:
+class _OfGroups(NamedTuple):
+    """The gradient of one factor of a grouped product, whose groups end at ``ends``.
+
+    As for matrices, in the layout of that factor.
+    """
+
+    other: Tensor
+    ends: Tensor | None
+    is_right: bool
+    is_column_major: bool
+
+    def of(self, dy: Tensor) -> tuple[Tensor]:
+        other = self.other
+        pair = (other.mT, dy) if self.is_right else (dy, other.mT)
+        if not self.is_column_major:
+            return (torch._grouped_mm(*pair, offs=self.ends),)
+        left, right = (one.mT for one in reversed(pair))
+        return (torch._grouped_mm(left, right, offs=self.ends).mT,)
+
+    def add_to(self, total: Tensor, dy: Tensor) -> bool:
+        return False
+
+
+def _groups(
+    node: Any, operands: tuple[int, ...], other: Tensor, ends: Tensor | None
+) -> _OfGroups:
+    is_right = operands == (1,)
+    name = "mat2" if is_right else "self"
+    sizes, strides = (getattr(node, f"_saved_{name}_sym_{x}") for x in _LAYOUT)
+    is_column_major = _is_column_major(sizes[-2:], strides[-2:])
+    return _OfGroups(other, ends, is_right, is_column_major)
+
+
+class _OfConvolution(NamedTuple):
     """The gradients of a convolution's weight and bias, from one kernel."""
 
     x: Tensor
@@ -141,11 +186,11 @@ def _convolution(
 def _of_matrices(left: str, right: str, first: int, *factor: str) -> Rule:
     """Try the right matrix, then the left one; each needs the other."""
 
-    def prepare(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfMatrix:
+    def prepare(node: Any, operands: tuple[int, ...], other: Tensor) -> OfMatrix:
         is_right = operands[0] == first + 1
         sizes, strides = names[is_right]
         is_column_major = _is_column_major(getattr(node, sizes), getattr(node, strides))
-        return _OfMatrix(other, _factor(node, factor), is_right, is_column_major)
+        return OfMatrix(other, _factor(node, factor), is_right, is_column_major)
 
     names = [[f"_saved_{name}_sym_{x}" for x in _LAYOUT] for name in (left, right)]
     shapes = (f"{name}_sym_{what}" for name in (left, right) for what in _LAYOUT)
@@ -173,6 +218,13 @@ RULES = {
     "AddmmBackward0": _of_matrices("mat1", "mat2", 1, "alpha"),
     "BmmBackward0": _of_batches("self", "mat2", 0),
     "BaddbmmBackward0": _of_batches("batch1", "batch2", 1, "alpha"),
+    "GroupedMmBackward0": Rule(
+        ((1,), (0,)),
+        (("self", "offs"), ("mat2", "offs")),
+        tuple(f"{name}_sym_{what}" for name in ("self", "mat2") for what in _LAYOUT),
+        _groups,
+        n_kept=2,
+    ),
     # One kernel computes both gradients, so the bias goes with the weight.
     "ConvolutionBackward0": Rule(
         ((1, 2),),

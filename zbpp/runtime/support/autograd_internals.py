@@ -83,8 +83,13 @@ def can_read_saved(node: Any, name: str) -> bool:
 
 
 def is_packed(node: Any, name: str) -> bool:
-    """True if a hook has packed a saved tensor of a node; see `can_read_saved`."""
+    """True if a hook has packed a saved tensor of a node; see `can_read_saved`.
+
+    Or one of those in a saved list of tensors.
+    """
     raw = getattr(node, f"_raw_saved_{name}", None)
+    if isinstance(raw, tuple):
+        return any(getattr(one, "unpack_hook", one) is not None for one in raw)
     return raw is None or getattr(raw, "unpack_hook", raw) is not None
 
 
