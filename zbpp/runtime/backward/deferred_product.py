@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.ways import Way, is_view, part_of, way_of, whole_of
@@ -13,7 +12,9 @@ from zbpp.runtime.backward.weight_rules import Gradients, OfMatrix, Rule
 
 __all__ = [
     "DeferredWeightGrad",
+    "Edges",
     "Product",
+    "Site",
     "Target",
     "find_target",
     "is_dtensor",
@@ -22,54 +23,10 @@ __all__ = [
 
 _STRIDED = torch.strided
 
+Edges = Sequence[tuple[Any, int]]
+"""Nodes and outputs: `GradientEdge`s, which torch is slow to make."""
 
-class Product(NamedTuple):
-    """A node to split: its rule, the deferred operands, and where W goes on.
-
-    If the operand is a part of a leaf, ``leaf`` is its node, else None. ``target`` is
-    the leaf that is known to be the operand, or its transpose, as long as no hook is
-    registered anywhere.
-    """
-
-    node: Any
-    rule: Rule
-    operands: tuple[int, ...]
-    reads: tuple[str, ...]
-    edges: tuple[GradientEdge, ...]
-    leaf: Any = None
-    target: "Target | None" = None
-
-    def take(self) -> tuple[Gradients, tuple[Tensor, ...]]:
-        """Return what W needs of the node, and the tensors that it holds.
-
-        Called before the node runs, which frees what is read here. An operand is cut
-        off its graph, which leads to the chunk's input and would keep it until W.
-        """
-        node, rule = self.node, self.rule
-        saved = [_saved(node, name) for name in self.reads]
-        gradients = rule.prepare(node, self.operands, *saved)
-        return gradients, tuple(x for x in saved[: rule.n_kept] if x is not None)
-
-    def defer(
-        self, dy: Tensor, taken: tuple[Gradients, tuple[Tensor, ...]] | None = None
-    ) -> "DeferredWeightGrad":
-        """Return the work for W.
-
-        Args:
-            dy: gradient of the product.
-            taken: from before the node has run; None: it has not.
-        """
-        gradients, operands = taken or self.take()
-        kept = (dy, *operands)
-        return DeferredWeightGrad(
-            *(self.edges, gradients, kept, tuple(map(_version, kept))),
-            *(self.target, watch.n_others),
-        )
-
-
-def _saved(node: Any, name: str) -> Tensor | None:
-    saved: Tensor | None = getattr(node, f"_saved_{name}")
-    return None if saved is None else saved.detach()
+Taken = tuple[Gradients, list[Tensor]]
 
 
 class Target(NamedTuple):
@@ -92,13 +49,66 @@ class Target(NamedTuple):
         return total.t() if self.is_turned else total
 
 
+class Product(NamedTuple):
+    """The way to split a node, alike in all graphs of a kind.
+
+    Args:
+        rule: of the node's kind.
+        operands: those that are deferred.
+        reads: saved tensors that W needs.
+        saved: the attributes of the node that hold them.
+        leaf: its node, if the operand is a part of a leaf, else None.
+        target: the leaf that is known to be the operand, or its transpose, as long as
+            no hook is registered anywhere.
+    """
+
+    rule: Rule
+    operands: tuple[int, ...]
+    reads: tuple[str, ...]
+    saved: tuple[str, ...]
+    leaf: Any = None
+    target: Target | None = None
+
+    def take(self, node: Any) -> Taken:
+        """Return what W needs of a node, and the tensors that it holds.
+
+        Called before the node runs, which frees what is read here. An operand is cut
+        off its graph, which leads to the chunk's input and would keep it until W.
+        """
+        found = [getattr(node, name) for name in self.saved]
+        saved = [None if x is None else x.detach() for x in found]
+        gradients = self.rule.prepare(node, self.operands, *saved)
+        kept = saved[: self.rule.n_kept]
+        if kept[-1] is None:
+            kept.pop()
+        return gradients, kept  # type: ignore[return-value]  # the first is there
+
+    def defer(self, edges: Edges, dy: Tensor, taken: Taken) -> "DeferredWeightGrad":
+        """Return the work for W.
+
+        Args:
+            edges: where it goes on.
+            dy: gradient of the product.
+            taken: from before the node has run.
+        """
+        gradients, operands = taken
+        kept = [dy, *operands]
+        return DeferredWeightGrad(
+            edges, gradients, kept, _versions(kept), self.target, watch.n_others
+        )
+
+
+Site = tuple[Any, Product, Edges]
+"""A node to split, how, and where W goes on."""
+
+
 class DeferredWeightGrad(NamedTuple):
     """The weight gradients of a product, for W; ``kept`` begins with dy."""
 
-    edges: tuple[GradientEdge, ...]
+    edges: Edges
     gradients: Gradients
-    kept: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    kept: list[Tensor]
+    versions: list[int]
     known: Target | None
     n_hooks: int
     """Of others, when the target was known."""
@@ -186,13 +196,13 @@ class DeferredWeightGrad(NamedTuple):
         Raises:
             RuntimeError: something was changed in place.
         """
-        if self.versions != tuple(map(_version, self.kept)):
+        if self.versions != _versions(self.kept):
             raise RuntimeError(
                 "a tensor that W needs was changed in place after B; change a copy"
             )
 
 
-def find_target(edges: Sequence[GradientEdge]) -> Target | None:
+def find_target(edges: Edges) -> Target | None:
     """Return where the gradient of an only edge may be added; `watch` has looked.
 
     Args:
@@ -200,7 +210,7 @@ def find_target(edges: Sequence[GradientEdge]) -> Target | None:
     """
     if len(edges) > 1:
         return None
-    way, node = way_of(edges[0].node, edges[0].output_nr)
+    way, node = way_of(*edges[0])
     leaf: Tensor = node.variable
     if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or is_dtensor(leaf):
         return None
@@ -222,12 +232,12 @@ def may_add(leaf: Tensor, dtype: torch.dtype) -> bool:
     return dtype == leaf.dtype == getattr(leaf, "grad_dtype", dtype)
 
 
-def _version(tensor: Tensor) -> int:
-    """Return how often it was changed in place; inference tensors do not tell."""
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each was changed in place."""
     try:
-        return tensor._version
+        return [x._version for x in tensors]
     except RuntimeError:  # rare, and cheaper than to ask each time
-        return 0
+        return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def is_dtensor(tensor: Tensor) -> bool:

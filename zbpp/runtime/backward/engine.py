@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
-from zbpp.runtime.backward.deferred_product import DeferredWeightGrad, Product, may_add
+from zbpp.runtime.backward.deferred_product import DeferredWeightGrad, Site, may_add
 from zbpp.runtime.backward.ends import Ends
 from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.parts import LeafParts
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.support.autograd_internals import returned_gradients
+from zbpp.runtime.support.autograd_internals import edge_at, returned_gradients
 
 __all__ = ["run_b", "run_cut_b", "run_full"]
 
@@ -63,22 +62,24 @@ def _run_returning(
     """Run B without a call back into Python: torch returns all that B asks for."""
     kept = {id(x) for x in inputs}
     leaves = [leaf for leaf in plan.leaves if id(leaf) not in kept]
-    taken = [product.take() for product in plan.products]
+    taken = [product.take(node) for node, product, _ in plan.products]
     found = returned_gradients(*ends, [*inputs, *leaves, *_edges(plan)])
     first_product = len(inputs) + len(leaves)
     with torch.no_grad():
         _add(leaves, found[len(inputs) : first_product])
     left = _Left(queue, is_exact)
-    for product, one, dy in zip(
+    for (_, product, edges), one, dy in zip(
         plan.products, taken, found[first_product:], strict=True
     ):
         if dy is not None:
-            left.add(product.leaf, product.defer(dy, one))
+            left.add(product.leaf, product.defer(edges, dy, one))
     return found[: len(inputs)]
 
 
 def _add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Add as autograd does; a first gradient may be another tensor's too."""
+    totals: list[Tensor] = []
+    added: list[Tensor] = []
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
             continue
@@ -86,9 +87,12 @@ def _add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if gradient.layout is not torch.strided or not may_add(leaf, gradient.dtype):
             torch.autograd.backward([leaf], [gradient])
         elif total is not None:
-            total.add_(gradient)
+            totals.append(total)
+            added.append(gradient)
         else:
             leaf.grad = torch.empty_like(leaf).copy_(gradient)
+    if totals:
+        torch._foreach_add_(totals, added)
 
 
 class _Left:
@@ -174,10 +178,10 @@ def run_cut_b(
             hook.remove()
     result = found[: len(inputs)]
     first_product = len(inputs) + len(leaves)
-    for product, dy in zip(plan.products, found[first_product:], strict=True):
-        if dy is not None and product.node not in ran:
+    for site, dy in zip(plan.products, found[first_product:], strict=True):
+        if dy is not None and site[0] not in ran:
             # nothing below it was wanted, so that it did not run
-            left.add(product.leaf, product.defer(dy))
+            _defer(site, left, None)((dy,))
     pairs = zip(leaves, found[len(inputs) : first_product], strict=True)
     ready = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
     if ready:
@@ -186,34 +190,32 @@ def run_cut_b(
 
 
 def _edges(plan: SplitPlan) -> list[Any]:
-    return [GradientEdge(product.node, 0) for product in plan.products]
+    return [edge_at(node, 0) for node, _, _ in plan.products]
 
 
 def _deferring(
-    products: Sequence[Product], left: _Left, ran: set[Any] | None = None
+    products: Sequence[Site], left: _Left, ran: set[Any] | None = None
 ) -> list[Any]:
     """Let products that run leave their work to W, and note those that ran.
 
     Returns:
         The handles of the hooks that do so, to be removed after B.
     """
-    return [
-        watch.add_prehook(product.node, _defer(product, left, ran))
-        for product in products
-    ]
+    return [watch.add_prehook(site[0], _defer(site, left, ran)) for site in products]
 
 
 def _defer(
-    product: Product, left: _Left, ran: set[Any] | None
+    site: Site, left: _Left, ran: set[Any] | None
 ) -> Callable[[tuple[Tensor | None, ...]], None]:
     """Return what runs before the product in B: it keeps the operands and gradient."""
+    node, product, edges = site
 
     def keep(gradients: tuple[Tensor | None, ...]) -> None:
         (dy,) = gradients
         if ran is not None:
-            ran.add(product.node)
+            ran.add(node)
         if dy is not None:
-            left.add(product.leaf, product.defer(dy))
+            left.add(product.leaf, product.defer(edges, dy, product.take(node)))
 
     return keep
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.deferred_product import Product, is_dtensor
+from zbpp.runtime.backward.deferred_product import Product, Site, is_dtensor
 from zbpp.runtime.backward.ends import PLAIN, End
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.ways import CUTS, LEAF, follow, refusal
@@ -51,7 +51,7 @@ class SplitPlan(NamedTuple):
         returns: gradients may be returned to B, which adds them itself.
     """
 
-    products: list[Product]
+    products: list[Site]
     leaves: list[Tensor]
     waiting: list[Tensor]
     reasons: dict[int, str]
@@ -85,7 +85,7 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
     graph = _walk((_node_of(root) for root in roots), first)
     if first:
         _check_cut(graph, first)
-    products: list[Product] = []
+    products: list[Site] = []
     reasons: dict[int, str] = {}
     deferred: dict[Any, None] = {}
     for node, rule in graph.products if not graph.is_reentrant else ():
@@ -94,7 +94,7 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
             product, leaves = found
             products.append(product)
             deferred.update(dict.fromkeys(leaves))
-    if any(product.leaf is not None for product in products):
+    if any(product.leaf is not None for _, product, _ in products):
         products = _keep_parts(products, deferred, graph.uses, reasons)
     leaves = [
         leaf
@@ -182,7 +182,7 @@ def _split(
     reasons: dict[int, str],
     *,
     is_cut: bool,
-) -> tuple[Product, list[Any]] | None:
+) -> tuple[Site, list[Any]] | None:
     """Take the first choice of operands that can all be deferred."""
     edges = node.next_functions
     for choice, reads in zip(rule.choices, rule.reads, strict=True):
@@ -203,25 +203,25 @@ def _split(
         elif not all(can_read_saved(node, name) for name in reads):
             why = "packed by saved-tensor hooks"
         else:
-            chosen = tuple(GradientEdge(*edges[i]) for i in operands)
             whole = leaves[0] if _is_part(edges[operands[0]][0]) else None
-            return Product(node, rule, operands, reads, chosen, whole), leaves
+            saved = tuple(f"_saved_{name}" for name in reads)
+            product = Product(rule, operands, reads, saved, whole)
+            return (node, product, [edges[i] for i in operands]), leaves
         reasons.update((id(leaf.variable), why) for leaf in leaves if leaf is not None)
     return None
 
 
 def _keep_parts(
-    products: list[Product],
+    products: list[Site],
     deferred: dict[Any, None],
     uses: dict[Any, int],
     reasons: dict[int, str],
-) -> list[Product]:
+) -> list[Site]:
     """Leave out products with a part of a leaf that cannot wait; it stays in B."""
     operands: dict[Any, list[Any]] = {}
-    for product in products:
+    for _, product, edges in products:
         if product.leaf is not None:
-            edge = product.edges[0]
-            operands.setdefault(product.leaf, []).append((edge.node, edge.output_nr))
+            operands.setdefault(product.leaf, []).extend(edges)
     refused = set()
     for leaf, own in operands.items():
         why = refusal(leaf, own, uses)
@@ -229,7 +229,7 @@ def _keep_parts(
             refused.add(leaf)
             reasons.setdefault(id(leaf.variable), why)
             del deferred[leaf]
-    return [product for product in products if product.leaf not in refused]
+    return [site for site in products if site[1].leaf not in refused]
 
 
 def _needs_gradient(node: Any) -> bool:

@@ -6,10 +6,10 @@ the leaf is left alone. (Autograd adds zeros to it, so a zero's sign may differ.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from zbpp.runtime.backward.deferred_product import DeferredWeightGrad
 
@@ -20,7 +20,7 @@ class LeafParts:
     """The work of W for the products with parts of one leaf, in the order of B."""
 
     def __init__(self) -> None:
-        self.edges: list[GradientEdge] = []
+        self.edges: list[tuple[Any, int]] = []
         self.kept: list[Tensor] = []
         self._works: list[DeferredWeightGrad] = []
 

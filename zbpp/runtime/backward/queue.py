@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.support.autograd_internals import edge_at
 
 __all__ = ["WeightQueue", "current_queue"]
 
 Root = Any
-"""A leaf, or a `GradientEdge`: torch's stubs allow no mixture of the two."""
+"""A leaf, or a node and the number of its output."""
 Work = Callable[[], tuple[Tensor | None, ...]]
 Add = Callable[[], bool] | None
 Kept = Sequence[Tensor]
@@ -156,8 +157,8 @@ def _defined(
 def _hand_over(ready: list[tuple[Root, Tensor]]) -> None:
     """Let autograd accumulate the gradients, and forget them."""
     if ready:
-        roots, gradients = zip(*ready, strict=True)
-        torch.autograd.backward(roots, gradients)
+        roots = [edge_at(*x[:2]) if isinstance(x, tuple) else x for x, _ in ready]
+        torch.autograd.backward(roots, [gradient for _, gradient in ready])
         ready.clear()
 
 

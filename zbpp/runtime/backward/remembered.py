@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from zbpp.runtime.backward.deferred_product import Product, find_target, is_dtensor
+from zbpp.runtime.backward.deferred_product import (
+    Edges,
+    Product,
+    Site,
+    find_target,
+    is_dtensor,
+)
 from zbpp.runtime.backward.ends import End
 from zbpp.runtime.backward.graph import SplitPlan, plan_split
 from zbpp.runtime.backward.hooks import watch
@@ -24,7 +30,6 @@ from zbpp.runtime.support.autograd_internals import (
     can_read_saved,
     hooks_made,
     is_built_in,
-    is_packed,
 )
 
 __all__ = ["PlanMemory"]
@@ -66,6 +71,15 @@ class PlanMemory:
         return plan
 
 
+class _Split(NamedTuple):
+    """A product of the plan; its nodes by their numbers, None for parts of a leaf."""
+
+    node: int
+    like: Product
+    above: list[tuple[int, int]] | None
+    raw: list[str]
+
+
 class _Leaf(NamedTuple):
     """A leaf of the graph: a parameter, or the input at a place."""
 
@@ -104,17 +118,14 @@ class _Trail:
             below = [_number(child, numbers, nodes) for child, _ in node.next_functions]
             self._steps.append((n, type(node), below))
         self._leaf_type = next((type(nodes[leaf.node]) for leaf in self._leaves), None)
-        self._products = [
-            (numbers[product.node], _without_graph(product))
-            for product in plan.products
-        ]
+        self._products = [_split(numbers, *site) for site in plan.products]
         self._in_b = [
             (places.get(id(leaf), _NO_NODE), None if id(leaf) in places else leaf)
             for leaf in plan.leaves
         ]
         own = {id(leaf) for leaf in plan.leaves if id(leaf) not in places}
         self._waiting, self._reasons = plan.waiting, plan.reasons
-        self._has_parts = any(product.leaf is not None for product in plan.products)
+        self._has_parts = any(like.leaf is not None for _, like, _ in plan.products)
         self._returns = all(map(is_built_in, nodes)) and all(
             _is_returned(nodes[leaf.node])
             for leaf in self._leaves
@@ -129,21 +140,25 @@ class _Trail:
             return None
         if self._n_hooks != watch.n_others and not self._has_no_hooks(nodes):
             return None
-        products, packed = [], False
-        for n, like in self._products:
+        products: list[Site] = []
+        is_packed = False
+        for n, like, above, raw in self._products:
             node = nodes[n]
-            for name in like.reads:
-                if is_packed(node, name):
-                    if not can_read_saved(node, name):
-                        return None
-                    packed = True
-            edges = node.next_functions
-            own = tuple([GradientEdge(*edges[i]) for i in like.operands])
-            products.append(Product(node, *like[1:4], own, *like[5:]))
+            for name in raw:
+                if getattr(node, name).unpack_hook is not None:
+                    is_packed = True
+            if above is None:
+                below = node.next_functions
+                edges = [below[i] for i in like.operands]
+            else:
+                edges = [(nodes[i], output) for i, output in above]
+            products.append((node, like, edges))
+        if is_packed and not _can_read(products):
+            return None
         if self._has_parts and _has_overlaps(products):
             return None
         leaves = [inputs[i] if leaf is None else leaf for i, leaf in self._in_b]
-        returns = self._returns and not packed
+        returns = self._returns and not is_packed
         return SplitPlan(
             *(products, leaves, self._waiting, self._reasons), False, returns
         )
@@ -163,13 +178,12 @@ class _Trail:
 
     def _has_no_hooks(self, nodes: list[Any]) -> bool:
         """True if hooks that were registered since are none here."""
-        for n, like in self._products:
+        for n, like, above, _ in self._products:
             node = nodes[n]
             if not watch.is_free(node) and watch.has_hooks(node, before=True):
                 return False
             is_turned = like.target is not None and like.target.is_turned
-            above = node.next_functions[like.operands[0]][0]
-            if is_turned and not watch.is_free(above):
+            if is_turned and above and not watch.is_free(nodes[above[0][0]]):
                 return False
         for n, own, *_ in self._leaves:
             if own is not None and not _is_clean(own, nodes[n]):
@@ -201,21 +215,34 @@ class _Trail:
         return nodes if len(set(nodes)) == len(nodes) else None
 
 
-def _without_graph(product: Product) -> Product:
-    """Return what is alike in all graphs of a kind."""
-    target = find_target(product.edges)
+def _split(
+    numbers: dict[Any, int], node: Any, product: Product, edges: Edges
+) -> _Split:
+    """Return what is alike in all graphs of a kind; parts of a leaf may differ."""
+    target = find_target(edges)
     if target is not None and target.way is not None:
         target = None
-    return product._replace(node=None, edges=(), target=target)
+    above = None
+    if product.leaf is None:
+        above = [(numbers[one], output) for one, output, *_ in edges]
+    raw = [f"_raw_saved_{name}" for name in product.reads]
+    return _Split(numbers[node], product._replace(target=target), above, raw)
 
 
-def _has_overlaps(products: Sequence[Product]) -> bool:
+def _can_read(products: Sequence[Site]) -> bool:
+    return all(
+        can_read_saved(node, name)
+        for node, product, _ in products
+        for name in product.reads
+    )
+
+
+def _has_overlaps(products: Sequence[Site]) -> bool:
     """True if two parts of a leaf, which a graph may choose, have numbers in common."""
     operands: dict[Any, list[tuple[Any, int]]] = {}
-    for product in products:
+    for _, product, edges in products:
         if product.leaf is not None:
-            (edge,) = product.edges
-            operands.setdefault(product.leaf, []).append((edge.node, edge.output_nr))
+            operands.setdefault(product.leaf, []).extend(edges)
     return any(overlap(leaf, own) for leaf, own in operands.items())
 
 

@@ -66,27 +66,25 @@ class OfMatrix(NamedTuple):
     other: Tensor
     factor: float
     is_right: bool
-    is_column_major: bool
+    is_turned: bool
 
     def of(self, dy: Tensor) -> tuple[Tensor]:
         """Return the gradient."""
-        if self._is_turned():
+        if self.is_turned:
             return (self.turned(dy).t(),)
         other = self.other.t().conj()
-        return (self._scaled(other.mm(dy) if self.is_right else dy.mm(other)),)
+        product = other.mm(dy) if self.is_right else dy.mm(other)
+        return (product if self.factor == 1 else product * self.factor,)
 
     def turned(self, dy: Tensor) -> Tensor:
         """Return the transpose of the gradient."""
-        if not self._is_turned():
+        other, factor, is_right, is_turned = self
+        if not is_turned:
             return self.of(dy)[0].t()
-        other = self.other
         if other.dtype.is_complex:
             other = other.conj()
-        return self._scaled(dy.t().mm(other) if self.is_right else other.mm(dy.t()))
-
-    def _is_turned(self) -> bool:
-        is_dense = self.other.layout is torch.strided
-        return self.is_column_major and (is_dense or not self.is_right)
+        product = dy.t().mm(other) if is_right else other.mm(dy.t())
+        return product if factor == 1 else product * factor
 
     def add_to(self, total: Tensor, dy: Tensor) -> bool:
         """Add it within the product."""
@@ -94,9 +92,6 @@ class OfMatrix(NamedTuple):
         left, right = (other, dy) if self.is_right else (dy, other)
         total.addmm_(left, right, alpha=self.factor)
         return True
-
-    def _scaled(self, gradient: Tensor) -> Tensor:
-        return gradient if self.factor == 1 else gradient * self.factor
 
 
 def _is_column_major(sizes: Any, strides: Any) -> bool:
@@ -189,8 +184,12 @@ def _of_matrices(left: str, right: str, first: int, *factor: str) -> Rule:
     def prepare(node: Any, operands: tuple[int, ...], other: Tensor) -> OfMatrix:
         is_right = operands[0] == first + 1
         sizes, strides = names[is_right]
-        is_column_major = _is_column_major(getattr(node, sizes), getattr(node, strides))
-        return OfMatrix(other, _factor(node, factor), is_right, is_column_major)
+        is_turned = _is_column_major(getattr(node, sizes), getattr(node, strides))
+        if is_right and other.layout is not torch.strided:
+            is_turned = False
+        return OfMatrix(other, _factor(node, alpha), is_right, is_turned)
+
+    alpha = tuple(f"_saved_{name}" for name in factor)
 
     names = [[f"_saved_{name}_sym_{x}" for x in _LAYOUT] for name in (left, right)]
     shapes = (f"{name}_sym_{what}" for name in (left, right) for what in _LAYOUT)
@@ -200,14 +199,16 @@ def _of_matrices(left: str, right: str, first: int, *factor: str) -> Rule:
 
 def _of_batches(left: str, right: str, first: int, *factor: str) -> Rule:
     def prepare(node: Any, operands: tuple[int, ...], other: Tensor) -> _OfBatch:
-        return _OfBatch(other, _factor(node, factor), operands == (first + 1,))
+        return _OfBatch(other, _factor(node, alpha), operands == (first + 1,))
+
+    alpha = tuple(f"_saved_{name}" for name in factor)
 
     return Rule(((first + 1,), (first,)), ((left,), (right,)), factor, prepare)
 
 
 def _factor(node: Any, names: tuple[str, ...]) -> Any:
     """The factor of a product's gradients: the conjugate of its own."""
-    return getattr(node, f"_saved_{names[0]}").conjugate() if names else 1
+    return getattr(node, names[0]).conjugate() if names else 1
 
 
 _LAYOUT = ("sizes", "strides")

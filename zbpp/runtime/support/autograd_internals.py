@@ -12,11 +12,13 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "accumulates",
     "can_read_saved",
+    "edge_at",
     "has_saved",
     "hooks_made",
     "is_built_in",
@@ -121,6 +123,14 @@ def returned_gradients(
         accumulate_grad=False,
     )
     return found
+
+
+_NO_MORE = (None,) * (len(GradientEdge._fields) - 2)
+
+
+def edge_at(node: Any, output: int) -> GradientEdge:
+    """``GradientEdge(node, output)``, in half its time: made by the hundred in a B."""
+    return tuple.__new__(GradientEdge, (node, output, *_NO_MORE))
 
 
 def hooks_made() -> int | None:
