@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from zbpp.cli.commands import main
 from zbpp.memory import estimate
 from zbpp.memory.fake import building, fake_mode
+from zbpp.memory.layers import model_memory
 from zbpp.models import cut, layered_of
 
 transformers = pytest.importorskip("transformers")
@@ -48,13 +50,46 @@ def stages(model: Any, mode: str = "ZBV") -> Any:
     return estimate(model, batch(), **sizes).modes[mode]
 
 
+def parts_of(config: dict[str, Any], **more: Any) -> Any:
+    layered = layered_of(made(config))
+    layers = list(layered.build(range(layered.n_layers)))
+    return layers, layered.cut_batch({**batch(), **more}), layered.loss_fn
+
+
 @pytest.mark.slow
 def test_passes_of_a_real_model_take_what_the_allocator_says() -> None:
-    layered = layered_of(made(GPT2))
-    layers = list(layered.build(range(layered.n_layers)))
-    parts: Any = layers, layered.cut_batch(batch()), layered.loss_fn
+    parts = parts_of(GPT2)
     for own in (range(0, 3), range(5, 8)):
         assert worst(parts, own)[0] < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [None, 0, 3])
+def test_a_mask_is_kept_where_tokens_are_padded_alone(
+    padded: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    tokens = torch.arange(512).view(2, 256)
+    more = {"input_ids": tokens, "labels": tokens}
+    if padded is not None:
+        more["attention_mask"] = torch.arange(256).expand(2, 256) < 256 - padded
+    parts = parts_of(config, **more)
+    for own in (range(0, 2), range(2, 4)):  # the mask travels to the second
+        assert worst(parts, own)[0] < 0.002
+    if not padded:  # the negative control: transformers takes fakes for a compiler's
+        monkeypatch.setattr("zbpp.memory.model.reading_fakes", nullcontext)
+        assert worst(parts, range(2, 4))[0] > 0.02
+
+
+def test_a_mask_of_unknown_numbers_is_taken_for_one_with_padding() -> None:
+    config = {**LLAMA, "num_hidden_layers": 1}
+    known = {**batch(), "attention_mask": torch.ones(4, 32, dtype=torch.long)}
+    with fake_mode():
+        unknown = {**known, "attention_mask": torch.ones(4, 32, dtype=torch.long)}
+    model = made(config)
+    without, masked = (model_memory(model, one) for one in (known, unknown))
+    assert without.whole.m_b < masked.whole.m_b
+    assert without.of_size(6).whole.m_b < masked.of_size(6).whole.m_b
 
 
 @pytest.mark.slow

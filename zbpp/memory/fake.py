@@ -5,6 +5,7 @@ one device. The meta device would choose others, for attention and under autocas
 """
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from zbpp.core import RequestError
+from zbpp.memory.operators.routing import MOST_NUMBERS
 from zbpp.runtime.partition import Model, count_layers
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
@@ -24,6 +26,7 @@ __all__ = [
     "check_device",
     "fake_mode",
     "fake_model",
+    "reading_fakes",
     "resized",
 ]
 
@@ -36,18 +39,26 @@ class FakeModel:
         layers: of the whole model, in order.
         inputs: of the first layer.
         targets: of the loss; None if the last layer puts it out.
+        numbers: fakes of these two with their numbers, where these are integers that
+            are known.
     """
 
     def __init__(
-        self, mode: FakeTensorMode, layers: list[nn.Module], inputs: Any, targets: Any
+        self,
+        mode: FakeTensorMode,
+        layers: list[nn.Module],
+        inputs: Any,
+        targets: Any,
+        numbers: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self.mode = mode
         self.layers = layers
         self.inputs = inputs
         self.targets = targets
+        self.numbers = tuple(numbers)
 
     def of_size(self, samples: int | None) -> "FakeModel":
-        """The same model with another number of samples in the micro-batch."""
+        """The same model with another number of samples: those there are, in turn."""
         if samples is None:
             return self
         old = _samples(self.inputs)
@@ -55,7 +66,15 @@ class FakeModel:
             inputs, targets = (
                 resized(part, old, samples) for part in (self.inputs, self.targets)
             )
-        return FakeModel(self.mode, self.layers, inputs, targets)
+        parts = tensors_in((self.inputs, self.targets)), tensors_in((inputs, targets))
+        new = {id(fake): other for fake, other in zip(*parts, strict=True)}
+        turn = torch.arange(samples) % old
+        numbers = [
+            (new[id(fake)], real if new[id(fake)] is fake else real[turn])
+            for fake, real in self.numbers
+            if new[id(fake)].numel() <= MOST_NUMBERS
+        ]
+        return FakeModel(self.mode, self.layers, inputs, targets, numbers)
 
     @property
     def samples(self) -> int:
@@ -122,6 +141,25 @@ def building(mode: FakeTensorMode) -> Iterator[None]:
         nn.Module._apply = before  # type: ignore[method-assign]
 
 
+@contextmanager
+def reading_fakes() -> Iterator[None]:
+    """Within this, transformers treats fake tensors as real ones.
+
+    By itself it takes them for those of a compiler, whose numbers cannot be read, and
+    makes masks, and repeats keys and values, that a run does without.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    before = module.is_fake_tensor
+    module.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before
+
+
 def fake_model(
     model: Model,
     inputs: Any,
@@ -155,14 +193,20 @@ def fake_model(
                 built = list(copy.deepcopy(nn.ModuleList(built)))
         layers = [_moved(layer, device, mode) for layer in built]
 
+    numbers: list[tuple[Tensor, Tensor]] = []
+
     def fake(tensor: Tensor) -> Tensor:
+        real = tensor
         if not isinstance(tensor, FakeTensor):
             tensor = mode.from_tensor(tensor)
         with mode:
-            return tensor.to(device)
+            made = tensor.to(device)
+        if real is not tensor and not (real.is_floating_point() or real.is_complex()):
+            numbers.append((made, real.detach().cpu()))
+        return made
 
     return FakeModel(
-        mode, layers, map_tensors(inputs, fake), map_tensors(targets, fake)
+        *(mode, layers, map_tensors(inputs, fake), map_tensors(targets, fake)), numbers
     )
 
 

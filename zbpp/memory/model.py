@@ -1,6 +1,7 @@
 """A model whose layers are traced once each, and the chunks that it can be cut into."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.memory.alike import classes_of, shortened
-from zbpp.memory.fake import FakeModel
+from zbpp.memory.fake import FakeModel, reading_fakes
 from zbpp.memory.operators.scratch import KernelScratch
 from zbpp.memory.optimizer import OptimizerMemory, optimizer_memory
 from zbpp.memory.passes import ChunkPasses
@@ -47,6 +48,7 @@ class ModelMemory:
         on_cpu = options.device.type == "cpu"
         self._scratch = KernelScratch() if on_cpu else None
         self._is_routed = False
+        self._reads_fakes = True
         self._classes = classes_of(fake.layers)
         self._chunks: dict[Any, Traced] = {}
         self._optimizers: dict[Any, OptimizerMemory] = {}
@@ -161,14 +163,14 @@ class ModelMemory:
     def _ends(self, own: range, is_last: bool) -> Ends:
         targets = self.fake.targets if is_last else None
         if own.start == 0:
-            return Ends(self.fake.inputs, None, targets, is_last)
+            return Ends(self.fake.inputs, None, targets, is_last, self.fake.numbers)
         try:
             sent: Any = as_tensors(self._specs[own.start], leaf=Spec)
         except UnfitValueError as error:
             raise RequestError(
                 f"a chunk cannot begin with layer {own.start}: it reads {error}"
             ) from None
-        return Ends(None, sent, targets, is_last)
+        return Ends(None, sent, targets, is_last, self.fake.numbers if is_last else ())
 
     def _run(self, places: Sequence[int], ends: Ends, *, recomputed: bool) -> Traced:
         """Trace some layers; once more if kernels need probing, or integers count."""
@@ -187,7 +189,7 @@ class ModelMemory:
         try:
             traced = self._first(trace)
             if self._scratch is not None and self._scratch.probe():
-                traced = trace()
+                traced = self._first(trace)
             return traced
         except UnknownNumbers as error:
             index = places[error.place]
@@ -201,13 +203,21 @@ class ModelMemory:
             ) from error
 
     def _first(self, trace: Callable[[], Traced]) -> Traced:
-        """Trace; where layers decide by integers, let these be computed from now on."""
-        if not self._is_routed:
+        """Trace; where layers decide by integers, let these be computed from now on.
+
+        If that is not enough, models of transformers may go their own way for fakes.
+        """
+        while True:
             try:
-                return trace()
+                with reading_fakes() if self._reads_fakes else nullcontext():
+                    return trace()
             except UnknownNumbers:
-                self._is_routed = True
-        return trace()
+                if not self._is_routed:
+                    self._is_routed = True
+                elif self._reads_fakes:
+                    self._reads_fakes = False
+                else:
+                    raise
 
     def _gradients_of(
         self, traced: Traced, stands: Sequence[int]

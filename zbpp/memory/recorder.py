@@ -100,7 +100,7 @@ class Recorder:
         if self._kind == "F":
             if place > 0:
                 self.mark(place, self.tracker.counted(tensors))
-            self.specs.setdefault(place, map_tensors(value, _spec_of))  # type: ignore[arg-type]
+            self.specs.setdefault(place, map_tensors(value, self._spec_of))  # type: ignore[arg-type]
         asked = [x for x in tensors if x.requires_grad]
         if not asked:
             return value
@@ -113,6 +113,9 @@ class Recorder:
             value,
             lambda x: _Mark.apply(leave, x) if x.requires_grad else x,  # type: ignore[no-untyped-call]
         )
+
+    def _spec_of(self, tensor: Tensor) -> "Spec":
+        return Spec(tensor, self.tracker.numbers_of(tensor))
 
     def _leave(self, place: int, arrived: "_Arrived", dx: Tensor | None) -> None:
         """B leaves a layer with its last gradient: mark it, and let W mark it too."""
@@ -184,15 +187,17 @@ class _Mark(torch.autograd.Function):
 
 
 class Spec:
-    """Shape, dtype and need of a gradient of a tensor between two layers."""
+    """Shape, dtype and need of a gradient of a tensor between two layers.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Args:
+        tensor: a fake one.
+        numbers: its numbers, if they are known.
+    """
+
+    def __init__(self, tensor: Tensor, numbers: Tensor | None = None) -> None:
+        self.numbers = numbers
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.needs_grad = tensor.requires_grad
         self.n_bytes = tensor.numel() * tensor.element_size()
-
-
-def _spec_of(tensor: Tensor) -> Spec:
-    return Spec(tensor)

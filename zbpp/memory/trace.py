@@ -65,12 +65,14 @@ class Ends:
         sent: `Spec`s as a value travels, what another chunk gets from the one before.
         targets: a micro-batch of the loss.
         is_last: the chunk ends the model.
+        numbers: of integers among the first two, with the fakes that have them.
     """
 
     inputs: Any = None
     sent: Any = None
     targets: Any = None
     is_last: bool = False
+    numbers: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 class UnknownNumbers(Exception):
@@ -129,6 +131,8 @@ def trace_chunk(
     held = [*tensors_of(layers), *tensors_in((ends.inputs, ends.targets))]
     with mode:
         tracker.ignore(held)
+        for fake, numbers in ends.numbers:
+            tracker.learn(fake, numbers)
         stage = Stage(
             [Chunk(index, 0, tuple(watched))],
             n_chunks=n_chunks,
@@ -243,7 +247,7 @@ class _Microbatch:
     ) -> tuple[list[Span], list[Any], list[int], tuple[int, int, int]]:
         """F; its spans, what it sends, what it lends, and bytes of x, y and y alone."""
         tracker, recorder = self._recorder.tracker, self._recorder
-        x = None if self._sent is None else _received(self._sent)
+        x = None if self._sent is None else _received(self._sent, tracker)
         n_x = 0 if x is None else tracker.counted(x)
         recorder.begin("F", n_x)
         y = self._stage.forward(self._chunk, microbatch, x)
@@ -256,16 +260,13 @@ class _Microbatch:
         return f, sent, lent, (n_x, n_y, full - tracker.held)
 
 
-def _received(sent: Any) -> Tensors:
-    return with_tensors(
-        sent,
-        (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(
-                x.needs_grad
-            )
-            for x in sent
-        ),
-    )
+def _received(sent: Any, tracker: StorageTracker) -> Tensors:
+    made = []
+    for x in sent:
+        tensor = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        tracker.learn(tensor, x.numbers)
+        made.append(tensor.requires_grad_(x.needs_grad))
+    return with_tensors(sent, made)
 
 
 def _gradients(sent: Iterable[Any]) -> Tensors:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zbpp.memory.operators.engine import EngineSums
 from zbpp.memory.operators.routing import IntegerNumbers
@@ -91,6 +91,19 @@ class StorageTracker(TorchDispatchMode):
             extra = self._scratch(func, args, kwargs or {}, result)
             self._most = max(self._most, self.held + extra)
         return result
+
+    def numbers_of(self, tensor: Tensor) -> Tensor | None:
+        """A copy of the numbers of a tensor of integers, if they are known."""
+        known = None if self._numbers is None else self._numbers.of(tensor)
+        if known is None:
+            return None
+        with _disable_current_modes():
+            return known.clone()
+
+    def learn(self, tensor: Tensor, numbers: Tensor | None) -> None:
+        """Take the numbers of a tensor as known."""
+        if self._numbers is not None and numbers is not None:
+            self._numbers.learn(tensor, numbers)
 
     def ignore(self, tensors: Iterable[Tensor]) -> int:
         """Never count these; return what they take.

@@ -1,6 +1,7 @@
 """Numbers of integer tensors, for layers whose shapes follow from them: experts, masks.
 
     router    topk(scores)             fakes do not know the scores: tokens go evenly
+    batch     tokens, padding masks    of the micro-batch that is given
     masks     one_hot, ==, sum         computed for real beside the fakes: small
     shapes    nonzero, where, item     follow from the numbers
 
@@ -19,10 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zbpp.runtime.support.pytree import tensors_in
 
-__all__ = ["IntegerNumbers"]
+__all__ = ["MOST_NUMBERS", "IntegerNumbers"]
 
 _ATEN = torch.ops.aten
-_MOST = 2**24
+MOST_NUMBERS = 2**24
 """Numbers of one tensor that are computed; more are left unknown."""
 _CHOICES = {
     **dict.fromkeys((_ATEN.topk.default, _ATEN.sort.default, _ATEN.sort.stable), 1),
@@ -71,7 +72,7 @@ class IntegerNumbers:
             for tensor in _written(func, args, kwargs) if not is_known else ():
                 self._known.pop(tensor.untyped_storage()._cdata, None)
         elif is_known and self._is_wanted(result, leaves):
-            self._learn(result, numbers())
+            self.learn(result, numbers())
         elif func in _CHOICES:
             self._choose(func, args, kwargs, result)
         return result
@@ -95,12 +96,13 @@ class IntegerNumbers:
         return bool(made) and all(
             t.layout is torch.strided
             and t.untyped_storage()._cdata not in self._known
-            and t.numel() <= _MOST
+            and t.numel() <= MOST_NUMBERS
             and (has_inputs or not t.is_floating_point())
             for t in made
         )
 
-    def _learn(self, result: Any, numbers: Any) -> None:
+    def learn(self, result: Any, numbers: Any) -> None:
+        """Take real tensors as the numbers of fakes, in a structure of any kind."""
         for fake, real in zip(tensors_in(result), tensors_in(numbers), strict=True):
             storage = fake.untyped_storage()
             with _disable_current_modes():
@@ -128,7 +130,7 @@ class IntegerNumbers:
             like = torch.empty_strided(
                 real.shape, real.stride(), dtype=real.dtype, device=device
             )
-            self._learn(like, real)
+            self.learn(like, real)
             return like
 
         return pytree.tree_map(fake, numbers)
@@ -156,7 +158,7 @@ class IntegerNumbers:
         scores = args[0]
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
         dim = {**named, **kwargs}.get("dim", -1)
-        if scores.dim() == 0 or chosen.numel() > _MOST:
+        if scores.dim() == 0 or chosen.numel() > MOST_NUMBERS:
             return
         n = scores.numel() if dim is None else scores.shape[dim]
         with _disable_current_modes():
@@ -168,7 +170,7 @@ class IntegerNumbers:
                 turns = places.view(rows).movedim(-1, dim)
             else:
                 turns = places.view(chosen.shape)
-            self._learn(chosen, turns % max(1, n))
+            self.learn(chosen, turns % max(1, n))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
