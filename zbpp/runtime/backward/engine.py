@@ -18,7 +18,11 @@ from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.parts import LeafParts
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.support.autograd_internals import edge_at, returned_gradients
+from zbpp.runtime.support.autograd_internals import (
+    edge_at,
+    returned_gradients,
+    run_whole,
+)
 
 __all__ = ["run_b", "run_cut_b", "run_full"]
 
@@ -143,7 +147,7 @@ def run_full(
     for x in inputs:
         x.grad = None
     try:
-        torch.autograd.backward(*ends, inputs=wanted)
+        run_whole(*ends, wanted or ())
         return tuple(x.grad for x in inputs)
     finally:
         for x, gradient in zip(inputs, before, strict=True):

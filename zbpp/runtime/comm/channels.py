@@ -12,6 +12,7 @@ from torch import Tensor
 from zbpp.core import Job, Message, TiedGradient, What
 from zbpp.runtime.comm.header import MOST_TENSORS, Spec
 from zbpp.runtime.comm.private_group import PrivateGroup, draw_name, open_group
+from zbpp.runtime.comm.waits import Words
 from zbpp.runtime.support.streams import HostCopy
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Channel",
     "Incoming",
     "PendingSum",
+    "Port",
     "has_tags",
     "join",
     "tag",
@@ -135,20 +137,43 @@ def tag(value: Message, slot: int, *, training: bool = True) -> int:
     return (index * _SLOTS + slot) % 2**31
 
 
+class Port:
+    """The way of one value's tensors to or from a peer, looked up once.
+
+    Args:
+        call: the group's ``send`` or ``recv``.
+        rank: of the peer, in that group.
+        value: that goes this way.
+    """
+
+    __slots__ = ("_call", "_first", "_rank")
+
+    def __init__(
+        self, call: Callable[..., dist.Work], rank: int, value: Message
+    ) -> None:
+        self._call = call
+        self._rank = rank
+        self._first = [tag(value, 0, training=x) for x in (False, True)]
+
+    def start(self, tensor: Tensor, slot: int, *, training: bool) -> dist.Work:
+        """Start to send, or to receive."""
+        return self._call([tensor], self._rank, self._first[training] + slot)
+
+
 class PendingSum:
     """A sum that is under way; it needs no more of a stage than to have begun it.
 
     Args:
         work: the collective.
         copy: what it has summed, on its way to the host.
-        finish: waits for both; its text is for errors.
+        finish: waits for both; its words are for errors.
     """
 
     def __init__(
         self,
         work: dist.Work,
         copy: HostCopy,
-        finish: Callable[[dist.Work, HostCopy, str], None],
+        finish: Callable[[dist.Work, HostCopy, Words], None],
     ) -> None:
         self._work: dist.Work | None = work
         self._copy = copy
@@ -165,7 +190,7 @@ class PendingSum:
     def result(self, job: Job | None = None) -> Tensor:
         """Wait for it."""
         if self._work is not None:
-            what = f"{job or 'a result'} for the sum over"
-            self._finish(self._work, self._copy, what)
+            words = (job or "a result", "for the sum over")
+            self._finish(self._work, self._copy, words)
             self._work = None
         return self._copy.read()

@@ -190,7 +190,7 @@ class DistributedTransport(Messages):
             n_bytes,
             rounds,
             leads=self.stage < peer,
-            wait=partial(self._waits.wait, what="a ping with", peer=peer),
+            wait=partial(self._waits.wait, what=("a ping with",), peer=peer),
         )
 
     def message_bytes(self) -> dict[int, int]:

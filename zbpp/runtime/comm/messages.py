@@ -13,7 +13,7 @@ from zbpp.runtime.comm.channels import HEADER, HEADER_REST, KINDS, Incoming
 from zbpp.runtime.comm.header import Spec, spec_of
 from zbpp.runtime.comm.shapes import Shapes
 from zbpp.runtime.comm.transport import Opening
-from zbpp.runtime.comm.waits import Waits
+from zbpp.runtime.comm.waits import Waits, Words
 from zbpp.runtime.comm.wire import Wire
 from zbpp.runtime.microbatches import check_samples
 from zbpp.runtime.support.background import BackgroundWork
@@ -62,6 +62,8 @@ class Messages:
         self._source = source
         self._followers = followers
         self._device = device
+        self._stays = device == wire.device
+        """Tensors are sent from where they are."""
         self.shapes = Shapes()
         self._opening: Opening | None = None
         self._told: tuple[dist.Work, HostCopy] | None = None
@@ -94,7 +96,7 @@ class Messages:
                 self._wire.send(_FIRST, numbers, peer, slot=KINDS)
         self.shapes.tell(told[1:])
 
-    def _listen(self, waiting_for: str) -> None:
+    def _listen(self, waiting_for: Words) -> None:
         """Wait for what is told of the step, and post what was waiting for it.
 
         Raises:
@@ -116,7 +118,9 @@ class Messages:
             if known is None or not known.fits(tensors):
                 self._announce(value, known, spec_of(value, tensors), peer)
         for slot, tensor in enumerate(tensors, start=1):
-            payload = tensor.detach().to(self._on).contiguous()
+            payload = tensor if self._stays else tensor.detach().to(self._on)
+            if not payload.is_contiguous():
+                payload = payload.detach().contiguous()
             self._wire.send(value, payload, peer, slot=slot)
         self._wire.drop_finished()
 
@@ -171,7 +175,7 @@ class Messages:
         """Wait for a value, and for the headers of those before it in the channel."""
         incoming = self._incoming.pop(value)
         if self._told is not None:
-            self._listen(f"{job} for {value} from")
+            self._listen((job, "for", value, "from"))
         waiting = self._waiting[incoming.peer]
         while incoming.spec is None:
             first = waiting.popleft()
@@ -183,10 +187,11 @@ class Messages:
             )
         with self.background.waiting():
             for work in incoming.works:
-                self._waits.wait(work, f"{job} for {value} from", incoming.peer)
+                self._waits.wait(work, (job, "for", value, "from"), incoming.peer)
         spec, tensors = incoming.spec, []
         for buffer, needs in zip(incoming.buffers, spec.needs_grad, strict=True):
-            tensors.append(buffer.to(self._device).requires_grad_(needs))
+            here = buffer if self._stays else buffer.to(self._device)
+            tensors.append(here.requires_grad_() if needs else here)
         if spec.structure is None:
             return tuple(tensors)
         return nested(tensors, spec.structure)
@@ -207,7 +212,7 @@ class Messages:
         buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._on)
         work = self._wire.receive(value, buffer, peer, slot=slot)
         with self.background.waiting():
-            self._waits.wait(work, f"{job} for {value} from", peer)
+            self._waits.wait(work, (job, "for", value, "from"), peer)
         self._waits.confirm(work)
         return buffer.cpu()
 

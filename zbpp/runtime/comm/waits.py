@@ -17,7 +17,10 @@ from torch import Tensor
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.streams import HostCopy, SideStream
 
-__all__ = ["Waits"]
+__all__ = ["Waits", "Words"]
+
+Words = tuple[object, ...]
+"""Of what is waited for; they are put together if it does not come."""
 
 
 class Waits:
@@ -42,7 +45,7 @@ class Waits:
         self._timeout = timedelta(seconds=timeout_s)
         self._nccl = nccl
         self._lost = lost
-        self._unconfirmed: deque[tuple[dist.Work, str, int | None]] = deque()
+        self._unconfirmed: deque[tuple[dist.Work, Words, int | None]] = deque()
         self._side = SideStream(device)
 
     @property
@@ -54,7 +57,7 @@ class Waits:
     def timeout_s(self, seconds: float) -> None:
         self._timeout = timedelta(seconds=seconds)
 
-    def wait(self, work: dist.Work, what: str, peer: int | None) -> None:
+    def wait(self, work: dist.Work, what: Words, peer: int | None) -> None:
         """Wait for a message.
 
         Raises:
@@ -69,7 +72,7 @@ class Waits:
             else:
                 work.wait(self._timeout)
         except RuntimeError as error:
-            raise self._lost(f"waits at {what}", peer, error) from error
+            raise self._lost(_text(what), peer, error) from error
 
     def confirm(self, last: dist.Work) -> None:
         """Wait on the host until a message has come; name the oldest late one.
@@ -83,7 +86,7 @@ class Waits:
                 late = RuntimeError("timed out")
                 for work, what, peer in self._unconfirmed:
                     if not work.is_completed():
-                        raise self._lost(f"waits at {what}", peer, late)
+                        raise self._lost(_text(what), peer, late)
             time.sleep(1e-4)
 
     def aside(self) -> AbstractContextManager[object]:
@@ -103,7 +106,7 @@ class Waits:
                 work.wait()
             return HostCopy(buffer)
 
-    def finish(self, work: dist.Work, copy: HostCopy, what: str) -> None:
+    def finish(self, work: dist.Work, copy: HostCopy, what: Words) -> None:
         """Wait on the host for a collective, and for the copy of what it has summed.
 
         Raises:
@@ -112,7 +115,7 @@ class Waits:
         self.read(work, copy, what, None)
 
     def read(
-        self, work: dist.Work, copy: HostCopy, what: str, peer: int | None
+        self, work: dist.Work, copy: HostCopy, what: Words, peer: int | None
     ) -> Tensor:
         """Wait on the host for a message, and for the copy of what it has brought.
 
@@ -123,3 +126,7 @@ class Waits:
             self.wait(work, what, peer)
         self.confirm(work)
         return copy.read()
+
+
+def _text(words: Words) -> str:
+    return " ".join(map(str, ("waits at", *words)))

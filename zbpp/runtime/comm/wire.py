@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import Message
-from zbpp.runtime.comm.channels import Channel, tag
+from zbpp.runtime.comm.channels import Channel, Port
 from zbpp.runtime.comm.waits import Waits
 from zbpp.runtime.support.errors import PeerError
 
@@ -41,6 +41,8 @@ class Wire:
         self._waits = waits
         self._lost = lost
         self._outgoing: deque[tuple[dist.Work, Tensor, Message, int]] = deque()
+        self._to: dict[tuple[Message, int], Port] = {}
+        self._from: dict[tuple[Message, int], Port] = {}
         self._n_older = 0  # sends of steps before this one that are not finished
 
     def begin(self, *, training: bool) -> None:
@@ -54,10 +56,13 @@ class Wire:
         Raises:
             PeerError: the peer is gone.
         """
-        channel = self.channels[self._stage, peer]
+        port = self._to.get((value, peer))
+        if port is None:
+            channel = self.channels[self._stage, peer]
+            port = Port(channel.group.send, channel.target, value)
+            self._to[value, peer] = port
         try:
-            number = tag(value, slot, training=self.training)
-            work = channel.group.send([tensor], channel.target, number)
+            work = port.start(tensor, slot, training=self.training)
         except RuntimeError as error:
             raise self._lost(f"could not send {value} to", peer, error) from error
         self._outgoing.append((work, tensor, value, peer))
@@ -70,10 +75,13 @@ class Wire:
         Raises:
             PeerError: the peer is gone.
         """
-        channel = self.channels[peer, self._stage]
+        port = self._from.get((value, peer))
+        if port is None:
+            channel = self.channels[peer, self._stage]
+            port = Port(channel.group.recv, channel.source, value)
+            self._from[value, peer] = port
         try:
-            number = tag(value, slot, training=self.training)
-            return channel.group.recv([buffer], channel.source, number)
+            return port.start(buffer, slot, training=self.training)
         except RuntimeError as error:
             raise self._lost(f"could not receive {value} from", peer, error) from error
 
@@ -95,4 +103,4 @@ class Wire:
     def _finish_oldest(self, doing: str) -> None:
         work, _, value, peer = self._outgoing.popleft()
         self._n_older -= 1
-        self._waits.wait(work, f"{doing} {value} to", peer)
+        self._waits.wait(work, (doing, value, "to"), peer)

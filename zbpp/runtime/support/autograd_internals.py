@@ -26,6 +26,7 @@ __all__ = [
     "is_packed",
     "nodes_made",
     "returned_gradients",
+    "run_whole",
 ]
 
 
@@ -131,6 +132,29 @@ _NO_MORE = (None,) * (len(GradientEdge._fields) - 2)
 def edge_at(node: Any, output: int) -> GradientEdge:
     """``GradientEdge(node, output)``, in half its time: made by the hundred in a B."""
     return tuple.__new__(GradientEdge, (node, output, *_NO_MORE))
+
+
+def run_whole(
+    ends: Sequence[Any], gradients: Sequence[Tensor | None], wanted: Sequence[Any]
+) -> None:
+    """``torch.autograd.backward`` for ends that are known to be right.
+
+    Without its checks, see `returned_gradients`.
+
+    Args:
+        ends: where it starts.
+        gradients: of these.
+        wanted: where it ends; empty: at all leaves.
+    """
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None or any(dy is None for dy in gradients):
+        torch.autograd.backward(ends, gradients, inputs=wanted or None)
+        return
+    run(
+        *(tuple(ends), tuple(gradients), False, False, tuple(wanted)),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def hooks_made() -> int | None:
