@@ -1,5 +1,6 @@
 """The ``zbpp estimate`` command: will it fit?"""
 
+import gc
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["EstimateCommand"]
 
 _Count = int | None
+_OBJECTS = 200_000
+"""Plans are many small objects without circles: to look for these took a fifth."""
+
 _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -95,6 +99,7 @@ class EstimateCommand:
         from zbpp.memory.estimate import DEFAULT_MODES, Steps, estimate_modes
         from zbpp.memory.layers import model_memory
 
+        gc.set_threshold(_OBJECTS)
         self._check()
         limit = None if self.memory_limit is None else parse_memory(self.memory_limit)
         dtype = _DTYPES[self.autocast]

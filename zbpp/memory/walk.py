@@ -131,20 +131,22 @@ class StageWalk:
         self._n_chunks = n_chunks
         self._sent: list[_Sent] = []
         self._last_gradients = 0
-        self._most = Held()
+        self._total = fixed.total
+        self._is_last = False
+        self._most = [0, 0, 0, 0]
 
     def run(self, program: Program) -> Held:
         """Walk through some steps; return the most of the last one."""
-        for _ in range(_N_STEPS):
+        for step in range(_N_STEPS):
             older = self._sent
             self._sent = []
+            self._is_last = step == _N_STEPS - 1
             self._begin(sum(sent.n_bytes for sent in older))
             for instruction in program:
                 self._one(instruction)
-        return self._most
+        return Held(*self._most)
 
     def _begin(self, sends: int) -> None:
-        self._most = Held()
         self._acts: dict[tuple[int, int], int] = {}
         self._messages: dict[Value, int] = {}
         self._sent_of: dict[tuple[int, int], list[_Sent]] = {}
@@ -157,13 +159,13 @@ class StageWalk:
 
     def _one(self, instruction: object) -> None:
         match instruction:
+            case Pass():
+                self._pass(instruction)
             case Receive(Value() as value):
                 self._hold(value, self._size(value))
                 self._see(0)
             case Send(Value() as value):
                 self._send(value)
-            case Pass():
-                self._pass(instruction)
             case Reduce():
                 self._see(self._fixed.norm)
             case Step():
@@ -274,15 +276,19 @@ class StageWalk:
         self._n_made += n_bytes
 
     def _see(self, extra: int) -> None:
-        """Note what is held now, with something on top of it."""
+        """Note what is held now, with something on top of it; the last step counts."""
+        if not self._is_last:
+            return
+        most = self._most
         gradients = self._n_made + self._last_gradients
         activations = self._n_acts + extra
         messages = self._n_messages + self._n_sends
-        total = self._fixed.total + gradients + activations + messages
-        old = self._most
-        self._most = Held(
-            max(old.gradients, gradients),
-            max(old.activations, activations),
-            max(old.messages, messages),
-            max(old.peak, total),
-        )
+        total = self._total + gradients + activations + messages
+        if gradients > most[0]:
+            most[0] = gradients
+        if activations > most[1]:
+            most[1] = activations
+        if messages > most[2]:
+            most[2] = messages
+        if total > most[3]:
+            most[3] = total
