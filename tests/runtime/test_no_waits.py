@@ -88,7 +88,7 @@ def test_nor_between_processes(pool: Pool) -> None:
     reasons = ON_HOST | MOVES | BETWEEN_PROCESSES
     for found in pool.run(in_processes, 2, "ZBV"):
         assert {where for where, _ in found} <= reasons.keys()
-        assert ("messages.py:Messages.send", "to") in found, "it looks"
+        assert ("distributed.py:DistributedTransport.reduce", "to") in found, "it looks"
 
 
 def test_a_read_in_a_job_or_in_the_norms_shows(monkeypatch: pytest.MonkeyPatch) -> None:
