@@ -28,12 +28,12 @@ class EngineSums:
     """
 
     def __init__(self) -> None:
-        self._made_by: dict[int, int] = {}
+        self._made_by: dict[int, int | None] = {}
         self._alone = _alone()
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """A storage is made now."""
-        self._made_by[storage._cdata] = id(_node())
+        self._made_by[storage._cdata] = _number(_node())
 
     def forget(self, storage: int) -> None:
         """A storage is freed, by its `_cdata`."""
@@ -50,8 +50,8 @@ class EngineSums:
         old, node = args[0], _node()
         if node is None or not (isinstance(old, Tensor) and _is_dense(old)):
             return False
-        made_by = self._made_by.get(old.untyped_storage()._cdata)
-        if made_by is None or made_by == id(node):
+        storage = old.untyped_storage()._cdata
+        if storage not in self._made_by or self._made_by[storage] == _number(node):
             return False
         return _counts(old) == self._alone
 
@@ -99,6 +99,14 @@ def _node() -> object | None:
     """The node that the engine runs now, or whose result it adds up."""
     find: Any = getattr(torch._C, "_current_autograd_node", None)
     return None if find is None else find()
+
+
+def _number(node: Any) -> int | None:
+    """Sequence number of a node, which no other of its thread has; None without one.
+
+    Not its ``id``: the Python object of a node may be made anew, where another was.
+    """
+    return None if node is None else int(node._sequence_nr())
 
 
 def _is_dense(tensor: Tensor) -> bool:
