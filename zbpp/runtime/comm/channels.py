@@ -1,6 +1,8 @@
 """Channels between neighbours, one pair and direction each; and sums over all."""
 
-from collections.abc import Callable, Sequence
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,8 +28,10 @@ __all__ = [
     "has_tags",
     "join",
     "tag",
+    "warn_of_one_queue",
 ]
 
+_log = logging.getLogger("zbpp")
 _CHUNKS = 1024
 _SLOTS = 256
 assert MOST_TENSORS + 3 < _SLOTS
@@ -99,6 +103,8 @@ def join(
         RuntimeError: a stage did not come.
     """
     stage = dist.get_rank(group)
+    if nccl and stage == 0:
+        warn_of_one_queue(os.environ)
     wire = device if nccl else torch.device("cpu")
     name = draw_name(group, wire, timeout_s=timeout_s)
     open_one = partial(open_group, group, nccl=nccl, timeout_s=timeout_s)
@@ -120,6 +126,15 @@ def join(
             channels[source, target] = Channel(pair, 0, 1)
     notes = dist.PrefixStore(f"{name}/notes", group.get_group_store())  # type: ignore[attr-defined]
     return everyone, channels, notes
+
+
+def warn_of_one_queue(environment: Mapping[str, str]) -> None:
+    """Say so where all streams of a GPU share one hardware queue."""
+    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        _log.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: a receive that is posted early may hold "
+            "up jobs that do not need it; leave the variable unset, or set it to 32"
+        )
 
 
 def tag(value: Message, slot: int, *, training: bool = True) -> int:

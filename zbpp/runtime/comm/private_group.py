@@ -107,7 +107,8 @@ def open_group(
     if nccl:
         # Made by hand also because torch splits a new group off the world's
         # communicator, which all of the world must do together.
-        options = dist.ProcessGroupNCCL.Options()
+        # Of high priority: a message need not wait until a large job has ended.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
         group = dist.ProcessGroupNCCL(store, rank, len(members), options)
     else:
