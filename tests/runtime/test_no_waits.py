@@ -39,7 +39,8 @@ MOVES = {
     "uploads.py:Uploads._moved": "on a GPU copies are begun ahead, see test_uploads",
     "streams.py:sent_ahead": "from pinned memory, and the host goes on",
 }
-STEPS = 5  # the second clips, so that it is rolled back; counted are the last three
+STEPS = 4
+COUNTED = 2  # of them the last; with a clip each one is rolled back
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
@@ -59,7 +60,7 @@ def waits(mode: str, n_stages: int | None, **more: object) -> Counter[tuple[str,
     )
     watch = SyncWatch()
     for step in range(STEPS):
-        if step < STEPS - 3:
+        if step < STEPS - COUNTED:
             pipeline.step(*batch(step))
             continue
         with watch:
@@ -107,7 +108,7 @@ def test_a_read_in_a_job_or_in_the_norms_shows(monkeypatch: pytest.MonkeyPatch) 
     assert "cpu" in shown
     monkeypatch.setattr(Stage, "forward", reads)
     found = waits("ZBH1", 2)
-    assert found["replay.py:Replay.run", "_local_scalar_dense"] == 3 * 6 * 2
+    assert found["replay.py:Replay.run", "_local_scalar_dense"] == COUNTED * 6 * 2
 
 
 @pytest.mark.parametrize("is_late", [False, True])
