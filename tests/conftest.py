@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
-from commands import COSTS
 from hypothesis import HealthCheck, settings
 from pool import Pool
 
@@ -47,6 +46,8 @@ def _seeds() -> None:
 
 @pytest.fixture
 def costs_file(tmp_path) -> str:
+    from commands import COSTS  # needs all that the commands do; tests on GPUs do not
+
     path = tmp_path / "costs.json"
     path.write_text(COSTS, encoding="utf-8")
     return str(path)

@@ -1,5 +1,6 @@
 """What only a GPU can show; all of it is left out where there is none."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 GPU = torch.device("cuda", 0)
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # same bits on all streams
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
