@@ -6,6 +6,7 @@ torch's own ``set_sync_debug_mode("error")``.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -93,17 +94,17 @@ def test_nor_between_processes(pool: Pool) -> None:
 
 
 def test_a_read_in_a_job_or_in_the_norms_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, square = Stage.forward, norms._square
+    forward, squares = Stage.forward, norms._squares
 
     def reads(self: Stage, *args: Any) -> Any:
         outputs = forward(self, *args)
         assert float(outputs[0].detach().sum()) < float("inf")
         return outputs
 
-    def moves(part: Any) -> Tensor:
-        return square(part).cpu()
+    def moves(every: Sequence[Tensor]) -> list[Tensor]:
+        return [square.cpu() for square in squares(every)]
 
-    monkeypatch.setattr(norms, "_square", moves)
+    monkeypatch.setattr(norms, "_squares", moves)
     shown = {what for _, what in waits("ZBH1", 2)}
     assert "cpu" in shown
     monkeypatch.setattr(Stage, "forward", reads)
