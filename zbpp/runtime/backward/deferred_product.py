@@ -212,11 +212,9 @@ def find_target(edges: Edges) -> Target | None:
         return None
     way, node = way_of(*edges[0])
     leaf: Tensor = node.variable
-    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or is_dtensor(leaf):
+    if is_dtensor(leaf) or not watch.is_clean(leaf, node):
         return None
     if not all(is_view(above) and watch.is_free(above) for above, _ in way):
-        return None
-    if not watch.is_clean_leaf(leaf, node):
         return None
     if not way:
         return Target(leaf)

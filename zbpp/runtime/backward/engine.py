@@ -26,6 +26,8 @@ from zbpp.runtime.support.autograd_internals import (
 
 __all__ = ["run_b", "run_cut_b", "run_full"]
 
+_STRIDED = torch.strided
+
 
 def run_b(
     plan: SplitPlan,
@@ -87,12 +89,14 @@ def _add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
             continue
-        total = leaf.grad
-        if gradient.layout is not torch.strided or not may_add(leaf, gradient.dtype):
+        total, dtype = leaf.grad, gradient.dtype
+        if gradient.layout is not _STRIDED:
             torch.autograd.backward([leaf], [gradient])
-        elif total is not None:
+        elif total is not None and total.dtype is dtype and total.layout is _STRIDED:
             totals.append(total)
             added.append(gradient)
+        elif not may_add(leaf, dtype):
+            torch.autograd.backward([leaf], [gradient])
         else:
             leaf.grad = torch.empty_like(leaf).copy_(gradient)
     if totals:
@@ -110,6 +114,7 @@ class _Left:
     def __init__(self, queue: WeightQueue, is_exact: bool) -> None:
         self._queue = queue
         self._is_exact = is_exact
+        self._add = _EXACTLY if is_exact else _IN_PLACE
         self._parts: dict[Any, LeafParts] = {}
 
     def add(self, leaf: Any, work: DeferredWeightGrad) -> None:
@@ -120,17 +125,18 @@ class _Left:
             work: of the product.
         """
         if leaf is None:
-            self._defer(work)
+            self._queue.put(work, self._add)
             return
         parts = self._parts.get(leaf)
         if parts is None:
             parts = self._parts[leaf] = LeafParts()
-            self._defer(parts)
+            exactly, in_place = LeafParts.add_exactly, LeafParts.add_in_place
+            self._queue.put(parts, exactly if self._is_exact else in_place)
         parts.append(work)
 
-    def _defer(self, work: DeferredWeightGrad | LeafParts) -> None:
-        add = work.add_exactly if self._is_exact else work.add_in_place
-        self._queue.defer(work.edges, work.compute, add, work.kept)
+
+_EXACTLY = DeferredWeightGrad.add_exactly
+_IN_PLACE = DeferredWeightGrad.add_in_place
 
 
 def run_full(

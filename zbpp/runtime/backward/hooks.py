@@ -64,8 +64,10 @@ class HookWatch:
             handle.remove()
         return found
 
-    def is_clean_leaf(self, leaf: Tensor, node: Any) -> bool:
-        """True if others have no hooks on a leaf's node; kept until a new hook."""
+    def is_clean(self, leaf: Tensor, node: Any) -> bool:
+        """True if others have no hooks on a leaf and its node; kept until a new one."""
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            return False
         if id(leaf) in self._clean_leaves:
             return True
         if self.has_hooks(node, before=True):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ __all__ = ["WeightQueue", "current_queue"]
 
 Root = Any
 """A leaf, or a node and the number of its output."""
-Work = Callable[[], tuple[Tensor | None, ...]]
-Add = Callable[[], bool] | None
-Kept = Sequence[Tensor]
+Compute = Callable[[], tuple[Tensor | None, ...]]
 
 _TOGETHER_BYTES = 4 * 2**20
 
@@ -29,12 +27,39 @@ _SPARSE_PARTS = {
 }
 
 
+class Work(Protocol):
+    """What B leaves of one node."""
+
+    @property
+    def edges(self) -> Sequence[Root]:
+        """Where the gradients go; they may still grow in number."""
+
+    @property
+    def compute(self) -> Compute:
+        """Returns one gradient for each edge."""
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """The operands."""
+
+
+class _Call(NamedTuple):
+    edges: Sequence[Root]
+    compute: Compute
+    kept: tuple[Tensor, ...] = ()
+
+
+def _never(_: Any) -> bool:
+    """Leave a gradient to autograd."""
+    return False
+
+
 class WeightQueue:
     """Weight-gradient work of one micro-batch, left by B for W."""
 
     def __init__(self) -> None:
         watch.look()
-        self._work: list[tuple[Sequence[Root], Work, Add, Kept]] = []
+        self._work: list[tuple[Work, Callable[[Any], bool]]] = []
         self._has_failed = False
         self.began_s = 0.0
         """`time.perf_counter` when the pass that runs now began, for emulation."""
@@ -49,28 +74,29 @@ class WeightQueue:
         """
         storages = {
             storage._cdata: storage.nbytes()
-            for *_, kept in self._work
-            for tensor in kept
+            for work, _ in self._work
+            for tensor in work.kept
             for storage in (part.untyped_storage() for part in _parts(tensor))
         }
         return sum(storages.values())
 
-    def defer(
-        self,
-        roots: Sequence[Root],
-        compute: Work,
-        add: Add = None,
-        kept: Kept = (),
-    ) -> None:
+    def defer(self, roots: Sequence[Root], compute: Compute) -> None:
         """Keep a call for W.
 
         Args:
-            roots: where the gradients go; it may still grow, as what is kept may.
+            roots: where the gradients go.
             compute: returns one for each root.
-            add: tried first, if given: adds to ``.grad`` itself, or returns False.
-            kept: the operands, for `held_bytes`.
         """
-        self._work.append((roots, compute, add, kept))
+        self._work.append((_Call(roots, compute), _never))
+
+    def put(self, work: Work, add: Callable[[Any], bool]) -> None:
+        """Keep the work of a product.
+
+        Args:
+            work: for W.
+            add: tried first, with the work: adds to ``.grad`` itself, or returns False.
+        """
+        self._work.append((work, add))
 
     def run(self) -> None:
         """Make all calls, hand what they return to autograd, and forget them.
@@ -104,12 +130,12 @@ class WeightQueue:
         ready: list[tuple[Root, Tensor]] = []
         n_bytes = 0
         while self._work and n_bytes < _TOGETHER_BYTES:
-            roots, compute, add, kept = self._work.pop()
-            if add is None or not add():
+            work, add = self._work.pop()
+            if not add(work):
                 # no variable: a gradient is freed before the next is computed
-                ready += _defined(roots, compute())
+                ready += _defined(work.edges, work.compute())
                 n_bytes = sum(gradient.nbytes for _, gradient in ready)
-            del compute, add, kept
+            del work
         return ready
 
     def recording(self) -> "_Recording":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.runtime.backward.deferred_product import (
     Edges,
@@ -38,7 +38,10 @@ _MOST_TRAILS = 8
 _SMALL = 2**16
 """Bytes of a gradient of B that may wait for the end of B."""
 
-_NO_NODE = -1
+_NEW = -1
+"""An edge to a node that was not seen before."""
+
+_NO_PLACE = -1
 
 
 class PlanMemory:
@@ -80,61 +83,86 @@ class _Split(NamedTuple):
     raw: list[str]
 
 
-class _Leaf(NamedTuple):
-    """A leaf of the graph: a parameter, or the input at a place."""
+class _Turned(NamedTuple):
+    """The transpose of a parameter: the type of its node, and the parameter."""
 
-    node: int
-    own: Tensor | None
-    place: int
-    learns: bool
+    kind: type
+    leaf: Tensor
 
 
 class _Trail:
-    """One graph, as the first of its kind was, and its plan.
-
-    Args:
-        ends: of the graph.
-        inputs: of it.
-        plan: of it.
-    """
+    """One graph, as the first of its kind was, and its plan."""
 
     def __init__(
         self, ends: Sequence[End], inputs: Sequence[Tensor], plan: SplitPlan
     ) -> None:
         self._n_hooks = watch.n_others
+        self._places = places = {id(x): i for i, x in enumerate(inputs)}
+        self._leaf_type: type | None = None
+        self._own: dict[Tensor, Any] = {}  # parameters; their nodes, at first
+        self._leaves: list[tuple[int, Tensor | None, int, bool]] = []
+        self._steps: list[tuple[int, type, list[Any]]] = []
         nodes: list[Any] = []
         numbers: dict[Any, int] = {}
         self._roots = [_number(end.node, numbers, nodes) for end in ends]
-        self._steps: list[tuple[int, type, list[int]]] = []
-        self._leaves: list[_Leaf] = []
-        places = {id(x): i for i, x in enumerate(inputs)}
+        turned: set[Any] = set()
         for n, node in enumerate(nodes):  # it grows
             if type(node).__name__ == LEAF:
-                leaf = node.variable
-                place = places.get(id(leaf), _NO_NODE)
-                own = leaf if place == _NO_NODE else None
-                self._leaves.append(_Leaf(n, own, place, leaf.requires_grad))
-                continue
-            below = [_number(child, numbers, nodes) for child, _ in node.next_functions]
-            self._steps.append((n, type(node), below))
-        self._leaf_type = next((type(nodes[leaf.node]) for leaf in self._leaves), None)
+                own = self._parameter(node)
+                place = _NO_PLACE if own is not None else places[id(node.variable)]
+                learns = node.variable.requires_grad
+                self._leaves.append((n, own, place, learns))
+                self._leaf_type = type(node)
+            elif node not in turned:
+                wanted = []
+                for child, _ in node.next_functions:
+                    wanted.append(self._wanted(child, numbers, nodes))
+                    if type(wanted[-1]) is _Turned:
+                        turned.add(child)
+                self._steps.append((n, type(node), wanted))
+        self._learns = [leaf.requires_grad for leaf in self._own]
         self._products = [_split(numbers, *site) for site in plan.products]
+        in_b = [leaf for leaf in plan.leaves if id(leaf) not in places]
         self._in_b = [
-            (places.get(id(leaf), _NO_NODE), None if id(leaf) in places else leaf)
-            for leaf in plan.leaves
+            (places.get(id(x), _NO_PLACE), None if id(x) in places else x)
+            for x in plan.leaves
         ]
-        own = {id(leaf) for leaf in plan.leaves if id(leaf) not in places}
         self._waiting, self._reasons = plan.waiting, plan.reasons
         self._has_parts = any(like.leaf is not None for _, like, _ in plan.products)
         self._returns = all(map(is_built_in, nodes)) and all(
-            _is_returned(nodes[leaf.node])
-            for leaf in self._leaves
-            if id(leaf.own) in own
+            _is_returned(leaf, self._own[leaf]) for leaf in in_b
         )
         """Whether torch may return the gradients of B's leaves to us."""
+        self._own = dict.fromkeys(self._own)
+
+    def _wanted(self, child: Any, numbers: dict[Any, int], nodes: list[Any]) -> Any:
+        """Return what an edge must lead to: None, a parameter, a number, or a new node.
+
+        Of those that are new, a transposed parameter is looked through at once.
+        """
+        if child is None or child in numbers:
+            return None if child is None else numbers[child]
+        if (own := self._parameter(child)) is not None:
+            return own
+        _number(child, numbers, nodes)
+        if type(child).__name__ == "TBackward0":
+            own = self._parameter(child.next_functions[0][0])
+            return _NEW if own is None else _Turned(type(child), own)
+        return _NEW
+
+    def _parameter(self, node: Any) -> Tensor | None:
+        """Return the parameter of a leaf's node, and note it; None for another node."""
+        if type(node).__name__ != LEAF or id(node.variable) in self._places:
+            return None
+        self._leaf_type = type(node)
+        own: Tensor = node.variable
+        self._own[own] = node
+        return own
 
     def follow(self, ends: Sequence[End], inputs: Sequence[Tensor]) -> SplitPlan | None:
         """Return the plan of a graph if it is alike in everything."""
+        if [leaf.requires_grad for leaf in self._own] != self._learns:
+            return None
         nodes = self._nodes(ends)
         if nodes is None or not self._has_same_leaves(nodes, inputs):
             return None
@@ -166,10 +194,7 @@ class _Trail:
     def _has_same_leaves(self, nodes: list[Any], inputs: Sequence[Tensor]) -> bool:
         kind = self._leaf_type
         for n, own, place, learns in self._leaves:
-            node = nodes[n]
-            if node.__class__ is not kind:
-                return False
-            leaf = node.variable
+            leaf = nodes[n].variable if nodes[n].__class__ is kind else None
             if leaf is not (inputs[place] if own is None else own):
                 return False
             if leaf.requires_grad is not learns:
@@ -185,32 +210,45 @@ class _Trail:
             is_turned = like.target is not None and like.target.is_turned
             if is_turned and above and not watch.is_free(nodes[above[0][0]]):
                 return False
-        for n, own, *_ in self._leaves:
-            if own is not None and not _is_clean(own, nodes[n]):
+        for own in self._own:
+            if not watch.is_clean(own, get_gradient_edge(own).node):
                 return False
         self._n_hooks = watch.n_others
         return True
 
     def _nodes(self, ends: Sequence[End]) -> list[Any] | None:
-        """Follow the edges; this is a part of every B, so it is kept short.
-
-        A number that is not there yet stands for a node that was not seen before.
-        """
+        """Follow the edges; this is a part of every B, so it is kept short."""
         nodes: list[Any] = []
         numbers: dict[Any, int] = {}
         if [_number(end.node, numbers, nodes) for end in ends] != self._roots:
             return None
-        for n, kind, below in self._steps:
+        leaf_type = self._leaf_type
+        for n, kind, wanted in self._steps:
             node: Any = nodes[n]
             if node.__class__ is not kind:
                 return None
             edges: Any = nodes[n].next_functions
-            if len(edges) != len(below):
+            if len(edges) != len(wanted):
                 return None
-            for (child, _), number in zip(edges, below, strict=True):
-                if number == len(nodes):
+            for (child, _), want in zip(edges, wanted, strict=True):
+                what = want.__class__
+                if what is int:
+                    if want == _NEW:
+                        nodes.append(child)
+                    elif nodes[want] is not child:
+                        return None
+                    continue
+                leaf: Any = child
+                if what is _Turned:
+                    turn, want = want
+                    if child.__class__ is not turn:
+                        return None
                     nodes.append(child)
-                elif (None if number < 0 else nodes[number]) is not child:
+                    leaf = leaf.next_functions[0][0]
+                elif want is None and child is None:
+                    continue
+                found: Any = leaf
+                if leaf.__class__ is not leaf_type or found.variable is not want:
                     return None
         return nodes if len(set(nodes)) == len(nodes) else None
 
@@ -219,11 +257,10 @@ def _split(
     numbers: dict[Any, int], node: Any, product: Product, edges: Edges
 ) -> _Split:
     """Return what is alike in all graphs of a kind; parts of a leaf may differ."""
-    target = find_target(edges)
-    if target is not None and target.way is not None:
-        target = None
+    found = find_target(edges)
+    target = found if found is not None and found.way is None else None
     above = None
-    if product.leaf is None:
+    if product.leaf is None and all(one in numbers for one, *_ in edges):
         above = [(numbers[one], output) for one, output, *_ in edges]
     raw = [f"_raw_saved_{name}" for name in product.reads]
     return _Split(numbers[node], product._replace(target=target), above, raw)
@@ -247,22 +284,12 @@ def _has_overlaps(products: Sequence[Site]) -> bool:
 
 
 def _number(node: Any, numbers: dict[Any, int], nodes: list[Any]) -> int:
-    if node is None:
-        return _NO_NODE
     number = numbers.setdefault(node, len(nodes))
     if number == len(nodes):
         nodes.append(node)
     return number
 
 
-def _is_returned(node: Any) -> bool:
+def _is_returned(leaf: Tensor, node: Any) -> bool:
     """True if nobody minds that the gradient of a leaf is added in the end of B."""
-    leaf = node.variable
-    if leaf.nbytes > _SMALL or is_dtensor(leaf):
-        return False
-    return _is_clean(leaf, node)
-
-
-def _is_clean(leaf: Tensor, node: Any) -> bool:
-    has_hooks = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
-    return not has_hooks and watch.is_clean_leaf(leaf, node)
+    return leaf.nbytes <= _SMALL and not is_dtensor(leaf) and watch.is_clean(leaf, node)
