@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from zbpp.core import RequestError
+from zbpp.memory.fake import check_device
 from zbpp.memory.operators.casts import cast_bytes
 from zbpp.memory.operators.engine import EngineSums
 from zbpp.memory.operators.scratch import _peak
@@ -115,3 +117,13 @@ def test_sums_that_are_all_in_place_show(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(EngineSums, "in_place", always)
     assert worst(pairs(in_parts), range(3, 4))[0] > 0.02
+
+
+def test_kernels_of_a_gpu_are_refused_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RequestError, match="finds no GPU.*--device cpu"):
+        check_device(torch.device("cuda"))
+    check_device(torch.device("cpu"))

@@ -7,13 +7,14 @@ torch's own ``set_sync_debug_mode("error")``.
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fake_stream import FakeStream
 from pool import Pool
-from small_model import MODES, batch, make_pipeline
+from small_model import MODES, batch, build, make_pipeline
 from sync_watch import SyncWatch
 from torch import Tensor
 
@@ -84,6 +85,15 @@ def test_nothing_is_waited_for_but_what_is_on_the_host(
     found = waits(mode, 2, post_validation=post_validation, clip_grad_norm=clip)
     assert {where for where, _ in found} <= (ON_HOST | MOVES).keys()
     assert found["decision.py:StepSums.norm", "_local_scalar_dense"] > 0, "it looks"
+
+
+def test_nor_where_layers_are_recomputed() -> None:
+    model = partial(build, dropout=0.1)
+    found = waits("ZBH1", 2, clip_grad_norm=0.5, recompute="all", model=model)
+    reasons = {
+        "random_state.py:_same": "generators keep their states on the host, CUDA's too"
+    }
+    assert {where for where, _ in found} <= (ON_HOST | MOVES | reasons).keys()
 
 
 def test_nor_between_processes(pool: Pool) -> None:

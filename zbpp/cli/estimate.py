@@ -72,7 +72,7 @@ class EstimateCommand:
     exact_sums: bool = True
     """Add gradients in micro-batch order."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Whose kernels are taken; cuda needs a torch built for it, and no GPU."""
+    """Whose kernels are taken; cuda needs a machine with a GPU, and leaves it alone."""
     costs: Annotated[Path | None, shown_as("PATH")] = None
     """Costs file with times to plan for; without it F, B and W take 1 each."""
     costs_out: Annotated[Path | None, shown_as("PATH")] = None

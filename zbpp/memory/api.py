@@ -59,7 +59,7 @@ def estimate(
         post_validation: None: as `zbpp.Pipeline` decides it.
         rollback: way of post-validation.
         costs: times to plan for.
-        device: whose kernels are taken; GPUs need a CUDA build, and no GPU.
+        device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
         autocast: compute dtype of the forward.
         exact_sums: add gradients in micro-batch order.
 

@@ -83,15 +83,18 @@ class FakeModel:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device whose operators this torch does not know.
+    """Refuse a device on which autograd cannot run fake tensors.
+
+    Seen in CUDA builds of torch 2.11 and 2.13: without a GPU, a backward of fake CUDA
+    tensors ends in autograd's engine.
 
     Raises:
-        RequestError: GPUs, and torch is built without CUDA.
+        RequestError: GPUs, and there is none.
     """
-    if device.type == "cuda" and torch.version.cuda is None:
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise RequestError(
-            "torch is built without CUDA, so it does not know what its kernels take; "
-            "estimate with --device cpu, or on a CUDA build (it needs no GPU)"
+            "torch finds no GPU, so it cannot tell what kernels of one take; estimate "
+            "with --device cpu, or on a machine with a GPU (none of it is used)"
         )
 
 

@@ -72,7 +72,7 @@ def layer_memory(
         microbatch_size: samples of a micro-batch, if not those of the batch.
         post_validation: count the copy that steps are rolled back with.
         rollback: way of post-validation, as in `zbpp.Pipeline`.
-        device: whose kernels are taken; GPUs need a CUDA build, and no GPU.
+        device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
         autocast: compute dtype of the forward.
         exact_sums: as in `zbpp.Pipeline`.
 
