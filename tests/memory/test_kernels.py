@@ -124,6 +124,6 @@ def test_kernels_of_a_gpu_are_refused_where_there_is_none(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RequestError, match="finds no GPU.*--device cpu"):
+    with pytest.raises(RequestError, match=r"finds no GPU.*--device cpu"):
         check_device(torch.device("cuda"))
     check_device(torch.device("cpu"))
