@@ -6,6 +6,7 @@ processor from the others.
 
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,37 +58,51 @@ class _Sleep(torch.autograd.Function):
     """The identity; its forward and its two half backwards take their time.
 
     The times of a pass's layers count from its start, one after the other: what torch
-    itself needs is a part of them, as it is a part of every measured cost.
+    itself needs is a part of them, as it is a part of every measured cost. Without a
+    queue they count from where the layer begins, and come on top of it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, times: tuple[float, ...]
+        ctx: Any, x: Tensor, weight: Tensor, times: tuple[float, ...], adds: bool
     ) -> Tensor:
         queue = current_queue()
+        ctx.adds = adds
         ctx.weight, ctx.times, ctx.queue = weight, times, queue
         ctx.save_for_backward(x)  # a recomputed layer runs again when it is asked for
         y = x.clone()
-        _take(queue, times[0])
+        _take(None if adds else queue, times[0])
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         _ = ctx.saved_tensors
         weight, queue, (_, b_s, w_s) = ctx.weight, ctx.queue, ctx.times
         dx = dy.clone()
         if queue is None:
             _take(None, b_s + w_s)
-            return dx, torch.zeros_like(weight), None
-        queue.defer((weight,), lambda: (_slow_zero(queue, weight, w_s),))
-        _take(queue, b_s)
-        return dx, None, None
+            return dx, torch.zeros_like(weight), None, None
+        clock = None if ctx.adds else queue
+        work = clock, weight, w_s
+        queue.defer((weight,), partial(_first_zero, *work), partial(_add_zero, *work))
+        _take(clock, b_s)
+        return dx, None, None, None
 
 
-def _slow_zero(queue: WeightQueue, weight: Tensor, seconds: float) -> Tensor:
+def _first_zero(
+    queue: WeightQueue | None, weight: Tensor, seconds: float
+) -> tuple[Tensor]:
     zero = torch.zeros_like(weight)
     _take(queue, seconds)
-    return zero
+    return (zero,)
+
+
+def _add_zero(queue: WeightQueue | None, weight: Tensor, seconds: float) -> bool:
+    """Take the time of a W that adds to a gradient; there must be one."""
+    if weight.grad is None:
+        return False
+    _take(queue, seconds)
+    return True
 
 
 class EmulatedLayer(nn.Module):
@@ -97,12 +112,21 @@ class EmulatedLayer(nn.Module):
         f_s, b_s, w_s: seconds of forward, input gradient and weight gradient.
         step_s: seconds that an optimizer shall take for this layer; it is an
             attribute of the layer's parameter, ``weight.step_s``.
+        adds: sleep for these times beside what a pass needs by itself, so that this
+            shows; else it is a part of them.
     """
 
     def __init__(
-        self, f_s: float, b_s: float, w_s: float, *, step_s: float = 0.0
+        self,
+        f_s: float,
+        b_s: float,
+        w_s: float,
+        *,
+        step_s: float = 0.0,
+        adds: bool = False,
     ) -> None:
         super().__init__()
+        self.adds = adds
         self.times = (f_s, b_s, w_s)
         self.weight = nn.Parameter(torch.zeros(()))
         self.weight.step_s = step_s  # type: ignore[attr-defined]
@@ -110,7 +134,7 @@ class EmulatedLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Hand on ``x`` of any shape, after ``f_s`` seconds."""
         y: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.times
+            x, self.weight, self.times, self.adds
         )
         return y
 

@@ -1,0 +1,171 @@
+"""Our runtime beside a bare loop over the same program, on stages that sleep.
+
+    python benchmarks/bare_loop.py --stages 4 --microbatches 8 --runs 5
+
+    ours    Pipeline.step on layers that sleep beside all that a pass does by itself
+    bare    for each instruction: post a receive, wait for it and sleep, or send
+
+Both are given the same program, stand in the same processes, and take turns; steps come
+in a row. Measured over simulated counts the host time of both: what ours has above the
+bare loop is its own. Messages are a float64 of each sample; sums are all-reduces.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from parts.turns import quartiles_of, take_turns
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import zbpp
+from zbpp.core import Check, Costs, Pass, PassKind, Receive, Reduce, Send, Step, What
+from zbpp.core import input_of as read_by
+from zbpp.emulation.layers import EmulatedLayer, sleep_until
+from zbpp.modes import plan
+from zbpp.planning.resolve import choose_validation
+from zbpp.runtime.optim.patience import Patience
+from zbpp.schedules import lower
+from zbpp.simulator import steady_step_time
+from zbpp.training.launch import launch
+
+SETTLING = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the measurement."""
+
+    stages: int = 4
+    microbatches: int = 8
+    job_ms: float = 20.0
+    runs: int = 5
+    """Turns of every mode, each in processes of its own."""
+    rounds: int = 3
+    """Turns of ours and the bare loop in one run."""
+    steps: int = 4
+    """Counted in each round, after three that are not."""
+    modes: tuple[str, ...] = ("1F1B", "ZBH1", "ZBH2", "ZBV")
+    post_validation: bool = False
+
+
+def bare(program: Any, rank: int, seconds: float, n_chunks: int) -> Callable[[], None]:
+    """Make a step of the loop, which knows nothing but the program."""
+    kinds = {What.ACTIVATION: 0, What.GRADIENT: 1}
+    sums: list[tuple[Any, Tensor]] = []
+
+    def tag(value: Any) -> int:
+        return (value.microbatch * n_chunks + value.chunk) * 2 + kinds[value.what]
+
+    def step() -> None:
+        posted: dict[Any, Any] = {}
+        sent = []
+        for one in program:
+            if isinstance(one, Receive):
+                buffer = torch.empty(1, 1, dtype=torch.float64)
+                work = dist.irecv(buffer, one.peer, tag=tag(one.value))
+                posted[one.value] = work, buffer
+            elif isinstance(one, Send):
+                payload = torch.zeros(1, 1, dtype=torch.float64)
+                work = dist.isend(payload, one.peer, tag=tag(one.value))
+                sent.append((work, payload))
+            elif isinstance(one, Pass):
+                value = read_by(one, n_chunks)
+                if value in posted:
+                    posted.pop(value)[0].wait()
+                both = 2 if one.kind is PassKind.BW else 1
+                sleep_until(time.perf_counter() + both * seconds)
+            elif isinstance(one, Reduce):
+                vector = torch.zeros(1)
+                sums.append((dist.all_reduce(vector, async_op=True), vector))
+            elif isinstance(one, Check) or (isinstance(one, Step) and not checks):
+                while sums:
+                    sums.pop()[0].wait()
+        for work, _ in sent:
+            work.wait()
+
+    checks = any(isinstance(one, Check) for one in program)
+    return step
+
+
+def measure(options: Options, mode: str, file: str) -> None:
+    """Run both in turns; every rank calls."""
+    schedule = plan(mode, n_stages=options.stages, n_microbatches=options.microbatches)
+    schedule = choose_validation(schedule, options.post_validation)
+    n_chunks = schedule.placement.n_chunks
+    seconds = options.job_ms / 1e3
+    pipeline = zbpp.Pipeline(
+        [EmulatedLayer(*(3 * (seconds,)), adds=True) for _ in range(n_chunks)],
+        split=(1,) * n_chunks,
+        loss_fn=lambda outputs, targets: outputs.mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        schedule=schedule,
+        post_validation=options.post_validation,
+        patience=Patience(failures=11),
+        watch=False,
+        device="cpu",
+    )
+    batch = torch.zeros(options.microbatches, 1, dtype=torch.float64)
+    program = lower(pipeline.schedule)[pipeline.rank]
+    ways: dict[str, Callable[[], object]] = {
+        "ours": lambda: pipeline.step(batch, batch),
+        "bare": bare(program, pipeline.rank, seconds, n_chunks),
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(options.rounds):
+        for way, step in ways.items():
+            ends = []
+            for _ in range(SETTLING + options.steps):
+                step()
+                ends.append(time.perf_counter())
+            pipeline.synchronize()
+            last = [max(one) for one in zip(*pipeline.gather(ends), strict=True)]
+            found[way].append((last[-1] - last[SETTLING - 1]) / options.steps)
+    costs = Costs(f=options.job_ms, b=options.job_ms, w=options.job_ms)
+    simulated = steady_step_time(pipeline.schedule, costs)
+    if pipeline.rank == 0:
+        ratios = {
+            way: 1e3 * statistics.median(steps) / simulated
+            for way, steps in found.items()
+        }
+        Path(file).write_text(json.dumps({"simulated_ms": simulated, **ratios}))
+    pipeline.close()
+
+
+def main() -> None:
+    """Measure all modes and print a table."""
+    options = tyro.cli(Options, use_underscores=True)
+
+    def run(mode: str, file: Path) -> None:
+        launch(measure, (options, mode, str(file)), options.stages, device="cpu")
+
+    found = take_turns(options.modes, options.runs, run)
+    how = "post-validated" if options.post_validation else "behind a barrier"
+    table = Table(
+        title=f"p={options.stages} m={options.microbatches}, jobs of "
+        f"{options.job_ms:g} ms, {how}, load {os.getloadavg()[0]:.1f}"
+    )
+    for column in ("mode", "simulated ms", "ours / simulated", "bare / simulated",
+                   "ours above bare"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for mode, runs in found.items():
+        above = [run["ours"] - run["bare"] for run in runs]
+        table.add_row(
+            *(mode, f"{runs[0]['simulated_ms']:.0f}"),
+            *(quartiles_of([run[way] for run in runs]) for way in ("ours", "bare")),
+            quartiles_of(above),
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
