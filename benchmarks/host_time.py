@@ -157,29 +157,16 @@ def pipelines(args: argparse.Namespace) -> None:
 
 def linears(args: argparse.Namespace) -> None:
     """Print (B + W) / full backward of eight Linears, for each kind of split."""
-    from split_backward import TECHNIQUES, start
+    from split_backward import measured
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     for is_first in (False, True):
-        ratios: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
-        seconds: dict[str, float] = {}
-        for turn in range(args.rounds * 10 + 20):
-            for name in sorted(TECHNIQUES, key=lambda n: hash((n, turn))):
-                if is_first:
-                    module.zero_grad()
-                _, (b, w) = start(module, (16, 64), TECHNIQUES[name])
-                began = time.perf_counter()
-                b()
-                w()
-                seconds[name] = time.perf_counter() - began
-            if turn >= 20:
-                for name, value in seconds.items():
-                    ratios[name].append(value / seconds["full"])
+        found = measured(module, (16, 64), args.rounds * 10, is_first=is_first)
         print("first gradients" if is_first else "added to gradients")
         for name in ("ours", "in place", "torch"):
-            print(f"    {name:8} (B+W)/full {quartiles_of(ratios[name])}")
+            print(f"    {name:8} (B+W)/full {quartiles_of(found[name][0])}")
 
 
 def main() -> None:

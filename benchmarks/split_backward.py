@@ -132,10 +132,13 @@ def start(
     return f_s, technique(module, x, y, torch.ones_like(y))
 
 
-def measure_time(
-    module: nn.Module, shape: tuple[int, ...], runs: int, *, is_first: bool = False
-) -> None:
-    """Print the ratios, techniques in turn.
+def measured(
+    module: nn.Module, shape: tuple[int, ...], runs: int, *, is_first: bool
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Return ratios to the full backward, and B's shares, of each technique.
+
+    Ours and torch's take turns with the full one, but not with each other: torch's
+    registers hooks, and ours looks for hooks wherever there are new ones.
 
     Args:
         module: to differentiate.
@@ -143,31 +146,38 @@ def measure_time(
         runs: that count, after two that do not.
         is_first: gradients are None before each backward.
     """
-    ratios: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
-    shares: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
-    for turn in range(runs + 2):
-        seconds = {}
-        for name in sorted(TECHNIQUES, key=lambda n: hash((n, turn))):
-            if is_first:
-                module.zero_grad()
-            _, (b, w) = start(module, shape, TECHNIQUES[name])
-            began = time.perf_counter()
-            b()
-            middle = time.perf_counter()
-            w()
-            ended = time.perf_counter()
-            seconds[name] = ended - began
-            if turn >= 2:
-                shares[name].append((middle - began) / (ended - began))
-        if turn >= 2:
-            for name, value in seconds.items():
-                ratios[name].append(value / seconds["full"])
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for names in (("full", "ours", "in place"), ("full", "torch")):
+        for turn in range(runs + 2):
+            seconds = {}
+            for name in sorted(names, key=lambda n: hash((n, turn))):
+                if is_first:
+                    module.zero_grad()
+                _, (b, w) = start(module, shape, TECHNIQUES[name])
+                began = time.perf_counter()
+                b()
+                middle = time.perf_counter()
+                w()
+                seconds[name] = (middle - began, time.perf_counter() - began)
+            for name, (b_s, both_s) in seconds.items() if turn >= 2 else ():
+                ratios, shares = found.setdefault(name, ([], []))
+                ratios.append(both_s / seconds["full"][1])
+                shares.append(b_s / both_s)
+    return found
+
+
+def measure_time(
+    module: nn.Module, shape: tuple[int, ...], runs: int, *, is_first: bool = False
+) -> None:
+    """Print the ratios; arguments as of `measured`."""
+    found = measured(module, shape, runs, is_first=is_first)
     print("  first gradients" if is_first else "  added to gradients")
     for name in ("ours", "in place", "torch"):
-        low, _, high = statistics.quantiles(ratios[name], n=4)
+        ratios, shares = found[name]
+        low, _, high = statistics.quantiles(ratios, n=4)
         print(
-            f"    {name:8} (B+W)/full {statistics.median(ratios[name]):.3f} "
-            f"({low:.3f}-{high:.3f}), B is {statistics.median(shares[name]):.0%}"
+            f"    {name:8} (B+W)/full {statistics.median(ratios):.3f} "
+            f"({low:.3f}-{high:.3f}), B is {statistics.median(shares):.0%}"
         )
 
 

@@ -97,6 +97,8 @@ def _add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
             added.append(gradient)
         elif not may_add(leaf, dtype):
             torch.autograd.backward([leaf], [gradient])
+        elif gradient.stride() == leaf.stride():
+            leaf.grad = gradient.clone()
         else:
             leaf.grad = torch.empty_like(leaf).copy_(gradient)
     if totals:
