@@ -183,6 +183,8 @@ def refusal(
 
 def overlap(leaf: Any, operands: Sequence[tuple[Any, int]]) -> bool:
     """True unless no two parts of a leaf have a number in common."""
+    if _are_selected(leaf, operands):
+        return False
     like = torch.empty(leaf.variable.shape, device="meta")
     boxes = [box for one in operands if (box := _box(like, way_of(*one)[0]))]
     for dim in range(like.dim()):
@@ -193,6 +195,21 @@ def overlap(leaf: Any, operands: Sequence[tuple[Any, int]]) -> bool:
         all(a[0] <= b[1] and b[0] <= a[1] for a, b in zip(*two, strict=True))
         for two in combinations(boxes, 2)
     )
+
+
+def _are_selected(leaf: Any, operands: Sequence[tuple[Any, int]]) -> bool:
+    """True if all are of different entries along one dimension: the common case."""
+    shape = leaf.variable.shape
+    chosen = set()
+    for node, _ in operands:
+        above = node
+        while above is not leaf:
+            node, above = above, above.next_functions[0][0]
+        if type(node).__name__ != "SelectBackward0":
+            return False
+        dim = _number(node._saved_dim) % len(shape)
+        chosen.add((dim, _number(node._saved_index) % shape[dim]))
+    return len(chosen) == len(operands) and len({dim for dim, _ in chosen}) == 1
 
 
 def _box(like: Tensor, way: Way) -> Box:
