@@ -5,8 +5,7 @@ processor from the others.
 """
 
 import time
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -83,26 +82,37 @@ class _Sleep(torch.autograd.Function):
             _take(None, b_s + w_s)
             return dx, torch.zeros_like(weight), None, None
         clock = None if ctx.adds else queue
-        work = clock, weight, w_s
-        queue.defer((weight,), partial(_first_zero, *work), partial(_add_zero, *work))
+        queue.put(_Sleeping(clock, weight, w_s), _Sleeping.add)
         _take(clock, b_s)
         return dx, None, None, None
 
 
-def _first_zero(
-    queue: WeightQueue | None, weight: Tensor, seconds: float
-) -> tuple[Tensor]:
-    zero = torch.zeros_like(weight)
-    _take(queue, seconds)
-    return (zero,)
+@dataclass(frozen=True)
+class _Sleeping:
+    """The W of a layer: zeros, after its time."""
 
+    queue: WeightQueue | None
+    weight: Tensor
+    seconds: float
+    kept: tuple[Tensor, ...] = ()
 
-def _add_zero(queue: WeightQueue | None, weight: Tensor, seconds: float) -> bool:
-    """Take the time of a W that adds to a gradient; there must be one."""
-    if weight.grad is None:
-        return False
-    _take(queue, seconds)
-    return True
+    @property
+    def edges(self) -> tuple[Tensor]:
+        """Where the gradient goes."""
+        return (self.weight,)
+
+    def compute(self) -> tuple[Tensor]:
+        """Return the gradient."""
+        zero = torch.zeros_like(self.weight)
+        _take(self.queue, self.seconds)
+        return (zero,)
+
+    def add(self) -> bool:
+        """Add it, if there is one already."""
+        if self.weight.grad is None:
+            return False
+        _take(self.queue, self.seconds)
+        return True
 
 
 class EmulatedLayer(nn.Module):
