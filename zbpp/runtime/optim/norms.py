@@ -35,13 +35,23 @@ def squared_norms(
             if p.grad is not None:
                 gradients.append((index, p.grad))
     gradients += [(last, p.grad) for p in left if p.grad is not None]
-    parts = [_part(gradient) for _, gradient in gradients]
-    squares = sum_over_meshes(parts, _squares([part.numbers for part in parts]))
+    numbers = [gradient for _, gradient in gradients]
+    if all(map(_is_real, numbers)):
+        squares = _squares(numbers)
+    else:
+        parts = [_part(gradient) for gradient in numbers]
+        squares = sum_over_meshes(parts, _squares([part.numbers for part in parts]))
     by_layer: dict[int, list[Tensor]] = {}
     for (index, _), square in zip(gradients, squares, strict=True):
         by_layer.setdefault(index, []).append(square)
     for index, own in by_layer.items():
         yield index, torch.stack(own).sum()
+
+
+def _is_real(x: Tensor) -> bool:
+    """True if the numbers of a gradient are the tensor itself."""
+    is_dense = type(x) is Tensor and x.layout is torch.strided
+    return is_dense and not x.dtype.is_complex
 
 
 def _part(gradient: Tensor) -> Part:
@@ -95,8 +105,7 @@ def _is_plain(x: Tensor) -> bool:
 
     In 16 bits torch rounds the factor otherwise.
     """
-    wide = x.dtype in (torch.float32, torch.float64)
-    return wide and type(x) is Tensor and x.layout is torch.strided
+    return x.dtype in (torch.float32, torch.float64) and _is_real(x)
 
 
 def parameter_names(stage: Stage) -> dict[int, list[str]]:
