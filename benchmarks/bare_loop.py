@@ -130,7 +130,8 @@ def measure(options: Options, mode: str, file: str) -> None:
             pipeline.synchronize()
             last = [max(one) for one in zip(*pipeline.gather(ends), strict=True)]
             found[way].append((last[-1] - last[SETTLING - 1]) / options.steps)
-    costs = Costs(f=options.job_ms, b=options.job_ms, w=options.job_ms)
+    per_stage = options.job_ms * n_chunks / options.stages
+    costs = Costs(f=per_stage, b=per_stage, w=per_stage)
     simulated = steady_step_time(pipeline.schedule, costs)
     if pipeline.rank == 0:
         ratios = {
