@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tyro
-from parts.turns import quartiles_of, take_turns
+from parts.turns import spread_of, take_turns
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -162,8 +162,8 @@ def main() -> None:
         above = [run["ours"] - run["bare"] for run in runs]
         table.add_row(
             *(mode, f"{runs[0]['simulated_ms']:.0f}"),
-            *(quartiles_of([run[way] for run in runs]) for way in ("ours", "bare")),
-            quartiles_of(above),
+            *(spread_of([run[way] for run in runs]) for way in ("ours", "bare")),
+            spread_of(above),
         )
     Console(width=110).print(table)
 
