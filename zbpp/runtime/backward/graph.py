@@ -42,7 +42,7 @@ class SplitPlan(NamedTuple):
     """The work of B, and what it leaves for W.
 
     Args:
-        products: nodes to split.
+        products: nodes to split, those of later operators first.
         leaves: all leaves whose gradient is computed in B.
         waiting: the other leaves.
         reasons: why a leaf is none of those, where there is more to say than that no
@@ -96,6 +96,8 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
             deferred.update(dict.fromkeys(leaves))
     if any(product.leaf is not None for _, product, _ in products):
         products = _keep_parts(products, deferred, graph.uses, reasons)
+    # As autograd's engine comes to them, so that W frees what it needs in one order.
+    products.sort(key=lambda site: -site[0]._sequence_nr())
     leaves = [
         leaf
         for node in graph.leaves
