@@ -98,7 +98,7 @@ def _columns(entries: Sequence[PageEntry], time_unit: str) -> dict[str, _Column]
 
 
 def _step(entry: PageEntry) -> float | None:
-    """What entries are compared by: measured where that is known."""
+    """Key that entries are compared by: measured where that is known."""
     return entry.simulated_step if entry.measured_step is None else entry.measured_step
 
 

@@ -18,7 +18,7 @@ _PLACEMENTS = {
     "ZBVZeroBubble": "wave",
     "DualPipeV": "wave",
 }
-"""How the chunks of each of torch's schedules lie on the stages."""
+"""Placement of the chunks of each of torch's schedules."""
 
 _USUAL = (
     *("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),

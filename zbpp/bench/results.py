@@ -65,7 +65,7 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
 
 
 def _runs(one: Outcome) -> list[Timeline]:
-    """What a contender of ours was to do, and what it did."""
+    """Plan of a contender of ours, and what it did."""
     if one.seen is None:
         return []
     _, name = split_name(one.name)

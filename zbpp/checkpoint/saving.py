@@ -216,7 +216,7 @@ class _Writer:
         write_durably(self.partial / f"part-{self.rank}.json", json.dumps(part))
 
     def _parts(self) -> list[dict[str, Any]]:
-        """What all processes have told, once they have."""
+        """Answers of all processes, once they have told."""
         parts: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + _PATIENCE_S
         while len(parts) < self.n_ranks:

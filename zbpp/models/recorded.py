@@ -28,7 +28,7 @@ class Notes:
         self.found.append(output[self.index] if isinstance(output, tuple) else output)
 
     def take(self) -> tuple[Tensor, ...]:
-        """What was noted, which is then forgotten."""
+        """Notes so far, which are then forgotten."""
         found, self.found = tuple(self.found), []
         return found
 

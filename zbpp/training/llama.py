@@ -82,7 +82,7 @@ class LlamaConfig:
         return tokens, following
 
     def about(self) -> dict[str, Any]:
-        """What must be the same where a checkpoint of it is loaded."""
+        """The values that must be the same where a checkpoint of it is loaded."""
         names = ("dim", "n_blocks", "n_heads", "hidden")
         return {name: getattr(self, name) for name in names}
 

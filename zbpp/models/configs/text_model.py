@@ -33,4 +33,4 @@ class TextModel(Protocol):
         """
 
     def about(self) -> dict[str, Any]:
-        """What must be the same where a checkpoint of it is loaded."""
+        """The values that must be the same where a checkpoint of it is loaded."""

@@ -90,7 +90,7 @@ class GradientOrder:
         self._tell(microbatch)
 
     def _waits_for(self, own: Sequence[Tensor]) -> set[Tensor]:
-        """What earlier W's will add to, but for graphs of one plan, which is theirs.
+        """Parameters of earlier W's, but for graphs of one plan, which is theirs.
 
         Those leave to W what this one does, and nothing that it does in B.
         """

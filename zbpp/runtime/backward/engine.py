@@ -106,7 +106,7 @@ def _add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
 
 
 class _Left:
-    """What one B leaves for W.
+    """The work that one B leaves for W.
 
     Args:
         queue: takes it.

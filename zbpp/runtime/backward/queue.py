@@ -28,7 +28,7 @@ _SPARSE_PARTS = {
 
 
 class Work(Protocol):
-    """What B leaves of one node."""
+    """The work that B leaves of one node."""
 
     @property
     def edges(self) -> Sequence[Root]:

@@ -132,7 +132,7 @@ class _Trail:
         self._returns = all(map(is_built_in, nodes)) and all(
             _is_returned(leaf, self._own[leaf]) for leaf in in_b
         )
-        """Whether torch may return the gradients of B's leaves to us."""
+        """True if torch may return the gradients of B's leaves to us."""
         self._own = dict.fromkeys(self._own)
 
     def _wanted(self, child: Any, numbers: dict[Any, int], nodes: list[Any]) -> Any:

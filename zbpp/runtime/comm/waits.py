@@ -50,7 +50,7 @@ class Waits:
 
     @property
     def timeout_s(self) -> float:
-        """How long a wait may last."""
+        """The longest time of a wait."""
         return self._timeout.total_seconds()
 
     @timeout_s.setter
