@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from zbpp.runtime.support.autograd_internals import sequence_number
+
 __all__ = ["EngineSums"]
 
 _Counts = tuple[int, int, int]
@@ -102,11 +104,11 @@ def _node() -> object | None:
 
 
 def _number(node: Any) -> int | None:
-    """Sequence number of a node, which no other of its thread has; None without one.
+    """Number of a node, None without one.
 
     Not its ``id``: the Python object of a node may be made anew, where another was.
     """
-    return None if node is None else int(node._sequence_nr())
+    return None if node is None else sequence_number(node)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -26,8 +26,6 @@ from zbpp.runtime.support.autograd_internals import (
 
 __all__ = ["run_b", "run_cut_b", "run_full"]
 
-_STRIDED = torch.strided
-
 
 def run_b(
     plan: SplitPlan,
@@ -89,14 +87,11 @@ def _add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
             continue
-        total, dtype = leaf.grad, gradient.dtype
-        if gradient.layout is not _STRIDED:
+        if gradient.layout is not torch.strided or not may_add(leaf, gradient.dtype):
             torch.autograd.backward([leaf], [gradient])
-        elif total is not None and total.dtype is dtype and total.layout is _STRIDED:
-            totals.append(total)
+        elif leaf.grad is not None:
+            totals.append(leaf.grad)
             added.append(gradient)
-        elif not may_add(leaf, dtype):
-            torch.autograd.backward([leaf], [gradient])
         elif gradient.stride() == leaf.stride():
             leaf.grad = gradient.clone()
         else:

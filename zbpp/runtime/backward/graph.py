@@ -30,6 +30,7 @@ from zbpp.runtime.support.autograd_internals import (
     can_read_saved,
     has_saved,
     is_multi_grad_hook,
+    sequence_number,
 )
 from zbpp.runtime.support.torch_internals import is_fake
 
@@ -97,7 +98,7 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
     if any(product.leaf is not None for _, product, _ in products):
         products = _keep_parts(products, deferred, graph.uses, reasons)
     # As autograd's engine comes to them, so that W frees what it needs in one order.
-    products.sort(key=lambda site: -site[0]._sequence_nr())
+    products.sort(key=lambda site: -sequence_number(site[0]))
     leaves = [
         leaf
         for node in graph.leaves

@@ -11,7 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from zbpp.runtime.support.autograd_internals import hooks_made, nodes_made
+from zbpp.runtime.support.autograd_internals import (
+    hooks_made,
+    nodes_made,
+    sequence_number,
+)
 
 __all__ = ["HookWatch", "watch"]
 
@@ -41,7 +45,7 @@ class HookWatch:
 
     def is_free(self, node: Any) -> bool:
         """True if no hook was registered since the node, no leaf's, was made."""
-        return bool(node._sequence_nr() >= self._first_node)
+        return sequence_number(node) >= self._first_node
 
     def add_prehook(self, node: Any, hook: Callable[..., None]) -> Any:
         """Register our own hook, to run before the node; return its handle."""

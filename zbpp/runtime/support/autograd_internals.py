@@ -4,7 +4,7 @@ Each has a fallback, so that a torch without the name is slower, not wrong.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "nodes_made",
     "returned_gradients",
     "run_whole",
+    "sequence_number",
 ]
 
 
@@ -113,8 +114,8 @@ def returned_gradients(
     Without its checks, which take as long as two small nodes. Seen in torch 2.13; where
     the name is gone, or a gradient is left to torch, the checks are made.
     """
-    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if run is None or any(dy is None for dy in gradients):
+    run = _engine(gradients)
+    if run is None:
         return torch.autograd.grad(
             ends, wanted, grad_outputs=gradients, allow_unused=True
         )
@@ -124,6 +125,13 @@ def returned_gradients(
         accumulate_grad=False,
     )
     return found
+
+
+def _engine(gradients: Sequence[Tensor | None]) -> Callable[..., Any] | None:
+    """Return the engine's own call; None if there is none, or torch must make ones."""
+    if any(dy is None for dy in gradients):
+        return None
+    return getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 _NO_MORE = (None,) * (len(GradientEdge._fields) - 2)
@@ -146,8 +154,8 @@ def run_whole(
         gradients: of these.
         wanted: where it ends; empty: at all leaves.
     """
-    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if run is None or any(dy is None for dy in gradients):
+    run = _engine(gradients)
+    if run is None:
         torch.autograd.backward(ends, gradients, inputs=wanted or None)
         return
     run(
@@ -172,6 +180,14 @@ def nodes_made() -> int:
     """
     count = getattr(torch._C._autograd, "_get_sequence_nr", None)
     return sys.maxsize if count is None else int(count())
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node, which no other that its thread has made has.
+
+    Leaves' nodes have one above all others. Seen in torch 2.9 to 2.13.
+    """
+    return int(node._sequence_nr())
 
 
 def is_multi_grad_hook(hook: Any) -> bool:
