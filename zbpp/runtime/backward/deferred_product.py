@@ -16,6 +16,7 @@ __all__ = [
     "Product",
     "Site",
     "Target",
+    "edges_by_leaf",
     "find_target",
     "is_dtensor",
     "may_add",
@@ -100,6 +101,15 @@ class Product(NamedTuple):
 
 Site = tuple[Any, Product, Edges]
 """A node to split, how, and where W goes on."""
+
+
+def edges_by_leaf(products: Sequence[Site]) -> dict[Any, list[tuple[Any, int]]]:
+    """Collect where W goes on for each leaf that is used in parts, by its node."""
+    found: dict[Any, list[tuple[Any, int]]] = {}
+    for _, product, edges in products:
+        if product.leaf is not None:
+            found.setdefault(product.leaf, []).extend(edges)
+    return found
 
 
 class DeferredWeightGrad(NamedTuple):

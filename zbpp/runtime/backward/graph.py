@@ -21,7 +21,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.deferred_product import Product, Site, is_dtensor
+from zbpp.runtime.backward.deferred_product import (
+    Product,
+    Site,
+    edges_by_leaf,
+    is_dtensor,
+)
 from zbpp.runtime.backward.ends import PLAIN, End
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.ways import CUTS, LEAF, follow, refusal
@@ -221,12 +226,8 @@ def _keep_parts(
     reasons: dict[int, str],
 ) -> list[Site]:
     """Leave out products with a part of a leaf that cannot wait; it stays in B."""
-    operands: dict[Any, list[Any]] = {}
-    for _, product, edges in products:
-        if product.leaf is not None:
-            operands.setdefault(product.leaf, []).extend(edges)
     refused = set()
-    for leaf, own in operands.items():
+    for leaf, own in edges_by_leaf(products).items():
         why = refusal(leaf, own, uses)
         if why is not None:
             refused.add(leaf)

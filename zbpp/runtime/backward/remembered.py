@@ -19,6 +19,7 @@ from zbpp.runtime.backward.deferred_product import (
     Edges,
     Product,
     Site,
+    edges_by_leaf,
     find_target,
     is_dtensor,
 )
@@ -276,11 +277,7 @@ def _can_read(products: Sequence[Site]) -> bool:
 
 def _has_overlaps(products: Sequence[Site]) -> bool:
     """True if two parts of a leaf, which a graph may choose, have numbers in common."""
-    operands: dict[Any, list[tuple[Any, int]]] = {}
-    for _, product, edges in products:
-        if product.leaf is not None:
-            operands.setdefault(product.leaf, []).extend(edges)
-    return any(overlap(leaf, own) for leaf, own in operands.items())
+    return any(overlap(leaf, own) for leaf, own in edges_by_leaf(products).items())
 
 
 def _number(node: Any, numbers: dict[Any, int], nodes: list[Any]) -> int:
