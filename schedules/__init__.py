@@ -1,5 +1,6 @@
 """Planners of schedules, and the passes that make programs of them."""
 
+from zbpp.schedules.passes.collectives import add_collectives, without_collectives
 from zbpp.schedules.passes.lower import check_channels, lower, lower_forward
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
 from zbpp.schedules.passes.torch_csv import (
@@ -37,6 +38,7 @@ __all__ = [
     "LayerPlan",
     "Recomputing",
     "Split",
+    "add_collectives",
     "balance",
     "certify",
     "check_channels",
@@ -69,4 +71,5 @@ __all__ = [
     "to_torch_csv",
     "torch_schedule_name",
     "without_checks",
+    "without_collectives",
 ]

@@ -1,7 +1,7 @@
 """From an order of jobs to times: a thin layer over the clock of `zbpp.core`."""
 
 from zbpp.core import Check, Costs, Schedule, Timeline, replay
-from zbpp.simulator.iterations import simulate_iterations
+from zbpp.simulator.iterations import simulate_iterations, timeline_of
 
 __all__ = ["simulate"]
 
@@ -14,7 +14,8 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     A job starts as soon as its stage is free and its inputs have arrived; nothing
     is reordered. O waits for the last weight gradient of every stage, but the time of
     the sum over the stages is counted between iterations only. In a schedule with V's
-    this is the first iteration: O and V wait for nobody.
+    this is the first iteration: O and V wait for nobody. UNSHARD and REDUCE_GRAD go on
+    beside the jobs of their stage, one after the other.
     The result has the same type as a measured run.
 
     >>> from zbpp.core import Pass, PassKind, Placement
@@ -33,10 +34,4 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
         costs.on(schedule.placement),
         n_microbatches=schedule.n_microbatches,
     )
-    return Timeline(
-        schedule.name,
-        schedule.placement,
-        schedule.n_microbatches,
-        tuple(tuple(row) for row in rows),
-        schedule.recomputing,
-    )
+    return timeline_of(schedule, rows)

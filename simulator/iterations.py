@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from zbpp.core import (
     Check,
+    Collective,
     Costs,
     Job,
     PassTimes,
@@ -33,6 +34,7 @@ from zbpp.core import (
     Slot,
     Step,
     Timeline,
+    off_lane,
     replay,
 )
 
@@ -42,6 +44,7 @@ __all__ = [
     "SyncRule",
     "join",
     "simulate_iterations",
+    "timeline_of",
 ]
 
 _UNIT = Costs()
@@ -90,28 +93,43 @@ def simulate_iterations(
     left, timelines = run.start, []
     for i in range(n_iterations):
         rows, left = run.iterate(left, rolled_back=i in rolled_back)
-        timelines.append(
-            Timeline(
-                schedule.name,
-                schedule.placement,
-                schedule.n_microbatches,
-                tuple(tuple(row) for row in rows),
-                schedule.recomputing,
-            )
-        )
+        timelines.append(timeline_of(schedule, rows))
     return timelines
+
+
+def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Slot]]) -> Timeline:
+    """Make a timeline of what a replay has timed: collectives apart from jobs."""
+    kept, lanes = off_lane(rows)
+    return Timeline(
+        schedule.name,
+        schedule.placement,
+        schedule.n_microbatches,
+        kept,
+        schedule.recomputing,
+        collectives=lanes,
+    )
 
 
 def join(timelines: Sequence[Timeline], *, name: str | None = None) -> Timeline:
     """Make one timeline of iterations on one time axis, for pictures and traces."""
     first = timelines[0]
-    rows = zip(*(timeline.rows for timeline in timelines), strict=True)
+    rows, lanes = (
+        tuple(
+            tuple(slot for row in parts for slot in row)
+            for parts in zip(*of_each, strict=True)
+        )
+        for of_each in (
+            [timeline.rows for timeline in timelines],
+            [timeline.collectives for timeline in timelines],
+        )
+    )
     return Timeline(
         name or first.name,
         first.placement,
         first.n_microbatches,
-        tuple(tuple(slot for row in parts for slot in row) for parts in rows),
+        rows,
         first.recomputing,
+        collectives=lanes,
     )
 
 
@@ -148,7 +166,7 @@ class IteratedSchedule:
     ) -> tuple[list[list[Slot]], IterationState]:
         """Time the next iteration; returns its rows and what it leaves."""
         rows = self._attempts(left) if rolled_back else self._passes(left)
-        ends = [row[-1].end for row in rows]
+        ends = [_end(row) for row in rows]
         steps, known = self._protocol(self.times, ends)
         for stage, row in enumerate(rows):
             job, start = Step(stage), max(ends[stage], steps[stage])
@@ -177,11 +195,19 @@ class IteratedSchedule:
             first, self.times, n_microbatches=m, free=left.free, known=left.known
         )
         for stage, row in enumerate(rows):
-            job, start = Step(stage), row[-1].end
+            job, start = Step(stage), _end(row)
             row.append(Slot(job, start, start + self.times.of(job)))
         free = [row[-1].end for row in rows]
         again = replay(second, self.times, n_microbatches=m, free=free)
         return [before + after for before, after in zip(rows, again, strict=True)]
+
+
+def _end(row: Sequence[Slot]) -> float:
+    """When a stage is free; what goes on beside its jobs does not count."""
+    for slot in reversed(row):
+        if not (isinstance(slot.job, Collective) and slot.job.goes_on):
+            return slot.end
+    return 0.0
 
 
 def barrier(times: PassTimes, ends: Sequence[float]) -> tuple[list[float], list[float]]:

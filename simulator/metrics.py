@@ -47,8 +47,11 @@ def makespan(timeline: Timeline) -> float:
 
 
 def step_time(timeline: Timeline) -> float:
-    """Time from the first start to the last end of any job, optimizer included."""
-    return extent(chain.from_iterable(timeline.rows))
+    """Time from the first start to the last end of any job, optimizer included.
+
+    What is gathered or added up beside the jobs counts too.
+    """
+    return extent(chain.from_iterable((*timeline.rows, *timeline.collectives)))
 
 
 def work(timeline: Timeline) -> list[float]:

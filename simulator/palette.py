@@ -4,7 +4,7 @@ Colours are those of Okabe and Ito, which people with any colour vision can tell
 apart; later chunks of a stage are lighter.
 """
 
-from zbpp.core import Job, Pass, Placement
+from zbpp.core import Collective, Job, Pass, Placement
 
 __all__ = ["COLOURS", "DARK", "IDLE", "NAMES", "ink_on", "legs", "letter_of", "shade"]
 
@@ -15,6 +15,8 @@ COLOURS = {
     "BW": "#D55E00",
     "O": "#F0E442",
     "V": "#CC79A7",
+    "UNSHARD": "#56B4E9",
+    "REDUCE_GRAD": "#000000",
 }
 NAMES = {
     "F": "F  forward",
@@ -23,6 +25,8 @@ NAMES = {
     "BW": "BW  both gradients",
     "O": "O  optimizer step",
     "V": "V  validation of the last step",
+    "UNSHARD": "UNSHARD  parameters gathered",
+    "REDUCE_GRAD": "REDUCE_GRAD  gradients added up",
 }
 IDLE = "#E4E4E4"
 DARK = "#222222"
@@ -30,7 +34,7 @@ DARK = "#222222"
 
 def letter_of(job: Job) -> str:
     """Return the key of a job in `COLOURS` and `NAMES`."""
-    return str(job.kind) if isinstance(job, Pass) else str(job)
+    return str(job.kind) if isinstance(job, Pass | Collective) else str(job)
 
 
 def legs(placement: Placement) -> dict[int, int]:

@@ -1,6 +1,7 @@
 """A timeline as Chrome trace JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One process (``pid``) a run, one thread (``tid``) a stage. Events by phase (``ph``):
+One process (``pid``) a run, one thread (``tid``) a stage, and one for its collectives
+where it has any (``tid`` of the stage + number of stages). Events by phase (``ph``):
 ``X`` a job with its start and duration in microseconds, ``s`` and ``f`` the two ends of
 a message's arrow, ``C`` a stage's memory, ``M`` the names of runs and stages. Simulated
 and measured runs have the same events. Format: "Trace Event Format", Chromium project.
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zbpp.core import MemoryModel, Pass, RequestError, Slot, Timeline
+from zbpp.core import Collective, MemoryModel, Pass, RequestError, Slot, Timeline
 from zbpp.simulator.messages import messages
 from zbpp.simulator.metrics import memory_over_time, waste
+from zbpp.simulator.palette import letter_of
 
 __all__ = ["trace_events", "write_trace"]
 
@@ -69,14 +71,15 @@ def trace_events(
     microseconds_per_unit: float = _PER_UNIT,
 ) -> list[Event]:
     """List the events of one timeline; times count from its first start."""
-    slots = [slot for row in timeline.rows for slot in row]
+    every = (*timeline.rows, *timeline.collectives)
+    slots = [slot for row in every for slot in row]
     origin = min((slot.start for slot in slots), default=0.0)
 
     def microseconds(time: float) -> float:
         return round((time - origin) * microseconds_per_unit, 3)
 
     events = list(_names(timeline, run, microseconds_per_unit))
-    for stage, row in enumerate(timeline.rows):
+    for thread, row in enumerate(every):
         for slot in row:
             start, end = microseconds(slot.start), microseconds(slot.end)
             events.append(
@@ -85,7 +88,7 @@ def trace_events(
                     "cat": _category(slot),
                     "ph": "X",
                     "pid": run,
-                    "tid": stage,
+                    "tid": thread,
                     "ts": start,
                     "dur": round(end - start, 3),
                     "args": _arguments(slot),
@@ -135,9 +138,15 @@ def _names(timeline: Timeline, run: int, unit: float) -> Iterator[Event]:
         name += f", clocks of the stages within {error:.3g} us"
     yield _metadata("process_name", run, 0, {"name": name})
     yield _metadata("process_sort_index", run, 0, {"sort_index": run})
-    for stage in range(timeline.placement.n_stages):
+    n_stages, each = timeline.placement.n_stages, 1 + bool(timeline.collectives)
+    for stage in range(n_stages):
+        place = {"sort_index": each * stage}
         yield _metadata("thread_name", run, stage, {"name": f"stage {stage}"})
-        yield _metadata("thread_sort_index", run, stage, {"sort_index": stage})
+        yield _metadata("thread_sort_index", run, stage, place)
+        if timeline.collectives:
+            name, place = f"collectives of stage {stage}", {"sort_index": 2 * stage + 1}
+            yield _metadata("thread_name", run, n_stages + stage, {"name": name})
+            yield _metadata("thread_sort_index", run, n_stages + stage, place)
 
 
 def _metadata(name: str, run: int, stage: int, args: Event) -> Event:
@@ -145,10 +154,12 @@ def _metadata(name: str, run: int, stage: int, args: Event) -> Event:
 
 
 def _category(slot: Slot) -> str:
-    return str(slot.job.kind) if isinstance(slot.job, Pass) else str(slot.job)
+    return letter_of(slot.job)
 
 
 def _arguments(slot: Slot) -> Event:
+    if isinstance(slot.job, Collective):
+        return {"chunk": slot.job.chunk}
     if not isinstance(slot.job, Pass):
         return {}
     return {"chunk": slot.job.chunk, "microbatch": slot.job.microbatch}

@@ -1,5 +1,6 @@
 """From a schedule to another one, or to programs.
 
 `lower` adds messages and proves that both ends agree, `post_validation` places V's,
-`torch_csv` writes what torch.distributed.pipelining reads, and reads it back.
+`collectives` adds those of data parallelism, `torch_csv` writes what
+torch.distributed.pipelining reads, and reads it back.
 """

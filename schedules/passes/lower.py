@@ -25,6 +25,8 @@ its last W, to every other stage that holds the parameter, and all add them up:
 
     chunk 0 on stage 0 | ... 0W7 send(tie) ... +tie add reduce O
     chunk 3 on stage 3 | ... 3W7 send(tie) ... +tie add reduce O
+
+Where replicas of a stage add up their gradients, it sends after the REDUCE_WAIT.
 """
 
 from collections import defaultdict
@@ -33,6 +35,8 @@ from collections.abc import Sequence
 from zbpp.core import (
     AddTied,
     Check,
+    Collective,
+    CollectiveKind,
     Instruction,
     Job,
     Message,
@@ -60,6 +64,8 @@ __all__ = ["check_channels", "lower", "lower_forward"]
 Channel = tuple[int, int]
 """(sending stage, receiving stage)."""
 
+_LAST_OF_GRADIENTS = (PassKind.W, PassKind.BW, CollectiveKind.REDUCE_WAIT)
+
 Ties = Sequence[Sequence[int]]
 """Of each parameter that several chunks or layers hold, the chunks."""
 
@@ -71,7 +77,8 @@ def lower(
 
     Args:
         schedule: what to run.
-        ahead: how many jobs before its reader a receive is posted, at least 0.
+        ahead: how many jobs before its reader a receive is posted, at least 0;
+            collectives do not count.
         ties: chunks of each parameter that several layers hold.
 
     Raises:
@@ -150,7 +157,7 @@ def _tied_sends(
     last = {
         job.chunk: column
         for column, job in enumerate(order)
-        if isinstance(job, Pass) and job.kind in (PassKind.W, PassKind.BW)
+        if isinstance(job, Pass | Collective) and job.kind in _LAST_OF_GRADIENTS
     }
     sends: dict[int, list[Send]] = defaultdict(list)
     for tie, chunks in enumerate(ties):
@@ -193,6 +200,8 @@ def _posts(
         for value in reads(job, placement.n_chunks)
     }
     check = order.index(Check(stage)) if Check(stage) in order else None
+    places = [c for c, job in enumerate(order) if not isinstance(job, Collective)]
+    rank = {column: number for number, column in enumerate(places)}
     posts: dict[int, list[Instruction]] = defaultdict(list)
     for (source, target), values in sorted(channels.items()):
         if target != stage:
@@ -201,7 +210,7 @@ def _posts(
         first_need = len(order)
         for value in reversed(values):
             first_need = min(first_need, needed_at.get(value, len(order) - 1))
-            columns.append(max(0, first_need - ahead))
+            columns.append(places[max(0, rank[first_need] - ahead)])
         for value, column in zip(values, reversed(columns), strict=True):
             if check is not None:
                 early = value in sent_early
@@ -265,7 +274,8 @@ def _check_validation(placement: Placement, orders: Sequence[Sequence[Job]]) -> 
     early = _sent_before_checks(placement, orders)
     for stage, order in enumerate(orders):
         for column, job in enumerate(at_check(tuple(order))[0]):
-            assert isinstance(job, Pass)
+            if not isinstance(job, Pass):
+                continue
             for value in reads(job, placement.n_chunks):
                 if value in early:
                     continue

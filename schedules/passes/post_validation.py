@@ -17,7 +17,17 @@ Two rules place V as late as they allow:
 
 from dataclasses import replace
 
-from zbpp.core import Check, Job, Pass, PassKind, Schedule, Step, reads, writes
+from zbpp.core import (
+    Check,
+    Collective,
+    Job,
+    Pass,
+    PassKind,
+    Schedule,
+    Step,
+    reads,
+    writes,
+)
 
 __all__ = ["post_validated", "without_checks"]
 
@@ -79,6 +89,8 @@ def _cuts(schedule: Schedule) -> list[int]:
 
 def _first_backward(order: tuple[Job, ...]) -> int:
     for column, job in enumerate(order):
+        if isinstance(job, Collective):
+            continue
         if not isinstance(job, Pass) or job.kind is not PassKind.F:
             return column
     return len(order)

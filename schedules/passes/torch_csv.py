@@ -9,23 +9,41 @@ transfers itself and leaves the optimizer to the caller, so O and V are left out
 
 torch's schedules write such files themselves (``_dump_csv``), with empty cells for idle
 times and, if asked, cells for the transfers.
+
+A schedule with collectives is written in torch's other format, with its transfers, as
+torch would add collectives of its own to one without:
+
+    runtime._load_csv("schedule.csv", format="compute_comms")
+
+torch waits for a sum where it starts it, so REDUCE_WAIT is left out, and its W wants
+the parameters gathered, so a chunk's RESHARD comes behind its last pass.
 """
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zbpp.core import (
+    Collective,
+    CollectiveKind,
+    Instruction,
+    Job,
     Pass,
     PassKind,
     Placement,
+    Receive,
     RequestError,
     Schedule,
     ScheduleError,
+    Send,
     Step,
+    Value,
+    What,
+    reader,
 )
 from zbpp.core.files.json_text import read
+from zbpp.schedules.passes.lower import lower
 
 __all__ = [
     "from_torch_csv",
@@ -37,29 +55,71 @@ __all__ = [
 
 _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
+_LAST = (*PassKind, CollectiveKind.REDUCE_GRAD)
 _CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})")
-_TRANSFER = re.compile(
-    r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*"
-)
+_TRANSFER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_COLLECTIVE = re.compile(r"(\d{1,6})(UNSHARD|RESHARD|REDUCE_GRAD)")
 _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
     r"""Write a schedule in torch's ``compute_only`` format: n_stages lines, no header.
 
+    With collectives in ``compute_comms``, with all transfers.
+
     >>> from zbpp.schedules import plan_zb_h1
     >>> to_torch_csv(plan_zb_h1(n_stages=1, n_microbatches=2))
     '0F0,0I0,0W0,0F1,0I1,0W1\n'
     """
-    rows = (
-        ",".join(
-            f"{job.chunk}{_LETTER[job.kind]}{job.microbatch}"
-            for job in order
-            if isinstance(job, Pass)
-        )
-        for order in schedule.orders
-    )
+    orders: Sequence[Sequence[Instruction]] = schedule.orders
+    if any(isinstance(job, Collective) for order in orders for job in order):
+        orders = [_for_torch(order) for order in lower(schedule, ahead=0)]
+    rows = (",".join(filter(None, map(_cell, order))) for order in orders)
     return "".join(f"{row}\n" for row in rows)
+
+
+def _cell(one: Instruction) -> str:
+    """Write an instruction as torch does; empty if torch has none like it."""
+    match one:
+        case Pass(kind, chunk, microbatch):
+            return f"{chunk}{_LETTER[kind]}{microbatch}"
+        case Collective(kind) if kind is not CollectiveKind.REDUCE_WAIT:
+            return str(one)
+        case Send(Value() as value):
+            letter = "F" if value.what is What.ACTIVATION else "B"
+            return f"{value.chunk}SEND_{letter}{value.microbatch}"
+        case Receive(Value() as value):
+            letter = "F" if value.what is What.ACTIVATION else "B"
+            return f"{reader(value)}RECV_{letter}{value.microbatch}"
+    return ""
+
+
+def _for_torch(order: Sequence[Instruction]) -> list[Instruction]:
+    """Gather each chunk once, and free it behind its last pass and the sum after it."""
+    last = {
+        one.chunk: column
+        for column, one in enumerate(order)
+        if isinstance(one, Pass | Collective) and one.kind in _LAST
+    }
+    freed = {
+        one.chunk: one
+        for one in order
+        if isinstance(one, Collective) and one.kind is CollectiveKind.RESHARD
+    }
+    gathered: set[int] = set()
+    found: list[Instruction] = []
+    for column, one in enumerate(order):
+        match one:
+            case Collective(CollectiveKind.RESHARD):
+                continue
+            case Collective(CollectiveKind.UNSHARD, chunk):
+                if chunk in gathered:
+                    continue
+                gathered.add(chunk)
+        found.append(one)
+        if isinstance(one, Pass | Collective) and last[one.chunk] == column:
+            found += [freed[one.chunk]] if one.chunk in freed else []
+    return found
 
 
 def is_torch_csv(path: str | Path) -> bool:
@@ -82,7 +142,8 @@ def from_torch_csv(
     """Read torch's CSV: the inverse of `to_torch_csv`, an O at the end of each row.
 
     Empty cells and transfers are passed over: when jobs run and what they send follows
-    from their order. Of two passes that overlap, the first comes first.
+    from their order. Of two passes that overlap, the first comes first. A sum of
+    gradients is awaited before the next one of its chunk, and before O.
 
     Args:
         text: one row a rank.
@@ -114,8 +175,12 @@ def from_torch_csv(
         return Schedule(
             name,
             Placement(tuple(stage_of[chunk] for chunk in sorted(stage_of))),
-            1 + max(job.microbatch for row in rows for job in row),
-            tuple((*row, Step(stage)) for stage, row in enumerate(rows)),
+            1
+            + max(
+                (j.microbatch for row in rows for j in row if isinstance(j, Pass)),
+                default=-1,
+            ),
+            tuple((*_awaited(row), Step(stage)) for stage, row in enumerate(rows)),
         )
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from None
@@ -123,10 +188,27 @@ def from_torch_csv(
         raise RequestError(f"{source}: {error}") from None
 
 
-def _jobs(cell: str, place: str) -> Iterator[Pass]:
-    """Passes of a cell: mostly one, none of a transfer, two that overlap."""
+def _awaited(row: Sequence[Pass | Collective]) -> list[Job]:
+    """Put REDUCE_WAITs where torch has none."""
+    found: list[Job] = []
+    running: list[int] = []
+    for job in row:
+        if isinstance(job, Collective) and job.kind is CollectiveKind.REDUCE_GRAD:
+            if job.chunk in running:
+                running.remove(job.chunk)
+                found.append(Collective(CollectiveKind.REDUCE_WAIT, job.chunk))
+            running.append(job.chunk)
+        found.append(job)
+    return [*found, *(Collective(CollectiveKind.REDUCE_WAIT, c) for c in running)]
+
+
+def _jobs(cell: str, place: str) -> Iterator[Pass | Collective]:
+    """Jobs of a cell: mostly one, none of a transfer, two that overlap."""
     cell = cell.strip()
     if not cell or _TRANSFER.fullmatch(cell):
+        return
+    if found := _COLLECTIVE.fullmatch(cell):
+        yield Collective(CollectiveKind(found[2]), int(found[1]))
         return
     if both := _TOGETHER.fullmatch(cell):
         for part in both[1].split(";"):

@@ -2,7 +2,7 @@
 
 from zbpp.core.amounts import format_bytes, format_memory
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
-from zbpp.core.clock import Clock, replay, step_behind_barrier
+from zbpp.core.clock import Clock, off_lane, replay, step_behind_barrier
 from zbpp.core.costs import (
     ChunkMemory,
     Costs,
@@ -27,6 +27,8 @@ from zbpp.core.files import (
 )
 from zbpp.core.jobs import (
     Check,
+    Collective,
+    CollectiveKind,
     Job,
     Pass,
     PassKind,
@@ -63,6 +65,8 @@ __all__ = [
     "Check",
     "ChunkMemory",
     "Clock",
+    "Collective",
+    "CollectiveKind",
     "Costs",
     "Instruction",
     "Job",
@@ -103,6 +107,7 @@ __all__ = [
     "lower_bound",
     "lower_bound_on",
     "lower_bounds",
+    "off_lane",
     "output_of",
     "parse_costs",
     "parse_job",

@@ -7,10 +7,21 @@ says so, and is tested to give the same times.
 from collections.abc import Sequence
 
 from zbpp.core.costs import PassTimes
-from zbpp.core.jobs import Check, Job, Pass, PassKind, Step, Value, reads, writes
+from zbpp.core.jobs import (
+    Check,
+    Collective,
+    CollectiveKind,
+    Job,
+    Pass,
+    PassKind,
+    Step,
+    Value,
+    reads,
+    writes,
+)
 from zbpp.core.timeline import Slot
 
-__all__ = ["Clock", "replay", "step_behind_barrier"]
+__all__ = ["Clock", "off_lane", "replay", "step_behind_barrier"]
 
 
 class Clock:
@@ -18,7 +29,11 @@ class Clock:
 
     A pass starts when its stage is free and all that it reads has arrived. A Step
     stands behind a barrier: it starts when the last weight gradient of every stage
-    is done. A Check needs what an earlier iteration has summed up.
+    is done, and added up. A Check needs what an earlier iteration has summed up.
+
+    UNSHARD and REDUCE_GRAD run on a lane of their stage's own, one at a time in the
+    order in which they are started; the stage goes on at once. F, B and BW wait for
+    the last UNSHARD of their chunk, REDUCE_WAIT for its last REDUCE_GRAD.
 
     Args:
         times: of the jobs.
@@ -41,24 +56,38 @@ class Clock:
         self._written: dict[Value, float] = {}
         self._gradients_due = self._n_chunks * n_microbatches
         self._last_gradient = 0.0
+        self._gathered: dict[int, float] = {}
+        self._reduced: dict[int, float] = {}
         starts = [0.0] * self._placement.n_stages
         self._known = starts if known is None else list(known)
         self.free = list(starts if free is None else free)
         """End of the last job of each stage."""
+        self._lane = [0.0] * self._placement.n_stages
 
     def arrival(self, job: Job) -> float | None:
         """Time at which all inputs of a job are there; None if one is not computed."""
-        if isinstance(job, Step):
-            return self._last_gradient if self._gradients_due == 0 else None
-        if isinstance(job, Check):
-            return self._known[job.stage]
-        arrival = 0.0
+        if not isinstance(job, Pass):
+            return self._arrival_of_other(job)
+        is_w = job.kind is PassKind.W
+        arrival = 0.0 if is_w else self._gathered.get(job.chunk, 0.0)
         for value in reads(job, self._n_chunks):
             written = self._written.get(value)
             if written is None:
                 return None
             arrival = max(arrival, written + self._times.delay(value.chunk, job.chunk))
         return arrival
+
+    def _arrival_of_other(self, job: Step | Check | Collective) -> float | None:
+        match job:
+            case Step():
+                return self._last_gradient if self._gradients_due == 0 else None
+            case Check():
+                return self._known[job.stage]
+            case Collective(CollectiveKind.REDUCE_WAIT):
+                return self._reduced.get(job.chunk, 0.0)
+            case Collective(CollectiveKind.RESHARD):
+                return 0.0
+        return self._lane[self.stage(job)]
 
     def start(self, job: Job) -> float | None:
         """Time at which a job can start; None if an input is not computed."""
@@ -71,6 +100,9 @@ class Clock:
         if start is None:
             return None
         end = start + self._times.of(job)
+        if isinstance(job, Collective):
+            self._run_collective(job, end)
+            return Slot(job, start, end)
         self.free[self.stage(job)] = end
         if isinstance(job, Pass):
             for value in writes(job, self._n_chunks):
@@ -80,11 +112,26 @@ class Clock:
                 self._last_gradient = max(self._last_gradient, end)
         return Slot(job, start, end)
 
+    def _run_collective(self, job: Collective, end: float) -> None:
+        stage = self.stage(job)
+        match job.kind:
+            case CollectiveKind.UNSHARD:
+                self._lane[stage] = self._gathered[job.chunk] = end
+            case CollectiveKind.REDUCE_GRAD:
+                self._lane[stage] = self._reduced[job.chunk] = end
+                self._gradients_due += 1
+            case CollectiveKind.RESHARD:
+                self.free[stage] = end
+            case CollectiveKind.REDUCE_WAIT:
+                self.free[stage] = end
+                self._gradients_due -= 1
+                self._last_gradient = max(self._last_gradient, end)
+
     def stage(self, job: Job) -> int:
         """The stage that runs a job."""
-        if isinstance(job, Pass):
-            return self._placement.stage_of[job.chunk]
-        return job.stage
+        if isinstance(job, Step | Check):
+            return job.stage
+        return self._placement.stage_of[job.chunk]
 
 
 def replay(
@@ -96,6 +143,9 @@ def replay(
     known: Sequence[float] | None = None,
 ) -> list[list[Slot]]:
     """Time every job that can run; a row shorter than its order is stuck there.
+
+    Slots of UNSHARD and REDUCE_GRAD are those of the lane (see `Clock`); `off_lane`
+    takes them out of the rows.
 
     ``free`` and ``known`` say what an earlier iteration has left (see `Clock`).
 
@@ -115,6 +165,25 @@ def replay(
                 row.append(slot)
                 moved = True
     return rows
+
+
+def off_lane(
+    rows: Sequence[Sequence[Slot]],
+) -> tuple[tuple[tuple[Slot, ...], ...], tuple[tuple[Slot, ...], ...]]:
+    """Take collectives out of rows of slots; return the rows, and those on the lanes.
+
+    RESHARD and REDUCE_WAIT take no time of their own, and are left out of both. Without
+    collectives there are no lanes.
+    """
+    kept = tuple(
+        tuple(slot for slot in row if not isinstance(slot.job, Collective))
+        for row in rows
+    )
+    lanes = tuple(
+        tuple(s for s in row if isinstance(s.job, Collective) and s.job.goes_on)
+        for row in rows
+    )
+    return kept, lanes if any(lanes) else ()
 
 
 def step_behind_barrier(

@@ -13,6 +13,11 @@ A model is cut into chunks 0, 1, 2, ... in forward order. On one micro-batch:
     W(0)                 W(1)                 W(2)      weight gradient
 
 Every order constraint, send and receive follows from these arrows.
+
+Where several processes hold the same stage (data parallelism), they gather parameters
+and add up gradients between the passes, by jobs of their own:
+
+    0UNSHARD 0F0 .. 0B3 0RESHARD .. 0W3 0REDUCE_GRAD .. 0REDUCE_WAIT O
 """
 
 from dataclasses import dataclass
@@ -22,6 +27,8 @@ from typing import assert_never
 
 __all__ = [
     "Check",
+    "Collective",
+    "CollectiveKind",
     "Job",
     "Pass",
     "PassKind",
@@ -85,7 +92,40 @@ class Check:
         return "V"
 
 
-Job = Pass | Step | Check
+class CollectiveKind(StrEnum):
+    """Work of the processes that hold the same chunk, in torch's words."""
+
+    UNSHARD = "UNSHARD"
+    """Start to gather the chunk's parameters; F, B and BW need them, W does not."""
+    RESHARD = "RESHARD"
+    """Free the gathered parameters."""
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """Start to add up the chunk's gradients (all-reduce or reduce-scatter)."""
+    REDUCE_WAIT = "REDUCE_WAIT"
+    """Wait for that sum; torch has no job for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One such job of one chunk. UNSHARD and REDUCE_GRAD go on beside other jobs.
+
+    >>> str(Collective(CollectiveKind.UNSHARD, chunk=3))
+    '3UNSHARD'
+    """
+
+    kind: CollectiveKind
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind}"
+
+    @property
+    def goes_on(self) -> bool:
+        """True if it only starts here, and goes on while other jobs run."""
+        return self.kind in (CollectiveKind.UNSHARD, CollectiveKind.REDUCE_GRAD)
+
+
+Job = Pass | Step | Check | Collective
 
 
 class What(StrEnum):

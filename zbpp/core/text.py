@@ -4,12 +4,13 @@ import re
 from collections.abc import Sequence
 
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Check, Job, Pass, PassKind, Step
-from zbpp.core.timeline import Timeline
+from zbpp.core.jobs import Check, Collective, CollectiveKind, Job, Pass, PassKind, Step
+from zbpp.core.timeline import Slot, Timeline
 
 __all__ = ["draw", "format_job", "grid", "parse_job"]
 
 _PASS = re.compile(r"(0|[1-9][0-9]{0,8})(F|BW|B|W)(0|[1-9][0-9]{0,8})")
+_COLLECTIVE = re.compile(rf"(0|[1-9][0-9]{{0,8}})({'|'.join(CollectiveKind)})")
 _CONTEXT = 6  # columns shown on each side of a marked one
 
 
@@ -28,9 +29,13 @@ def parse_job(text: object, *, stage: int) -> Job:
         return Check(stage)
     match = _PASS.fullmatch(text) if isinstance(text, str) else None
     if match is None:
+        found = _COLLECTIVE.fullmatch(text) if isinstance(text, str) else None
+        if found is not None:
+            return Collective(CollectiveKind(found[2]), int(found[1]))
         raise RequestError(
             f"{text!r} is not a job; write <chunk><F|B|W|BW><micro-batch> such as "
-            "3BW7, O (optimizer step) or V (post-validation)"
+            "3BW7, O (optimizer step), V (post-validation), or "
+            f"<chunk><{'|'.join(CollectiveKind)}>"
         )
     return Pass(PassKind(match[2]), int(match[1]), int(match[3]))
 
@@ -73,29 +78,49 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     """Draw a timeline: one cell is ``unit`` of time, ``.`` is idle, ``-`` goes on.
 
     Starts and ends are rounded to whole cells; jobs shorter than half a cell vanish.
-    A V that vanishes is written in front of the job after it: ``VB0``.
+    A V that vanishes is written in front of the job after it: ``VB0``. Below a stage
+    (``+``) is what goes on beside its jobs: ``U0`` gathers chunk 0 (UNSHARD), ``R0``
+    adds up its gradients (REDUCE_GRAD).
     """
     with_chunk = timeline.placement.n_chunks > timeline.placement.n_stages
-    starts = [slot.start for row in timeline.rows for slot in row]
-    origin = min(starts, default=0.0)
-    rows = []
-    for slots in timeline.rows:
-        cells: list[str] = []
-        check = ""
-        for slot in slots:
-            start = round((slot.start - origin) / unit)
-            end = round((slot.end - origin) / unit)
-            if end > start:
-                cells += ["."] * (start - len(cells))
-                cells.append(check + format_job(slot.job, with_chunk=with_chunk))
-                cells += ["-"] * (end - start - 1)
-                check = ""
-            elif isinstance(slot.job, Check):
-                check = str(slot.job)
-        rows.append(cells)
-    width = max((len(cell) for row in rows for cell in row), default=1)
-    number = len(str(len(rows) - 1))
+    lanes = timeline.collectives or ((),) * len(timeline.rows)
+    slots = [slot for row in (*timeline.rows, *lanes) for slot in row]
+    origin = min((slot.start for slot in slots), default=0.0)
+    number = len(str(len(timeline.rows) - 1))
+    rows: list[tuple[str, list[str]]] = []
+    for stage, (row, lane) in enumerate(zip(timeline.rows, lanes, strict=True)):
+        cells = _cells(row, origin, unit, with_chunk=with_chunk)
+        rows.append((f"{stage:{number}} |", cells))
+        beside = _cells(lane, origin, unit, with_chunk=True)
+        if beside:
+            rows.append((f"{'':{number}} +", beside))
+    width = max((len(cell) for _, row in rows for cell in row), default=1)
     return "\n".join(
-        f"{stage:{number}} | " + " ".join(cell.ljust(width) for cell in row).rstrip()
-        for stage, row in enumerate(rows)
+        f"{head} " + " ".join(cell.ljust(width) for cell in row).rstrip()
+        for head, row in rows
     )
+
+
+def _cells(
+    slots: Sequence[Slot], origin: float, unit: float, *, with_chunk: bool
+) -> list[str]:
+    """Cells of one line of a drawing."""
+    cells: list[str] = []
+    check = ""
+    for slot in slots:
+        start = round((slot.start - origin) / unit)
+        end = round((slot.end - origin) / unit)
+        if end > start:
+            cells += ["."] * (start - len(cells))
+            cells.append(check + _name(slot.job, with_chunk=with_chunk))
+            cells += ["-"] * (end - start - 1)
+            check = ""
+        elif isinstance(slot.job, Check):
+            check = str(slot.job)
+    return cells
+
+
+def _name(job: Job, *, with_chunk: bool) -> str:
+    if isinstance(job, Collective):
+        return f"{job.kind[0]}{job.chunk}"
+    return format_job(job, with_chunk=with_chunk)

@@ -29,7 +29,8 @@ class Timeline:
 
     ``recomputing`` are the chunks whose B computes layers again. Where stages read
     clocks of several machines, ``clock_error`` is the largest error by which one was
-    compared with that of the first stage's process.
+    compared with that of the first stage's process. ``collectives`` are the UNSHARDs
+    and REDUCE_GRADs of each stage, which go on beside its jobs; empty: there are none.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Timeline:
     rows: tuple[tuple[Slot, ...], ...]
     recomputing: frozenset[int] = frozenset()
     clock_error: float = 0.0
+    collectives: tuple[tuple[Slot, ...], ...] = ()
 
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.clock import replay
+from zbpp.core.collective_rules import collective_mistake, unequal_mistake
 from zbpp.core.costs import Costs, MemoryModel
 from zbpp.core.errors import RequestError, ScheduleError
-from zbpp.core.jobs import Check, Job, Pass, PassKind, Step
+from zbpp.core.jobs import Check, Collective, Job, Pass, PassKind, Step
 from zbpp.core.memory import held_during
 from zbpp.core.placement import Placement
 from zbpp.core.quick import can_finish, is_plain
@@ -49,9 +50,11 @@ def validate(
             f"{len(orders)} rows of jobs for {placement.n_stages} stages; "
             "there must be one row a stage"
         )
+    all_plain = True
     for stage, order in enumerate(orders):
         if is_plain(order, placement, stage, n_microbatches=n_microbatches):
             continue
+        all_plain = False
         seen: dict[Job, int] = {}
         for column, job in enumerate(order):
             reason = (
@@ -65,6 +68,13 @@ def validate(
         reason = _missing(seen, placement, n_microbatches, stage)
         if reason:
             raise mistake(orders, stage, len(order), reason)
+        found = collective_mistake(order)
+        if found:
+            raise mistake(orders, stage, *found)
+    unequal = None if all_plain else unequal_mistake(orders, placement)
+    if unequal:
+        stage, reason = unequal
+        raise mistake(orders, stage, len(orders[stage]), reason)
     _check_steps(orders)
     _check_progress(orders, placement, n_microbatches)
     if memory is not None:
@@ -75,13 +85,13 @@ def _misplaced(
     job: Job, placement: Placement, n_microbatches: int, stage: int
 ) -> str | None:
     """Explain why a job is none of this stage's; None if it is."""
-    if not isinstance(job, Pass):
+    if isinstance(job, Step | Check):
         if job.stage != stage:
             return f"{job} of stage {job.stage} stands on stage {stage}"
         return None
     if not 0 <= job.chunk < placement.n_chunks:
         return f"{job}: the chunks are 0 to {placement.n_chunks - 1}"
-    if not 0 <= job.microbatch < n_microbatches:
+    if isinstance(job, Pass) and not 0 <= job.microbatch < n_microbatches:
         return f"{job}: the micro-batches are 0 to {n_microbatches - 1}"
     home = placement.stage_of[job.chunk]
     if home != stage:
@@ -94,6 +104,8 @@ def _misplaced(
 
 def _repeated(job: Job, seen: dict[Job, int]) -> str | None:
     """Explain that the work of a job is done already; None if not."""
+    if isinstance(job, Collective):  # one may come once more: see its own rules
+        return None
     same: list[Job] = [job]
     if isinstance(job, Pass):
         rivals = {BW: (B, W), B: (BW,), W: (BW,), F: ()}[job.kind]
@@ -112,7 +124,7 @@ def _untimely(job: Job, seen: dict[Job, int], stage: int) -> str | None:
         if any(isinstance(other, Pass) and other.kind is not F for other in seen):
             return "V must come before the first backward pass of its stage"
         return None
-    if isinstance(job, Step) or job.kind is F:
+    if not isinstance(job, Pass) or job.kind is F:
         return None
     needed = Pass(B if job.kind is W else F, job.chunk, job.microbatch)
     return None if needed in seen else f"{job} comes before {needed}; swap them"

@@ -12,7 +12,7 @@ from zbpp.core import (
     parse_memory,
 )
 from zbpp.modes import is_file, plan
-from zbpp.schedules import post_validated, without_checks
+from zbpp.schedules import post_validated, without_checks, without_collectives
 
 __all__ = [
     "check_first_step",
@@ -35,6 +35,8 @@ def choose_schedule(
 ) -> Schedule:
     """Plan the mode, read the file, or take the schedule as it is.
 
+    Its collectives are left out: they depend on the replicas of the pipeline.
+
     Args:
         schedule: a mode, a schedule file, or a schedule.
         n_stages: what was asked for; None: as many as the schedule has, or one per
@@ -50,13 +52,14 @@ def choose_schedule(
     n_stages = count_stages(n_stages, n_ranks)
     if not isinstance(schedule, Schedule):
         mode = str(schedule)
-        return plan(
+        planned = plan(
             mode,
             n_stages=n_stages if n_stages or is_file(mode) else n_ranks,
             n_microbatches=n_microbatches,
             costs=costs,
             memory=memory,
         )
+        return without_collectives(planned)
     if n_stages not in (None, schedule.n_stages):
         if n_ranks > 1:
             raise _not_one_process_a_stage(schedule.n_stages, n_ranks)
@@ -68,7 +71,7 @@ def choose_schedule(
             f"the schedule has {schedule.n_microbatches} micro-batches; "
             f"{n_microbatches} were asked for"
         )
-    return schedule
+    return without_collectives(schedule)
 
 
 def count_stages(n_stages: int | None, n_ranks: int) -> int | None:

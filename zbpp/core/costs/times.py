@@ -6,10 +6,12 @@ from typing import assert_never
 from zbpp.core.costs.dealing import PerChunk, check_numbers, per_chunk
 from zbpp.core.costs.links import edge_delays, reduction_delay
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Check, Job, Pass, PassKind, Step
+from zbpp.core.jobs import Check, Collective, CollectiveKind, Job, Pass, PassKind, Step
 from zbpp.core.placement import Placement
 
 __all__ = ["Costs", "PassTimes"]
+
+_OF_CHUNKS = ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,9 @@ class Costs:
     each stage whether its backward can be split into B and W; default: all can.
     ``reduction`` is the time of the sum of all stages' gradient norms, from the last
     stage's start of it; None: as many messages as `reduction_delay` says.
-    ``validation`` is the time that a V takes when the sum is there.
+    ``validation`` is the time that a V takes when the sum is there. ``all_gather`` is
+    the time of an UNSHARD, ``reduce_scatter`` that of a REDUCE_GRAD (an all-reduce,
+    where every process has all parameters).
 
     Raises:
         RequestError: a time is negative, not finite or above 1e100, or splits
@@ -36,9 +40,11 @@ class Costs:
     splits: tuple[bool, ...] | None = None
     reduction: float | None = None
     validation: float = 0.0
+    all_gather: PerChunk = 0.0
+    reduce_scatter: PerChunk = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("f", "b", "w", "comm", "optimizer", "loss", "validation"):
+        for name in (*_OF_CHUNKS, "comm", "loss", "validation"):
             check_numbers(name, getattr(self, name))
         if self.reduction is not None:
             check_numbers("reduction", self.reduction)
@@ -54,9 +60,8 @@ class Costs:
         Raises:
             RequestError: a list has another length than `zbpp.core.costs.dealing` says.
         """
-        f, b, w, optimizer = (
-            per_chunk(name, getattr(self, name), placement)
-            for name in ("f", "b", "w", "optimizer")
+        f, b, w, optimizer, all_gather, reduce_scatter = (
+            per_chunk(name, getattr(self, name), placement) for name in _OF_CHUNKS
         )
         splits = (True,) * placement.n_stages if self.splits is None else self.splits
         if len(splits) != placement.n_stages:
@@ -82,6 +87,8 @@ class Costs:
             splits=splits,
             reduction=reduction,
             validation=self.validation,
+            all_gather=all_gather,
+            reduce_scatter=reduce_scatter,
         )
 
 
@@ -104,6 +111,8 @@ class PassTimes:
     splits: tuple[bool, ...]
     reduction: float = 0.0
     validation: float = 0.0
+    all_gather: tuple[float, ...] = ()
+    reduce_scatter: tuple[float, ...] = ()
 
     def of(self, job: Job) -> float:
         """Time of one job."""
@@ -114,6 +123,11 @@ class PassTimes:
                 return self.validation
             case Pass(kind, chunk):
                 return self.of_pass(kind, chunk)
+            case Collective(CollectiveKind.UNSHARD, chunk):
+                return self.all_gather[chunk] if self.all_gather else 0.0
+            case Collective(CollectiveKind.REDUCE_GRAD, chunk):
+                return self.reduce_scatter[chunk] if self.reduce_scatter else 0.0
+        return 0.0
 
     def of_pass(self, kind: PassKind, chunk: int) -> float:
         """Time of one pass of a chunk; the only place that says what BW costs."""

@@ -24,7 +24,8 @@ _LATER_MEMORY_KEYS = (
     *("m_fixed", "peak_f", "peak_b", "peak_w", "peak_bw", "peak_o", "m_r"),
 )
 _ONE_NUMBER = ("loss", "reduction", "validation")
-_LATER_KEYS = (*_ONE_NUMBER, "splits")  # written only where they say something
+_LATER_KEYS = (*_ONE_NUMBER, "splits", "all_gather", "reduce_scatter")
+"""Written only where they say something."""
 _DEFAULTS, _NO_LIMIT = Costs(), MemoryModel()
 
 
@@ -68,6 +69,8 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     reduction     time of the sum of all stages' gradient norms; no list   by comm
     validation    time of a validation (V) of the last step; no list       0
     splits        list per stage: can its backward be split?               all can
+    all_gather    time of an UNSHARD; list: per stage or per chunk         0
+    reduce_scatter   time of a REDUCE_GRAD; list likewise                  0
     m_b, m_w      memory that F leaves, and B in its place                 1, 0.5
     memory_limit  list: per stage; null: none                              none
     m_fixed       memory that is there all the time                        0

@@ -1,0 +1,154 @@
+"""Add the collectives of data parallelism to a schedule.
+
+Replicas of a stage hold the same chunks and run the same order on micro-batches of
+their own. Replicated parameters only need their gradients added up:
+
+    0F0 0F1 0B0 0W0 0B1 0W1 0REDUCE_GRAD .. (other chunks) .. 0REDUCE_WAIT O
+
+The sum starts when the last weight gradient of the chunk is done, by the order of the
+stage, and is awaited as late as the optimizer allows: it runs beside all that is left.
+Sharded parameters are gathered before as well, a pass ahead of their first use:
+
+    0UNSHARD 0F0 3UNSHARD 0F1 3F0 3BW0 .. 3BW1 3REDUCE_GRAD 3RESHARD 0B1 0RESHARD 0W1 ..
+
+W needs no values of parameters, so the last B frees them. Where gradients are sharded
+too, each W is added up at once, and awaited before the next sum of the chunk:
+
+    .. 0W0 0REDUCE_GRAD 0B1 0W1 0REDUCE_WAIT 0REDUCE_GRAD .. 0REDUCE_WAIT O
+
+All replicas run the same order, so their collectives start in the same order as well.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from zbpp.core import (
+    Collective,
+    CollectiveKind,
+    Job,
+    Pass,
+    PassKind,
+    RequestError,
+    Schedule,
+    Step,
+)
+
+__all__ = ["add_collectives", "without_collectives"]
+
+UNSHARD, RESHARD = CollectiveKind.UNSHARD, CollectiveKind.RESHARD
+REDUCE_GRAD, REDUCE_WAIT = CollectiveKind.REDUCE_GRAD, CollectiveKind.REDUCE_WAIT
+_WEIGHTS = (PassKind.W, PassKind.BW)
+_INPUTS = (PassKind.B, PassKind.BW)
+
+Reduces = Literal["last", "every"]
+"""Add gradients up after a chunk's last W, or after each."""
+
+
+def add_collectives(
+    schedule: Schedule, *, shards: bool, reduces: Reduces = "last", ahead: int = 1
+) -> Schedule:
+    """Add the collectives of data parallelism, in place of those that are there.
+
+    Args:
+        schedule: of one replica.
+        shards: parameters are sharded, so they are gathered and freed; False: every
+            replica holds all of them.
+        reduces: "last" adds gradients up once a step, after the chunk's last W;
+            "every" after each W, for gradients that are sharded.
+        ahead: how many passes before its first F a chunk is gathered, at least 0; at
+            the begin of the order if there are not as many.
+
+    Raises:
+        RequestError: an argument is none of these.
+
+    >>> from zbpp.schedules import plan_zb_h1
+    >>> schedule = plan_zb_h1(n_stages=1, n_microbatches=1)
+    >>> " ".join(map(str, add_collectives(schedule, shards=True).orders[0]))
+    '0UNSHARD 0F0 0B0 0RESHARD 0W0 0REDUCE_GRAD 0REDUCE_WAIT O'
+    """
+    if reduces not in ("last", "every"):
+        raise RequestError(f"reduces is {reduces!r}; write 'last' or 'every'")
+    if ahead < 0:
+        raise RequestError(f"ahead is {ahead}; it must be at least 0")
+    orders = []
+    for order in without_collectives(schedule).orders:
+        with_sums = _with_sums(order, every=reduces == "every")
+        orders.append(_with_gathers(with_sums, ahead) if shards else with_sums)
+    return replace(schedule, orders=tuple(map(tuple, orders)))
+
+
+def without_collectives(schedule: Schedule) -> Schedule:
+    """Take all collectives out of a schedule."""
+    orders = tuple(
+        tuple(job for job in order if not isinstance(job, Collective))
+        for order in schedule.orders
+    )
+    return schedule if orders == schedule.orders else replace(schedule, orders=orders)
+
+
+def _with_sums(order: Sequence[Job], *, every: bool) -> list[Job]:
+    """Start sums of gradients after W's, and wait for them as late as can be."""
+    last = _last(order, _WEIGHTS)
+    found: list[Job] = []
+    running: list[int] = []
+    for column, job in enumerate(order):
+        if isinstance(job, Step):
+            found += [Collective(REDUCE_WAIT, chunk) for chunk in running]
+            running = []
+        found.append(job)
+        if not isinstance(job, Pass) or job.kind not in _WEIGHTS:
+            continue
+        if not every and last[job.chunk] != column:
+            continue
+        if job.chunk in running:
+            running.remove(job.chunk)
+            found.append(Collective(REDUCE_WAIT, job.chunk))
+        running.append(job.chunk)
+        found.append(Collective(REDUCE_GRAD, job.chunk))
+    return [*found, *(Collective(REDUCE_WAIT, chunk) for chunk in running)]
+
+
+def _with_gathers(order: Sequence[Job], ahead: int) -> list[Job]:
+    """Gather each chunk ahead of its first F, and free it after its last B."""
+    passes = [column for column, job in enumerate(order) if isinstance(job, Pass)]
+    gathers: dict[int, list[Job]] = defaultdict(list)
+    seen: set[int] = set()
+    for number, column in enumerate(passes):
+        job = order[column]
+        assert isinstance(job, Pass)
+        if job.chunk not in seen:
+            seen.add(job.chunk)
+            place = passes[number - ahead] if number >= ahead else 0
+            gathers[place].append(Collective(UNSHARD, job.chunk))
+    frees = {
+        _behind_its_sum(order, column): Collective(RESHARD, chunk)
+        for chunk, column in _last(order, _INPUTS).items()
+    }
+    found: list[Job] = []
+    for column, job in enumerate(order):
+        found += [*gathers[column], job]
+        if column in frees:
+            found.append(frees[column])
+    return found
+
+
+def _last(order: Sequence[Job], kinds: Sequence[PassKind]) -> dict[int, int]:
+    """Column of the last pass of these kinds, by chunk."""
+    return {
+        job.chunk: column
+        for column, job in enumerate(order)
+        if isinstance(job, Pass) and job.kind in kinds
+    }
+
+
+def _behind_its_sum(order: Sequence[Job], column: int) -> int:
+    """Column of the REDUCE_GRAD right behind a BW, which starts first; or its own."""
+    start, last = order[column], column
+    assert isinstance(start, Pass)
+    while last + 1 < len(order) and isinstance(order[last + 1], Collective):
+        last += 1
+        if order[last] == Collective(REDUCE_GRAD, start.chunk):
+            return last
+    return column
