@@ -37,7 +37,7 @@ gpu:
 	PYTHONPATH=build/gpu $(PYTHON) benchmarks/gpu $(ARGS)
 
 # The virtual environment; on a CPU machine the constraint keeps the CUDA build away.
-$(READY): pyproject.toml constraints/cpu.txt
+$(READY): pyproject.toml setup.py constraints/cpu.txt $(wildcard schedules/planner/compiled/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints/cpu.txt -e ".[dev]"
 	touch $(READY)

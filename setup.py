@@ -1,8 +1,21 @@
 """Find the packages; the folders schedules/ and simulator/ are imported as zbpp.*."""
 
-from setuptools import find_packages, setup
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 _BESIDE = ("schedules", "simulator")
+_LOOPS = "schedules/planner/compiled"
+
+
+class _BuildLibrary(build_ext):
+    """Build a library for ctypes, which is no module and needs no Python headers."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Name it so that nothing takes it for a module."""
+        return str(Path(*fullname.split(".")).with_suffix(".shared"))
+
 
 setup(
     packages=[
@@ -12,5 +25,16 @@ setup(
             for top in _BESIDE
             for name in find_packages(include=[top, f"{top}.*"])
         ),
-    ]
+    ],
+    cmdclass={"build_ext": _BuildLibrary},
+    ext_modules=[
+        Extension(
+            "zbpp.schedules.planner.compiled.loops",
+            [f"{_LOOPS}/{name}.c" for name in ("line", "placement", "moves")],
+            depends=[f"{_LOOPS}/loops.h"],
+            # no fused operations: plans are those of Python to the last bit
+            extra_compile_args=["-O2", "-ffp-contract=off"],
+            optional=True,
+        )
+    ],
 )

@@ -1,6 +1,7 @@
 """The package as others get it: sdist, wheel from it, install, use from elsewhere."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("zbpp", "schedules", "simulator")
+LOOPS = ("line.c", "placement.c", "moves.c", "loops.h")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 pytestmark = pytest.mark.slow
@@ -108,6 +110,8 @@ def test_the_sdist_has_every_module_readme_and_license(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {*FILES, "zbpp/py.typed", *sources_as_installed().values()} <= names
+    loops = {f"schedules/planner/compiled/{name}" for name in LOOPS}
+    assert loops <= names
 
 
 def test_the_wheel_has_every_module_the_marker_and_the_license(wheel):
@@ -118,6 +122,19 @@ def test_the_wheel_has_every_module_the_marker_and_the_license(wheel):
     modules = {name for name in names if name.endswith(".py")}
     assert modules == set(sources_as_installed())
     assert {name.partition("/")[0] for name in modules} == {"zbpp"}
+    built = [name for name in names if "planner/compiled/loops" in name]
+    assert bool(built) == bool(shutil.which("cc"))
+
+
+def test_a_wheel_is_built_without_a_compiler(sdist, tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "no-compiler")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "out")
+    must_run(sys.executable, "-m", "pip", "wheel", *options, sdist, cwd=tmp_path)
+    (path,) = (tmp_path / "out").iterdir()
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+    assert "zbpp/schedules/planner/compiled/library.py" in names
+    assert not [name for name in names if name.endswith(".shared")]
 
 
 def import_all(python: Path, names: list[str], cwd: Path) -> str:

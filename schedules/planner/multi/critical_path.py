@@ -15,43 +15,58 @@ Vazacopoulos, Management Science 44, 1998, for the job shop).
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from random import Random
 
 from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
-from zbpp.schedules.planner.multi.timing import Times, time_rows
+from zbpp.schedules.planner.multi.timing import Times, time_again, time_rows
 
-__all__ = ["improve"]
+__all__ = ["COST", "improve"]
 
-COST = 0.25  # of timing a row, in passes of the list scheduler
+COST = 0.25  # of timing a pass, in passes of the list scheduler
 
 Block = tuple[int, int, int]
 """A stage, and the first and the last place of the block in its row."""
 
 
-def improve(problem: PlacementProblem, plan: Plan, budget: Budget, rng: Random) -> Plan:
-    """Climb from a plan; stop at the lower bound, or when the budget is spent."""
-    n_passes = COST * sum(map(len, plan.rows))
-    if plan.span <= problem.target or budget.passes - budget.spent < n_passes:
+def improve(
+    problem: PlacementProblem, plan: Plan, budget: Budget, draws: Draws
+) -> Plan:
+    """Climb from a plan; stop at the lower bound, or when the budget is spent.
+
+    A step spends what it times: the passes from the first changed one on, until they
+    are sure to take too long, and the row that it changes.
+    """
+    if plan.span <= problem.target or not budget.is_left:
         return plan
     rows, best = list(plan.rows), plan
     times = time_rows(problem, rows)
     assert times is not None
     blocks = list(_blocks(problem, rows, times))
     slack = 1e-9 * times.span
-    while blocks and budget.is_left and best.span > problem.target:
-        budget.spend(n_passes)
-        stage, row = _changed(rows, blocks, rng)
-        if not _is_valid(problem, stage, row):
-            continue
-        trial = [row if s == stage else old for s, old in enumerate(rows)]
-        result = time_rows(problem, trial)
-        if result is None or result.span > times.span + slack:
-            continue
-        rows, times = trial, result
-        blocks = list(_blocks(problem, rows, times))
-        if times.span < best.span - slack:
-            best = Plan(times.span, rows)
+    best_span = times.span
+    while blocks and budget.is_left and best_span > problem.target:
+        stage, row = _changed(rows, blocks, draws)
+        n_timed = len(row) + 4 * problem.n_chunks
+        old = rows[stage]
+        at = next((i for i, q in enumerate(old) if q != row[i]), -1)
+        if at >= 0 and _is_valid(problem, stage, row):
+            trial = [row if s == stage else one for s, one in enumerate(rows)]
+            result, n_more = time_again(
+                problem,
+                trial,
+                known=times,
+                since=times.starts[stage][at],
+                most=best_span + slack,
+            )
+            n_timed += n_more
+            if result is not None and result.span <= best_span + slack:
+                rows, times = trial, result
+                blocks = list(_blocks(problem, rows, times))
+                if times.span < best_span - slack:
+                    best_span = times.span
+                    best = Plan(times.span, rows)
+        budget.spend(COST * n_timed)
     return best
 
 
@@ -70,30 +85,31 @@ def _blocks(problem: PlacementProblem, rows: Rows, times: Times) -> Iterator[Blo
         if not 0 < q < 2 * problem.n_chunks:
             return
         i = row[:at].count(q)
-        start = times.arrived[q][i] - problem.delay[q - 1] - problem.time[q - 1]
-        stage = problem.stage[q - 1]
+        stage, begun = problem.stage[q - 1], times.begins[q - 1]
         row = rows[stage]
-        at = bisect_left(times.starts[stage], start - slack)
-        while row[at] != q - 1:
-            at += 1
+        at = bisect_left(times.starts[stage], begun[i]) - 1
+        for _ in range(bisect_left(begun, begun[i]), i + 1):
+            at = row.index(q - 1, at + 1)
         high = at
 
 
-def _changed(rows: Rows, blocks: Sequence[Block], rng: Random) -> tuple[int, list[int]]:
-    stage, low, high = rng.choice(blocks)
+def _changed(
+    rows: Rows, blocks: Sequence[Block], draws: Draws
+) -> tuple[int, list[int]]:
+    stage, low, high = blocks[draws.below(len(blocks))]
     row = list(rows[stage])
-    kind = rng.random()
-    if kind < 0.15:
-        _swap_again(row, rng.randrange(low, high), rng.choice((2, 4, 8, len(row))))
-    elif kind < 0.45:
-        to = rng.choice((rng.randrange(low, high), high - 1))
-        row.insert(to, row.pop(high))
-    elif kind < 0.8:
-        passed = rng.choice((0, 0, 1, 2, 4, 8))
-        row.insert(high + passed, row.pop(rng.randrange(low, high)))
+    kind = draws.below(100)
+    at = low + draws.below(high - low)
+    if kind < 15:
+        _swap_again(row, at, (2, 4, 8, len(row))[draws.below(4)])
+    elif kind < 45:
+        row.insert(high - 1 if draws.below(2) else at, row.pop(high))
+    elif kind < 80:
+        passed = (0, 0, 1, 2, 4, 8)[draws.below(6)]
+        row.insert(high + passed, row.pop(at))
     else:
-        at = rng.randint(low, high)
-        to = at + rng.choice((-3, -2, -1, 1, 2, 3))
+        at += draws.below(2)
+        to = at + (-3, -2, -1, 1, 2, 3)[draws.below(6)]
         row.insert(max(0, to), row.pop(at))
     return stage, row
 

@@ -28,7 +28,6 @@ lower bound; the first two depend on nothing but the arguments.
 """
 
 import math
-from random import Random
 
 from zbpp.core import (
     Costs,
@@ -37,8 +36,9 @@ from zbpp.core import (
     Schedule,
 )
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort
+from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.limits import capped, check_one_fits
-from zbpp.schedules.planner.multi.critical_path import improve
+from zbpp.schedules.planner.multi.compiled import improve
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.multi.search import climb_again
 from zbpp.schedules.planner.multi.seeds import seeds
@@ -153,7 +153,7 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     plan = _at_limit(problem, tries, moves)
     plan = _below_limit(problem, plan, tries, moves)
     if kind == LONG:
-        plan = improve(problem, plan, Budget(min(_LONG * n_passes, 4e6)), Random(1))
+        plan = improve(problem, plan, Budget(min(_LONG * n_passes, 4e6)), Draws(1))
     if kind == "best":
         plan = climb_again(problem, plan, Budget(math.inf, seconds))
     return plan
@@ -164,7 +164,7 @@ def _at_limit(
 ) -> Plan:
     """Take the best seed, and move its passes; give up seeds not below a span."""
     found = seeds(problem, tries, below=below)
-    return improve(problem, found[0].plan, moves, Random(0))
+    return improve(problem, found[0].plan, moves, Draws(0))
 
 
 def _below_limit(

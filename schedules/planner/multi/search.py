@@ -11,8 +11,9 @@ from dataclasses import replace
 from random import Random
 
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.multi.critical_path import improve
-from zbpp.schedules.planner.multi.list_scheduler import Settings, list_schedule
+from zbpp.schedules.planner.draws import Draws
+from zbpp.schedules.planner.multi.compiled import improve, list_schedule
+from zbpp.schedules.planner.multi.list_scheduler import Settings
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.multi.seeds import seeds
 from zbpp.schedules.planner.multi.timing import retime
@@ -33,7 +34,7 @@ def climb_again(problem: PlacementProblem, plan: Plan, budget: Budget) -> Plan:
     found = seeds(problem, Budget(math.inf, budget.seconds_left), margin=0.05)
     starts = [seed for seed in found if seed.settings is not None]
     n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
-    rng = Random(1)
+    rng, draws = Random(1), Draws(1)
     while starts and plan.span > problem.target and budget.is_left:
         seed = starts[min(int(rng.expovariate(0.5)), len(starts) - 1)]
         assert seed.settings is not None
@@ -41,7 +42,7 @@ def climb_again(problem: PlacementProblem, plan: Plan, budget: Budget) -> Plan:
         other = retime(problem, _climb(problem, seed.plan, seed.settings, turn, rng))
         plan = min(plan, other, key=lambda one: one.span)
         turn = Budget(60 * n_passes, budget.seconds_left)
-        plan = improve(problem, plan, turn, rng)
+        plan = improve(problem, plan, turn, draws)
     return plan
 
 

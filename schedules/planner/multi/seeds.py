@@ -13,7 +13,8 @@ from functools import lru_cache, partial
 
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.multi.list_scheduler import Settings, list_schedule
+from zbpp.schedules.planner.multi.compiled import list_schedule
+from zbpp.schedules.planner.multi.list_scheduler import Settings
 from zbpp.schedules.planner.multi.place_weights import place_weights
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
 from zbpp.schedules.planner.multi.rounds import plan_rounds

@@ -2,12 +2,12 @@
 
 import math
 import random
-from random import Random
 
 import pytest
 
 from zbpp.core import Costs, MemoryModel, Placement, Schedule, lower_bound
 from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi.critical_path import improve
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.multi.rounds import plan_rounds
@@ -70,7 +70,7 @@ def test_moves_on_the_critical_path_keep_the_plan_valid(seed):
     problem, costs = case(seed)
     found = seeds(problem, Budget(math.inf))
     worst = found[-1].plan
-    better = improve(problem, worst, Budget(2e4), Random(0))
+    better = improve(problem, worst, Budget(2e4), Draws(0))
     assert better.span <= worst.span
     timeline = simulate(schedule_of(problem, better), costs)
     assert span(timeline) == pytest.approx(better.span, rel=1e-12)
@@ -82,7 +82,7 @@ def test_moves_on_the_critical_path_shorten_most_plans():
     for seed in range(15):
         problem, _ = case(seed)
         worst = seeds(problem, Budget(math.inf))[-1].plan
-        plan = improve(problem, worst, Budget(2e4), Random(0))
+        plan = improve(problem, worst, Budget(2e4), Draws(0))
         shorter += plan.span < worst.span * 0.999
     assert shorter >= 10
 
@@ -90,13 +90,13 @@ def test_moves_on_the_critical_path_shorten_most_plans():
 def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget():
     problem, _ = case(1)
     plan = seeds(problem, Budget(math.inf))[-1].plan
-    assert improve(problem, plan, Budget(0), Random(0)) is plan
+    assert improve(problem, plan, Budget(0), Draws(0)) is plan
     unit = PlacementProblem.of(
         Placement.wave(4), 8, Costs(2.0, 2.0, 2.0), MemoryModel(limit=4.0)
     )
     best = seeds(unit, Budget(math.inf))[0].plan
     budget = Budget(1e4)
-    assert improve(unit, best, budget, Random(0)) is best
+    assert improve(unit, best, budget, Draws(0)) is best
     assert budget.spent == 0
 
 

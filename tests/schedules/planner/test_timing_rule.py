@@ -15,7 +15,7 @@ from zbpp.schedules.planner.multi.place_weights import place_weights
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Rows
 from zbpp.schedules.planner.multi.rounds import _Draft, plan_rounds
 from zbpp.schedules.planner.multi.rules import RULES, is_v, order_of, settings_of
-from zbpp.schedules.planner.multi.timing import time_rows
+from zbpp.schedules.planner.multi.timing import time_again, time_rows
 from zbpp.schedules.planner.single.list_scheduler import list_schedule_line
 from zbpp.schedules.planner.single.problem import Line, time_orders
 from zbpp.schedules.planner.single.seeds import seeds as line_seeds
@@ -176,7 +176,7 @@ def check_ratios(ratios: list[float]) -> None:
 
 
 COPIES = (
-    time_rows,
+    time_again,
     time_orders,
     place_weights,
     list_schedule_line,

@@ -1,0 +1,59 @@
+"""Load the compiled loops, and hand them arrays."""
+
+import ctypes
+import os
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+__all__ = ["Buffer", "address", "check", "floats", "library", "whole_numbers"]
+
+Buffer: TypeAlias = "array[Any]"
+"""An array of numbers; a structure that points to it must not outlive it."""
+
+_GIVEN_UP = 1
+
+
+def _load() -> ctypes.CDLL | None:
+    """The loops as they were built; None without, or if they are switched off."""
+    if os.environ.get("ZBPP_COMPILED") == "0":
+        return None
+    path = Path(__file__).with_name("loops.shared")
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError:  # there was no compiler, or it is of another machine
+        return None
+    for name in ("zbpp_line", "zbpp_list_schedule", "zbpp_improve"):
+        getattr(found, name).restype = ctypes.c_int64
+    return found
+
+
+library = _load()
+"""The compiled loops, or None."""
+
+
+def floats(numbers: Iterable[float]) -> Buffer:
+    """Put numbers into an array of doubles."""
+    return array("d", numbers)
+
+
+def whole_numbers(numbers: Iterable[int]) -> Buffer:
+    """Put whole numbers into an array of 64 bits each."""
+    return array("q", numbers)
+
+
+def address(buffer: Buffer) -> ctypes.c_void_p:
+    """Where the numbers of an array stand; it must live as long as this is used."""
+    return ctypes.c_void_p(buffer.buffer_info()[0])
+
+
+def check(result: int) -> bool:
+    """True if a loop came to its end, False if it gave up.
+
+    Raises:
+        MemoryError: it did not get the memory that it needs.
+    """
+    if result < 0:
+        raise MemoryError("the compiled planner got no memory")
+    return result != _GIVEN_UP

@@ -1,0 +1,123 @@
+"""The compiled loops give the plans of the Python ones to the last bit."""
+
+import math
+import os
+import random
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from zbpp.core import Costs, MemoryModel, Placement
+from zbpp.schedules.planner import compiled as compiled_folder
+from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.compiled.library import library
+from zbpp.schedules.planner.draws import Draws
+from zbpp.schedules.planner.multi import compiled, critical_path, list_scheduler
+from zbpp.schedules.planner.multi.problem import PlacementProblem
+from zbpp.schedules.planner.multi.rules import RULES, is_v, order_of, settings_of
+from zbpp.schedules.planner.multi.timing import retime, time_rows
+from zbpp.schedules.planner.single import compiled as compiled_line
+from zbpp.schedules.planner.single import list_scheduler as line_scheduler
+from zbpp.schedules.planner.single.problem import line_of
+from zbpp.schedules.planner.single.seeds import seeds as line_seeds
+
+is_compiled = pytest.mark.skipif(library is None, reason="no compiled loops")
+SEEDS = range(24)
+
+
+def costs_and_memory(seed: int, n: int, p: int) -> tuple[Costs, MemoryModel]:
+    """Random ones; some stages do not split, some passes have peaks, some take 0."""
+    rng = random.Random(seed)
+    times = [tuple(rng.choice((0.0, 0.5, 1.3, 2.0)) for _ in range(n)) for _ in "fbw"]
+    splits = tuple(rng.random() < 0.8 for _ in range(p))
+    peaks: dict[str, float] = {}
+    if seed % 3 == 0:
+        peaks = {"m_w": 1.3, "peak_b": 0.9, "peak_w": rng.choice((0.0, 0.1))}
+    limit = rng.choice((3.0, 5.0)) if peaks else rng.choice((1.0, 1.75, 3.0))
+    memory = MemoryModel(limit=limit, **peaks)
+    return Costs(*times, comm=rng.choice((0.0, 0.3)), splits=splits), memory
+
+
+def problem_of(seed: int) -> PlacementProblem:
+    rng = random.Random(seed)
+    kind, p = rng.choice((Placement.wave, Placement.interleaved)), rng.randint(1, 5)
+    placement = kind(p, rng.choice((1, 2, 2, 3)))
+    costs, memory = costs_and_memory(seed, placement.n_chunks, p)
+    return PlacementProblem.of(placement, rng.randint(1, 8), costs, memory)
+
+
+@is_compiled
+@pytest.mark.parametrize("seed", SEEDS)
+def test_list_scheduling_of_a_line_is_the_same(seed: int) -> None:
+    p = 1 + seed % 5
+    line = line_of(p, 1 + seed % 8, *costs_and_memory(seed, p, p))
+    for cut in (math.inf, 1.1 * line.bound()):
+        for rules in line_seeds(line):
+            ours = compiled_line.list_schedule_line(line, rules, cut=cut)
+            assert ours == line_scheduler.list_schedule_line(line, rules, cut=cut)
+
+
+@is_compiled
+@pytest.mark.parametrize("seed", SEEDS)
+def test_list_scheduling_and_moves_of_any_placement_are_the_same(seed: int) -> None:
+    problem = problem_of(seed)
+    order = partial(order_of, problem)
+    for rule in RULES[seed % 6 :: 6]:
+        if rule.stretch == 0 and not is_v(problem):
+            continue
+        settings = settings_of(problem, rule, order)
+        for below in (math.inf, 1.05 * problem.target):
+            both = Budget(math.inf), Budget(math.inf)
+            plan = compiled.list_schedule(problem, settings, below, both[0])
+            same = list_scheduler.list_schedule(problem, settings, below, both[1])
+            assert plan == same and both[0].spent == both[1].spent
+        if plan is not None and time_rows(problem, plan.rows) is not None:
+            check_moves(problem, seed, rule.stretch > 0)
+
+
+def check_moves(problem: PlacementProblem, seed: int, long: bool) -> None:
+    settings = settings_of(problem, RULES[1], partial(order_of, problem))
+    plan = compiled.list_schedule(problem, settings, math.inf, Budget(math.inf))
+    assert plan is not None
+    start = retime(problem, plan)
+    both = [(Budget(2e3 if long else 5e2), Draws(seed)) for _ in range(2)]
+    ours = compiled.improve(problem, start, *both[0])
+    assert ours == critical_path.improve(problem, start, *both[1])
+    (one, draws), (other, same) = both
+    assert one.spent == other.spent and draws.state == same.state
+
+
+@is_compiled
+def test_another_rule_or_another_draw_gives_another_plan() -> None:
+    """The comparisons above would see a difference."""
+    costs, memory = Costs(1.3, 1.1, 0.7, 0.1), MemoryModel(limit=2.0)
+    problem = PlacementProblem.of(Placement.wave(3), 8, costs, memory)
+    plans = set()
+    for rule in (RULES[0], RULES[2]):
+        settings = settings_of(problem, rule, partial(order_of, problem))
+        plan = compiled.list_schedule(problem, settings, math.inf, Budget(math.inf))
+        assert plan is not None
+        for seed in (0, 1):
+            moved = compiled.improve(
+                problem, retime(problem, plan), Budget(2e3), Draws(seed)
+            )
+            plans.add(str(moved.rows))
+    assert len(plans) == 4
+
+
+@pytest.mark.parametrize("value", ["0", ""])
+def test_the_environment_variable_switches_them_off(value: str) -> None:
+    code = "from zbpp.schedules.planner.compiled import library as l; print(l.library)"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ZBPP_COMPILED": value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    is_off = result.stdout.strip() == "None"
+    built = Path(compiled_folder.__file__).with_name("loops.shared")
+    assert is_off == (value == "0" or not built.exists())
