@@ -39,8 +39,9 @@ ROOMS = {
     "zbpp.runtime.support": {"zbpp.runtime.support", "zbpp.core"},
     "zbpp.runtime.backward": {
         *("zbpp.runtime.backward", "zbpp.runtime.support"),
-        "zbpp.core.RequestError",
+        *("zbpp.runtime.compiled", "zbpp.core.RequestError"),
     },
+    "zbpp.runtime.compiled": {"zbpp.runtime.compiled", "zbpp.runtime.support"},
     "zbpp.runtime.comm": {
         *("zbpp.runtime.comm", "zbpp.runtime.support", "zbpp.core"),
         *("zbpp.runtime.values", "zbpp.runtime.microbatches"),

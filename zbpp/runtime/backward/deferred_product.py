@@ -20,6 +20,7 @@ __all__ = [
     "find_target",
     "is_dtensor",
     "may_add",
+    "versions_of",
 ]
 
 _STRIDED = torch.strided
@@ -95,7 +96,7 @@ class Product(NamedTuple):
         gradients, operands = taken
         kept = [dy, *operands]
         return DeferredWeightGrad(
-            edges, gradients, kept, _versions(kept), self.target, watch.n_others
+            edges, gradients, kept, versions_of(kept), self.target, watch.n_others
         )
 
 
@@ -122,6 +123,8 @@ class DeferredWeightGrad(NamedTuple):
     known: Target | None
     n_hooks: int
     """Of others, when the target was known."""
+    dtype: torch.dtype | None = None
+    """Of the gradient; None: dy's."""
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of the edges.
@@ -198,7 +201,8 @@ class DeferredWeightGrad(NamedTuple):
         for x in self.kept:
             if x.layout is not _STRIDED:
                 return None
-        return found if may_add(found.leaf, self.kept[0].dtype) else None
+        dtype = self.dtype or self.kept[0].dtype
+        return found if may_add(found.leaf, dtype) else None
 
     def check(self) -> None:
         """Compare the versions of what B has left.
@@ -206,7 +210,7 @@ class DeferredWeightGrad(NamedTuple):
         Raises:
             RuntimeError: something was changed in place.
         """
-        if self.versions != _versions(self.kept):
+        if self.versions != versions_of(self.kept):
             raise RuntimeError(
                 "a tensor that W needs was changed in place after B; change a copy"
             )
@@ -240,7 +244,7 @@ def may_add(leaf: Tensor, dtype: torch.dtype) -> bool:
     return dtype == leaf.dtype == getattr(leaf, "grad_dtype", dtype)
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each was changed in place."""
     try:
         return [x._version for x in tensors]

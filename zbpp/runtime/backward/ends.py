@@ -1,6 +1,6 @@
 """The ends of a graph: where gradients of outputs enter it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from zbpp.core import RequestError
 from zbpp.runtime.support.torch_internals import is_fake
 
-__all__ = ["PLAIN", "End", "Ends", "end_of", "fitting"]
+__all__ = ["PLAIN", "End", "Ends", "check_cut", "end_of", "fitting"]
 
 End = Any
 """A `GradientEdge`, or the tensor itself; see `end_of`."""
@@ -72,3 +72,35 @@ def fitting(
         own.append(end)
         used.append(dy)
     return own, used
+
+
+def check_cut(
+    inside: Container[Any], first: Collection[Any], *, is_reentrant: bool
+) -> None:
+    """Refuse what would run, or count, what is above an input that is no leaf.
+
+    Args:
+        inside: the nodes of B.
+        first: those of its inputs.
+        is_reentrant: there is a reentrant checkpoint.
+
+    Raises:
+        RequestError: there is something.
+    """
+    if is_reentrant:
+        raise RequestError(
+            "a reentrant checkpoint cannot stop at an input that is no leaf; give "
+            "x.detach().requires_grad_(), or checkpoint with use_reentrant=False"
+        )
+    nodes = list(first)
+    above: set[Any] = set()
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node in inside or node in first:
+                raise RequestError(
+                    f"a {type(node).__name__} is both above an input and in the graph "
+                    "below it, where B stops; give x.detach().requires_grad_() as input"
+                )
+            if node is not None and node not in above:
+                above.add(node)
+                nodes.append(node)

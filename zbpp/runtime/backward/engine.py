@@ -7,17 +7,25 @@ even where nothing below it is wanted.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zbpp.runtime.backward.deferred_product import DeferredWeightGrad, Site, may_add
+from zbpp.runtime.backward.deferred_product import (
+    DeferredWeightGrad,
+    Site,
+    may_add,
+    versions_of,
+)
 from zbpp.runtime.backward.ends import Ends
 from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.parts import LeafParts
 from zbpp.runtime.backward.queue import WeightQueue
+from zbpp.runtime.compiled.plan import RegionSite
+from zbpp.runtime.compiled.region import PieceGradients, Take, taking
 from zbpp.runtime.support.autograd_internals import (
     edge_at,
     returned_gradients,
@@ -43,14 +51,17 @@ def run_b(
         queue: takes the work for W.
         is_exact: see `SplitGraph`.
     """
-    if not plan.products:
+    if not plan.products and not plan.regions:
         return run_full(ends, inputs)
     if plan.returns:
         return _run_returning(plan, ends, inputs, queue, is_exact)
     wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
-    hooks = _deferring(plan.products, _Left(queue, is_exact))
+    left = _Left(queue, is_exact)
+    hooks = _deferring(plan.products, left)
+    compiled = [edge_at(site.node, 0) for site in plan.regions]
     try:
-        return run_full(ends, inputs, [*wanted, *_edges(plan)])
+        with taking(_takers(plan, left)):
+            return run_full(ends, inputs, [*wanted, *_edges(plan), *compiled])
     finally:
         for hook in hooks:
             hook.remove()
@@ -171,12 +182,14 @@ def run_cut_b(
     """
     kept = {id(x) for x in inputs}
     leaves = [p for p in plan.leaves if p.requires_grad and id(p) not in kept]
-    wanted = [*inputs, *leaves, *_edges(plan)]
+    below = [leaf for site in plan.regions for leaf in site.leaves]
+    wanted = [*inputs, *leaves, *_edges(plan), *(edge_at(leaf, 0) for leaf in below)]
+    hooked = [*leaves, *(leaf.variable for leaf in below)]
     ran: set[Any] = set()
     left = _Left(queue, is_exact)
     hooks = _deferring(plan.products, left, ran)
     try:
-        with _without_hooks(leaves):
+        with _without_hooks(hooked), taking(_takers(plan, left)):
             found = torch.autograd.grad(
                 ends[0], wanted, grad_outputs=ends[1], allow_unused=True
             )
@@ -185,7 +198,7 @@ def run_cut_b(
             hook.remove()
     result = found[: len(inputs)]
     first_product = len(inputs) + len(leaves)
-    for site, dy in zip(plan.products, found[first_product:], strict=True):
+    for site, dy in zip(plan.products, found[first_product:], strict=False):
         if dy is not None and site[0] not in ran:
             # nothing below it was wanted, so that it did not run
             _defer(site, left, None)((dy,))
@@ -194,6 +207,25 @@ def run_cut_b(
     if ready:
         torch.autograd.backward([p for p, _ in ready], [g for _, g in ready])
     return result
+
+
+def _takers(plan: SplitPlan, left: _Left) -> dict[Any, Take]:
+    """Return what takes the pieces of compiled regions, by their nodes."""
+    return {site.node: partial(_take, site, left) for site in plan.regions}
+
+
+def _take(site: RegionSite, left: _Left, number: int, operands: list[Tensor]) -> bool:
+    """Keep the operands of a region's piece, if it waits for W."""
+    edges = site.edges[number]
+    if not edges:
+        return False
+    recipe = site.region.pieces[number].recipe
+    work = DeferredWeightGrad(
+        *(edges, PieceGradients(recipe, operands), operands, versions_of(operands)),
+        *(site.targets[number], watch.n_others, recipe.dtype),
+    )
+    left.add(None, work)
+    return True
 
 
 def _edges(plan: SplitPlan) -> list[Any]:

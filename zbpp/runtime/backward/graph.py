@@ -12,7 +12,7 @@ A leaf with a second use stays in B: its gradients would be added up in another 
 But parts of a leaf that overlap nowhere may wait together, as they add no two numbers.
 """
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,23 +20,32 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from zbpp.core import RequestError
 from zbpp.runtime.backward.deferred_product import (
     Product,
     Site,
     edges_by_leaf,
+    find_target,
     is_dtensor,
 )
-from zbpp.runtime.backward.ends import PLAIN, End
+from zbpp.runtime.backward.ends import PLAIN, End, check_cut
 from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.backward.ways import CUTS, LEAF, follow, refusal
+from zbpp.runtime.backward.ways import (
+    CUTS,
+    LEAF,
+    follow,
+    is_part,
+    needs_gradient,
+    refusal,
+)
 from zbpp.runtime.backward.weight_rules import RULES, Rule
+from zbpp.runtime.compiled.plan import RegionSite, plan_region
 from zbpp.runtime.support.autograd_internals import (
     can_read_saved,
     has_saved,
     is_multi_grad_hook,
     sequence_number,
 )
+from zbpp.runtime.support.compile_internals import is_compiled
 from zbpp.runtime.support.torch_internals import is_fake
 
 __all__ = ["SplitPlan", "plan_split"]
@@ -55,6 +64,7 @@ class SplitPlan(NamedTuple):
             product uses it.
         is_reentrant: there is a reentrant checkpoint; B then runs all.
         returns: gradients may be returned to B, which adds them itself.
+        regions: compiled ones that leave something to W.
     """
 
     products: list[Site]
@@ -63,6 +73,7 @@ class SplitPlan(NamedTuple):
     reasons: dict[int, str]
     is_reentrant: bool
     returns: bool = False
+    regions: Sequence[RegionSite] = ()
 
     def where(self) -> dict[Tensor, str]:
         """Give for each leaf ``"W"``, or ``"B: "`` and the reason."""
@@ -90,7 +101,7 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
     first: dict[Any, None] = {x.grad_fn: None for x in inputs if not x.is_leaf}
     graph = _walk((_node_of(root) for root in roots), first)
     if first:
-        _check_cut(graph, first)
+        check_cut(graph.uses, first, is_reentrant=graph.is_reentrant)
     products: list[Site] = []
     reasons: dict[int, str] = {}
     deferred: dict[Any, None] = {}
@@ -100,6 +111,12 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
             product, leaves = found
             products.append(product)
             deferred.update(dict.fromkeys(leaves))
+    regions = []
+    for node in graph.regions if not graph.is_reentrant else ():
+        site = _split_region(node, graph.uses, kept, reasons)
+        if site is not None:
+            regions.append(site)
+            deferred.update(dict.fromkeys(site.leaves))
     if any(product.leaf is not None for _, product, _ in products):
         products = _keep_parts(products, deferred, graph.uses, reasons)
     # As autograd's engine comes to them, so that W frees what it needs in one order.
@@ -110,33 +127,14 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
         if node not in deferred and (leaf := node.variable).requires_grad
     ]
     waiting = [node.variable for node in deferred]
-    return SplitPlan(products, leaves, waiting, reasons, graph.is_reentrant)
+    return SplitPlan(
+        *(products, leaves, waiting, reasons, graph.is_reentrant), regions=regions
+    )
 
 
 def _node_of(end: End) -> Node:
     edge = end if isinstance(end, GradientEdge) else get_gradient_edge(end)
     return edge.node
-
-
-def _check_cut(graph: "_Graph", first: Collection[Any]) -> None:
-    """Refuse what would run, or count, what is above an input that is no leaf."""
-    if graph.is_reentrant:
-        raise RequestError(
-            "a reentrant checkpoint cannot stop at an input that is no leaf; give "
-            "x.detach().requires_grad_(), or checkpoint with use_reentrant=False"
-        )
-    nodes = list(first)
-    above: set[Any] = set()
-    while nodes:
-        for node, _ in nodes.pop().next_functions:
-            if node in graph.uses or node in first:
-                raise RequestError(
-                    f"a {type(node).__name__} is both above an input and in the graph "
-                    "below it, where B stops; give x.detach().requires_grad_() as input"
-                )
-            if node is not None and node not in above:
-                above.add(node)
-                nodes.append(node)
 
 
 @dataclass
@@ -145,6 +143,7 @@ class _Graph:
     """Number of edges that lead to each node, roots included."""
     leaves: list[Any]
     products: list[tuple[Any, Rule]]
+    regions: list[Any]
     is_reentrant: bool = False
 
 
@@ -158,7 +157,7 @@ def _walk(roots: Iterable[Node], first: Container[Any]) -> _Graph:
     uses: dict[Any, int] = {}
     for root in roots:
         uses[root] = uses.get(root, 0) + 1
-    graph = _Graph(uses, [], [])
+    graph = _Graph(uses, [], [], [])
     nodes: list[Any] = [node for node in uses if node not in first]
     while nodes:
         node = nodes.pop()
@@ -170,6 +169,8 @@ def _walk(roots: Iterable[Node], first: Container[Any]) -> _Graph:
             graph.products.append((node, RULES[name]))
         elif name == _REENTRANT:
             graph.is_reentrant = True
+        elif is_compiled(node):
+            graph.regions.append(node)
         for below, _ in node.next_functions:
             if below is None:
                 continue
@@ -194,7 +195,7 @@ def _split(
     """Take the first choice of operands that can all be deferred."""
     edges = node.next_functions
     for choice, reads in zip(rule.choices, rule.reads, strict=True):
-        operands = tuple(i for i in choice if _needs_gradient(edges[i][0]))
+        operands = tuple(i for i in choice if needs_gradient(edges[i][0]))
         if choice[0] not in operands:
             continue
         may_be_part = len(operands) == 1
@@ -211,12 +212,31 @@ def _split(
         elif not all(can_read_saved(node, name) for name in reads):
             why = "packed by saved-tensor hooks"
         else:
-            whole = leaves[0] if _is_part(edges[operands[0]][0]) else None
+            whole = leaves[0] if is_part(edges[operands[0]][0]) else None
             saved = tuple(f"_saved_{name}" for name in reads)
             product = Product(rule, operands, reads, saved, whole)
             return (node, product, [edges[i] for i in operands]), leaves
         reasons.update((id(leaf.variable), why) for leaf in leaves if leaf is not None)
     return None
+
+
+def _split_region(
+    node: Any, uses: dict[Any, int], kept: set[int], reasons: dict[int, str]
+) -> RegionSite | None:
+    """Take the pieces of a compiled region whose leaves can all wait."""
+    is_hooked = not watch.is_free(node) and watch.has_hooks(node, before=False)
+
+    def leaf_above(child: Any) -> Any | None:
+        if not needs_gradient(child) or is_hooked:
+            return None
+        return _leaf_above(child, uses, kept, reasons, may_be_part=False)
+
+    site = plan_region(node, leaf_above, reasons)
+    if site is None:
+        return None
+    found = [find_target(edges) for edges in site.edges]
+    targets = [x if x is not None and x.way is None else None for x in found]
+    return site._replace(targets=targets)
 
 
 def _keep_parts(
@@ -234,22 +254,6 @@ def _keep_parts(
             reasons.setdefault(id(leaf.variable), why)
             del deferred[leaf]
     return [site for site in products if site[1].leaf not in refused]
-
-
-def _needs_gradient(node: Any) -> bool:
-    """False for an operand without a gradient, or a leaf frozen since the forward."""
-    if node is None:
-        return False
-    return type(node).__name__ != LEAF or bool(node.variable.requires_grad)
-
-
-def _is_part(node: Any) -> bool:
-    """True if a part of a leaf is taken on the way to it."""
-    while (name := type(node).__name__) != LEAF:
-        if name in CUTS:
-            return True
-        node = node.next_functions[0][0]
-    return False
 
 
 def _leaf_above(

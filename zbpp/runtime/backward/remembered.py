@@ -123,6 +123,7 @@ class _Trail:
                 self._steps.append((n, type(node), wanted))
         self._learns = [leaf.requires_grad for leaf in self._own]
         self._products = [_split(numbers, *site) for site in plan.products]
+        self._regions = [(numbers[site.node], site) for site in plan.regions]
         in_b = [leaf for leaf in plan.leaves if id(leaf) not in places]
         self._in_b = [
             (places.get(id(x), _NO_PLACE), None if id(x) in places else x)
@@ -188,8 +189,9 @@ class _Trail:
             return None
         leaves = [inputs[i] if leaf is None else leaf for i, leaf in self._in_b]
         returns = self._returns and not is_packed
+        regions = [site.like(nodes[n]) for n, site in self._regions]
         return SplitPlan(
-            *(products, leaves, self._waiting, self._reasons), False, returns
+            *(products, leaves, self._waiting, self._reasons), False, returns, regions
         )
 
     def _has_same_leaves(self, nodes: list[Any], inputs: Sequence[Tensor]) -> bool:
@@ -210,6 +212,10 @@ class _Trail:
                 return False
             is_turned = like.target is not None and like.target.is_turned
             if is_turned and above and not watch.is_free(nodes[above[0][0]]):
+                return False
+        for n, _ in self._regions:
+            node = nodes[n]
+            if not watch.is_free(node) and watch.has_hooks(node, before=False):
                 return False
         for own in self._own:
             if not watch.is_clean(own, get_gradient_edge(own).node):

@@ -24,7 +24,9 @@ __all__ = [
     "OVERLAP",
     "Way",
     "follow",
+    "is_part",
     "is_view",
+    "needs_gradient",
     "overlap",
     "part_of",
     "refusal",
@@ -129,6 +131,22 @@ def follow(node: Any) -> Any:
         if saved is None or is_packed(node, saved):
             return None
     return node.next_functions[0][0]
+
+
+def needs_gradient(node: Any) -> bool:
+    """False for an operand without a gradient, or a leaf frozen since the forward."""
+    if node is None:
+        return False
+    return type(node).__name__ != LEAF or bool(node.variable.requires_grad)
+
+
+def is_part(node: Any) -> bool:
+    """True if a part of a leaf is taken on the way to it."""
+    while (name := type(node).__name__) != LEAF:
+        if name in CUTS:
+            return True
+        node = node.next_functions[0][0]
+    return False
 
 
 def way_of(node: Any, output: int) -> tuple[Way, Any]:

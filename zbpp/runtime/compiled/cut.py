@@ -1,0 +1,224 @@
+"""Cut the products that make weight gradients off a compiled backward's graph.
+
+    dy ──┬── mm ── dx                          stays: B
+         ├── sum ── db                         stays
+         └── permute ── mm ── permute ── dw    goes to W; B puts dy and x out instead
+    x  ─────────────────┘
+
+The compiler has decided what the forward keeps and what the backward computes again;
+here only the last product on the way to a weight's gradient is taken away, with the
+views and casts around it. Its operands are the least that can be held.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from zbpp.runtime.compiled.recipe import Recipe, is_cast, is_view, write_recipe
+
+__all__ = ["Piece", "cut_weights"]
+
+_ATEN = torch.ops.aten
+_PRODUCTS = (_ATEN.mm.default, _ATEN.bmm.default, _ATEN._grouped_mm.default)
+_CONVOLUTION = _ATEN.convolution_backward.default
+_CUTS = (_ATEN.slice.Tensor,)
+"""Parts of a product that is larger than its gradient: of a padded one."""
+_CAT = _ATEN.cat.default
+_MASK = 10
+"""Argument of a convolution's backward: which of its gradients are wanted."""
+
+
+class Piece(NamedTuple):
+    """Gradients that are made together, in W.
+
+    Args:
+        slots: their places among the backward's results.
+        operands: numbers of what B holds for them, in the order of the recipe.
+        recipe: makes them.
+    """
+
+    slots: tuple[int, ...]
+    operands: tuple[int, ...]
+    recipe: Recipe
+
+
+@dataclass
+class _Way:
+    """The way back from a gradient: what is repeated, and what is held for it."""
+
+    body: list[fx.Node] = field(default_factory=list)
+    held: list[fx.Node] = field(default_factory=list)
+
+    def hold(self, node: fx.Node) -> None:
+        if node not in self.held:
+            self.held.append(node)
+
+    def repeat(self, node: fx.Node) -> None:
+        if node not in self.body:
+            self.body.append(node)
+
+
+def cut_weights(graph: fx.Graph, wanted: Collection[int]) -> list[Piece]:
+    """Take the weights' products out of a backward's graph, in place.
+
+    The graph puts None out in their place, and after all else what is held.
+
+    Args:
+        graph: of the backward; its first results are the gradients of its inputs.
+        wanted: places of gradients that may wait.
+    """
+    output = next(iter(reversed(graph.nodes)))
+    results: list[Any] = list(output.args[0])
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    held: list[fx.Node] = []
+    pieces = []
+    for slot in sorted(wanted):
+        found = _piece(results, slot, wanted, output)
+        if found is None:
+            continue
+        slots, way, arguments = found
+        body = sorted(way.body, key=order.__getitem__)
+        outputs = [results[i] for i in slots]
+        recipe = write_recipe(way.held, body, outputs, arguments)
+        held += [node for node in way.held if node not in held]
+        pieces.append(Piece(slots, tuple(map(held.index, way.held)), recipe))
+        for i in slots:
+            results[i] = None
+    if not pieces:
+        return []
+    _shrink_convolutions(graph, {n for n in results if n is not None}, output)
+    output.args = ((*results, *held),)
+    visible = output.meta.get("user_visible_output_idxs")
+    if visible is not None:
+        output.meta["user_visible_output_idxs"] = [
+            i for i in visible if results[i] is not None
+        ]
+    graph.eliminate_dead_code()
+    return pieces
+
+
+_Found = tuple[tuple[int, ...], _Way, dict[fx.Node, tuple[Any, ...]]]
+
+
+def _piece(
+    results: Sequence[Any], slot: int, wanted: Collection[int], output: fx.Node
+) -> _Found | None:
+    """Find what makes one gradient, and others that the same kernel makes."""
+    node = results[slot]
+    if not isinstance(node, fx.Node) or results.count(node) != 1:
+        return None
+    if _is_result_of(node, _CONVOLUTION):
+        return _convolution(results, slot, wanted, output)
+    way = _Way()
+    return ((slot,), way, {}) if _go_back(node, output, way) else None
+
+
+def _go_back(node: fx.Node, user: fx.Node, way: _Way) -> bool:
+    """Go from a result to the product above it; False if there is none.
+
+    Args:
+        node: that nothing but ``user`` may use.
+        user: of its result.
+        way: gets what is on it.
+    """
+    if list(node.users) != [user] or node.op != "call_function":
+        return False
+    way.repeat(node)
+    if node.target in _PRODUCTS:
+        for operand in node.all_input_nodes:
+            if not isinstance(operand.meta.get("val"), Tensor):
+                return False
+            _go_to_held(operand, way)
+        return True
+    if node.target is _CAT:
+        parts: Any = node.args[0]
+        return len(set(parts)) == len(parts) and all(
+            _go_back(part, node, way) for part in parts
+        )
+    if not (is_view(node) or is_cast(node) or node.target in _CUTS):
+        return False
+    above = node.all_input_nodes  # with symbols for sizes there are more
+    return len(above) == 1 and _go_back(above[0], node, way)
+
+
+def _go_to_held(node: fx.Node, way: _Way) -> None:
+    """Go from an operand over views, and casts to wider numbers, to what is held."""
+    above = node.args[0] if node.args else None
+    if isinstance(above, fx.Node) and (is_view(node) or _widens(node, above)):
+        way.repeat(node)
+        _go_to_held(above, way)
+    else:
+        way.hold(node)
+
+
+def _widens(node: fx.Node, above: fx.Node) -> bool:
+    if not is_cast(node):
+        return False
+    return bool(above.meta["val"].itemsize < node.meta["val"].itemsize)
+
+
+def _is_result_of(node: fx.Node, target: Any) -> bool:
+    above = node.args[0] if node.args else None
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "__name__", "") == "getitem"
+        and isinstance(above, fx.Node)
+        and above.target is target
+    )
+
+
+def _convolution(
+    results: Sequence[Any], slot: int, wanted: Collection[int], output: fx.Node
+) -> _Found | None:
+    """One kernel makes the gradients of a weight and of a bias, so they go together."""
+    kernel: Any = results[slot].args[0]
+    parts = {user.args[1]: user for user in kernel.users}
+    slots = []
+    for number in (1, 2):
+        part = parts.get(number)
+        if part is None:
+            continue
+        if results.count(part) != 1 or list(part.users) != [output]:
+            return None
+        slots.append(results.index(part))
+    if not set(slots) <= set(wanted) or slots[0] != slot:
+        return None
+    way = _Way()
+    for operand in kernel.all_input_nodes:
+        way.hold(operand)
+    way.repeat(kernel)
+    for number in (1, 2):
+        if number in parts:
+            way.repeat(parts[number])
+    mask = [False, 1 in parts, 2 in parts]
+    return tuple(slots), way, {kernel: _with_mask(kernel, mask)}
+
+
+def _with_mask(kernel: fx.Node, mask: list[bool]) -> tuple[Any, ...]:
+    args = list(kernel.args)
+    args[_MASK] = mask
+    return tuple(args)
+
+
+def _shrink_convolutions(
+    graph: fx.Graph, results: set[fx.Node], output: fx.Node
+) -> None:
+    """Let convolutions of B compute no gradient that nobody is left to use."""
+    for kernel in graph.find_nodes(op="call_function", target=_CONVOLUTION):
+        alive = {
+            user.args[1]: user
+            for user in kernel.users
+            if user in results or any(one is not output for one in user.users)
+        }
+        mask: list[bool] = list(kernel.args[_MASK])
+        smaller = [wanted and i in alive for i, wanted in enumerate(mask)]
+        if smaller == mask or not any(smaller):
+            continue
+        kernel.args = _with_mask(kernel, smaller)
+        values: Iterable[Any] = kernel.meta["val"]
+        kernel.meta["val"] = tuple(
+            value if kept else None for value, kept in zip(values, smaller, strict=True)
+        )

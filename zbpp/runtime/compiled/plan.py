@@ -1,0 +1,68 @@
+"""The share of W of a compiled region in a graph: pieces whose leaves can wait."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from zbpp.runtime.compiled.region import Region, reason_for, region_of
+
+__all__ = ["Edges", "RegionSite", "plan_region"]
+
+Edges = Sequence[tuple[Any, int]]
+
+
+class RegionSite(NamedTuple):
+    """A region's node in a graph, and its share of W.
+
+    Args:
+        node: of the region.
+        region: what it runs.
+        edges: of each piece, where its gradients go on; empty: made in B.
+        leaves: the nodes of the leaves that wait.
+        targets: of each piece, the leaf to add to by itself, if one is known.
+    """
+
+    node: Any
+    region: Region
+    edges: Sequence[Edges]
+    leaves: Sequence[Any]
+    targets: Sequence[Any] = ()
+
+    def like(self, node: Any) -> "RegionSite":
+        """The same for a node of another graph of this kind, with the same leaves."""
+        below = node.next_functions
+        edges = [
+            [below[i] for i in numbers] if own else ()
+            for own, numbers in zip(self.edges, self.region.edges, strict=True)
+        ]
+        return self._replace(node=node, edges=edges)
+
+
+def plan_region(
+    node: Any,
+    leaf_above: Callable[[Any], Any | None],
+    reasons: dict[int, str],
+) -> RegionSite | None:
+    """Return what a compiled node leaves to W, or None.
+
+    Args:
+        node: of a compiled region, ours or another.
+        leaf_above: the node of the leaf that a node leads to, if that can wait.
+        reasons: gets why others cannot.
+    """
+    below = node.next_functions
+    region = region_of(node)
+    why = reason_for(node)
+    if region is None or why:
+        for child, _ in below:
+            variable = getattr(child, "variable", None)
+            if variable is not None:
+                reasons.setdefault(id(variable), why)
+        return None
+    found: list[Edges] = []
+    leaves: list[Any] = []
+    for numbers in region.edges:
+        own = [leaf_above(below[i][0]) for i in numbers]
+        waits = None not in own
+        found.append([below[i] for i in numbers] if waits else ())
+        leaves += own if waits else []
+    return RegionSite(node, region, found, leaves) if leaves else None

@@ -1,0 +1,139 @@
+"""A compiled region at run time: its backward is B, and says what is left for W.
+
+Autograd runs the region's node. Whoever runs B has registered the node before, with
+what takes the pieces; where nobody has, all pieces are made at once, so that
+``loss.backward()`` does what it always did.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from zbpp.runtime.compiled.cut import Piece
+from zbpp.runtime.compiled.recipe import Recipe
+from zbpp.runtime.support.compile_internals import (
+    compiled_backward,
+    current_node,
+    is_compiled,
+)
+
+__all__ = ["PieceGradients", "Region", "Take", "reason_for", "region_of", "taking"]
+
+_STOCK = 'compiled without zbpp: use torch.compile(..., backend="zbpp")'
+_NOT_YET = "its backward is not compiled yet"
+
+Take = Callable[[int, list[Tensor]], bool]
+"""Given the number of a piece and its operands: keeps them for W, or returns False."""
+
+_takers: dict[Any, Take] = {}
+"""By node, for all threads: on a GPU autograd has one of its own."""
+
+
+class Region(NamedTuple):
+    """What zbpp has made of a compiled region's backward.
+
+    Args:
+        pieces: that may wait for W.
+        edges: of each piece, the numbers of the node's edges that its gradients go to.
+        n_edges: of the node; another number is another calling convention.
+        why: nothing may wait, in the words of a report; empty: something may.
+    """
+
+    pieces: Sequence[Piece]
+    edges: Sequence[tuple[int, ...]]
+    n_edges: int
+    why: str = ""
+
+
+class PieceGradients:
+    """The gradients of one piece, as a product of the graph has its own.
+
+    Args:
+        recipe: of the piece.
+        operands: that B has left; W drops the list.
+    """
+
+    __slots__ = ("operands", "recipe")
+
+    def __init__(self, recipe: Recipe, operands: list[Tensor]) -> None:
+        self.recipe = recipe
+        self.operands = operands
+
+    def of(self, _: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients."""
+        return self.recipe.compute(*self.operands)
+
+    def add_to(self, total: Tensor, _: Tensor) -> bool:
+        """Add the only gradient within the product's kernel, if there is one."""
+        if self.recipe.add is None:
+            return False
+        self.recipe.add(total, *self.operands)
+        return True
+
+
+def region_of(node: Any) -> Region | None:
+    """Return what zbpp has made of a node; None: it is no region of ours."""
+    if not is_compiled(node):
+        return None
+    region = getattr(compiled_backward(node), "zbpp_region", None)
+    return region if isinstance(region, Region) else None
+
+
+def reason_for(node: Any) -> str:
+    """Say why all of a compiled node's gradients are computed in B."""
+    region = region_of(node)
+    if region is not None:
+        if region.n_edges != len(node.next_functions):
+            return "this torch calls compiled regions in another way"
+        return region.why
+    return _STOCK if compiled_backward(node) is not None else f"{_NOT_YET}, or {_STOCK}"
+
+
+@contextmanager
+def taking(takers: Mapping[Any, Take]) -> Iterator[None]:
+    """Within this, these nodes hand their pieces to what takes them."""
+    _takers.update(takers)
+    try:
+        yield
+    finally:
+        for node in takers:
+            _takers.pop(node, None)
+
+
+def run_with(compiled: Callable[..., Any], n_results: int, region: Region) -> Any:
+    """Return what autograd runs in place of a compiled backward.
+
+    Args:
+        compiled: what is left of it; puts the pieces' operands out after its results.
+        n_results: of the backward as it was.
+        region: whose pieces were cut off.
+    """
+    last: dict[int, int] = {}
+    for number, piece in enumerate(region.pieces):
+        last.update(dict.fromkeys(piece.operands, number))
+    frees = [
+        [i for i, at in last.items() if at == number]
+        for number in range(len(region.pieces))
+    ]
+
+    def backward(args: list[Any]) -> list[Any]:
+        found: list[Any] = list(compiled(args))
+        held = found[n_results:]
+        del found[n_results:]
+        take = _takers.get(current_node()) if _takers else None
+        for number, (slots, operands, recipe) in enumerate(region.pieces):
+            given = [held[i] for i in operands]
+            for i in frees[number]:
+                held[i] = None
+            if take is None or not take(number, given):
+                made = recipe.compute(*given)
+                for slot, gradient in zip(slots, made, strict=True):
+                    found[slot] = gradient
+            del given
+        return found
+
+    backward._boxed_call = True  # type: ignore[attr-defined]
+    backward.zbpp_region = region  # type: ignore[attr-defined]
+    return backward

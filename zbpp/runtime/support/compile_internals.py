@@ -1,0 +1,140 @@
+"""Names of torch's compiler which torch does not document; see `torch_internals`.
+
+Where one is gone, compiled regions run wholly in B, and reports say so.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = [
+    "Inner",
+    "compile_graph",
+    "compile_with",
+    "compiled_backward",
+    "current_node",
+    "inductor_options",
+    "is_compiled",
+    "is_subclass",
+    "missing",
+]
+
+Inner = Callable[..., Any]
+"""Compiles one finished graph: ``inner(graph, inputs, **about)``."""
+
+_SETTINGS = {
+    "force_non_lazy_backward_lowering": True,
+    "enable_autograd_cache": False,
+    "enable_remote_autograd_cache": False,
+    "bundled_autograd_cache": False,
+    "force_autograd_cache": False,
+}
+"""Of AOTAutograd, while a region is compiled. Its cache knows nothing of the split: an
+entry of a stock compilation would be taken, and nothing would wait for W. (Inductor's
+own cache goes by the graph that it is given, so it is left on.) A backward that is
+lowered when it first runs could not tell B in advance what is left to W."""
+
+
+def missing() -> str | None:
+    """The name that this torch lacks, without which no region is split.
+
+    Seen in torch 2.13.
+    """
+    for place, names in _NAMES.items():
+        module = importlib.import_module(place)
+        for name in names:
+            if not hasattr(module, name):
+                return f"{place}.{name}"
+    return None
+
+
+_NAMES = {
+    "torch._C": ("_current_autograd_node",),
+    "torch._inductor.compile_fx": ("compile_fx", "compile_fx_inner"),
+    "torch._functorch.config": ("patch", *_SETTINGS),
+}
+
+
+def compile_with(
+    inner: Inner | None,
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile as Inductor does, each finished graph by a function of ours.
+
+    Args:
+        inner: of ours; None: Inductor's own, and nothing of the rest changes.
+        graph: as Dynamo hands it to a backend.
+        inputs: its examples.
+        options: of Inductor.
+    """
+    module = importlib.import_module("torch._inductor.compile_fx")
+    if inner is None:
+        made: Callable[..., Any] = module.compile_fx(
+            graph, inputs, config_patches=dict(options)
+        )
+        return made
+    config = importlib.import_module("torch._functorch.config")
+    with ExitStack() as stack:
+        patched: AbstractContextManager[object] = config.patch(_SETTINGS)
+        stack.enter_context(patched)
+        made = module.compile_fx(
+            graph, inputs, inner_compile=inner, config_patches=dict(options)
+        )
+    return made
+
+
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **about: Any) -> Any:
+    """Compile a finished graph by Inductor; what is returned takes a list."""
+    module = importlib.import_module("torch._inductor.compile_fx")
+    return module.compile_fx_inner(graph, inputs, **about)
+
+
+def inductor_options(
+    mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None = None
+) -> dict[str, Any]:
+    """Return Inductor's options for what `torch.compile` is given.
+
+    Raises:
+        RuntimeError: there is no such mode or option.
+    """
+    made = torch._TorchCompileInductorWrapper(  # type: ignore[no-untyped-call]
+        mode, None if options is None else dict(options), dynamic
+    )
+    return dict(made.config)
+
+
+def is_compiled(node: Any) -> bool:
+    """True for the node of a compiled region. Seen in torch 2.9 to 2.13."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+def compiled_backward(node: Any) -> Any:
+    """Return what a compiled region's node runs; None: unknown, or not compiled yet.
+
+    Seen in torch 2.13.
+    """
+    forward = getattr(type(node), "_forward_cls", None)
+    return getattr(forward, "compiled_bw", None)
+
+
+def current_node() -> Any:
+    """Return the node that autograd runs now in this thread. Seen in torch 2.13."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    return None if current is None else current()
+
+
+def is_subclass(tensor: Tensor) -> bool:
+    """True for tensors that compilation takes apart, as DTensors.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, all that look like none are none.
+    """
+    module = sys.modules.get("torch.utils._python_dispatch")
+    check = getattr(module, "is_traceable_wrapper_subclass", None)
+    return check is not None and bool(check(tensor))
