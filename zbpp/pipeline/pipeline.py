@@ -35,10 +35,12 @@ from zbpp.planning.resolve import (
 )
 from zbpp.planning.resolve_layers import LayersOf, choose_split
 from zbpp.runtime.comm.process_group import initialise, own_device, place_in
+from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
+from zbpp.runtime.driver.compile_chunks import check_compile
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.driver.state_access import settle_before_access
 from zbpp.runtime.microbatches import Batch, Weigh, WeighName
@@ -106,6 +108,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             first steps, and later when costs have drifted; False: never.
         device: where the layers live; None: this process's GPU, else the CPU.
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
+        compile: compile each layer by itself, ``"blocks"``, or whole ``"chunks"``,
+            but for layers that are seeded, recomputed or tied; see docs/compile.md.
         seed: seeds dropout by step, layer and micro-batch, alike in all modes.
         first_step: number of the first step, for dropout; `load` sets it too.
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
@@ -148,6 +152,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         watch: Watch | bool | None = None,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
+        compile: Compiling = False,
         seed: int | None = None,
         first_step: int = 0,
         exact_sums: bool = True,
@@ -171,6 +176,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
                     n_microbatches=n_microbatches,
                     weigh=weigh,
                     n_stages=n_stages,
+                    compile=compile,
                     seed=seed,
                     group=group,
                     ties=ties,
@@ -220,6 +226,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             *(loss_fn, optimizer, rules, self.device, autocast, seed, exact_sums),
             recompute=recomputed_layers(self.schedule, self.split),
             stage_streams=stage_streams,
+            compile=check_compile(compile),
         )
         self._executors = build_executors(
             model_to_build(model, self.layered),
@@ -243,7 +250,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             memory=chosen.memory or MemoryModel(),
         )
         self.memory = chosen.memory
-        asked = (self.split, rules, autocast, seed, first_step, exact_sums)
+        asked = (self.split, rules, autocast, compile, seed, first_step, exact_sums)
         text = schedule_text(self.schedule)
         check_agreement(self._executors, (text, *asked), self._ties)
 

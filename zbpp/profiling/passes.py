@@ -66,7 +66,7 @@ class PassTiming:
         self._options = options
         self._chunks = {chunk.index: chunk for chunk in chunks}
         self._layers = {
-            index: Chunk(index, index, (layer,))
+            index: _alone(chunk, index, layer)
             for chunk in chunks
             for index, layer in chunk.numbered()
         }
@@ -195,6 +195,12 @@ class PassTiming:
     def splits(self) -> bool:
         """True if W of some chunk has anything to do."""
         return self._whole.defers
+
+
+def _alone(chunk: Chunk, index: int, layer: nn.Module) -> Chunk:
+    """A layer as a chunk of its own, with its own parameters."""
+    own = {} if index in chunk.leaves else {index: chunk.call(index)}
+    return Chunk(index, index, (layer,), calls=own)
 
 
 class _Nothing(nn.Module):

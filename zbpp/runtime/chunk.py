@@ -18,6 +18,7 @@ class Chunk:
         layers: the modules.
         leaves: by layer, parameters that stand in for tied ones in its forwards.
         calls: by layer, what runs its forward where that is not the module itself.
+        whole: runs all layers at once, where nothing is to be done between them.
     """
 
     index: int
@@ -27,6 +28,7 @@ class Chunk:
         default_factory=dict
     )
     calls: Mapping[int, Callable[[object], object]] = field(default_factory=dict)
+    whole: Callable[[object], object] | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter that gets a gradient, once."""
@@ -57,3 +59,25 @@ class Chunk:
     def call(self, index: int) -> Callable[[object], object]:
         """Return what runs a layer's forward."""
         return self.calls.get(index, self.layers[index - self.first])
+
+    def run(
+        self,
+        value: object,
+        instead: Mapping[int, Callable[[object], object]],
+        before: Callable[[int], None] | None,
+    ) -> object:
+        """Run the layers.
+
+        Args:
+            value: what the first one reads.
+            instead: what runs a layer's forward in this step, by layer.
+            before: called with each layer, before it runs.
+        """
+        own = range(self.first, self.first + len(self.layers))
+        if self.whole is not None and before is None and instead.keys().isdisjoint(own):
+            return self.whole(value)
+        for index in own:
+            if before is not None:
+                before(index)
+            value = (instead.get(index) or self.call(index))(value)
+        return value

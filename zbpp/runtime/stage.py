@@ -272,6 +272,10 @@ class Stage:
         own = (chunk == 0, self.inputs), (chunk == self._last, self.loss.targets)
         return [part[microbatch] for reads, part in own if reads and part is not None]
 
+    def _seed_layer(self, microbatch: int, layer: int) -> None:
+        place = (self._seed, self.step, layer, microbatch)
+        seed_torch(hash(place), self.device)
+
     def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
         return self._uploads.take(microbatch) if inputs is None else inputs
 
@@ -280,12 +284,8 @@ class Stage:
         held = self.chunks[chunk]
         is_plain = len(inputs) == 1 and inputs[0].requires_grad
         given = None if is_plain else GivenConstants(held, inputs)
-        for layer_index, _ in held.numbered():
-            if self._seed is not None:
-                place = (self._seed, self.step, layer_index, microbatch)
-                seed_torch(hash(place), self.device)
-            call = self._recomputed.get(layer_index) or held.call(layer_index)
-            value = call(value)
+        seeds = None if self._seed is None else partial(self._seed_layer, microbatch)
+        value = held.run(value, self._recomputed, seeds)
         if chunk == self._last and self.loss.targets is not None:
             value = self.loss(value, microbatch)
         if isinstance(value, Tensor):

@@ -10,6 +10,7 @@ here only the last product on the way to a weight's gradient is taken away, with
 views and casts around it. Its operands are the least that can be held.
 """
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,15 +18,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from zbpp.runtime.compiled.recipe import Recipe, is_cast, is_view, write_recipe
+from zbpp.runtime.compiled.recipe import (
+    Recipe,
+    is_cast,
+    is_permutation,
+    is_view,
+    write_recipe,
+)
 
 __all__ = ["Piece", "cut_weights"]
 
 _ATEN = torch.ops.aten
 _PRODUCTS = (_ATEN.mm.default, _ATEN.bmm.default, _ATEN._grouped_mm.default)
 _CONVOLUTION = _ATEN.convolution_backward.default
-_CUTS = (_ATEN.slice.Tensor,)
-"""Parts of a product that is larger than its gradient: of a padded one."""
+_ALONE = (_ATEN.slice.Tensor, _ATEN.mul.Tensor, _ATEN.mul.Scalar)
+"""What else may be done with a product: of one that was padded, a part; a factor."""
 _CAT = _ATEN.cat.default
 _MASK = 10
 """Argument of a convolution's backward: which of its gradients are wanted."""
@@ -51,6 +58,9 @@ class _Way:
 
     body: list[fx.Node] = field(default_factory=list)
     held: list[fx.Node] = field(default_factory=list)
+    kernel: fx.Node | None = None
+    """A convolution's."""
+    has_parts: bool = False
 
     def hold(self, node: fx.Node) -> None:
         if node not in self.held:
@@ -108,12 +118,14 @@ def _piece(
 ) -> _Found | None:
     """Find what makes one gradient, and others that the same kernel makes."""
     node = results[slot]
+    way = _Way()
     if not isinstance(node, fx.Node) or results.count(node) != 1:
         return None
-    if _is_result_of(node, _CONVOLUTION):
-        return _convolution(results, slot, wanted, output)
-    way = _Way()
-    return ((slot,), way, {}) if _go_back(node, output, way) else None
+    if not _go_back(node, output, way):
+        return None
+    if way.kernel is None:
+        return (slot,), way, {}
+    return _with_bias(way.kernel, way, results, slot, wanted, output)
 
 
 def _go_back(node: fx.Node, user: fx.Node, way: _Way) -> bool:
@@ -133,21 +145,27 @@ def _go_back(node: fx.Node, user: fx.Node, way: _Way) -> bool:
                 return False
             _go_to_held(operand, way)
         return True
+    if node.target is operator.getitem:
+        way.kernel = kernel = node.all_input_nodes[0]
+        return kernel.target is _CONVOLUTION and not way.has_parts
     if node.target is _CAT:
+        way.has_parts = True
         parts: Any = node.args[0]
-        return len(set(parts)) == len(parts) and all(
-            _go_back(part, node, way) for part in parts
-        )
-    if not (is_view(node) or is_cast(node) or node.target in _CUTS):
+        return all(_go_back(part, node, way) for part in dict.fromkeys(parts))
+    if not (is_view(node) or is_cast(node) or node.target in _ALONE):
         return False
     above = node.all_input_nodes  # with symbols for sizes there are more
     return len(above) == 1 and _go_back(above[0], node, way)
 
 
 def _go_to_held(node: fx.Node, way: _Way) -> None:
-    """Go from an operand over views, and casts to wider numbers, to what is held."""
+    """Go from an operand over transposes, and casts to wider numbers, to what is held.
+
+    No further: what the compiler makes in one piece depends on what has several users,
+    and so would the order of sums in B.
+    """
     above = node.args[0] if node.args else None
-    if isinstance(above, fx.Node) and (is_view(node) or _widens(node, above)):
+    if isinstance(above, fx.Node) and (is_permutation(node) or _widens(node, above)):
         way.repeat(node)
         _go_to_held(above, way)
     else:
@@ -160,40 +178,41 @@ def _widens(node: fx.Node, above: fx.Node) -> bool:
     return bool(above.meta["val"].itemsize < node.meta["val"].itemsize)
 
 
-def _is_result_of(node: fx.Node, target: Any) -> bool:
-    above = node.args[0] if node.args else None
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "__name__", "") == "getitem"
-        and isinstance(above, fx.Node)
-        and above.target is target
-    )
-
-
-def _convolution(
-    results: Sequence[Any], slot: int, wanted: Collection[int], output: fx.Node
+def _with_bias(
+    kernel: fx.Node,
+    way: _Way,
+    results: Sequence[Any],
+    slot: int,
+    wanted: Collection[int],
+    output: fx.Node,
 ) -> _Found | None:
-    """One kernel makes the gradients of a weight and of a bias, so they go together."""
-    kernel: Any = results[slot].args[0]
+    """One kernel makes the gradients of a weight and of a bias, so they go together.
+
+    Args:
+        kernel: a convolution's.
+        way: to it, from the weight's gradient.
+        results: of the backward.
+        slot: of the weight's gradient.
+        wanted: places of gradients that may wait.
+        output: of the graph.
+    """
     parts = {user.args[1]: user for user in kernel.users}
-    slots = []
-    for number in (1, 2):
-        part = parts.get(number)
-        if part is None:
-            continue
-        if results.count(part) != 1 or list(part.users) != [output]:
-            return None
-        slots.append(results.index(part))
-    if not set(slots) <= set(wanted) or slots[0] != slot:
+    if parts.get(1) not in way.body:
         return None
-    way = _Way()
+    slots = [slot]
+    if 2 in parts:
+        end = parts[2]
+        while list(end.users) != [output] and len(end.users) == 1:
+            (end,) = end.users
+        if results.count(end) != 1 or results.index(end) not in wanted:
+            return None
+        if not _go_back(end, output, way):
+            return None
+        slots.append(results.index(end))
     for operand in kernel.all_input_nodes:
         way.hold(operand)
     way.repeat(kernel)
-    for number in (1, 2):
-        if number in parts:
-            way.repeat(parts[number])
-    mask = [False, 1 in parts, 2 in parts]
+    mask = [False, True, 2 in parts]
     return tuple(slots), way, {kernel: _with_mask(kernel, mask)}
 
 

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-__all__ = ["Recipe", "is_cast", "is_view", "write_recipe"]
+__all__ = ["Recipe", "is_cast", "is_permutation", "is_view", "write_recipe"]
 
 _ATEN = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 _PERMUTE = (_ATEN.permute.default, _ATEN.t.default, _ATEN.transpose.int)
 _SHAPES = (_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default)
-_EXPAND = _ATEN.expand.default
 _SAME = (
     *(_ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims),
     *(_ATEN.squeeze.default, _ATEN.alias.default),
@@ -29,25 +28,19 @@ _METHODS = {_ATEN.mm.default: "mm", _ATEN.bmm.default: "bmm"}
 _IN_PLACE = {"mm": "addmm_", "bmm": "baddbmm_"}
 
 
+def is_permutation(node: fx.Node) -> bool:
+    """True for a transpose, of any dimensions."""
+    return node.target in _PERMUTE
+
+
 def is_view(node: fx.Node) -> bool:
-    """True for a view that a recipe can repeat on what it is a view of."""
-    if node.target in _SHAPES:
-        return _shape(node) is not None
-    if node.target is _EXPAND:
-        return all(isinstance(size, int) for size in node.args[1])  # type: ignore[union-attr]
-    return node.target in (*_PERMUTE, *_SAME)
+    """True for a view of all of a tensor."""
+    return node.target in (*_PERMUTE, *_SHAPES, *_SAME)
 
 
 def is_cast(node: fx.Node) -> bool:
     """True for a cast to another dtype, and no more."""
     return node.target is _CONVERT
-
-
-def _shape(node: fx.Node) -> list[int] | None:
-    """The sizes that a view is given, -1 for a symbol; None if there are two."""
-    sizes: Any = node.args[1]
-    found = [size if isinstance(size, int) else -1 for size in sizes]
-    return found if found.count(-1) <= 1 else None
 
 
 class Recipe(NamedTuple):
@@ -97,9 +90,7 @@ def _repeat(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
     if node.target in _PERMUTE:
         return _permuted(graph, args[0], _dims(node))
     if node.target in _SHAPES:
-        return graph.call_method("reshape", (args[0], _shape(node)))
-    if node.target is _EXPAND:
-        return graph.call_method("expand", args[:2])
+        return graph.call_method("reshape", args)
     if is_cast(node):
         return graph.call_method("to", args)
     if node.target in _METHODS:

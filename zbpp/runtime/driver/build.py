@@ -9,6 +9,8 @@ import torch.distributed as dist
 from zbpp.core import Pass, PassKind, Program, Receive, Send, Value, What
 from zbpp.runtime.comm.distributed import DistributedTransport
 from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport
+from zbpp.runtime.compiled.layers import Compiling
+from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer, StageOptimizer
@@ -35,6 +37,7 @@ class StageOptions:
     exact_sums: bool = True
     recompute: frozenset[int] = frozenset()
     stage_streams: bool = False
+    compile: Compiling = False
 
 
 def make_transports(
@@ -109,6 +112,7 @@ def build_executors(
     executors = {}
     for stage, transport in transports.items():
         own, tied = bound[stage]
+        own = [compiled_chunk(chunk, options.compile) for chunk in own]
         runner = Stage(
             own,
             n_chunks=placement.n_chunks,

@@ -5,6 +5,7 @@ Where one is gone, compiled regions run wholly in B, and reports say so.
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -46,7 +47,7 @@ def missing() -> str | None:
     Seen in torch 2.13.
     """
     for place, names in _NAMES.items():
-        module = importlib.import_module(place)
+        module = _module(place)
         for name in names:
             if not hasattr(module, name):
                 return f"{place}.{name}"
@@ -58,6 +59,12 @@ _NAMES = {
     "torch._inductor.compile_fx": ("compile_fx", "compile_fx_inner"),
     "torch._functorch.config": ("patch", *_SETTINGS),
 }
+
+
+def _module(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
+        return importlib.import_module(name)
 
 
 def compile_with(
@@ -74,13 +81,13 @@ def compile_with(
         inputs: its examples.
         options: of Inductor.
     """
-    module = importlib.import_module("torch._inductor.compile_fx")
+    module = _module("torch._inductor.compile_fx")
     if inner is None:
         made: Callable[..., Any] = module.compile_fx(
             graph, inputs, config_patches=dict(options)
         )
         return made
-    config = importlib.import_module("torch._functorch.config")
+    config = _module("torch._functorch.config")
     with ExitStack() as stack:
         patched: AbstractContextManager[object] = config.patch(_SETTINGS)
         stack.enter_context(patched)
@@ -92,7 +99,7 @@ def compile_with(
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **about: Any) -> Any:
     """Compile a finished graph by Inductor; what is returned takes a list."""
-    module = importlib.import_module("torch._inductor.compile_fx")
+    module = _module("torch._inductor.compile_fx")
     return module.compile_fx_inner(graph, inputs, **about)
 
 

@@ -7,7 +7,8 @@ Both are one memory. The alias stands in the layer only while its forward runs, 
 the model is the user's own at any other time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 
 from torch import nn
 
@@ -49,13 +50,19 @@ class AliasedLayer:
         leaves: Mapping[nn.Parameter, nn.Parameter],
         owners: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
-        self._layer = layer
+        self._call: Callable[[object], object] = layer
         self._pairs = [(leaf, owners[leaf]) for leaf in leaves.values()]
         self._places = [
             (*place, parameter, leaf)
             for parameter, leaf in leaves.items()
             for place in _places(layer, parameter)
         ]
+
+    def running(self, call: Callable[[object], object]) -> "AliasedLayer":
+        """The same, with something else that runs the layer."""
+        other = copy(self)
+        other._call = call
+        return other
 
     def __call__(self, value: object) -> object:
         """Run the forward."""
@@ -64,7 +71,7 @@ class AliasedLayer:
         try:
             for module, name, _, leaf in self._places:
                 setattr(module, name, leaf)
-            output: object = self._layer(value)
+            output = self._call(value)
         finally:
             for module, name, parameter, _ in self._places:
                 setattr(module, name, parameter)

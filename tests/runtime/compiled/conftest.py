@@ -1,0 +1,46 @@
+"""Compiled parts; all but the slow tests leave Inductor's kernels out."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from zbpp.runtime.compiled import backend
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache of kernels for all tests, and none of another session."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
+    yield
+    if before is None:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    else:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run finished graphs as they are, operator by operator: nothing is built."""
+
+    def run(graph: fx.GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
+        def boxed(args: list[Any]) -> Any:
+            given = tuple(args)
+            args.clear()
+            return graph.forward(*given)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        graph.recompile()
+        return boxed
+
+    monkeypatch.setattr(backend, "compile_graph", run)

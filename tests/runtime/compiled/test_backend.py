@@ -1,0 +1,58 @@
+"""Compiled modules split: what waits for W, and the bits of all gradients."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from zoo import Case
+from zoo_cases import CASES
+from zoo_runs import ORDERS, Gradients, differences, plainly, split
+
+from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime.compiled import backend
+
+SMALL = ["mlp", "conv2d", "frozen weight", "tied weights", "two outputs", "addmm"]
+
+
+def bare(found: Gradients) -> Gradients:
+    return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+
+
+def check(case: Case, monkeypatch: pytest.MonkeyPatch, *, like: Any) -> None:
+    """B and W of a compiled module, and one full backward of a compiled copy."""
+    torch.manual_seed(0)
+    module = case.build()
+    plain = copy.deepcopy(module)
+    waiting: set[Tensor] = set()
+    report = SplitGraph.report
+
+    def note(graph: SplitGraph) -> dict[Tensor, str]:
+        where = report(graph)
+        waiting.update(p for p, text in where.items() if text == "W")
+        return where
+
+    monkeypatch.setattr(SplitGraph, "report", note)
+    ours = torch.compile(module, backend="zbpp")
+    got = bare(split(case, ours, ORDERS["interleaved"], torch.float32))
+    assert {n for n, p in module.named_parameters() if p in waiting} == set(
+        case.waits.split()
+    )
+    whole = bare(plainly(case, like(plain), 4, torch.float32))
+    assert differences(got, whole) == []
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_waits_in_eager_mode_waits_compiled(
+    name: str, plain_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(CASES[name], monkeypatch, like=lambda m: torch.compile(m, backend="zbpp"))
+
+
+def test_without_the_cut_nothing_waits(
+    plain_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "cut_weights", lambda *_: [])
+    with pytest.raises(AssertionError, match=r"set\(\)"):
+        check(CASES["mlp"], monkeypatch, like=lambda m: m)

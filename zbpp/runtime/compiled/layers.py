@@ -1,0 +1,46 @@
+"""Calls of layers, compiled so that their weight gradients wait for W.
+
+"blocks"   each layer by itself; layers of one kind share what is compiled
+"chunks"   all layers of a chunk at once
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from zbpp.runtime.compiled.backend import zbpp
+
+__all__ = ["Compiling", "compiled", "in_a_row", "is_worth_it"]
+
+Compiling = Literal["blocks", "chunks", False]
+"""The parts of a model that are compiled."""
+
+_MOST_KINDS = 64
+"""Compilations of one function before torch gives up: layers that differ in a number of
+their own (``layer_idx``) need one each, and torch's 8 are few."""
+
+Call = Callable[[object], object]
+
+
+def is_worth_it(layer: nn.Module) -> bool:
+    """True for layers of several modules: in a lone one there is nothing to fuse."""
+    return any(True for _ in layer.children())
+
+
+def compiled(call: Call) -> Call:
+    """Return a call that is compiled when it first runs, and split by zbpp."""
+    made: Call = torch.compile(call, backend=zbpp, recompile_limit=_MOST_KINDS)
+    return made
+
+
+def in_a_row(calls: Sequence[Call]) -> Call:
+    """Return the call of several, one after the other."""
+
+    def run(value: object) -> object:
+        for call in calls:
+            value = call(value)
+        return value
+
+    return run
