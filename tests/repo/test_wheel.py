@@ -99,6 +99,15 @@ def beside_modules() -> set[str]:
     return {f"zbpp/simulator/page/{path.name}" for path in found}
 
 
+def test_torch_finds_the_backend_by_its_name(python, tmp_path):
+    code = (
+        "import torch._dynamo as d; from torch._dynamo.backends import registry as r; "
+        "print('zbpp' in d.list_backends(), r.lookup_backend('zbpp').__module__)"
+    )
+    found = must_run(python, "-W", "ignore", "-c", code, cwd=tmp_path)
+    assert found.split() == ["True", "zbpp.runtime.compiled.backend"]
+
+
 def test_a_page_is_written_from_the_wheel(python, tmp_path):
     flags = ("plot", "1F1B,ZBH1", "--stages", "2", "--microbatches", "3")
     must_run(python, "-m", "zbpp", *flags, "--out", "x.html", cwd=tmp_path)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from zoo import Case
 from zoo_cases import CASES
 from zoo_runs import ORDERS, Gradients, differences, plainly, split
@@ -18,6 +18,10 @@ SMALL = ["mlp", "conv2d", "frozen weight", "tied weights", "two outputs", "addmm
 
 def bare(found: Gradients) -> Gradients:
     return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend=backend.zbpp)
 
 
 def check(case: Case, monkeypatch: pytest.MonkeyPatch, *, like: Any) -> None:
@@ -34,7 +38,7 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch, *, like: Any) -> None:
         return where
 
     monkeypatch.setattr(SplitGraph, "report", note)
-    ours = torch.compile(module, backend="zbpp")
+    ours = compiled(module)
     got = bare(split(case, ours, ORDERS["interleaved"], torch.float32))
     assert {n for n, p in module.named_parameters() if p in waiting} == set(
         case.waits.split()
@@ -47,7 +51,9 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch, *, like: Any) -> None:
 def test_what_waits_in_eager_mode_waits_compiled(
     name: str, plain_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(CASES[name], monkeypatch, like=lambda m: torch.compile(m, backend="zbpp"))
+    check(
+        CASES[name], monkeypatch, like=lambda m: torch.compile(m, backend=backend.zbpp)
+    )
 
 
 def test_without_the_cut_nothing_waits(

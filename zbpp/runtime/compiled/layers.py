@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +31,8 @@ def is_worth_it(layer: nn.Module) -> bool:
 
 def compiled(call: Call) -> Call:
     """Return a call that is compiled when it first runs, and split by zbpp."""
-    made: Call = torch.compile(call, backend=zbpp, recompile_limit=_MOST_KINDS)
+    compile: Any = torch.compile
+    made: Call = compile(call, backend=zbpp, recompile_limit=_MOST_KINDS)
     return made
 
 
