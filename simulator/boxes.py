@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zbpp.core import Check, Job, Pass, PassKind, Slot, Timeline
 from zbpp.simulator.bands import shares
+from zbpp.simulator.lanes import draw_lanes, rectangle
 from zbpp.simulator.metrics import step_time
 from zbpp.simulator.palette import COLOURS, IDLE, NAMES, ink_on, legs, letter_of, shade
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_jobs", "durations", "legend_handles", "origin", "write_numbers"]
 
-_BOX_HEIGHT = 0.86  # of a row
+_BOX = (-0.43, 0.43)  # top and bottom, in rows; 0 is the middle
+_ABOVE_LANE = (-0.43, 0.18)
 _POINTS = 72.0  # per inch
 _DIGIT_WIDTH = 0.7  # of the font size, with some air
 _LARGEST_FONT, _SMALLEST_FONT = 9.0, 4.5  # points
@@ -39,8 +41,9 @@ def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
     start = origin(timeline)
     n_stages = timeline.placement.n_stages
     spans = [timeline.passes(stage) for stage in range(n_stages)]
+    box = _box(timeline)
     bubbles = [
-        _rectangle(stage, passes[0].start - start, passes[-1].end - start)
+        rectangle(stage, passes[0].start - start, passes[-1].end - start, box)
         for stage, passes in enumerate(spans)
         if passes
     ]
@@ -54,6 +57,7 @@ def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
     else:
         _draw_boxes(axes, timeline)
     _draw_instants(axes, timeline)
+    draw_lanes(axes, timeline, start)
     axes.set_yticks(range(n_stages), [f"stage {stage}" for stage in range(n_stages)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -70,7 +74,7 @@ def is_banded(axes: "Axes", timeline: Timeline) -> bool:
 def _draw_boxes(axes: "Axes", timeline: Timeline) -> None:
     from matplotlib.collections import PolyCollection
 
-    start = origin(timeline)
+    start, box = origin(timeline), _box(timeline)
     shortest = min(durations(timeline), default=1.0)
     edge = min(0.8, 0.1 * _points_per_unit(axes) * shortest)
     for (letter, leg), members in _groups(timeline).items():
@@ -78,7 +82,7 @@ def _draw_boxes(axes: "Axes", timeline: Timeline) -> None:
             axes.add_collection(
                 PolyCollection(
                     [
-                        _rectangle(stage, slot.start - start, slot.end - start)
+                        rectangle(stage, slot.start - start, slot.end - start, box)
                         for stage, slot in own
                     ],
                     facecolors=shade(COLOURS[letter], leg),
@@ -96,6 +100,7 @@ def _draw_bands(axes: "Axes", timeline: Timeline) -> None:
 
     start, lasting = origin(timeline), sorted(durations(timeline))
     window = _SMOOTH * lasting[len(lasting) // 2]
+    box = _box(timeline)
     groups = _groups(timeline)
     outlines: dict[_Group, list[list[tuple[float, float]]]] = {
         key: [] for key in groups
@@ -114,9 +119,10 @@ def _draw_bands(axes: "Axes", timeline: Timeline) -> None:
             for key, members in groups.items()
             if key[0] not in "OV"
         }
-        top = [stage - _BOX_HEIGHT / 2] * len(times)
+        top = [stage + box[0]] * len(times)
         for key, share in shares(own, times, window=window, within=span).items():
-            below = [y + _BOX_HEIGHT * part for y, part in zip(top, share, strict=True)]
+            height = box[1] - box[0]
+            below = [y + height * part for y, part in zip(top, share, strict=True)]
             edge = zip(times, top, strict=True), zip(times, below, strict=True)
             upper, lower = ([(x - start, y) for x, y in line] for line in edge)
             outlines[key].append([*upper, *reversed(lower)])
@@ -124,7 +130,7 @@ def _draw_bands(axes: "Axes", timeline: Timeline) -> None:
     for (kind, leg), shapes in outlines.items():
         if kind in "OV":
             shapes = [
-                _rectangle(stage, slot.start - start, slot.end - start)
+                rectangle(stage, slot.start - start, slot.end - start, box)
                 for stage, slot in groups[kind, leg]
             ]
         axes.add_collection(
@@ -155,11 +161,12 @@ def _draw_instants(axes: "Axes", timeline: Timeline) -> None:
 
 def write_numbers(axes: "Axes", timeline: Timeline) -> None:
     """Write the micro-batch into every box that is wide enough for it."""
-    start = origin(timeline)
+    start, box = origin(timeline), _box(timeline)
     points = _points_per_unit(axes)
     digits = len(str(timeline.n_microbatches - 1))
     row = axes.get_window_extent().height / abs(axes.get_ylim()[0] + 0.5)
-    largest = min(_LARGEST_FONT, 0.6 * row * _POINTS / _dpi(axes))
+    share = 0.7 * (box[1] - box[0])
+    largest = min(_LARGEST_FONT, share * row * _POINTS / _dpi(axes))
     for (letter, leg), members in _groups(timeline).items():
         ink = ink_on(shade(COLOURS[letter], leg))
         lasting = sorted(slot.duration for _, slot in members)
@@ -174,7 +181,7 @@ def write_numbers(axes: "Axes", timeline: Timeline) -> None:
                 continue
             axes.text(
                 (slot.start + slot.end) / 2 - start,
-                stage,
+                stage + sum(box) / 2,
                 text,
                 color=ink,
                 fontsize=font,
@@ -193,6 +200,13 @@ def legend_handles(timelines: Sequence[Timeline]) -> "list[Artist]":
         for timeline in timelines
         for key, members in _groups(timeline).items()
         if key[0] == "V" or any(slot.duration > 0 for _, slot in members)
+    }
+    seen |= {
+        (letter_of(slot.job), 0)
+        for timeline in timelines
+        for lane in timeline.collectives
+        for slot in lane
+        if slot.duration > 0
     }
     handles: list[Artist] = [
         Patch(color=COLOURS[letter], label=name)
@@ -217,7 +231,8 @@ def legend_handles(timelines: Sequence[Timeline]) -> "list[Artist]":
 
 def origin(timeline: Timeline) -> float:
     """Start of the first job; pictures count time from there."""
-    return min((slot.start for _, slot in _slots(timeline)), default=0.0)
+    rows = (*timeline.rows, *timeline.collectives)
+    return min((slot.start for row in rows for slot in row), default=0.0)
 
 
 def durations(timeline: Timeline) -> list[float]:
@@ -260,9 +275,9 @@ def _hatch(timeline: Timeline, job: Job) -> str:
     return _HATCH if job.chunk in timeline.recomputing else ""
 
 
-def _rectangle(stage: int, start: float, end: float) -> list[tuple[float, float]]:
-    top, bottom = stage - _BOX_HEIGHT / 2, stage + _BOX_HEIGHT / 2
-    return [(start, top), (end, top), (end, bottom), (start, bottom)]
+def _box(timeline: Timeline) -> tuple[float, float]:
+    """Top and bottom of the boxes in their row; collectives have a lane below them."""
+    return _ABOVE_LANE if timeline.collectives else _BOX
 
 
 def _points_per_unit(axes: "Axes") -> float:

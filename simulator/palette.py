@@ -16,7 +16,7 @@ COLOURS = {
     "O": "#F0E442",
     "V": "#CC79A7",
     "UNSHARD": "#56B4E9",
-    "REDUCE_GRAD": "#000000",
+    "REDUCE_GRAD": "#8C6D31",
 }
 NAMES = {
     "F": "F  forward",
@@ -25,8 +25,8 @@ NAMES = {
     "BW": "BW  both gradients",
     "O": "O  optimizer step",
     "V": "V  validation of the last step",
-    "UNSHARD": "UNSHARD  parameters gathered",
-    "REDUCE_GRAD": "REDUCE_GRAD  gradients added up",
+    "UNSHARD": "UNSHARD",
+    "REDUCE_GRAD": "REDUCE_GRAD",
 }
 IDLE = "#E4E4E4"
 DARK = "#222222"

@@ -104,6 +104,7 @@ def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | Non
     """
     values: list[float | tuple[float, ...] | None]
     values = [costs.f, costs.b, costs.w, costs.optimizer]
+    values += [costs.all_gather, costs.reduce_scatter]
     values += [memory.m_b, memory.m_w, memory.m_fixed]
     values += [memory.peak_f, memory.peak_b, memory.peak_w, memory.peak_bw]
     values += [memory.peak_o, memory.m_r]

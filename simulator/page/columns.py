@@ -14,6 +14,8 @@ right, and zeros compress well.
     chunk        i32       the same
     kind         u8        place in ``KINDS``
 
+Collectives, of which there are few, are plain lists: stage, kind, chunk, start, end.
+
 The bytes of numbers are sorted by their place (all first bytes, all second ones, ...),
 deflated, and written in base64.
 """
@@ -29,6 +31,8 @@ from typing import Any
 
 from zbpp.core import (
     Check,
+    Collective,
+    CollectiveKind,
     Job,
     MemoryModel,
     Pass,
@@ -62,6 +66,12 @@ def encode(timeline: Timeline, memory: MemoryModel | None = None) -> dict[str, A
         "microbatches": timeline.n_microbatches,
         "jobs": [len(row) for row in timeline.rows],
         "recomputing": sorted(timeline.recomputing),
+        "collectives": [
+            [stage, str(slot.job.kind), slot.job.chunk, slot.start, slot.end]
+            for stage, lane in enumerate(timeline.collectives)
+            for slot in lane
+            if isinstance(slot.job, Collective)
+        ],
         "columns": base64.b64encode(zlib.compress(planes, 9)).decode("ascii"),
     }
 
@@ -86,7 +96,15 @@ def decode(data: Mapping[str, Any], name: str = "") -> Timeline:
         data["microbatches"],
         tuple(rows),
         frozenset(data["recomputing"]),
+        collectives=_lanes(data),
     )
+
+
+def _lanes(data: Mapping[str, Any]) -> tuple[tuple[Slot, ...], ...]:
+    lanes: list[list[Slot]] = [[] for _ in data["jobs"]]
+    for stage, kind, chunk, start, end in data["collectives"]:
+        lanes[stage].append(Slot(Collective(CollectiveKind(kind), chunk), start, end))
+    return tuple(map(tuple, lanes)) if data["collectives"] else ()
 
 
 def read_columns(data: Mapping[str, Any]) -> "dict[str, array[Any]]":

@@ -11,7 +11,22 @@ function jobUnder(panel, x, y) {
   if (!scale || x < scale.left || x > scale.right) return -1;
   const stage = Math.floor((y - scale.top) / scale.lane);
   if (stage < 0 || stage >= timeline.jobs.length) return -1;
+  if (scale.strip && y - laneTop(scale, stage) > scale.bar) return -1;
   return jobAt(timeline, stage, scale.time(x));
+}
+
+// The text about the collective at a point, or null.
+function collectiveUnder({ scale, timeline }, x, y) {
+  if (!scale || x < scale.left || x > scale.right) return null;
+  const stage = Math.floor((y - scale.top) / scale.lane), time = scale.time(x);
+  const found = timeline.collectives.find(
+    ([own, , , start, end]) => own === stage && start <= time && time <= end,
+  );
+  if (!found) return null;
+  const [, kind, chunk, start, end] = found, unit = page.timeUnit ? ` ${page.timeUnit}` : "";
+  const times = { start: start - timeline.origin, end: end - timeline.origin, lasts: end - start };
+  const rows = Object.entries(times).map(([name, value]) => [name, number(value) + unit]);
+  return [`${chunk}${kind}`, [["stage", stage], ["chunk", chunk], ...rows]];
 }
 
 function rowsOf(panel, job) {
@@ -61,7 +76,9 @@ function hover(panel, event) {
   const x = event.clientX - left, y = event.clientY - top;
   const job = jobUnder(panel, x, y);
   outline(panel, job);
+  const apart = job < 0 ? collectiveUnder(panel, x, y) : null;
   if (job >= 0) tell(event, rowsOf(panel, job));
+  else if (apart) tell(event, apart);
   else if (show.memory && panel.timeline.fixed && y > panel.memoryTop && x > GUTTER)
     tell(event, memoryRows(panel, panel.scale.time(x)));
   else byId("tip").hidden = true;

@@ -88,6 +88,10 @@ function measure(timeline) {
     lasting[i] = end[i] - start[i];
   }
   lasting.sort();
+  for (const [, , , from, to] of timeline.collectives) {
+    origin = Math.min(origin, from);
+    last = Math.max(last, to);
+  }
   timeline.origin = count ? origin : 0;
   timeline.length = count ? last - origin : 0;
   timeline.typical = count ? lasting[count >> 1] || timeline.length / count : 1;

@@ -10,7 +10,20 @@ function lanes(ctx, timeline, scale, look) {
   else bars(ctx, timeline, scale, look);
   instants(ctx, timeline, scale, look);
   ctx.globalAlpha = 1;
+  beside(ctx, timeline, scale, look);
   return banded;
+}
+
+// Collectives: a strip below the jobs of each stage.
+function beside(ctx, timeline, scale, look) {
+  for (const [stage, kind, , start, end] of timeline.collectives) {
+    const x0 = Math.max(scale.x(start), scale.left - 2);
+    const x1 = Math.min(scale.x(end), scale.right + 2);
+    if (x1 <= x0) continue;
+    ctx.fillStyle = look.beside[kind];
+    const width = Math.max(x1 - x0 - (x1 - x0 > 4 ? 1 : 0), 0.5);
+    ctx.fillRect(x0, laneTop(scale, stage) + scale.bar + 1, width, scale.strip - 1);
+  }
 }
 
 function laneTop(scale, stage) {

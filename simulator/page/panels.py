@@ -29,6 +29,7 @@ def panels_data(
             "tints": tints,
             "inks": [ink_on(tint) for tint in tints],
             "arrows": [COLOURS["F"], COLOURS["BW"]],
+            "beside": {kind: COLOURS[kind] for kind in ("UNSHARD", "REDUCE_GRAD")},
         },
         "panels": [_panel(entry, kind) for entry, kind in panels],
     }
@@ -115,7 +116,7 @@ def _legend(panels: Iterable[tuple[PageEntry, str]]) -> str:
     seen = {
         letter_of(slot.job)
         for timeline in timelines
-        for row in timeline.rows
+        for row in (*timeline.rows, *timeline.collectives)
         for slot in row
         if slot.duration > 0 or isinstance(slot.job, Check)
     }

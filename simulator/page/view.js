@@ -71,9 +71,10 @@ function scaleOf(panel, width) {
   const left = GUTTER, right = width - 8;
   const perUnit = (right - left) / (view.to - view.from);
   const origin = panel.timeline.origin, lane = laneHeight(panel.timeline.jobs.length);
+  const strip = panel.timeline.collectives.length ? Math.round(lane / 4) : 0;
   return {
-    left, right, perUnit, lane, bar: lane - (lane > 12 ? 4 : 2), top: 4,
-    font: Math.min(11, lane - 6),
+    left, right, perUnit, lane, strip, bar: lane - strip - (lane > 12 ? 4 : 2), top: 4,
+    font: Math.min(11, lane - strip - 6),
     from: view.from + origin, to: view.to + origin,
     x: (time) => left + (time - origin - view.from) * perUnit,
     time: (x) => view.from + origin + (x - left) / perUnit,

@@ -117,7 +117,11 @@ per_chunk = values | st.lists(values, min_size=1, max_size=4).map(tuple)
 
 @given(
     times=st.fixed_dictionaries(
-        {}, optional={k: per_chunk for k in ("f", "b", "w", "optimizer")}
+        {},
+        optional={
+            k: per_chunk
+            for k in ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
+        },
     ),
     comm=per_chunk,
     loss=values,

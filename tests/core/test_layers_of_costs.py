@@ -24,6 +24,15 @@ def test_times_and_what_passes_leave_are_added_up():
     assert (memory.m_b, memory.m_w) == ((10.0, 90.0), (5.0, 15.0))
 
 
+def test_collectives_of_the_layers_are_added_up(tmp_path):
+    layers = replace(LAYERS, all_gather=(1.0, 2.0, 3.0, 4.0), reduce_scatter=0.5)
+    costs, _ = layers.on(TWO, [1, 3])
+    assert (costs.all_gather, costs.reduce_scatter) == ((1.0, 9.0), (0.5, 1.5))
+    assert LAYERS.on(TWO, [1, 3])[0].all_gather == 0.0
+    write_layers(layers, tmp_path / "layers.json")
+    assert parse_layers((tmp_path / "layers.json").read_text()) == layers
+
+
 def test_every_pass_of_a_chunk_has_an_overhead():
     layers = replace(LAYERS, pass_f=0.5, pass_b=0.25, pass_w=0.125)
     one, _ = layers.on(TWO, [1, 3])

@@ -85,6 +85,7 @@ ONLY_IN = {
     "matplotlib": {
         *("zbpp.simulator.plot", "zbpp.simulator.boxes", "zbpp.simulator.memory_panel"),
         *("zbpp.simulator.comparison_plot", "zbpp.simulator.bands"),
+        "zbpp.simulator.lanes",
     },
     "tyro": {"zbpp.cli", "zbpp.training.options"},
     "rich": {"zbpp.cli", "zbpp.training.log", "zbpp.bench.results"},

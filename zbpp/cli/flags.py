@@ -19,6 +19,7 @@ from zbpp.core import (
     recomputed,
 )
 from zbpp.modes import canonical, is_file, plan
+from zbpp.planning.data_parallel import Shard, replicated
 from zbpp.planning.layer_plans import parse_split, plan_layers
 from zbpp.planning.recompute_plans import parse_recompute, plan_recomputed
 from zbpp.schedules import LayerPlan, post_validated, without_checks
@@ -60,6 +61,11 @@ class CommonFlags:
     """Of the layers: balanced (also if left out), even, or those of each chunk: 3,4."""
     enable_optimizer_post_validation: YesNoUnsaid = None
     """Step at once and validate in the next iteration (V); no: behind a barrier."""
+    data_parallel: Annotated[int, shown_as("INT")] = 1
+    """Replicas of every stage; all_gather and reduce_scatter of the costs are times of
+    their collectives."""
+    shard: Shard = "none"
+    """State that replicas divide among them; each word includes those before."""
 
     def models(self) -> tuple[Costs, MemoryModel]:
         """Read the costs, and let the flag overrule the file's memory limit."""
@@ -70,6 +76,10 @@ class CommonFlags:
             _check_unit(self.memory_limit, memory)
             memory = replace(memory, limit=self.memory_limit)
         return costs, memory
+
+    def with_collectives(self, schedule: Schedule) -> Schedule:
+        """Add the collectives of replicas, if there are several."""
+        return replicated(schedule, data_parallel=self.data_parallel, shard=self.shard)
 
     def layer_costs(self) -> LayerCosts | None:
         """Read the layers file, if there is one; the limit as above.
@@ -148,7 +158,8 @@ class SizedFlags(CommonFlags):
         )
 
     def with_checks(self, schedule: Schedule) -> Schedule:
-        """Place V's or take them out, if the flag says so."""
+        """Place V's or take them out, if the flag says so; add collectives."""
+        schedule = self.with_collectives(schedule)
         match self.enable_optimizer_post_validation:
             case None:
                 return schedule

@@ -1,6 +1,7 @@
 """Figures of a schedule, as text for a terminal."""
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
@@ -8,9 +9,25 @@ from rich.console import Console
 from rich.table import Table
 
 from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
-from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, draw
+from zbpp.core import (
+    Collective,
+    Costs,
+    MemoryModel,
+    PassKind,
+    Schedule,
+    Timeline,
+    draw,
+)
 from zbpp.core.timeline import extent
-from zbpp.simulator import critical_path, idle, simulate, stage_span, work
+from zbpp.schedules import without_collectives
+from zbpp.simulator import (
+    critical_path,
+    idle,
+    simulate,
+    stage_span,
+    step_time,
+    work,
+)
 
 __all__ = ["print_comparison", "print_report", "recompute_text"]
 
@@ -60,8 +77,28 @@ def print_report(
     }
     if schedule.recomputing:
         lines["recompute"] = recompute_text(schedule)
+    if any(isinstance(job, Collective) for order in schedule.orders for job in order):
+        lines["collectives"] = _collectives_text(schedule, timeline, costs)
     for name, text in lines.items():
         print(f"{name:14} {text}")
+
+
+def _collectives_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> str:
+    """Count what replicas gather and add up; their time, and how much of it shows."""
+    jobs = Counter(
+        job.kind
+        for order in schedule.orders
+        for job in order
+        if isinstance(job, Collective) and job.goes_on
+    )
+    counts = ", ".join(f"{number} {kind}" for kind, number in jobs.items())
+    lanes = timeline.collectives
+    busy = max((sum(slot.duration for slot in lane) for lane in lanes), default=0.0)
+    alone = step_time(simulate(without_collectives(schedule), costs))
+    return (
+        f"{counts}; {busy:.6g} on the busiest stage, the step is "
+        f"{max(step_time(timeline) - alone, 0.0):.6g} longer for them"
+    )
 
 
 def recompute_text(schedule: Schedule) -> str:
@@ -237,8 +274,13 @@ def _path_text(schedule: Schedule, costs: Costs) -> str:
         if path.time_of(kind) > 0
     ]
     rest = path.length - sum(path.time_of(kind) for kind in PassKind)
-    if path.time_in_messages > _ROUNDING * path.length:
-        parts.append(f"messages {path.time_in_messages:.6g}")
-    if rest - path.time_in_messages > _ROUNDING * path.length:
-        parts.append(f"optimizer {rest - path.time_in_messages:.6g}")
+    for name, time in (
+        ("messages", path.time_in_messages),
+        ("collectives", path.time_in_collectives),
+    ):
+        if time > _ROUNDING * path.length:
+            parts.append(f"{name} {time:.6g}")
+            rest -= time
+    if rest > _ROUNDING * path.length:
+        parts.append(f"optimizer {rest:.6g}")
     return f"{len(path.slots)} jobs, {path.length:.6g}: {', '.join(parts)}"

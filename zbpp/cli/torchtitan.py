@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from zbpp.core import Schedule
-from zbpp.schedules import torch_schedule_name
+from zbpp.schedules import torch_schedule_name, without_collectives
 
 __all__ = ["torchtitan_lines"]
 
@@ -16,6 +16,12 @@ def torchtitan_lines(schedule: Schedule, csv: Path) -> list[str]:
     torchtitan takes the placement of the chunks from the schedule's name, and the
     number of micro-batches from the batch sizes; a CSV that disagrees hangs.
     """
+    if schedule != without_collectives(schedule):
+        return [
+            f"torchtitan: {csv} has collectives of its own, as "
+            '_load_csv(path, format="compute_comms") of torch reads them; torchtitan '
+            "adds its own: plan without --data_parallel for it"
+        ]
     name = torch_schedule_name(schedule.placement)
     if name is None:
         chunks = " ".join(map(str, schedule.placement.stage_of))

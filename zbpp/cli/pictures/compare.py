@@ -92,12 +92,14 @@ class Compare(CommonFlags):
             schedule = plan_by_flags(
                 *(*sizes, costs, memory, self.effort), chunks_per_stage=chunks
             )
+            schedule = self.with_collectives(schedule)
             return Planned(schedule, costs, memory, summarize(schedule, costs, memory))
         one = plan_layers_by_flags(
             *(*sizes, layers, self.split, self.effort), chunks_per_stage=chunks
         )
-        summary = summarize(one.schedule, one.costs, one.memory)
-        return Planned(one.schedule, one.costs, one.memory, summary, one)
+        schedule = self.with_collectives(one.schedule)
+        summary = summarize(schedule, one.costs, one.memory)
+        return Planned(schedule, one.costs, one.memory, summary, one)
 
     def _print(self, comparison: Comparison, name: str) -> None:
         validated = self.enable_optimizer_post_validation

@@ -96,4 +96,6 @@ def chunk_layers(
         reduction=costs.reduction,
         validation=costs.validation,
         limit=memory.limit,
+        all_gather=dealt("all_gather", costs.all_gather),
+        reduce_scatter=dealt("reduce_scatter", costs.reduce_scatter),
     )

@@ -28,7 +28,8 @@ __all__ = ["LayerCosts", "PerLayer"]
 PerLayer = float | tuple[float, ...]
 """Every layer's value, or one per layer."""
 
-_OF_LAYERS = ("f", "b", "w", "optimizer", "m_b", "m_w", "m_fixed", "peak_o")
+_TIMES = ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
+_OF_LAYERS = (*_TIMES, "m_b", "m_w", "m_fixed", "peak_o")
 _MAYBE_OF_LAYERS = ("peak_f", "peak_b", "peak_w", "m_r", "peak_r")
 _MEMORIES = ("m_b", "m_w", "m_fixed", "peak_o", *_MAYBE_OF_LAYERS)
 
@@ -84,6 +85,8 @@ class LayerCosts:
     reduction: float | None = None
     validation: float = 0.0
     limit: PerChunk | None = None
+    all_gather: PerLayer = 0.0
+    reduce_scatter: PerLayer = 0.0
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:
@@ -183,7 +186,7 @@ class LayerCosts:
         ends = list(accumulate(split, initial=0))
         chunks = [range(first, end) for first, end in pairwise(ends)]
         again = set(recompute)
-        times = {name: self.of(name) for name in ("f", "b", "w", "optimizer")}
+        times = {name: self.of(name) for name in _TIMES}
         times["b"] = tuple(
             b + (f if i in again else 0.0)
             for i, (f, b) in enumerate(zip(times["f"], times["b"], strict=True))
@@ -201,6 +204,8 @@ class LayerCosts:
             loss=self.loss,
             reduction=self.reduction,
             validation=self.validation,
+            all_gather=sums["all_gather"] if self.all_gather else 0.0,
+            reduce_scatter=sums["reduce_scatter"] if self.reduce_scatter else 0.0,
         )
         return costs, self._memory(chunks, again)
 
