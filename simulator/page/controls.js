@@ -19,6 +19,7 @@ function jobUnder(panel, x, y) {
 function collectiveUnder({ scale, timeline }, x, y) {
   if (!scale || x < scale.left || x > scale.right) return null;
   const stage = Math.floor((y - scale.top) / scale.lane), time = scale.time(x);
+  if (y - laneTop(scale, stage) <= scale.bar) return null;
   const found = timeline.collectives.find(
     ([own, , , start, end]) => own === stage && start <= time && time <= end,
   );

@@ -8,6 +8,7 @@ from chromium import Chromium, executable
 
 from zbpp.core import Costs, MemoryModel, Pass, PassKind, Slot, parse_job
 from zbpp.modes import plan
+from zbpp.schedules import add_collectives
 from zbpp.simulator import makespan, memory_over_time, messages, simulate, step_time
 from zbpp.simulator.page import PageEntry, write_page
 from zbpp.simulator.palette import COLOURS, shade
@@ -291,3 +292,20 @@ def test_98304_bars_open_zoom_and_hover(browser, tmp_path):
         text = told(browser)
         assert parse_job(text["job"].split()[0], stage=stage) == slot.job
         assert differences(text, expected(one.simulated, stage, slot, MEMORY)) == []
+
+
+def test_collectives_have_a_strip_below_their_stage(browser, tmp_path):
+    schedule = add_collectives(plan("ZBV", n_stages=3, n_microbatches=4), shards=True)
+    costs = Costs(2, 2, 2, all_gather=3, reduce_scatter=1)
+    timeline = simulate(schedule, costs)
+    write_page([PageEntry(name="ZBV", simulated=timeline)], tmp_path / "x.html")
+    browser.open(tmp_path / "x.html")
+    slot = timeline.collectives[1][0]
+    time = (slot.start + slot.end) / 2
+    x, y = point(browser, 0, 1, time)
+    below = browser.run("panels[0].scale.bar / 2 + panels[0].scale.strip / 2 + 1")
+    browser.mouse("mouseMoved", x, y + below)
+    text = told(browser)
+    assert (text["job"], text["stage"], text["lasts"]) == (str(slot.job), "1", "1.5")
+    browser.mouse("mouseMoved", x, y)
+    assert told(browser) is None  # the stage itself waits for it
