@@ -12,9 +12,10 @@ Sharded parameters are gathered before as well, a pass ahead of their first use:
     0UNSHARD 0F0 3UNSHARD 0F1 3F0 3BW0 .. 3BW1 3REDUCE_GRAD 3RESHARD 0B1 0RESHARD 0W1 ..
 
 W needs no values of parameters, so the last B frees them. Where gradients are sharded
-too, each W is added up at once, and awaited before the next sum of the chunk:
+too, each W is added up at once, and awaited before the next W of the chunk, so that no
+chunk has more than one whole gradient:
 
-    .. 0W0 0REDUCE_GRAD 0B1 0W1 0REDUCE_WAIT 0REDUCE_GRAD .. 0REDUCE_WAIT O
+    .. 0W0 0REDUCE_GRAD 0B1 0REDUCE_WAIT 0W1 0REDUCE_GRAD .. 0REDUCE_WAIT O
 
 All replicas run the same order, so their collectives start in the same order as well.
 """
@@ -97,16 +98,16 @@ def _with_sums(order: Sequence[Job], *, every: bool) -> list[Job]:
         if isinstance(job, Step):
             found += [Collective(REDUCE_WAIT, chunk) for chunk in running]
             running = []
-        found.append(job)
         if not isinstance(job, Pass) or job.kind not in _WEIGHTS:
-            continue
-        if not every and last[job.chunk] != column:
+            found.append(job)
             continue
         if job.chunk in running:
             running.remove(job.chunk)
             found.append(Collective(REDUCE_WAIT, job.chunk))
-        running.append(job.chunk)
-        found.append(Collective(REDUCE_GRAD, job.chunk))
+        found.append(job)
+        if every or last[job.chunk] == column:
+            running.append(job.chunk)
+            found.append(Collective(REDUCE_GRAD, job.chunk))
     return [*found, *(Collective(REDUCE_WAIT, chunk) for chunk in running)]
 
 

@@ -55,6 +55,7 @@ __all__ = [
 
 _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
+_WEIGHTS = (PassKind.W, PassKind.BW)
 _LAST = (*PassKind, CollectiveKind.REDUCE_GRAD)
 _CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})")
 _TRANSFER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d*")
@@ -143,7 +144,7 @@ def from_torch_csv(
 
     Empty cells and transfers are passed over: when jobs run and what they send follows
     from their order. Of two passes that overlap, the first comes first. A sum of
-    gradients is awaited before the next one of its chunk, and before O.
+    gradients is awaited before the next W of its chunk, and before O.
 
     Args:
         text: one row a rank.
@@ -193,10 +194,10 @@ def _awaited(row: Sequence[Pass | Collective]) -> list[Job]:
     found: list[Job] = []
     running: list[int] = []
     for job in row:
-        if isinstance(job, Collective) and job.kind is CollectiveKind.REDUCE_GRAD:
-            if job.chunk in running:
-                running.remove(job.chunk)
-                found.append(Collective(CollectiveKind.REDUCE_WAIT, job.chunk))
+        if job.chunk in running and job.kind in _WEIGHTS:
+            running.remove(job.chunk)
+            found.append(Collective(CollectiveKind.REDUCE_WAIT, job.chunk))
+        if job.kind is CollectiveKind.REDUCE_GRAD:
             running.append(job.chunk)
         found.append(job)
     return [*found, *(Collective(CollectiveKind.REDUCE_WAIT, c) for c in running)]

@@ -29,6 +29,7 @@ LAYERS = {
     "zbpp.memory": {
         *("zbpp.memory", "zbpp.runtime", "zbpp.schedules", "zbpp.core", "torch"),
         *("zbpp.modes", "zbpp.planning.resolve", "zbpp.models"),
+        "zbpp.planning.data_parallel",
     },
 }
 """What a layer may import beside the standard library."""

@@ -25,6 +25,7 @@ from zbpp.core import (
     write_layers,
 )
 from zbpp.modes import canonical, is_file
+from zbpp.planning.data_parallel import Shard, check_replicas
 from zbpp.training.options import YesNoUnsaid
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class EstimateCommand:
     """Way of rolling back."""
     exact_sums: bool = True
     """Add gradients in micro-batch order."""
+    data_parallel: int = 1
+    """Replicas of every stage."""
+    shard: Shard = "none"
+    """State that replicas divide among them; each word includes those before."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Whose kernels are taken; cuda needs a machine with a GPU, and leaves it alone."""
     costs: Annotated[Path | None, shown_as("PATH")] = None
@@ -116,7 +121,9 @@ class EstimateCommand:
             exact_sums=self.exact_sums,
         )
         steps = Steps(
-            self._optimizer(), self.post_validation, self.rollback, self._split()
+            *(self._optimizer(), self.post_validation, self.rollback, self._split()),
+            data_parallel=self.data_parallel,
+            shard=self.shard,
         )
         costs = Costs() if self.costs is None else read_costs(self.costs)[0]
         modes = [m if is_file(m) else canonical(m) for m in self.modes or DEFAULT_MODES]
@@ -148,6 +155,7 @@ class EstimateCommand:
         for flag, value in {**sizes, "--microbatch_size": self.microbatch_size}.items():
             if value is not None and value < 1:
                 raise RequestError(f"{flag} is {value}; it must be at least 1")
+        check_replicas(self.data_parallel, self.shard)
 
     def _fakes(self) -> AbstractContextManager[Any]:
         """A mode in which the user's function makes tensors without memory."""
@@ -251,7 +259,7 @@ def _print(found: "Estimate", limit: float | None, largest: dict[str, int]) -> N
     for mode, stages in found.modes.items():
         for index, stage in enumerate(stages):
             parts = [getattr(stage, part) for part in _PARTS]
-            other = stage.buffers + stage.batch
+            other = stage.buffers + stage.batch + stage.gathered_peak
             cells = (f"{n / size:.2f}" for n in (*parts, stage.messages_peak, other))
             fits = "" if limit is None or stage.peak <= limit else " over"
             name = mode if index == 0 else ""

@@ -12,6 +12,7 @@ from zbpp.memory.estimate import DEFAULT_MODES, Estimate, Steps, estimate_modes
 from zbpp.memory.layers import model_memory
 from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.models.given import Given
+from zbpp.planning.data_parallel import Shard, check_replicas
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
@@ -39,6 +40,8 @@ def estimate(
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     exact_sums: bool = True,
+    data_parallel: int = 1,
+    shard: Shard = "none",
 ) -> Estimate:
     """Bytes that every stage holds under every mode; nothing is run.
 
@@ -62,6 +65,9 @@ def estimate(
         device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
         autocast: compute dtype of the forward.
         exact_sums: add gradients in micro-batch order.
+        data_parallel: replicas of every stage.
+        shard: state that replicas divide among them: none, optimizer, gradients or
+            parameters; each includes those before.
 
     Raises:
         RequestError: the model has no layers or decides by its data, or no mode can
@@ -77,7 +83,12 @@ def estimate(
         autocast=autocast,
         exact_sums=exact_sums,
     )
-    steps = Steps(optimizer, post_validation, rollback, split)
+    check_replicas(data_parallel, shard)
+    steps = Steps(
+        *(optimizer, post_validation, rollback, split),
+        data_parallel=data_parallel,
+        shard=shard,
+    )
     return estimate_modes(
         memory,
         steps,

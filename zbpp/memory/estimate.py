@@ -1,22 +1,19 @@
 """Memory of every stage under every mode, before anything has run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule
+from zbpp.memory.fixed import Fixed, Steps, fixed_of
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
-from zbpp.memory.walk import Fixed, Held, StageWalk
+from zbpp.memory.walk import Held, StageWalk
 from zbpp.modes import plan
+from zbpp.planning.data_parallel import replicated
 from zbpp.planning.resolve import choose_validation
-from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.partition import partition_layers
-from zbpp.runtime.support.pytree import tensors_in
 from zbpp.schedules import lower
 
 __all__ = [
@@ -33,8 +30,6 @@ __all__ = [
 DEFAULT_MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
 """Modes that are compared if none is named."""
 
-_SMALL_BUFFER = 2**14  # bytes; `KeptBuffers` copies all that are smaller
-
 
 @dataclass(frozen=True)
 class StageEstimate:
@@ -42,8 +37,9 @@ class StageEstimate:
 
     Args:
         parameters: one that layers of the stage share counts once; stages that share
-            one hold it each.
+            one hold it each. Replicas that divide them keep a part.
         gradients: of one step; between two steps post-validation holds them as well.
+            What replicas that divide them keep is a part, from REDUCE_WAIT on.
         optimizer: its state.
         buffers: and what layers keep from their first forward on.
         rollback: copies that post-validation keeps.
@@ -52,6 +48,7 @@ class StageEstimate:
             gone.
         activations_peak: most of what F and B leave, and of what passes need inside.
         peak: most of all together at any time; the parts have theirs at other times.
+        gathered_peak: most that UNSHARDs have gathered of divided parameters.
     """
 
     parameters: int
@@ -63,6 +60,7 @@ class StageEstimate:
     messages_peak: int
     activations_peak: int
     peak: int
+    gathered_peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,17 +87,6 @@ class Estimate:
         """The form that other tools read."""
         stages = {name: [asdict(s) for s in own] for name, own in self.modes.items()}
         return {"unit": "bytes", "modes": stages}
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Rules by which steps are taken; `zbpp.Pipeline` explains the fields."""
-
-    optimizer: MakeOptimizer | None
-    post_validation: bool | None = None
-    rollback: str = "auto"
-    split: Sequence[int] | Callable[[int], Sequence[int]] | None = None
-    """Layers of each chunk, or what gives them for a number of chunks."""
 
 
 def estimate_modes(
@@ -184,6 +171,7 @@ def stage_costs(
     for stage, own in enumerate(placement.chunks_of):
         passes, held = _on_stage(memory, steps, schedule, ranges, stage)
         made = sum(c.made_in_b + c.made_in_w for c in passes.values())
+        made += sum(held.gathered.values())
         largest = max(n for c in passes.values() for n in vars(c.messages).values())
         n_fixed = held.total + made + 3 * largest
         for chunk in own:
@@ -208,9 +196,12 @@ def stage_costs(
 def _prepared(
     memory: ModelMemory, steps: Steps, schedule: Schedule
 ) -> tuple[Schedule, tuple[range, ...]]:
-    """The schedule with its V's, and the layers of its chunks."""
+    """The schedule with its V's and collectives, and the layers of its chunks."""
     schedule = choose_validation(
         schedule, steps.post_validation, steps=steps.optimizer is not None
+    )
+    schedule = replicated(
+        schedule, data_parallel=steps.data_parallel, shard=steps.shard
     )
     n_chunks = schedule.placement.n_chunks
     asked = steps.split(n_chunks) if callable(steps.split) else steps.split
@@ -230,15 +221,17 @@ def _on_stage(
     """A stage's chunks, and what it holds besides."""
     own = schedule.placement.chunks_of[stage]
     chunks = {c: memory.chunk(ranges[c]) for c in own}
-    layers = [i for c in own for i in ranges[c]]
+    layers = {c: ranges[c] for c in own}
     made = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
-    return chunks, _fixed(memory, steps, schedule, layers, made)
+    return chunks, fixed_of(memory, steps, schedule, layers, made)
 
 
 def _stage(fixed: Fixed, most: Held, chunks: Any) -> StageEstimate:
     return StageEstimate(
         parameters=fixed.parameters,
-        gradients=sum(chunk.made_in_b + chunk.made_in_w for chunk in chunks),
+        gradients=sum(chunk.made_in_b + chunk.made_in_w for chunk in chunks)
+        if fixed.summed is None
+        else sum(fixed.summed.values()),
         optimizer=fixed.optimizer,
         buffers=fixed.buffers,
         rollback=fixed.rollback,
@@ -246,50 +239,5 @@ def _stage(fixed: Fixed, most: Held, chunks: Any) -> StageEstimate:
         messages_peak=most.messages,
         activations_peak=most.activations,
         peak=most.peak,
+        gathered_peak=most.gathered,
     )
-
-
-def _fixed(
-    memory: ModelMemory,
-    steps: Steps,
-    schedule: Schedule,
-    layers: Sequence[int],
-    kept: int,
-) -> Fixed:
-    speculates = schedule.is_post_validated
-    step = memory.optimizer(layers, steps.optimizer, steps.rollback)
-    buffers = memory.buffers(layers)
-    rollback = 0
-    if speculates:
-        changing = [b for b in buffers if b.nbytes <= _SMALL_BUFFER]
-        rollback = step.rollback + memory.bytes_of(changing)
-    ends: list[Tensor] = []
-    if 0 in layers:
-        ends += tensors_in(memory.fake.inputs)
-    if memory.n_layers - 1 in layers:
-        ends += tensors_in(memory.fake.targets)
-    on_cpu = memory.options.device.type == "cpu"
-    sent, received = memory.tied(layers)
-    return Fixed(
-        parameters=memory.bytes_of(memory.parameters(layers)),
-        buffers=memory.bytes_of(buffers) + kept + sent,
-        optimizer=step.state,
-        rollback=rollback,
-        batch=memory.bytes_of(ends) * schedule.n_microbatches,
-        norm=max(
-            received,
-            _norm(memory, layers) if on_cpu and steps.optimizer is not None else 0,
-        ),
-        step=step.speculative_peak if speculates else step.peak,
-        commit=step.commit_peak,
-        speculates=speculates,
-        keeps_sends=on_cpu,
-        in_order=memory.options.exact_sums,
-    )
-
-
-def _norm(memory: ModelMemory, layers: Sequence[int]) -> int:
-    """CPU kernels copy a gradient as float64 to take its norm."""
-    learning = (p for p in memory.gradients(layers) if p.dtype is not torch.float64)
-    sizes = (memory.bytes_of([p]) // p.itemsize * 8 for p in learning)
-    return max(sizes, default=0)

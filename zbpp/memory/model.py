@@ -115,10 +115,15 @@ class ModelMemory:
         return sum(-(-size // g) * g for size in sizes.values())
 
     def optimizer(
-        self, layers: Sequence[int], make: MakeOptimizer | None, rollback: str
+        self,
+        layers: Sequence[int],
+        make: MakeOptimizer | None,
+        rollback: str,
+        *,
+        n_parts: int = 1,
     ) -> OptimizerMemory:
-        """Memory of the optimizer of a stage with these layers."""
-        key = (tuple(self._classes[i] for i in layers), rollback)
+        """Memory of the optimizer of a stage with these layers, divided in parts."""
+        key = (tuple(self._classes[i] for i in layers), rollback, n_parts)
         if key not in self._optimizers:
             self._optimizers[key] = optimizer_memory(
                 self.fake.mode,
@@ -127,6 +132,7 @@ class ModelMemory:
                 make,
                 rollback=rollback,
                 granularity=self.granularity,
+                n_parts=n_parts,
             )
         return self._optimizers[key]
 

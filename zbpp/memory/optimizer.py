@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.memory.parts import part_of
 from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.optim.rollback.buckets import treats_numbers_apart
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, can_defer
@@ -59,6 +60,7 @@ def optimizer_memory(
     *,
     rollback: str = "auto",
     granularity: int = 1,
+    n_parts: int = 1,
 ) -> OptimizerMemory:
     """Step twice, and see what is left and what was needed.
 
@@ -69,10 +71,14 @@ def optimizer_memory(
         make_optimizer: builds one or several; None: there is no step.
         rollback: way of post-validation, as in `zbpp.Pipeline`.
         granularity: of allocations.
+        n_parts: replicas that divide the parameters among them for the step.
     """
     parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
     if make_optimizer is None or not parameters:
         return OptimizerMemory()
+    parts = {p: part_of(mode, p, n_parts) for p in parameters}
+    gradients = {parts[p]: size for p, size in gradients.items() if p in parts}
+    parameters = list(parts.values())
     tracker = _StepTracker(granularity=granularity)
     with mode:
         stands = [_stand_in(p, p.shape, p in gradients) for p in parameters]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from zbpp.core import (
     Check,
+    Collective,
+    CollectiveKind,
     Pass,
     PassKind,
     Program,
@@ -23,49 +25,12 @@ from zbpp.core import (
     input_of,
     output_of,
 )
+from zbpp.memory.fixed import Fixed
 from zbpp.memory.passes import ChunkPasses
 
-__all__ = ["Fixed", "Held", "StageWalk"]
+__all__ = ["Held", "StageWalk"]
 
 _N_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Bytes that a stage holds all the time, and what its steps need.
-
-    Args:
-        parameters: of its chunks, shared ones once.
-        buffers: and what layers keep from their first forward on.
-        optimizer: its state.
-        rollback: copies of post-validation.
-        batch: inputs and targets of all micro-batches that it reads.
-        norm: most that the norm of a gradient needs.
-        step: most that an optimizer step needs.
-        commit: most that the confirmation of a speculative one needs.
-        speculates: steps are validated in the next one.
-        keeps_sends: a send is held to the end of the next step, as by gloo; else to
-            the next send.
-        in_order: gradients are added in micro-batch order.
-    """
-
-    parameters: int = 0
-    buffers: int = 0
-    optimizer: int = 0
-    rollback: int = 0
-    batch: int = 0
-    norm: int = 0
-    step: int = 0
-    commit: int = 0
-    speculates: bool = False
-    keeps_sends: bool = True
-    in_order: bool = True
-
-    @property
-    def total(self) -> int:
-        """Bytes that are there all the time."""
-        known = self.parameters + self.buffers + self.optimizer + self.rollback
-        return known + self.batch
 
 
 @dataclass(frozen=True)
@@ -76,6 +41,7 @@ class Held:
     activations: int = 0
     messages: int = 0
     peak: int = 0
+    gathered: int = 0
 
 
 @dataclass
@@ -133,7 +99,8 @@ class StageWalk:
         self._last_gradients = 0
         self._total = fixed.total
         self._is_last = False
-        self._most = [0, 0, 0, 0]
+        self._n_gathered = 0
+        self._most = [0, 0, 0, 0, 0]
 
     def run(self, program: Program) -> Held:
         """Walk through some steps; return the most of the last one."""
@@ -153,6 +120,10 @@ class StageWalk:
         self._n_acts = self._n_messages = self._n_made = 0
         self._n_sends = sends
         self._made: dict[int, int] = {}
+        self._has_b: set[int] = set()
+        self._has_w: set[int] = set()
+        self._reducing: dict[int, int] = {}
+        self._summed: set[int] = set()
         self._b = {chunk: _Turns() for chunk in self._chunks}
         self._w = {chunk: _Turns() for chunk in self._chunks}
         self._see(0)
@@ -172,8 +143,31 @@ class StageWalk:
                 self._see(self._fixed.step)
                 self._last_gradients = self._n_made if self._fixed.speculates else 0
                 self._made, self._n_made = {}, 0
+                self._has_b, self._has_w, self._summed = set(), set(), set()
             case Check():
                 self._see(self._fixed.commit)
+            case Collective():
+                self._collective(instruction)
+
+    def _collective(self, job: Collective) -> None:
+        """Gather and free parameters; gradients that are divided leave a part."""
+        gathered, summed = self._fixed.gathered.get(job.chunk, 0), self._fixed.summed
+        match job.kind:
+            case CollectiveKind.UNSHARD:
+                self._n_gathered += gathered
+            case CollectiveKind.RESHARD:
+                self._n_gathered -= gathered
+            case CollectiveKind.REDUCE_GRAD if summed is not None:
+                self._reducing[job.chunk] = self._made.pop(job.chunk, 0)
+                self._has_b.discard(job.chunk)
+                self._has_w.discard(job.chunk)
+            case CollectiveKind.REDUCE_WAIT if summed is not None:
+                if job.chunk not in self._summed:
+                    self._summed.add(job.chunk)
+                    self._n_made += summed[job.chunk]
+                self._see(0)
+                self._n_made -= self._reducing.pop(job.chunk)
+        self._see(0)
 
     def _pass(self, job: Pass) -> None:
         chunk = self._chunks[job.chunk]
@@ -192,7 +186,7 @@ class StageWalk:
             case PassKind.W:
                 self._w_pass(job, chunk)
             case PassKind.BW:
-                first = job.chunk not in self._made
+                first = job.chunk not in self._has_b
                 self._see(chunk.first_peak_bw if first else chunk.peak_bw)
                 self._b_pass(job, chunk)
                 self._w_pass(job, chunk)
@@ -204,10 +198,10 @@ class StageWalk:
         self._see(0)
 
     def _b_pass(self, job: Pass, chunk: ChunkPasses) -> None:
-        is_first = job.chunk not in self._made
+        is_first = job.chunk not in self._has_b
         if job.kind is PassKind.B:
             self._see(chunk.first_peak_b if is_first else chunk.peak_b)
-        self._made.setdefault(job.chunk, 0)
+        self._has_b.add(job.chunk)
         self._leave((job.chunk, job.microbatch), chunk.m_w)
         if is_first:
             self._make(job.chunk, chunk.made_in_b)
@@ -215,7 +209,8 @@ class StageWalk:
     def _w_pass(self, job: Pass, chunk: ChunkPasses) -> None:
         turns = self._w[job.chunk]
         for microbatch in turns.run(job.microbatch, in_order=self._fixed.in_order):
-            is_first = self._made[job.chunk] < chunk.made_in_b + chunk.made_in_w
+            is_first = job.chunk not in self._has_w and chunk.made_in_w > 0
+            self._has_w.add(job.chunk)
             if job.kind is PassKind.W:
                 self._see(chunk.first_peak_w if is_first else chunk.peak_w)
             self._leave((job.chunk, microbatch), 0)
@@ -272,7 +267,7 @@ class StageWalk:
             self._acts[place] = n_bytes
 
     def _make(self, chunk: int, n_bytes: int) -> None:
-        self._made[chunk] += n_bytes
+        self._made[chunk] = self._made.get(chunk, 0) + n_bytes
         self._n_made += n_bytes
 
     def _see(self, extra: int) -> None:
@@ -283,7 +278,7 @@ class StageWalk:
         gradients = self._n_made + self._last_gradients
         activations = self._n_acts + extra
         messages = self._n_messages + self._n_sends
-        total = self._total + gradients + activations + messages
+        total = self._total + gradients + activations + messages + self._n_gathered
         if gradients > most[0]:
             most[0] = gradients
         if activations > most[1]:
@@ -292,3 +287,4 @@ class StageWalk:
             most[2] = messages
         if total > most[3]:
             most[3] = total
+        most[4] = max(most[4], self._n_gathered)

@@ -3,6 +3,7 @@
 dealing        numbers for stages and chunks: lists, and how they are dealt
 times          Costs: of passes, messages, optimizer steps; PassTimes: per chunk
 links          the time of a message on each edge between chunks
+collectives    times of gathers and sums among replicas, by formula; ZeRO's bytes
 memory_model   MemoryModel: what passes leave and need; ChunkMemory: per chunk
 layers         LayerCosts: times and memories per layer, for any split
 chunk_layers   costs of chunks, dealt to their layers

@@ -1,0 +1,254 @@
+"""Times, volumes and memory of data parallelism, by formula.
+
+A message of S bytes takes alpha + S / bandwidth (R. Hockney, "The communication
+challenge for MPP", 1994). On n processes, of which each holds S bytes at the end of an
+all-gather, and at the begin of a sum:
+
+    ring        all-gather, reduce-scatter   (n-1) (alpha + S/n / bandwidth)
+                all-reduce                   both, one after the other
+    tree        all-gather, reduce-scatter   ceil(log2 n) alpha + (n-1)/n S / bandwidth
+                all-reduce                   2 ceil(log2 n) (alpha + S / bandwidth)
+    two levels  within nodes on all bytes, between them on each process's part
+
+The ring is P. Patarasu and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009;
+the tree's gathers (recursive doubling and halving) and its sum (binomial, there and
+back) are R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
+communication operations in MPICH", 2005. What a process keeps and sends under ZeRO is
+S. Rajbhandari et al., arXiv 1910.02054.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zbpp.core.errors import RequestError
+
+__all__ = [
+    "CollectiveOperation",
+    "Link",
+    "collective_time",
+    "fit_link",
+    "ring_time",
+    "tree_time",
+    "two_level_time",
+    "zero_bytes",
+    "zero_volume",
+]
+
+
+class CollectiveOperation(StrEnum):
+    """Operations among processes that all hold, or get, S bytes."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between two processes: alpha + S / bandwidth for S bytes.
+
+    Args:
+        alpha: time of an empty message, in any unit.
+        bandwidth: bytes in that unit of time.
+
+    Raises:
+        RequestError: a number is none.
+    """
+
+    alpha: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise RequestError(f"alpha is {self.alpha!r}; it must be at least 0")
+        if not self.bandwidth > 0:
+            raise RequestError(f"bandwidth is {self.bandwidth!r}; it must be above 0")
+
+    def time(self, n_bytes: float) -> float:
+        """Time of one message."""
+        return self.alpha + n_bytes / self.bandwidth
+
+
+def fit_link(messages: Sequence[tuple[float, float]]) -> Link:
+    """Find alpha and bandwidth of measured messages: (bytes, time) of each.
+
+    Errors count by their share of the time, as sizes lie orders of magnitude apart.
+
+    >>> link = fit_link([(1e6, 1e6 / 30e9), (128e6, 128e6 / 130e9)])
+    >>> f"{link.alpha * 1e6:.1f} us, {link.bandwidth / 1e9:.1f} GB/s"
+    '25.8 us, 133.5 GB/s'
+
+    Raises:
+        RequestError: there are not two sizes, a time is not above 0, or larger messages
+            are no slower.
+    """
+    if len({size for size, _ in messages}) < 2:
+        raise RequestError("alpha and bandwidth need messages of two sizes at least")
+    if min(time for _, time in messages) <= 0:
+        raise RequestError("a message takes no time; measure with a finer clock")
+    weights = [1 / time**2 for _, time in messages]
+    total = sum(weights)
+    size, time = (
+        sum(w * one[i] for w, one in zip(weights, messages, strict=True)) / total
+        for i in (0, 1)
+    )
+    spread = sum(
+        w * (s - size) ** 2 for w, (s, _) in zip(weights, messages, strict=True)
+    )
+    both = sum(
+        w * (s - size) * (t - time) for w, (s, t) in zip(weights, messages, strict=True)
+    )
+    if both <= 0:
+        raise RequestError(
+            "larger messages take no longer than small ones; measure larger ones, "
+            "where bandwidth counts"
+        )
+    slope = both / spread
+    if time - slope * size < 0:  # a line through 0 is then the best
+        squares = sum(w * s * s for w, (s, _) in zip(weights, messages, strict=True))
+        slope = (
+            sum(w * s * t for w, (s, t) in zip(weights, messages, strict=True))
+            / squares
+        )
+    return Link(max(0.0, time - slope * size), 1 / slope)
+
+
+def ring_time(
+    operation: CollectiveOperation, n_bytes: float, n: int, link: Link
+) -> float:
+    """Time of a ring of n processes: n-1 messages of a part each, a sum twice that."""
+    if n <= 1:
+        return 0.0
+    once = (n - 1) * link.time(n_bytes / n)
+    return 2 * once if operation is CollectiveOperation.ALL_REDUCE else once
+
+
+def tree_time(
+    operation: CollectiveOperation, n_bytes: float, n: int, link: Link
+) -> float:
+    """Time of a tree of n processes: few messages, for those that are short."""
+    if n <= 1:
+        return 0.0
+    steps = math.ceil(math.log2(n))
+    if operation is CollectiveOperation.ALL_REDUCE:
+        return 2 * steps * link.time(n_bytes)
+    return steps * link.alpha + (n - 1) / n * n_bytes / link.bandwidth
+
+
+def two_level_time(
+    operation: CollectiveOperation,
+    n_bytes: float,
+    n: int,
+    link: Link,
+    *,
+    node: int,
+    node_link: Link,
+) -> float:
+    """Time where ``node`` processes share a faster link.
+
+    Each process deals with its part between the nodes: of a sum, a reduce-scatter in
+    the node, the operation among nodes on a part of 1 / node, and an all-gather in the
+    node. With no more processes than a node holds there is one level.
+
+    Raises:
+        RequestError: n is no multiple of node.
+    """
+    if n <= node:
+        return _faster(operation, n_bytes, n, node_link)
+    if n % node:
+        raise RequestError(
+            f"{n} processes do not fill nodes of {node}; take a multiple of {node}"
+        )
+    between = _faster(operation, n_bytes / node, n // node, link)
+    return between + _faster(operation, n_bytes, node, node_link)
+
+
+def collective_time(
+    operation: CollectiveOperation,
+    n_bytes: float,
+    n: int,
+    link: Link,
+    *,
+    node: int = 1,
+    node_link: Link | None = None,
+) -> float:
+    """Time by the faster of ring and tree, on two levels if a node's link is given.
+
+    Raises:
+        RequestError: as `two_level_time`.
+    """
+    if node_link is None:
+        return _faster(operation, n_bytes, n, link)
+    return two_level_time(operation, n_bytes, n, link, node=node, node_link=node_link)
+
+
+def _faster(
+    operation: CollectiveOperation, n_bytes: float, n: int, link: Link
+) -> float:
+    return min(way(operation, n_bytes, n, link) for way in (ring_time, tree_time))
+
+
+def zero_bytes(
+    level: int, n_parameters: float, n_replicas: int, *, state: float = 12.0
+) -> float:
+    """Bytes that a process keeps of parameters, gradients and optimizer state.
+
+    Parameters and gradients have 16 bits, the optimizer ``state`` bytes a parameter:
+    12 for Adam with a copy of the parameters in 32 bits.
+
+    Args:
+        level: 0 nothing is divided among the replicas, 1 the state, 2 gradients too, 3
+            parameters too.
+        n_parameters: of the process's part of the model.
+        n_replicas: processes that divide them.
+        state: bytes of optimizer state of a parameter.
+
+    >>> [zero_bytes(level, 8.3e9, 64) / 1e9 for level in range(4)]
+    [132.8, 34.75625, 18.415625, 2.075]
+
+    Raises:
+        RequestError: there is no such level.
+    """
+    _check_level(level)
+    parts = [2.0, 2.0, state]  # by level 3, 2, 1
+    divided = sum(parts[3 - level :])
+    return n_parameters * (sum(parts) - divided + divided / n_replicas)
+
+
+def zero_volume(
+    level: int,
+    n_bytes: float,
+    n_replicas: int,
+    n_microbatches: int,
+    *,
+    gathers_once: bool = False,
+) -> float:
+    """Bytes that a process sends in a step for the replicas of its stage.
+
+    With S bytes of parameters (and as many of gradients) and m micro-batches, up to the
+    factor (n-1)/n of n replicas: 2 S for levels 0 and 1, whose sum and gather come once
+    a step; (m+1) S for 2, which adds gradients up after every micro-batch; 3 m S for 3,
+    which gathers for every F and B as well.
+
+    Args:
+        level: as in `zero_bytes`.
+        n_bytes: of the parameters of the stage.
+        n_replicas: of the stage.
+        n_microbatches: of a step.
+        gathers_once: level 3 keeps what it has gathered until the last B, and adds up
+            once, as ``--shard parameters`` does: 2 S.
+
+    Raises:
+        RequestError: there is no such level.
+    """
+    _check_level(level)
+    m = n_microbatches
+    times = (2, 2, m + 1, 2 if gathers_once else 3 * m)[level]
+    return times * n_bytes * (n_replicas - 1) / n_replicas
+
+
+def _check_level(level: int) -> None:
+    if level not in range(4):
+        raise RequestError(f"ZeRO has levels 0 to 3; there is no {level}")

@@ -1,0 +1,171 @@
+"""Bytes that a stage holds all the time, by the rules of its steps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zbpp.core import RequestError, Schedule
+from zbpp.memory.model import ModelMemory
+from zbpp.memory.parts import part_of, part_share
+from zbpp.planning.data_parallel import SHARDS, Shard
+from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.support.sharded import is_sharded
+
+__all__ = ["Fixed", "Steps", "fixed_of"]
+
+_SMALL_BUFFER = 2**14  # bytes; `KeptBuffers` copies all that are smaller
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Rules by which steps are taken; `zbpp.Pipeline` explains the fields."""
+
+    optimizer: MakeOptimizer | None
+    post_validation: bool | None = None
+    rollback: str = "auto"
+    split: Sequence[int] | Callable[[int], Sequence[int]] | None = None
+    """Layers of each chunk, or what gives them for a number of chunks."""
+    data_parallel: int = 1
+    """Replicas of every stage."""
+    shard: Shard = "none"
+    """State that they divide among them (`zbpp.planning.data_parallel`)."""
+
+    def parts(self, what: Shard) -> int:
+        """Replicas that keep a part each of optimizer, gradients or parameters."""
+        divided = SHARDS.index(what) <= SHARDS.index(self.shard)
+        return self.data_parallel if divided else 1
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Bytes that a stage holds all the time, and what its steps need.
+
+    Args:
+        parameters: of its chunks, shared ones once.
+        buffers: and what layers keep from their first forward on.
+        optimizer: its state.
+        rollback: copies of post-validation.
+        batch: inputs and targets of all micro-batches that it reads.
+        norm: most that the norm of a gradient needs.
+        step: most that an optimizer step needs.
+        commit: most that the confirmation of a speculative one needs.
+        speculates: steps are validated in the next one.
+        keeps_sends: a send is held to the end of the next step, as by gloo; else to
+            the next send.
+        in_order: gradients are added in micro-batch order.
+        gathered: of each chunk, what an UNSHARD adds until its RESHARD.
+        summed: of each chunk, what is left of its gradients when REDUCE_WAIT has ended;
+            None: they are added up in place.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    optimizer: int = 0
+    rollback: int = 0
+    batch: int = 0
+    norm: int = 0
+    step: int = 0
+    commit: int = 0
+    speculates: bool = False
+    keeps_sends: bool = True
+    in_order: bool = True
+    gathered: Mapping[int, int] = field(default_factory=dict)
+    summed: Mapping[int, int] | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes that are there all the time."""
+        known = self.parameters + self.buffers + self.optimizer + self.rollback
+        return known + self.batch
+
+
+def fixed_of(
+    memory: ModelMemory,
+    steps: Steps,
+    schedule: Schedule,
+    chunks: Mapping[int, Sequence[int]],
+    kept: int,
+) -> Fixed:
+    """Bytes that a stage holds besides what its passes leave.
+
+    Args:
+        memory: of the model.
+        steps: rules of the steps.
+        schedule: with its V's, and its collectives.
+        chunks: layers of each chunk of the stage.
+        kept: bytes that layers keep from their first forward on.
+
+    Raises:
+        RequestError: replicas shall divide what tensor parallelism has divided.
+    """
+    layers = [layer for own in chunks.values() for layer in own]
+    own_parameters = memory.parameters(layers)
+    if steps.parts("optimizer") > 1 and any(map(is_sharded, own_parameters)):
+        raise RequestError(
+            "replicas cannot divide parameters that tensor parallelism has divided in "
+            "an estimate; leave --shard out, or estimate the plain layers"
+        )
+    speculates = schedule.is_post_validated
+    n = steps.parts("optimizer")
+    step = memory.optimizer(layers, steps.optimizer, steps.rollback, n_parts=n)
+    buffers = memory.buffers(layers)
+    rollback = 0
+    if speculates:
+        changing = [b for b in buffers if b.nbytes <= _SMALL_BUFFER]
+        rollback = step.rollback + memory.bytes_of(changing)
+    ends: list[Tensor] = []
+    if 0 in layers:
+        ends += tensors_in(memory.fake.inputs)
+    if memory.n_layers - 1 in layers:
+        ends += tensors_in(memory.fake.targets)
+    on_cpu = memory.options.device.type == "cpu"
+    sent, received = memory.tied(layers)
+    n = steps.parts("parameters")
+    parts = [part_of(memory.fake.mode, p, n) for p in own_parameters]
+    return Fixed(
+        parameters=memory.bytes_of(parts),
+        buffers=memory.bytes_of(buffers) + kept + sent,
+        optimizer=step.state,
+        rollback=rollback,
+        batch=memory.bytes_of(ends) * schedule.n_microbatches,
+        norm=max(
+            received,
+            _norm(memory, layers) if on_cpu and steps.optimizer is not None else 0,
+        ),
+        step=step.speculative_peak if speculates else step.peak,
+        commit=step.commit_peak,
+        speculates=speculates,
+        keeps_sends=on_cpu,
+        in_order=memory.options.exact_sums,
+        gathered={
+            chunk: memory.bytes_of(memory.parameters(own))
+            for chunk, own in chunks.items()
+            if n > 1
+        },
+        summed=_summed(memory, steps.parts("gradients"), chunks),
+    )
+
+
+def _summed(
+    memory: ModelMemory, n: int, chunks: Mapping[int, Sequence[int]]
+) -> dict[int, int] | None:
+    """Bytes of a replica's part of the gradients of each chunk."""
+    if n == 1:
+        return None
+    return {
+        chunk: sum(
+            round(part_share(parameter, n) * size)
+            for parameter, size in memory.gradients(own).items()
+        )
+        for chunk, own in chunks.items()
+    }
+
+
+def _norm(memory: ModelMemory, layers: Sequence[int]) -> int:
+    """CPU kernels copy a gradient as float64 to take its norm."""
+    learning = (p for p in memory.gradients(layers) if p.dtype is not torch.float64)
+    sizes = (memory.bytes_of([p]) // p.itemsize * 8 for p in learning)
+    return max(sizes, default=0)
