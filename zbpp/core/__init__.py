@@ -5,11 +5,17 @@ from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
 from zbpp.core.clock import Clock, off_lane, replay, step_behind_barrier
 from zbpp.core.costs import (
     ChunkMemory,
+    CollectiveOperation,
     Costs,
     LayerCosts,
+    Link,
     MemoryModel,
     PassTimes,
+    collective_time,
+    fit_link,
     parse_memory,
+    zero_bytes,
+    zero_volume,
 )
 from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
 from zbpp.core.files import (
@@ -67,11 +73,13 @@ __all__ = [
     "Clock",
     "Collective",
     "CollectiveKind",
+    "CollectiveOperation",
     "Costs",
     "Instruction",
     "Job",
     "LayerCosts",
     "LimitError",
+    "Link",
     "MemoryModel",
     "Message",
     "Order",
@@ -95,7 +103,9 @@ __all__ = [
     "What",
     "WorkerError",
     "at_check",
+    "collective_time",
     "draw",
+    "fit_link",
     "format_bytes",
     "format_job",
     "format_memory",
@@ -129,4 +139,6 @@ __all__ = [
     "write_layers",
     "write_schedule",
     "writes",
+    "zero_bytes",
+    "zero_volume",
 ]

@@ -11,6 +11,14 @@ units          amounts of memory as people write them
 """
 
 from zbpp.core.costs.chunk_layers import chunk_layers
+from zbpp.core.costs.collectives import (
+    CollectiveOperation,
+    Link,
+    collective_time,
+    fit_link,
+    zero_bytes,
+    zero_volume,
+)
 from zbpp.core.costs.dealing import PerChunk
 from zbpp.core.costs.layers import LayerCosts
 from zbpp.core.costs.memory_model import ChunkMemory, MemoryModel
@@ -19,11 +27,17 @@ from zbpp.core.costs.units import parse_memory
 
 __all__ = [
     "ChunkMemory",
+    "CollectiveOperation",
     "Costs",
     "LayerCosts",
+    "Link",
     "MemoryModel",
     "PassTimes",
     "PerChunk",
     "chunk_layers",
+    "collective_time",
+    "fit_link",
     "parse_memory",
+    "zero_bytes",
+    "zero_volume",
 ]
