@@ -87,3 +87,83 @@ def test_csv_for_torch_says_how_it_is_loaded(tmp_path, capsys) -> None:
 def test_what_does_not_go_together_is_refused(capsys, flags, message) -> None:
     assert main(["show", *ZBV, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+LAYERS = {
+    "n_layers": 8,
+    "m_b": "0.5GiB",
+    "m_w": "0.25GiB",
+    "m_fixed": "16GiB",
+    "parameters": "4GiB",
+    "bandwidth": 8e9,
+    "memory_limit": "60GiB",
+}
+
+
+@pytest.fixture
+def layers(tmp_path) -> list[str]:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps(LAYERS))
+    return ["--devices", "8", "--microbatches", "16", "--layers", str(path)]
+
+
+def test_meshes_are_compared_and_the_best_is_marked(capsys, layers) -> None:
+    assert main(["compare", *layers]) == 0
+    out = capsys.readouterr().out
+    assert "4 x 2" in out and "<- auto" in out
+    assert "pp 1 x dp 8: no split of 8 layers" in out
+    best = out.splitlines()[-1].removeprefix("auto: ")
+    assert main(["compare", *layers, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["best"] == best
+    found = [one for one in data["meshes"] if "step" in one]
+    shortest = min(found, key=lambda one: one["step"])
+    assert best == f"pp {shortest['n_stages']} x dp {shortest['data_parallel']}"
+    assert {one["n_stages"] for one in data["meshes"] if "reason" in one} == {1, 2}
+
+
+def test_sharding_makes_meshes_fit(capsys, layers) -> None:
+    assert main(["compare", *layers, "--json", "--shard", "gradients"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    sharded = {one["n_stages"]: "step" in one for one in data["meshes"]}
+    assert sharded == {1: False, 2: True, 4: True, 8: True}
+
+
+def test_a_model_is_compared_by_its_own_bytes_and_operations(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    (tmp_path / "meshed.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def build():\n"
+        "    x = torch.zeros(16, 64)\n"
+        "    return [nn.Linear(64, 64) for _ in range(4)], (x, x), "
+        "nn.functional.mse_loss\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ["--model", "meshed:build", "--devices", "2", "--microbatches", "4"]
+    rates = ["--device_flops", "1e6", "--replica_bandwidth", "1e9"]
+    assert main(["compare", *flags, *rates, "--mesh_mode", "ZBH1", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["meshes"]
+    work = 3 * 4 * (2 * 16 * 64 * 64) / 1e6  # F, B and W of a micro-batch, in seconds
+    assert one["step"] - one["exposed"] == pytest.approx(2 * work)
+    assert two["step"] > 4 * work / 2
+    n = 4 * (64 * 64 + 64)
+    assert one["peak_memory"] >= 16 * n  # and what a rollback needs
+    assert 8 * n < two["peak_memory"] < one["peak_memory"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--memory_limit", "1GiB"], "meshes fits; the nearest is pp 8 x dp 1"),
+        (["--node", "4"], "--node and --node_bandwidth go together"),
+        (["--stages", "2"], "give --stages to compare modes, or --devices"),
+        (["--costs", "c.json"], "--layers"),
+        (["--shard", "gradients", "--devices", "0"], "--devices is 0"),
+    ],
+)
+def test_meshes_that_cannot_be_compared(capsys, layers, flags, message) -> None:
+    assert main(["compare", *layers, *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

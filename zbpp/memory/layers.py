@@ -105,7 +105,7 @@ def costs_of_layers(
     whole, again = memory.whole.layers, memory.recomputed().layers
     m_b = [layer.m_b for layer in whole]
     m_w = [max(0, layer.m_b + layer.b.left) for layer in whole]
-    fixed, peak_o = [], []
+    fixed, peak_o, parameters = [], [], []
     seen: set[Any] = set()
     for i in range(memory.n_layers):
         own = [p for p in memory.parameters([i]) if p not in seen]
@@ -117,6 +117,7 @@ def costs_of_layers(
             + (step.state + step.rollback * post_validation if own else 0)
             + max(0, whole[i].first_f.left - whole[i].f.left)
         )
+        parameters.append(memory.bytes_of(own))
         peak_o.append(step.speculative_peak if post_validation else step.peak)
         seen.update(own)
     return LayerCosts(
@@ -133,6 +134,7 @@ def costs_of_layers(
         message=_floats([memory.message(i) for i in range(1, memory.n_layers)])
         if memory.n_layers > 1
         else 0.0,
+        parameters=_floats(parameters),
     )
 
 

@@ -9,13 +9,13 @@ from typing import Annotated
 import tyro
 
 from zbpp.cli.flags import (
-    CommonFlags,
     plan_by_flags,
     plan_layers_by_flags,
     shown_as,
 )
 from zbpp.cli.layers_report import comparison_of_splits
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
+from zbpp.cli.pictures.meshes import MeshFlags
 from zbpp.cli.pictures.several import command_text, paths_in
 from zbpp.cli.report import print_comparison
 from zbpp.cli.summary import summarize
@@ -30,13 +30,14 @@ _MOST_PASSES = 2048  # stages x micro-batches of a plan for the chart over m
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(CommonFlags):
-    """Compare all modes in one table, or several: --costs a.json,b.json."""
+class Compare(MeshFlags):
+    """Compare all modes in one table, or several: --costs a.json,b.json; or all meshes
+    of stages and replicas: --devices."""
 
-    stages: int
-    """Pipeline stages."""
+    stages: Annotated[int | None, shown_as("INT")] = None
+    """Pipeline stages; left out with --devices."""
     microbatches: int
-    """Micro-batches in a step."""
+    """Micro-batches in a step; with --devices over all replicas."""
     chunks_per_stage: Annotated[int | None, shown_as("INT")] = None
     """For VPP, ZBVPP and auto; without it, as many as the costs list, or 2."""
     out: Annotated[Path | None, shown_as("PATH")] = None
@@ -49,6 +50,13 @@ class Compare(CommonFlags):
 
     def run(self) -> None:
         """Print the tables; a mode that cannot be had gives its reason below."""
+        if (self.stages is None) == (self.devices is None):
+            raise RequestError(
+                "give --stages to compare modes, or --devices to compare meshes"
+            )
+        if self.devices is not None:
+            self.compare_meshes(self.microbatches, as_json=self.json)
+            return
         found = [replace(self, costs=path)._compare() for path in paths_in(self.costs)]
         if self.json:
             data = {
@@ -147,8 +155,9 @@ class Compare(CommonFlags):
 
     def _over_m(self, comparison: Comparison) -> dict[str, list[tuple[int, float]]]:
         """Bubble rates for other numbers of micro-batches, by quick plans."""
-        near = {self.stages * factor // 2 for factor in (1, 2, 4, 8, 16)}
-        near = {m for m in near if 0 < m * self.stages <= _MOST_PASSES}
+        p = self.stages or 1
+        near = {p * factor // 2 for factor in (1, 2, 4, 8, 16)}
+        near = {m for m in near if 0 < m * p <= _MOST_PASSES}
         found: dict[str, list[tuple[int, float]]] = {}
         for mode, row in comparison.planned.items():
             if is_auto(mode):

@@ -29,9 +29,9 @@ PerLayer = float | tuple[float, ...]
 """Every layer's value, or one per layer."""
 
 _TIMES = ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
-_OF_LAYERS = (*_TIMES, "m_b", "m_w", "m_fixed", "peak_o")
+_OF_LAYERS = (*_TIMES, "m_b", "m_w", "m_fixed", "peak_o", "parameters")
 _MAYBE_OF_LAYERS = ("peak_f", "peak_b", "peak_w", "m_r", "peak_r")
-_MEMORIES = ("m_b", "m_w", "m_fixed", "peak_o", *_MAYBE_OF_LAYERS)
+_MEMORIES = ("m_b", "m_w", "m_fixed", "peak_o", "parameters", *_MAYBE_OF_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class LayerCosts:
         loss: time of the loss, a part of the last layer's F; its backward, and its
             memory, are in b, m_b, m_w and the peaks of the last layer.
         limit: memory of a stage, as in `MemoryModel`.
+        parameters: memory of the parameters, a part of m_fixed; so much, and as much of
+            gradients, do replicas of a stage exchange.
 
     Raises:
         RequestError: a list of another length, or a number that is none.
@@ -87,6 +89,7 @@ class LayerCosts:
     limit: PerChunk | None = None
     all_gather: PerLayer = 0.0
     reduce_scatter: PerLayer = 0.0
+    parameters: PerLayer = 0.0
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:

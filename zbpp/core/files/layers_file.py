@@ -24,7 +24,7 @@ _FIELD_OF = {
     for field in fields(LayerCosts)
 }
 _MEMORIES = {
-    *("m_b", "m_w", "m_fixed", "m_r", "message", "memory_limit"),
+    *("m_b", "m_w", "m_fixed", "m_r", "message", "memory_limit", "parameters"),
     *("peak_f", "peak_b", "peak_w", "peak_o", "peak_r"),
 }
 _ONE_NUMBER = ("loss", "pass_f", "pass_b", "pass_w", "reduction", "validation")

@@ -1,0 +1,114 @@
+"""Meshes of stages and replicas: by hand, and which one is chosen."""
+
+from dataclasses import replace
+
+import pytest
+
+from zbpp.core import CollectiveOperation, LayerCosts, Link, RequestError
+from zbpp.planning.meshes import best_mesh, plan_meshes
+from zbpp.planning.replica_costs import Network, on_replicas
+
+LAYERS = LayerCosts(
+    n_layers=8,
+    optimizer=1.0,
+    m_fixed=16.0,
+    parameters=4.0,
+    m_b=1.0,
+    m_w=0.5,
+)
+FAST = Network(Link(0.0, 1e9))
+
+
+def meshes(layers=LAYERS, network=FAST, **more):
+    given = {"n_devices": 4, "n_microbatches": 8, "mode": "ZBH1"} | more
+    return {one.name: one for one in plan_meshes(layers, network=network, **given)}
+
+
+def test_steps_of_free_collectives_are_those_of_the_pipelines() -> None:
+    """8 layers of 3 units: 4 stages hold 2 each, and idle 2 F + B - W at most."""
+    found = meshes()
+    assert list(found) == ["pp 1 x dp 4", "pp 2 x dp 2", "pp 4 x dp 1"]
+    assert [one.n_microbatches for one in found.values()] == [2, 4, 8]
+    one = found["pp 1 x dp 4"]
+    assert one.step == pytest.approx(2 * 8 * 3 + 8 * 1)
+    assert one.bubble == 0 and one.peak == 8 * 16 + 8 * 1
+    assert found["pp 4 x dp 1"].step >= 8 * 2 * 3 + 2
+    assert all(mesh.exposed == pytest.approx(0, abs=1e-6) for mesh in found.values())
+
+
+def test_what_replicas_exchange_counts() -> None:
+    """One stage: nothing runs beside the sum of its only chunk, all 32 bytes."""
+    slow = Network(Link(0.5, 2.0))
+    (one, *_) = meshes(network=slow).values()
+    each = slow.time(CollectiveOperation.ALL_REDUCE, 4.0, 4)
+    assert one.exposed == pytest.approx(8 * each)
+    (apart, *_) = meshes(network=slow, shard="parameters").values()
+    scatter = slow.time(CollectiveOperation.REDUCE_SCATTER, 4.0, 4)
+    assert apart.exposed == pytest.approx(8 * 2 * scatter)  # gathered before, too
+    assert apart.step == pytest.approx(2 * 24 + 16 * scatter + 8 / 4)  # optimizer
+
+
+def test_slow_links_favour_stages_and_fast_ones_replicas() -> None:
+    layers = replace(LAYERS, optimizer=0.0)  # which stages share, too
+    chosen = {
+        bandwidth: best_mesh(
+            list(meshes(layers, Network(Link(0.0, bandwidth))).values())
+        ).data_parallel
+        for bandwidth in (0.1, 1e9)
+    }
+    assert chosen == {0.1: 1, 1e9: 4}
+
+
+def test_nodes_make_replicas_cheaper() -> None:
+    near = Network(Link(0.0, 1.0), node=4, node_link=Link(0.0, 100.0))
+    (far, *_), (close, *_) = (
+        list(meshes(network=network).values())
+        for network in (Network(Link(0.0, 1.0)), near)
+    )
+    assert close.exposed < far.exposed / 50
+
+
+@pytest.mark.parametrize(
+    ("shard", "held"),
+    [("none", 16), ("optimizer", 8 + 8 / 4), ("gradients", 4 + 12 / 4)],
+)
+def test_memory_that_replicas_keep(shard, held) -> None:
+    layers = on_replicas(LAYERS, 4, FAST, shard)
+    assert layers.of("m_fixed") == (held,) * 8
+    # a chunk's gradients are whole for a while
+    (one, *_) = meshes(shard=shard).values()
+    whole = 8 * 4 * 3 / 4 if shard == "gradients" else 0
+    assert one.peak == pytest.approx(8 * held + 8 + whole)
+
+
+def test_a_limit_leaves_the_meshes_that_fit() -> None:
+    """One stage needs 128 + 8, two 64 + 2 x 4, four 32 + 4 x 2."""
+    found = meshes(replace(LAYERS, limit=80.0))
+    assert [one.plan is not None for one in found.values()] == [False, True, True]
+    assert "pp 1" not in best_mesh(list(found.values())).name
+    assert found["pp 1 x dp 4"].needs > 80
+    with pytest.raises(RequestError, match=r"none of 3 meshes fits; the nearest is"):
+        best_mesh(list(meshes(replace(LAYERS, limit=10.0)).values()))
+
+
+def test_meshes_that_cannot_be() -> None:
+    found = meshes(n_devices=16, n_microbatches=4)
+    reasons = {name: one.reason for name, one in found.items() if one.reason}
+    assert reasons == {
+        "pp 1 x dp 16": "4 micro-batches cannot be dealt to 16 replicas",
+        "pp 2 x dp 8": "4 micro-batches cannot be dealt to 8 replicas",
+        "pp 16 x dp 1": "8 layers are too few for 16 stages",
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"n_devices": 0}, "--devices is 0"),
+        ({"n_microbatches": 0}, "--microbatches is 0"),
+        ({"layers": replace(LAYERS, parameters=0.0)}, "add 'parameters'"),
+    ],
+)
+def test_requests_that_are_wrong(wrong, message) -> None:
+    with pytest.raises(RequestError, match=message):
+        meshes(**wrong)

@@ -1,0 +1,223 @@
+"""``zbpp compare --devices``: meshes of stages and replicas in one table."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zbpp.cli.flags import CommonFlags, shown_as
+from zbpp.cli.summary import short_memory
+from zbpp.cli.user_model import load_model
+from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs
+from zbpp.core.costs import chunk_layers
+from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
+from zbpp.planning.replica_costs import Network
+
+__all__ = ["MeshFlags"]
+
+_Count = int | None
+_Number = float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshFlags(CommonFlags):
+    """Flags of a comparison of meshes."""
+
+    devices: Annotated[_Count, shown_as("INT")] = None
+    """Compare meshes of stages and replicas on so many devices, instead of modes; needs
+    --layers, --costs (parts as many as its lists have), or --model."""
+    model: Annotated[str | None, shown_as("MODULE:FUNCTION")] = None
+    """With --devices: a function that returns (model, batch, loss_fn), or hf:PATH; its
+    memory is estimated, its times are those of its matrix products, in seconds."""
+    device_flops: float = 2e14
+    """With --model: floating-point operations of a device in a second."""
+    mesh_mode: Annotated[str, shown_as("MODE")] = "auto"
+    """With --devices: the mode of every mesh."""
+    replica_bandwidth: Annotated[_Number, shown_as("FLOAT")] = None
+    """With --devices: bytes between two devices in a unit of time; left out: that of
+    the layers file."""
+    replica_delay: float = 0.0
+    """With --devices: time of an empty message between replicas."""
+    node: int = 1
+    """With --devices: devices that share faster links."""
+    node_bandwidth: Annotated[_Number, shown_as("FLOAT")] = None
+    """With --node: bytes between two of them in a unit of time."""
+
+    def compare_meshes(self, n_microbatches: int, *, as_json: bool) -> None:
+        """Plan all meshes and print them; the best is marked.
+
+        Raises:
+            RequestError: no mesh fits, or flags are missing or do not go together.
+        """
+        assert self.devices is not None
+        layers, network = self._layers_and_network()
+        found = plan_meshes(
+            layers,
+            n_devices=self.devices,
+            n_microbatches=n_microbatches,
+            network=network,
+            mode=self.mesh_mode,
+            shard=self.shard,
+            effort="fast" if self.effort == "default" else self.effort,
+        )
+        best = best_mesh(found)
+        if as_json:
+            print(json.dumps({"best": best.name, "meshes": [_data(m) for m in found]}))
+            return
+        title = f"{self.devices} devices, {n_microbatches} micro-batches, shard "
+        Console(highlight=False).print(_table(found, best, f"{title}{self.shard}"))
+        for one in found:
+            if one.plan is None:
+                print(f"{one.name}: {one.reason}")
+        print(f"auto: {best.name}")
+
+    def _layers_and_network(self) -> tuple[LayerCosts, Network]:
+        layers = self._sources()
+        bandwidth = self.replica_bandwidth
+        if bandwidth is None:
+            known = layers.bandwidth
+            bandwidth = min(known) if isinstance(known, tuple) else known
+        if bandwidth is None:
+            if self.devices == 1:
+                bandwidth = 1.0  # of nobody
+            else:
+                raise RequestError(
+                    "--replica_bandwidth is missing: the bytes between two devices in "
+                    "a unit of time, which replicas exchange parameters with"
+                )
+        if layers.bandwidth is None and self.replica_bandwidth is not None:
+            layers = replace(layers, bandwidth=bandwidth, delay=self.replica_delay)
+        if self.node < 1:
+            raise RequestError(f"--node is {self.node}; it must be at least 1")
+        if (self.node > 1) != (self.node_bandwidth is not None):
+            raise RequestError(
+                "--node and --node_bandwidth go together: devices of a node, and the "
+                "bytes between two of them in a unit of time"
+            )
+        near = self.node_bandwidth
+        return layers, Network(
+            Link(self.replica_delay, bandwidth),
+            self.node,
+            None if near is None else Link(self.replica_delay, near),
+        )
+
+    def _sources(self) -> LayerCosts:
+        given = [
+            flag
+            for flag, value in (
+                ("--layers", self.layers),
+                ("--costs", self.costs),
+                ("--model", self.model),
+            )
+            if value is not None
+        ]
+        if len(given) != 1:
+            raise RequestError(
+                "--devices needs one of --layers, --costs and --model"
+                + (f"; there are {' and '.join(given)}" if given else "")
+            )
+        layers = self.layer_costs()
+        if layers is not None:
+            return layers
+        return self._of_chunks() if self.model is None else self._of_model()
+
+    def _of_chunks(self) -> LayerCosts:
+        """Take the parts of a costs file for layers: one for each entry of its lists.
+
+        Raises:
+            RequestError: its lists have no one length.
+        """
+        assert self.costs is not None
+        costs, memory = read_costs(self.costs)
+        if self.memory_limit is not None:
+            memory = replace(memory, limit=self.memory_limit)
+        values = (costs.f, costs.b, costs.w, memory.m_b, memory.m_w, memory.m_fixed)
+        lengths = {len(value) for value in values if isinstance(value, tuple)}
+        if len(lengths) != 1:
+            raise RequestError(
+                f"{self.costs}: its lists must have one entry a part, to be dealt to "
+                f"stages; they have {sorted(lengths) or 'none'}; --layers takes a file "
+                "of layers"
+            )
+        limit, n = memory.limit, lengths.pop()
+        layers = chunk_layers(
+            costs, replace(memory, limit=None), Placement.single(n), None
+        )
+        return replace(layers, limit=limit)
+
+    def _of_model(self) -> LayerCosts:
+        """Estimate the memory of a model's layers, and times by their operations."""
+        from zbpp.memory.fake import building, fake_mode
+        from zbpp.memory.layers import costs_of_layers, model_memory
+        from zbpp.memory.model import default_optimizer
+        from zbpp.memory.operations import layer_operations
+
+        assert self.model is not None
+        with building(fake_mode()):
+            user = load_model(self.model, is_fake=True)
+        memory = model_memory(
+            user.model,
+            (user.inputs, user.targets),
+            user.loss_fn,
+            n_layers=user.n_layers,
+        )
+        times = tuple(n / self.device_flops for n in layer_operations(memory.fake))
+        layers = costs_of_layers(memory, default_optimizer)
+        return replace(layers, f=times, b=times, w=times, limit=self.memory_limit)
+
+
+def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("pp x dp", justify="center")
+    for name in ("m", "chunks", "step", "for replicas", "bubble"):
+        table.add_column(name, justify="right")
+    table.add_column("memory", justify="right")
+    table.add_column("")
+    known = [one.peak for one in found if one.plan is not None]
+    for one in found:
+        if one.plan is None:
+            table.add_row(_sizes(one), *["-"] * 6, "", style="dim")
+            continue
+        table.add_row(
+            _sizes(one),
+            str(one.n_microbatches),
+            str(one.plan.schedule.placement.n_chunks // one.n_stages),
+            f"{one.step:.6g}",
+            f"{one.exposed:.6g}",
+            f"{one.bubble:.2%}",
+            short_memory(one.peak, known),
+            "<- auto" if one is best else "",
+            style="bold" if one is best else None,
+        )
+    table.caption = (
+        "pp: stages, dp: replicas, m: micro-batches of a replica\n"
+        "step: one among many; for replicas: what their collectives add\n"
+        "memory: of a device"
+    )
+    return table
+
+
+def _sizes(one: MeshPlan) -> str:
+    return f"{one.n_stages} x {one.data_parallel}"
+
+
+def _data(one: MeshPlan) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "n_stages": one.n_stages,
+        "data_parallel": one.data_parallel,
+        "n_microbatches": one.n_microbatches,
+        "shard": one.shard,
+    }
+    if one.plan is None:
+        return data | {"reason": one.reason}
+    return data | {
+        "placement": list(one.plan.schedule.placement.stage_of),
+        "split": list(one.plan.split),
+        "step": one.step,
+        "exposed": one.exposed,
+        "bubble_rate": one.bubble,
+        "peak_memory": one.peak,
+    }

@@ -1,0 +1,226 @@
+"""Devices as a mesh of stages and replicas: which one has the shortest step?
+
+    64 devices    pp 1 x dp 64, pp 2 x dp 32, ... pp 64 x dp 1
+    a step        the same micro-batches in all, dealt to the replicas
+
+Few stages idle less, many replicas exchange more, and every stage must hold its layers.
+Each mesh is planned with its own split of the layers; then the collectives of its
+replicas are added and steps are simulated until they repeat. Replicas of a stage are
+neighbours, so they share a node where one has room for them.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zbpp.core import (
+    LayerCosts,
+    LimitError,
+    PassKind,
+    RequestError,
+    format_memory,
+)
+from zbpp.planning.data_parallel import Shard, check_replicas, replicated
+from zbpp.planning.layer_plans import plan_layers
+from zbpp.planning.replica_costs import Network, check_parameters, on_replicas
+from zbpp.schedules import LayerPlan, post_validated, without_collectives
+from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
+
+__all__ = ["MeshPlan", "best_mesh", "plan_meshes"]
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """A mesh with its plan, or the reason why there is none.
+
+    Args:
+        n_stages: stages of a replica (pp).
+        data_parallel: replicas of every stage (dp).
+        n_microbatches: of each replica, in a step.
+        shard: state that replicas divide.
+        plan: of one replica, its schedule with its collectives; None: see ``reason``.
+        whole: memory besides the plan's: of the gradients of a chunk that are whole for
+            a while, where the replicas divide gradients.
+        reason: why there is no plan.
+        needs: memory of a device with which there would be one, where that is known.
+    """
+
+    n_stages: int
+    data_parallel: int
+    n_microbatches: int
+    shard: Shard
+    plan: LayerPlan | None = None
+    whole: float = 0.0
+    reason: str = ""
+    needs: float = math.inf
+
+    @property
+    def name(self) -> str:
+        """The mesh as text: ``pp 4 x dp 2``."""
+        return f"pp {self.n_stages} x dp {self.data_parallel}"
+
+    @cached_property
+    def step(self) -> float:
+        """Time of a step among many; post-validated where the backward is split."""
+        return self._step(with_replicas=True)
+
+    @cached_property
+    def exposed(self) -> float:
+        """Part of the step that is there for the replicas' collectives alone."""
+        return max(0.0, self.step - self._step(with_replicas=False))
+
+    @cached_property
+    def bubble(self) -> float:
+        """Idle share of the slowest stage, 0 to 1."""
+        plan = self._plan
+        return bubble_rate(simulate(without_collectives(plan.schedule), plan.costs))
+
+    @cached_property
+    def peak(self) -> float:
+        """Most memory that a device holds, in the unit of the layers."""
+        plan = self._plan
+        held = peak_memory(simulate(plan.schedule, plan.costs), plan.memory)
+        return max(held) + self.whole
+
+    @property
+    def _plan(self) -> LayerPlan:
+        assert self.plan is not None, self.reason
+        return self.plan
+
+    def _step(self, *, with_replicas: bool) -> float:
+        schedule = self._plan.schedule
+        if not with_replicas:
+            schedule = without_collectives(schedule)
+        if schedule.runs(PassKind.W) and schedule.n_stages > 1:
+            schedule = post_validated(schedule)
+        return steady_step_time(schedule, self._plan.costs)
+
+
+def plan_meshes(
+    layers: LayerCosts,
+    *,
+    n_devices: int,
+    n_microbatches: int,
+    network: Network,
+    mode: str = "auto",
+    shard: Shard = "none",
+    effort: str = "fast",
+) -> list[MeshPlan]:
+    """Plan every mesh of some devices whose replicas get equal shares of a step.
+
+    Args:
+        layers: times, memories and parameters of the layers; ``limit`` is that of a
+            device.
+        n_devices: all of them are used.
+        n_microbatches: of a step, over all replicas.
+        network: among replicas.
+        mode: as in `zbpp.plan`.
+        shard: state that replicas divide; a single one has all.
+        effort: of the plans.
+
+    Raises:
+        RequestError: a number is wrong, or the layers do not tell their parameters.
+    """
+    for name, value in (("devices", n_devices), ("microbatches", n_microbatches)):
+        if value < 1:
+            raise RequestError(f"--{name} is {value}; it must be at least 1")
+    if n_devices > 1:
+        check_replicas(n_devices, shard)
+        check_parameters(layers)
+    return [
+        _plan_mesh(layers, n_stages, n_devices, n_microbatches, network, mode, shard, e)
+        for n_stages, e in ((n, effort) for n in _divisors(n_devices))
+    ]
+
+
+def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
+    """Choose the shortest step, with fewer replicas where steps are equal.
+
+    Raises:
+        RequestError: no mesh has a plan.
+    """
+    found = [one for one in plans if one.plan is not None]
+    if not found:
+        nearest = min(plans, key=lambda one: (one.needs, -one.n_stages))
+        raise RequestError(
+            f"none of {len(plans)} meshes fits; the nearest is {nearest.name}: "
+            f"{nearest.reason}"
+        )
+    return min(found, key=lambda one: (one.step, one.data_parallel))
+
+
+def _plan_mesh(
+    layers: LayerCosts,
+    n_stages: int,
+    n_devices: int,
+    n_microbatches: int,
+    network: Network,
+    mode: str,
+    shard: Shard,
+    effort: str,
+) -> MeshPlan:
+    n = n_devices // n_stages
+    own = shard if n > 1 else "none"
+    mesh = MeshPlan(n_stages, n, n_microbatches // n, own)
+    if n_microbatches % n:
+        reason = f"{n_microbatches} micro-batches cannot be dealt to {n} replicas"
+        return replace(mesh, reason=reason)
+    if n_stages > layers.n_layers:
+        reason = f"{layers.n_layers} layers are too few for {n_stages} stages"
+        return replace(mesh, reason=reason)
+    try:
+        plan = plan_layers(
+            mode,
+            _any_stages(on_replicas(layers, n, network, own)),
+            n_stages=n_stages,
+            n_microbatches=n_microbatches // n,
+            effort=effort,
+        )
+    except RequestError as error:
+        needs = error.smallest if isinstance(error, LimitError) else math.inf
+        reason = str(error).partition("\n")[0]
+        return replace(mesh, reason=reason, needs=needs)
+    schedule = replicated(plan.schedule, data_parallel=n, shard=own)
+    mesh = replace(mesh, plan=replace(plan, schedule=schedule))
+    if own != "gradients":
+        return mesh
+    return _with_whole_gradients(mesh, layers)
+
+
+def _with_whole_gradients(mesh: MeshPlan, layers: LayerCosts) -> MeshPlan:
+    """Count a chunk's gradients as whole: they are so from its W to its sum's end."""
+    assert mesh.plan is not None
+    sizes = iter(layers.of("parameters"))
+    largest = max(sum(next(sizes) for _ in range(n)) for n in mesh.plan.split)
+    whole = largest * (1 - 1 / mesh.data_parallel)
+    found = replace(mesh, whole=whole)
+    limit = layers.limit
+    if limit is not None and found.peak > _least(limit) * (1 + 1e-9):
+        peak = found.peak
+        reason = (
+            f"a device needs memory {format_memory(peak, [_least(limit)])} with a "
+            f"chunk's gradients as a whole, over the limit "
+            f"{format_memory(_least(limit), [peak])}"
+        )
+        return replace(found, plan=None, reason=reason, needs=peak)
+    return found
+
+
+def _any_stages(layers: LayerCosts) -> LayerCosts:
+    """Take the slowest link for all, and the least limit: lists are of other stages."""
+    band, delay = layers.bandwidth, layers.delay
+    return replace(
+        layers,
+        bandwidth=min(band) if isinstance(band, tuple) else band,
+        delay=max(delay, default=0.0) if isinstance(delay, tuple) else delay,
+        limit=None if layers.limit is None else _least(layers.limit),
+    )
+
+
+def _least(limit: float | tuple[float, ...]) -> float:
+    return min(limit) if isinstance(limit, tuple) else limit
+
+
+def _divisors(n: int) -> Iterator[int]:
+    return (one for one in range(1, n + 1) if n % one == 0)
