@@ -22,6 +22,7 @@ from zbpp.models.calls import (
 )
 from zbpp.models.frame import Frame
 from zbpp.models.recorded import Collected, Collector
+from zbpp.models.stand_ins import full, slim
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.torch_internals import is_fake
 
@@ -56,6 +57,9 @@ class Owned(nn.Module):
 
 class _Framed(nn.Module):
     """A layer that runs the model's forward around what it owns."""
+
+    compiles = None
+    """Nothing of it is compiled: its forward is more Python than kernels."""
 
     def __init__(self, owned: Owned, frame: Frame, plan: Plan) -> None:
         super().__init__()
@@ -100,8 +104,8 @@ class FrontLayer(_Framed):
 
     def forward(self, batch: Any) -> Value:
         """From a micro-batch to the first hidden state."""
-        sent = _slim(batch, self._only_front)
-        structure = self.plan.structure(_full(sent, self._only_front))
+        sent = slim(batch, self._only_front)
+        structure = self.plan.structure(full(sent, self._only_front))
         n_calls = 1 if self.carries is False else self._n_blocks
         recorder = Recorder(n_calls, structure)
         self.frame.run(batch, recorder, training=self.training)
@@ -112,7 +116,7 @@ class FrontLayer(_Framed):
         value: Value = {"hidden": recorder.hidden, "batch": sent}
         if self.carries is None and not is_fake(recorder.hidden):
             planned = self.plan.calls(
-                _full(sent, self._only_front), recorder.hidden.device
+                full(sent, self._only_front), recorder.hidden.device
             ).calls
             self.carries = not _same(recorder.calls, planned)
         if self.carries:
@@ -134,6 +138,9 @@ class BlockLayer(nn.Module):
 
     own_place = frozenset({"_index", "_name"})
     """Attributes in which blocks that are alike differ; see `zbpp.memory`."""
+
+    compiles = "block"
+    """What is compiled of the layer: a module in it."""
 
     def __init__(
         self,
@@ -159,7 +166,7 @@ class BlockLayer(nn.Module):
     def forward(self, value: Value) -> Value:
         """Run the block on the hidden state, with its own arguments."""
         hidden = value["hidden"]
-        batch = _full(value["batch"], self._only_front)
+        batch = full(value["batch"], self._only_front)
         planned = self.plan.calls(batch, hidden.device)
         calls = planned.calls
         if "shared" in value:
@@ -209,7 +216,7 @@ class BackLayer(_Framed):
     def forward(self, value: Value) -> Any:
         """From the last hidden state to the model's output."""
         hidden: Tensor = value["hidden"]
-        batch = _full(value["batch"], self._only_front)
+        batch = full(value["batch"], self._only_front)
         structure = self.plan.structure(batch)
         router: Collected = value.get("router", ())
 
@@ -262,28 +269,6 @@ def _plain(output: Any, is_made_up: Callable[[Tensor], bool]) -> Any:
         key: held
         for key, held in output.items()
         if isinstance(held, Tensor) and not is_made_up(held)
-    }
-
-
-def _slim(batch: Any, only_front: tuple[str, ...]) -> Any:
-    """The batch with empty tensors of one dimension more for what need not travel."""
-    if not isinstance(batch, dict) or not only_front:
-        return batch
-    return {
-        key: t.new_empty((0, *t.shape)) if key in only_front else t
-        for key, t in batch.items()
-    }
-
-
-def _full(batch: Any, only_front: tuple[str, ...]) -> Any:
-    """The batch with tensors on meta for what has not travelled."""
-    if not isinstance(batch, dict) or not only_front:
-        return batch
-    return {
-        key: torch.empty(t.shape[1:], dtype=t.dtype, device="meta")
-        if key in only_front
-        else t
-        for key, t in batch.items()
     }
 
 

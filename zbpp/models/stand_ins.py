@@ -28,7 +28,9 @@ __all__ = [
     "Site",
     "Slot",
     "as_meta",
+    "full",
     "meta_twin",
+    "slim",
 ]
 
 _MOST = 64  # shapes that are remembered
@@ -190,3 +192,25 @@ class Slot(_StandIn):
         """Hand the call to the frame's run."""
         assert self._site.handler is not None, "a frame runs with a handler"
         return self._site.handler(self._index, args, kwargs)
+
+
+def slim(batch: Any, only_front: tuple[str, ...]) -> Any:
+    """Return the batch with empty tensors, a dimension more, for what stays here."""
+    if not isinstance(batch, dict) or not only_front:
+        return batch
+    return {
+        key: t.new_empty((0, *t.shape)) if key in only_front else t
+        for key, t in batch.items()
+    }
+
+
+def full(batch: Any, only_front: tuple[str, ...]) -> Any:
+    """Return the batch with tensors on meta for what has not travelled."""
+    if not isinstance(batch, dict) or not only_front:
+        return batch
+    return {
+        key: torch.empty(t.shape[1:], dtype=t.dtype, device="meta")
+        if key in only_front
+        else t
+        for key, t in batch.items()
+    }

@@ -12,7 +12,7 @@ from torch import nn
 
 from zbpp.runtime.compiled.backend import zbpp
 
-__all__ = ["Compiling", "compiled", "in_a_row", "is_worth_it"]
+__all__ = ["Call", "Compiling", "compiled", "in_a_row", "is_worth_it"]
 
 Compiling = Literal["blocks", "chunks", False]
 """The parts of a model that are compiled."""

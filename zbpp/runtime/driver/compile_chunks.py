@@ -1,15 +1,25 @@
 """Compile the layers of a chunk, or the chunk."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import cast, get_args
+from typing import Any, cast, get_args
+
+from torch import nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.compiled.layers import Compiling, compiled, in_a_row, is_worth_it
+from zbpp.runtime.compiled.layers import (
+    Call,
+    Compiling,
+    compiled,
+    in_a_row,
+    is_worth_it,
+)
 from zbpp.runtime.ties.alias import AliasedLayer
 
 __all__ = ["check_compile", "compiled_chunk"]
+
+_PART = "compiles"
+"""Attribute of a layer that says which module in it is compiled; None: none is."""
 
 
 def check_compile(how: object) -> Compiling:
@@ -38,18 +48,41 @@ def compiled_chunk(chunk: Chunk, how: Compiling) -> Chunk:
     if not how:
         return chunk
     calls = {
-        index: _compiled_call(chunk, index)
+        index: _compiled_call(chunk.call(index), layer)
         for index, layer in chunk.numbered()
-        if is_worth_it(layer)
     }
     whole = None
-    if how == "chunks" and not chunk.leaves:
-        whole = compiled(in_a_row([chunk.call(index) for index, _ in chunk.numbered()]))
-    return replace(chunk, calls={**chunk.calls, **calls}, whole=whole)
+    has_parts = any(hasattr(layer, _PART) for layer in chunk.layers)
+    if how == "chunks" and not chunk.leaves and not has_parts:
+        whole = compiled(in_a_row([chunk.call(index) for index in calls]))
+    return replace(chunk, calls=calls, whole=whole)
 
 
-def _compiled_call(chunk: Chunk, index: int) -> Callable[[object], object]:
-    call = chunk.call(index)
-    if isinstance(call, AliasedLayer):
-        return call.running(compiled(chunk.layers[index - chunk.first]))
-    return compiled(call)
+def _compiled_call(call: Call, layer: nn.Module) -> Call:
+    name = getattr(layer, _PART, "")
+    if name is None or not (name or is_worth_it(layer)):
+        return call
+    inner = _WithPart(layer, name) if name else compiled(layer)
+    return call.running(inner) if isinstance(call, AliasedLayer) else inner
+
+
+class _WithPart:
+    """Runs a layer with a module in it compiled.
+
+    Args:
+        layer: of a model.
+        name: of the module.
+    """
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self._layer, self._name = layer, name
+        self._compiled: Any = compiled(layer._modules[name])  # type: ignore[arg-type]
+
+    def __call__(self, value: object) -> object:
+        held = self._layer._modules
+        own, held[self._name] = held[self._name], self._compiled
+        try:
+            output: object = self._layer(value)
+        finally:
+            held[self._name] = own
+        return output
