@@ -150,6 +150,7 @@ def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipelin
         patience=Patience(failures=11),  # speculative from the first step on
         device=field.device,
         autocast=autocast_of(request),
+        compile="blocks" if request.compile else False,
         exact_sums=request.exact_sums,
         timeout_s=request.timeout_s,
     )

@@ -41,6 +41,7 @@ class BenchRequest:
     optimizer: str = "adamw"
     clip_grad_norm: float | None = None
     dtype: str = "fp32"
+    compile: bool = False
     exact_sums: bool = True
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"

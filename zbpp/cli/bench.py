@@ -75,6 +75,8 @@ class Bench:
     """Largest norm of the whole model's gradient, for all contenders."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Computation: fp32, or bf16 by autocast."""
+    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Of ours: compile each block by torch.compile; B and W stay apart."""
     exact_sums: bool = True
     """Of ours: gradients to the last bit alike in all modes."""
     seq: int = 128
@@ -128,6 +130,7 @@ class Bench:
                 optimizer=self.optimizer,
                 clip_grad_norm=self.clip_grad_norm,
                 dtype=self.dtype,
+                compile=self.compile,
                 exact_sums=self.exact_sums,
                 seed=self.seed,
                 device=self.device,

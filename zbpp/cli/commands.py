@@ -118,13 +118,15 @@ class Doctor:
     """A function that returns a module and its inputs, or hf:PATH, a config.json of
     transformers: which of its weight gradients can wait for W, and why the others
     cannot."""
+    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Examine the model compiled, block by block, as zbpp train --compile does."""
 
     def run(self) -> None:
         """Print one fact a line."""
         if self.model is None:
             print("\n".join(report_lines()))
         else:
-            print_split(self.model)
+            print_split(self.model, compile=self.compile)
 
 
 Command = (

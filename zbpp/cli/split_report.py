@@ -6,6 +6,7 @@ calls ``build()``, which returns a module and its inputs, or a model, its batch 
 loss, and runs one forward.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -72,8 +73,14 @@ def _of_layers(user: UserModel) -> tuple[Any, tuple[Any, ...]]:
     return nn.Sequential(*user.layers()), (user.inputs,)
 
 
-def examine(name: str) -> tuple[list[tuple[str, str, str]], str]:
+def examine(
+    name: str, *, compile: bool = False
+) -> tuple[list[tuple[str, str, str]], str]:
     """Run one forward of a model.
+
+    Args:
+        name: ``module:function``, or a model of transformers.
+        compile: compile it first: its layers if it has such, else the whole.
 
     Returns:
         A row for each parameter (name, shape, where its gradient is computed), and
@@ -87,7 +94,8 @@ def examine(name: str) -> tuple[list[tuple[str, str, str]], str]:
     from zbpp.runtime.backward.split import split_forward
 
     module, inputs = _load(name)
-    report = split_forward(module, *inputs).report()
+    run = _compiled(module) if compile else module
+    report = split_forward(run, *inputs).report()
     rows, where, sizes = [], {}, {}
     for path, p in module.named_parameters():
         if p in report:
@@ -99,13 +107,26 @@ def examine(name: str) -> tuple[list[tuple[str, str, str]], str]:
     return rows, summarize_split(where, sizes)
 
 
-def print_split(name: str) -> None:
+def _compiled(module: Any) -> Callable[..., Any]:
+    from torch import nn
+
+    from zbpp.runtime.chunk import Chunk
+    from zbpp.runtime.compiled.layers import compiled
+    from zbpp.runtime.driver.compile_chunks import compiled_chunk
+
+    if not isinstance(module, nn.Sequential):
+        return compiled(module)
+    chunk = compiled_chunk(Chunk(0, 0, tuple(module)), "blocks")
+    return lambda value: chunk.run(value, {}, None)
+
+
+def print_split(name: str, *, compile: bool = False) -> None:
     """Print what `examine` finds.
 
     Raises:
         RequestError: as `examine`.
     """
-    rows, summary = examine(name)
+    rows, summary = examine(name, compile=compile)
     table = Table("parameter", "shape", "gradient computed in")
     for row in rows:
         table.add_row(*row)

@@ -61,6 +61,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
         device=device_of(options),
         autocast=AUTOCAST[options.dtype],
         loss_scale=LossScaler() if options.dtype == "fp16" else None,
+        compile="blocks" if options.compile else False,
         exact_sums=options.exact_sums,
         timeout_s=options.timeout_s,
     )

@@ -131,6 +131,8 @@ class Train:
     emulate: _Path = None
     """Costs file in ms: layers that sleep instead, to compare with the simulation. A
     layers file (it names n_layers) is one too: each layer sleeps its own time."""
+    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compile each block by torch.compile; B and W stay apart."""
     exact_sums: bool = True
     """Gradients to the last bit alike in all modes; --no_exact_sums is a few per cent
     faster."""
@@ -155,6 +157,10 @@ class Train:
         for name in ("save_every", "max_restarts"):
             if getattr(self, name) and self.save_dir is None:
                 raise RequestError(f"--{name} needs --save_dir, a folder to save to")
+        if self.compile and self.emulate is not None:
+            raise RequestError(
+                "--compile: emulated layers sleep; leave one of them out"
+            )
         for name in ("clip_grad_norm", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise RequestError(

@@ -107,6 +107,7 @@ def _pipeline_of(loaded: UsersModel, options: Train, schedule: Schedule) -> Pipe
         rollback=options.post_validation_rollback,
         device=device_of(options),
         autocast=AUTOCAST[options.dtype],
+        compile="blocks" if options.compile else False,
         exact_sums=options.exact_sums,
         timeout_s=options.timeout_s,
     )

@@ -17,12 +17,12 @@ from zbpp.runtime.support.compile_internals import (
     compiled_backward,
     current_node,
     is_compiled,
+    missing,
 )
 
 __all__ = ["PieceGradients", "Region", "Take", "reason_for", "region_of", "taking"]
 
 _STOCK = 'compiled without zbpp: use torch.compile(..., backend="zbpp")'
-_NOT_YET = "its backward is not compiled yet"
 
 Take = Callable[[int, list[Tensor]], bool]
 """Given the number of a piece and its operands: keeps them for W, or returns False."""
@@ -88,7 +88,8 @@ def reason_for(node: Any) -> str:
         if region.n_edges != len(node.next_functions):
             return "this torch calls compiled regions in another way"
         return region.why
-    return _STOCK if compiled_backward(node) is not None else f"{_NOT_YET}, or {_STOCK}"
+    lacking = missing()
+    return _STOCK if lacking is None else f"compiled by a torch without {lacking}"
 
 
 @contextmanager
