@@ -53,7 +53,7 @@ class Recomputed:
         call: Callable[[object], object] | None = None,
     ) -> None:
         self.layer = layer
-        self._call = call or layer
+        self._call = layer if call is None else call
         self.name = name
         self.device = device
         self.changing: set[tuple[nn.Module, str]] = set()
