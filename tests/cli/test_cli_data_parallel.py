@@ -29,7 +29,7 @@ def costs(tmp_path) -> list[str]:
         ("none", {"shards": False}),
         ("optimizer", {"shards": True}),
         ("gradients", {"shards": True, "reduces": "every"}),
-        ("parameters", {"shards": True}),
+        ("parameters", {"shards": False, "reduces": "every"}),
     ],
 )
 def test_a_plan_has_the_jobs_and_show_reads_them_back(
@@ -44,8 +44,9 @@ def test_a_plan_has_the_jobs_and_show_reads_them_back(
     assert step["step_time"] > base["step_time"]
     assert main(["show", str(out), *costs]) == 0
     text = capsys.readouterr().out
-    assert "4 REDUCE_GRAD" in text if shard != "gradients" else "12 REDUCE_GRAD" in text
-    assert ("UNSHARD" in text) == (shard != "none") and "  + " in text
+    n_sums = 12 if shard in ("gradients", "parameters") else 4
+    assert f" {n_sums} REDUCE_GRAD" in text and "  + " in text
+    assert ("UNSHARD" in text) == (shard in ("optimizer", "gradients"))
     assert "collectives" not in _shown_text(capsys, *ZBV, *costs)
 
 
@@ -65,6 +66,12 @@ def test_compare_and_plot_know_them(tmp_path, capsys, costs) -> None:
     assert main(["plot", *ZBV, *costs, *TWO, "--out", str(page)]) == 0
     (panel,) = page_data(page.read_text())["panels"]
     assert len(panel["collectives"]) == 4
+
+
+def test_passes_that_gather_are_longer(capsys, costs) -> None:
+    base = shown(capsys, *ZBV, *costs)
+    longer = shown(capsys, *ZBV, *costs, *TWO, "--shard", "parameters")
+    assert longer["span"] >= base["span"] + 2 * 3 * 1.5  # each F and B of 3
 
 
 def test_csv_for_torch_says_how_it_is_loaded(tmp_path, capsys) -> None:

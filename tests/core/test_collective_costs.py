@@ -138,9 +138,6 @@ def test_volumes_of_a_step_are_those_of_the_paper() -> None:
     share = 140e9 / 8
     seconds = [zero_volume(level, share, 8, 32) / 50e9 for level in range(4)]
     assert seconds == pytest.approx([0.6125, 0.6125, 10.106, 29.4], rel=1e-3)
-    assert zero_volume(3, share, 8, 32, gathers_once=True) == zero_volume(
-        1, share, 8, 32
-    )
     one = [zero_volume(level, 1.0, 8, 1) for level in range(4)]
     assert one[3] / one[0] == 1.5  # the articles' figure: one micro-batch
 

@@ -42,10 +42,14 @@ def test_what_replicas_exchange_counts() -> None:
     (one, *_) = meshes(network=slow).values()
     each = slow.time(CollectiveOperation.ALL_REDUCE, 4.0, 4)
     assert one.exposed == pytest.approx(8 * each)
-    (apart, *_) = meshes(network=slow, shard="parameters").values()
+    (apart, *_) = meshes(network=slow, shard="optimizer").values()
     scatter = slow.time(CollectiveOperation.REDUCE_SCATTER, 4.0, 4)
     assert apart.exposed == pytest.approx(8 * 2 * scatter)  # gathered before, too
     assert apart.step == pytest.approx(2 * 24 + 16 * scatter + 8 / 4)  # optimizer
+    (passes, *_) = meshes(network=slow, shard="parameters").values()
+    assert not any("UNSHARD" in str(job) for job in passes.plan.schedule.orders[0])
+    # two F and two B gather all; the first W's sum runs beside the second F and B
+    assert passes.exposed == pytest.approx(8 * (4 + 1) * scatter)
 
 
 def test_slow_links_favour_stages_and_fast_ones_replicas() -> None:
@@ -70,14 +74,20 @@ def test_nodes_make_replicas_cheaper() -> None:
 
 @pytest.mark.parametrize(
     ("shard", "held"),
-    [("none", 16), ("optimizer", 8 + 8 / 4), ("gradients", 4 + 12 / 4)],
+    [
+        ("none", 16),
+        ("optimizer", 2 * 4 + 12 / 4),
+        ("gradients", 4 + 16 / 4),
+        ("parameters", 16 / 4),
+    ],
 )
 def test_memory_that_replicas_keep(shard, held) -> None:
     layers = on_replicas(LAYERS, 4, FAST, shard)
     assert layers.of("m_fixed") == (held,) * 8
-    # a chunk's gradients are whole for a while
+    # a chunk's gradients are whole for a while, and a layer's parameters
     (one, *_) = meshes(shard=shard).values()
-    whole = 8 * 4 * 3 / 4 if shard == "gradients" else 0
+    whole = 8 * 4 * 3 / 4 if shard in ("gradients", "parameters") else 0
+    whole += 4 if shard == "parameters" else 0
     assert one.peak == pytest.approx(8 * held + 8 + whole)
 
 

@@ -63,7 +63,8 @@ class Plan(SizedFlags):
         if planned is None:
             schedule, costs, memory = self.plan(self.pipeline_schedule_mode)
         else:
-            schedule, costs, memory = planned.schedule, planned.costs, planned.memory
+            schedule, memory = planned.schedule, planned.memory
+            costs = self.with_gathers(planned.costs, schedule)
         proof = ""
         if self.solver is not None:
             found = certify(schedule, costs, memory, seconds=self.solver_seconds)

@@ -75,7 +75,7 @@ class EstimateCommand:
     data_parallel: int = 1
     """Replicas of every stage."""
     shard: Shard = "none"
-    """State that replicas divide among them; each word includes those before."""
+    """State that replicas hold in parts; each word includes those before."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Whose kernels are taken; cuda needs a machine with a GPU, and leaves it alone."""
     costs: Annotated[Path | None, shown_as("PATH")] = None

@@ -19,7 +19,7 @@ from zbpp.core import (
     recomputed,
 )
 from zbpp.modes import canonical, is_file, plan
-from zbpp.planning.data_parallel import Shard, replicated
+from zbpp.planning.data_parallel import Shard, replicated, with_gathers
 from zbpp.planning.layer_plans import parse_split, plan_layers
 from zbpp.planning.recompute_plans import parse_recompute, plan_recomputed
 from zbpp.schedules import LayerPlan, post_validated, without_checks
@@ -65,7 +65,7 @@ class CommonFlags:
     """Replicas of every stage; all_gather and reduce_scatter of the costs are times of
     their collectives."""
     shard: Shard = "none"
-    """State that replicas divide among them; each word includes those before."""
+    """State that replicas hold in parts; each word includes those before."""
 
     def models(self) -> tuple[Costs, MemoryModel]:
         """Read the costs, and let the flag overrule the file's memory limit."""
@@ -76,6 +76,11 @@ class CommonFlags:
             _check_unit(self.memory_limit, memory)
             memory = replace(memory, limit=self.memory_limit)
         return costs, memory
+
+    def with_gathers(self, costs: Costs, schedule: Schedule) -> Costs:
+        """Let F and B gather parameters, where replicas hold them in parts."""
+        n, placement = self.data_parallel, schedule.placement
+        return with_gathers(costs, placement, data_parallel=n, shard=self.shard)
 
     def with_collectives(self, schedule: Schedule) -> Schedule:
         """Add the collectives of replicas, if there are several."""
@@ -137,14 +142,16 @@ class SizedFlags(CommonFlags):
         """Plan a mode, or read a file; also return what it is planned for."""
         planned = self.plan_layers(mode)
         if planned is not None:
-            return planned.schedule, planned.costs, planned.memory
+            costs = self.with_gathers(planned.costs, planned.schedule)
+            return planned.schedule, costs, planned.memory
         costs, memory = self.models()
         schedule = plan_by_flags(
             *(mode, self.stages, self.microbatches, costs, memory, self.effort),
             chunks_per_stage=self.chunks_per_stage,
             recompute=self.recompute,
         )
-        return schedule, *recomputed(costs, memory, schedule)
+        costs, memory = recomputed(costs, memory, schedule)
+        return schedule, self.with_gathers(costs, schedule), memory
 
     def plan_layers(self, mode: str) -> LayerPlan | None:
         """Plan with a layers file; None if there is none."""

@@ -66,7 +66,7 @@ def estimate(
         autocast: compute dtype of the forward.
         exact_sums: add gradients in micro-batch order.
         data_parallel: replicas of every stage.
-        shard: state that replicas divide among them: none, optimizer, gradients or
+        shard: state that replicas hold in parts: none, optimizer, gradients or
             parameters; each includes those before.
 
     Raises:

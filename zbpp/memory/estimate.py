@@ -37,9 +37,9 @@ class StageEstimate:
 
     Args:
         parameters: one that layers of the stage share counts once; stages that share
-            one hold it each. Replicas that divide them keep a part.
+            one hold it each. Replicas that hold them in parts keep one.
         gradients: of one step; between two steps post-validation holds them as well.
-            What replicas that divide them keep is a part, from REDUCE_WAIT on.
+            What replicas with parts keep is one, from REDUCE_WAIT on.
         optimizer: its state.
         buffers: and what layers keep from their first forward on.
         rollback: copies that post-validation keeps.
@@ -48,7 +48,7 @@ class StageEstimate:
             gone.
         activations_peak: most of what F and B leave, and of what passes need inside.
         peak: most of all together at any time; the parts have theirs at other times.
-        gathered_peak: most that UNSHARDs have gathered of divided parameters.
+        gathered_peak: most that is gathered at once of parameters in parts.
     """
 
     parameters: int
@@ -171,7 +171,7 @@ def stage_costs(
     for stage, own in enumerate(placement.chunks_of):
         passes, held = _on_stage(memory, steps, schedule, ranges, stage)
         made = sum(c.made_in_b + c.made_in_w for c in passes.values())
-        made += sum(held.gathered.values())
+        made += sum(held.gathered.values()) + max(held.in_pass.values(), default=0)
         largest = max(n for c in passes.values() for n in vars(c.messages).values())
         n_fixed = held.total + made + 3 * largest
         for chunk in own:
@@ -239,5 +239,5 @@ def _stage(fixed: Fixed, most: Held, chunks: Any) -> StageEstimate:
         messages_peak=most.messages,
         activations_peak=most.activations,
         peak=most.peak,
-        gathered_peak=most.gathered,
+        gathered_peak=max(most.gathered, *fixed.in_pass.values(), 0),
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 from zbpp.core import RequestError, Schedule
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.parts import part_of, part_share
-from zbpp.planning.data_parallel import SHARDS, Shard
+from zbpp.planning.data_parallel import Shard, gathers_in_passes
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
@@ -31,12 +31,12 @@ class Steps:
     data_parallel: int = 1
     """Replicas of every stage."""
     shard: Shard = "none"
-    """State that they divide among them (`zbpp.planning.data_parallel`)."""
+    """State that they hold in parts (`zbpp.planning.data_parallel`)."""
 
-    def parts(self, what: Shard) -> int:
-        """Replicas that keep a part each of optimizer, gradients or parameters."""
-        divided = SHARDS.index(what) <= SHARDS.index(self.shard)
-        return self.data_parallel if divided else 1
+    @property
+    def n_parts(self) -> int:
+        """Replicas that hold a part each; 1: every one holds all."""
+        return 1 if self.shard == "none" else self.data_parallel
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Fixed:
             the next send.
         in_order: gradients are added in micro-batch order.
         gathered: of each chunk, what an UNSHARD adds until its RESHARD.
+        in_pass: of each chunk, what F, B and BW gather for themselves.
         summed: of each chunk, what is left of its gradients when REDUCE_WAIT has ended;
             None: they are added up in place.
     """
@@ -73,6 +74,7 @@ class Fixed:
     keeps_sends: bool = True
     in_order: bool = True
     gathered: Mapping[int, int] = field(default_factory=dict)
+    in_pass: Mapping[int, int] = field(default_factory=dict)
     summed: Mapping[int, int] | None = None
 
     @property
@@ -102,14 +104,13 @@ def fixed_of(
         RequestError: replicas shall divide what tensor parallelism has divided.
     """
     layers = [layer for own in chunks.values() for layer in own]
-    own_parameters = memory.parameters(layers)
-    if steps.parts("optimizer") > 1 and any(map(is_sharded, own_parameters)):
+    own_parameters, n = memory.parameters(layers), steps.n_parts
+    if n > 1 and any(map(is_sharded, own_parameters)):
         raise RequestError(
             "replicas cannot divide parameters that tensor parallelism has divided in "
             "an estimate; leave --shard out, or estimate the plain layers"
         )
     speculates = schedule.is_post_validated
-    n = steps.parts("optimizer")
     step = memory.optimizer(layers, steps.optimizer, steps.rollback, n_parts=n)
     buffers = memory.buffers(layers)
     rollback = 0
@@ -123,7 +124,6 @@ def fixed_of(
         ends += tensors_in(memory.fake.targets)
     on_cpu = memory.options.device.type == "cpu"
     sent, received = memory.tied(layers)
-    n = steps.parts("parameters")
     parts = [part_of(memory.fake.mode, p, n) for p in own_parameters]
     return Fixed(
         parameters=memory.bytes_of(parts),
@@ -140,13 +140,24 @@ def fixed_of(
         speculates=speculates,
         keeps_sends=on_cpu,
         in_order=memory.options.exact_sums,
-        gathered={
-            chunk: memory.bytes_of(memory.parameters(own))
-            for chunk, own in chunks.items()
-            if n > 1
-        },
-        summed=_summed(memory, steps.parts("gradients"), chunks),
+        summed=_summed(memory, n, chunks),
+        **_gathered(memory, steps, chunks),
     )
+
+
+def _gathered(
+    memory: ModelMemory, steps: Steps, chunks: Mapping[int, Sequence[int]]
+) -> dict[str, dict[int, int]]:
+    """Bytes of whole parameters: of a chunk by UNSHARD, or of a layer in its passes."""
+    if steps.n_parts == 1:
+        return {}
+    sizes = {
+        chunk: [memory.bytes_of(memory.parameters([layer])) for layer in own]
+        for chunk, own in chunks.items()
+    }
+    if gathers_in_passes(steps.data_parallel, steps.shard):
+        return {"in_pass": {chunk: max(own) for chunk, own in sizes.items()}}
+    return {"gathered": {chunk: sum(own) for chunk, own in sizes.items()}}
 
 
 def _summed(

@@ -175,11 +175,12 @@ class StageWalk:
         if value is not None:
             self._release(value)
         place = (job.chunk, job.microbatch)
+        gathered = self._fixed.in_pass.get(job.chunk, 0)
         if job.kind is not PassKind.F:
             self._last_gradients = 0  # the last step has been validated by now
         match job.kind:
             case PassKind.F:
-                self._see(chunk.peak_f)
+                self._see(chunk.peak_f + gathered)
                 self._leave(place, chunk.m_b - self._shared(value))
             case PassKind.B:
                 self._b_pass(job, chunk)
@@ -187,7 +188,7 @@ class StageWalk:
                 self._w_pass(job, chunk)
             case PassKind.BW:
                 first = job.chunk not in self._has_b
-                self._see(chunk.first_peak_bw if first else chunk.peak_bw)
+                self._see((chunk.first_peak_bw if first else chunk.peak_bw) + gathered)
                 self._b_pass(job, chunk)
                 self._w_pass(job, chunk)
         for sent in self._sent_of.get(place, ()):
@@ -200,7 +201,8 @@ class StageWalk:
     def _b_pass(self, job: Pass, chunk: ChunkPasses) -> None:
         is_first = job.chunk not in self._has_b
         if job.kind is PassKind.B:
-            self._see(chunk.first_peak_b if is_first else chunk.peak_b)
+            peak = chunk.first_peak_b if is_first else chunk.peak_b
+            self._see(peak + self._fixed.in_pass.get(job.chunk, 0))
         self._has_b.add(job.chunk)
         self._leave((job.chunk, job.microbatch), chunk.m_w)
         if is_first:

@@ -1,28 +1,38 @@
-"""Collectives of a schedule, by what the replicas of a stage shard among them.
+"""Collectives of a schedule, by what the replicas of a stage hold in parts.
 
-========== =========================== ====================== ==========================
-shard      each replica keeps          gathered (UNSHARD)     added up (REDUCE_GRAD)
-========== =========================== ====================== ==========================
-none       everything                  nothing                once a step (all-reduce)
-optimizer  its part of the state       once a step            once a step
-gradients  its part of gradients too   once a step            after every W
-parameters its part of all             once a step            once a step
-========== =========================== ====================== ==========================
+========== ================================= =============== =====================
+shard      whole for a while                 UNSHARD         REDUCE_GRAD
+========== ================================= =============== =====================
+none       everything, always                never           once (an all-reduce)
+optimizer  parameters from a chunk's first F once a step     once a step
+           to its last B, gradients to its
+           last W
+gradients  parameters as above; gradients    once a step     after every W
+           from a W to the end of its sum
+parameters a layer's parameters in a pass;   never: F and B  after every W
+           gradients as above                gather
+========== ================================= =============== =====================
 
-Where parameters are sharded, a stage gathers a chunk for its passes and frees it after
-the last B; full gradients of a chunk are there until they are added up. To gather for
-every pass would take 2 m gathers of m micro-batches.
+Whatever is in parts otherwise: parameters, gradients and optimizer state (ZeRO 1 to 3).
 """
 
+from dataclasses import replace
 from typing import Literal, get_args
 
-from zbpp.core import RequestError, Schedule
+from zbpp.core import Costs, Placement, RequestError, Schedule
 from zbpp.schedules import add_collectives
 
-__all__ = ["SHARDS", "Shard", "check_replicas", "replicated"]
+__all__ = [
+    "SHARDS",
+    "Shard",
+    "check_replicas",
+    "gathers_in_passes",
+    "replicated",
+    "with_gathers",
+]
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
-"""State that is divided among replicas; each word includes the ones before."""
+"""State that replicas hold in parts; each word includes the ones before."""
 
 SHARDS: tuple[Shard, ...] = get_args(Shard)
 
@@ -60,6 +70,29 @@ def replicated(schedule: Schedule, *, data_parallel: int, shard: str) -> Schedul
         return schedule
     return add_collectives(
         schedule,
-        shards=shard != "none",
-        reduces="every" if shard == "gradients" else "last",
+        shards=shard in ("optimizer", "gradients"),
+        reduces="every" if shard in ("gradients", "parameters") else "last",
     )
+
+
+def gathers_in_passes(data_parallel: int, shard: str) -> bool:
+    """True if F and B gather parameters themselves, instead of an UNSHARD."""
+    return data_parallel > 1 and shard == "parameters"
+
+
+def with_gathers(
+    costs: Costs, placement: Placement, *, data_parallel: int, shard: str
+) -> Costs:
+    """Make F and B longer by what they gather; nothing runs beside that.
+
+    Raises:
+        RequestError: the costs do not fit the placement.
+    """
+    if not gathers_in_passes(data_parallel, shard) or not costs.all_gather:
+        return costs
+    times = replace(costs, loss=0.0, splits=None).on(placement)
+    f, b = (
+        tuple(one + more for one, more in zip(own, times.all_gather, strict=True))
+        for own in (times.f, times.b)
+    )
+    return replace(costs, f=f, b=b, w=times.w)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zbpp.core import (
+    Costs,
     LayerCosts,
     LimitError,
     PassKind,
@@ -23,7 +24,12 @@ from zbpp.core import (
 )
 from zbpp.planning.data_parallel import Shard, check_replicas, replicated
 from zbpp.planning.layer_plans import plan_layers
-from zbpp.planning.replica_costs import Network, check_parameters, on_replicas
+from zbpp.planning.replica_costs import (
+    Network,
+    check_parameters,
+    on_replicas,
+    whole_for_a_while,
+)
 from zbpp.schedules import LayerPlan, post_validated, without_collectives
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
 
@@ -38,10 +44,10 @@ class MeshPlan:
         n_stages: stages of a replica (pp).
         data_parallel: replicas of every stage (dp).
         n_microbatches: of each replica, in a step.
-        shard: state that replicas divide.
+        shard: state that replicas hold in parts.
         plan: of one replica, its schedule with its collectives; None: see ``reason``.
-        whole: memory besides the plan's: of the gradients of a chunk that are whole for
-            a while, where the replicas divide gradients.
+        alone: costs of the chunks without collectives; None: see ``reason``.
+        whole: memory besides the plan's, of what is whole for a while.
         reason: why there is no plan.
         needs: memory of a device with which there would be one, where that is known.
     """
@@ -51,6 +57,7 @@ class MeshPlan:
     n_microbatches: int
     shard: Shard
     plan: LayerPlan | None = None
+    alone: Costs | None = None
     whole: float = 0.0
     reason: str = ""
     needs: float = math.inf
@@ -73,8 +80,8 @@ class MeshPlan:
     @cached_property
     def bubble(self) -> float:
         """Idle share of the slowest stage, 0 to 1."""
-        plan = self._plan
-        return bubble_rate(simulate(without_collectives(plan.schedule), plan.costs))
+        schedule = without_collectives(self._plan.schedule)
+        return bubble_rate(simulate(schedule, self.alone or Costs()))
 
     @cached_property
     def peak(self) -> float:
@@ -89,12 +96,12 @@ class MeshPlan:
         return self.plan
 
     def _step(self, *, with_replicas: bool) -> float:
-        schedule = self._plan.schedule
-        if not with_replicas:
-            schedule = without_collectives(schedule)
+        schedule, costs = self._plan.schedule, self._plan.costs
+        if not with_replicas and self.alone is not None:
+            schedule, costs = without_collectives(schedule), self.alone
         if schedule.runs(PassKind.W) and schedule.n_stages > 1:
             schedule = post_validated(schedule)
-        return steady_step_time(schedule, self._plan.costs)
+        return steady_step_time(schedule, costs)
 
 
 def plan_meshes(
@@ -116,7 +123,7 @@ def plan_meshes(
         n_microbatches: of a step, over all replicas.
         network: among replicas.
         mode: as in `zbpp.plan`.
-        shard: state that replicas divide; a single one has all.
+        shard: state that replicas hold in parts; a single one has all.
         effort: of the plans.
 
     Raises:
@@ -182,25 +189,26 @@ def _plan_mesh(
         reason = str(error).partition("\n")[0]
         return replace(mesh, reason=reason, needs=needs)
     schedule = replicated(plan.schedule, data_parallel=n, shard=own)
-    mesh = replace(mesh, plan=replace(plan, schedule=schedule))
-    if own != "gradients":
-        return mesh
-    return _with_whole_gradients(mesh, layers)
+    alone, _ = _any_stages(layers).on(
+        schedule.placement, plan.split, recompute=plan.recompute
+    )
+    mesh = replace(
+        mesh,
+        plan=replace(plan, schedule=schedule),
+        alone=replace(alone, optimizer=plan.costs.optimizer),
+    )
+    return _with_whole(mesh, whole_for_a_while(layers, plan.split, n, own), layers)
 
 
-def _with_whole_gradients(mesh: MeshPlan, layers: LayerCosts) -> MeshPlan:
-    """Count a chunk's gradients as whole: they are so from its W to its sum's end."""
-    assert mesh.plan is not None
-    sizes = iter(layers.of("parameters"))
-    largest = max(sum(next(sizes) for _ in range(n)) for n in mesh.plan.split)
-    whole = largest * (1 - 1 / mesh.data_parallel)
+def _with_whole(mesh: MeshPlan, whole: float, layers: LayerCosts) -> MeshPlan:
+    """Count what is whole for a while; refuse a mesh that then has no room."""
     found = replace(mesh, whole=whole)
     limit = layers.limit
     if limit is not None and found.peak > _least(limit) * (1 + 1e-9):
         peak = found.peak
         reason = (
-            f"a device needs memory {format_memory(peak, [_least(limit)])} with a "
-            f"chunk's gradients as a whole, over the limit "
+            f"a device needs memory {format_memory(peak, [_least(limit)])} with what "
+            f"is whole for a while, over the limit "
             f"{format_memory(_least(limit), [peak])}"
         )
         return replace(found, plan=None, reason=reason, needs=peak)

@@ -1,5 +1,6 @@
 """Costs of layers whose stages have replicas: times of collectives, and memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbpp.core import (
@@ -10,9 +11,9 @@ from zbpp.core import (
     collective_time,
 )
 from zbpp.core.costs.layers import PerLayer
-from zbpp.planning.data_parallel import Shard
+from zbpp.planning.data_parallel import Shard, gathers_in_passes
 
-__all__ = ["Network", "check_parameters", "on_replicas"]
+__all__ = ["Network", "check_parameters", "on_replicas", "whole_for_a_while"]
 
 
 @dataclass(frozen=True)
@@ -45,36 +46,56 @@ def on_replicas(
     """Costs of layers on n replicas: times of collectives, and what each replica holds.
 
     Of ``m_fixed`` there are parameters and as much of gradients; the rest, optimizer
-    state as a rule, is divided with the optimizer. Parameters and gradients that are
-    divided count as whole where a step has them so most of its time.
+    state as a rule, has parts as they have. What a step holds whole for most of its
+    time counts whole; `whole_for_a_while` is the rest.
     """
     if n == 1:
         return layers
     sizes, fixed = layers.of("parameters"), layers.of("m_fixed")
-    divides = shard != "none"
-    reduce = CollectiveOperation.REDUCE_SCATTER if divides else (
-        CollectiveOperation.ALL_REDUCE
-    )  # fmt: skip
+    in_parts = shard != "none"
+    reduce = CollectiveOperation.ALL_REDUCE
+    if in_parts:
+        reduce = CollectiveOperation.REDUCE_SCATTER
     gather = CollectiveOperation.ALL_GATHER
-    held = []
-    for size, whole in zip(sizes, fixed, strict=True):
-        rest = max(0.0, whole - 2 * size)
-        parts = {
-            "none": whole,
-            "optimizer": 2 * size + rest / n,
-            "gradients": size + (size + rest) / n,
-            "parameters": 2 * size + (2 * size + rest) / n,
-        }
-        held.append(min(parts[shard], whole) if shard != "parameters" else parts[shard])
-    return replace(
-        layers,
-        m_fixed=tuple(held),
-        optimizer=_divided(layers.optimizer, n) if divides else layers.optimizer,
-        all_gather=tuple(
-            network.time(gather, one, n) if divides else 0 for one in sizes
-        ),
-        reduce_scatter=tuple(network.time(reduce, one, n) for one in sizes),
+    whole = {"optimizer": 2, "gradients": 1}.get(shard, 0)  # gradients, parameters
+    gathers = tuple(network.time(gather, one, n) for one in sizes)
+    costs = replace(
+        layers, reduce_scatter=tuple(network.time(reduce, one, n) for one in sizes)
     )
+    if not in_parts:
+        return costs
+    costs = replace(
+        costs,
+        m_fixed=tuple(
+            (both - (whole == 2) * size) / n + whole * size
+            for size, both in zip(sizes, fixed, strict=True)
+        ),
+        optimizer=_divided(layers.optimizer, n),
+    )
+    if not gathers_in_passes(n, shard):
+        return replace(costs, all_gather=gathers)
+    f, b = (
+        tuple(one + more for one, more in zip(layers.of(k), gathers, strict=True))
+        for k in ("f", "b")
+    )
+    return replace(costs, f=f, b=b)
+
+
+def whole_for_a_while(
+    layers: LayerCosts, split: Sequence[int], n: int, shard: Shard
+) -> float:
+    """Memory of what is whole from a W to its sum's end, or inside a pass.
+
+    The gradients of the largest chunk, where they are summed after every W, and the
+    largest layer's parameters, where passes gather them.
+    """
+    if n == 1 or shard not in ("gradients", "parameters"):
+        return 0.0
+    sizes = layers.of("parameters")
+    each = iter(sizes)
+    chunk = max(sum(next(each) for _ in range(count)) for count in split)
+    layer = max(sizes) if shard == "parameters" else 0.0
+    return chunk * (1 - 1 / n) + layer
 
 
 def _divided(value: PerLayer, n: int) -> PerLayer:

@@ -222,8 +222,6 @@ def zero_volume(
     n_bytes: float,
     n_replicas: int,
     n_microbatches: int,
-    *,
-    gathers_once: bool = False,
 ) -> float:
     """Bytes that a process sends in a step for the replicas of its stage.
 
@@ -237,15 +235,13 @@ def zero_volume(
         n_bytes: of the parameters of the stage.
         n_replicas: of the stage.
         n_microbatches: of a step.
-        gathers_once: level 3 keeps what it has gathered until the last B, and adds up
-            once, as ``--shard parameters`` does: 2 S.
 
     Raises:
         RequestError: there is no such level.
     """
     _check_level(level)
     m = n_microbatches
-    times = (2, 2, m + 1, 2 if gathers_once else 3 * m)[level]
+    times = (2, 2, m + 1, 3 * m)[level]
     return times * n_bytes * (n_replicas - 1) / n_replicas
 
 
