@@ -30,7 +30,10 @@ setup(
     ext_modules=[
         Extension(
             "zbpp.schedules.planner.compiled.loops",
-            [f"{_LOOPS}/{name}.c" for name in ("line", "placement", "moves")],
+            [
+                f"{_LOOPS}/{name}.c"
+                for name in ("line", "placement", "weights", "moves")
+            ],
             depends=[f"{_LOOPS}/loops.h"],
             # no fused operations: plans are those of Python to the last bit
             extra_compile_args=["-O2", "-ffp-contract=off"],

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("zbpp", "schedules", "simulator")
-LOOPS = ("line.c", "placement.c", "moves.c", "loops.h")
+LOOPS = ("line.c", "placement.c", "weights.c", "moves.c", "loops.h")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 pytestmark = pytest.mark.slow

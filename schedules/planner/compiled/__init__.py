@@ -7,5 +7,6 @@ stands for, and that runs where there is no compiler, or where the environment v
 
     line.c         list scheduling of a line         single/list_scheduler.py
     placement.c    the same for any placement        multi/list_scheduler.py
+    weights.c      the W's of a given order          multi/place_weights.py
     moves.c        times, and the critical path      multi/timing.py, critical_path.py
 """

@@ -24,8 +24,8 @@ def _load() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(path))
     except OSError:  # there was no compiler, or it is of another machine
         return None
-    for name in ("zbpp_line", "zbpp_list_schedule", "zbpp_improve"):
-        getattr(found, name).restype = ctypes.c_int64
+    for name in ("line", "list_schedule", "place_weights", "time", "improve"):
+        getattr(found, f"zbpp_{name}").restype = ctypes.c_int64
     return found
 
 

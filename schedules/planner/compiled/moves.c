@@ -277,6 +277,31 @@ static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
     return DONE;
 }
 
+/* Time rows of stages, stage by stage; n_row is their length. */
+ZBPP_API int64_t zbpp_time(const Problem *of, const int32_t *rows, const int64_t *n_row,
+                           double *span) {
+    int64_t p = of->n_stages, n_numbers = 3 * of->n_chunks, result = NO_MEMORY;
+    int64_t longest, n_timed = 0;
+    int64_t *whole = calloc((size_t)(3 * p + 1 + n_numbers), sizeof(int64_t));
+    double *floats =
+        calloc((size_t)(2 * p + n_numbers * of->n_microbatches), sizeof(double));
+    uint8_t *is_awake = calloc((size_t)p, 1);
+    if (!whole || !floats || !is_awake) goto end;
+    Clock clock = {.of = of, .from = whole, .is_awake = is_awake, .now = floats};
+    clock.n = clock.from + p + 1;
+    clock.at = clock.n + n_numbers;
+    clock.awake = clock.at + p;
+    clock.slack = floats + p;
+    for (int64_t s = 0; s < p; s++) clock.from[s + 1] = clock.from[s] + n_row[s];
+    result = time_rows(&clock, rows, floats + 2 * p, 0.0, INFINITY, span, &longest,
+                       &n_timed);
+end:
+    free(whole);
+    free(floats);
+    free(is_awake);
+    return result;
+}
+
 /* Improve rows in place, stage by stage; n_row is their length. */
 ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n_row,
                               double cost, double passes, double *spent,

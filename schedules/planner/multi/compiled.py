@@ -2,6 +2,7 @@
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -15,12 +16,13 @@ from zbpp.schedules.planner.compiled.library import (
     whole_numbers,
 )
 from zbpp.schedules.planner.draws import Draws
-from zbpp.schedules.planner.multi import critical_path, list_scheduler
+from zbpp.schedules.planner.multi import critical_path, list_scheduler, timing
+from zbpp.schedules.planner.multi import place_weights as weights
 from zbpp.schedules.planner.multi.critical_path import COST
 from zbpp.schedules.planner.multi.list_scheduler import Settings
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 
-__all__ = ["improve", "list_schedule"]
+__all__ = ["improve", "list_schedule", "place_weights", "retime"]
 
 
 class _Problem(ctypes.Structure):
@@ -115,9 +117,12 @@ def list_schedule(
     if library is None:
         return list_scheduler.list_schedule(problem, settings, below, budget)
     flat = _flat(problem)
+    ranks = floats(())
+    for row in settings.ranks:
+        ranks.extend(row)
     arrays = (
         *map(whole_numbers, (settings.caps, settings.fresh)),
-        floats(chain.from_iterable(settings.ranks)),
+        ranks,
         *map(floats, (settings.shift, settings.late, settings.late_tail)),
         *map(floats, (settings.hold, settings.hold_later)),
     )
@@ -136,10 +141,63 @@ def list_schedule(
         )
     )
     budget.spend(sum(lengths))
-    if not is_done:
-        return None
+    return _plan(flat, rows, lengths, span.value) if is_done else None
+
+
+def place_weights(
+    problem: PlacementProblem,
+    given: Sequence[Sequence[int]],
+    late: Sequence[float],
+    below: float,
+) -> Plan | None:
+    """Add W's as `place_weights.place_weights` does, to the last bit."""
+    if library is None:
+        return weights.place_weights(problem, given, late, below)
+    flat = _flat(problem)
+    arrays = (
+        array("i", chain.from_iterable(given)),
+        whole_numbers(accumulate(map(len, given), initial=0)),
+        floats(late),
+    )
+    rows = array("i", [0]) * flat.rows_from[-1]
+    lengths = whole_numbers([0] * problem.n_stages)
+    span = ctypes.c_double()
+    is_done = check(
+        library.zbpp_place_weights(
+            ctypes.byref(flat.problem),
+            *map(address, arrays),
+            ctypes.c_double(below),
+            address(rows),
+            address(flat.rows_from),
+            address(lengths),
+            ctypes.byref(span),
+        )
+    )
+    return _plan(flat, rows, lengths, span.value) if is_done else None
+
+
+def _plan(flat: _Flat, rows: Buffer, lengths: Buffer, span: float) -> Plan:
     starts = zip(flat.rows_from, lengths, strict=False)
-    return Plan(span.value, [rows[at : at + n].tolist() for at, n in starts])
+    return Plan(span, [rows[at : at + n].tolist() for at, n in starts])
+
+
+def retime(problem: PlacementProblem, plan: Plan) -> Plan:
+    """Let every pass of a valid plan start as early as it can."""
+    if library is None:
+        return timing.retime(problem, plan)
+    rows = array("i", chain.from_iterable(plan.rows))
+    lengths = whole_numbers(map(len, plan.rows))
+    span = ctypes.c_double()
+    is_done = check(
+        library.zbpp_time(
+            ctypes.byref(_flat(problem).problem),
+            address(rows),
+            address(lengths),
+            ctypes.byref(span),
+        )
+    )
+    assert is_done, "a valid plan has no deadlock"
+    return Plan(span.value, plan.rows)
 
 
 def improve(

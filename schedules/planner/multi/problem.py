@@ -80,12 +80,12 @@ class PlacementProblem:
         """Chunk to stage."""
         return self.times.placement
 
-    @property
+    @cached_property
     def n_stages(self) -> int:
         """Number of stages."""
         return self.placement.n_stages
 
-    @property
+    @cached_property
     def n_chunks(self) -> int:
         """Number of chunks over all stages."""
         return self.placement.n_chunks
@@ -282,6 +282,9 @@ class PlacementProblem:
         backward = PassKind.BW if stage in self.joint else PassKind.B
         kinds = (PassKind.F, backward, PassKind.W)
         done = [0] * (3 * self.n_chunks)
+        names = [
+            (kinds[q // self.n_chunks], self.chunk(q)) for q in range(3 * self.n_chunks)
+        ]
         for q in row:
-            yield Pass(kinds[q // self.n_chunks], self.chunk(q), done[q])
+            yield Pass(*names[q], done[q])
             done[q] += 1

@@ -19,6 +19,7 @@ micro-batches, equal and unequal times, memory from p/10 to 2p.
 """
 
 import math
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,10 @@ from zbpp.schedules.planner.limits import micro_batch
 from zbpp.schedules.planner.multi.list_scheduler import Settings, chain_offsets
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Rows
 
-__all__ = ["RULES", "Rule", "is_v", "order_of", "settings_of"]
+__all__ = ["RULES", "Ranks", "Rule", "is_v", "order_of", "ranks_of", "settings_of"]
+
+
+Ranks = Callable[[float, bool], Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True)
@@ -112,16 +116,14 @@ def order_of(problem: PlacementProblem, stretch: float) -> Rows:
     ]
 
 
-def settings_of(
-    problem: PlacementProblem, rule: Rule, order: Callable[[float], Rows]
-) -> Settings:
-    """Give a rule its numbers; ``order`` is `order_of` the problem."""
+def settings_of(problem: PlacementProblem, rule: Rule, ranks: Ranks) -> Settings:
+    """Give a rule its numbers; ``ranks`` is `ranks_of` the problem."""
     p = problem.n_stages
     unit = max(problem.work) / problem.n_microbatches
     return Settings(
         caps=tuple(_caps(problem, rule)),
         fresh=tuple(_fresh(problem, rule)),
-        ranks=_ranks(problem, rule, order),
+        ranks=ranks(rule.stretch, rule.by_place),
         shift=tuple(-unit * ahead for ahead in _aheads(problem, rule)),
         late=(rule.late,) * p,
         late_tail=(rule.late_tail,) * p,
@@ -131,20 +133,27 @@ def settings_of(
     )
 
 
-def _ranks(
-    problem: PlacementProblem, rule: Rule, order: Callable[[float], Rows]
+def ranks_of(
+    problem: PlacementProblem,
+    order: Callable[[float], Rows],
+    stretch: float,
+    by_place: bool,
 ) -> Sequence[Sequence[float]]:
+    """Rank every F and B; ``order`` is `order_of` the problem."""
     m = problem.n_microbatches
     unit = max(problem.work) / m
-    if not rule.by_place:
-        ways = [rule.stretch * way for way in chain_offsets(problem)]
+    if not by_place:
+        ways = [stretch * way for way in chain_offsets(problem)]
         return [[i * unit + way for i in range(m)] for way in ways]
-    ranks: list[list[float]] = [[] for _ in range(2 * problem.n_chunks)]
-    rows = order(rule.stretch)
+    ranks = [array("d")] * (2 * problem.n_chunks)
+    rows = order(stretch)
     for row, numbers in zip(rows, problem.numbers, strict=True):
         step = unit / len(numbers)
+        places: dict[int, list[float]] = {q: [] for q in numbers}
         for place, q in enumerate(row):
-            ranks[q].append(place * step)
+            places[q].append(place * step)
+        for q in numbers:
+            ranks[q] = array("d", places[q])
     return ranks
 
 

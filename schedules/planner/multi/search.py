@@ -12,11 +12,10 @@ from random import Random
 
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.draws import Draws
-from zbpp.schedules.planner.multi.compiled import improve, list_schedule
+from zbpp.schedules.planner.multi.compiled import improve, list_schedule, retime
 from zbpp.schedules.planner.multi.list_scheduler import Settings
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.multi.seeds import seeds
-from zbpp.schedules.planner.multi.timing import retime
 
 __all__ = ["climb_again"]
 

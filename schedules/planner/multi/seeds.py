@@ -13,13 +13,19 @@ from functools import lru_cache, partial
 
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.multi.compiled import list_schedule
+from zbpp.schedules.planner.multi.compiled import list_schedule, place_weights, retime
 from zbpp.schedules.planner.multi.list_scheduler import Settings
-from zbpp.schedules.planner.multi.place_weights import place_weights
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
 from zbpp.schedules.planner.multi.rounds import plan_rounds
-from zbpp.schedules.planner.multi.rules import RULES, Rule, is_v, order_of, settings_of
-from zbpp.schedules.planner.multi.timing import retime
+from zbpp.schedules.planner.multi.rules import (
+    RULES,
+    Ranks,
+    Rule,
+    is_v,
+    order_of,
+    ranks_of,
+    settings_of,
+)
 
 __all__ = ["Seed", "seeds"]
 
@@ -58,7 +64,13 @@ def seeds(
         if seed.plan.span <= problem.target or not budget.is_left:
             break
     if not found:
-        last = _by_rule(problem, RULES[0], partial(order_of, problem), budget, math.inf)
+        last = _by_rule(
+            problem,
+            RULES[0],
+            partial(ranks_of, problem, partial(order_of, problem)),
+            budget,
+            math.inf,
+        )
         assert last is not None
         found.append(last)
     return sorted(found, key=lambda seed: seed.plan.span)
@@ -67,6 +79,7 @@ def seeds(
 def _attempts(problem: PlacementProblem, budget: Budget) -> Iterator[Attempt]:
     v, size = is_v(problem), (problem.numbers, problem.n_microbatches)
     order = lru_cache(partial(order_of, problem))
+    ranks = lru_cache(partial(ranks_of, problem, order))
     if v:
         yield partial(_known_order, problem, partial(order, 0.0), 0.5, budget)
         yield partial(_in_rounds, problem, budget)
@@ -76,7 +89,7 @@ def _attempts(problem: PlacementProblem, budget: Budget) -> Iterator[Attempt]:
     yield partial(_known_order, problem, partial(order, 1.0), 1.0, budget)
     for rule in RULES:
         if v or rule.stretch > 0:
-            yield partial(_by_rule, problem, rule, order, budget)
+            yield partial(_by_rule, problem, rule, ranks, budget)
 
 
 def _known_order(
@@ -100,10 +113,10 @@ def _in_rounds(problem: PlacementProblem, budget: Budget, below: float) -> Seed 
 def _by_rule(
     problem: PlacementProblem,
     rule: Rule,
-    order: Callable[[float], Rows],
+    ranks: Ranks,
     budget: Budget,
     below: float,
 ) -> Seed | None:
-    settings = settings_of(problem, rule, order)
+    settings = settings_of(problem, rule, ranks)
     plan = list_schedule(problem, settings, below, budget)
     return None if plan is None else Seed(retime(problem, plan), settings)

@@ -15,9 +15,16 @@ from zbpp.schedules.planner import compiled as compiled_folder
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.compiled.library import library
 from zbpp.schedules.planner.draws import Draws
-from zbpp.schedules.planner.multi import compiled, critical_path, list_scheduler
+from zbpp.schedules.planner.multi import compiled, critical_path, list_scheduler, timing
+from zbpp.schedules.planner.multi import place_weights as weights
 from zbpp.schedules.planner.multi.problem import PlacementProblem
-from zbpp.schedules.planner.multi.rules import RULES, is_v, order_of, settings_of
+from zbpp.schedules.planner.multi.rules import (
+    RULES,
+    is_v,
+    order_of,
+    ranks_of,
+    settings_of,
+)
 from zbpp.schedules.planner.multi.timing import retime, time_rows
 from zbpp.schedules.planner.single import compiled as compiled_line
 from zbpp.schedules.planner.single import list_scheduler as line_scheduler
@@ -65,21 +72,29 @@ def test_list_scheduling_of_a_line_is_the_same(seed: int) -> None:
 def test_list_scheduling_and_moves_of_any_placement_are_the_same(seed: int) -> None:
     problem = problem_of(seed)
     order = partial(order_of, problem)
+    ranks = partial(ranks_of, problem, order)
     for rule in RULES[seed % 6 :: 6]:
         if rule.stretch == 0 and not is_v(problem):
             continue
-        settings = settings_of(problem, rule, order)
+        settings = settings_of(problem, rule, ranks)
         for below in (math.inf, 1.05 * problem.target):
             both = Budget(math.inf), Budget(math.inf)
             plan = compiled.list_schedule(problem, settings, below, both[0])
             same = list_scheduler.list_schedule(problem, settings, below, both[1])
             assert plan == same and both[0].spent == both[1].spent
+            rows, late = order(rule.stretch), [rule.late] * problem.n_stages
+            plan = compiled.place_weights(problem, rows, late, below)
+            assert plan == weights.place_weights(problem, rows, late, below)
+            if plan is not None:
+                assert compiled.retime(problem, plan) == timing.retime(problem, plan)
         if plan is not None and time_rows(problem, plan.rows) is not None:
             check_moves(problem, seed, rule.stretch > 0)
 
 
 def check_moves(problem: PlacementProblem, seed: int, long: bool) -> None:
-    settings = settings_of(problem, RULES[1], partial(order_of, problem))
+    settings = settings_of(
+        problem, RULES[1], partial(ranks_of, problem, partial(order_of, problem))
+    )
     plan = compiled.list_schedule(problem, settings, math.inf, Budget(math.inf))
     assert plan is not None
     start = retime(problem, plan)
@@ -97,7 +112,9 @@ def test_another_rule_or_another_draw_gives_another_plan() -> None:
     problem = PlacementProblem.of(Placement.wave(3), 8, costs, memory)
     plans = set()
     for rule in (RULES[0], RULES[2]):
-        settings = settings_of(problem, rule, partial(order_of, problem))
+        settings = settings_of(
+            problem, rule, partial(ranks_of, problem, partial(order_of, problem))
+        )
         plan = compiled.list_schedule(problem, settings, math.inf, Budget(math.inf))
         assert plan is not None
         for seed in (0, 1):

@@ -14,7 +14,13 @@ from zbpp.schedules.planner.multi.list_scheduler import list_schedule
 from zbpp.schedules.planner.multi.place_weights import place_weights
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Rows
 from zbpp.schedules.planner.multi.rounds import _Draft, plan_rounds
-from zbpp.schedules.planner.multi.rules import RULES, is_v, order_of, settings_of
+from zbpp.schedules.planner.multi.rules import (
+    RULES,
+    is_v,
+    order_of,
+    ranks_of,
+    settings_of,
+)
 from zbpp.schedules.planner.multi.timing import time_again, time_rows
 from zbpp.schedules.planner.single.list_scheduler import list_schedule_line
 from zbpp.schedules.planner.single.problem import Line, time_orders
@@ -157,10 +163,10 @@ def test_list_scheduling_of_any_placement_runs_at_the_times_of_the_clock():
     ratios = []
     for seed in SEEDS:
         problem = random_problem(seed)
-        order = partial(order_of, problem)
+        ranks = partial(ranks_of, problem, partial(order_of, problem))
         for rule in RULES[::4]:
             if rule.stretch > 0 or is_v(problem):
-                settings = settings_of(problem, rule, order)
+                settings = settings_of(problem, rule, ranks)
                 plan = list_schedule(problem, settings, math.inf, Budget(math.inf))
                 assert plan is not None
                 ratios.append(plan.span / clock_span(problem, plan.rows))
