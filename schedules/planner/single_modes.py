@@ -21,7 +21,9 @@ from typing import Unpack
 
 from zbpp.core import Costs, MemoryModel, Placement, Schedule
 from zbpp.schedules.planner.limits import capped, check_one_fits
+from zbpp.schedules.planner.multi.problem import PlacementProblem
 from zbpp.schedules.planner.request import Request, check_sizes
+from zbpp.schedules.planner.single.moves import move_passes
 from zbpp.schedules.planner.single.problem import line_of, named
 from zbpp.schedules.planner.single.search import search
 from zbpp.schedules.planner.single.seeds import hand_made
@@ -70,11 +72,15 @@ def plan_zb(
     )
     line = line_of(n_stages, n_microbatches, costs, limited)
     found = search(line, effort, hand_made(line))
+    kinds = found.kinds
+    if not found.is_optimal:
+        problem = PlacementProblem.of(placement, n_microbatches, costs, limited)
+        kinds = move_passes(problem, kinds, effort)
     return Schedule(
         name,
         placement,
         n_microbatches,
-        named(line, found.kinds),
+        named(line, kinds),
         memory=None if memory.limit is None else memory,
     )
 

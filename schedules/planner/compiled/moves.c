@@ -23,6 +23,8 @@ typedef struct {
     int64_t longest; /* the stage that has the span */
 } Plan;
 
+enum { CYCLES = 2 };
+
 /* A stage, and the first and the last place of the block in its row. */
 typedef struct {
     int64_t stage, low, high;
@@ -232,7 +234,8 @@ static int is_valid(const Problem *of, const int32_t *row, int64_t n, int64_t s,
 
 static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
                      int64_t *count, int32_t *best, double *best_span,
-                     double cost, double passes, double *spent, uint64_t *state) {
+                     double cost, double passes, double heat, double *spent,
+                     uint64_t *state) {
     const Problem *of = clock->of;
     int64_t p = of->n_stages, n_all = clock->from[p], n_timed = 0;
     size_t all = (size_t)n_all, times = (size_t)(3 * of->n_chunks * of->n_microbatches);
@@ -244,6 +247,7 @@ static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
     *best_span = plan->span;
     double slack = 1e-9 * plan->span;
     int64_t n_blocks = find_blocks(clock, plan, blocks);
+    double start = *spent;
     while (n_blocks && *spent < passes && *best_span > of->target) {
         Block block = blocks[draw(state, (uint64_t)n_blocks)];
         int64_t s = block.stage, n = clock->from[s + 1] - clock->from[s], at = 0;
@@ -251,12 +255,15 @@ static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
         change(tried, n, block, state);
         while (at < n && tried[at] == row[at]) at++;
         n_timed = n + 4 * of->n_chunks;
+        double left = CYCLES * ((*spent - start) / (passes - start));
+        left = 1 - (left - floor(left));
+        double most = *best_span * (1 + heat * left * left) + slack;
         if (at < n && is_valid(of, tried, n, s, count)) {
             double since = begin_at(clock, plan, s, at);
             memcpy(trial->begins, plan->begins, times * sizeof(double));
-            if (time_rows(clock, trial->rows, trial->begins, since, *best_span + slack,
+            if (time_rows(clock, trial->rows, trial->begins, since, most,
                           &trial->span, &trial->longest, &n_timed) == DONE
-                && trial->span <= *best_span + slack) {
+                && trial->span <= most) {
                 double *begins = plan->begins;
                 plan->begins = trial->begins;
                 trial->begins = begins;
@@ -304,8 +311,8 @@ end:
 
 /* Improve rows in place, stage by stage; n_row is their length. */
 ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n_row,
-                              double cost, double passes, double *spent,
-                              uint64_t *state, double *span) {
+                              double cost, double passes, double heat,
+                              double *spent, uint64_t *state, double *span) {
     int64_t p = of->n_stages, n_numbers = 3 * of->n_chunks, n_all = 0;
     int64_t n_times = n_numbers * of->n_microbatches, result = NO_MEMORY;
     for (int64_t s = 0; s < p; s++) n_all += n_row[s];
@@ -331,7 +338,7 @@ ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n
     plan.numbers = plan.places + n_times;
     memcpy(plan.rows, rows, (size_t)n_all * sizeof(int32_t));
     result = climb(&clock, &plan, &trial, blocks, count, rows, span, cost, passes,
-                   spent, state);
+                   heat, spent, state);
 end:
     free(whole);
     free(floats);

@@ -201,11 +201,15 @@ def retime(problem: PlacementProblem, plan: Plan) -> Plan:
 
 
 def improve(
-    problem: PlacementProblem, plan: Plan, budget: Budget, draws: Draws
+    problem: PlacementProblem,
+    plan: Plan,
+    budget: Budget,
+    draws: Draws,
+    heat: float = 0.0,
 ) -> Plan:
     """Climb as `critical_path.improve` does, to the last bit."""
     if library is None:
-        return critical_path.improve(problem, plan, budget, draws)
+        return critical_path.improve(problem, plan, budget, draws, heat)
     if plan.span <= problem.target or not budget.is_left:
         return plan
     rows = array("i", chain.from_iterable(plan.rows))
@@ -219,6 +223,7 @@ def improve(
             address(lengths),
             ctypes.c_double(COST),
             ctypes.c_double(budget.passes),
+            ctypes.c_double(heat),
             ctypes.byref(spent),
             ctypes.byref(state),
             ctypes.byref(span),

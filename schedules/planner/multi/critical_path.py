@@ -13,6 +13,7 @@ valid and not worse is taken: steps that change nothing lead to those that do (B
 Vazacopoulos, Management Science 44, 1998, for the job shop).
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
@@ -25,17 +26,27 @@ __all__ = ["COST", "improve"]
 
 COST = 0.25  # of timing a pass, in passes of the list scheduler
 
+_CYCLES = 2
+
 Block = tuple[int, int, int]
 """A stage, and the first and the last place of the block in its row."""
 
 
 def improve(
-    problem: PlacementProblem, plan: Plan, budget: Budget, draws: Draws
+    problem: PlacementProblem,
+    plan: Plan,
+    budget: Budget,
+    draws: Draws,
+    heat: float = 0.0,
 ) -> Plan:
     """Climb from a plan; stop at the lower bound, or when the budget is spent.
 
     A step spends what it times: the passes from the first changed one on, until they
     are sure to take too long, and the row that it changes.
+
+    With ``heat``, a share, steps may be that much worse than the best plan at first,
+    less and less, and twice so (Dueck, "New optimization heuristics: the great deluge
+    algorithm and the record-to-record travel", J. Comput. Phys. 104, 1993).
     """
     if plan.span <= problem.target or not budget.is_left:
         return plan
@@ -44,11 +55,14 @@ def improve(
     assert times is not None
     blocks = list(_blocks(problem, rows, times))
     slack = 1e-9 * times.span
-    best_span = times.span
+    best_span, start = times.span, budget.spent
     while blocks and budget.is_left and best_span > problem.target:
         stage, row = _changed(rows, blocks, draws)
         n_timed = len(row) + 4 * problem.n_chunks
         old = rows[stage]
+        left = _CYCLES * ((budget.spent - start) / (budget.passes - start))
+        left = 1 - (left - math.floor(left))
+        most = best_span * (1 + heat * left * left) + slack
         at = next((i for i, q in enumerate(old) if q != row[i]), -1)
         if at >= 0 and _is_valid(problem, stage, row):
             trial = [row if s == stage else one for s, one in enumerate(rows)]
@@ -57,10 +71,10 @@ def improve(
                 trial,
                 known=times,
                 since=times.starts[stage][at],
-                most=best_span + slack,
+                most=most,
             )
             n_timed += n_more
-            if result is not None and result.span <= best_span + slack:
+            if result is not None and result.span <= most:
                 rows, times = trial, result
                 blocks = list(_blocks(problem, rows, times))
                 if times.span < best_span - slack:

@@ -28,6 +28,7 @@ lower bound; the first two depend on nothing but the arguments.
 """
 
 import math
+from collections.abc import Sequence
 
 from zbpp.core import (
     Costs,
@@ -39,15 +40,17 @@ from zbpp.schedules.planner.budget import LONG, Budget, parse_effort
 from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.limits import capped, check_one_fits
 from zbpp.schedules.planner.multi.compiled import improve
+from zbpp.schedules.planner.multi.moves import few_moves, improve_several, moves_of
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.multi.search import climb_again
-from zbpp.schedules.planner.multi.seeds import seeds
+from zbpp.schedules.planner.multi.seeds import Seed, seeds
 from zbpp.schedules.planner.request import check_sizes
 
 __all__ = ["plan_placement", "plan_wave"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
+_MARGIN = 0.01
 _LONG = 1200  # passes placed, for each pass of the plan
 
 
@@ -145,13 +148,19 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     kind, seconds = parse_effort(effort)
     n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
     if kind == "fast":
-        tries = Budget(min(24 * n_passes, 2e6))
-        few = Budget(min(12 * n_passes, 1e5))
-        return _at_limit(problem, tries, few)
+        tries, moves = Budget(min(24 * n_passes, 2e6)), Budget(few_moves(n_passes))
+        found = seeds(problem, tries)
+        plan = improve_several(problem, _plans(found), moves)
+        less = Budget(min(100 * n_passes, 1.5e5))
+        return _below_limit(problem, plan, tries, moves, less)
     tries = Budget(max(2e6, min(16 * n_passes, 4e6)))
     moves = Budget(min(max(3e4, 40 * n_passes), 1e5 + 8 * n_passes, 2e6))
-    plan = _at_limit(problem, tries, moves)
-    plan = _below_limit(problem, plan, tries, moves)
+    found = seeds(problem, tries, margin=_MARGIN)
+    plan = improve(problem, found[0].plan, moves, Draws(0))
+    less = Budget(min(max(2e5, 200 * n_passes), 6e5))
+    plan = _below_limit(problem, plan, tries, moves, less)
+    several = Budget(moves_of(n_passes))
+    plan = improve_several(problem, [plan, *_plans(found)[1:]], several)
     if kind == LONG:
         plan = improve(problem, plan, Budget(min(_LONG * n_passes, 4e6)), Draws(1))
     if kind == "best":
@@ -159,16 +168,12 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     return plan
 
 
-def _at_limit(
-    problem: PlacementProblem, tries: Budget, moves: Budget, below: float = math.inf
-) -> Plan:
-    """Take the best seed, and move its passes; give up seeds not below a span."""
-    found = seeds(problem, tries, below=below)
-    return improve(problem, found[0].plan, moves, Draws(0))
+def _plans(found: Sequence[Seed]) -> list[Plan]:
+    return [seed.plan for seed in found]
 
 
 def _below_limit(
-    problem: PlacementProblem, plan: Plan, tries: Budget, moves: Budget
+    problem: PlacementProblem, plan: Plan, tries: Budget, moves: Budget, budget: Budget
 ) -> Plan:
     """Plan as if there were less memory: more should not give a longer plan.
 
@@ -178,15 +183,14 @@ def _below_limit(
     hardly make better than the best plan are given up.
     """
     once = tries.spent + moves.spent
-    n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
-    budget = Budget(min(max(2e5, 200 * n_passes), 6e5))
     for lower in problem.lower_limits(plan.rows):
         if budget.passes - budget.spent < once:
             break
         if max(problem.target, lower.target) >= plan.span:
             break
         tries, moves = Budget(tries.passes), Budget(moves.passes)
-        other = _at_limit(lower, tries, moves, below=1.03 * plan.span)
+        found = seeds(lower, tries, below=1.03 * plan.span)
+        other = improve(lower, found[0].plan, moves, Draws(0))
         budget.spend(tries.spent + moves.spent)
         plan = min(plan, other, key=lambda one: one.span)
     return plan

@@ -1,0 +1,23 @@
+"""Move single passes of a plan for a line, as those of any placement are moved."""
+
+from zbpp.schedules.planner.budget import Budget, parse_effort
+from zbpp.schedules.planner.multi.compiled import retime
+from zbpp.schedules.planner.multi.moves import few_moves, improve_several, moves_of
+from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
+from zbpp.schedules.planner.single.problem import Kinds
+
+__all__ = ["move_passes"]
+
+_HEAT = 0.03
+
+
+def move_passes(problem: PlacementProblem, kinds: Kinds, effort: str) -> Kinds:
+    """Improve a plan on its critical path: see `multi.critical_path`."""
+    n = problem.n_stages
+    names = [(s, 2 * n - 1 - s, 3 * n - 1 - s) for s in range(n)]
+    rows = [[own[kind] for kind in row] for own, row in zip(names, kinds, strict=True)]
+    plan = retime(problem, Plan(0.0, rows))
+    n_passes = float(sum(map(len, rows)))
+    count = few_moves if parse_effort(effort)[0] == "fast" else moves_of
+    plan = improve_several(problem, [plan], Budget(count(n_passes)), _HEAT)
+    return [bytearray(q // n for q in row) for row in plan.rows]
