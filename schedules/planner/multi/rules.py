@@ -20,16 +20,28 @@ micro-batches, equal and unequal times, memory from p/10 to 2p.
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zbpp.core import PassKind
+from zbpp.schedules.patterns.vpp import plan_vpp
 from zbpp.schedules.patterns.zb_v import zb_v_cells
 from zbpp.schedules.planner.limits import micro_batch
 from zbpp.schedules.planner.multi.list_scheduler import Settings, chain_offsets
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Rows
 
-__all__ = ["RULES", "Ranks", "Rule", "is_v", "order_of", "ranks_of", "settings_of"]
+__all__ = [
+    "RULES",
+    "Ranks",
+    "Rule",
+    "is_interleaved",
+    "is_v",
+    "order_of",
+    "ranks_of",
+    "settings_of",
+    "vpp_rows",
+    "zb_v_rows",
+]
 
 
 Ranks = Callable[[float, bool], Sequence[Sequence[float]]]
@@ -98,6 +110,12 @@ def is_v(problem: PlacementProblem) -> bool:
     return problem.placement.stage_of == (*stages, *reversed(stages))
 
 
+def is_interleaved(problem: PlacementProblem) -> bool:
+    """True if several chunks a stage go down the stages again and again."""
+    p, each = problem.n_stages, problem.n_chunks // problem.n_stages
+    return each > 1 and problem.placement.stage_of == (*range(p),) * each
+
+
 def order_of(problem: PlacementProblem, stretch: float) -> Rows:
     """Order the F's and B's of every stage by i T + the stretched way; 0: as ZB-V."""
     if stretch == 0:
@@ -159,16 +177,56 @@ def ranks_of(
 
 def _zb_v_rows(problem: PlacementProblem) -> Rows:
     last = 2 * problem.n_chunks - 1
+    return [[q for q in row if q <= last] for row in zb_v_rows(problem)]
+
+
+def zb_v_rows(problem: PlacementProblem) -> Rows:
+    """Order all passes of every stage as ZB-V does, for a V."""
+    size = problem.n_stages, problem.n_microbatches
     return [
-        [
-            chunk if kind is PassKind.F else last - chunk
-            for kind, chunk, _ in zb_v_cells(
-                stage, problem.n_stages, problem.n_microbatches
-            )
-            if kind is not PassKind.W
-        ]
-        for stage in range(problem.n_stages)
+        _numbered(
+            problem, s, ((kind, chunk) for kind, chunk, _ in zb_v_cells(s, *size))
+        )
+        for s in range(problem.n_stages)
     ]
+
+
+def vpp_rows(problem: PlacementProblem) -> Rows:
+    """Order all passes as VPP does, for interleaved chunks; W's follow their B's."""
+    p = problem.n_stages
+    schedule = plan_vpp(
+        n_stages=p,
+        n_microbatches=problem.n_microbatches,
+        chunks_per_stage=problem.n_chunks // p,
+    )
+    return [
+        _numbered(
+            problem,
+            stage,
+            (
+                (kind, job.chunk)
+                for job in problem.passes(order)
+                for kind in (
+                    (job.kind,)
+                    if job.kind is not PassKind.BW
+                    else (PassKind.B, PassKind.W)
+                )
+            ),
+        )
+        for stage, order in enumerate(schedule.orders)
+    ]
+
+
+def _numbered(
+    problem: PlacementProblem, stage: int, cells: Iterable[tuple[PassKind, int]]
+) -> list[int]:
+    """Write kinds and chunks as numbers, without W's where B's are joint."""
+    n = problem.n_chunks
+    row = [
+        chunk if kind is PassKind.F else (2 + (kind is PassKind.W)) * n - 1 - chunk
+        for kind, chunk in cells
+    ]
+    return [q for q in row if q < 2 * n] if stage in problem.joint else row
 
 
 def _aheads(problem: PlacementProblem, rule: Rule) -> Iterator[float]:

@@ -21,10 +21,13 @@ from zbpp.schedules.planner.multi.rules import (
     RULES,
     Ranks,
     Rule,
+    is_interleaved,
     is_v,
     order_of,
     ranks_of,
     settings_of,
+    vpp_rows,
+    zb_v_rows,
 )
 
 __all__ = ["Seed", "seeds"]
@@ -86,6 +89,9 @@ def _attempts(problem: PlacementProblem, budget: Budget) -> Iterator[Attempt]:
         yield partial(_known_order, problem, partial(order, 0.0), 0.75, budget)
         yield partial(_known_order, problem, partial(v_min_rows, *size), 0.0, budget)
         yield partial(_known_order, problem, partial(v_half_rows, *size), 0.75, budget)
+        yield partial(_as_it_stands, problem, partial(zb_v_rows, problem), budget)
+    if is_interleaved(problem):
+        yield partial(_as_it_stands, problem, partial(vpp_rows, problem), budget)
     yield partial(_known_order, problem, partial(order, 1.0), 1.0, budget)
     for rule in RULES:
         if v or rule.stretch > 0:
@@ -102,6 +108,22 @@ def _known_order(
     budget.spend(2 * problem.n_chunks * problem.n_microbatches)
     plan = place_weights(problem, rows(), [late] * problem.n_stages, below)
     return None if plan is None else Seed(retime(problem, plan), None)
+
+
+def _as_it_stands(
+    problem: PlacementProblem,
+    rows: Callable[[], Rows],
+    budget: Budget,
+    below: float,
+) -> Seed | None:
+    """Take a hand-made order, W's included, if it fits the memory."""
+    budget.spend(problem.n_chunks * problem.n_microbatches)
+    found = rows()
+    for row, limit in zip(found, problem.limits, strict=True):
+        if problem.peak_of(row) > limit:
+            return None
+    plan = retime(problem, Plan(0.0, found))
+    return Seed(plan, None) if plan.span < below else None
 
 
 def _in_rounds(problem: PlacementProblem, budget: Budget, below: float) -> Seed | None:

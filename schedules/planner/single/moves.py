@@ -1,14 +1,16 @@
 """Move single passes of a plan for a line, as those of any placement are moved."""
 
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.multi.compiled import retime
-from zbpp.schedules.planner.multi.moves import few_moves, improve_several, moves_of
+from zbpp.schedules.planner.draws import Draws
+from zbpp.schedules.planner.multi.compiled import improve, retime
+from zbpp.schedules.planner.multi.moves import few_moves, moves_of
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.single.problem import Kinds
 
 __all__ = ["move_passes"]
 
 _HEAT = 0.03
+_TURNS = 2  # each with other moves
 
 
 def move_passes(problem: PlacementProblem, kinds: Kinds, effort: str) -> Kinds:
@@ -18,6 +20,8 @@ def move_passes(problem: PlacementProblem, kinds: Kinds, effort: str) -> Kinds:
     rows = [[own[kind] for kind in row] for own, row in zip(names, kinds, strict=True)]
     plan = retime(problem, Plan(0.0, rows))
     n_passes = float(sum(map(len, rows)))
-    count = few_moves if parse_effort(effort)[0] == "fast" else moves_of
-    plan = improve_several(problem, [plan], Budget(count(n_passes)), _HEAT)
+    is_fast = parse_effort(effort)[0] == "fast"
+    moves = few_moves(n_passes) if is_fast else moves_of(n_passes)
+    for turn in range(1 if is_fast else _TURNS):
+        plan = improve(problem, plan, Budget(moves), Draws(turn), _HEAT)
     return [bytearray(q // n for q in row) for row in plan.rows]

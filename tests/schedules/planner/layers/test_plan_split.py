@@ -133,4 +133,4 @@ def test_layers_move_where_the_planner_says_though_the_load_is_the_same() -> Non
     sizes = {"n_stages": 8, "n_microbatches": m, "effort": "fast"}
     balanced = plan_layers("ZB", layers, split=split, **sizes)
     joint = plan_layers("ZB", layers, **sizes)
-    assert joint.split != split and joint.step < 0.995 * balanced.step
+    assert joint.split != split and joint.step < 0.999 * balanced.step
