@@ -1,7 +1,7 @@
 """Zero-bubble pipeline parallelism for PyTorch: plan, simulate, run.
 
-``import zbpp`` loads no torch: `Pipeline` and `cut`, which do, are loaded when they are
-first used.
+``import zbpp`` loads no torch: `Pipeline`, `cut` and `mesh`, which do, are loaded when
+they are first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from zbpp.modes import plan
 if TYPE_CHECKING:
     from zbpp.models import cut
     from zbpp.pipeline import Pipeline
+    from zbpp.runtime.parallel.mesh import make_mesh as mesh
 
 __all__ = [
     "Costs",
@@ -20,6 +21,7 @@ __all__ = [
     "RequestError",
     "Schedule",
     "cut",
+    "mesh",
     "plan",
 ]
 
@@ -33,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from zbpp.models import cut
 
         return cut
+    if name == "mesh":
+        from zbpp.runtime.parallel.mesh import make_mesh
+
+        return make_mesh
     raise AttributeError(f"module 'zbpp' has no attribute {name!r}")
 
 

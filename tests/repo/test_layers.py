@@ -50,6 +50,12 @@ ROOMS = {
     "zbpp.runtime.optim": {
         *("zbpp.runtime.optim", "zbpp.runtime.support", "zbpp.core"),
         *("zbpp.runtime.comm.transport", "zbpp.runtime.stage"),
+        "zbpp.runtime.comm.peers",
+    },
+    "zbpp.runtime.parallel": {
+        *("zbpp.runtime.parallel", "zbpp.runtime.support", "zbpp.core"),
+        *("zbpp.runtime.comm.peers", "zbpp.runtime.comm.process_group"),
+        *("zbpp.runtime.chunk", "zbpp.runtime.backward.queue"),
     },
     "zbpp.checkpoint": {"zbpp.checkpoint", "zbpp.core"},
     "zbpp.runtime.ties": {

@@ -155,11 +155,13 @@ def test_the_loss_stays() -> None:
     held.begin(step=0, inputs=None, targets=[torch.ones(())], n_microbatches=1)
     x = torch.ones(2, 4, requires_grad=True)
     (loss,) = held.forward(2, 0, (x,))
-    assert torch.equal(held.losses[0], loss) and not held.losses[0].requires_grad
+    assert (
+        torch.equal(held.loss.values[0], loss) and not held.loss.values[0].requires_grad
+    )
     held.loss_scale = 8.0  # read in B, not in F
     held.backward_input(2, 0, None)
     held.backward_weight(2, 0)
-    assert torch.equal(held.losses[0], loss)
+    assert torch.equal(held.loss.values[0], loss)
     (layer,) = held.chunks[2].layers
     assert torch.equal(layer.weight.grad, torch.full((1, 4), 16.0))
 

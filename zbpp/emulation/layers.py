@@ -168,6 +168,7 @@ class DelayedTransport:
         self._stage = stage
         self.background = inner.background
         self.is_local = inner.is_local
+        self.peers = inner.peers
         self._times = times
 
     @property
@@ -227,6 +228,14 @@ class DelayedTransport:
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all processes, by rank."""
         return self._inner.gather(thing)
+
+    def gather_pipeline(self, thing: Any) -> list[Any]:
+        """Give every process the things of its pipeline, by stage."""
+        return self._inner.gather_pipeline(thing)
+
+    def add_weights(self, weight: float) -> Reduction | None:
+        """Start to sum the weight of all replicas' batches."""
+        return self._inner.add_weights(weight)
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Time messages, which take no less than the delay of their link."""

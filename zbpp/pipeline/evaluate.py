@@ -100,7 +100,7 @@ class Evaluating:
             if everywhere:
                 own = map_tensors(outputs, lambda x: x.cpu())
                 transport = next(iter(self._executors.values())).transport
-                every = transport.gather(own)
+                every = transport.gather_pipeline(own)
                 outputs = next((one for one in every if one is not None), None)
         return outputs
 

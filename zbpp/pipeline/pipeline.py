@@ -16,6 +16,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.models import layered_of
@@ -23,6 +24,7 @@ from zbpp.models.given import Given, model_to_build
 from zbpp.modes import is_auto
 from zbpp.pipeline.evaluate import Evaluating
 from zbpp.pipeline.given import loss_of, measure_example
+from zbpp.pipeline.parallel import with_collectives
 from zbpp.pipeline.reports import Reports
 from zbpp.pipeline.state import Checkpoints
 from zbpp.pipeline.stepping import Stepping
@@ -34,7 +36,7 @@ from zbpp.planning.resolve import (
     recomputed_layers,
 )
 from zbpp.planning.resolve_layers import LayersOf, choose_split
-from zbpp.runtime.comm.process_group import initialise, own_device, place_in
+from zbpp.runtime.comm.process_group import initialise, own_device
 from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.agreement import check_agreement
@@ -48,6 +50,8 @@ from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
+from zbpp.runtime.parallel.mesh import find_place
+from zbpp.runtime.parallel.wrap import Shard, check_shard
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.stage import LossFn
 from zbpp.runtime.ties.plan import Tie, TiePlan, check_ties
@@ -118,6 +122,11 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         stage_streams: where all stages are in this process, on one GPU: let them
             compute side by side, each on a stream of its own.
         group: processes of the pipeline, by stage; None: all.
+        mesh: of stages, data and tensor parallelism; see `zbpp.mesh`. Each replica is
+            given its own share of the batch. Layers may be wrapped by `fully_shard` or
+            `replicate`; those that are not are replicated, or wrapped by ``shard``.
+        shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
+            or ``"parameters"`` as well; ``"none"``: each holds all.
         timeout_s: how long a stage waits for another before it gives up.
         first_timeout_s: the same in the first step; None: ten times as long.
 
@@ -158,13 +167,17 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         exact_sums: bool = True,
         stage_streams: bool = False,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        shard: Shard = "none",
         timeout_s: float = 60.0,
         first_timeout_s: float | None = None,
     ) -> None:
         first_timeout_s = first_timeout_s or 10 * timeout_s
         self.device = torch.device(device) if device else own_device()
         initialise(self.device, timeout_s=first_timeout_s)
-        group, self.rank, self.n_ranks = place_in(group)
+        self.place = place = find_place(mesh, group, n_stages=n_stages)
+        self.rank, self.n_ranks = place.rank, place.n_ranks
+        check_shard(shard, place)
         self.layered = layered_of(model, n_layers)
         self.n_layers = self.layered.n_layers
         loss_fn = loss_of(self.layered, loss_fn)
@@ -179,6 +192,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
                     compile=compile,
                     seed=seed,
                     group=group,
+                    mesh=mesh,
+                    shard=shard,
                     ties=ties,
                     timeout_s=timeout_s,
                     first_timeout_s=first_timeout_s,
@@ -196,7 +211,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             *(schedule, layers, split),
             n_layers=self.n_layers,
             n_stages=n_stages,
-            n_ranks=self.n_ranks,
+            n_ranks=place.n_stages,
             n_microbatches=n_microbatches,
             costs=costs,
             memory=memory,
@@ -219,7 +234,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         self._ties = TiePlan(shared, self.split, placement)
         self._programs = lower(self.schedule, ties=self._ties.chunks)
         transports = make_transports(
-            *(self._programs, group, self.device),
+            *(self._programs, place, self.device),
             timeouts_s=(timeout_s, first_timeout_s),
         )
         self._options = options = StageOptions(
@@ -227,12 +242,16 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             recompute=recomputed_layers(self.schedule, self.split),
             stage_streams=stage_streams,
             compile=check_compile(compile),
+            shard=shard,
         )
         self._executors = build_executors(
             model_to_build(model, self.layered),
-            *(self._ties, transports, options),
+            *(self._ties, transports, options, place),
+            timeout_s=timeout_s,
             knows_ties=ties is not None or self.layered.build is not model,
         )
+        given = (self.schedule, self._executors, place, shard, self._ties.chunks)
+        self.schedule, self._programs = with_collectives(*given)
         self._n_steps = check_first_step(first_step)
         self._batches = Batches(
             *(self._executors, placement, self.layered.cut_batch),

@@ -30,6 +30,7 @@ from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.constants import without_constants
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
+from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.replay import Replay
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.values import Nested, Tensors
@@ -64,6 +65,7 @@ class StageParts:
         transport: its messages.
         optimizer: its share of the optimizer step.
         stage_of: stage of every chunk of the whole model.
+        collectives: of its replicas and shards.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class StageParts:
         transport: Transport,
         optimizer: StageOptimizer,
         stage_of: Sequence[int],
+        collectives: Collectives | None = None,
     ) -> None:
         self.stage = stage
         self.transport = transport
         self.optimizer = optimizer
         self.stage_of = stage_of
+        self.collectives = collectives or Collectives({})
         self.times = JobTimes(stage.device)
         self.replay = Replay(stage) if optimizer.speculates else None
         self.is_profiled = False

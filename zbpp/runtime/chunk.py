@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
@@ -19,6 +20,8 @@ class Chunk:
         leaves: by layer, parameters that stand in for tied ones in its forwards.
         calls: by layer, what runs its forward where that is not the module itself.
         whole: runs all layers at once, where nothing is to be done between them.
+        shards: of leaves that are gathered for the forwards, the parameter with this
+            process's part, which is stepped.
     """
 
     index: int
@@ -29,10 +32,20 @@ class Chunk:
     )
     calls: Mapping[int, Callable[[object], object]] = field(default_factory=dict)
     whole: Callable[[object], object] | None = None
+    shards: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+
+    def leaves_once(self) -> Iterator[nn.Parameter]:
+        """Every leaf of the forwards' graphs, once."""
+        return iter(dict.fromkeys(p for *_, p in self.all_leaves()))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter that gets a gradient, once."""
-        return iter(dict.fromkeys(p for *_, p in self.all_leaves()))
+        """Every parameter that is stepped, once."""
+        return iter(dict.fromkeys(p for *_, p in self.all_stepped()))
+
+    def all_stepped(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """Layer, global name and parameter, as the optimizer has it."""
+        for index, name, leaf in self.all_leaves():
+            yield index, name, self.shards.get(leaf, leaf)
 
     def all_leaves(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """Layer, global name and parameter, as the forwards use it."""
@@ -41,7 +54,7 @@ class Chunk:
 
     def named_leaves(self, index: int) -> Iterator[tuple[str, nn.Parameter]]:
         """Global names and parameters of a layer, as its forwards use them."""
-        instead = self.leaves.get(index, {})
+        instead = {**self._gathered, **self.leaves.get(index, {})}
         layer = self.layers[index - self.first]
         for name, p in layer.named_parameters(prefix=f"layers.{index}"):
             yield name, instead.get(p, p)
@@ -49,6 +62,10 @@ class Chunk:
     def numbered(self) -> Iterator[tuple[int, nn.Module]]:
         """Global index and layer."""
         return enumerate(self.layers, start=self.first)
+
+    @cached_property
+    def _gathered(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        return {shard: leaf for leaf, shard in self.shards.items()}
 
     @property
     def may_change_inputs(self) -> bool:

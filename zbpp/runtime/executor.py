@@ -21,10 +21,21 @@ from typing import Any, TypeVar
 
 from torch.profiler import record_function
 
-from zbpp.core import AddTied, Check, Job, Program, Reduce, Step
+from zbpp.core import (
+    AddTied,
+    Check,
+    Collective,
+    CollectiveKind,
+    Job,
+    Program,
+    Reduce,
+    Step,
+)
 from zbpp.runtime.bound import BoundProgram, Call, StageParts
 from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
+from zbpp.runtime.parallel.progress import LayerProgress
+from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.fault_injection import requested_fault
 from zbpp.runtime.support.streams import StageStream
@@ -44,6 +55,7 @@ class Executor(StageParts):
         optimizer: its share of the optimizer step.
         stage_of: stage of every chunk of the whole model.
         rank: of this process, for faults on demand.
+        collectives: of its replicas and shards; None: it has none.
     """
 
     def __init__(
@@ -54,8 +66,9 @@ class Executor(StageParts):
         *,
         stage_of: Sequence[int],
         rank: int,
+        collectives: Collectives | None = None,
     ) -> None:
-        super().__init__(stage, transport, optimizer, stage_of)
+        super().__init__(stage, transport, optimizer, stage_of, collectives)
         self.opening = Opening(1)
         """Of the step that begins next."""
         self.stream: StageStream | None = None
@@ -66,11 +79,16 @@ class Executor(StageParts):
         self._is_invalid = False
         self._norms_began: Any = None  # where tied gradients are added first
         optimizer.inject_fault = self._inject_fault
+        self.collectives.now = self.times.now
+        self._progress: Mapping[int, LayerProgress] = {}
+        if self.collectives.reduces_once:
+            self._progress = self.collectives.progress(stage.chunks.values())
         self._others: Mapping[type, Callable[[Any], Call]] = {
             Step: lambda x: Call(optimizer.ready, partial(self._step, x), x),
             Check: lambda x: Call(
                 optimizer.ready_to_validate, partial(self._check, x), x
             ),
+            Collective: lambda x: Call(None, partial(self._collective, x), x),
             Reduce: lambda x: Call(None, self._reduce, x),
             AddTied: lambda x: Call(
                 partial(stage.ties.ready, self.transport), partial(self._add_tied, x), x
@@ -95,6 +113,7 @@ class Executor(StageParts):
             yield from self._run(bound.rest)
         else:
             yield from self._train(bound)
+        self.collectives.end()
         bound.assert_empty()
         self.stage.assert_empty()
         self.transport.end()
@@ -122,6 +141,7 @@ class Executor(StageParts):
             replay.decided()
         self.optimizer.begin_backward()
         self.stage.ties.begin()
+        self.stage.watch_last_weights(self._progress)
         yield from self._run(rest)
         if replay is not None:
             replay.end()
@@ -148,6 +168,7 @@ class Executor(StageParts):
         assert self.replay is not None
         self._inject_fault("replay")
         bound.forget()
+        self.collectives.rewind()
         self.replay.rewind()
         for place in bound.posted():
             while not self.transport.ready(place.value):
@@ -160,6 +181,21 @@ class Executor(StageParts):
         """Let the fault happen that was asked for here, if any."""
         if self._fault is not None:
             self._fault.inject(self._rank, self.stage.step, name)
+
+    def _collective(self, job: Collective) -> None:
+        """Run a collective; those that go on beside other jobs are noted whole."""
+        start = self.times.now()
+        if self.is_profiled:
+            with record_function(str(job)):
+                self.collectives.run(job)
+        else:
+            self.collectives.run(job)
+        if job.kind is CollectiveKind.REDUCE_WAIT:
+            sums = Collective(CollectiveKind.REDUCE_GRAD, job.chunk)
+            began = self.collectives.began.pop(job.chunk, start)
+            self.times.marks.append((sums, began, self.times.now()))
+        elif job.kind is CollectiveKind.UNSHARD:
+            self.times.marks.append((job, start, self.times.now()))
 
     def _add_tied(self, instruction: AddTied) -> None:
         ties = self.stage.ties

@@ -43,6 +43,7 @@ class Loss:
         weights: Sequence[float] | None,
         *,
         n_microbatches: int,
+        total: Callable[[], float] | None = None,
     ) -> None:
         """Start a step: take its targets.
 
@@ -50,12 +51,15 @@ class Loss:
             targets: of each micro-batch; None: there is no loss here.
             weights: of each micro-batch; None: all alike.
             n_microbatches: their number.
+            total: weight of the whole batch, of which others have parts; None: there
+                is no more than these. Asked for once, before the first backward.
         """
         self.targets = targets
         self._uploads.begin(targets)
         self._n_microbatches = n_microbatches
         self._weights = weights
         self._shares = None if weights is None else shares(weights)
+        self._total = total
         self.values: dict[int, Tensor] = {}
 
     def __call__(self, outputs: object, microbatch: int) -> Tensor:
@@ -79,6 +83,8 @@ class Loss:
 
     def scaled_share(self, microbatch: int, scale: float) -> float:
         """Share of a micro-batch in the loss of the batch, times the loss scale."""
+        if self._total is not None and self._weights is not None:
+            self._shares, self._total = _parts(self._weights, self._total()), None
         if self._shares is None:
             return scale / self._n_microbatches
         return scale * self._shares[microbatch]
@@ -94,6 +100,10 @@ class Loss:
         losses = torch.stack([self.values[i] for i in range(n)]).double()
         weights = torch.tensor(self._weights or [1.0] * n, dtype=torch.float64)
         return torch.stack([losses.to(self._device), sent_ahead(weights, self._device)])
+
+
+def _parts(weights: Sequence[float], total: float) -> list[float]:
+    return [weight / total if total else 0.0 for weight in weights]
 
 
 def _nothing(outputs: object, device: torch.device) -> Tensor:

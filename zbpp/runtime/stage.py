@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.backward.alias import alias_of
 from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.queue import WeightQueue
+from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.constants import Constants, GivenConstants
@@ -39,7 +39,7 @@ class _Saved:
     graph: SplitGraph
     asked: Tensors
     ends: Tensors
-    """Of the last chunk, the losses that B starts from, without their graph."""
+    """The losses that B starts from, without their graph; of the last chunk."""
 
 
 class Stage:
@@ -58,7 +58,7 @@ class Stage:
         ties: parameters that several layers hold; None: there are none.
 
     Raises:
-        RequestError: a layer is wrapped by data parallelism.
+        RequestError: a layer is wrapped by DistributedDataParallel.
     """
 
     def __init__(
@@ -75,9 +75,8 @@ class Stage:
         ties: StageTies | None = None,
     ) -> None:
         self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
-        for chunk in chunks:
-            for index, layer in chunk.numbered():
-                check_module(layer, f"layers.{index}")
+        for index, layer in self.numbered():
+            check_module(layer, f"layers.{index}", on_mesh=True)
         self._last = n_chunks - 1
         self._uploads, targets = uploads_to(device)
         self.loss = Loss(loss_fn, device, targets)
@@ -94,7 +93,7 @@ class Stage:
         self.defers = False
         """W of some chunk has had something to do."""
         self._orders = {
-            index: GradientOrder(chunk.parameters(), is_released=not exact_sums)
+            index: GradientOrder(chunk.leaves_once(), is_released=not exact_sums)
             for index, chunk in self.chunks.items()
         }
         self._changes_inputs = {c.index for c in chunks if c.may_change_inputs}
@@ -110,6 +109,10 @@ class Stage:
     def named_leaves(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """Layer, global name and parameter, as the forwards use it."""
         return chain.from_iterable(chunk.all_leaves() for chunk in self.chunks.values())
+
+    def named_stepped(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """Layer, global name and parameter, as the optimizer has it."""
+        return chain.from_iterable(c.all_stepped() for c in self.chunks.values())
 
     @property
     def seeded(self) -> bool:
@@ -128,6 +131,7 @@ class Stage:
         targets: Sequence[object] | None,
         n_microbatches: int,
         weights: Sequence[float] | None = None,
+        total: Callable[[], float] | None = None,
         keeps_outputs: bool = False,
     ) -> None:
         """Start a step: take its micro-batches, forget what an earlier one left.
@@ -138,13 +142,13 @@ class Stage:
             targets: where it holds the last; without any, no loss is computed.
             n_microbatches: their number.
             weights: of each micro-batch, with the targets; None: all alike.
+            total: of the whole batch's, if other replicas have parts of it.
             keeps_outputs: keep what `predict` finds on the last chunk.
         """
         self.ties.refresh()
-        self.step = step
-        self.inputs = inputs
+        self.step, self.inputs = step, inputs
         self._uploads.begin(inputs)
-        self.loss.begin(targets, weights, n_microbatches=n_microbatches)
+        self.loss.begin(targets, weights, n_microbatches=n_microbatches, total=total)
         self.outputs: dict[int, Tensors] | None = {} if keeps_outputs else None
         self.n_microbatches = n_microbatches
         self._saved: dict[tuple[int, int], _Saved] = {}
@@ -152,15 +156,15 @@ class Stage:
             order.begin()
         self.constants.begin()
 
-    @property
-    def losses(self) -> dict[int, Tensor]:
-        """Loss of each micro-batch so far, on the stage with the last chunk."""
-        return self.loss.values
-
     def watch_gradients(self, look: Callable[[int, int], None]) -> None:
         """Call ``look(chunk, microbatch)`` in this step after every addition."""
         for chunk, order in self._orders.items():
             order.watch = partial(look, chunk)
+
+    def watch_last_weights(self, watches: Mapping[int, Progress]) -> None:
+        """Let the last W of each chunk in this step tell how far it is."""
+        for chunk, one in watches.items():
+            self._orders[chunk].last = self.n_microbatches, one
 
     @property
     def n_in_flight(self) -> int:
@@ -170,7 +174,7 @@ class Stage:
     def discard(self) -> None:
         """Forget the forwards so far; they will run once more."""
         self._saved.clear()
-        self.losses.clear()
+        self.loss.values.clear()
         self.constants.begin()
 
     def assert_empty(self) -> None:
@@ -205,8 +209,7 @@ class Stage:
             read = with_tensors(
                 taken, (alias_of(x) if x.requires_grad else x for x in taken)
             )
-        queue = WeightQueue()
-        with queue.recording(), self._computes():
+        with (queue := WeightQueue()).recording(), self._computes():
             outputs = self._run_layers(chunk, microbatch, read)
         asked = taken if chunk > 0 else ()
         plans, exact = self._orders[chunk].plans, self._exact_sums

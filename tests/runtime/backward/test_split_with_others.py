@@ -22,6 +22,8 @@ from zbpp.core import RequestError
 from zbpp.runtime.backward.split import SplitGraph, split_forward
 from zbpp.runtime.backward.torch_stage import SplitModule
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.parallel.stage import bind_parallel
 from zbpp.runtime.stage import Stage
 
 Found = tuple[list[Tensor], dict[str, str]]
@@ -175,13 +177,18 @@ def data_parallel() -> dict[str, str]:
         with pytest.raises(RequestError) as refused:
             split_forward(wrapped, torch.randn(4, 6))
         said[name] = str(refused.value)
-        with pytest.raises(RequestError, match=r"layers\.3"):
-            Stage(
-                [Chunk(0, 3, (wrapped,))],
-                n_chunks=1,
-                loss_fn=lambda y, _: y.mean(),
-                device=torch.device("cpu"),
-            )
+        chunks = [Chunk(0, 3, (wrapped,))]
+        if name in ("DistributedDataParallel", "replicate"):
+            with pytest.raises(RequestError, match=r"layers\.3.*wrap them by `repl"):
+                Stage(
+                    chunks,
+                    n_chunks=1,
+                    loss_fn=lambda y, _: y.mean(),
+                    device=torch.device("cpu"),
+                )
+        else:
+            with pytest.raises(RequestError, match="give the mesh"):
+                bind_parallel(chunks, Place(None, (0,), 0, 1), "none", 1.0)
     outside = DistributedDataParallel(SplitModule(nn.Linear(6, 6)))
     with pytest.raises(RequestError) as refused:
         outside(torch.randn(4, 6))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from zbpp.runtime.backward.queue import Progress
 from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.backward.split import SplitGraph
 
@@ -46,6 +47,9 @@ class GradientOrder:
         self.watch: Callable[[int], object] | None = None
         """Called in this step with each micro-batch that has added gradients."""
         self._b, self._w = _Turns(), _Turns()
+        self.last: tuple[int, Progress] | None = None
+        """Number of the step's W's, and what hears how far the last one is."""
+        self._n_w = 0
         self._waiting: dict[int, Sequence[Tensor]] = {}
         """Of each micro-batch whose B has been added, what its W will add to."""
         self._late: dict[int, _Late] = {}
@@ -99,16 +103,24 @@ class GradientOrder:
     def run_w(self, microbatch: int, graph: SplitGraph) -> None:
         """W of a micro-batch, or of several whose turn has come."""
         if self._is_released:
-            graph.backward_weight()
+            self._n_w += 1
+            graph.backward_weight(self._progress(self._n_w))
             self._tell(microbatch)
             return
         self._w.add(microbatch, lambda: self._do_w(microbatch, graph))
 
     def _do_w(self, microbatch: int, graph: SplitGraph) -> None:
-        graph.backward_weight()
+        late = microbatch in self._late
+        graph.backward_weight(None if late else self._progress(microbatch + 1))
         _add_all(self._late.pop(microbatch, ()))
         del self._waiting[microbatch]
         self._tell(microbatch)
+
+    def _progress(self, n: int) -> Progress | None:
+        """What hears of the n-th W: they run in micro-batch order, or as they come."""
+        if self.last is None or self.last[0] != n:
+            return None
+        return self.last[1]
 
     def run_bw(
         self,

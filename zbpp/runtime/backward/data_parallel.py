@@ -5,6 +5,7 @@ from weakref import WeakSet
 from torch import nn
 
 from zbpp.core import RequestError
+from zbpp.runtime.support.fsdp_internals import is_unit
 from zbpp.runtime.support.torch_internals import data_parallel, is_in_ddp
 
 __all__ = ["check_module"]
@@ -12,12 +13,20 @@ __all__ = ["check_module"]
 _checked: WeakSet[nn.Module] = WeakSet()
 
 
-def check_module(module: nn.Module, name: str = "the module") -> None:
+def check_module(
+    module: nn.Module, name: str = "the module", *, on_mesh: bool = False
+) -> None:
     """Refuse what would train on wrong gradients, and say nothing.
 
     `fully_shard` reduces a module's gradients at the end of its B, so that those of W
     come too late; `replicate` and DistributedDataParallel expect the gradients of one
     micro-batch after another.
+
+    Args:
+        module: to be split.
+        name: of it, for words.
+        on_mesh: a pipeline reduces what `fully_shard` has wrapped, or the `replicate`
+            that works as it does.
 
     Raises:
         RequestError: the module, or one inside, is wrapped by one of them.
@@ -25,13 +34,20 @@ def check_module(module: nn.Module, name: str = "the module") -> None:
     wrapper = "DistributedDataParallel" if is_in_ddp() else None
     if module not in _checked:
         for path, part in module.named_modules():
-            if (found := data_parallel(part)) is not None:
+            found = data_parallel(part)
+            if found is not None and not (on_mesh and is_unit(part)):
                 wrapper, name = found, f"{name}.{path}" if path else name
                 break
     if wrapper is not None:
+        way = "split the bare module, and reduce its gradients after the last W"
+        if on_mesh:
+            way = (
+                "give the bare layers and mesh=..., or wrap them by `replicate` of "
+                "torch.distributed._composable.replicate_with_fsdp, or by `fully_shard`"
+            )
         raise RequestError(
             f"{name} is wrapped by {wrapper}, which would miss weight gradients that "
-            "are computed in W; split the bare module, and reduce its gradients over "
-            "the replicas after the last W"
+            f"are computed in W; {way}"
         )
-    _checked.add(module)
+    if not on_mesh:
+        _checked.add(module)

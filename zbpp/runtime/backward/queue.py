@@ -10,7 +10,7 @@ from torch import Tensor
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.support.autograd_internals import edge_at
 
-__all__ = ["WeightQueue", "current_queue"]
+__all__ = ["Progress", "Root", "WeightQueue", "current_queue"]
 
 Root = Any
 """A leaf, or a node and the number of its output."""
@@ -41,6 +41,20 @@ class Work(Protocol):
     @property
     def kept(self) -> Sequence[Tensor]:
         """The operands."""
+
+
+class Progress(Protocol):
+    """Hears how far W is."""
+
+    def begin(self, edges: Sequence[Sequence[Root]]) -> None:
+        """W begins; where the gradients of each piece of work go, in its order."""
+
+    def done(self, n: int) -> int:
+        """The first n pieces are done, and their gradients are added.
+
+        Returns:
+            The number of pieces at which it wants to hear again.
+        """
 
 
 class _Call(NamedTuple):
@@ -98,11 +112,14 @@ class WeightQueue:
         """
         self._work.append((work, add))
 
-    def run(self) -> None:
+    def run(self, progress: Progress | None = None) -> None:
         """Make all calls, hand what they return to autograd, and forget them.
 
         Operands are freed as W proceeds. Small gradients are handed over together: a
         call of autograd costs up to 0.1 ms with cold caches.
+
+        Args:
+            progress: told between the calls.
 
         Raises:
             RuntimeError: an earlier run has failed, so that gradients are missing.
@@ -113,23 +130,29 @@ class WeightQueue:
                 "and run a new forward, B and W"
             )
         self._has_failed = True
-        self._run()
+        self._run(progress)
         self._has_failed = False
 
-    def _run(self) -> None:
+    def _run(self, progress: Progress | None) -> None:
         self.began_s = time.perf_counter()
+        stop = n_all = len(self._work)
+        if progress is not None:
+            progress.begin([work.edges for work, _ in self._work])
+            stop = progress.done(0)
         self._work.reverse()
         while self._work:
             with torch.no_grad():
-                ready = self._compute_some()
+                ready = self._compute_some(max(0, n_all - stop))
             _hand_over(ready)
+            if progress is not None:
+                stop = progress.done(n_all - len(self._work))
 
-    def _compute_some(self) -> list[tuple[Root, Tensor]]:
-        """Make calls until enough is to be handed over, or none is left."""
+    def _compute_some(self, left: int) -> list[tuple[Root, Tensor]]:
+        """Make calls until enough is to be handed over, or so many are left."""
         watch.look()
         ready: list[tuple[Root, Tensor]] = []
         n_bytes = 0
-        while self._work and n_bytes < _TOGETHER_BYTES:
+        while len(self._work) > left and n_bytes < _TOGETHER_BYTES:
             work, add = self._work.pop()
             if not add(work):
                 # no variable: a gradient is freed before the next is computed

@@ -39,7 +39,7 @@ from zbpp.runtime.backward.ends import End, end_of, fitting
 from zbpp.runtime.backward.engine import run_b, run_cut_b, run_full
 from zbpp.runtime.backward.graph import SplitPlan, plan_split
 from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.backward.queue import WeightQueue
+from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 
@@ -202,15 +202,18 @@ class SplitGraph:
             ends, self._inputs, given, retain_graph=True, allow_unused=True
         )
 
-    def backward_weight(self) -> None:
+    def backward_weight(self, progress: Progress | None = None) -> None:
         """W: the weight gradients that B has deferred, added to ``.grad``.
+
+        Args:
+            progress: told how far it is.
 
         Raises:
             RuntimeError: B has not run, or not to its end, or an earlier W has failed.
         """
         if not self._is_done or self._ends:
             raise RuntimeError("W runs after B")
-        self._queue.run()
+        self._queue.run(progress)
 
 
 def split_forward(

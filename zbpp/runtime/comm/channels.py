@@ -69,14 +69,15 @@ def has_tags(*, nccl: bool) -> bool:
 
 
 def join(
-    group: dist.ProcessGroup,
+    everyone: dist.ProcessGroup,
+    pipeline: Sequence[int],
     neighbours: Sequence[set[int]],
     *,
     nccl: bool,
     device: torch.device,
     timeout_s: float,
-) -> tuple[PrivateGroup, dict[tuple[int, int], Channel], Any]:
-    """Open the groups of a pipeline; all its stages must call, and nobody else.
+) -> tuple[PrivateGroup, dict[tuple[int, int], Channel], Any, str]:
+    """Open the groups of a pipeline; all that step together must call, nobody else.
 
     With gloo one group serves all, as tags tell the messages apart. NCCL has no tags,
     and what shares a communicator waits for each other: a send and a receive between
@@ -89,26 +90,31 @@ def join(
     they wait for each other (`docs/gpus.md` on CUDA_DEVICE_MAX_CONNECTIONS).
 
     Args:
-        group: the pipeline's processes, by stage.
+        everyone: processes that step together: those of the pipeline, and of others
+            that train the same model on other samples.
+        pipeline: ranks of this pipeline's processes among them, by stage.
         neighbours: the stages that each stage sends to.
         nccl: gloo if False.
         device: of this process.
         timeout_s: for joining, and for collectives.
 
     Returns:
-        The group of all stages; the channels of this one by (sending stage, receiving
-        stage); a store for this pipeline alone.
+        The group of everyone; the channels of this stage by (sending stage, receiving
+        stage); a store for these processes alone; a name that only they know.
 
     Raises:
         RuntimeError: a stage did not come.
     """
-    stage = dist.get_rank(group)
-    if nccl and stage == 0:
+    stage = pipeline.index(dist.get_rank(everyone))
+    if nccl and dist.get_rank(everyone) == 0:
         warn_of_one_queue(os.environ)
     wire = device if nccl else torch.device("cpu")
-    name = draw_name(group, wire, timeout_s=timeout_s)
-    open_one = partial(open_group, group, nccl=nccl, timeout_s=timeout_s)
-    everyone = open_one(range(dist.get_world_size(group)), name)
+    name = draw_name(everyone, wire, timeout_s=timeout_s)
+    open_one = partial(open_group, everyone, nccl=nccl, timeout_s=timeout_s)
+    all_ranks = range(dist.get_world_size(everyone))
+    whole = its = open_one(all_ranks, name)
+    if len(pipeline) < len(all_ranks) and has_tags(nccl=nccl):
+        its = open_one(pipeline, f"{name}/pipeline_{pipeline[0]}")
     channels = {}
     # All stages go through the pairs in the same order: no circle of waits.
     for source, peers in enumerate(neighbours):
@@ -116,16 +122,18 @@ def join(
             if stage not in (source, target):
                 continue
             if has_tags(nccl=nccl):
-                channels[source, target] = Channel(everyone, source, target)
+                channels[source, target] = Channel(its, source, target)
                 continue
-            pair = open_one((source, target), f"{name}/{source}_to_{target}")
+            ends = pipeline[source], pipeline[target]
+            pair = open_one(ends, f"{name}/{ends[0]}_to_{ends[1]}")
             # Connect now: done lazily, it has hung. By a message, as NCCL makes another
             # communicator for messages than for collectives.
             move = pair.send if stage == source else pair.recv
             move([torch.zeros(1, device=wire)], int(stage == source), 0).wait()
             channels[source, target] = Channel(pair, 0, 1)
-    notes = dist.PrefixStore(f"{name}/notes", group.get_group_store())  # type: ignore[attr-defined]
-    return everyone, channels, notes
+    store = everyone.get_group_store()
+    notes = dist.PrefixStore(f"{name}/notes", store)  # type: ignore[attr-defined]
+    return whole, channels, notes, name
 
 
 def warn_of_one_queue(environment: Mapping[str, str]) -> None:

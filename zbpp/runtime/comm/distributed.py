@@ -13,9 +13,10 @@ All groups are this pipeline's own: others may run beside it or after it.
 """
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,13 @@ from zbpp.core import Message
 from zbpp.runtime.comm.channels import PendingSum, join
 from zbpp.runtime.comm.failures import FailureNotes
 from zbpp.runtime.comm.messages import Messages
+from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.comm.ping import Ping, PingEnds, ping
 from zbpp.runtime.comm.private_group import (
+    PrivateGroup,
     break_connections,
     gather_objects,
+    open_group,
     uses_nccl,
 )
 from zbpp.runtime.comm.transport import Opening
@@ -36,6 +40,7 @@ from zbpp.runtime.comm.waits import Waits
 from zbpp.runtime.comm.wire import Wire
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime.support.streams import HostCopy
 
 __all__ = ["DistributedTransport"]
 
@@ -48,13 +53,16 @@ class DistributedTransport(Messages):
     """The messages of one stage that is a process of its own.
 
     Args:
-        group: the pipeline's processes, by stage.
+        everyone: the processes that step together.
+        pipeline: ranks of this pipeline's among them, by stage.
         neighbours: the stages that this one exchanges values with, for every stage.
         sources: the stage that tells each one the kinds of a step's micro-batches; None
             for the one that reads the inputs.
         device: where received tensors live.
         timeout_s: how long any wait may last after the first step.
         first_timeout_s: the same for the first step (imports, compilation).
+        peers: processes of the same stage.
+        sides: groups of this process with them; they are broken after a failure.
 
     Raises:
         PeerError: a peer died, or did not send or receive in time.
@@ -66,34 +74,45 @@ class DistributedTransport(Messages):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup,
+        pipeline: Sequence[int],
         *,
         neighbours: list[set[int]],
         sources: list[int | None],
         device: torch.device,
         timeout_s: float,
         first_timeout_s: float,
+        peers: Peers = ALONE,
+        sides: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        self.stage = stage = dist.get_rank(group)
-        self._nccl = nccl = uses_nccl(group)
+        self.stage = stage = pipeline.index(dist.get_rank(everyone))
+        self.peers = peers
+        self._pipeline, self._sides = pipeline, sides
+        self._nccl = nccl = uses_nccl(everyone)
         self._steady_timeout_s = timeout_s
         waits = Waits(
             nccl=nccl, device=device, timeout_s=first_timeout_s, lost=self._lost
         )
         try:
-            self._all, channels, store = join(
-                group,
-                neighbours,
+            self._all, channels, store, name = join(
+                *(everyone, pipeline, neighbours),
                 nccl=nccl,
                 device=device,
                 timeout_s=first_timeout_s,
             )
+            self._replicas: PrivateGroup | None = None
+            if len(peers.ranks) > 1:  # of the hosts: shares are numbers there
+                self._replicas = open_group(
+                    *(everyone, peers.ranks, f"{name}/replicas_{peers.ranks[0]}"),
+                    nccl=False,
+                    timeout_s=first_timeout_s,
+                )
         except RuntimeError as error:
             raise PeerError(
                 f"stage {stage} does not reach the others at the start: {error}"
             ) from error
-        ranks = dist.get_process_group_ranks(group)
-        self._notes = FailureNotes(store, stage, ranks)
+        ranks = dist.get_process_group_ranks(everyone)
+        self._notes = FailureNotes(store, dist.get_rank(everyone), ranks)
         self.doing = "the start"
         self._has_failed = False
         self._sum: PendingSum | None = None
@@ -125,7 +144,8 @@ class DistributedTransport(Messages):
             why = "the connections were given up after the first failure"
         elif "imed out" in str(error) or "imeout" in str(error):
             why = f"no answer in {self._waits.timeout_s:g} s"
-        if not self._has_failed and (first := self._notes.explain(peer, self.doing)):
+        lost = None if peer is None else self._pipeline[peer]
+        if not self._has_failed and (first := self._notes.explain(lost, self.doing)):
             why += f"; {first}"
         self._cut_off()
         return PeerError(f"stage {self.stage} {what} {who}: {why}")
@@ -157,13 +177,17 @@ class DistributedTransport(Messages):
 
     def _cut_off(self) -> None:
         if not self._has_failed and not self._nccl:
-            break_connections(self._all)
+            groups = {channel.group for channel in self._wire.channels.values()}
+            if self._replicas is not None:
+                groups.add(self._replicas)
+            for group in (self._all, *groups, *self._sides):
+                break_connections(cast("PrivateGroup", group))
             self._waits.timeout_s = _NOTHING_COMES_S
         self._has_failed = True
 
     def reduce(self, vector: Tensor) -> PendingSum:
         """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
-        vector = vector.to(self._on)
+        vector = self.peers.spread(vector.to(self._on))
         try:
             work = self._all.allreduce([vector])
             copy = self._waits.copy_after(work, vector)
@@ -171,6 +195,17 @@ class DistributedTransport(Messages):
             raise self._lost("could not begin a sum with", None, error) from error
         self._sum = PendingSum(work, copy, self._waits.finish)
         return self._sum
+
+    def add_weights(self, weight: float) -> PendingSum | None:
+        """Start to sum the weight of all replicas' batches; None: there is one."""
+        if self._replicas is None:
+            return None
+        total = torch.tensor([weight], dtype=torch.float64)
+        try:
+            work = self._replicas.allreduce([total])
+        except RuntimeError as error:
+            raise self._lost("could not begin a sum with", None, error) from error
+        return PendingSum(work, HostCopy(total), self._waits.finish)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""
@@ -180,6 +215,11 @@ class DistributedTransport(Messages):
             return gather_objects(self._all, thing, self._on)
         except RuntimeError as error:
             raise self._lost("waits at a gather for", None, error) from error
+
+    def gather_pipeline(self, thing: Any) -> list[Any]:
+        """Give every process the things of its pipeline, by stage; all must call."""
+        every = self.gather(thing)
+        return [every[rank] for rank in self._pipeline]
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Time messages between two steps; the stage with the lower number learns."""
@@ -213,5 +253,6 @@ class DistributedTransport(Messages):
 
     def close(self) -> None:
         """Give back the groups."""
-        for group in {*(c.group for c in self._wire.channels.values()), self._all}:
-            group.shutdown()
+        groups = {*(c.group for c in self._wire.channels.values()), self._all}
+        for group in groups | ({self._replicas} - {None}):
+            cast("PrivateGroup", group).shutdown()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zbpp.core import Job, Message
+from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.streams import Event, HostCopy, StageStream
@@ -60,6 +61,9 @@ class Transport(Protocol):
     doing: str
     """The call that is under way, for the words of a failure: ``step 3``."""
 
+    peers: Peers
+    """The processes of the same stage."""
+
     is_local: bool
     """Values come from stages of this process, so that `ready` has to be asked."""
 
@@ -79,10 +83,16 @@ class Transport(Protocol):
         """Wait for a value that was posted; ``job`` is named if it does not come."""
 
     def reduce(self, vector: Tensor) -> Reduction:
-        """Start to sum a vector over all stages."""
+        """Start to sum a vector over all that step: a table of rows, flat (`Peers`)."""
+
+    def add_weights(self, weight: float) -> Reduction | None:
+        """Start to sum the weight of all replicas' batches; None: there is one."""
 
     def gather(self, thing: Any) -> list[Any]:
-        """Give every process the things of all processes, by rank."""
+        """Give every process the things of all that step together, by rank."""
+
+    def gather_pipeline(self, thing: Any) -> list[Any]:
+        """The same, of the processes of this pipeline, by stage; all must call."""
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Time messages between two steps; the stage with the lower number learns."""
@@ -155,6 +165,7 @@ class LocalTransport:
     is_local = True
 
     def __init__(self, hub: LocalHub) -> None:
+        self.peers = ALONE
         self._hub = hub
         self.stream: StageStream | None = None
         """Of the stage, where each one has its own."""
@@ -197,9 +208,14 @@ class LocalTransport:
         pending.add(vector)
         return pending
 
+    def add_weights(self, weight: float) -> None:
+        """There is one batch."""
+
     def gather(self, thing: Any) -> list[Any]:
         """There is only this process."""
         return [thing]
+
+    gather_pipeline = gather
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Nothing travels."""

@@ -1,10 +1,11 @@
 """Hand the batch of a step to the stages that read it."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from zbpp.core import Placement, RequestError
-from zbpp.runtime.comm.transport import Opening
+from zbpp.runtime.comm.transport import Opening, Reduction
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import (
     Batch,
@@ -99,6 +100,9 @@ class Batches:
             self._transport.report(error, ends=False)
             raise
         n_inputs, n_targets = self.samples(inputs, targets)
+        total = None
+        if training and weights is not None:
+            total = self._transport.add_weights(sum(weights))
         for stage, executor in self._executors.items():
             executor.stage.begin(
                 step=step,
@@ -106,6 +110,7 @@ class Batches:
                 targets=cut_targets if stage == self._last else None,
                 n_microbatches=m,
                 weights=weights if stage == self._last else None,
+                total=None if total is None else partial(_number, total),
                 keeps_outputs=predicts,
             )
             executor.opening = Opening(m, executor.stage.inputs, n_inputs, n_targets)
@@ -125,9 +130,13 @@ class Batches:
         """
         own = self.samples(inputs, targets)
         if training and self._first != self._last and not self._is_compared:
-            rows = zip(*self._transport.gather(own), strict=True)
+            rows = zip(*self._transport.gather_pipeline(own), strict=True)
             known = [[n for n in row if n is not None] for row in rows]
             check_samples(*(row[0] if row else None for row in known))
             self._is_compared = True
         else:
             check_samples(*own)
+
+
+def _number(total: Reduction) -> float:
+    return float(total.result())

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from zbpp.core import Pass, PassKind, Program, Receive, Send, Value, What
 from zbpp.runtime.comm.distributed import DistributedTransport
@@ -15,6 +14,9 @@ from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer, StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
+from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.parallel.stage import bind_parallel
+from zbpp.runtime.parallel.wrap import Shard
 from zbpp.runtime.partition import Model, build_chunks
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.streams import StageStream
@@ -38,29 +40,32 @@ class StageOptions:
     recompute: frozenset[int] = frozenset()
     stage_streams: bool = False
     compile: Compiling = False
+    shard: Shard = "none"
 
 
 def make_transports(
     programs: Sequence[Program],
-    group: dist.ProcessGroup | None,
+    place: Place,
     device: torch.device,
     *,
     timeouts_s: tuple[float, float],
 ) -> dict[int, Transport]:
-    """The transports of this process's stages: its own, or without a group all."""
-    if group is None or dist.get_world_size(group) == 1:
+    """The transports of this process's stages: its own, or where it is alone all."""
+    if place.everyone is None or place.n_ranks == 1:
         return dict(enumerate(LocalHub(len(programs)).transports()))
     neighbours = [
         {i.peer for i in program if isinstance(i, Send)} for program in programs
     ]
     sources = [_first_source(program) for program in programs]
     transport = DistributedTransport(
-        group,
+        *(place.everyone, place.pipeline),
         neighbours=neighbours,
         sources=sources,
         device=device,
         timeout_s=timeouts_s[0],
         first_timeout_s=timeouts_s[1],
+        peers=place.peers,
+        sides=place.sides,
     )
     return {transport.stage: transport}
 
@@ -83,8 +88,10 @@ def build_executors(
     plan: TiePlan,
     transports: dict[int, Transport],
     options: StageOptions,
+    place: Place,
     *,
     knows_ties: bool = False,
+    timeout_s: float = 60.0,
 ) -> dict[int, Executor]:
     """Build the layers, the optimizer and the executor of each local stage.
 
@@ -93,7 +100,9 @@ def build_executors(
         plan: chunks, their placement, and the parameters that layers share.
         transports: of the stages of this process.
         options: of every stage.
+        place: of this process.
         knows_ties: the plan's ties are all, so a builder is not watched for more.
+        timeout_s: for collectives of replicas.
 
     Raises:
         RequestError: the builder or the sharing of parameters is wrong.
@@ -112,6 +121,7 @@ def build_executors(
     executors = {}
     for stage, transport in transports.items():
         own, tied = bound[stage]
+        own, collectives = bind_parallel(own, place, options.shard, timeout_s)
         own = [compiled_chunk(chunk, options.compile) for chunk in own]
         runner = Stage(
             own,
@@ -137,7 +147,8 @@ def build_executors(
             transport,
             share,
             stage_of=placement.stage_of,
-            rank=stage if len(transports) == 1 else 0,
+            rank=place.rank,
+            collectives=collectives,
         )
         on_gpu = options.device.type == "cuda"
         if options.stage_streams and on_gpu and isinstance(transport, LocalTransport):

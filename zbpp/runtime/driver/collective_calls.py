@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from zbpp.core import Schedule, Slot, Timeline
+from zbpp.core.clock import off_lane
 from zbpp.runtime.comm.clocks import clock_name, compare_clocks
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.executor import Executor
@@ -51,16 +52,17 @@ def tell_failure(
 def mean_loss(
     executors: Executors, samples: tuple[int | None, int | None]
 ) -> tuple[float, tuple[int | None, int | None]]:
-    """Mean over the samples of the batch whose forwards have run.
+    """Mean over the samples of all replicas' batches whose forwards have run.
 
     Args:
         executors: of this process.
         samples: of inputs and targets, where this process knows them.
 
     Returns:
-        The mean, and the samples as any process knows them.
+        The mean, and the samples as any process of this pipeline knows them.
     """
     sums: list[Reduction] = []
+    peers = next(iter(executors.values())).transport.peers
     for executor in executors.values():
         table = executor.stage.loss.table()
         told = [0 if sums else count or 0 for count in samples]  # once a process
@@ -69,9 +71,11 @@ def mean_loss(
                 torch.cat([table.flatten(), table.new_tensor(told)])
             )
         )
-    numbers = sums[0].result()
-    losses, weights = numbers[:-2].view(2, -1)
-    n_inputs, n_targets = (int(count) or None for count in numbers[-2:])
+    rows = peers.rows(sums[0].result())
+    losses, weights = (
+        peers.of_replicas(rows)[:, :-2].reshape(-1, 2, table[0].numel()).unbind(1)
+    )
+    n_inputs, n_targets = (int(count) or None for count in rows[peers.row, -2:])
     mean = float((losses * weights).sum() / weights.sum())
     return mean, (n_inputs, n_targets)
 
@@ -89,7 +93,7 @@ def gather_timelines(
         n: how many; fewer come back where fewer have run, or are kept.
     """
     own = {stage: executor.times.steps(n) for stage, executor in executors.items()}
-    gather = next(iter(executors.values())).transport.gather
+    gather = next(iter(executors.values())).transport.gather_pipeline
     names, parts = zip(*gather((clock_name(), own)), strict=True)
     clocks = compare_clocks(gather, names)
     rows: dict[int, list[list[Slot]]] = {}
@@ -97,17 +101,18 @@ def gather_timelines(
         for stage, of_steps in part.items():
             rows[stage] = [_earlier(step, ahead_s) for step in of_steps]
     steps = zip(*(rows[stage] for stage in range(schedule.n_stages)), strict=True)
-    return [
-        Timeline(
-            schedule.name,
-            schedule.placement,
-            schedule.n_microbatches,
-            tuple(tuple(row) for row in step),
-            schedule.recomputing,
-            clocks.error_s,
+    made = []
+    for step in steps:
+        kept, lanes = off_lane(step)
+        made.append(
+            Timeline(
+                *(schedule.name, schedule.placement, schedule.n_microbatches, kept),
+                recomputing=schedule.recomputing,
+                clock_error=clocks.error_s,
+                collectives=lanes,
+            )
         )
-        for step in steps
-    ]
+    return made
 
 
 def _earlier(slots: list[Slot], seconds: float) -> list[Slot]:
@@ -131,6 +136,6 @@ def gather_splits(executors: Executors) -> list[bool]:
     """True for each stage of all processes where W has anything to do."""
     own = {stage: executor.stage.defers for stage, executor in executors.items()}
     splits: dict[int, bool] = {}
-    for part in next(iter(executors.values())).transport.gather(own):
+    for part in next(iter(executors.values())).transport.gather_pipeline(own):
         splits |= part
     return [splits[stage] for stage in sorted(splits)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zbpp.core import Job
+from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.comm.transport import Reduction
 
 __all__ = ["Decision", "StepSums", "clip_factor", "decide"]
@@ -61,6 +62,7 @@ class StepSums:
         n_microbatches: so many losses come next, and as many weights of them.
         n_tied: so many numbers on tied parameters next; the rest comes behind them.
         step: which one, from 0.
+        peers: processes of the stage; each has such numbers of its own.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class StepSums:
         n_microbatches: int,
         n_tied: int = 0,
         step: int,
+        peers: Peers = ALONE,
     ) -> None:
         self._reduction = reduction
         self._n_layers = n_layers
         self._n_microbatches = n_microbatches
         self._n_tied = n_tied
         self.step = step
+        self._peers = peers
         self._host: Tensor | None = None
 
     def ready(self) -> bool:
@@ -88,19 +92,21 @@ class StepSums:
         return self._host is not None or self._reduction.done()
 
     def read(self, job: Job | None = None) -> Tensor:
-        """Wait for them; ``job`` is named if they do not come."""
+        """Wait for them, a row for each peer; ``job`` is named if they do not come."""
         if self._host is None:
-            self._host = self._reduction.result(job)
+            self._host = self._peers.rows(self._reduction.result(job))
         return self._host
 
     def norm(self, job: Job | None = None) -> float:
         """Norm of all gradients of all stages, before clipping."""
-        return float(self.read(job)[: self._n_layers].sum().sqrt())
+        by_layer = self.read(job)[:, : self._n_layers].sum(dim=0)
+        return float(by_layer.sum().sqrt())
 
     def losses(self) -> Tensor:
-        """Losses of the micro-batches, and their weights."""
-        n = self._n_microbatches
-        return self.read()[self._n_layers :][: 2 * n].view(2, n)
+        """Losses of the micro-batches of all replicas, and their weights."""
+        first, n = self._n_layers, self._n_microbatches
+        rows = self._peers.of_replicas(self.read())[:, first : first + 2 * n]
+        return rows.reshape(-1, 2, n).transpose(0, 1).reshape(2, -1)
 
     def loss(self) -> float:
         """Mean over the micro-batches by weight; NaN if all weights are 0."""
@@ -110,10 +116,11 @@ class StepSums:
         return float((losses * weights).sum() / weights.sum())
 
     def tied(self) -> Tensor:
-        """The entries behind the losses and weights, see `zbpp.runtime.ties`."""
+        """This peer's behind the losses and weights, see `zbpp.runtime.ties`."""
         first = self._n_layers + 2 * self._n_microbatches
-        return self.read()[first:][: self._n_tied]
+        return self.read()[self._peers.row, first:][: self._n_tied]
 
     def notes(self) -> Tensor:
-        """The entries behind all others."""
-        return self.read()[self._n_layers + 2 * self._n_microbatches + self._n_tied :]
+        """The entries behind all others, of the peer that has found most."""
+        first = self._n_layers + 2 * self._n_microbatches + self._n_tied
+        return self.read()[:, first:].amax(dim=0)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 
@@ -17,7 +18,7 @@ __all__ = ["NonFiniteFinder", "multiply_gradients", "parameter_names", "squared_
 
 
 def squared_norms(
-    stage: Stage, counted: Collection[Tensor]
+    stage: Stage, counted: Collection[Tensor], peers: Peers = ALONE
 ) -> Iterable[tuple[int, Tensor]]:
     """Squared gradient norm per layer, float64; a shared parameter counts once.
 
@@ -25,11 +26,12 @@ def squared_norms(
         stage: whose layers are meant.
         counted: parameters whose gradients count. Those of them that are in no layer
             (a loss may have some) count with the stage's last layer.
+        peers: processes of the stage. What several of them hold counts on one.
     """
     gradients: list[tuple[int, Tensor]] = []
     left = dict.fromkeys(counted)
     *_, (last, _) = stage.numbered()
-    for index, _, p in stage.named_leaves():
+    for index, _, p in stage.named_stepped():
         if p in left:
             del left[p]
             if p.grad is not None:
@@ -37,15 +39,38 @@ def squared_norms(
     gradients += [(last, p.grad) for p in left if p.grad is not None]
     numbers = [gradient for _, gradient in gradients]
     if all(map(_is_real, numbers)):
+        if not peers.counts(()):
+            return
         squares = _squares(numbers)
     else:
         parts = [_part(gradient) for gradient in numbers]
-        squares = sum_over_meshes(parts, _squares([part.numbers for part in parts]))
+        squares = _squares([part.numbers for part in parts])
+        squares = _counted_once(parts, squares, peers)
     by_layer: dict[int, list[Tensor]] = {}
     for (index, _), square in zip(gradients, squares, strict=True):
         by_layer.setdefault(index, []).append(square)
     for index, own in by_layer.items():
         yield index, torch.stack(own).sum()
+
+
+def _counted_once(
+    parts: Sequence[Part], squares: Sequence[Tensor], peers: Peers
+) -> list[Tensor]:
+    """Of each part what this process is to count.
+
+    Along dimensions of the pipeline's own mesh the processes are summed later, with all
+    others; along those of another mesh here.
+    """
+    names = [part.names for part in parts]
+    its = [peers.n > 1 and peers.knows(own) for own in names]
+    found = sum_over_meshes(
+        [Part(p.numbers) if own else p for p, own in zip(parts, its, strict=True)],
+        squares,
+    )
+    return [
+        square if peers.counts(own if known else ()) else torch.zeros_like(square)
+        for square, own, known in zip(found, names, its, strict=True)
+    ]
 
 
 def _is_real(x: Tensor) -> bool:

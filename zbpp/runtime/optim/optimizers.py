@@ -83,7 +83,7 @@ class StageOptimizers:
             self._said |= others
 
     def _names(self, parameters: set[Tensor]) -> list[str]:
-        return [name for _, name, p in self._stage.named_leaves() if p in parameters]
+        return [name for _, name, p in self._stage.named_stepped() if p in parameters]
 
     @property
     def must_wait(self) -> bool:

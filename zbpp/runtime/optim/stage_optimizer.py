@@ -119,7 +119,9 @@ class StageOptimizer:
         parameters = self.optimizers.parameters()
         multiply_gradients(parameters, 1.0 / self._stage.loss_scale)
         vector = step_vector(
-            self._stage, parameters, n_layers=self._n_layers, finder=self._finder
+            *(self._stage, parameters, transport.peers),
+            n_layers=self._n_layers,
+            finder=self._finder,
         )
         self._finder = None
         speculative = self.history.speculates
@@ -132,6 +134,7 @@ class StageOptimizer:
             n_microbatches=self._stage.n_microbatches,
             n_tied=len(self._stage.ties.plan.slots),
             step=self._stage.step,
+            peers=transport.peers,
         )
         self._pending = _Pending(sums, speculative, local_norm)
         self.result = StepResult(sums, self._clip, speculative=speculative)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.optim.norms import NonFiniteFinder, squared_norms
 from zbpp.runtime.stage import Stage
 
@@ -17,6 +18,7 @@ __all__ = ["step_vector"]
 def step_vector(
     stage: Stage,
     parameters: Collection[Tensor],
+    peers: Peers = ALONE,
     *,
     n_layers: int,
     finder: NonFiniteFinder | None,
@@ -26,6 +28,7 @@ def step_vector(
     Args:
         stage: whose backwards are done.
         parameters: whose gradients count, unless another stage counts them.
+        peers: processes of the stage; each counts the parts that only it holds.
         n_layers: of the whole model.
         finder: it looked for gradients that are not finite; None: nobody did.
     """
@@ -35,9 +38,10 @@ def step_vector(
     end = notes + (n_layers if finder is not None else 0)
     vector = torch.zeros(end, dtype=torch.float64, device=stage.device)
     counted = [p for p in parameters if p not in stage.ties.copies]
-    for layer, squared in squared_norms(stage, counted):
+    for layer, squared in squared_norms(stage, counted, peers):
         vector[layer] = squared
-    vector[n_layers:tied] = losses
+    if peers.counts_losses:
+        vector[n_layers:tied] = losses
     for slot, fingerprint in stage.ties.fingerprints().items():
         vector[tied + slot] = fingerprint
     for layer, note in finder.found.items() if finder is not None else ():

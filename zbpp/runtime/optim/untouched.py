@@ -76,7 +76,7 @@ class Untouched:
                         yield p, f" ({name} in {type(optimizer).__name__})", value
 
     def _name(self, parameter: Tensor) -> str:
-        for _, name, p in self._stage.named_leaves():
+        for _, name, p in self._stage.named_stepped():
             if p is parameter:
                 return name
         return f"a parameter of shape {tuple(parameter.shape)}"

@@ -24,6 +24,7 @@ __all__ = [
     "is_built_in",
     "is_multi_grad_hook",
     "is_packed",
+    "leaves_behind",
     "nodes_made",
     "returned_gradients",
     "run_whole",
@@ -140,6 +141,26 @@ _NO_MORE = (None,) * (len(GradientEdge._fields) - 2)
 def edge_at(node: Any, output: int) -> GradientEdge:
     """``GradientEdge(node, output)``, in half its time: made by the hundred in a B."""
     return tuple.__new__(GradientEdge, (node, output, *_NO_MORE))
+
+
+def leaves_behind(root: Any) -> list[Tensor]:
+    """The leaves that a gradient goes to from here.
+
+    Args:
+        root: a leaf, or a node and the number of its output.
+    """
+    if isinstance(root, Tensor):
+        return [root]
+    left, seen, leaves = [root[0]], set(), []
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        left += [after for after, _ in node.next_functions]
+    return leaves
 
 
 def run_whole(

@@ -23,6 +23,12 @@ class Part:
     mesh: Any = None
     dims: tuple[int, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of those dimensions; "" for one without."""
+        known = self.mesh.mesh_dim_names if self.dims else None
+        return tuple(known[dim] if known else "" for dim in self.dims)
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """True for a DTensor; loads nothing where there can be none."""

@@ -1,0 +1,87 @@
+"""Trainings on 2 stages x 2 replicas equal a plain loop, and one another to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from mesh_runs import Found, train_all, train_plainly
+from pool import Pool
+
+pytestmark = pytest.mark.dist
+
+HOWS = ("bare", "replicate", "kept", "resharded")
+MODES = ("1F1B", "VPP", "ZBH1", "ZBH2", "ZBV", "VHalf")
+
+
+def assert_right(runs: list[list[Found]], *, large: bool = False) -> None:
+    """Within 1e-5 of the plain loop; the same bits on all replicas and in all runs."""
+    results, plain, validation = train_plainly(large=large)
+    for at_rank in zip(*runs, strict=True):
+        for found in at_rank:
+            for name, value in found.parameters.items():
+                torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-6)
+            for (loss, norm), own in zip(results, found.results, strict=True):
+                assert own == pytest.approx((loss, norm), rel=1e-5)
+            assert found.validation == pytest.approx(validation, rel=1e-5)
+        together = {n: p for found in at_rank for n, p in found.parameters.items()}
+        assert together.keys() == plain.keys()
+        for found in at_rank:
+            for name, value in found.parameters.items():
+                assert torch.equal(value, together[name]), f"{name}: replicas differ"
+    first, *others = [
+        {n: p for found in at_rank for n, p in found.parameters.items()}
+        for at_rank in zip(*runs, strict=True)
+    ]
+    for one in others:
+        for name, value in one.items():
+            assert torch.equal(value, first[name]), f"{name}: modes differ"
+
+
+def test_bare_and_sharded_layers_train_alike(pool: Pool) -> None:
+    cases = [("ZBV", how, {}) for how in HOWS] + [("1F1B", "kept", {})]
+    runs = pool.run(train_all, 4, cases)
+    assert_right(runs)
+    assert [found.rollbacks for found in runs[0]] == [4, 4, 4, 4, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_all_modes(how: str, checkpointed: bool, pool: Pool) -> None:
+    more: dict[str, Any] = {"checkpointed": checkpointed}
+    runs = pool.run(train_all, 4, [(mode, how, more) for mode in MODES])
+    assert_right(runs)
+    for mode, found in zip(MODES, runs[0], strict=True):
+        assert found.rollbacks == (0 if mode in ("1F1B", "VPP") else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_parameters_that_are_stepped_in_pieces(how: str, pool: Pool) -> None:
+    """More than 4 MiB: the buckets of a rollback cut them."""
+    cases = [(mode, how, {"large": True}) for mode in ("1F1B", "ZBH1", "ZBV")]
+    runs = pool.run(train_all, 4, cases)
+    assert_right(runs, large=True)
+    assert runs[0][1].rollbacks == runs[0][2].rollbacks == 2
+
+
+@pytest.mark.slow
+def test_sums_after_every_weight_pass_are_right_to_the_last_but_their_order(
+    pool: Pool,
+) -> None:
+    cases = [(m, s, {}) for s in ("gradients", "parameters") for m in ("ZBH1", "ZBV")]
+    for at_rank in zip(*pool.run(train_all, 4, cases), strict=True):
+        assert_right([[found] for found in at_rank])
+
+
+BREAKS = ("stale", "wait", "early", "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", BREAKS)
+def test_what_is_left_out_shows(broken: str, pool: Pool) -> None:
+    """Each part that the bits depend on, taken out."""
+    mode = "1F1B" if broken == "alone" else "ZBV"
+    how = "bare" if broken in ("wait", "early") else "kept"
+    with pytest.raises(AssertionError, match=r"differ|close|approx"):
+        assert_right(pool.run(train_all, 4, [(mode, how, {"broken": broken})]))

@@ -1,0 +1,279 @@
+"""Trainings on a mesh, and the same in one process, for tests."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import zbpp
+from zbpp.runtime.backward.accumulate import GradientOrder
+from zbpp.runtime.optim.decision import StepSums, clip_factor
+from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.parallel.buckets import Buckets
+from zbpp.runtime.parallel.stage import Collectives
+from zbpp.runtime.support import fsdp_internals
+
+WIDTH, N_LAYERS, SAMPLES, N_MICROBATCHES = 8, 8, 16, 8
+
+
+Found = SimpleNamespace
+"""What a rank has of a training: results, whole parameters, rollbacks, validation."""
+
+
+class Block(nn.Module):
+    """Norm, two Linears, a skip; the inner part may be checkpointed."""
+
+    def __init__(self, width: int, hidden: int, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self._checkpointed = checkpointed
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._checkpointed:
+            return x + checkpoint(self._inner, x, use_reentrant=False)
+        return x + self._inner(x)
+
+
+def layers(*, checkpointed: bool = False, large: bool = False) -> list[nn.Module]:
+    """The layers, the same on every process; with ``large`` a weight of 8 MiB."""
+    torch.manual_seed(0)
+    hidden = 2 * WIDTH
+    made: list[nn.Module] = [
+        Block(WIDTH, hidden, checkpointed=checkpointed) for _ in range(N_LAYERS - 1)
+    ]
+    if large:
+        made[2] = Block(WIDTH, 2**18, checkpointed=checkpointed)
+    return [*made, nn.Linear(WIDTH, WIDTH)]
+
+
+def batch(step: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    x, y = torch.randn(2, samples, WIDTH, generator=generator)
+    return x, 3.0 * y if step % 3 == 2 else y
+
+
+def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, targets)
+
+
+def adamw(parameters: list[nn.Parameter], lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
+
+
+def _rate(large: bool) -> float:
+    """A wide layer's steps add up."""
+    return 1e-5 if large else 1e-2
+
+
+def _clip(large: bool) -> float:
+    """Clips some steps, and not others."""
+    return 50.0 if large else 0.9
+
+
+def wrapped(made: list[nn.Module], how: str, mesh: Any) -> list[nn.Module]:
+    """Wrap every layer: ``replicate``, ``kept``, ``resharded``; else leave it."""
+    if how in ("bare", "optimizer", "gradients", "parameters"):
+        return made
+    for layer in made:
+        if how == "replicate":
+            replicate(layer, mesh=mesh)
+        else:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=how == "resharded")
+    return made
+
+
+def train(
+    mode: str,
+    how: str,
+    *,
+    steps: int = 6,
+    stages: int = 2,
+    data_parallel: int = 2,
+    checkpointed: bool = False,
+    large: bool = False,
+    broken: str | None = None,
+    **more: Any,
+) -> Found:
+    """Train on a mesh, with something ``broken`` or whole."""
+    mesh = zbpp.mesh(stages=stages, data_parallel=data_parallel)
+    made = wrapped(layers(checkpointed=checkpointed, large=large), how, mesh["dp"])
+    shard = how if how in ("optimizer", "gradients", "parameters") else "none"
+    patience = Patience(failures=99, window=10)
+    with (
+        breaking(broken),
+        zbpp.Pipeline(
+            made,
+            loss_fn=loss_fn,
+            optimizer=partial(adamw, lr=_rate(large)),
+            schedule=mode,
+            n_microbatches=N_MICROBATCHES // data_parallel,
+            clip_grad_norm=_clip(large),
+            mesh=mesh,
+            shard=shard,
+            patience=patience,
+            **more,
+        ) as pipeline,
+    ):
+        n = SAMPLES // data_parallel
+        own = slice(n * pipeline.place.replica, n * (pipeline.place.replica + 1))
+        results = []
+        for step in range(steps):
+            x, y = batch(step)
+            results.append(pipeline.step(x[own], y[own]))
+        x, y = batch(99)
+        validation = pipeline.evaluate(x[own], y[own])
+        found = [(one.loss, one.grad_norm) for one in results]
+        parameters = whole(pipeline)
+        rollbacks = sum(one.rollbacks for one in results)
+        return Found(
+            results=found,
+            parameters=parameters,
+            rollbacks=rollbacks,
+            validation=validation,
+        )
+
+
+def whole(pipeline: zbpp.Pipeline) -> dict[str, Tensor]:
+    """Copies of this rank's parameters, gathered."""
+    found = {}
+    for name, layer in pipeline.named_layers():
+        for unit in fsdp_internals.units_in(layer):
+            unit.unshard()
+        for own, p in layer.named_parameters(prefix=name):
+            found[own] = p.detach().clone()
+        for unit in fsdp_internals.units_in(layer):
+            unit.reshard()
+    return found
+
+
+class Collected(TorchDispatchMode):
+    """Counts collectives of torch's own groups, and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::").strip("_")
+            self.counts[name] += 1
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            self.bytes[name] += max(x.nbytes for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def collect(
+    how: str, mode: str, broken: str | None = None
+) -> tuple[dict[str, int], dict[str, int], list[tuple[str, float, float]]]:
+    """Collectives of a rank's second step, their bytes, its jobs with their times."""
+    mesh = zbpp.mesh(stages=2, data_parallel=2)
+    made = wrapped(layers(), how, mesh["dp"])
+    with (
+        breaking(broken),
+        zbpp.Pipeline(
+            made,
+            loss_fn=loss_fn,
+            optimizer=adamw,
+            schedule=mode,
+            n_microbatches=8,
+            mesh=mesh,
+        ) as pipeline,
+    ):
+        x, y = (part[:8] for part in batch(0))
+        pipeline.step(x, y)
+        with Collected() as collected:
+            pipeline.step(x, y)
+        pipeline.synchronize()
+        timeline = pipeline.timeline()
+        (stage,) = pipeline._executors
+        slots = (*timeline.rows[stage], *timeline.collectives[stage])
+        jobs = [(str(slot.job), slot.start, slot.end) for slot in slots]
+    return dict(collected.counts), dict(collected.bytes), jobs
+
+
+def collect_all(cases: list[tuple[str, ...]]) -> list[Any]:
+    """`collect` of several cases."""
+    return [collect(*case) for case in cases]
+
+
+def train_plainly(
+    steps: int = 6, *, large: bool = False
+) -> tuple[list[tuple[float, float]], dict[str, Tensor], float]:
+    """The same in one process, by a plain loop."""
+    made = layers(large=large)
+    model = nn.Sequential(*made)
+    optimizer = adamw(list(model.parameters()), _rate(large))
+    results = []
+    for step in range(steps):
+        x, y = (part.tensor_split(N_MICROBATCHES) for part in batch(step))
+        losses = []
+        for i in range(N_MICROBATCHES):
+            loss = loss_fn(model(x[i]), y[i])
+            (loss / N_MICROBATCHES).backward()
+            losses.append(loss.detach())
+        squares = [p.grad.double().square().sum() for p in model.parameters()]
+        norm = torch.stack(squares).sum().sqrt()
+        for p in model.parameters():
+            p.grad *= clip_factor(float(norm), _clip(large))
+        results.append((float(torch.stack(losses).mean()), float(norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    x, y = batch(99)
+    with torch.no_grad():
+        validation = float(loss_fn(model(x), y))
+    names = {f"layers.{n}": p.detach() for n, p in model.named_parameters()}
+    return results, names, validation
+
+
+def train_all(cases: list[tuple[str, str, dict[str, Any]]]) -> list[Found]:
+    """Trainings one after the other: mode, wrapping, further arguments."""
+    return [train(mode, how, **more) for mode, how, more in cases]
+
+
+@contextmanager
+def breaking(what: str | None) -> Iterator[None]:
+    """Take something out of this process meanwhile, as a negative control."""
+    with ExitStack() as stack:
+        patch = partial(_patched, stack)
+        if what == "prefetch":  # torch's own, by the order of the forwards
+            patch(fsdp_internals, "_NoOrder", list)
+        elif what == "stale":  # nothing is gathered again after a rollback
+            patch(Collectives, "rewind", lambda _: None)
+        elif what == "wait":
+            patch(Buckets, "wait", lambda _: None)
+        elif what == "early":  # the first W of a chunk counts as its last
+            patch(GradientOrder, "_progress", _after_the_first)
+        elif what == "alone" and torch.distributed.get_rank() == 0:
+            patch(StepSums, "norm", lambda sums, _=None: _own_norm(sums))
+        yield
+
+
+def _patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _after_the_first(order: Any, n: int) -> Any:
+    return order.last[1] if order.last is not None and n == 1 else None
+
+
+def _own_norm(sums: Any) -> float:
+    return float(sums.read()[0, : sums._n_layers].sum().sqrt())

@@ -1,0 +1,38 @@
+"""The collectives of replicas and shards, added to a pipeline's schedule."""
+
+from collections.abc import Mapping
+
+from zbpp.core import Program, Schedule
+from zbpp.runtime.executor import Executor
+from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.parallel.wrap import reduces_every
+from zbpp.schedules import add_collectives, lower
+
+__all__ = ["with_collectives"]
+
+
+def with_collectives(
+    schedule: Schedule,
+    executors: Mapping[int, Executor],
+    place: Place,
+    shard: str,
+    ties: tuple[tuple[int, ...], ...],
+) -> tuple[Schedule, tuple[Program, ...]]:
+    """Add the jobs that the replicas' layers need; all processes must call.
+
+    Args:
+        schedule: of the pipeline.
+        executors: of this process.
+        place: of this process.
+        shard: what was asked for.
+        ties: chunks of each tied parameter.
+    """
+    if place.n_replicas > 1:
+        (executor,) = executors.values()
+        kept = executor.transport.gather(executor.collectives.keeps)
+        schedule = add_collectives(
+            schedule,
+            shards=any(kept),
+            reduces="every" if reduces_every(shard) else "last",
+        )
+    return schedule, lower(schedule, ties=ties)

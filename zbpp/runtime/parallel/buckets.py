@@ -1,0 +1,79 @@
+"""Gradients of layers that nobody has wrapped, summed over the replicas.
+
+REDUCE_GRAD   a layer's gradients in one flat tensor, an all-reduce of it
+REDUCE_WAIT   the sums, back where the gradients were
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.runtime.support.sharded import local_part
+
+__all__ = ["Buckets"]
+
+
+@dataclass
+class _Sum:
+    """An all-reduce that is under way, and what its parts are for."""
+
+    flat: Tensor
+    targets: Sequence[Tensor]
+    works: Sequence[dist.Work]
+    rest: Sequence[dist.ProcessGroup]
+
+
+class Buckets:
+    """The gradients of one layer.
+
+    Args:
+        parameters: of the layer.
+        groups: processes that hold replicas, by dimension of the mesh.
+        timeout_s: how long a sum may take.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        groups: Sequence[dist.ProcessGroup],
+        timeout_s: Callable[[], float],
+    ) -> None:
+        self._parameters = parameters
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._sums: list[_Sum] = []
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Start to sum the gradients; every replica has the same ones."""
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for p in self._parameters:
+            if p.grad is None:
+                continue
+            part = local_part(p.grad).numbers
+            if part.layout is torch.sparse_coo:  # replicas may have other rows
+                p.grad = part = part.to_dense()
+            alike.setdefault((part.dtype, part.device), []).append(part)
+        first, *rest = self._groups
+        for targets in alike.values():
+            flat = torch.cat([x.reshape(-1) for x in targets])
+            work = dist.all_reduce(flat, group=first, async_op=True)
+            self._sums.append(_Sum(flat, targets, [work], rest))
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Put the sums where the gradients are."""
+        limit = timedelta(seconds=self._timeout_s())
+        for one in self._sums:
+            for work in one.works:
+                work.wait(limit)
+            for group in one.rest:
+                dist.all_reduce(one.flat, group=group)
+            pieces = torch.split(one.flat, [x.numel() for x in one.targets])
+            for target, piece in zip(one.targets, pieces, strict=True):
+                target.copy_(piece.view_as(target))
+        self._sums = []

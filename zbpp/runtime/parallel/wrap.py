@@ -1,0 +1,62 @@
+"""Wrap layers as ``shard`` asks, one `fully_shard` a layer.
+
+none         all replicas hold all of a stage
+optimizer    parameters and optimizer state in parts; whole from a chunk's first F
+             to its last B, and its gradients to the last W (ZeRO 1)
+gradients    gradients in parts as well: reduced after every W (ZeRO 2)
+parameters   parameters whole for a pass only (ZeRO 3)
+"""
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+from torch import nn
+
+from zbpp.core import RequestError
+from zbpp.runtime.parallel.mesh import Place, data_mesh
+from zbpp.runtime.support.fsdp_internals import units_in
+
+__all__ = ["Shard", "check_shard", "reduces_every", "wrap"]
+
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+"""What the replicas of a stage hold in parts."""
+
+
+def check_shard(shard: str, place: Place) -> None:
+    """Check what was asked for.
+
+    Raises:
+        RequestError: it is unknown, or there are no replicas.
+    """
+    if shard not in get_args(Shard):
+        choices = ", ".join(map(repr, get_args(Shard)))
+        raise RequestError(f"shard is {shard!r}; choose one of {choices}")
+    if shard != "none" and place.n_replicas == 1:
+        raise RequestError(
+            f"shard is {shard!r}, and there is one replica to hold it all; give a mesh "
+            "whose dimension 'dp' is 2 or more"
+        )
+
+
+def reduces_every(shard: str) -> bool:
+    """True if gradients are reduced after every W, not after the last."""
+    return shard in ("gradients", "parameters")
+
+
+def wrap(layers: Iterable[nn.Module], place: Place, shard: str) -> None:
+    """Shard the layers that have parameters and are not wrapped yet.
+
+    Args:
+        layers: on their device.
+        place: of this process.
+        shard: see above.
+    """
+    if shard == "none" or place.mesh is None:
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = data_mesh(place.mesh)
+    assert mesh is not None
+    for layer in layers:
+        if any(True for _ in layer.parameters()) and not any(units_in(layer)):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=shard == "parameters")

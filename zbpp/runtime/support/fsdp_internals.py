@@ -1,0 +1,170 @@
+"""The names of `fully_shard` and `replicate` that torch does not document.
+
+No other file touches them. Torch gives no public way to reduce a module's gradients at
+a time of one's own, nor to leave out its prefetches. `check` refuses a torch that
+lacks one of the names: a part of the work would be left out without a word.
+"""
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.core import RequestError
+
+__all__ = ["Unit", "is_unit", "managed", "set_timeout", "units_in"]
+
+_STATE = ("_lazy_init", "_fsdp_param_groups", "_comm_ctx")
+_GROUP = (
+    *("post_backward", "finalize_backward", "fsdp_params", "reduce_grads"),
+    "all_reduce_grads",
+    *("_all_gather_result", "_reshard_after_forward", "mesh_info"),
+)
+_CONTEXT = ("post_forward_order", "reduce_scatter_states")
+
+
+class _NoOrder(list[Any]):
+    """An order of forwards that nothing can be prefetched by.
+
+    It runs over all modules that share streams, which a pipeline interleaves: by it a
+    backward gathers modules that no job waits for, and the next step would compute
+    with what they were before the optimizer.
+    """
+
+    def append(self, _: Any) -> None:
+        """Forget it."""
+
+
+class Unit:
+    """A module that `fully_shard` or `replicate` has wrapped.
+
+    Args:
+        module: the wrapped one.
+
+    Raises:
+        RequestError: this torch has other names than those that were seen in 2.13.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = cast(Any, module)
+        self._state: Any = self.module._get_fsdp_state()
+        self._state._lazy_init()
+        _check(self._state, _STATE)
+        self._groups: Sequence[Any] = self._state._fsdp_param_groups
+        self._context = self._state._comm_ctx
+        _check(self._context, _CONTEXT)
+        for group in self._groups:
+            _check(group, _GROUP)
+
+    def begin(self, *, keeps: bool) -> None:
+        """Leave all collectives but the gathers of passes to jobs; once.
+
+        Args:
+            keeps: what a job has gathered stays until another ends it.
+        """
+        self._context.post_forward_order = _NoOrder()
+        module = self.module
+        module.set_is_last_backward(False)
+        module.set_requires_gradient_sync(False, recurse=False)
+        # Sums, as the losses have shares in that of all replicas: `totals`.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reshard_after_backward(not keeps, recurse=False)
+
+    @property
+    def gathers_by_itself(self) -> bool:
+        """True if each pass gathers it, and drops it at its end."""
+        return any(group._reshard_after_forward for group in self._groups)
+
+    def gather(self) -> None:
+        """Start to gather the parameters; the first pass waits for them."""
+        self.module.unshard(async_op=True)
+
+    def drop(self) -> None:
+        """Drop what was gathered, also if it is under way."""
+        for group in self._groups:
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+        self.module.reshard()
+
+    def reduce(self) -> None:
+        """Start to reduce the gradients that are there."""
+        for group in self._groups:
+            group.reduce_grads = group.all_reduce_grads = True
+            group.post_backward()
+            group.reduce_grads = group.all_reduce_grads = False
+
+    def wait(self) -> None:
+        """Let what comes next wait for the reduced gradients."""
+        for group in self._groups:
+            group.finalize_backward()
+        states = self._context.reduce_scatter_states
+        while states:
+            event = states.pop().event
+            if event is not None:
+                torch.accelerator.current_stream().wait_event(event)
+
+    def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """What the forwards use, and the parameter with this process's part of it.
+
+        Raises:
+            RequestError: the parameters were never gathered.
+        """
+        for group in self._groups:
+            for one in group.fsdp_params:
+                _check(one, ("_unsharded_param", "sharded_param"))
+                yield one._unsharded_param, one.sharded_param
+
+    @property
+    def pending(self) -> bool:
+        """A gather is under way that nobody has waited for."""
+        return any(group._all_gather_result is not None for group in self._groups)
+
+    @property
+    def is_whole(self) -> bool:
+        """What was gathered is still there."""
+        return any(group.is_unsharded for group in self._groups)
+
+    def reset(self) -> None:
+        """Forget what a failed step has left."""
+        self.module.reset_iter_state()
+
+
+def is_unit(module: nn.Module) -> bool:
+    """True for a wrapped module; what is inside or around does not count."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def units_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The wrapped modules in a module, outer ones first."""
+    return filter(is_unit, module.modules())
+
+
+def managed(unit: nn.Module) -> Iterator[Tensor]:
+    """The parameters that a wrapped module shards or replicates, as they are kept."""
+    groups: Any = unit
+    for group in groups._get_fsdp_state()._fsdp_param_groups:
+        for one in group.fsdp_params:
+            yield one.sharded_param
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let collectives of a group end after some time.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, the group keeps its own.
+    """
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if change is not None:
+        change(timedelta(seconds=seconds), group)
+
+
+def _check(held: object, names: Sequence[str]) -> None:
+    missing = [name for name in names if not hasattr(held, name)]
+    if missing:
+        raise RequestError(
+            f"torch {torch.__version__} has no {type(held).__name__}.{missing[0]}, "
+            "which sharded stages need; use torch 2.13, or layers that are not wrapped"
+        )
