@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zbpp.checkpoint.owned import Owned
+from zbpp.checkpoint.shards import in_parts
 
 __all__ = ["check_optimizers", "load_optimizers", "optimizer_state"]
 
@@ -157,6 +158,7 @@ def _placed(value: Any, p: Tensor, group: Mapping[str, Any]) -> Any:
     """A copy where the optimizer wants it: many keep single numbers on the host."""
     if not isinstance(value, Tensor):
         return value
+    value = in_parts(value, p)
     on_device = value.dim() > 0 or group.get("capturable") or group.get("fused")
     return value.detach().to(p.device if on_device else value.device, copy=True)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.checkpoint.shards import put_into
 from zbpp.core import RequestError
 
 __all__ = [
@@ -199,4 +200,4 @@ def load_model(
             if slot.set_extra is not None:
                 slot.set_extra(model[min(found)])
             else:
-                slot.value.copy_(model[min(found)])
+                put_into(slot.value, model[min(found)])

@@ -24,6 +24,7 @@ from zbpp.checkpoint.optimizer_state import (
 from zbpp.checkpoint.owned import Owned, check_model, load_model, model_state
 from zbpp.checkpoint.saving import Snapshot
 from zbpp.checkpoint.scheduler_state import fit_schedulers, scheduler_state
+from zbpp.checkpoint.shards import whole
 from zbpp.checkpoint.values import decode, encode
 from zbpp.core import RequestError
 
@@ -63,15 +64,23 @@ def take_snapshot(
     run: Mapping[str, Any],
     extra: Mapping[str, Any],
     about: Mapping[str, Any],
+    saves: bool = True,
 ) -> Snapshot:
-    """What this process saves: each tensor once among all processes.
+    """What this process saves: each tensor once among all processes, and whole.
+
+    Those that hold parts of the same tensors must all call; one of them ``saves``.
 
     Raises:
         RequestError: a part of the state is nothing that a checkpoint can hold.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {"extra_states": {}}
-    put = tensors.__setitem__
+
+    def put(name: str, tensor: Tensor) -> None:
+        gathered = whole(tensor)
+        if saves:
+            tensors[name] = gathered
+
     for slot in owned.slots:
         where = f"{_MODEL}/{slot.name}"
         if not slot.saves:
@@ -88,9 +97,11 @@ def take_snapshot(
         encode(one, f"schedulers/{'+'.join(one['groups'][0][:1])}/{one['place']}", put)
         for one in scheduler_state(owned)
     ]
+    if not saves:
+        values = {}
     values["run"] = encode(dict(run), "run", put)
     values["extra"] = encode(dict(extra), "extra", put)
-    return Snapshot(step, tensors, values, owned.aliases(), about)
+    return Snapshot(step, tensors, values, owned.aliases() if saves else {}, about)
 
 
 def read_state(

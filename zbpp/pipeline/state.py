@@ -31,6 +31,7 @@ from zbpp.models import Layered
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.ties.plan import TiePlan
 
 __all__ = ["Checkpoints"]
@@ -49,6 +50,7 @@ class Checkpoints:
     _n_steps: int
     layered: Layered
     _ties: TiePlan
+    place: Place
     _schedulers: tuple[Any, ...] = ()
     _saver: Saver | None = None
 
@@ -154,6 +156,7 @@ class Checkpoints:
                     run=self._run_state(),
                     extra=extra or {},
                     about=self._about(),
+                    saves=self.place.peers.row == 0,
                 )
             except RequestError as error:
                 snapshot = str(error)

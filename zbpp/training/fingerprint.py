@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from zbpp.checkpoint.shards import whole
+
 __all__ = ["combine", "fingerprints"]
 
 
@@ -19,18 +21,23 @@ def fingerprints(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def combine(parts: Iterable[Mapping[str, str]]) -> str:
-    """Sha256 of the whole model from the `fingerprints` of all processes."""
+    """Sha256 of the whole model from the `fingerprints` of all processes.
+
+    Raises:
+        RuntimeError: replicas hold different parameters.
+    """
     lines: dict[str, str] = {}
     for part in parts:
-        twice = lines.keys() & part.keys()
-        assert not twice, f"held by two processes: {sorted(twice)}"
+        other = [name for name in part if lines.get(name, part[name]) != part[name]]
+        if other:
+            raise RuntimeError(f"replicas hold different parameters: {other[:3]}")
         lines |= part
     text = "".join(f"{name} {lines[name]}\n" for name in sorted(lines))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sha256(parameter: Tensor) -> str:
-    value = parameter.detach().cpu().contiguous()
+    value = whole(parameter).detach().cpu().contiguous()
     digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}\n".encode())
     digest.update(value.view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
