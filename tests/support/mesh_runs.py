@@ -101,7 +101,9 @@ def train(
     mode: str,
     how: str,
     *,
+    first: int = 0,
     steps: int = 6,
+    folder: str = "",
     stages: int = 2,
     data_parallel: int = 2,
     checkpointed: bool = False,
@@ -109,9 +111,16 @@ def train(
     broken: str | None = None,
     **more: Any,
 ) -> Found:
-    """Train on a mesh, with something ``broken`` or whole."""
-    mesh = zbpp.mesh(stages=stages, data_parallel=data_parallel)
-    made = wrapped(layers(checkpointed=checkpointed, large=large), how, mesh["dp"])
+    """Train on a mesh, with something ``broken`` or whole.
+
+    A run with a ``folder`` saves at its end; one that does not begin at the first step
+    goes on from what is there.
+    """
+    mesh = None
+    made = layers(checkpointed=checkpointed, large=large)
+    if stages * data_parallel > 1:
+        mesh = zbpp.mesh(stages=stages, data_parallel=data_parallel)
+        made = wrapped(made, how, mesh["dp"])
     shard = how if how in ("optimizer", "gradients", "parameters") else "none"
     patience = Patience(failures=99, window=10)
     with (
@@ -132,9 +141,13 @@ def train(
         n = SAMPLES // data_parallel
         own = slice(n * pipeline.place.replica, n * (pipeline.place.replica + 1))
         results = []
-        for step in range(steps):
+        if first:
+            pipeline.load(folder)
+        for step in range(first, steps):
             x, y = batch(step)
             results.append(pipeline.step(x[own], y[own]))
+        if folder and not first:
+            pipeline.save(folder, wait=True)
         x, y = batch(99)
         validation = pipeline.evaluate(x[own], y[own])
         found = [(one.loss, one.grad_norm) for one in results]

@@ -116,7 +116,16 @@ def _serve(pipe: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+                _forget_meshes()
         pipe.send((result, error))
+
+
+def _forget_meshes() -> None:
+    """Let DTensors forget the groups that are gone: a new mesh equals the old one."""
+    for module in ("_redistribute", "debug"):
+        loaded = sys.modules.get(f"torch.distributed.tensor.{module}")
+        for name in ("clear_redistribute_planner_cache", "_clear_sharding_prop_cache"):
+            getattr(loaded, name, lambda: None)()
 
 
 def _load(file: str) -> Any:

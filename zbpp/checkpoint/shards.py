@@ -66,4 +66,4 @@ def in_parts(value: Tensor, like: Tensor) -> Tensor:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     a, b = cast(Any, one), cast(Any, other)
-    return a.device_mesh == b.device_mesh and a.placements == b.placements
+    return bool(a.device_mesh == b.device_mesh and a.placements == b.placements)

@@ -59,11 +59,11 @@ def state_of(owned: Owned, *, step: int, run: Mapping[str, Any]) -> State:
 
 def take_snapshot(
     owned: Owned,
+    about: Mapping[str, Any],
+    run: Mapping[str, Any],
     *,
     step: int,
-    run: Mapping[str, Any],
     extra: Mapping[str, Any],
-    about: Mapping[str, Any],
     saves: bool = True,
 ) -> Snapshot:
     """What this process saves: each tensor once among all processes, and whole.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.clock import replay
-from zbpp.core.collective_rules import collective_mistake, unequal_mistake
+from zbpp.core.collectives.rules import collective_mistake, unequal_mistake
 from zbpp.core.costs import Costs, MemoryModel
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.jobs import Check, Collective, Job, Pass, PassKind, Step

@@ -17,6 +17,7 @@ from zbpp.core import Job, Message, PassTimes, TiedGradient, What
 from zbpp.runtime.backward.queue import WeightQueue, current_queue
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.comm.transport import Opening, Reduction, Transport
+from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.values import Tensors, with_tensors
 
 __all__ = ["DelayedTransport", "EmulatedLayer", "sleep_until"]
@@ -179,6 +180,10 @@ class DelayedTransport:
     @doing.setter
     def doing(self, call: str) -> None:
         self._inner.doing = call
+
+    def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
+        """What a broken collective of the stage's peers means."""
+        return self._inner.lost_peer(job, error)
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other processes why this one stops."""

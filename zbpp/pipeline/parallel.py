@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from zbpp.core import Program, Schedule
+from zbpp.core.collectives.sharding import reduces_every
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.mesh import Place
-from zbpp.runtime.parallel.wrap import reduces_every
 from zbpp.schedules import add_collectives, lower
 
 __all__ = ["with_collectives"]

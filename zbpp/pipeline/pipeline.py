@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
+from zbpp.core.collectives.sharding import Shard
 from zbpp.models import layered_of
 from zbpp.models.given import Given, model_to_build
 from zbpp.modes import is_auto
@@ -51,7 +52,7 @@ from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
 from zbpp.runtime.parallel.mesh import find_place
-from zbpp.runtime.parallel.wrap import Shard, check_shard
+from zbpp.runtime.parallel.wrap import check_shard
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.stage import LossFn
 from zbpp.runtime.ties.plan import Tie, TiePlan, check_ties
@@ -261,8 +262,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         weakref.finalize(self, self._lifecycle.end)
         self._lifecycle.hooks = settle_before_access(
             (layer for _, layer in self._layers()),
-            self.optimizers,
-            self._lifecycle.synchronize,
+            *(self.optimizers, self._lifecycle.synchronize),
         )
         self._watcher = make_watcher(
             *(watch, is_auto(schedule), self.schedule, chosen.costs),

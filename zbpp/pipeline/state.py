@@ -151,11 +151,9 @@ class Checkpoints:
         with self._errors_told("save"):
             try:
                 snapshot: Snapshot | str = take_snapshot(
-                    self._owned(),
+                    *(self._owned(), self._about(), self._run_state()),
                     step=self._n_steps,
-                    run=self._run_state(),
                     extra=extra or {},
-                    about=self._about(),
                     saves=self.place.peers.row == 0,
                 )
             except RequestError as error:

@@ -17,9 +17,9 @@ Whatever is in parts otherwise: parameters, gradients and optimizer state (ZeRO 
 """
 
 from dataclasses import replace
-from typing import Literal, get_args
 
 from zbpp.core import Costs, Placement, RequestError, Schedule
+from zbpp.core.collectives.sharding import SHARDS, Shard, gathers_once, reduces_every
 from zbpp.schedules import add_collectives
 
 __all__ = [
@@ -30,11 +30,6 @@ __all__ = [
     "replicated",
     "with_gathers",
 ]
-
-Shard = Literal["none", "optimizer", "gradients", "parameters"]
-"""State that replicas hold in parts; each word includes the ones before."""
-
-SHARDS: tuple[Shard, ...] = get_args(Shard)
 
 
 def check_replicas(data_parallel: int, shard: str) -> None:
@@ -70,8 +65,8 @@ def replicated(schedule: Schedule, *, data_parallel: int, shard: str) -> Schedul
         return schedule
     return add_collectives(
         schedule,
-        shards=shard in ("optimizer", "gradients"),
-        reduces="every" if shard in ("gradients", "parameters") else "last",
+        shards=gathers_once(shard),
+        reduces="every" if reduces_every(shard) else "last",
     )
 
 

@@ -32,6 +32,7 @@ from zbpp.core import (
     Step,
 )
 from zbpp.runtime.bound import BoundProgram, Call, StageParts
+from zbpp.runtime.comm.private_group import is_broken
 from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.parallel.progress import LayerProgress
@@ -156,6 +157,9 @@ class Executor(StageParts):
                     self._inject_fault(str(instruction))
                 run()
             except Exception as error:
+                if isinstance(error, RuntimeError) and is_broken(error):
+                    lost = self.transport.lost_peer(str(instruction), error)
+                    raise lost from error
                 error.add_note(f"in {instruction}")
                 raise
 

@@ -12,6 +12,7 @@ from zbpp.models.configs.text_model import TextModel
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.parallel.mesh import make_mesh
 from zbpp.training.options import Train
 from zbpp.training.setup import device_of, measures_first, model_of
 from zbpp.training.splits import asked_recompute, asked_split, run_split
@@ -45,6 +46,14 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
             "example": _example(options, model, schedule.n_microbatches),
             "recompute": asked_recompute(options),
         }
+    if options.data_parallel > 1:
+        how["shard"] = options.shard
+        how["mesh"] = make_mesh(
+            stages=schedule.n_stages,
+            data_parallel=options.data_parallel,
+            device=device_of(options),
+            timeout_s=10 * options.timeout_s,
+        )
     return Pipeline(
         **model.given(),
         optimizer=partial(make_optimizer, options),

@@ -55,6 +55,7 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
     corpus, about_data, data = _load(pipeline, options)
     rates = _attach_rates(pipeline, options)
     windows = pipeline.n_microbatches * options.microbatch_size
+    windows *= options.data_parallel
     model = model_of(options)
     same = {"data": data, **model.about()}
     saver = RunSaver(pipeline, options, same=same, samples=windows)
@@ -113,17 +114,25 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
     """One line about the model and how it is run (every rank must call)."""
     copies = {layer_name(*place) for tie in pipeline.layered.ties for place in tie[1:]}
     own = [p for name, p in pipeline.named_parameters() if name not in copies]
-    counts = pipeline.gather(sum(p.numel() for p in own))
+    every = pipeline.gather(sum(p.numel() for p in own))
+    counts = [every[rank] for rank in pipeline.place.pipeline]
     schedule = pipeline.schedule
     return (
         f"model: {sum(counts):,} parameters in {pipeline.n_layers} layers; "
         f"{schedule.name}, {schedule.n_stages} stages in {pipeline.n_ranks} "
-        f"process(es), {schedule.n_microbatches} micro-batches of "
+        f"process(es){_describe_replicas(options)}, {schedule.n_microbatches} "
+        "micro-batches of "
         f"{options.microbatch_size} x {options.seq} bytes, {options.dtype} on "
         f"{pipeline.device.type}"
         f"{', compiled' if options.compile else ''}"
         f"{', post-validated' if schedule.is_post_validated else ''}"
     )
+
+
+def _describe_replicas(options: Train) -> str:
+    n = options.data_parallel
+    held = "" if options.shard == "none" else f", {options.shard} in parts"
+    return "" if n == 1 else f" with {n} replicas{held}"
 
 
 def _attach_rates(pipeline: Pipeline, options: Train) -> list[LambdaLR]:
@@ -144,7 +153,8 @@ def _run_steps(
     request: StopRequest | None,
 ) -> bool:
     """Train to the end; true if a signal has stopped the run before."""
-    windows = pipeline.n_microbatches * options.microbatch_size
+    n_replicas = options.data_parallel
+    windows = pipeline.n_microbatches * options.microbatch_size * n_replicas
     assert options.steps is not None, "start() has filled it in"
     first = pipeline.n_steps
     for step in range(first, options.steps):
@@ -155,7 +165,7 @@ def _run_steps(
             batch = corpus.training_batch(
                 seed=options.seed, step=step, windows=windows, seq=options.seq
             )
-            inputs, targets = model.batch(*_tensors(batch))
+            inputs, targets = model.batch(*_share(pipeline, batch))
         recorder.add(pipeline.step(inputs, targets))
         if step == first:
             recorder.say(_describe_split(pipeline))
@@ -189,13 +199,14 @@ def _conclude(
     recorder: Recorder,
 ) -> None:
     """Validate, hash the parameters, report."""
-    n = options.validation_microbatches
+    n = _n_validation(options)
     inputs, targets = None, None
     if corpus is not None:
         batch = corpus.validation_batch(
-            windows=n * options.microbatch_size, seq=options.seq
+            windows=n * options.microbatch_size * options.data_parallel,
+            seq=options.seq,
         )
-        inputs, targets = model.batch(*_tensors(batch))
+        inputs, targets = model.batch(*_share(pipeline, batch))
     pipeline.synchronize()
     prediction = None
     if recorder.seconds > 0:  # else there was no step left to do
@@ -249,5 +260,16 @@ def _peak_memory_gib(device: torch.device) -> float | None:
     return resident_memory_gib()
 
 
-def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
+def _n_validation(options: Train) -> int:
+    """Micro-batches of validation that a replica reads."""
+    return max(1, options.validation_microbatches // options.data_parallel)
+
+
+def _share(pipeline: Pipeline, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The windows of a batch that this replica reads."""
+    place = pipeline.place
+    inputs, targets = (
+        torch.from_numpy(part).tensor_split(place.n_replicas)[place.replica]
+        for part in batch
+    )
+    return inputs, targets

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from zbpp.core import RequestError, parse_memory
+from zbpp.core.collectives.sharding import Shard
 
 __all__ = ["HF", "MemoryText", "Train", "YesNoUnsaid"]
 
@@ -42,8 +43,14 @@ class Train:
     """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
     stages: _Count = None
     """Pipeline stages, a process each; else as torchrun or the file says, else 2."""
+    data_parallel: int = 1
+    """Replicas of every stage, a process each; each reads its own share of a batch of
+    as many times the micro-batches."""
+    shard: Shard = "none"
+    """What replicas hold in parts: optimizer state (and parameters between steps),
+    gradients too, parameters as well; none: each holds all."""
     microbatches: _Count = None
-    """Micro-batches in a step; else as the file says, else 8."""
+    """Micro-batches of a replica in a step; else as the file says, else 8."""
     microbatch_size: int = 2
     """Windows of text in a micro-batch."""
     seq: int = 128
@@ -146,7 +153,7 @@ class Train:
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches", "microbatch_size", "seq", "steps"):
             self._check_at_least(name, 1)
-        for name in ("validation_microbatches", "log_every"):
+        for name in ("validation_microbatches", "log_every", "data_parallel"):
             self._check_at_least(name, 1)
         for name in ("failures", "window", "clean"):
             self._check_at_least(f"post_validation_{name}", 1)
@@ -154,6 +161,16 @@ class Train:
             self._check_at_least(name, 1)
         for name in ("seed", "warmup_steps", "lr", "weight_decay", "max_restarts"):
             self._check_at_least(name, 0)
+        if self.shard != "none" and self.data_parallel == 1:
+            raise RequestError(
+                f"--shard {self.shard} needs replicas to share it; give "
+                "--data_parallel, 2 or more"
+            )
+        if self.data_parallel > 1 and self.transport == "local":
+            raise RequestError(
+                "--transport local is one process, and --data_parallel is "
+                f"{self.data_parallel}; leave one of them out"
+            )
         for name in ("save_every", "max_restarts"):
             if getattr(self, name) and self.save_dir is None:
                 raise RequestError(f"--{name} needs --save_dir, a folder to save to")

@@ -59,7 +59,7 @@ def start_worker(
     schedule = schedule_of(options)
     if check is not None:
         check(options, schedule)
-    if schedule.n_stages == 1 or options.transport == "local":
+    if schedule.n_stages * options.data_parallel == 1 or options.transport == "local":
         code = worker(options, schedule)
         if code:
             raise SystemExit(code)
@@ -75,7 +75,7 @@ def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
             launch(
                 worker,
                 (options, schedule),
-                schedule.n_stages,
+                schedule.n_stages * options.data_parallel,
                 device=device,
                 stops_itself=options.save_dir is not None,
                 preload=_STORAGE if options.save_dir is not None else (),
@@ -102,14 +102,16 @@ def _join(worker: Worker, options: Train) -> None:
 
 
 def _for_world(options: Train, n_processes: int) -> Train:
-    """The same with one stage a process.
+    """The same with one stage of one replica a process.
 
     Raises:
-        RequestError: another number of stages is asked for.
+        RequestError: another number of stages is asked for, or replicas do not fit.
     """
-    if options.stages not in (None, n_processes):
+    n_stages, rest = divmod(n_processes, options.data_parallel)
+    if rest or options.stages not in (None, n_stages):
         raise RequestError(
-            f"--stages is {options.stages}, but torchrun has started {n_processes} "
-            "processes; leave --stages out"
+            f"--stages is {options.stages} and --data_parallel {options.data_parallel},"
+            f" but torchrun has started {n_processes} processes; leave --stages out, "
+            "and start a multiple of --data_parallel"
         )
-    return replace(options, stages=n_processes)
+    return replace(options, stages=n_stages)

@@ -137,8 +137,14 @@ class DistributedTransport(Messages):
         """Return True: a receive waits for another process."""
         return True
 
-    def _lost(self, what: str, peer: int | None, error: RuntimeError) -> PeerError:
-        who = "the other stages" if peer is None else f"stage {peer}"
+    def _lost(
+        self,
+        what: str,
+        peer: int | None,
+        error: RuntimeError,
+        who: str = "the other stages",
+    ) -> PeerError:
+        who = who if peer is None else f"stage {peer}"
         why = "the connection broke"
         if self._has_failed:
             why = "the connections were given up after the first failure"
@@ -149,6 +155,15 @@ class DistributedTransport(Messages):
             why += f"; {first}"
         self._cut_off()
         return PeerError(f"stage {self.stage} {what} {who}: {why}")
+
+    def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
+        """What a collective of this stage's peers that has broken means.
+
+        Args:
+            job: it was in.
+            error: of the collective.
+        """
+        return self._lost(f"waits in {job} for", None, error, who="its replicas")
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other stages why this one stops, or cannot begin a step.

@@ -22,6 +22,7 @@ __all__ = [
     "break_connections",
     "draw_name",
     "gather_objects",
+    "is_broken",
     "open_group",
     "uses_nccl",
 ]
@@ -131,6 +132,16 @@ def gather_objects(group: PrivateGroup, thing: Any, wire: torch.device) -> list[
         pickle.loads(row[:count].cpu().numpy().tobytes())
         for row, count in zip(rows, counts, strict=True)
     ]
+
+
+def is_broken(error: BaseException) -> bool:
+    """True for an error of a collective that another process has not ended.
+
+    Torch has no class of its own for all of them.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and "gloo" in str(error)
 
 
 def break_connections(group: PrivateGroup) -> None:

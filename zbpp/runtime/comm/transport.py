@@ -16,6 +16,7 @@ from zbpp.core import Job, Message
 from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.support.background import BackgroundWork
+from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.streams import Event, HostCopy, StageStream
 from zbpp.runtime.values import Tensors
 
@@ -102,6 +103,9 @@ class Transport(Protocol):
 
     def end(self) -> None:
         """End the step: no message may be left to receive."""
+
+    def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
+        """What a collective of the stage's peers that has broken in a job means."""
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other processes why this one stops, or cannot begin a step."""
@@ -234,6 +238,10 @@ class LocalTransport:
             assert not hub.mail, f"never received: {list(hub.mail)}"
             hub.sums.clear()
             hub.n_ended = 0
+
+    def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
+        """Its layers may have collectives of their own."""
+        return PeerError(f"a collective in {job} has failed: {error}")
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Nobody else is to be told."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from zbpp.core import Pass, PassKind, Program, Receive, Send, Value, What
+from zbpp.core.collectives.sharding import Shard
 from zbpp.runtime.comm.distributed import DistributedTransport
 from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport
 from zbpp.runtime.compiled.layers import Compiling
@@ -16,7 +17,6 @@ from zbpp.runtime.optim.stage_optimizer import MakeOptimizer, StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.stage import bind_parallel
-from zbpp.runtime.parallel.wrap import Shard
 from zbpp.runtime.partition import Model, build_chunks
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.streams import StageStream

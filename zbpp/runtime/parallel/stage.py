@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zbpp.core import Collective, CollectiveKind, RequestError
+from zbpp.core.collectives.sharding import Shard, reduces_every
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
 from zbpp.runtime.parallel.progress import LayerProgress
-from zbpp.runtime.parallel.wrap import Shard, reduces_every, wrap
+from zbpp.runtime.parallel.wrap import wrap
 from zbpp.runtime.support.fsdp_internals import Unit, managed, set_timeout, units_in
 
 __all__ = ["Collectives", "bind_parallel"]

@@ -8,18 +8,15 @@ parameters   parameters whole for a pass only (ZeRO 3)
 """
 
 from collections.abc import Iterable
-from typing import Literal, get_args
 
 from torch import nn
 
 from zbpp.core import RequestError
+from zbpp.core.collectives.sharding import SHARDS
 from zbpp.runtime.parallel.mesh import Place, data_mesh
 from zbpp.runtime.support.fsdp_internals import units_in
 
-__all__ = ["Shard", "check_shard", "reduces_every", "wrap"]
-
-Shard = Literal["none", "optimizer", "gradients", "parameters"]
-"""What the replicas of a stage hold in parts."""
+__all__ = ["check_shard", "wrap"]
 
 
 def check_shard(shard: str, place: Place) -> None:
@@ -28,19 +25,14 @@ def check_shard(shard: str, place: Place) -> None:
     Raises:
         RequestError: it is unknown, or there are no replicas.
     """
-    if shard not in get_args(Shard):
-        choices = ", ".join(map(repr, get_args(Shard)))
+    if shard not in SHARDS:
+        choices = ", ".join(map(repr, SHARDS))
         raise RequestError(f"shard is {shard!r}; choose one of {choices}")
     if shard != "none" and place.n_replicas == 1:
         raise RequestError(
             f"shard is {shard!r}, and there is one replica to hold it all; give a mesh "
             "whose dimension 'dp' is 2 or more"
         )
-
-
-def reduces_every(shard: str) -> bool:
-    """True if gradients are reduced after every W, not after the last."""
-    return shard in ("gradients", "parameters")
 
 
 def wrap(layers: Iterable[nn.Module], place: Place, shard: str) -> None:

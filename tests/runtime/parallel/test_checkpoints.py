@@ -1,0 +1,66 @@
+"""A checkpoint of a mesh goes on in any other, and in a plain model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh_runs import Found, layers, loss_fn, train, train_all
+from pool import Pool
+from torch import Tensor, nn
+
+from zbpp.checkpoint import read_model
+
+pytestmark = pytest.mark.dist
+
+
+def together(found: list[Found]) -> dict[str, Tensor]:
+    """All parameters of a run."""
+    return {name: p for one in found for name, p in one.parameters.items()}
+
+
+def run(pool: Pool, mode: str, how: str, n: int, **more: Any) -> dict[str, Tensor]:
+    if n == 1:
+        return together([train(mode, how, stages=1, data_parallel=1, **more)])
+    return together([one for (one,) in pool.run(train_all, n, [(mode, how, more)])])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "optimizer",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("bare", "replicate", "resharded")
+        ),
+    ],
+)
+def test_a_run_goes_on_in_another_mesh(how: str, pool: Pool, tmp_path: Path) -> None:
+    whole = run(pool, "ZBV", how, 4)
+    folder = {"folder": str(tmp_path)}
+    run(pool, "ZBV", how, 4, steps=3, **folder)
+    rest = {"first": 3, **folder}
+    again = run(pool, "ZBH1", how, 4, **rest)
+    for name, value in whole.items():  # the same replicas: the same bits
+        assert torch.equal(again[name], value), name
+    other = {
+        "four stages": run(pool, "ZBH1", "bare", 4, stages=4, data_parallel=1, **rest),
+        "four replicas": run(
+            pool, "1F1B", "parameters", 4, stages=1, data_parallel=4, **rest
+        ),
+        "one process": run(pool, "1F1B", "bare", 1, **rest),
+    }
+    for words, its in other.items():
+        assert its.keys() == whole.keys(), words
+        for name, value in whole.items():
+            torch.testing.assert_close(its[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_plain_model_loads_it(pool: Pool, tmp_path: Path) -> None:
+    saved = run(pool, "ZBH1", "optimizer", 4, steps=2, folder=str(tmp_path))
+    found = read_model(tmp_path)
+    model = nn.Sequential(*layers())
+    model.load_state_dict({n.removeprefix("layers."): p for n, p in found.items()})
+    for name, p in model.named_parameters():
+        assert torch.equal(p, saved[f"layers.{name}"])
+    assert loss_fn(model(torch.ones(1, 8)), torch.ones(1, 8)).isfinite()

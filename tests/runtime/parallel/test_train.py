@@ -1,0 +1,87 @@
+"""Replicas in `zbpp train`: the same training, and one line when one of them fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zbpp.core import RequestError
+from zbpp.training.options import Train
+from zbpp.training.start import start
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+SIZES = {"dim": 32, "hidden": 64, "n_blocks": 4, "seq": 32, "steps": 4}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("zero bubble pipeline " * 4000)
+    return path
+
+
+def final(path: Path) -> dict[str, object]:
+    return json.loads(path.read_text().splitlines()[-1])
+
+
+def test_replicas_train_as_one_pipeline_does(text: Path, tmp_path: Path) -> None:
+    found = {}
+    for name, more in {
+        "one": {"microbatches": 8, "stages": 2},
+        "none": {"microbatches": 4, "stages": 2, "data_parallel": 2},
+        "optimizer": {"microbatches": 4, "stages": 2, "data_parallel": 2},
+        "parameters": {"microbatches": 4, "stages": 1, "data_parallel": 2},
+    }.items():
+        shard = name if name in ("optimizer", "parameters") else "none"
+        out = tmp_path / name
+        start(Train(data=text, metrics=out, shard=shard, **SIZES, **more))
+        found[name] = final(out)
+    assert found["optimizer"]["params_sha256"] == found["none"]["params_sha256"]
+    for one in found.values():
+        assert one["val_loss"] == pytest.approx(found["one"]["val_loss"], rel=1e-5)
+
+
+def test_requests_that_cannot_be() -> None:
+    with pytest.raises(RequestError, match="--data_parallel, 2 or more"):
+        Train(shard="optimizer")
+    with pytest.raises(RequestError, match="--transport local"):
+        Train(data_parallel=2, transport="local")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill:3:2:1F2", "rank 3 was killed by SIGKILL"),
+        ("raise:0:2:0W1", "rank 0 failed: RuntimeError: a fault that ZBPP_FAULT"),
+        ("stop:1:2:0B1", "rank 1 has left no word"),
+    ],
+)
+def test_a_failing_replica_ends_all_with_one_line(
+    fault: str, words: str, text: Path
+) -> None:
+    flags = {**SIZES, "stages": 2, "data_parallel": 2, "shard": "optimizer"}
+    flags |= {"microbatches": 4, "steps": 50, "timeout_s": 8, "data": text}
+    command = [sys.executable, "-m", "zbpp", "train"]
+    command += [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"ZBPP_FAULT": fault},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    started: set[psutil.Process] = set()
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step:"):
+            started.update(psutil.Process(process.pid).children(recursive=True))
+    stderr = process.communicate(timeout=200)[1]
+    assert process.returncode == 1
+    assert len(stderr.splitlines()) == 1 and words in stderr
+    _, left = psutil.wait_procs(list(started), timeout=60)
+    assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
