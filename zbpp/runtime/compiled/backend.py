@@ -22,6 +22,9 @@ from zbpp.runtime.support.compile_internals import (
 
 __all__ = ["zbpp"]
 
+_NO_GRAPHS = {"triton.cudagraphs": False}
+"""A captured graph's next run writes where W still reads."""
+
 
 def zbpp(
     graph: fx.GraphModule,
@@ -41,7 +44,7 @@ def zbpp(
     Raises:
         RuntimeError: Inductor has no such mode or option.
     """
-    chosen = inductor_options(mode, options)
+    chosen = inductor_options(mode, options) | _NO_GRAPHS
     lacking = missing()
     if lacking is not None:
         return compile_with(None, graph, inputs, chosen)
