@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.memory.alike import classes_of, shortened
 from zbpp.memory.fake import FakeModel, reading_fakes
+from zbpp.memory.operations import layer_operations
 from zbpp.memory.operators.scratch import KernelScratch
 from zbpp.memory.optimizer import OptimizerMemory, optimizer_memory
 from zbpp.memory.passes import ChunkPasses
@@ -28,6 +29,8 @@ from zbpp.runtime.ties.find import find_ties
 from zbpp.runtime.values import UnfitValueError, as_tensors
 
 __all__ = ["ModelMemory"]
+
+_T = TypeVar("_T")
 
 
 class ModelMemory:
@@ -198,17 +201,34 @@ class ModelMemory:
                 traced = self._first(trace)
             return traced
         except UnknownNumbers as error:
-            index = places[error.place]
-            kind = type(self.fake.layers[index]).__name__
-            raise RequestError(
-                f"layer {index} (a {kind}) cannot be traced without data: what {error} "
-                "gives depends on numbers that are not known before a run; use an "
-                "operator of fixed shape (for experts of transformers "
-                "config._experts_implementation = 'grouped_mm'), or measure the layer "
-                "with `zbpp profile`"
-            ) from error
+            raise self._undecided(places[error.place], error) from error
 
-    def _first(self, trace: Callable[[], Traced]) -> Traced:
+    def operations(self) -> list[float]:
+        """Floating-point operations of each layer's forward of one micro-batch.
+
+        Raises:
+            RequestError: a layer decides by its data.
+        """
+
+        def count() -> list[float]:
+            return layer_operations(self.fake, is_routed=self._is_routed)
+
+        try:
+            return self._first(count)
+        except UnknownNumbers as error:
+            raise self._undecided(error.place, error) from error
+
+    def _undecided(self, index: int, error: UnknownNumbers) -> RequestError:
+        kind = type(self.fake.layers[index]).__name__
+        return RequestError(
+            f"layer {index} (a {kind}) cannot be traced without data: what {error} "
+            "gives depends on numbers that are not known before a run; use an "
+            "operator of fixed shape (for experts of transformers "
+            "config._experts_implementation = 'grouped_mm'), or measure the layer "
+            "with `zbpp profile`"
+        )
+
+    def _first(self, trace: Callable[[], _T]) -> _T:
         """Trace; where layers decide by integers, let these be computed from now on.
 
         If that is not enough, models of transformers may go their own way for fakes.

@@ -28,6 +28,7 @@ from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.values import Tensors, as_tensors, with_tensors
 
 __all__ = [
+    "UNKNOWN",
     "Ends",
     "TraceOptions",
     "Traced",
@@ -37,7 +38,7 @@ __all__ = [
     "trace_chunk",
 ]
 
-_UNKNOWN = (
+UNKNOWN = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
@@ -158,7 +159,7 @@ def trace_chunk(
             for parameter in learning:
                 parameter.grad = None
             joint = [microbatch.run_joint(i) for i in (2, 3) if options.exact_sums]
-        except _UNKNOWN as error:
+        except UNKNOWN as error:
             raise UnknownNumbers(recorder.place, str(error)) from error
         finally:
             for parameter in learning:

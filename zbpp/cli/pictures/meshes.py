@@ -153,7 +153,6 @@ class MeshFlags(CommonFlags):
         from zbpp.memory.fake import building, fake_mode
         from zbpp.memory.layers import costs_of_layers, model_memory
         from zbpp.memory.model import default_optimizer
-        from zbpp.memory.operations import layer_operations
 
         assert self.model is not None
         with building(fake_mode()):
@@ -164,7 +163,7 @@ class MeshFlags(CommonFlags):
             user.loss_fn,
             n_layers=user.n_layers,
         )
-        times = tuple(n / self.device_flops for n in layer_operations(memory.fake))
+        times = tuple(n / self.device_flops for n in memory.operations())
         layers = costs_of_layers(memory, default_optimizer)
         return replace(layers, f=times, b=times, w=times, limit=self.memory_limit)
 
