@@ -136,6 +136,19 @@ def test_sharding_makes_meshes_fit(capsys, layers) -> None:
     assert sharded == {1: False, 2: True, 4: True, 8: True}
 
 
+def test_parts_of_a_costs_file_are_dealt_to_meshes(tmp_path, capsys) -> None:
+    path = tmp_path / "parts.json"
+    path.write_text(json.dumps({"f": [1, 1, 1, 3], "m_fixed": [4, 4, 4, 12]}))
+    flags = ["--devices", "2", "--microbatches", "4", "--costs", str(path), "--json"]
+    rates = ["--replica_bandwidth", "1e9", "--mesh_mode", "1F1B"]
+    assert main(["compare", *flags, *rates]) == 2
+    assert "give --parameters" in capsys.readouterr().err
+    assert main(["compare", *flags, *rates, "--parameters", "4"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["meshes"]
+    assert one["step"] == pytest.approx(2 * (6 + 4 + 4)) and one["split"] == [4]
+    assert two["split"] in ([2, 2], [3, 1])
+
+
 def test_a_model_is_compared_by_its_own_bytes_and_operations(
     tmp_path, capsys, monkeypatch
 ) -> None:
@@ -167,6 +180,8 @@ def test_a_model_is_compared_by_its_own_bytes_and_operations(
         (["--node", "4"], "--node and --node_bandwidth go together"),
         (["--stages", "2"], "give --stages to compare modes, or --devices"),
         (["--costs", "c.json"], "--layers"),
+        (["--out", "x.html"], "--out does not go with --devices"),
+        (["--data_parallel", "2"], "--data_parallel does not go with --devices"),
         (["--shard", "gradients", "--devices", "0"], "--devices is 0"),
     ],
 )

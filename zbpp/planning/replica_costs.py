@@ -111,6 +111,7 @@ def check_parameters(layers: LayerCosts) -> None:
     if not any(layers.of("parameters")):
         raise RequestError(
             "the costs of the layers do not say how large their parameters are, which "
-            "replicas exchange; add 'parameters' (a number for every layer, or a list) "
-            "to the layers file, as `zbpp estimate --layers_out` writes it"
+            "replicas exchange; give --parameters, the memory of all of them, or add "
+            "'parameters' (a number for every layer, or a list) to the layers file, as "
+            "`zbpp estimate --layers_out` writes it"
         )

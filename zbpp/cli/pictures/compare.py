@@ -55,6 +55,7 @@ class Compare(MeshFlags):
                 "give --stages to compare modes, or --devices to compare meshes"
             )
         if self.devices is not None:
+            self._check_meshes()
             self.compare_meshes(self.microbatches, as_json=self.json)
             return
         found = [replace(self, costs=path)._compare() for path in paths_in(self.costs)]
@@ -76,6 +77,17 @@ class Compare(MeshFlags):
         written = [path for path in (self.csv, self.out) if path is not None]
         if written and not self.json:
             print(*written, sep="\n")
+
+    def _check_meshes(self) -> None:
+        """Refuse flags that say nothing of meshes."""
+        for name in ("out", "csv", "chunks_per_stage", "split"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"--{name} does not go with --devices; leave it out")
+        if self.data_parallel != 1:
+            raise RequestError(
+                "--data_parallel does not go with --devices, which tries every number "
+                "of replicas; leave it out"
+            )
 
     def _compare(self) -> Comparison:
         rows: dict[str, Planned | str] = {}

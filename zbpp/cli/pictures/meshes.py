@@ -15,6 +15,7 @@ from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs
 from zbpp.core.costs import chunk_layers
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replica_costs import Network
+from zbpp.training.options import MemoryText
 
 __all__ = ["MeshFlags"]
 
@@ -34,6 +35,9 @@ class MeshFlags(CommonFlags):
     memory is estimated, its times are those of its matrix products, in seconds."""
     device_flops: float = 2e14
     """With --model: floating-point operations of a device in a second."""
+    parameters: MemoryText = None
+    """With --devices: memory of all parameters, in the unit of the layers (8GB), dealt
+    to these evenly; left out: as the layers file or the model has it."""
     mesh_mode: Annotated[str, shown_as("MODE")] = "auto"
     """With --devices: the mode of every mesh."""
     replica_bandwidth: Annotated[_Number, shown_as("FLOAT")] = None
@@ -76,6 +80,8 @@ class MeshFlags(CommonFlags):
 
     def _layers_and_network(self) -> tuple[LayerCosts, Network]:
         layers = self._sources()
+        if self.parameters is not None:
+            layers = replace(layers, parameters=self.parameters / layers.n_layers)
         bandwidth = self.replica_bandwidth
         if bandwidth is None:
             known = layers.bandwidth
