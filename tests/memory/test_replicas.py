@@ -1,7 +1,12 @@
 """Bytes of replicas that divide optimizer state, gradients and parameters (ZeRO)."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
+from commands import PATIENCE_S
 from torch import nn
 
 from zbpp.core import RequestError
@@ -80,3 +85,53 @@ def test_rows_that_do_not_divide_are_rounded_up(estimated) -> None:
     stage = estimated("parameters", n=96)[0]
     rows = 2  # of 128 on 96 replicas
     assert stage.parameters == 4 * (rows * WIDTH + rows) * N_LAYERS // 2
+
+
+SHARDED = """
+import json
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+mesh = init_device_mesh("cpu", (64,), mesh_dim_names=("dp",))
+
+
+def held(rows):
+    layers = [nn.Linear(64, 64), nn.Linear(64, rows)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    optimizer = torch.optim.AdamW(parameters)
+    layers[1](layers[0](torch.randn(2, 64))).sum().backward()
+    optimizer.step()
+    states = [s for state in optimizer.state.values() for s in state.values()]
+    parts = parameters, [p.grad for p in parameters], [s for s in states if s.dim()]
+    return [sum(4 * t.to_local().numel() for t in part) for part in parts]
+
+
+print(json.dumps({rows: held(rows) for rows in (128, 100, 10)}))
+"""
+
+
+@pytest.mark.slow
+def test_parts_are_those_of_fully_shard_to_the_byte() -> None:
+    """The first of 64 processes, by torch's own wrapper: also of uneven rows."""
+    command = [sys.executable, "-c", SHARDED]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert found.returncode == 0, found.stderr
+    for rows, (parameters, gradients, state) in json.loads(found.stdout).items():
+        layers = [nn.Linear(64, 64), nn.Linear(64, int(rows))]
+        batch = torch.zeros(2, 64), torch.zeros(2, int(rows))
+        memory = model_memory(layers, batch, nn.functional.mse_loss)
+        steps = Steps(default_optimizer, data_parallel=64, shard="gradients")
+        modes = estimate_modes(memory, steps, ["1F1B"], n_stages=1, n_microbatches=2)
+        (stage,) = modes.modes["1F1B"]
+        assert (stage.parameters, stage.gradients) == (parameters, gradients)
+        assert stage.optimizer == state + 4 * 4  # AdamW counts steps
+        n = sum(p.numel() for layer in layers for p in layer.parameters())
+        whole = parameters + gradients + state
+        assert (whole * 64 == 16 * n) == (rows == "128")
