@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpp.core import Check, Costs, Job, Pass, PassKind, Placement, Step, replay
-from zbpp.core.quick import can_finish, is_plain
+from zbpp.core.clock import Clock, by_clock
+from zbpp.core.quick import can_finish, is_plain, quick_rows
 
 F, B, W, BW = PassKind
 
@@ -53,6 +54,45 @@ def test_it_agrees_with_the_replay(seed, placement, m):
     ends = [len(row) for row in rows] == [len(order) for order in orders]
     assert can_finish(orders, placement, n_microbatches=m) == ends
     SEEN.add(ends)
+
+
+@given(
+    seed=st.integers(0, 10**9),
+    placement=st.sampled_from(
+        [Placement.single(3), Placement.wave(2), Placement.interleaved(2, 2)]
+    ),
+    has_steps=st.booleans(),
+)
+def test_its_times_are_those_of_the_clock(seed, placement, has_steps):
+    """Of orders that come to their end, and of some that do not."""
+    rng, m = random.Random(seed), 3
+    orders = shuffled(placement, m, rng)
+    if has_steps:
+        orders = [[*order, Step(stage)] for stage, order in enumerate(orders)]
+    n = placement.n_chunks
+    f, b, w = (tuple(rng.choice((0.0, 0.7, 1.3)) for _ in range(n)) for _ in "fbw")
+    times = Costs(f, b, w, comm=0.3, optimizer=0.4).on(placement)
+    free = [rng.choice((0.0, 2.1)) for _ in range(placement.n_stages)]
+    clock = Clock(times, n_microbatches=m, free=free)
+    rows = quick_rows(orders, times, n_microbatches=m, free=free)
+    assert rows == by_clock(orders, clock)
+
+
+def test_other_times_give_other_rows():
+    """The control of the comparison above."""
+    orders = shuffled(Placement.single(2), 1, random.Random(0))
+    found = [
+        quick_rows(orders, Costs(comm=comm).on(Placement.single(2)), n_microbatches=1)
+        for comm in (0.3, 0.6)
+    ]
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("job", [Check(0), Step(1), Pass(F, 1, 0), Pass(F, 0, 2)])
+def test_it_leaves_other_jobs_to_the_clock(job):
+    orders = [[*GOOD[:2], job], []]
+    times = Costs().on(Placement.single(2))
+    assert quick_rows(orders, times, n_microbatches=2) is None
 
 
 def test_both_answers_were_seen():

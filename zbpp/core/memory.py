@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from zbpp.core.costs import ChunkMemory
-from zbpp.core.jobs import Job, Pass
+from zbpp.core.jobs import Job, Pass, PassKind
 
 __all__ = ["held_during", "peaks"]
 
@@ -20,10 +20,17 @@ def held_during(
     """
     held = memory.fixed[stage]
     during = []
+    known: dict[tuple[PassKind, int], tuple[float, float]] = {}
     for job in order:
-        during.append(held + memory.peak(job))
-        if isinstance(job, Pass):
-            held += memory.change(job.kind, job.chunk)
+        if not isinstance(job, Pass):
+            during.append(held + memory.peak(job))
+            continue
+        key = job.kind, job.chunk
+        if key not in known:
+            known[key] = memory.peak(job), memory.change(*key)
+        peak, change = known[key]
+        during.append(held + peak)
+        held += change
     return during
 
 

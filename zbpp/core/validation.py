@@ -150,8 +150,9 @@ def _missing(
 
 def _check_steps(orders: Orders) -> None:
     """All stages step, or none does (then the caller steps); Checks alike."""
+    found = [set(map(type, order)) for order in orders]
     for kind in (Step, Check):
-        have = [any(isinstance(job, kind) for job in order) for order in orders]
+        have = [kind in types for types in found]
         if any(have) and not all(have):
             stage = have.index(False)
             name = kind(stage)
@@ -217,7 +218,10 @@ def _check_memory(orders: Orders, placement: Placement, model: MemoryModel) -> N
     memory = model.on(placement)
     for stage, order in enumerate(orders):
         limit = memory.limit[stage]
-        for column, held in enumerate(held_during(order, memory, stage=stage)):
+        during = held_during(order, memory, stage=stage)
+        if max(during, default=0.0) <= limit:
+            continue
+        for column, held in enumerate(during):
             if held > limit * (1 + 1e-9):
                 raise mistake(
                     orders,

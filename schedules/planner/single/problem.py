@@ -22,6 +22,7 @@ from zbpp.core import (
     Step,
     lower_bound,
 )
+from zbpp.core.quick import without_collection
 
 __all__ = ["B", "F", "Kinds", "Line", "W", "line_of", "named", "time_orders"]
 
@@ -173,6 +174,7 @@ def _most_pending(m_b: float, m_w: float, m: int, most: float) -> list[int]:
     return room
 
 
+@without_collection()
 def named(line: Line, kinds: Kinds) -> tuple[Order, ...]:
     """Name the passes of every stage, and let each stage step at its end."""
     return tuple(

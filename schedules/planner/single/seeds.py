@@ -16,6 +16,7 @@ some 50 requests most (equal and unequal stages, limits from p/2 to 2p).
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 from zbpp.schedules.planner.single.list_scheduler import Rules
 from zbpp.schedules.planner.single.problem import B, F, Kinds, Line, W
@@ -111,12 +112,10 @@ def _put_off_row(line: Line, stage: int, n_ahead: int, n_put_off: int) -> bytear
     m, splits = line.n_microbatches, line.splits[stage]
     n_warm_up = min(n_ahead, m)
     row = bytearray([F] * n_warm_up)
-    for i in range(m):
-        row.append(B)
-        if splits and i >= n_put_off:
-            row.append(W)
-        if n_warm_up + i < m:
-            row.append(F)
+    for i, end in pairwise(sorted({0, min(n_put_off, m), m - n_warm_up, m})):
+        weight = [W] if splits and i >= n_put_off else []
+        forward = [F] if n_warm_up + i < m else []
+        row += bytes([B, *weight, *forward]) * (end - i)
     if splits:
         row += bytearray([W] * min(n_put_off, m))
     return row
