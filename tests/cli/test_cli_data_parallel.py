@@ -96,6 +96,24 @@ def test_what_does_not_go_together_is_refused(capsys, flags, message) -> None:
     assert message in capsys.readouterr().err
 
 
+def test_times_and_memory_follow_from_what_layers_tell(tmp_path, capsys) -> None:
+    """A stage of 4 layers with 10 bytes each: a ring of 2 at 5 a unit, alpha 1."""
+    told = {"parameters": 10, "m_fixed": 40, "replica_bandwidth": 5, "replica_delay": 1}
+    flags = ["--pipeline_schedule_mode", "ZBH1", *SIZES, "--layers"]
+    shards = {"none": 2 * (1 + 10 / 2 / 5), "optimizer": 2 * (1 + 10 / 2 / 5)}
+    path = tmp_path / "l.json"
+    path.write_text(json.dumps({"n_layers": 8} | told))
+    base = shown(capsys, *flags, str(path))
+    for shard, time in shards.items():
+        found = shown(capsys, *flags, str(path), *TWO, "--shard", shard)
+        assert found["step_time"] - base["step_time"] == pytest.approx(4 * time)
+        less = base["peak_memory"][0] - found["peak_memory"][0]
+        assert less == (4 * (40 - 20 - 30 / 2) if shard == "optimizer" else 0)
+    path.write_text(json.dumps({"n_layers": 8, "reduce_scatter": 1} | told))
+    given = shown(capsys, *flags, str(path), *TWO)
+    assert given["step_time"] - base["step_time"] == pytest.approx(4)
+
+
 LAYERS = {
     "n_layers": 8,
     "m_b": "0.5GiB",

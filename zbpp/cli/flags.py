@@ -22,6 +22,7 @@ from zbpp.modes import canonical, is_file, plan
 from zbpp.planning.data_parallel import Shard, replicated, with_gathers
 from zbpp.planning.layer_plans import parse_split, plan_layers
 from zbpp.planning.recompute_plans import parse_recompute, plan_recomputed
+from zbpp.planning.replica_costs import with_replicas
 from zbpp.schedules import LayerPlan, post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import MemoryText, YesNoUnsaid
@@ -105,7 +106,7 @@ class CommonFlags:
         if self.memory_limit is not None:
             _check_unit(self.memory_limit, layers)
             layers = replace(layers, limit=self.memory_limit)
-        return layers
+        return with_replicas(layers, self.data_parallel, self.shard)
 
 
 def _check_unit(limit: float, memory: MemoryModel | LayerCosts) -> None:

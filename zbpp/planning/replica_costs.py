@@ -13,7 +13,14 @@ from zbpp.core import (
 from zbpp.core.costs.layers import PerLayer
 from zbpp.planning.data_parallel import Shard, gathers_in_passes
 
-__all__ = ["Network", "check_parameters", "on_replicas", "whole_for_a_while"]
+__all__ = [
+    "Network",
+    "check_parameters",
+    "network_of",
+    "on_replicas",
+    "whole_for_a_while",
+    "with_replicas",
+]
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,34 @@ class Network:
             node=node,
             node_link=None if node == 1 else self.node_link,
         )
+
+
+def network_of(layers: LayerCosts) -> Network | None:
+    """Take links among replicas from the layers, or those of their messages.
+
+    None if neither has a bandwidth.
+    """
+    if layers.replica_bandwidth is not None:
+        return Network(Link(layers.replica_delay, layers.replica_bandwidth))
+    band, delay = layers.bandwidth, layers.delay
+    if band is None:
+        return None
+    slowest = min(band) if isinstance(band, tuple) else band
+    longest = max(delay, default=0.0) if isinstance(delay, tuple) else delay
+    return Network(Link(longest, slowest))
+
+
+def with_replicas(layers: LayerCosts, n: int, shard: Shard) -> LayerCosts:
+    """`on_replicas` with what the layers themselves tell; times that are given stay.
+
+    Layers that tell no parameters, or no bandwidth, stay as they are.
+    """
+    network = network_of(layers)
+    if n == 1 or network is None or not any(layers.of("parameters")):
+        return layers
+    if any(layers.of("all_gather")) or any(layers.of("reduce_scatter")):
+        return layers
+    return on_replicas(layers, n, network, shard)
 
 
 def on_replicas(

@@ -14,7 +14,7 @@ from zbpp.cli.user_model import load_model
 from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs
 from zbpp.core.costs import chunk_layers
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
-from zbpp.planning.replica_costs import Network
+from zbpp.planning.replica_costs import Network, network_of
 from zbpp.training.options import MemoryText
 
 __all__ = ["MeshFlags"]
@@ -44,7 +44,7 @@ class MeshFlags(CommonFlags):
     """With --devices: bytes between two devices in a unit of time; left out: that of
     the layers file."""
     replica_delay: float = 0.0
-    """With --devices: time of an empty message between replicas."""
+    """With --replica_bandwidth: time of an empty message between replicas."""
     node: int = 1
     """With --devices: devices that share faster links."""
     node_bandwidth: Annotated[_Number, shown_as("FLOAT")] = None
@@ -82,20 +82,20 @@ class MeshFlags(CommonFlags):
         layers = self._sources()
         if self.parameters is not None:
             layers = replace(layers, parameters=self.parameters / layers.n_layers)
-        bandwidth = self.replica_bandwidth
-        if bandwidth is None:
-            known = layers.bandwidth
-            bandwidth = min(known) if isinstance(known, tuple) else known
-        if bandwidth is None:
-            if self.devices == 1:
-                bandwidth = 1.0  # of nobody
-            else:
-                raise RequestError(
-                    "--replica_bandwidth is missing: the bytes between two devices in "
-                    "a unit of time, which replicas exchange parameters with"
-                )
-        if layers.bandwidth is None and self.replica_bandwidth is not None:
-            layers = replace(layers, bandwidth=bandwidth, delay=self.replica_delay)
+        known = network_of(layers)
+        if self.replica_bandwidth is not None:
+            link = Link(self.replica_delay, self.replica_bandwidth)
+            if layers.bandwidth is None:
+                layers = replace(layers, bandwidth=link.bandwidth, delay=link.alpha)
+        elif known is not None:
+            link = known.link
+        elif self.devices == 1:
+            link = Link(0.0, 1.0)  # of nobody
+        else:
+            raise RequestError(
+                "--replica_bandwidth is missing: the bytes between two devices in a "
+                "unit of time, which replicas exchange parameters with"
+            )
         if self.node < 1:
             raise RequestError(f"--node is {self.node}; it must be at least 1")
         if (self.node > 1) != (self.node_bandwidth is not None):
@@ -104,11 +104,8 @@ class MeshFlags(CommonFlags):
                 "bytes between two of them in a unit of time"
             )
         near = self.node_bandwidth
-        return layers, Network(
-            Link(self.replica_delay, bandwidth),
-            self.node,
-            None if near is None else Link(self.replica_delay, near),
-        )
+        inside = None if near is None else Link(link.alpha, near)
+        return layers, Network(link, self.node, inside)
 
     def _sources(self) -> LayerCosts:
         given = [

@@ -57,6 +57,8 @@ class LayerCosts:
         limit: memory of a stage, as in `MemoryModel`.
         parameters: memory of the parameters, a part of m_fixed; so much, and as much of
             gradients, do replicas of a stage exchange.
+        replica_bandwidth: bytes in a unit of time between replicas; None: bandwidth.
+        replica_delay: of a link between replicas, on top of that.
 
     Raises:
         RequestError: a list of another length, or a number that is none.
@@ -90,6 +92,8 @@ class LayerCosts:
     all_gather: PerLayer = 0.0
     reduce_scatter: PerLayer = 0.0
     parameters: PerLayer = 0.0
+    replica_bandwidth: float | None = None
+    replica_delay: float = 0.0
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:
@@ -102,8 +106,8 @@ class LayerCosts:
                 check_numbers("memory_limit", value, most=MOST_LIMIT)
                 continue
             check_numbers(field.name, value)
-            if field.name == "bandwidth" and not _all_positive(value):
-                raise RequestError(f"bandwidth is {value!r}; it must be above 0")
+            if "bandwidth" in field.name and not _all_positive(value):
+                raise RequestError(f"{field.name} is {value!r}; it must be above 0")
             n = self.n_layers
             if field.name in ("comm", "message"):
                 n -= 1

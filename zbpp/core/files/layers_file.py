@@ -27,7 +27,10 @@ _MEMORIES = {
     *("m_b", "m_w", "m_fixed", "m_r", "message", "memory_limit", "parameters"),
     *("peak_f", "peak_b", "peak_w", "peak_o", "peak_r"),
 }
-_ONE_NUMBER = ("loss", "pass_f", "pass_b", "pass_w", "reduction", "validation")
+_ONE_NUMBER = (
+    *("loss", "pass_f", "pass_b", "pass_w", "reduction", "validation"),
+    *("replica_bandwidth", "replica_delay"),
+)
 
 
 def write_layers(layers: LayerCosts, path: str | Path) -> None:
