@@ -10,16 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import zbpp
+from zbpp.checkpoint.shards import whole as gathered
 from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.optim.decision import StepSums, clip_factor
 from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.parallel.buckets import Buckets
+from zbpp.runtime.parallel.mesh import data_mesh
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.support import fsdp_internals
 
@@ -85,7 +92,19 @@ def _clip(large: bool) -> float:
     return 50.0 if large else 0.9
 
 
-def wrapped(made: list[nn.Module], how: str, mesh: Any) -> list[nn.Module]:
+def cut_over(made: list[nn.Module], mesh: Any) -> list[nn.Module]:
+    """Deal the two Linears of each block to the processes of a tensor-parallel mesh."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    blocks = [isinstance(layer, Block) for layer in made]
+    return [
+        parallelize_module(layer, mesh, plan) if is_block else layer
+        for layer, is_block in zip(made, blocks, strict=True)
+    ]
+
+
+def wrapped(
+    made: list[nn.Module], how: str, mesh: Any, *, bf16: bool = False
+) -> list[nn.Module]:
     """Wrap every layer: ``replicate``, ``kept``, ``resharded``; else leave it."""
     if how in ("bare", "optimizer", "gradients", "parameters"):
         return made
@@ -93,7 +112,15 @@ def wrapped(made: list[nn.Module], how: str, mesh: Any) -> list[nn.Module]:
         if how == "replicate":
             replicate(layer, mesh=mesh)
         else:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=how == "resharded")
+            policy = MixedPrecisionPolicy()
+            if bf16:
+                policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            fully_shard(
+                layer,
+                mesh=mesh,
+                reshard_after_forward=how == "resharded",
+                mp_policy=policy,
+            )
     return made
 
 
@@ -106,6 +133,9 @@ def train(
     folder: str = "",
     stages: int = 2,
     data_parallel: int = 2,
+    tensor_parallel: int = 1,
+    replicate: int = 1,
+    bf16: bool = False,
     checkpointed: bool = False,
     large: bool = False,
     broken: str | None = None,
@@ -118,9 +148,16 @@ def train(
     """
     mesh = None
     made = layers(checkpointed=checkpointed, large=large)
-    if stages * data_parallel > 1:
-        mesh = zbpp.mesh(stages=stages, data_parallel=data_parallel)
-        made = wrapped(made, how, mesh["dp"])
+    if stages * data_parallel * tensor_parallel > 1:
+        mesh = zbpp.mesh(
+            stages=stages,
+            data_parallel=data_parallel,
+            replicate=replicate,
+            tensor_parallel=tensor_parallel,
+        )
+        if tensor_parallel > 1:
+            made = cut_over(made, mesh["tp"])
+        made = wrapped(made, how, data_mesh(mesh), bf16=bf16)
     shard = how if how in ("optimizer", "gradients", "parameters") else "none"
     patience = Patience(failures=99, window=10)
     with (
@@ -168,7 +205,7 @@ def whole(pipeline: zbpp.Pipeline) -> dict[str, Tensor]:
         for unit in fsdp_internals.units_in(layer):
             unit.unshard()
         for own, p in layer.named_parameters(prefix=name):
-            found[own] = p.detach().clone()
+            found[own] = gathered(p).detach().clone()
         for unit in fsdp_internals.units_in(layer):
             unit.reshard()
     return found

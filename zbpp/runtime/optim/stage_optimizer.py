@@ -31,6 +31,7 @@ from zbpp.runtime.optim.untouched import Untouched
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import NonFiniteError
+from zbpp.runtime.support.sharded import is_sharded, sum_partial
 
 __all__ = ["MakeOptimizer", "StageOptimizer", "clip_factor"]
 
@@ -117,6 +118,8 @@ class StageOptimizer:
         """Start the sum of norms and losses over all stages."""
         self.optimizers.drop_others()
         parameters = self.optimizers.parameters()
+        if any(map(is_sharded, parameters)):
+            sum_partial(parameters)
         multiply_gradients(parameters, 1.0 / self._stage.loss_scale)
         vector = step_vector(
             *(self._stage, parameters, transport.peers),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.runtime.support.sharded import local_part
+from zbpp.runtime.support.sharded import local_part, sum_partial
 
 __all__ = ["Buckets"]
 
@@ -50,6 +50,7 @@ class Buckets:
     @torch.no_grad()
     def reduce(self) -> None:
         """Start to sum the gradients; every replica has the same ones."""
+        sum_partial(self._parameters)
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for p in self._parameters:
             if p.grad is None:

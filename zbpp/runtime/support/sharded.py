@@ -1,6 +1,6 @@
 """Tensors that are sharded over a device mesh (DTensor, tensor parallelism)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Part", "is_sharded", "local_part", "sum_over_meshes"]
+__all__ = ["Part", "is_sharded", "local_part", "sum_over_meshes", "sum_partial"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,24 @@ def is_sharded(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+@torch.no_grad()
+def sum_partial(tensors: Iterable[Tensor]) -> None:
+    """Sum gradients of which each process of a mesh has a summand.
+
+    So it is with a norm's, where tensor parallelism deals out the sequence. All
+    processes of the mesh must call.
+    """
+    from torch.distributed.tensor import Replicate
+
+    for p in tensors:
+        held: Any = p.grad
+        if held is None or not is_sharded(held):
+            continue
+        if any(placement.is_partial() for placement in held.placements):
+            kept = [Replicate() if x.is_partial() else x for x in held.placements]
+            p.grad = held.redistribute(placements=kept)
 
 
 @torch.no_grad()
