@@ -277,6 +277,7 @@ def test_the_users_script_prints_the_same_whatever_the_flag(
         ("train.py", "if pipeline.rank == 0: print(result.loss)\n", "0."),
         ("my_train.py", "", "step 5  loss "),
         ("torch_zbv.py", "", "loss "),
+        ("mesh_train.py", "if pipeline.rank == 0: print(result.loss)\n", "0."),
     ],
 )
 def test_the_scripts_print_the_same_under_torchrun(
@@ -290,7 +291,7 @@ def test_the_scripts_print_the_same_under_torchrun(
     printed = torchrun(words, tmp_path)
     assert printed.startswith(begins)
     alone = [words for words in page.commands("python") if file in words] or [[file]]
-    if file != "torch_zbv.py":
+    if file not in ("torch_zbv.py", "mesh_train.py"):  # these need processes
         assert finished([sys.executable, *alone[0]], tmp_path).stdout == printed
 
 

@@ -56,8 +56,13 @@ class Block(nn.Module):
         return x + self._inner(x)
 
 
-def layers(*, checkpointed: bool = False, large: bool = False) -> list[nn.Module]:
-    """The layers, the same on every process; with ``large`` a weight of 8 MiB."""
+def layers(
+    *, checkpointed: bool = False, large: bool = False, tied: bool = False
+) -> list[nn.Module]:
+    """The layers, the same on every process.
+
+    With ``large`` a weight has 8 MiB, with ``tied`` first and last layer share theirs.
+    """
     torch.manual_seed(0)
     hidden = 2 * WIDTH
     made: list[nn.Module] = [
@@ -65,7 +70,11 @@ def layers(*, checkpointed: bool = False, large: bool = False) -> list[nn.Module
     ]
     if large:
         made[2] = Block(WIDTH, 2**18, checkpointed=checkpointed)
-    return [*made, nn.Linear(WIDTH, WIDTH)]
+    last = nn.Linear(WIDTH, WIDTH)
+    if tied:
+        made[0] = nn.Linear(WIDTH, WIDTH)
+        last.weight = made[0].weight
+    return [*made, last]
 
 
 def batch(step: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
@@ -138,6 +147,7 @@ def train(
     bf16: bool = False,
     checkpointed: bool = False,
     large: bool = False,
+    tied: bool = False,
     broken: str | None = None,
     **more: Any,
 ) -> Found:
@@ -147,7 +157,7 @@ def train(
     goes on from what is there.
     """
     mesh = None
-    made = layers(checkpointed=checkpointed, large=large)
+    made = layers(checkpointed=checkpointed, large=large, tied=tied)
     if stages * data_parallel * tensor_parallel > 1:
         mesh = zbpp.mesh(
             stages=stages,
@@ -265,10 +275,10 @@ def collect_all(cases: list[tuple[str, ...]]) -> list[Any]:
 
 
 def train_plainly(
-    steps: int = 6, *, large: bool = False
+    steps: int = 6, *, large: bool = False, tied: bool = False
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], float]:
     """The same in one process, by a plain loop."""
-    made = layers(large=large)
+    made = layers(large=large, tied=tied)
     model = nn.Sequential(*made)
     optimizer = adamw(list(model.parameters()), _rate(large))
     results = []

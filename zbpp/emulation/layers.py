@@ -5,6 +5,7 @@ processor from the others.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -138,12 +139,20 @@ class EmulatedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.adds = adds
+        self.ready_s: Callable[[], float] | None = None
+        """When its parameters are gathered, if they are."""
         self.times = (f_s, b_s, w_s)
         self.weight = nn.Parameter(torch.zeros(()))
         self.weight.step_s = step_s  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Hand on ``x`` of any shape, after ``f_s`` seconds."""
+        queue = current_queue()
+        if self.ready_s is not None:
+            ready = self.ready_s()
+            sleep_until(ready)
+            if queue is not None and ready > queue.began_s:
+                _until[queue] = queue.began_s, ready
         y: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.times, self.adds
         )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import Costs, LayerCosts, PassTimes, Schedule
+from zbpp.emulation.collectives import SleepingCollectives
 from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
 from zbpp.emulation.slow_sum import SlowSums
 from zbpp.pipeline import Pipeline
@@ -186,6 +187,9 @@ def emulated_pipeline(
         device="cpu",
     )
     for stage, executor in pipeline._executors.items():
+        executor.collectives = SleepingCollectives(
+            times, executor.stage.chunks.values()
+        )
         if post_validation is not None:
             executor.transport = SlowSums(executor.transport, times, stage=stage)
         elif any(times.hops):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from zbpp.core import Program, Schedule
+from zbpp.core import Collective, CollectiveKind, Program, Schedule
 from zbpp.core.collectives.sharding import reduces_every
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.mesh import Place
@@ -20,6 +20,9 @@ def with_collectives(
 ) -> tuple[Schedule, tuple[Program, ...]]:
     """Add the jobs that the replicas' layers need; all processes must call.
 
+    A schedule that has such jobs keeps them where they are. Without replicas there is
+    nothing for them to do.
+
     Args:
         schedule: of the pipeline.
         executors: of this process.
@@ -29,10 +32,13 @@ def with_collectives(
     """
     if place.n_replicas > 1:
         (executor,) = executors.values()
-        kept = executor.transport.gather(executor.collectives.keeps)
+        kept = any(executor.transport.gather(executor.collectives.keeps))
+        kinds = {job.kind for job in schedule.orders[0] if isinstance(job, Collective)}
+        if kinds and (CollectiveKind.UNSHARD in kinds) == kept:
+            return schedule, lower(schedule, ties=ties)
         schedule = add_collectives(
             schedule,
-            shards=any(kept),
+            shards=kept,
             reduces="every" if reduces_every(shard) else "last",
         )
     return schedule, lower(schedule, ties=ties)

@@ -12,7 +12,7 @@ from zbpp.core import (
     parse_memory,
 )
 from zbpp.modes import is_file, plan
-from zbpp.schedules import post_validated, without_checks, without_collectives
+from zbpp.schedules import post_validated, without_checks
 
 __all__ = [
     "check_first_step",
@@ -52,14 +52,13 @@ def choose_schedule(
     n_stages = count_stages(n_stages, n_ranks)
     if not isinstance(schedule, Schedule):
         mode = str(schedule)
-        planned = plan(
+        return plan(
             mode,
             n_stages=n_stages if n_stages or is_file(mode) else n_ranks,
             n_microbatches=n_microbatches,
             costs=costs,
             memory=memory,
         )
-        return without_collectives(planned)
     if n_stages not in (None, schedule.n_stages):
         if n_ranks > 1:
             raise _not_one_process_a_stage(schedule.n_stages, n_ranks)
@@ -71,7 +70,7 @@ def choose_schedule(
             f"the schedule has {schedule.n_microbatches} micro-batches; "
             f"{n_microbatches} were asked for"
         )
-    return without_collectives(schedule)
+    return schedule
 
 
 def count_stages(n_stages: int | None, n_ranks: int) -> int | None:

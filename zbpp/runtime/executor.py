@@ -206,6 +206,7 @@ class Executor(StageParts):
         received = ties.receive(self.transport, Step(instruction.stage))
         self._norms_began = self.times.now()
         ties.add(received)
+        self.collectives.sum_tied()
 
     def _reduce(self) -> None:
         start, self._norms_began = self._norms_began or self.times.now(), None

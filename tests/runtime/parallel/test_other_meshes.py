@@ -49,6 +49,17 @@ def test_tensor_parallel_stages_without_replicas(pool: Pool) -> None:
     assert_close(pool.run(train_all, 4, [("ZBH1", "bare", more)]), 3)
 
 
+def test_tied_weights_of_replicas(pool: Pool) -> None:
+    cases = [(mode, "bare", {"tied": True}) for mode in ("1F1B", "ZBH1", "ZBV")]
+    results, plain, _ = train_plainly(tied=True)
+    for at_rank in pool.run(train_all, 4, cases):
+        for found in at_rank:
+            assert found.results == [pytest.approx(own, rel=1e-5) for own in results]
+            for name, value in found.parameters.items():
+                own = plain.get(name, plain["layers.0.weight"])
+                torch.testing.assert_close(value, own, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_shards_within_groups_of_replicas(pool: Pool) -> None:
     more: dict[str, Any] = {"stages": 1, "data_parallel": 4, "replicate": 2}
@@ -80,6 +91,9 @@ def requests() -> dict[str, str]:
     ddp = [
         DistributedDataParallel(x, process_group=mesh.get_group("dp")) for x in layers()
     ]
+    said["tied"] = refusal(
+        zbpp.Pipeline, layers(tied=True), mesh=mesh, shard="optimizer", **how
+    )
     said["ddp"] = refusal(zbpp.Pipeline, ddp, mesh=mesh, **how)
     for name, wrap in {"fully_shard": fully_shard, "replicate": replicate}.items():
         made = [wrap(x, mesh=mesh["dp"]) for x in layers()]
@@ -96,6 +110,7 @@ def test_requests_are_refused_with_a_way_out(pool: Pool) -> None:
         "stages": "give it a dimension 'pp' of 4",
         "group": "give mesh or group, not both",
         "shard": "choose one of 'none', 'optimizer'",
+        "tied": "can only be replicated",
         "ddp": "wrap them by `replicate`",
         "fully_shard": "mesh=mesh",
         "replicate": "mesh=mesh",

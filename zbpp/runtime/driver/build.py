@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zbpp.core import Pass, PassKind, Program, Receive, Send, Value, What
+from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Value, What
 from zbpp.core.collectives.sharding import Shard
 from zbpp.runtime.comm.distributed import DistributedTransport
 from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport
@@ -121,7 +121,15 @@ def build_executors(
     executors = {}
     for stage, transport in transports.items():
         own, tied = bound[stage]
-        own, collectives = bind_parallel(own, place, options.shard, timeout_s)
+        shared = [one.own for one in tied.held.values()]
+        if shared and options.shard != "none":
+            raise RequestError(
+                f"shard is {options.shard!r}, and layers share parameters, which can "
+                "only be replicated; give shard='none', or untie them"
+            )
+        own, collectives = bind_parallel(
+            *(own, place, options.shard, timeout_s), tied=shared
+        )
         own = [compiled_chunk(chunk, options.compile) for chunk in own]
         runner = Stage(
             own,

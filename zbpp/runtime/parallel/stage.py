@@ -13,7 +13,7 @@ pass that needs it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,9 +46,10 @@ class Collectives:
     """Runs the collectives of a stage.
 
     Args:
-        layers: by chunk.
+        layers: by chunk; empty: nothing is to be done.
         sides: groups of this process with its peers.
         reduces_once: gradients are reduced after the last W of a chunk, not every one.
+        tied: parameters whose gradients other stages add to first.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class Collectives:
         sides: Sequence[dist.ProcessGroup] = (),
         *,
         reduces_once: bool = False,
+        tied: Buckets | None = None,
     ) -> None:
         self._layers = layers
         self.reduces_once = reduces_once
+        self._tied = tied
         self._sides = sides
         self._reduced: dict[int, set[int]] = {}
         self.began: dict[int, Any] = {}
@@ -87,7 +90,7 @@ class Collectives:
 
     def reduce(self, chunk: int) -> None:
         """Start to sum the chunk's gradients, but those that `reduce_layer` has."""
-        for layer in reversed(self._layers[chunk]):
+        for layer in reversed(self._layers.get(chunk, ())):
             self.reduce_layer(chunk, layer.index)
         self._reduced.pop(chunk, None)
 
@@ -106,11 +109,17 @@ class Collectives:
 
     def wait(self, chunk: int) -> None:
         """Have the sums of the chunk."""
-        for layer in self._layers[chunk]:
+        for layer in self._layers.get(chunk, ()):
             for unit in layer.units:
                 unit.wait()
             if layer.buckets is not None:
                 layer.buckets.wait()
+
+    def sum_tied(self) -> None:
+        """Sum gradients of tied parameters, to which all stages have added theirs."""
+        if self._tied is not None:
+            self._tied.reduce()
+            self._tied.wait()
 
     def progress(self, chunks: Iterable[Chunk]) -> dict[int, LayerProgress]:
         """What reduces the layers of each chunk within its last W."""
@@ -152,7 +161,7 @@ class Collectives:
     def _kept(self, chunk: int) -> list[Unit]:
         return [
             unit
-            for layer in self._layers[chunk]
+            for layer in self._layers.get(chunk, ())
             for unit in layer.units
             if not unit.gathers_by_itself
         ]
@@ -167,7 +176,11 @@ _RUN: dict[CollectiveKind, Callable[[Collectives, int], None]] = {
 
 
 def bind_parallel(
-    chunks: Sequence[Chunk], place: Place, shard: Shard, timeout_s: float
+    chunks: Sequence[Chunk],
+    place: Place,
+    shard: Shard,
+    timeout_s: float,
+    tied: Sequence[nn.Parameter] = (),
 ) -> tuple[list[Chunk], Collectives]:
     """Find what of a stage's chunks is sharded or replicated; all its peers must call.
 
@@ -178,6 +191,7 @@ def bind_parallel(
         place: of this process.
         shard: how layers are wrapped that are not.
         timeout_s: for sums.
+        tied: parameters that other layers hold too, as this stage steps them.
 
     Returns:
         The chunks, which know the parameter behind each leaf; and their collectives.
@@ -213,13 +227,17 @@ def bind_parallel(
         shards: dict[nn.Parameter, nn.Parameter] = {}
         found = []
         for index, layer in chunk.numbered():
-            one, its = _bind_layer(index, layer, groups, timeout_s)
+            alike = {*tied, *chunk.leaves.get(index, ())}
+            one, its = _bind_layer(index, layer, groups, timeout_s, alike)
             shards |= its
             found.append(one)
         layers[chunk.index] = found
         bound.append(replace(chunk, shards=shards))
-    once = bool(groups) and not reduces_every(shard)
-    return bound, Collectives(layers, place.sides, reduces_once=once)
+    return bound, Collectives(
+        *(layers, place.sides),
+        reduces_once=bool(groups) and not reduces_every(shard),
+        tied=Buckets(tied, groups, lambda: timeout_s) if groups and tied else None,
+    )
 
 
 def _is_in(module: nn.Module, other: nn.Module) -> bool:
@@ -231,10 +249,11 @@ def _bind_layer(
     layer: nn.Module,
     groups: Sequence[dist.ProcessGroup],
     timeout_s: float,
+    tied: Collection[nn.Parameter],
 ) -> tuple[_Layer, dict[nn.Parameter, nn.Parameter]]:
     modules = list(units_in(layer))
     held = {p for module in modules for p in managed(module)}
-    others = [p for p in layer.parameters() if p not in held]
+    others = [p for p in layer.parameters() if p not in held and p not in tied]
     units = [Unit(module) for module in modules]
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for unit in units:
