@@ -19,17 +19,14 @@ SMALL = ["mlp", "tied weights"]
 MORE = [
     *(
         "conv2d",
-        "conv net",
         "conv2d, frozen weight",
         "addmm",
-        "baddbmm",
-        "bmm from the left",
     ),
-    *("a weight in three parts", "lora", "two outputs", "unused parameter"),
-    *("experts by einsum", "experts selected", "in place"),
+    *("a weight in three parts", "lora", "two outputs"),
+    *("experts by einsum", "experts selected"),
     *("tensor hook", "attention", "multi-head attention"),
     *("checkpoint in a checkpoint", "autocast attention"),
-    *("autocast in a checkpoint", "autocast convolution", "checkpointed tied weights"),
+    *("autocast in a checkpoint", "autocast convolution"),
 ]
 """Compiled, a layer does not always leave the same to W: other parts of a weight, say,
 are added up before they reach it."""

@@ -1,0 +1,211 @@
+"""Corners of compiled regions: shapes, caches, threads, dtypes, inputs, hooks."""
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime.compiled import backend, region
+from zbpp.runtime.support import compile_internals
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"  # of torch by torch
+)
+
+
+class Two(nn.Module):
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8, bias=bias), nn.Linear(8, 6, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu())
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend=backend.zbpp)
+
+
+def split(call: Any, x: Tensor, **how: Any) -> tuple[int, tuple[Tensor | None, ...]]:
+    """Run B and W; say how many leaves waited."""
+    y = call(x)
+    graph = SplitGraph([y], [x], **how)
+    n = list(graph.report().values()).count("W")
+    dy = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)
+    found = graph.backward_input(dy)
+    assert n == 0 or graph.held_bytes() > 0
+    graph.backward_weight()
+    return n, found
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+def agree(left: nn.Module, right: nn.Module) -> bool:
+    pairs = zip(gradients(left), gradients(right), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def fully(call: Any, x: Tensor) -> None:
+    y = call(x)
+    dy = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)
+    torch.autograd.backward(y, dy)
+
+
+def test_another_shape_compiles_once_more_and_no_third(plain_kernels: None) -> None:
+    module = Two()
+    plain = copy.deepcopy(module)
+    call, stock, plans = compiled(module), compiled(plain), PlanMemory()
+    graphs = torch._dynamo.utils.counters["stats"]
+    seen = []
+    for n in (3, 5, 7, 9, 3):
+        x = torch.randn(n, 6, requires_grad=True)
+        assert split(call, x, plans=plans)[0] == 2
+        seen.append(graphs["unique_graphs"])
+        fully(stock, x.detach().requires_grad_())
+    assert seen[0] < seen[1] == seen[-1]
+    assert agree(module, plain)
+
+
+@pytest.mark.slow
+def test_threads_compile_side_by_side(plain_kernels: None) -> None:
+    found: dict[int, int] = {}
+
+    def run(i: int) -> None:
+        x = torch.randn(3, 6, requires_grad=True)
+        found[i] = split(compiled(nn.Sequential(Two(), nn.Tanh())), x)[0]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert found == {0: 2, 1: 2, 2: 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_sums_of_bf16_gradients_in_fp32(plain_kernels: None, is_exact: bool) -> None:
+    module = Two().bfloat16()
+    for p in module.parameters():
+        p.grad_dtype = torch.float32
+    plain = copy.deepcopy(module)
+    for p in plain.parameters():
+        p.grad_dtype = torch.float32
+    call, stock = compiled(module), compiled(plain)
+    for i in range(3):
+        torch.manual_seed(i)
+        x = torch.randn(4, 6, dtype=torch.bfloat16, requires_grad=True)
+        assert split(call, x, is_exact=is_exact)[0] == 2
+        fully(stock, x.detach().requires_grad_())
+    assert {g.dtype for g in gradients(module)} == {torch.float32}
+    assert agree(module, plain)
+
+
+@pytest.mark.slow
+def test_in_place_adds_within_the_product(plain_kernels: None) -> None:
+    module = Two()
+    plain = copy.deepcopy(module)
+    call, stock = compiled(module), compiled(plain)
+    for i in range(3):
+        torch.manual_seed(i)
+        x = torch.randn(4, 6, requires_grad=True)
+        assert split(call, x, is_exact=False)[0] == 2
+        fully(stock, x.detach().requires_grad_())
+    for a, b in zip(gradients(module), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_b_stops_at_an_input_that_is_no_leaf(plain_kernels: None) -> None:
+    module = Two(bias=False)
+    plain = copy.deepcopy(module)
+    call = compiled(module)
+    for needs in (True, False):  # without it nothing of B is wanted below the region
+        leaf = torch.randn(4, 6, requires_grad=needs)
+        x = leaf * 2 if needs else leaf
+        n, found = split(call, x)
+        assert n == 2
+        other = x.detach().requires_grad_(needs)
+        fully(plain, other)
+        if needs:
+            assert found[0] is not None and torch.equal(found[0], other.grad)
+            assert leaf.grad is None
+    assert agree(module, plain)
+
+
+@pytest.mark.slow
+def test_a_hook_on_a_regions_node_keeps_it_in_b(plain_kernels: None) -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    y = compiled(Two())(x)
+    fired: list[int] = []
+    y.grad_fn.register_hook(lambda dx, dy: fired.append(len(dx)))
+    graph = SplitGraph([y], [x])
+    assert "W" not in graph.report().values()
+    graph.backward_input(torch.ones_like(y))
+    assert len(fired) == 1
+
+
+def test_reports_say_what_another_backend_has_compiled() -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    module = Two()
+    y = torch.compile(module, backend="aot_eager")(x)
+    graph = SplitGraph([y], [x])
+    words = 'B: compiled without zbpp: use torch.compile(..., backend="zbpp")'
+    assert set(graph.report().values()) == {words}
+    graph.backward_input(torch.ones_like(y))
+    graph.backward_weight()
+    assert len(gradients(module)) == 4
+
+
+def test_a_torch_without_a_name_runs_all_in_b(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner: list[Any] = []
+
+    def unsplit(given: Any, graph: Any, inputs: Any, _: Any) -> Any:
+        inner.append(given)
+        return aot_eager(graph, inputs)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    monkeypatch.setitem(compile_internals._NAMES, "torch._C", ("_gone",))
+    monkeypatch.setattr(backend, "compile_with", unsplit)
+    y = compiled(Two())(torch.randn(4, 6, requires_grad=True))
+    words = "B: compiled by a torch without torch._C._gone"
+    assert set(SplitGraph([y]).report().values()) == {words}
+    assert region.region_of(y.grad_fn) is None and inner == [None]
+
+
+@pytest.mark.slow
+def test_a_cache_of_plain_compilations_does_not_undo_the_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = torch._dynamo.utils.counters
+    module, x = Two(), torch.randn(4, 6, requires_grad=True)
+    fully(torch.compile(module), x)  # fills AOTAutograd's cache
+    torch._dynamo.reset()
+    assert split(compiled(module), x)[0] == 2
+    torch._dynamo.reset()
+    before = dict(counts["inductor"])
+    assert split(compiled(module), x)[0] == 2  # from Inductor's own cache
+    after = counts["inductor"]
+    assert after["fxgraph_cache_miss"] == before["fxgraph_cache_miss"]
+    assert after["fxgraph_cache_hit"] == before.get("fxgraph_cache_hit", 0) + 2
+    asked = of_caches()
+    torch._dynamo.reset()
+    split(compiled(module), x)
+    assert of_caches() == asked  # an entry there may be another's
+    torch._dynamo.reset()
+    monkeypatch.setitem(compile_internals._SETTINGS, "enable_autograd_cache", True)
+    split(compiled(module), x)
+    assert of_caches() > asked
+
+
+def of_caches() -> int:
+    """How often AOTAutograd has asked its cache, and saved there."""
+    found = torch._dynamo.utils.counters["aot_autograd"]
+    return sum(n for name, n in found.items() if "cache" in name)
