@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from zbpp.runtime.compiled.grouped import is_grouped, split_grouped, weight_call
 from zbpp.runtime.compiled.recipe import (
     Recipe,
     is_cast,
@@ -59,7 +60,7 @@ class _Way:
     body: list[fx.Node] = field(default_factory=list)
     held: list[fx.Node] = field(default_factory=list)
     kernel: fx.Node | None = None
-    """A convolution's."""
+    """The one that makes several gradients."""
     has_parts: bool = False
 
     def hold(self, node: fx.Node) -> None:
@@ -89,10 +90,10 @@ def cut_weights(graph: fx.Graph, wanted: Collection[int]) -> list[Piece]:
         found = _piece(results, slot, wanted, output)
         if found is None:
             continue
-        slots, way, arguments = found
+        slots, way, instead = found
         body = sorted(way.body, key=order.__getitem__)
         outputs = [results[i] for i in slots]
-        recipe = write_recipe(way.held, body, outputs, arguments)
+        recipe = write_recipe(way.held, body, outputs, instead)
         held += [node for node in way.held if node not in held]
         pieces.append(Piece(slots, tuple(map(held.index, way.held)), recipe))
         for i in slots:
@@ -106,11 +107,14 @@ def cut_weights(graph: fx.Graph, wanted: Collection[int]) -> list[Piece]:
         output.meta["user_visible_output_idxs"] = [
             i for i in visible if results[i] is not None
         ]
+    for kernel in filter(is_grouped, list(graph.nodes)):
+        if not any(user.args[1] == 1 and user.users for user in kernel.users):
+            split_grouped(graph, kernel)
     graph.eliminate_dead_code()
     return pieces
 
 
-_Found = tuple[tuple[int, ...], _Way, dict[fx.Node, tuple[Any, ...]]]
+_Found = tuple[tuple[int, ...], _Way, dict[fx.Node, tuple[Any, tuple[Any, ...]]]]
 
 
 def _piece(
@@ -125,6 +129,8 @@ def _piece(
         return None
     if way.kernel is None:
         return (slot,), way, {}
+    if is_grouped(way.kernel):
+        return _of_groups(way.kernel, way, slot)
     return _with_bias(way.kernel, way, results, slot, wanted, output)
 
 
@@ -147,7 +153,8 @@ def _go_back(node: fx.Node, user: fx.Node, way: _Way) -> bool:
         return True
     if node.target is operator.getitem:
         way.kernel = kernel = node.all_input_nodes[0]
-        return kernel.target is _CONVOLUTION and not way.has_parts
+        is_known = kernel.target is _CONVOLUTION or is_grouped(kernel)
+        return is_known and node.args[1] != 0 and not way.has_parts
     if node.target is _CAT:
         way.has_parts = True
         parts: Any = node.args[0]
@@ -212,8 +219,20 @@ def _with_bias(
     for operand in kernel.all_input_nodes:
         way.hold(operand)
     way.repeat(kernel)
-    mask = [False, True, 2 in parts]
-    return tuple(slots), way, {kernel: _with_mask(kernel, mask)}
+    args = _with_mask(kernel, [False, True, 2 in parts])
+    return tuple(slots), way, {kernel: (kernel.target, args)}
+
+
+def _of_groups(kernel: fx.Node, way: _Way, slot: int) -> _Found | None:
+    """The gradient of experts' weights by a call of its own."""
+    call = weight_call(kernel)
+    (part,) = (user for user in kernel.users if user in way.body)
+    if call is None:
+        return None
+    for operand in call[1]:
+        if isinstance(operand, fx.Node):
+            way.hold(operand)
+    return (slot,), way, {part: call}
 
 
 def _with_mask(kernel: fx.Node, mask: list[bool]) -> tuple[Any, ...]:

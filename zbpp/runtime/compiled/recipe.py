@@ -62,7 +62,7 @@ def write_recipe(
     held: Sequence[fx.Node],
     body: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
-    arguments: Mapping[fx.Node, tuple[Any, ...]],
+    instead: Mapping[fx.Node, tuple[Any, tuple[Any, ...]]],
 ) -> Recipe:
     """Write the recipe for some nodes of B's graph, as a graph of its own.
 
@@ -70,12 +70,16 @@ def write_recipe(
         held: nodes whose results are given.
         body: nodes to repeat, in order.
         outputs: those that are the gradients.
-        arguments: of nodes that are repeated with others than their own.
+        instead: for nodes that another call stands for, its function and arguments.
     """
     graph = fx.Graph()
     made = {node: graph.placeholder(f"held_{i}") for i, node in enumerate(held)}
     for node in body:
-        args = fx.map_arg(arguments.get(node, node.args), lambda x: made.get(x, x))
+        target, args = instead.get(node, (None, node.args))
+        args = fx.map_arg(args, lambda x: made.get(x, x))
+        if target is not None:
+            made[node] = graph.call_function(target, args)
+            continue
         made[node] = _repeat(graph, node, args)
     results = [made[node] for node in outputs]
     add = _in_place(graph, results[0]) if len(results) == 1 else None

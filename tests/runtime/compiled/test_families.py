@@ -1,0 +1,42 @@
+"""Compiled blocks of transformers: W holds what it holds without a compiler."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_hf import batch_of, tiny
+from torch import Tensor
+
+import zbpp
+from zbpp.runtime.compiled import backend
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of torch and transformers by themselves
+]
+
+
+def stepped(family: str, **how: Any) -> tuple[set[str], dict[str, Tensor]]:
+    """What waits for W, and the gradients of a step."""
+    batch = batch_of(family, 4)
+    with zbpp.Pipeline(
+        tiny(family, 2), optimizer=None, schedule="ZBH1", n_stages=2, n_microbatches=2,
+        **how,
+    ) as pipeline:  # fmt: skip
+        pipeline.step(batch)
+        waits = {n for n, text in pipeline.split_report().items() if text == "W"}
+        return waits, {n: p.grad.clone() for n, p in pipeline.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_blocks_leave_to_w_what_they_leave_uncompiled(
+    family: str, plain_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = stepped(family)
+    waits, gradients = stepped(family, compile="blocks")
+    assert waits == plain and len(waits) > 4
+    torch._dynamo.reset()
+    monkeypatch.setattr(backend, "cut_weights", lambda *_: [])
+    fewer, whole = stepped(family, compile="blocks")
+    assert len(fewer) < len(waits)
+    assert all(torch.equal(gradients[name], whole[name]) for name in whole)
