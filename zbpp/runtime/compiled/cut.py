@@ -154,7 +154,7 @@ def _go_back(node: fx.Node, user: fx.Node, way: _Way) -> bool:
     if node.target is operator.getitem:
         way.kernel = kernel = node.all_input_nodes[0]
         is_known = kernel.target is _CONVOLUTION or is_grouped(kernel)
-        return is_known and node.args[1] != 0 and not way.has_parts
+        return bool(is_known and node.args[1] != 0 and not way.has_parts)
     if node.target is _CAT:
         way.has_parts = True
         parts: Any = node.args[0]
