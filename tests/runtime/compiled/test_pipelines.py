@@ -80,8 +80,8 @@ def numbers(steps: int) -> list[tuple[Tensor, Tensor]]:
 
 def test_modes_agree_on_tied_and_recomputed_blocks(plain_kernels: None) -> None:
     layers = dropping()
-    how: dict[str, Any] = {"seed": 3, "compile": "blocks"}
-    given = numbers(2), f.mse_loss
+    how: dict[str, Any] = {"seed": 3, "compile": "blocks", "clip_grad_norm": 0.1}
+    given = numbers(2), f.mse_loss  # clipped, so that steps are rolled back
     full, w_full = trained(copy.deepcopy(layers), "1F1B", *given, **how)
     for mode, more in (("ZBH1", {"recompute": "all"}), ("ZBV", {})):
         split, w = trained(copy.deepcopy(layers), mode, *given, **more, **how)
