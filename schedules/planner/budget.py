@@ -1,7 +1,8 @@
 """Effort: the work that a planner may do.
 
 Work is counted in passes placed, not in seconds: the same request gives the same
-schedule on every machine. Only ``best`` looks at the clock.
+schedule on every machine. Only ``best`` looks at the clock, at that of the CPU time of
+its thread: what else runs on the machine takes nothing from it.
 """
 
 import math
@@ -62,7 +63,7 @@ def _unknown(effort: str) -> RequestError:
 
 @dataclass
 class Budget:
-    """A number of passes, and a time, to spend."""
+    """A number of passes, and CPU time of this thread, to spend."""
 
     passes: float
     seconds: float = math.inf
@@ -70,7 +71,7 @@ class Budget:
     _end: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._end = time.monotonic() + self.seconds
+        self._end = time.thread_time() + self.seconds
 
     def spend(self, passes: float) -> None:
         """Take some of it."""
@@ -81,7 +82,7 @@ class Budget:
         """Seconds until the time is over."""
         if self.seconds == math.inf:
             return math.inf
-        return max(0.0, self._end - time.monotonic())
+        return max(0.0, self._end - time.thread_time())
 
     @property
     def is_left(self) -> bool:

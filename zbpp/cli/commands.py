@@ -31,12 +31,15 @@ from zbpp.cli.split_report import print_split
 from zbpp.cli.summary import short_memory, steady, summarize
 from zbpp.cli.torchtitan import torchtitan_lines
 from zbpp.cli.train import TrainCommand
+from zbpp.cli.waiting import gain_line, waiting_line
 from zbpp.core import (
     RequestError,
     WorkerError,
     schedule_text,
 )
 from zbpp.schedules import certify, to_torch_csv
+from zbpp.schedules.planner.budget import parse_effort
+from zbpp.simulator import simulate, span
 
 __all__ = ["Bench", "Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
 
@@ -59,6 +62,7 @@ class Plan(SizedFlags):
 
     def run(self) -> None:
         """Plan, write, and say what it will cost."""
+        self._say_how_long()
         planned = self.plan_layers(self.pipeline_schedule_mode)
         if planned is None:
             schedule, costs, memory = self.plan(self.pipeline_schedule_mode)
@@ -73,6 +77,7 @@ class Plan(SizedFlags):
                 proved, split=schedule.split, recompute=schedule.recompute
             )
             proof = f", {found}"
+        found_span = span(simulate(schedule, costs))  # before there are V's
         schedule = self.with_checks(schedule)
         _write(self.out, schedule_text(schedule))
         if self.csv is not None:
@@ -85,12 +90,31 @@ class Plan(SizedFlags):
             f"peak memory {short_memory(max(summary.peak_memory))}, "
             f"gap to the lower bound {summary.gap:.2%}{proof}"
         )
+        if parse_effort(self.effort)[0] == "best":
+            print(self._gain(found_span))
         if planned is not None:
             print(*split_lines(planned), sep="\n")
         if schedule.recomputing:
             print(f"recompute: {recompute_text(schedule)}")
         if self.csv is not None:
             print(*torchtitan_lines(schedule, self.csv), sep="\n")
+
+    def _gain(self, found_span: float) -> str:
+        """Compare with the plan of effort default."""
+        usual = replace(self, effort="default")
+        schedule, costs, _ = usual.plan(self.pipeline_schedule_mode)
+        return gain_line(found_span, span(simulate(schedule, costs)), self.effort)
+
+    def _say_how_long(self) -> None:
+        """Tell on stderr of plans that take long."""
+        if self.stages is None or self.microbatches is None:
+            return
+        one = self.pipeline_schedule_mode.upper() in ("ZB", "ZBH1", "ZBH2")
+        each = 1 if one else self.chunks_per_stage or 2
+        n_jobs = 3 * self.stages * self.microbatches * each
+        line = waiting_line(n_jobs, each, self.effort)
+        if line is not None:
+            print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
