@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import zbpp
+from zbpp import Costs
 from zbpp.checkpoint.shards import whole as gathered
 from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.optim.decision import StepSums, clip_factor
@@ -148,6 +149,7 @@ def train(
     checkpointed: bool = False,
     large: bool = False,
     tied: bool = False,
+    switches_at: int | None = None,
     broken: str | None = None,
     **more: Any,
 ) -> Found:
@@ -191,6 +193,12 @@ def train(
         if first:
             pipeline.load(folder)
         for step in range(first, steps):
+            if step == switches_at:
+                n, m = pipeline.schedule.n_stages, pipeline.n_microbatches
+                costs = Costs(f=1, b=3, w=2)
+                pipeline.switch(
+                    zbpp.plan(mode, n_stages=n, n_microbatches=m, costs=costs)
+                )
             x, y = batch(step)
             results.append(pipeline.step(x[own], y[own]))
         if folder and not first:

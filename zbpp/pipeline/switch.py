@@ -4,9 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zbpp.core import Program, RequestError, Schedule, schedule_text
+from zbpp.pipeline.parallel import with_collectives
 from zbpp.planning.resolve import choose_validation, recomputed_layers
 from zbpp.runtime.driver.agreement import check_agreement
+from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.ties.plan import TiePlan
 from zbpp.schedules import lower
 
@@ -18,6 +21,8 @@ class Switching:
 
     schedule: Schedule
     split: tuple[range, ...]
+    place: Place
+    _options: StageOptions
     _ties: TiePlan
     _executors: Mapping[int, Executor]
     _programs: Sequence[Program]
@@ -46,12 +51,15 @@ class Switching:
         """
         self._check_same_jobs(schedule)
         schedule = choose_validation(schedule, self.schedule.is_post_validated)
-        programs = lower(schedule, ties=self._ties.chunks)
+        lower(schedule, ties=self._ties.chunks)  # it may be that it cannot be run
         again = recomputed_layers(schedule, self.split)
         self.synchronize()
         asked = ("switch", schedule_text(schedule))
         check_agreement(self._executors, asked, self._ties)
-        self.schedule, self._programs = schedule, programs
+        self.schedule, self._programs = with_collectives(
+            *(schedule, self._executors, self.place, self._options.shard),
+            self._ties.chunks,
+        )
         for executor in self._executors.values():
             executor.stage.recompute(again)
 
