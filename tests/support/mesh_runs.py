@@ -150,6 +150,7 @@ def train(
     large: bool = False,
     tied: bool = False,
     switches_at: int | None = None,
+    profiles_at: int | None = None,
     broken: str | None = None,
     **more: Any,
 ) -> Found:
@@ -193,6 +194,8 @@ def train(
         if first:
             pipeline.load(folder)
         for step in range(first, steps):
+            if step == profiles_at:
+                pipeline.profile(x[own], y[own], rounds=5, most_s=1)
             if step == switches_at:
                 n, m = pipeline.schedule.n_stages, pipeline.n_microbatches
                 costs = Costs(f=1, b=3, w=2)

@@ -194,7 +194,6 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
                     seed=seed,
                     group=group,
                     mesh=mesh,
-                    shard=shard,
                     ties=ties,
                     timeout_s=timeout_s,
                     first_timeout_s=first_timeout_s,

@@ -220,9 +220,14 @@ class Reports:
                 `torch.cuda.max_memory_allocated`.
 
         Raises:
-            RequestError: the batch does not fit.
+            RequestError: the batch does not fit, or layers are sharded.
             PeerError: another stage died, did not answer, or does not profile.
         """
+        if any(one.collectives.has_units for one in self._executors.values()):
+            raise RequestError(
+                "layers that are sharded cannot be profiled, as they cannot be copied; "
+                "profile the bare ones, with shard='none': their passes are the same"
+            )
         self.synchronize()
         inputs, targets = self._batches.pair(inputs, targets)
         next(iter(self._executors.values())).transport.doing = "profile"

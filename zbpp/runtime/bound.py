@@ -15,6 +15,8 @@ from torch.profiler import record_function
 
 from zbpp.core import (
     Check,
+    Collective,
+    CollectiveKind,
     Instruction,
     Pass,
     PassKind,
@@ -115,6 +117,11 @@ class BoundProgram:
         at_check = next((i for i, x in enumerate(program) if isinstance(x, Check)), 0)
         self.before, self.rest = calls[:at_check], calls[at_check:]
         """Calls before the V, and from it on; without one, nothing is before it."""
+        self.reduces = any(
+            isinstance(one, Collective) and one.kind is CollectiveKind.REDUCE_GRAD
+            for one in program
+        )
+        """Gradients are summed over replicas."""
 
     def fits(self, program: Program, transport: Transport) -> bool:
         """True if these are the calls of a program, its messages moved so."""

@@ -142,7 +142,8 @@ class Executor(StageParts):
             replay.decided()
         self.optimizer.begin_backward()
         self.stage.ties.begin()
-        self.stage.watch_last_weights(self._progress)
+        if bound.reduces:
+            self.stage.watch_last_weights(self._progress)
         yield from self._run(rest)
         if replay is not None:
             replay.end()

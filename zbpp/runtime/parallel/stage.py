@@ -70,6 +70,11 @@ class Collectives:
         self.now: Callable[[], Any] = time.perf_counter
 
     @property
+    def has_units(self) -> bool:
+        """True if `fully_shard` or `replicate` has wrapped anything here."""
+        return any(layer.units for own in self._layers.values() for layer in own)
+
+    @property
     def keeps(self) -> bool:
         """True if some parameters are gathered for longer than a pass."""
         return any(map(self._kept, self._layers))
@@ -141,9 +146,10 @@ class Collectives:
         """End a step or an evaluation.
 
         Raises:
-            AssertionError: a gather is under way that nobody has waited for; the next
-                step would use what it brings.
+            AssertionError: a gather or a sum is under way that nobody has waited for;
+                the next step would use what it brings.
         """
+        assert not self._reduced, f"nobody waits for sums of {sorted(self._reduced)}"
         for chunk, layers in self._layers.items():
             for layer in layers:
                 for unit in layer.units:
