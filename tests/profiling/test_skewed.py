@@ -13,7 +13,7 @@ from statistics import fmean, median
 import pytest
 
 from zbpp.core import Check, Costs, Job, Pass, PassTimes, Schedule, Slot, Step, Timeline
-from zbpp.core.clock import replay
+from zbpp.core.clock import Clock, by_clock
 from zbpp.core.measured import measured_costs, robust_mean
 from zbpp.modes import plan
 from zbpp.profiling.stopwatch import spread
@@ -37,7 +37,8 @@ def drawn_step(schedule: Schedule, costs: Costs, rng: Random) -> Timeline:
     times = costs.on(schedule.placement)
     drawn = Drawn(**{name: getattr(times, name) for name in vars(times)})
     object.__setattr__(drawn, "draws", defaultdict(lambda: skewed(rng)))
-    rows = replay(schedule.orders, drawn, n_microbatches=schedule.n_microbatches)
+    clock = Clock(drawn, n_microbatches=schedule.n_microbatches)
+    rows = by_clock(schedule.orders, clock)
     return Timeline(
         schedule.name, schedule.placement, schedule.n_microbatches,
         tuple(tuple(Slot(s.job, s.start / 1e3, s.end / 1e3) for s in r) for r in rows),

@@ -195,7 +195,8 @@ def train(
             pipeline.load(folder)
         for step in range(first, steps):
             if step == profiles_at:
-                pipeline.profile(x[own], y[own], rounds=5, most_s=1)
+                inputs, targets = batch(0)
+                pipeline.profile(inputs[own], targets[own], rounds=5, most_s=1)
             if step == switches_at:
                 n, m = pipeline.schedule.n_stages, pipeline.n_microbatches
                 costs = Costs(f=1, b=3, w=2)
