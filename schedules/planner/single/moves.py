@@ -10,7 +10,8 @@ from zbpp.schedules.planner.single.problem import Kinds
 __all__ = ["move_passes"]
 
 _HEAT = 0.03
-_TURNS = 2  # each with other moves
+_TURNS = 10  # each with other moves; 2 where moves take long
+_FEW = 3000
 
 
 def move_passes(problem: PlacementProblem, kinds: Kinds, effort: str) -> Kinds:
@@ -22,6 +23,7 @@ def move_passes(problem: PlacementProblem, kinds: Kinds, effort: str) -> Kinds:
     n_passes = float(sum(map(len, rows)))
     is_fast = parse_effort(effort)[0] == "fast"
     moves = few_moves(n_passes) if is_fast else moves_of(n_passes)
-    for turn in range(1 if is_fast else _TURNS):
+    turns = 1 if is_fast else _TURNS if n_passes < _FEW else 2
+    for turn in range(turns):
         plan = improve(problem, plan, Budget(moves), Draws(turn), _HEAT)
     return [bytearray(q // n for q in row) for row in plan.rows]
