@@ -1,5 +1,6 @@
 """Find the packages; the folders schedules/ and simulator/ are imported as zbpp.*."""
 
+from hashlib import sha256
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -7,6 +8,12 @@ from setuptools.command.build_ext import build_ext
 
 _BESIDE = ("schedules", "simulator")
 _LOOPS = "schedules/planner/compiled"
+
+
+def _stamp() -> str:
+    """Tell these sources of the loops from others; `library.py` does the same."""
+    files = sorted(Path(_LOOPS).glob("*.[ch]"))
+    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 class _BuildLibrary(build_ext):
@@ -35,6 +42,7 @@ setup(
                 for name in ("line", "placement", "weights", "moves")
             ],
             depends=[f"{_LOOPS}/loops.h"],
+            define_macros=[("ZBPP_STAMP", f'"{_stamp()}"')],
             # no fused operations: plans are those of Python to the last bit
             extra_compile_args=["-O2", "-ffp-contract=off"],
             optional=True,

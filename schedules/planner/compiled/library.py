@@ -1,9 +1,11 @@
 """Load the compiled loops, and hand them arrays."""
 
 import ctypes
+import logging
 import os
 from array import array
 from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,6 +17,22 @@ Buffer: TypeAlias = "array[Any]"
 _GIVEN_UP = 1
 
 
+_LOG = logging.getLogger("zbpp")
+
+
+def _is_stale(found: ctypes.CDLL) -> bool:
+    """True if a checkout's sources are not those that the loops were built of."""
+    files = sorted(Path(__file__).parent.glob("*.[ch]"))
+    if not files:  # installed from a wheel
+        return False
+    stamp = sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    try:
+        built = ctypes.c_char_p.in_dll(found, "zbpp_stamp")
+    except ValueError:
+        return True
+    return built.value != stamp.encode()
+
+
 def _load() -> ctypes.CDLL | None:
     """The loops as they were built; None without, or if they are switched off."""
     if os.environ.get("ZBPP_COMPILED") == "0":
@@ -23,6 +41,12 @@ def _load() -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(str(path))
     except OSError:  # there was no compiler, or it is of another machine
+        return None
+    if _is_stale(found):
+        _LOG.warning(
+            "the compiled planner was built of other sources, so Python plans, slower; "
+            "install the checkout again (pip install -e .)"
+        )
         return None
     for name in ("line", "list_schedule", "place_weights", "time", "improve"):
         getattr(found, f"zbpp_{name}").restype = ctypes.c_int64

@@ -2,6 +2,13 @@
 
 #include "loops.h"
 
+#ifndef ZBPP_STAMP
+#define ZBPP_STAMP ""
+#endif
+
+/* Of the sources that this was built of: see library.py. */
+const char *zbpp_stamp = ZBPP_STAMP;
+
 enum { F, B, W };
 
 /* `Line`; the rooms have n_microbatches + 1 entries a stage. */

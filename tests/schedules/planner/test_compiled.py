@@ -13,6 +13,7 @@ import pytest
 from zbpp.core import Costs, MemoryModel, Placement
 from zbpp.schedules.planner import compiled as compiled_folder
 from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.compiled import library as library_module
 from zbpp.schedules.planner.compiled.library import library
 from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi import compiled, critical_path, list_scheduler, timing
@@ -139,3 +140,12 @@ def test_the_environment_variable_switches_them_off(value: str) -> None:
     is_off = result.stdout.strip() == "None"
     built = Path(compiled_folder.__file__).with_name("loops.shared")
     assert is_off == (value == "0" or not built.exists())
+
+
+@is_compiled
+def test_loops_of_other_sources_are_not_taken(tmp_path, monkeypatch) -> None:
+    assert not library_module._is_stale(library)
+    monkeypatch.setattr(library_module, "__file__", str(tmp_path / "library.py"))
+    assert not library_module._is_stale(library), "a wheel has no sources"
+    (tmp_path / "moves.c").write_text("/* others */")
+    assert library_module._is_stale(library)
