@@ -81,6 +81,7 @@ def test_a_mask_is_kept_where_tokens_are_padded_alone(
         assert worst(parts, range(2, 4))[0] > 0.02
 
 
+@pytest.mark.slow
 def test_a_mask_of_unknown_numbers_is_taken_for_one_with_padding() -> None:
     config = {**LLAMA, "num_hidden_layers": 1}
     known = {**batch(), "attention_mask": torch.ones(4, 32, dtype=torch.long)}

@@ -75,7 +75,7 @@ class Bench:
     """Largest norm of the whole model's gradient, for all contenders."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Computation: fp32, or bf16 by autocast."""
-    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    compile: bool = False
     """Of ours: compile each block by torch.compile; B and W stay apart."""
     exact_sums: bool = True
     """Of ours: gradients to the last bit alike in all modes."""

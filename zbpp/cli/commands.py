@@ -143,7 +143,7 @@ class Doctor:
     """A function that returns a module and its inputs, or hf:PATH, a config.json of
     transformers: which of its weight gradients can wait for W, and why the others
     cannot."""
-    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    compile: bool = False
     """Examine the model compiled, block by block, as zbpp train --compile does."""
 
     def run(self) -> None:

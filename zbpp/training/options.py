@@ -138,7 +138,7 @@ class Train:
     emulate: _Path = None
     """Costs file in ms: layers that sleep instead, to compare with the simulation. A
     layers file (it names n_layers) is one too: each layer sleeps its own time."""
-    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    compile: bool = False
     """Compile each block by torch.compile; B and W stay apart."""
     exact_sums: bool = True
     """Gradients to the last bit alike in all modes; --no_exact_sums is a few per cent

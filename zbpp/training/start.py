@@ -108,10 +108,14 @@ def _for_world(options: Train, n_processes: int) -> Train:
         RequestError: another number of stages is asked for, or replicas do not fit.
     """
     n_stages, rest = divmod(n_processes, options.data_parallel)
-    if rest or options.stages not in (None, n_stages):
+    if rest:
         raise RequestError(
-            f"--stages is {options.stages} and --data_parallel {options.data_parallel},"
-            f" but torchrun has started {n_processes} processes; leave --stages out, "
-            "and start a multiple of --data_parallel"
+            f"--data_parallel is {options.data_parallel}, but torchrun has started "
+            f"{n_processes} processes; start a multiple of it"
+        )
+    if options.stages not in (None, n_stages):
+        raise RequestError(
+            f"--stages is {options.stages}, but torchrun has started {n_processes} "
+            f"processes for {options.data_parallel} replica(s); leave --stages out"
         )
     return replace(options, stages=n_stages)

@@ -83,6 +83,7 @@ def timelines() -> tuple[Timeline, Timeline]:
             return pipeline.timeline(), wrong
 
 
+@pytest.mark.slow
 def test_a_timeline_has_one_clock(pool: Pool) -> None:
     """A job starts when the one that it waits for has ended, within the error."""
     found, wrong = pool.run(timelines, 2)[0]

@@ -108,10 +108,9 @@ def test_an_exception_in_a_layer(tmp_path: Path, n: int, culprit: int) -> None:
         assert "PeerError" in text or rank == culprit
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("n", "culprit"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("n", "culprit"), [(2, 1), (4, 2)])
 def test_a_killed_rank(tmp_path: Path, n: int, culprit: int) -> None:
     words = run_by_hand(write_script(tmp_path, KILLED, culprit), n)
     assert not words.pop(culprit)

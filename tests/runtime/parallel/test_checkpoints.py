@@ -25,16 +25,8 @@ def run(pool: Pool, mode: str, how: str, n: int, **more: Any) -> dict[str, Tenso
     return together([one for (one,) in pool.run(train_all, n, [(mode, how, more)])])
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "optimizer",
-        *(
-            pytest.param(x, marks=pytest.mark.slow)
-            for x in ("bare", "replicate", "resharded")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["optimizer", "bare", "replicate", "resharded"])
 def test_a_run_goes_on_in_another_mesh(how: str, pool: Pool, tmp_path: Path) -> None:
     whole = run(pool, "ZBV", how, 4)
     folder = {"folder": str(tmp_path)}

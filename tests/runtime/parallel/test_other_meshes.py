@@ -44,6 +44,7 @@ def test_two_by_two_by_two(how: str, pool: Pool) -> None:
     assert len({str(found.results) for at_rank in runs for found in at_rank}) == 1
 
 
+@pytest.mark.slow
 def test_tensor_parallel_stages_without_replicas(pool: Pool) -> None:
     more = {"tensor_parallel": 2, "data_parallel": 1, "steps": 3}
     assert_close(pool.run(train_all, 4, [("ZBH1", "bare", more)]), 3)
