@@ -66,7 +66,7 @@ def take_snapshot(
     extra: Mapping[str, Any],
     saves: bool = True,
 ) -> Snapshot:
-    """What this process saves: each tensor once among all processes, and whole.
+    """Collect what this process saves: each tensor once among all, and whole.
 
     Those that hold parts of the same tensors must all call; one of them ``saves``.
 

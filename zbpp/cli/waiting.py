@@ -1,4 +1,4 @@
-"""What is said of plans that take long: before, and what the time was good for."""
+"""Words about plans that take long: before, and about the time's use."""
 
 from zbpp.schedules.planner.budget import parse_effort
 from zbpp.schedules.planner.compiled.library import library

@@ -191,7 +191,7 @@ class DelayedTransport:
         self._inner.doing = call
 
     def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
-        """What a broken collective of the stage's peers means."""
+        """The error for a broken collective of the stage's peers."""
         return self._inner.lost_peer(job, error)
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:

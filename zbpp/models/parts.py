@@ -140,7 +140,7 @@ class BlockLayer(nn.Module):
     """Attributes in which blocks that are alike differ; see `zbpp.memory`."""
 
     compiles = "block"
-    """What is compiled of the layer: a module in it."""
+    """The compiled part of the layer: a module in it."""
 
     def __init__(
         self,

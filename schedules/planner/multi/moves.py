@@ -1,4 +1,4 @@
-"""How many moves of single passes plans get, and which plans get them.
+"""The moves of single passes: their number, and the plans that get them.
 
 The best plan is not always the one that can be made best: the moves of the best three
 are worth more than all of them on one. Budgets are in passes placed, and bounded for

@@ -157,7 +157,7 @@ class DistributedTransport(Messages):
         return PeerError(f"stage {self.stage} {what} {who}: {why}")
 
     def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
-        """What a collective of this stage's peers that has broken means.
+        """The error for a collective of this stage's peers that has broken.
 
         Args:
             job: it was in.

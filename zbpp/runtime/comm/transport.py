@@ -105,7 +105,7 @@ class Transport(Protocol):
         """End the step: no message may be left to receive."""
 
     def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
-        """What a collective of the stage's peers that has broken in a job means."""
+        """The error for a collective of the stage's peers that has broken in a job."""
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other processes why this one stops, or cannot begin a step."""

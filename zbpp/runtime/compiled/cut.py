@@ -33,7 +33,7 @@ _ATEN = torch.ops.aten
 _PRODUCTS = (_ATEN.mm.default, _ATEN.bmm.default, _ATEN._grouped_mm.default)
 _CONVOLUTION = _ATEN.convolution_backward.default
 _ALONE = (_ATEN.slice.Tensor, _ATEN.mul.Tensor, _ATEN.mul.Scalar)
-"""What else may be done with a product: of one that was padded, a part; a factor."""
+"""Steps that may follow a product: a part of one that was padded, a factor."""
 _CAT = _ATEN.cat.default
 _MASK = 10
 """Argument of a convolution's backward: which of its gradients are wanted."""

@@ -32,7 +32,7 @@ _takers: dict[Any, Take] = {}
 
 
 class Region(NamedTuple):
-    """What zbpp has made of a compiled region's backward.
+    """The two halves that zbpp has made of a compiled region's backward.
 
     Args:
         pieces: that may wait for W.

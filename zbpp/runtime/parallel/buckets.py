@@ -23,7 +23,7 @@ class _Sum:
 
     flat: Tensor
     targets: Sequence[Tensor]
-    works: Sequence[dist.Work]
+    work: dist.Work
     rest: Sequence[dist.ProcessGroup]
 
 
@@ -63,15 +63,14 @@ class Buckets:
         for targets in alike.values():
             flat = torch.cat([x.reshape(-1) for x in targets])
             work = dist.all_reduce(flat, group=first, async_op=True)
-            self._sums.append(_Sum(flat, targets, [work], rest))
+            self._sums.append(_Sum(flat, targets, work, rest))
 
     @torch.no_grad()
     def wait(self) -> None:
         """Put the sums where the gradients are."""
         limit = timedelta(seconds=self._timeout_s())
         for one in self._sums:
-            for work in one.works:
-                work.wait(limit)
+            one.work.wait(limit)
             for group in one.rest:
                 dist.all_reduce(one.flat, group=group)
             pieces = torch.split(one.flat, [x.numel() for x in one.targets])

@@ -127,7 +127,7 @@ class Collectives:
             self._tied.wait()
 
     def progress(self, chunks: Iterable[Chunk]) -> dict[int, LayerProgress]:
-        """What reduces the layers of each chunk within its last W."""
+        """Listeners that reduce the layers of each chunk within its last W."""
         return {
             chunk.index: LayerProgress(
                 {leaf: index for index, _, leaf in chunk.all_leaves()},

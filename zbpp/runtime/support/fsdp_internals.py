@@ -108,7 +108,7 @@ class Unit:
                 torch.accelerator.current_stream().wait_event(event)
 
     def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """What the forwards use, and the parameter with this process's part of it.
+        """The leaves of the forwards, and the parameter with this process's part of each.
 
         Raises:
             RequestError: the parameters were never gathered.
@@ -125,7 +125,7 @@ class Unit:
 
     @property
     def is_whole(self) -> bool:
-        """What was gathered is still there."""
+        """True while gathered parameters are there."""
         return any(group.is_unsharded for group in self._groups)
 
     def reset(self) -> None:
