@@ -117,7 +117,7 @@ class GradientOrder:
         self._tell(microbatch)
 
     def _progress(self, n: int) -> Progress | None:
-        """The listener of the n-th W: they run in micro-batch order, or as they come."""
+        """The listener of the n-th W; they run in micro-batch order or as they come."""
         if self.last is None or self.last[0] != n:
             return None
         return self.last[1]

@@ -108,7 +108,7 @@ class Unit:
                 torch.accelerator.current_stream().wait_event(event)
 
     def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """The leaves of the forwards, and the parameter with this process's part of each.
+        """The forwards' leaves, and the parameter with this process's part of each.
 
         Raises:
             RequestError: the parameters were never gathered.
