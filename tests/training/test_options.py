@@ -135,7 +135,7 @@ def test_torchrun_decides_how_many_stages_there_are():
     with pytest.raises(RequestError, match="--stages is 3, but torchrun has started 4"):
         _for_world(Train(stages=3), 4)
     assert _for_world(Train(data_parallel=2), 6).stages == 3
-    with pytest.raises(RequestError, match=r"--data_parallel is 4, .* a multiple"):
+    with pytest.raises(RequestError, match=r"--data_parallel is 4 .* a multiple"):
         _for_world(Train(data_parallel=4), 6)
 
 

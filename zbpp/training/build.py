@@ -13,6 +13,7 @@ from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.parallel.mesh import make_mesh
+from zbpp.training.llama import dealt_out
 from zbpp.training.options import Train
 from zbpp.training.setup import device_of, measures_first, model_of
 from zbpp.training.splits import asked_recompute, asked_split, run_split
@@ -46,16 +47,20 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
             "example": _example(options, model, schedule.n_microbatches),
             "recompute": asked_recompute(options),
         }
-    if options.data_parallel > 1:
+    given = model.given()
+    if options.n_peers > 1:
         how["shard"] = options.shard
-        how["mesh"] = make_mesh(
+        how["mesh"] = mesh = make_mesh(
             stages=schedule.n_stages,
             data_parallel=options.data_parallel,
+            tensor_parallel=options.tensor_parallel,
             device=device_of(options),
             timeout_s=10 * options.timeout_s,
         )
+        if options.tensor_parallel > 1:
+            given["model"] = dealt_out(given["model"], mesh["tp"])
     return Pipeline(
-        **model.given(),
+        **given,
         optimizer=partial(make_optimizer, options),
         **how,
         clip_grad_norm=options.clip_grad_norm,
@@ -85,9 +90,15 @@ def _example(options: Train, model: TextModel, n_microbatches: int) -> tuple[Any
 
 
 def make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:
-    """Make the optimizer of a stage."""
+    """Make the optimizer of a stage.
+
+    Its kernel takes no DTensors beside plain tensors: they get a group of their own.
+    """
+    kinds: dict[type, list[nn.Parameter]] = {}
+    for p in parameters:
+        kinds.setdefault(type(p), []).append(p)
     return AdamW(
-        parameters,
+        [{"params": alike} for alike in kinds.values()],
         lr=options.lr,
         betas=_BETAS,
         weight_decay=options.weight_decay,

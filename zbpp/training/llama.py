@@ -11,7 +11,7 @@ products with weights are `nn.Linear` without bias.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,16 +19,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from zbpp.core import RequestError
 
-__all__ = ["LlamaConfig", "build_layer", "build_layers", "cross_entropy"]
+__all__ = ["LlamaConfig", "build_layer", "build_layers", "cross_entropy", "dealt_out"]
 
 VOCABULARY = 256  # bytes
 _ROTARY_BASE = 10_000.0
 _NORM_EPS = 1e-5
 _LOGIT_STD = 0.02  # of the head's weights: the first loss is close to log(256)
+
+_Build = Callable[[range], Sequence[nn.Module]]
+_BY_COLUMNS = ("attention.query", "attention.key", "attention.value",
+               "feed_forward.gate", "feed_forward.up")  # fmt: skip
+_BY_ROWS = ("attention.out", "feed_forward.down")
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.n_heads = config.n_heads
+        self.head_dim = config.dim // config.n_heads
         self.query = nn.Linear(config.dim, config.dim, bias=False)
         self.key = nn.Linear(config.dim, config.dim, bias=False)
         self.value = nn.Linear(config.dim, config.dim, bias=False)
@@ -155,7 +161,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, dim) to the same; no position sees a later one."""
         query, key, value = (
-            part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in (self.query(x), self.key(x), self.value(x))
         )
         mixed = functional.scaled_dot_product_attention(
@@ -199,6 +205,36 @@ class Head(nn.Module):
         """(..., dim) to (..., 256)."""
         out: Tensor = self.linear(self.norm(x))
         return out
+
+
+def dealt_out(build: _Build, mesh: DeviceMesh) -> _Build:
+    """Deal the blocks of a builder of layers out, for tensor parallelism.
+
+    Queries, keys, values, gate and up by columns, so that each process has some heads
+    and channels; out and down by rows, whose outputs are summed (Megatron-LM, Shoeybi
+    et al., arXiv 1909.08053). Norms, embedding and head are whole everywhere.
+
+    Args:
+        build: makes the layers of a range.
+        mesh: the processes that share them.
+    """
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    def made(layers: range) -> list[nn.Module]:
+        plan = {name: ColwiseParallel() for name in _BY_COLUMNS}
+        rows = {name: RowwiseParallel() for name in _BY_ROWS}
+        return [
+            parallelize_module(layer, mesh, {**plan, **rows})
+            if isinstance(layer, Block)
+            else layer
+            for layer in build(layers)
+        ]
+
+    return made
 
 
 def _initialise(

@@ -130,9 +130,10 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
 
 
 def _describe_replicas(options: Train) -> str:
-    n = options.data_parallel
+    n, shared = options.data_parallel, options.tensor_parallel
     held = "" if options.shard == "none" else f", {options.shard} in parts"
-    return "" if n == 1 else f" with {n} replicas{held}"
+    words = "" if n == 1 else f" with {n} replicas{held}"
+    return words if shared == 1 else f"{words}, {shared} for each stage"
 
 
 def _attach_rates(pipeline: Pipeline, options: Train) -> list[LambdaLR]:

@@ -49,6 +49,8 @@ class Train:
     shard: Shard = "none"
     """What replicas hold in parts: optimizer state (and parameters between steps),
     gradients too, parameters as well; none: each holds all."""
+    tensor_parallel: int = 1
+    """Processes that share the blocks of each stage."""
     microbatches: _Count = None
     """Micro-batches of a replica in a step; else as the file says, else 8."""
     microbatch_size: int = 2
@@ -155,6 +157,7 @@ class Train:
             self._check_at_least(name, 1)
         for name in ("validation_microbatches", "log_every", "data_parallel"):
             self._check_at_least(name, 1)
+        self._check_at_least("tensor_parallel", 1)
         for name in ("failures", "window", "clean"):
             self._check_at_least(f"post_validation_{name}", 1)
         for name in ("max_consecutive_skips", "save_every", "keep"):
@@ -166,10 +169,10 @@ class Train:
                 f"--shard {self.shard} needs replicas to share it; give "
                 "--data_parallel, 2 or more"
             )
-        if self.data_parallel > 1 and self.transport == "local":
+        if self.n_peers > 1 and self.transport == "local":
             raise RequestError(
-                "--transport local is one process, and --data_parallel is "
-                f"{self.data_parallel}; leave one of them out"
+                f"--transport local is one process, and a stage has {self.n_peers}; "
+                "leave it out, or --data_parallel and --tensor_parallel"
             )
         for name in ("save_every", "max_restarts"):
             if getattr(self, name) and self.save_dir is None:
@@ -183,6 +186,11 @@ class Train:
                 raise RequestError(
                     f"--{name} is {getattr(self, name)}; it must be above 0"
                 )
+
+    @property
+    def n_peers(self) -> int:
+        """Processes of a stage."""
+        return self.data_parallel * self.tensor_parallel
 
     def _check_at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)

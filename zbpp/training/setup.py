@@ -188,13 +188,36 @@ def _check_dtype(options: Train) -> None:
         ) from error
 
 
+def _check_tensor_parallel(options: Train, model: object) -> None:
+    """Check that the blocks can be dealt out.
+
+    Raises:
+        RequestError: they cannot.
+    """
+    n = options.tensor_parallel
+    if n == 1:
+        return
+    if not isinstance(model, LlamaConfig):
+        raise RequestError(
+            "--tensor_parallel is for the Llama that zbpp train makes; deal another "
+            "model out in a script, by parallelize_module on mesh['tp']"
+        )
+    for name, size in (("n_heads", model.n_heads), ("hidden", model.hidden)):
+        if size % n:
+            raise RequestError(
+                f"--tensor_parallel is {n}, which does not divide --{name} {size}"
+            )
+
+
 def check(options: Train, schedule: Schedule) -> None:
     """Find before any process is started what would stop the run.
 
     Raises:
         RequestError: the model, the text or a path cannot be had.
     """
-    run_split(options, schedule, model_of(options))
+    model = model_of(options)
+    run_split(options, schedule, model)
+    _check_tensor_parallel(options, model)
     _check_dtype(options)
     check_saving(options)
     load_corpus(options.data, seq=options.seq)

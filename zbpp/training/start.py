@@ -59,7 +59,7 @@ def start_worker(
     schedule = schedule_of(options)
     if check is not None:
         check(options, schedule)
-    if schedule.n_stages * options.data_parallel == 1 or options.transport == "local":
+    if schedule.n_stages * options.n_peers == 1 or options.transport == "local":
         code = worker(options, schedule)
         if code:
             raise SystemExit(code)
@@ -75,7 +75,7 @@ def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
             launch(
                 worker,
                 (options, schedule),
-                schedule.n_stages * options.data_parallel,
+                schedule.n_stages * options.n_peers,
                 device=device,
                 stops_itself=options.save_dir is not None,
                 preload=_STORAGE if options.save_dir is not None else (),
@@ -107,15 +107,16 @@ def _for_world(options: Train, n_processes: int) -> Train:
     Raises:
         RequestError: another number of stages is asked for, or replicas do not fit.
     """
-    n_stages, rest = divmod(n_processes, options.data_parallel)
+    n_stages, rest = divmod(n_processes, options.n_peers)
     if rest:
         raise RequestError(
-            f"--data_parallel is {options.data_parallel}, but torchrun has started "
-            f"{n_processes} processes; start a multiple of it"
+            f"--data_parallel is {options.data_parallel} and --tensor_parallel "
+            f"{options.tensor_parallel}, but torchrun has started {n_processes} "
+            f"processes; start a multiple of {options.n_peers}"
         )
     if options.stages not in (None, n_stages):
         raise RequestError(
             f"--stages is {options.stages}, but torchrun has started {n_processes} "
-            f"processes for {options.data_parallel} replica(s); leave --stages out"
+            f"processes, {options.n_peers} for each; leave --stages out"
         )
     return replace(options, stages=n_stages)

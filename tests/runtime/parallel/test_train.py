@@ -36,6 +36,7 @@ def test_replicas_train_as_one_pipeline_does(text: Path, tmp_path: Path) -> None
         "none": {"microbatches": 4, "stages": 2, "data_parallel": 2},
         "optimizer": {"microbatches": 4, "stages": 2, "data_parallel": 2},
         "parameters": {"microbatches": 4, "stages": 1, "data_parallel": 2},
+        "tensors": {"microbatches": 8, "stages": 2, "tensor_parallel": 2},
     }.items():
         shard = name if name in ("optimizer", "parameters") else "none"
         out = tmp_path / name
@@ -51,6 +52,8 @@ def test_requests_that_cannot_be() -> None:
         Train(shard="optimizer")
     with pytest.raises(RequestError, match="--transport local"):
         Train(data_parallel=2, transport="local")
+    with pytest.raises(RequestError, match="does not divide --n_heads 4"):
+        start(Train(tensor_parallel=3))
 
 
 @pytest.mark.parametrize(
