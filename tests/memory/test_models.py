@@ -142,6 +142,7 @@ def written(folder: Path, config: Any) -> str:
     return f"hf:{file}"
 
 
+@pytest.mark.slow
 def test_a_configuration_file_is_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,7 @@ def evaluate_alone() -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_one_rank_that_evaluates_alone(pool: Pool) -> None:
     """It would have handed the other one an activation that fits."""
     for message in pool.run(evaluate_alone, 2):
