@@ -26,7 +26,7 @@ def run(pool: Pool, mode: str, how: str, n: int, **more: Any) -> dict[str, Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["optimizer", "bare", "replicate", "resharded"])
+@pytest.mark.parametrize("how", ["optimizer", "bare"])
 def test_a_run_goes_on_in_another_mesh(how: str, pool: Pool, tmp_path: Path) -> None:
     whole = run(pool, "ZBV", how, 4)
     folder = {"folder": str(tmp_path)}

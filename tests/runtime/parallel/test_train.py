@@ -60,7 +60,6 @@ def test_requests_that_cannot_be() -> None:
     ("fault", "words"),
     [
         ("kill:3:2:1F2", "rank 3 was killed by SIGKILL"),
-        ("raise:0:2:0W1", "rank 0 failed: RuntimeError: a fault that ZBPP_FAULT"),
         ("stop:1:2:0B1", "rank 1 has left no word"),
     ],
 )

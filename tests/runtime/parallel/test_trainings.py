@@ -46,8 +46,10 @@ def test_bare_and_sharded_layers_train_alike(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("how", "checkpointed"),
+    [("bare", True), ("replicate", False), ("kept", False), ("resharded", True)],
+)
 def test_all_modes(how: str, checkpointed: bool, pool: Pool) -> None:
     more: dict[str, Any] = {"checkpointed": checkpointed}
     runs = pool.run(train_all, 4, [(mode, how, more) for mode in MODES])
@@ -57,13 +59,13 @@ def test_all_modes(how: str, checkpointed: bool, pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["bare", "kept"])
 def test_parameters_that_are_stepped_in_pieces(how: str, pool: Pool) -> None:
     """More than 4 MiB: the buckets of a rollback cut them."""
-    cases = [(mode, how, {"large": True}) for mode in ("1F1B", "ZBH1", "ZBV")]
+    cases = [(mode, how, {"large": True}) for mode in ("1F1B", "ZBV")]
     runs = pool.run(train_all, 4, cases)
     assert_right(runs, large=True)
-    assert runs[0][1].rollbacks == runs[0][2].rollbacks == 2
+    assert runs[0][1].rollbacks == 2
 
 
 @pytest.mark.slow
