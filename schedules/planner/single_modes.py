@@ -72,9 +72,7 @@ def plan_zb(
     splits = costs.on(placement).splits
     check_one_fits(name, placement, memory, n_microbatches, splits=splits)
     limited = partial(
-        *(capped, memory, placement),
-        splits=splits,
-        default_limit=2 * n_stages,
+        capped, memory, placement, splits=splits, default_limit=2 * n_stages
     )
     line = line_of(n_stages, n_microbatches, costs, limited(memory_cap=memory_cap))
     kinds, is_optimal = _orders(line, costs, limited(memory_cap=memory_cap), effort)

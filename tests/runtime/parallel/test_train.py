@@ -67,7 +67,7 @@ def test_a_failing_replica_ends_all_with_one_line(
     fault: str, words: str, text: Path
 ) -> None:
     flags = {**SIZES, "stages": 2, "data_parallel": 2, "shard": "optimizer"}
-    flags |= {"microbatches": 4, "steps": 50, "timeout_s": 8, "data": text}
+    flags |= {"microbatches": 4, "steps": 50, "timeout_s": 5, "data": text}
     command = [sys.executable, "-m", "zbpp", "train"]
     command += [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
     process = subprocess.Popen(

@@ -48,13 +48,14 @@ def test_bare_and_sharded_layers_train_alike(pool: Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "checkpointed"),
-    [("bare", True), ("replicate", False), ("kept", False), ("resharded", True)],
+    [("bare", True), ("kept", False), ("resharded", True)],
 )
 def test_all_modes(how: str, checkpointed: bool, pool: Pool) -> None:
     more: dict[str, Any] = {"checkpointed": checkpointed}
-    runs = pool.run(train_all, 4, [(mode, how, more) for mode in MODES])
+    modes = MODES[1::2] if how == "resharded" else MODES
+    runs = pool.run(train_all, 4, [(mode, how, more) for mode in modes])
     assert_right(runs)
-    for mode, found in zip(MODES, runs[0], strict=True):
+    for mode, found in zip(modes, runs[0], strict=True):
         assert found.rollbacks == (0 if mode in ("1F1B", "VPP") else 4)
 
 
