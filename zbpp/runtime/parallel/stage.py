@@ -28,7 +28,7 @@ from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
 from zbpp.runtime.parallel.progress import LayerProgress
 from zbpp.runtime.parallel.wrap import wrap
-from zbpp.runtime.support.fsdp_internals import Unit, managed, set_timeout, units_in
+from zbpp.runtime.support.fsdp_internals import Unit, managed, units_in
 
 __all__ = ["Collectives", "bind_parallel"]
 
@@ -47,7 +47,6 @@ class Collectives:
 
     Args:
         layers: by chunk; empty: nothing is to be done.
-        sides: groups of this process with its peers.
         reduces_once: gradients are reduced after the last W of a chunk, not every one.
         tied: parameters whose gradients other stages add to first.
     """
@@ -55,7 +54,6 @@ class Collectives:
     def __init__(
         self,
         layers: Mapping[int, Sequence[_Layer]],
-        sides: Sequence[dist.ProcessGroup] = (),
         *,
         reduces_once: bool = False,
         tied: Buckets | None = None,
@@ -63,7 +61,6 @@ class Collectives:
         self._layers = layers
         self.reduces_once = reduces_once
         self._tied = tied
-        self._sides = sides
         self._reduced: dict[int, set[int]] = {}
         self.began: dict[int, Any] = {}
         """When the first sum of each chunk began that is under way, by `now`."""
@@ -159,11 +156,6 @@ class Collectives:
                     )
             self.reshard(chunk)
 
-    def limit(self, seconds: float) -> None:
-        """Let no collective take longer."""
-        for group in self._sides:
-            set_timeout(group, seconds)
-
     def _kept(self, chunk: int) -> list[Unit]:
         return [
             unit
@@ -240,7 +232,7 @@ def bind_parallel(
         layers[chunk.index] = found
         bound.append(replace(chunk, shards=shards))
     return bound, Collectives(
-        *(layers, place.sides),
+        layers,
         reduces_once=bool(groups) and not reduces_every(shard),
         tied=Buckets(tied, groups, lambda: timeout_s) if groups and tied else None,
     )

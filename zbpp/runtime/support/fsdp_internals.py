@@ -6,16 +6,14 @@ lacks one of the names: a part of the work would be left out without a word.
 """
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
 
-__all__ = ["Unit", "is_unit", "managed", "set_timeout", "units_in"]
+__all__ = ["Unit", "is_unit", "managed", "units_in"]
 
 _STATE = ("_lazy_init", "_fsdp_param_groups", "_comm_ctx")
 _GROUP = (
@@ -69,7 +67,7 @@ class Unit:
         module = self.module
         module.set_is_last_backward(False)
         module.set_requires_gradient_sync(False, recurse=False)
-        # Sums, as the losses have shares in that of all replicas: `totals`.
+        # Sums, as the losses have shares in that of all replicas.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reshard_after_backward(not keeps, recurse=False)
@@ -123,15 +121,6 @@ class Unit:
         """A gather is under way that nobody has waited for."""
         return any(group._all_gather_result is not None for group in self._groups)
 
-    @property
-    def is_whole(self) -> bool:
-        """True while gathered parameters are there."""
-        return any(group.is_unsharded for group in self._groups)
-
-    def reset(self) -> None:
-        """Forget what a failed step has left."""
-        self.module.reset_iter_state()
-
 
 def is_unit(module: nn.Module) -> bool:
     """True for a wrapped module; what is inside or around does not count."""
@@ -149,16 +138,6 @@ def managed(unit: nn.Module) -> Iterator[Tensor]:
     for group in groups._get_fsdp_state()._fsdp_param_groups:
         for one in group.fsdp_params:
             yield one.sharded_param
-
-
-def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Let collectives of a group end after some time.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, the group keeps its own.
-    """
-    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-    if change is not None:
-        change(timedelta(seconds=seconds), group)
 
 
 def _check(held: object, names: Sequence[str]) -> None:
