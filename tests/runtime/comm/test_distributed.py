@@ -1,5 +1,8 @@
 """Stages as processes give the same bits as stages in one process."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -148,6 +151,35 @@ def test_two_pipelines_side_by_side_in_groups_of_their_own(pool: Pool) -> None:
     expected = train("1F1B", 1)[0]
     for _, losses in pool.run(use_a_subgroup, 4):
         assert losses == expected
+
+
+def count_threads_of_gloo() -> list[int]:
+    """Before a pipeline, with it, and when it is closed or forgotten."""
+
+    def count() -> int:
+        names = [path / "comm" for path in Path("/proc/self/task").iterdir()]
+        return sum(name.read_text() == "pt_gloo_runloop\n" for name in names)
+
+    counts, kept = [count()], []
+    for end in (Pipeline.close, lambda pipeline: pipeline._lifecycle.end()):
+        pipeline = make_pipeline("ZBV", None)
+        pipeline.step(*batch(0))
+        counts.append(count())
+        end(pipeline)
+        counts.append(count())
+        kept.append(pipeline)  # as a script keeps it until Python ends
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_closed_pipeline_leaves_no_thread(pool: Pool) -> None:
+    """A thread that lets go of a tensor while Python ends aborts the process."""
+    for before, with_one, closed, with_other, ended in pool.run(
+        count_threads_of_gloo, 2
+    ):
+        assert with_one > before
+        assert with_other > before
+        assert closed == ended == before
 
 
 def test_both_transports_have_the_same_methods() -> None:

@@ -192,10 +192,7 @@ class DistributedTransport(Messages):
 
     def _cut_off(self) -> None:
         if not self._has_failed and not self._nccl:
-            groups = {channel.group for channel in self._wire.channels.values()}
-            if self._replicas is not None:
-                groups.add(self._replicas)
-            for group in (self._all, *groups, *self._sides):
+            for group in (*self._groups(), *self._sides):
                 break_connections(cast("PrivateGroup", group))
             self._waits.timeout_s = _NOTHING_COMES_S
         self._has_failed = True
@@ -267,7 +264,16 @@ class DistributedTransport(Messages):
         self._wire.flush()
 
     def close(self) -> None:
-        """Give back the groups."""
-        groups = {*(c.group for c in self._wire.channels.values()), self._all}
-        for group in groups | ({self._replicas} - {None}):
-            cast("PrivateGroup", group).shutdown()
+        """End the groups and, with their last references, gloo's threads.
+
+        A thread that still lets go of a tensor when Python ends aborts the process.
+        """
+        for group in self._groups():
+            group.shutdown()
+        self._wire.close()
+        del self._all
+        self._replicas = None
+
+    def _groups(self) -> set[PrivateGroup]:
+        groups = {self._all, *(c.group for c in self._wire.channels.values())}
+        return groups if self._replicas is None else groups | {self._replicas}

@@ -100,6 +100,12 @@ class Wire:
         while self._outgoing:
             self._finish_oldest("the end to hand")
 
+    def close(self) -> None:
+        """Let the groups of the channels go."""
+        self.channels = {}
+        self._to.clear()
+        self._from.clear()
+
     def _finish_oldest(self, doing: str) -> None:
         work, _, value, peer = self._outgoing.popleft()
         self._n_older -= 1

@@ -79,3 +79,4 @@ class Lifecycle:
             for executor in self._executors if self._ended is None else ():
                 executor.optimizer.wait()
                 executor.transport.flush()
+                executor.transport.close()
