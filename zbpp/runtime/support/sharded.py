@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Part", "is_sharded", "local_part", "sum_over_meshes", "sum_partial"]
+__all__ = [
+    "Part",
+    "is_sharded",
+    "local_part",
+    "own_shard",
+    "sum_over_meshes",
+    "sum_partial",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,16 @@ def is_sharded(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+@torch.no_grad()
+def own_shard(value: Any) -> Any:
+    """The tensor itself that holds this process's part of a DTensor; else the value.
+
+    It is the same object for the same DTensor, and writes to it are writes to that.
+    """
+    sharded = isinstance(value, Tensor) and is_sharded(value)
+    return value.to_local() if sharded else value
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from zbpp.runtime.optim.rollback.parameter_only import ParameterStep
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, Rollback, can_defer
 from zbpp.runtime.optim.rollback.snapshot import Snapshot
 from zbpp.runtime.optim.step_state import StepRules
+from zbpp.runtime.support.sharded import own_shard
 
 __all__ = ["RollbackChooser"]
 
@@ -72,7 +73,7 @@ class RollbackChooser:
     def _compile(self, optimizer: torch.optim.Optimizer) -> ParameterStep | None:
         parameters = parameters_of(optimizer)
         learning = (p for p in parameters if p.requires_grad and p.device.type == "cpu")
-        pays = sum(p.numel() for p in learning) >= _PAYS
+        pays = sum(own_shard(p).numel() for p in learning) >= _PAYS
         if self._asked != "compiled" and (self._asked != "auto" or not pays):
             return None
         try:

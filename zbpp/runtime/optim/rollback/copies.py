@@ -57,6 +57,11 @@ class Copies:
         """Tensors may have changed in ways that leave no mark."""
         self._equal_at = {}
 
+    def drop(self, tensor: Tensor) -> None:
+        """Drop the copy of a tensor, if there is one."""
+        self._of.pop(tensor, None)
+        self._equal_at.pop(tensor, None)
+
     def keep(self, tensors: list[Tensor]) -> None:
         """Drop the copies of all others."""
         kept = set(tensors)

@@ -82,7 +82,7 @@ class ParameterStep:
         formula = self._groups[piece.group].formula
         if (parameter.device, parameter.dtype, formula) not in self._known:
             return False
-        state = self._optimizer.state.get(parameter)
+        state = piece.state_in(self._optimizer.state)
         if not state:
             return False
         views = self._views.get(parameter)
@@ -101,7 +101,7 @@ class ParameterStep:
         """
         parameter = piece.parameter
         views = self._views[parameter]
-        views.step(piece.gradient, self._groups[piece.group], self._count(parameter))
+        views.step(piece.gradient, self._groups[piece.group], self._count(piece))
         n_stepped = views.p.numel()
         if n_stepped == parameter.numel():
             return None
@@ -117,9 +117,10 @@ class ParameterStep:
         self._counts = {}
         self._views = {}
 
-    def _count(self, parameter: Tensor) -> float:
+    def _count(self, piece: Piece) -> float:
         """Steps so far; a GPU is asked once only."""
-        count = self._optimizer.state[parameter]["step"]
+        parameter = piece.parameter
+        count = piece.state_in(self._optimizer.state)["step"]
         if count.device.type == "cpu":
             return float(count)
         if parameter not in self._counts:

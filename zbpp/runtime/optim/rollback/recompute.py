@@ -106,6 +106,8 @@ class RecomputeRollback:
                 for piece in bucket:
                     if piece.first:
                         self._copies.take(piece.parameter)
+                        if piece.whole is not None:  # the first step was on all of it
+                            self._copies.drop(piece.whole)
                         self._stepped[piece.parameter] = None
                 others = [p for p in bucket if not self._step_alone(p, rests)]
                 self._step_on_copies(others, scratch)
@@ -130,8 +132,7 @@ class RecomputeRollback:
             return
         held = self._optimizer.state
         states = [
-            scratch.copy(piece.of_state(held.get(piece.parameter, {})))
-            for piece in bucket
+            scratch.copy(piece.of_state(piece.state_in(held))) for piece in bucket
         ]
         self._step(bucket, [piece.of(piece.parameter) for piece in bucket], states)
         scratch.reuse()
@@ -146,17 +147,21 @@ class RecomputeRollback:
 
     def _commit(self, bucket: Sequence[Piece]) -> None:
         real = self._optimizer.state
-        states = [piece.of_state(real.get(piece.parameter, {})) for piece in bucket]
+        held = [piece.state_in(real) for piece in bucket]
+        states = [
+            piece.of_state(state) for piece, state in zip(bucket, held, strict=True)
+        ]
         copies = [piece.of(self._copies.of(piece.parameter)) for piece in bucket]
         stepped = self._step(bucket, copies, states)
-        for piece, copy in zip(bucket, copies, strict=True):
+        for piece, copy, state in zip(bucket, copies, held, strict=True):
             parameter = piece.parameter
-            if piece.cut is None:
+            if piece.cut is None and piece.whole is None:
                 real[parameter] = stepped[copy]
             elif piece.last:
-                for name, value in real[parameter].items():
-                    if not piece.is_cut_in(value):
-                        value.copy_(stepped[copy][name])
+                for name, value in state.items():
+                    new = stepped[copy][name]
+                    if new is not value and not piece.is_cut_in(value):
+                        value.copy_(new)
             if piece.last:
                 self._copies.trust(parameter, self._stepped[parameter])
                 if self._alone is not None:
@@ -208,7 +213,7 @@ class RecomputeRollback:
         used: defaultdict[Tensor, State] = defaultdict(dict)
         for piece, target, state in zip(bucket, targets, states, strict=True):
             members[piece.group].append(target)
-            if target is not piece.parameter:
+            if target is not piece.held:
                 target.grad = piece.of(piece.gradient)
             if state:
                 used[target] = state
@@ -221,6 +226,6 @@ class RecomputeRollback:
         finally:
             optimizer.param_groups, optimizer.state = groups, held
             for piece, target in zip(bucket, targets, strict=True):
-                if target is not piece.parameter:
+                if target is not piece.held:
                     target.grad = None
         return used

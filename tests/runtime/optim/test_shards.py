@@ -1,0 +1,126 @@
+"""A process's shards of DTensors are stepped, and rolled back, as torch steps them."""
+
+from typing import Any
+
+import pytest
+import torch
+from outcomes import bytes_of
+from pool import Pool
+from rollback_checks import finish
+from torch import Tensor, nn
+
+from zbpp.runtime.optim.rollback import buckets, parameter_only
+from zbpp.runtime.optim.rollback.buckets import Piece, cut_into_buckets
+from zbpp.runtime.optim.rollback.parameter_only import ParameterStep
+from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
+from zbpp.runtime.support import sharded
+
+SHAPES = ((64, 64), (7, 5), (200, 3), (1, 3), (130,), (96, 24))
+"""Even and uneven shards, one that rank 1 has nothing of, and one of many pieces."""
+MAKERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "compiled": ("AdamW", {"fused": True}),
+    "fused": ("AdamW", {"fused": True, "weight_decay": 0.1}),
+    "AdamW": ("AdamW", {}),
+    "SGD": ("SGD", {"momentum": 0.9}),
+    "NAdam": ("NAdam", {}),
+    "no state": ("SGD", {}),  # stepped as DTensors: there is nothing to be gained
+}
+
+
+def draw(step: int, *, plain: bool) -> list[Tensor]:
+    """Numbers of all shapes; with ``plain`` the last one is not sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(step)
+    found = [torch.randn(s, generator=generator) for s in SHAPES]
+    n_sharded = len(found) - plain
+    return [
+        distribute_tensor(t, mesh, [Shard(0)]) if i < n_sharded else t
+        for i, t in enumerate(found)
+    ]
+
+
+def bits(optimizer: torch.optim.Optimizer) -> list[Any]:
+    found: list[Any] = []
+    for p in optimizer.param_groups[0]["params"]:
+        found.append(bytes_of(sharded.own_shard(p)))
+        for name, value in sorted(optimizer.state[p].items()):
+            found.append((name, type(value).__name__, value.shape))
+            found.append(bytes_of(sharded.own_shard(value)))
+    return found
+
+
+def step_and_compare(kind: str, lost: bool = False) -> tuple[list[bool], list[bool]]:
+    """Six steps, every third one rolled back; ``lost``: shards' clocks stand still."""
+    torch.set_num_threads(1)
+    parameter_only._SMALLEST = 64
+    buckets._BUCKET_BYTES["cpu"] = 2048
+    if lost:
+        Piece.state_in = lambda self, held: {  # type: ignore[method-assign]
+            name: value.clone() for name, value in _state_in(self, held).items()
+        }
+    try:
+        return _step_and_compare(kind)
+    finally:
+        buckets._BUCKET_BYTES["cpu"] = 2**22
+        parameter_only._SMALLEST = 2**14
+        Piece.state_in = _state_in  # type: ignore[method-assign]
+
+
+_state_in = Piece.state_in
+
+
+def _step_and_compare(kind: str) -> tuple[list[bool], list[bool]]:
+    name, values = MAKERS[kind]
+    plain = kind in ("AdamW", "SGD", "NAdam", "no state")  # no fused step takes both
+    theirs, ours = (
+        getattr(torch.optim, name)(
+            [nn.Parameter(t) for t in draw(0, plain=plain)], lr=0.01, **values
+        )
+        for _ in range(2)
+    )
+    alone = ParameterStep(ours) if kind == "compiled" else None
+    rollback = RecomputeRollback(ours, alone)
+    same, local = [], []
+    for step in range(1, 7):
+        for each in (theirs, ours):
+            gradients = draw(step, plain=plain)
+            for p, g in zip(each.param_groups[0]["params"], gradients, strict=True):
+                p.grad = g
+        before = bits(ours)
+        rollback.speculate()
+        local.append(
+            bool(rollback.stepped_alone)
+            if kind == "compiled"
+            else any(p.whole is not None for b in cut_into_buckets(ours) for p in b)
+        )
+        if step % 3 == 0:
+            rollback.undo()
+            same.append(bits(ours) == before)
+        else:
+            theirs.step()
+            finish(rollback.commit())
+            same.append(bits(ours) == bits(theirs))
+    return same, local
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind == "compiled"))
+        for kind in MAKERS
+    ],
+)
+def test_shards_are_stepped_as_torch_steps_them(pool: Pool, kind: str) -> None:
+    for same, local in pool.run(step_and_compare, 2, kind):
+        assert all(same)
+        assert local == [kind != "no state" and i > 0 for i in range(6)]
+
+
+@pytest.mark.dist
+def test_state_that_is_not_the_shards_is_found(pool: Pool) -> None:
+    for same, _ in pool.run(step_and_compare, 2, "AdamW", True):
+        assert not all(same)
