@@ -29,7 +29,7 @@ def write_trace(
     timelines: Timeline | Sequence[Timeline],
     path: str | Path,
     *,
-    memory: MemoryModel | None = None,
+    memory: MemoryModel | Sequence[MemoryModel | None] | None = None,
     microseconds_per_unit: float = _PER_UNIT,
 ) -> None:
     """Write one or more timelines, simulated or measured, into one trace file.
@@ -37,7 +37,8 @@ def write_trace(
     Args:
         timelines: each becomes one process of the trace.
         path: the file to write.
-        memory: adds one counter a stage, in the unit of the model.
+        memory: adds one counter a stage, in the unit of the model; a sequence has one
+            for each timeline.
         microseconds_per_unit: what one unit of the timelines is: 1000 for
             milliseconds, 1e6 for seconds.
 
@@ -45,13 +46,15 @@ def write_trace(
         RequestError: the file cannot be written.
     """
     runs = [timelines] if isinstance(timelines, Timeline) else timelines
+    if memory is None or isinstance(memory, MemoryModel):
+        memory = [memory] * len(runs)
     events = [
         event
-        for run, timeline in enumerate(runs)
+        for run, (timeline, held) in enumerate(zip(runs, memory, strict=True))
         for event in trace_events(
             timeline,
             run=run,
-            memory=memory,
+            memory=held,
             microseconds_per_unit=microseconds_per_unit,
         )
     ]

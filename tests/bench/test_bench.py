@@ -1,6 +1,7 @@
 """Contenders run beside each other: gradients compared, then steps timed in turns."""
 
 import json
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,14 @@ def test_contenders_are_compared_and_timed(pool: Pool, tmp_path) -> None:
         assert one["tokens_per_s"] is None
     v = data["contenders"][0]
     assert v["gradient_difference"] == 0 and v["predicted_step_s"] > 0
-    assert len(v["bubble_by_stage"]) == 2 and 0 <= v["bubble_measured"] < 1
+    for one in data["contenders"]:
+        assert len(one["bubble_by_stage"]) == 2 and 0 <= one["bubble_measured"] < 1
+    trace = json.loads((good / "report" / "trace.json").read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in trace if e["name"] == "process_name"]
+    assert [name.partition(",")[0] for name in names] == ["ZBV", "ZBV", *PEERS]
+    jobs = Counter(e["name"].rstrip("0123456789") for e in trace if e["pid"] == 2)
+    assert all(jobs[f"{i}F"] == jobs[f"{i}W"] + jobs[f"{i}BW"] == 4 for i in range(4))
+    assert jobs["O"] == 2 and all(jobs[f"{i}B"] == jobs[f"{i}W"] > 0 for i in (1, 2, 3))
     assert set(v["measured_over_simulated"]) >= {"F", "B", "W"}
     page = (good / "report" / "index.html").read_text()
     assert "torch:ZBVZeroBubble" in page and "zbpp bench --stages 2" in page
@@ -123,6 +131,13 @@ def test_layers_sleep_for_all_contenders(pool: Pool, tmp_path) -> None:
     steps = [one["step_s"] for one in data["contenders"]]
     assert data["emulated"] and steps[0] >= 0.06 and steps[2] >= 0.06  # 5 x 12 ms
     assert steps[1] >= 0.052 and steps[3] >= 0.048
+    # No job is shorter than it sleeps, torch's F with its loss and its W with the rest.
+    trace = json.loads((tmp_path / "report" / "trace.json").read_text())["traceEvents"]
+    busy: Counter[tuple[int, int]] = Counter()
+    for job in trace:
+        if job["ph"] == "X" and job["cat"] in ("F", "B", "W", "BW"):
+            busy[job["pid"], job["tid"]] += job["dur"]
+    assert len(busy) == 12 and min(busy.values()) >= 48e3
     predicted = [one.get("predicted_step_s") for one in data["contenders"]]
     assert predicted == [pytest.approx(0.06), pytest.approx(0.052), None, None]
     assert all(one["same_gradients"] is None for one in data["contenders"])

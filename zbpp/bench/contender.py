@@ -1,7 +1,8 @@
 """What all contenders have in common, and what they are made of."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -10,12 +11,22 @@ from torch import Tensor, nn
 
 from zbpp.bench.micro import StepBatch
 from zbpp.bench.request import BenchRequest
-from zbpp.core import RequestError
+from zbpp.core import RequestError, Timeline
+from zbpp.simulator import bubble_rate, stage_span, work
 
 if TYPE_CHECKING:
     from zbpp.training.profiled import UsersModel
 
-__all__ = ["Contender", "Field", "autocast_of", "gather", "make_optimizer", "own_loss"]
+__all__ = [
+    "Contender",
+    "Field",
+    "Measured",
+    "autocast_of",
+    "gather",
+    "make_optimizer",
+    "measured_of",
+    "own_loss",
+]
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
@@ -35,8 +46,39 @@ class Contender(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this process's parameters by ``layers.<index>.<name>``."""
 
+    def measured(self, n_steps: int) -> "Measured | None":
+        """Read the times of the jobs of so many steps (every rank must call).
+
+        None: they cannot be told.
+        """
+
     def close(self) -> None:
         """End."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Jobs of steps, and the medians of their bubbles.
+
+    Args:
+        timeline: of the last step, in ms.
+        bubble: idle share of the slowest stage (`bubble_rate`).
+        bubble_by_stage: idle share of each stage in the span of the slowest.
+    """
+
+    timeline: Timeline
+    bubble: float
+    bubble_by_stage: tuple[float, ...]
+
+
+def measured_of(timelines: Sequence[Timeline]) -> Measured:
+    """Take figures of steps, whose times are in seconds; oldest first."""
+    by_stage = zip(*map(_idle_by_stage, timelines), strict=True)
+    return Measured(
+        _in_ms(timelines[-1]),
+        median(map(bubble_rate, timelines)),
+        tuple(map(median, by_stage)),
+    )
 
 
 @dataclass(frozen=True)
@@ -91,3 +133,28 @@ def gather(thing: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, thing)
     return found
+
+
+def _idle_by_stage(timeline: Timeline) -> list[float]:
+    """For each stage the share of the slowest stage's span in which it is idle."""
+    stages = range(timeline.placement.n_stages)
+    longest = max(stage_span(timeline, stage) for stage in stages)
+    return [1 - busy / longest if longest > 0 else 0.0 for busy in work(timeline)]
+
+
+def _in_ms(timeline: Timeline) -> Timeline:
+    """The same from 0 on, in ms."""
+    zero = min(row[0].start for row in timeline.rows if row)
+    return replace(
+        timeline,
+        clock_error=1e3 * timeline.clock_error,
+        rows=tuple(
+            tuple(
+                replace(
+                    slot, start=1e3 * (slot.start - zero), end=1e3 * (slot.end - zero)
+                )
+                for slot in row
+            )
+            for row in timeline.rows
+        ),
+    )

@@ -1,38 +1,41 @@
 """A mode of ours in a bench."""
 
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.bench.contender import Field, autocast_of, make_optimizer, own_loss
+from zbpp.bench.contender import (
+    Field,
+    Measured,
+    autocast_of,
+    make_optimizer,
+    measured_of,
+    own_loss,
+)
 from zbpp.bench.names import split_name
 from zbpp.bench.request import costs_of
 from zbpp.core import Costs, MemoryModel, Pass, PassKind, Schedule, Timeline
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
-from zbpp.simulator import bubble_rate, simulate, stage_span, steady_step_time, work
+from zbpp.simulator import simulate, steady_step_time
 
-__all__ = ["Ours", "Seen", "build_ours", "resolved"]
+__all__ = ["Ours", "Promised", "build_ours", "resolved"]
 
 _KEPT = 10  # timelines
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Jobs of the last steps beside those of the simulator; times in ms."""
+class Promised:
+    """Jobs as the simulator has them; times in ms."""
 
     schedule: Schedule
     costs: Costs
     memory: MemoryModel
     given: bool
     """The costs were; else they are those of the same steps."""
-    measured: Timeline
-    bubble: float
-    bubble_by_stage: tuple[float, ...]
 
     @property
     def simulated(self) -> Timeline:
@@ -72,25 +75,23 @@ class Ours:
         named = self.pipeline.named_parameters()
         return {name: p.grad for name, p in named if p.grad is not None}
 
-    def seen(self, n_steps: int) -> Seen:
+    def measured(self, n_steps: int) -> Measured:
         """Read the times of the last steps' jobs (every rank must call)."""
-        timelines = self.pipeline.timelines(min(n_steps, _KEPT))
-        n = len(timelines)
+        return measured_of(self.pipeline.timelines(min(n_steps, _KEPT)))
+
+    def promised(self, n_steps: int) -> Promised:
+        """Simulate, with costs of the last steps or given ones (every rank must)."""
         given = self._given is not None
         costs = (
             self._given[0]
             if self._given is not None
-            else self.pipeline.measured_costs(n, joint=True)
+            else self.pipeline.measured_costs(min(n_steps, _KEPT), joint=True)
         )
-        by_stage = [_idle_by_stage(one) for one in timelines]
-        return Seen(
+        return Promised(
             schedule=self.pipeline.schedule,
             costs=costs,
             memory=self._given[1] if self._given is not None else MemoryModel(),
             given=given,
-            measured=_in_ms(timelines[-1]),
-            bubble=median(map(bubble_rate, timelines)),
-            bubble_by_stage=tuple(map(median, zip(*by_stage, strict=True))),
         )
 
     def close(self) -> None:
@@ -153,29 +154,4 @@ def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipelin
         compile="blocks" if request.compile else False,
         exact_sums=request.exact_sums,
         timeout_s=request.timeout_s,
-    )
-
-
-def _idle_by_stage(timeline: Timeline) -> list[float]:
-    """For each stage the share of the slowest stage's span in which it is idle."""
-    stages = range(timeline.placement.n_stages)
-    longest = max(stage_span(timeline, stage) for stage in stages)
-    return [1 - busy / longest if longest > 0 else 0.0 for busy in work(timeline)]
-
-
-def _in_ms(timeline: Timeline) -> Timeline:
-    """The same from 0 on, in ms."""
-    zero = min(row[0].start for row in timeline.rows if row)
-    return replace(
-        timeline,
-        clock_error=1e3 * timeline.clock_error,
-        rows=tuple(
-            tuple(
-                replace(
-                    slot, start=1e3 * (slot.start - zero), end=1e3 * (slot.end - zero)
-                )
-                for slot in row
-            )
-            for row in timeline.rows
-        ),
     )

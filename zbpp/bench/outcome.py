@@ -3,7 +3,8 @@
 import statistics
 from dataclasses import dataclass
 
-from zbpp.bench.ours import Seen
+from zbpp.bench.contender import Measured
+from zbpp.bench.ours import Promised
 from zbpp.bench.turns import Turn
 
 __all__ = ["Outcome"]
@@ -13,14 +14,19 @@ __all__ = ["Outcome"]
 class Outcome:
     """What was found of one contender.
 
-    ``difference`` is that of its gradients, 0.0 for the same bits; None: nothing was
-    compared. Without turns it was not timed.
+    Args:
+        name: of the contender.
+        difference: of its gradients, 0.0 for the same bits; None: nothing was compared.
+        turns: without any it was not timed.
+        measured: its jobs, where they can be told.
+        promised: the same jobs by the simulator, for modes of ours.
     """
 
     name: str
     difference: float | None
     turns: tuple[Turn, ...]
-    seen: Seen | None
+    measured: Measured | None = None
+    promised: Promised | None = None
 
     def is_wrong(self, tolerance: float) -> bool:
         """True if its gradients are further off than that."""

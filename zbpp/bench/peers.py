@@ -1,6 +1,6 @@
 """One of torch's pipeline schedules in a bench, on the same layers and batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,9 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.bench.contender import Field, autocast_of, make_optimizer, own_loss
+from zbpp.bench.contender import (
+    Field,
+    Measured,
+    autocast_of,
+    gather,
+    make_optimizer,
+    measured_of,
+    own_loss,
+)
 from zbpp.bench.names import peer_placement, split_name
 from zbpp.bench.peer_stage import PeerChunk, learn_structures
+from zbpp.bench.peer_times import PeerTimes
 from zbpp.bench.request import costs_of
 from zbpp.bench.sleeping import sleeping_chunks, sleeping_loss
 from zbpp.core import Placement, RequestError
@@ -22,6 +31,7 @@ from zbpp.runtime.values import as_tensors
 
 __all__ = ["Peer", "build_peer", "has_schedule"]
 
+_MOST = 10  # steps whose jobs are measured
 _JOBS = ("F", "I", "W", "B")  # torch's B is the full backward, its I our B
 
 
@@ -29,7 +39,10 @@ class Peer:
     """Stages of torch's, its schedule, and an optimizer.
 
     Args:
+        name: of the schedule.
         schedule: with its stages.
+        stages: of this process.
+        times: of their jobs, and of the loss.
         chunks: of this process, in forward order.
         placement: of all chunks.
         field: alike for all contenders.
@@ -39,7 +52,10 @@ class Peer:
 
     def __init__(
         self,
+        name: str,
         schedule: Any,
+        stages: Sequence[Any],
+        times: PeerTimes,
         chunks: dict[int, PeerChunk],
         placement: Placement,
         field: Field,
@@ -47,6 +63,8 @@ class Peer:
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._schedule, self._chunks, self._optimizer = schedule, chunks, optimizer
+        self._name, self._stages, self._times = name, stages, times
+        self._placement = placement
         self._clip = field.request.clip_grad_norm
         self._args: tuple[Tensor, ...] = ()
         if 0 in chunks:
@@ -55,18 +73,19 @@ class Peer:
         self._target = None
         if placement.n_chunks - 1 in chunks:
             self._target = torch.arange(field.request.microbatches)
-        m = field.request.microbatches
+        self._m = m = field.request.microbatches
         order = (getattr(schedule, "pipeline_order", None) or {}).get(dist.get_rank())
         self.n_jobs = _count_jobs(order) if order else 2 * m * len(chunks)
 
     def step(self) -> None:
         """Train on the batch once."""
+        self._times.begin()
         self._schedule.step(*self._args, target=self._target, return_outputs=False)
         if self._optimizer is None:
             return
         if self._clip is not None:
             self._clip_all(self._clip)
-        self._optimizer.step()
+        self._times.step(self._optimizer.step)
         self._optimizer.zero_grad()
 
     def settle(self) -> None:
@@ -77,6 +96,20 @@ class Peer:
         return {
             k: g for one in self._chunks.values() for k, g in one.gradients().items()
         }
+
+    def measured(self, n_steps: int) -> Measured | None:
+        """Run so many steps, 10 at most, and one before them, between clocks."""
+        n = min(n_steps, _MOST)
+        gather(None)
+        with self._times.on(self._stages) as noted:
+            for _ in range(1 + n if noted else 0):
+                self.step()
+        if not noted:
+            return None
+        timelines = self._times.timelines(
+            n, name=self._name, placement=self._placement, n_microbatches=self._m
+        )
+        return measured_of(timelines)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -133,11 +166,14 @@ def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
         loss, targets = loaded.loss_fn or own_loss, field.batch.targets
         learn_structures(chunks, placement, inputs[0], field.device)
     last = chunks.get(placement.n_chunks - 1)
+    times = PeerTimes(field.device, dist.get_rank())
     look_up = partial(_loss, last, loss, targets, field.device)
-    schedule = _schedule(contender, chunks, placement, field, look_up)
+    timed = partial(_timed_loss, times, look_up)
+    stages = _stages(chunks, placement, field)
+    schedule = _schedule(contender, stages, placement, field, timed)
     parameters = [p for chunk in chunks.values() for p in chunk.parameters()]
     return Peer(
-        *(schedule, chunks, placement, field),
+        *(name, schedule, stages, times, chunks, placement, field),
         [as_tensors(one) for one in inputs],
         optimizer(parameters) if steps else None,
     )
@@ -174,17 +210,12 @@ def _chunks(
     }
 
 
-def _schedule(
-    contender: str,
-    chunks: dict[int, PeerChunk],
-    placement: Placement,
-    field: Field,
-    loss: Callable[[Any, Tensor], Tensor],
-) -> Any:
+def _stages(
+    chunks: dict[int, PeerChunk], placement: Placement, field: Field
+) -> list[Any]:
     from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-    stages = [
+    return [
         PipelineStage(
             *(chunk, index, placement.n_chunks, field.device),
             input_args=chunk.sizes.get("input_args"),
@@ -192,6 +223,17 @@ def _schedule(
         )
         for index, chunk in chunks.items()
     ]
+
+
+def _schedule(
+    contender: str,
+    stages: list[Any],
+    placement: Placement,
+    field: Field,
+    loss: Callable[[Any, Tensor], Tensor],
+) -> Any:
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
     m = field.request.microbatches
     try:
         kind = _class_of(split_name(contender)[1])
@@ -224,6 +266,12 @@ def _loss(
     target = _on(targets[int(index[0])], device)
     with last.context():
         return loss(last.value_of(outputs), target)
+
+
+def _timed_loss(
+    times: PeerTimes, loss: Callable[[Any, Tensor], Tensor], outputs: Any, index: Tensor
+) -> Tensor:
+    return times.loss(partial(loss, outputs, index))
 
 
 def _on(thing: Any, device: torch.device) -> Any:

@@ -42,8 +42,7 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
             f"--out {request.out} cannot be written: {error.strerror}"
         ) from None
     page = request.out / "index.html"
-    ours = sorted((one for one in outcomes if one.seen), key=lambda one: one.step_s)
-    shown = {one.name for one in (outcomes[0], *ours[:1])}
+    shown = {outcomes[0].name} | _fastest(outcomes)
     write_page(
         [_entry(field, one, shown) for one in outcomes],
         page,
@@ -55,7 +54,8 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
     trace = request.out / "trace.json"
     runs = [run for one in outcomes for run in _runs(one)]
     if runs:
-        write_trace(runs, trace, memory=_memory(outcomes))
+        lines, memories = zip(*runs, strict=True)
+        write_trace(lines, trace, memory=memories)
     if request.json:
         print(json.dumps(data), flush=True)
         return
@@ -64,17 +64,34 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
     print(file, page, *([trace] if runs else []), sep="\n", flush=True)
 
 
-def _runs(one: Outcome) -> list[Timeline]:
-    """Plan of a contender of ours, and what it did."""
-    if one.seen is None:
-        return []
-    _, name = split_name(one.name)
-    both = {"simulated": one.seen.simulated, "measured": one.seen.measured}
-    return [replace(line, name=f"{name}, {how}") for how, line in both.items()]
+def _fastest(outcomes: Sequence[Outcome]) -> set[str]:
+    """The fastest mode of ours, and the fastest of the others."""
+    found: dict[str, Outcome] = {}
+    for one in outcomes:
+        whose, _ = split_name(one.name)
+        if one.turns and (whose not in found or one.step_s < found[whose].step_s):
+            found[whose] = one
+    return {one.name for one in found.values()}
 
 
-def _memory(outcomes: Sequence[Outcome]) -> MemoryModel | None:
-    return next((one.seen.memory for one in outcomes if one.seen), None)
+def _runs(one: Outcome) -> list[tuple[Timeline, MemoryModel | None]]:
+    """Plan of a contender, if it is ours, and what it did; with its memory."""
+    name, promised = _title_of(one), one.promised
+    memory = promised.memory if promised else None
+    both = {
+        "simulated": promised.simulated if promised else None,
+        "measured": one.measured.timeline if one.measured else None,
+    }
+    return [
+        (replace(line, name=f"{name}, {how}"), memory)
+        for how, line in both.items()
+        if line is not None
+    ]
+
+
+def _title_of(one: Outcome) -> str:
+    whose, name = split_name(one.name)
+    return name if whose == OURS else one.name
 
 
 def _data(field: Field, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -111,21 +128,23 @@ def _contender(field: Field, one: Outcome) -> dict[str, Any]:
         "peak_bytes": one.peak_bytes,
         "host_us_per_job": None if request.emulate else one.host_us,
     }
-    seen = one.seen
-    if seen is not None:
+    if one.measured is not None:
         found |= {
-            "bubble_measured": seen.bubble,
-            "bubble_by_stage": list(seen.bubble_by_stage),
-            "predicted_step_s": seen.predicted_step / 1e3,
+            "bubble_measured": one.measured.bubble,
+            "bubble_by_stage": list(one.measured.bubble_by_stage),
+            "clock_error_s": one.measured.timeline.clock_error / 1e3,
+        }
+    if one.promised is not None:
+        found |= {
+            "predicted_step_s": one.promised.predicted_step / 1e3,
             "predicted_with": "given costs"
-            if seen.given
+            if one.promised.given
             else "costs of the same steps",
             "measured_over_simulated": _by_kind(_entry(field, one)),
             "errors_ms": {
                 kind: {"time": time, "start": start}
                 for kind, (time, start) in _entry(field, one).errors_by_kind().items()
             },
-            "clock_error_s": seen.measured.clock_error / 1e3,
         }
     return found
 
@@ -146,8 +165,7 @@ def _by_kind(entry: PageEntry) -> dict[str, float]:
 
 
 def _entry(field: Field, one: Outcome, shown: Collection[str] = ()) -> PageEntry:
-    whose, name = split_name(one.name)
-    title = name if whose == OURS else one.name
+    title = _title_of(one)
     if not one.turns:
         return PageEntry(name=title, reason=one.gradients(field.request.tolerance))
     low, high = one.quartiles_s
@@ -161,20 +179,23 @@ def _entry(field: Field, one: Outcome, shown: Collection[str] = ()) -> PageEntry
     if not field.request.emulate:
         figures["host, \N{MICRO SIGN}s a job"] = float(f"{one.host_us:.3g}")
         figures["gradients"] = one.gradients(field.request.tolerance)
-    seen = one.seen
-    if seen is None:
-        return PageEntry(name=title, step_measured=1e3 * one.step_s, figures=figures)
-    return PageEntry(
+    entry = PageEntry(
         name=title,
-        schedule=seen.schedule,
-        simulated=seen.simulated,
-        measured=seen.measured,
-        costs=seen.costs,
-        memory=seen.memory,
-        step=seen.predicted_step,
+        measured=one.measured.timeline if one.measured else None,
         step_measured=1e3 * one.step_s,
         figures=figures,
         shown=one.name in shown,
+    )
+    promised = one.promised
+    if promised is None:
+        return entry
+    return replace(
+        entry,
+        schedule=promised.schedule,
+        simulated=promised.simulated,
+        costs=promised.costs,
+        memory=promised.memory,
+        step=promised.predicted_step,
     )
 
 
@@ -195,14 +216,14 @@ def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
             table.add_row(one.name, one.gradients(request.tolerance))
             continue
         low, high = one.quartiles_s
-        seen, peak = one.seen, _peak(one)
+        seen, promised, peak = one.measured, one.promised, _peak(one)
         cells = [
             one.name,
             f"{1e3 * one.step_s:.4g}",
             f"{1e3 * low:.3g}-{1e3 * high:.3g}",
             f"{first.step_s / one.step_s:.3f}" if first.turns else "",
             *([] if request.emulate else [f"{_rates(field, one)[unit]:,.0f}"]),
-            "" if seen is None else f"{seen.predicted_step:.4g}",
+            "" if promised is None else f"{promised.predicted_step:.4g}",
             "" if seen is None else f"{seen.bubble:.1%}",
             ""
             if seen is None

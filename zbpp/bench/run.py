@@ -2,7 +2,8 @@
 
 1. Every contender runs one step without optimizer; its gradients are compared.
 2. Contenders take turns: built, warmed up, timed, closed. One that was slow because
-   the machine was is so in one turn; no contender's memory lies beside another's.
+   the machine was is so in one turn; no contender's memory lies beside another's. In
+   the last one the jobs are looked at too, of torch's schedules in steps of their own.
 3. The process with rank 0 writes and prints.
 """
 
@@ -13,11 +14,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from zbpp.bench.contender import Contender, Field, autocast_of
+from zbpp.bench.contender import Contender, Field, Measured, autocast_of
 from zbpp.bench.gradients import Gradients, compare, noted, plain_gradients
 from zbpp.bench.micro import StepBatch, step_batch
 from zbpp.bench.names import OURS, split_name
-from zbpp.bench.ours import Ours, Seen, build_ours, resolved
+from zbpp.bench.ours import Ours, Promised, build_ours, resolved
 from zbpp.bench.outcome import Outcome
 from zbpp.bench.peers import build_peer
 from zbpp.bench.request import BenchRequest
@@ -28,6 +29,8 @@ from zbpp.runtime.comm.process_group import asked_device, initialise
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = ["run_bench"]
+
+_Look = tuple[Measured | None, Promised | None]
 
 
 def run_bench(request: BenchRequest) -> int:
@@ -56,18 +59,16 @@ def run_bench(request: BenchRequest) -> int:
         if difference is None or difference <= request.tolerance
     ]
     turns: dict[str, list[Turn]] = {name: [] for name in racing}
-    seen: dict[str, Seen] = {}
+    looks: dict[str, _Look] = {}
     for turn in range(request.rounds if len(racing) else 0):
         for name in racing if turn % 2 == 0 else reversed(racing):
-            found, jobs = _turn(
+            found, looks[name] = _turn(
                 field, name, schedules, looks=turn == request.rounds - 1
             )
             turns[name].append(found)
-            if jobs is not None:
-                seen[name] = jobs
             _forget(device)
     outcomes = [
-        Outcome(name, difference, tuple(turns.get(name, ())), seen.get(name))
+        Outcome(name, difference, tuple(turns.get(name, ())), *looks.get(name, ()))
         for name, difference in apart.items()
     ]
     if dist.get_rank() == 0:
@@ -116,8 +117,8 @@ def _gradients(field: Field, name: str, schedules: dict[str, Schedule]) -> Gradi
 
 def _turn(
     field: Field, name: str, schedules: dict[str, Schedule], *, looks: bool
-) -> tuple[Turn, Seen | None]:
-    """One turn of a contender; and the jobs of its last steps, if it is ours."""
+) -> tuple[Turn, _Look]:
+    """One turn of a contender, and a look at its jobs, if that is asked for."""
     request = field.request
     with _built(field, name, schedules, steps=True) as contender:
         found = take_turn(
@@ -126,9 +127,11 @@ def _turn(
             warmup=request.warmup,
             steps=request.steps_a_turn,
         )
-        if looks and isinstance(contender, Ours):
-            return found, contender.seen(request.steps_a_turn)
-        return found, None
+        if not looks:
+            return found, (None, None)
+        n = request.steps_a_turn
+        promised = contender.promised(n) if isinstance(contender, Ours) else None
+        return found, (contender.measured(n), promised)
 
 
 def _forget(device: torch.device) -> None:

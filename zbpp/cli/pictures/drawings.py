@@ -7,7 +7,7 @@ from pathlib import Path
 from zbpp.cli.flags import ScheduleFlags
 from zbpp.cli.pictures.several import command_text, schedules_in
 from zbpp.cli.summary import summarize
-from zbpp.core import Costs, MemoryModel, RequestError, Schedule
+from zbpp.core import Costs, MemoryModel, Schedule
 from zbpp.simulator import plot, write_trace
 from zbpp.simulator.page import PageEntry, write_page
 
@@ -88,16 +88,11 @@ class Trace(_Several):
 
     def run(self) -> None:
         """Write, and name the file."""
-        loaded = list(self.loaded())
-        models = {memory for _, _, memory in loaded}
-        if len(models) > 1:
-            raise RequestError(
-                "the schedules have different memories; trace each alone"
-            )
-        timelines = [
-            timeline
-            for schedule, costs, _ in loaded
+        runs = [
+            (timeline, memory)
+            for schedule, costs, memory in self.loaded()
             for timeline in self.timelines(schedule, costs)
         ]
-        write_trace(timelines, self.out, memory=models.pop())
+        timelines, memories = zip(*runs, strict=True)
+        write_trace(timelines, self.out, memory=memories)
         print(self.out)

@@ -1,8 +1,9 @@
 """Pipeline operations over the stages of this process."""
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from zbpp.runtime.executor import Executor
 
 __all__ = [
     "failures_told",
+    "gather_slots",
     "gather_splits",
     "gather_timelines",
     "mean_loss",
@@ -94,13 +96,7 @@ def gather_timelines(
     """
     own = {stage: executor.times.steps(n) for stage, executor in executors.items()}
     gather = next(iter(executors.values())).transport.gather_pipeline
-    names, parts = zip(*gather((clock_name(), own)), strict=True)
-    clocks = compare_clocks(gather, names)
-    rows: dict[int, list[list[Slot]]] = {}
-    for part, ahead_s in zip(parts, clocks.ahead_s, strict=True):
-        for stage, of_steps in part.items():
-            rows[stage] = [_earlier(step, ahead_s) for step in of_steps]
-    steps = zip(*(rows[stage] for stage in range(schedule.n_stages)), strict=True)
+    steps, error_s = gather_slots(own, gather)
     made = []
     for step in steps:
         kept, lanes = off_lane(step)
@@ -108,11 +104,33 @@ def gather_timelines(
             Timeline(
                 *(schedule.name, schedule.placement, schedule.n_microbatches, kept),
                 recomputing=schedule.recomputing,
-                clock_error=clocks.error_s,
+                clock_error=error_s,
                 collectives=lanes,
             )
         )
     return made
+
+
+def gather_slots(
+    own: Mapping[int, Sequence[list[Slot]]], gather: Callable[[Any], list[Any]]
+) -> tuple[list[tuple[list[Slot], ...]], float]:
+    """Bring the jobs of all stages to one clock (every rank must call).
+
+    Args:
+        own: jobs of each step, by the stages of this process, in seconds.
+        gather: gives every process the things of all.
+
+    Returns:
+        For each step the jobs of all stages, and the largest error of their clocks.
+    """
+    names, parts = zip(*gather((clock_name(), own)), strict=True)
+    clocks = compare_clocks(gather, names)
+    rows: dict[int, list[list[Slot]]] = {}
+    for part, ahead_s in zip(parts, clocks.ahead_s, strict=True):
+        for stage, of_steps in part.items():
+            rows[stage] = [_earlier(step, ahead_s) for step in of_steps]
+    steps = zip(*(rows[stage] for stage in sorted(rows)), strict=True)
+    return list(steps), clocks.error_s
 
 
 def _earlier(slots: list[Slot], seconds: float) -> list[Slot]:

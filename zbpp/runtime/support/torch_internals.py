@@ -5,10 +5,12 @@ slower, not wrong.
 """
 
 import importlib
+import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,12 +26,14 @@ except ImportError:
     _get_registry = None  # type: ignore[assignment]
 
 __all__ = [
+    "PassHook",
     "compiled",
     "container_functions",
     "copying",
     "data_parallel",
     "has_plain_step",
     "has_step_hooks",
+    "hooked_passes",
     "is_fake",
     "is_in_ddp",
     "mark_called",
@@ -215,3 +219,60 @@ def compiled(
     if hasattr(unchecked, "disable_guard_check"):
         unchecked.disable_guard_check()
     return cast(Callable[..., None], unchecked)
+
+
+PassHook = Callable[[Any, str, int, Callable[[], Any]], Any]
+"""Given a stage, the kind of a pass, its micro-batch, and the pass; it runs the pass
+and returns what that returns."""
+
+_PASSES = {
+    "forward_one_chunk": "F",
+    "backward_one_chunk": "BW",
+    "backward_weight_one_chunk": "W",
+}
+
+
+@contextmanager
+def hooked_passes(stages: Sequence[Any], hook: PassHook) -> Iterator[bool]:
+    """Within this, torch's pipeline stages run their passes through a hook.
+
+    Seen in torch 2.9 to 2.13. Where a method or its ``full_backward`` is gone, the
+    passes stay as they are, and the value is False.
+
+    Args:
+        stages: objects of `torch.distributed.pipelining`.
+        hook: called for each F, B, W and BW.
+    """
+    methods = [getattr(type(one), name, None) for one in stages for name in _PASSES]
+    splits = (
+        getattr(type(one), "backward_one_chunk", None) is not None
+        and "full_backward" in inspect.signature(one.backward_one_chunk).parameters
+        for one in stages
+    )
+    if None in methods or not all(splits):
+        yield False
+        return
+    for one in stages:
+        for name, kind in _PASSES.items():
+            setattr(one, name, partial(_hooked, one, getattr(one, name), kind, hook))
+    try:
+        yield True
+    finally:
+        for one in stages:
+            for name in _PASSES:
+                delattr(one, name)
+
+
+def _hooked(
+    stage: Any,
+    run: Callable[..., Any],
+    kind: str,
+    hook: PassHook,
+    microbatch: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a pass through the hook; a backward that is not full is a B."""
+    if kind == "BW" and not kwargs.get("full_backward", True):
+        kind = "B"
+    return hook(stage, kind, microbatch, partial(run, microbatch, *args, **kwargs))
