@@ -23,6 +23,7 @@ from zbpp.simulator.metrics import (
 )
 from zbpp.simulator.page import PageEntry, write_page
 from zbpp.simulator.plot import plot
+from zbpp.simulator.read_trace import read_trace
 from zbpp.simulator.steady import (
     expected_step_time,
     rollback_time,
@@ -50,6 +51,7 @@ __all__ = [
     "peak_memory",
     "plot",
     "plot_comparison",
+    "read_trace",
     "rollback_time",
     "simulate",
     "simulate_iterations",

@@ -139,7 +139,13 @@ def _names(timeline: Timeline, run: int, unit: float) -> Iterator[Event]:
     if timeline.clock_error:
         error = timeline.clock_error * unit
         name += f", clocks of the stages within {error:.3g} us"
-    yield _metadata("process_name", run, 0, {"name": name})
+    about: Event = {  # what `read_trace` cannot see in the jobs
+        "timeline": timeline.name,
+        "n_stages": timeline.placement.n_stages,
+        "recomputing": sorted(timeline.recomputing),
+        "clock_error": timeline.clock_error * unit,
+    }
+    yield _metadata("process_name", run, 0, {"name": name, **about})
     yield _metadata("process_sort_index", run, 0, {"sort_index": run})
     n_stages, each = timeline.placement.n_stages, 1 + bool(timeline.collectives)
     for stage in range(n_stages):

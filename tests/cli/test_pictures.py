@@ -3,6 +3,7 @@
 import csv
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 from commands import SIZES, ZBH1, shown
@@ -12,7 +13,13 @@ from zbpp.cli.pictures.several import command_text
 from zbpp.core import Costs, MemoryModel, read_costs
 from zbpp.modes import MODES, plan
 from zbpp.schedules import to_torch_csv
-from zbpp.simulator import bubble_rate, simulate, span, steady_step_time
+from zbpp.simulator import (
+    bubble_rate,
+    simulate,
+    span,
+    steady_step_time,
+    write_trace,
+)
 from zbpp.simulator.page import decode, page_data
 
 FAST = ["--effort", "fast"]
@@ -121,6 +128,45 @@ def test_a_page_tells_the_command_that_repeats_it(capsys, tmp_path, costs_file):
     assert main(words) == 0
     assert path.read_text(encoding="utf-8") == text
     assert text.count("<svg") == 2
+
+
+def test_measured_runs_stand_beside_the_simulated_ones(capsys, tmp_path, costs_file):
+    """Runs whose F takes a quarter longer, in three orders; the controls: other sizes,
+    and no costs to compare with."""
+    costs, memory = read_costs(costs_file)
+    slow = replace(costs, f=1.25 * costs.f)
+    known = {"costs": costs, "memory": memory, "effort": "fast"}
+    zbh1 = plan("ZBH1", n_stages=2, n_microbatches=3, **known)
+    promised = replace(simulate(zbh1, costs), name="ZBH1, simulated")
+    runs = [replace(simulate(zbh1, slow), name="ZBH1, measured")]
+    for name, order in (("ZBV", "1F1B"), ("torch:1F1B", "1F1B")):
+        runs.append(replace(simulate(schedule_of(order), slow), name=name))
+    trace, page = str(tmp_path / "trace.json"), tmp_path / "x.html"
+    write_trace([promised, *runs], trace)
+    words = ["--costs", costs_file, "--measured", trace]
+    data = compared(capsys, *words, "--out", str(page))
+    found = data["comparisons"][0]["measured"]
+    names = [("ZBH1", "ZBH1"), ("ZBV, as run", None), ("torch:1F1B", None)]
+    assert [(one["name"], one["mode"]) for one in found] == names
+    for run, one in zip(runs, found, strict=True):
+        ratios = {k: v["measured_over_simulated"] for k, v in one["kinds"].items()}
+        assert ratios.pop("F") == pytest.approx(1.25)
+        assert list(ratios.values()) == pytest.approx([1.0] * len(ratios))
+        assert one["bubble_rate"] == pytest.approx(bubble_rate(run))
+        assert one["kinds"]["F"]["time_error"] == pytest.approx(costs.f / 4)
+    panels = [
+        (one["name"], one["of"])
+        for one in page_data(page.read_text(encoding="utf-8"))["panels"]
+    ]
+    place = panels.index(("ZBH1", "simulated"))
+    assert panels[place + 1] == ("ZBH1", "measured")
+    assert panels[-2:] == [("torch:1F1B", "simulated"), ("torch:1F1B", "measured")]
+    assert main([*COMPARE, *words]) == 0
+    assert "1.250" in capsys.readouterr().out
+    assert main(["compare", "--stages", "2", "--microbatches", "4", *words, *FAST]) == 2
+    assert "with --stages 2 --microbatches 3" in capsys.readouterr().err
+    assert main([*COMPARE, "--measured", trace]) == 2
+    assert "--measured needs --costs" in capsys.readouterr().err
 
 
 def test_the_words_of_a_command_are_those_that_were_given():

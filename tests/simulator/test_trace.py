@@ -19,6 +19,7 @@ from zbpp.simulator import (
     join,
     messages,
     peak_memory,
+    read_trace,
     simulate,
     simulate_iterations,
     trace_events,
@@ -104,6 +105,29 @@ def test_times_are_microseconds_from_the_first_start():
     assert jobs[0]["args"] == {"chunk": 0, "microbatch": 0}
     seconds = trace_events(timeline, microseconds_per_unit=1e6)
     assert next(e for e in seconds if e["ph"] == "X")["dur"] == 18522e3
+
+
+def test_a_trace_is_read_back(tmp_path):
+    """The control: a file of two steps, and one that is no trace."""
+    path = tmp_path / "t.json"
+    made = [timeline_of("1F1B"), replace(timeline_of("ZBV"), clock_error=0.25)]
+    write_trace(made, path, memory=MemoryModel())
+    for one, found in zip(made, read_trace(path), strict=True):
+        for row, again in zip(one.rows, found.rows, strict=True):
+            assert [slot.job for slot in row] == [slot.job for slot in again]
+            for a, b in zip(row, again, strict=True):
+                assert (a.start, a.end) == (
+                    pytest.approx(b.start),
+                    pytest.approx(b.end),
+                )
+        assert replace(found, rows=one.rows) == one
+    twice = replace(made[0], rows=tuple(row + row for row in made[0].rows))
+    write_trace(twice, path)
+    with pytest.raises(RequestError, match="not the jobs of one step"):
+        read_trace(path)
+    path.write_text('{"traceEvents": [{"ph": "X", "pid": 1}]}', encoding="utf-8")
+    with pytest.raises(RequestError, match=r"t\.json: no trace that zbpp"):
+        read_trace(path)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

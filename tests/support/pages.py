@@ -110,11 +110,17 @@ def run_commands(page: Page, folder: Path, *, trainings: bool) -> int:
     found = page.commands("zbpp")
     if not trainings:
         written = {word for words in found for word in _written_by_training(words)}
-        found = [c for c in found if c[0] not in _RUNS and not written & set(c)]
+        found = [c for c in found if c[0] not in _RUNS and not written & _paths(c)]
     with chdir(folder):
         for words in found:
             assert cli.main(words) == 0, words
     return len(found)
+
+
+def _paths(words: list[str]) -> set[str]:
+    """The words, and the folders in which the files that they name are."""
+    folders = (str(parent) for word in words for parent in Path(word).parents)
+    return {*words, *folders}
 
 
 def _written_by_training(words: list[str]) -> set[str]:

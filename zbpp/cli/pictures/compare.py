@@ -15,6 +15,7 @@ from zbpp.cli.flags import (
 )
 from zbpp.cli.layers_report import comparison_of_splits
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
+from zbpp.cli.pictures.measured import Run, beside, print_runs, read_runs
 from zbpp.cli.pictures.meshes import MeshFlags
 from zbpp.cli.pictures.several import command_text, paths_in
 from zbpp.cli.report import print_comparison
@@ -45,6 +46,9 @@ class Compare(MeshFlags):
     (.png, .svg, .pdf)."""
     csv: Annotated[Path | None, shown_as("PATH")] = None
     """Also write the table as CSV."""
+    measured: Annotated[Path | None, shown_as("PATH")] = None
+    """Trace that zbpp bench has written, or zbpp.simulator.write_trace; or several: its
+    measured timelines stand below the simulated ones, which --costs times in ms."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object instead of tables."""
 
@@ -70,6 +74,8 @@ class Compare(MeshFlags):
         else:
             for one in found:
                 self._print(one, one.name if len(found) > 1 else "")
+                if one.runs:
+                    print_runs(one.runs)
         if self.csv is not None:
             _write(self.csv, csv_text(found))
         if self.out is not None:
@@ -80,7 +86,7 @@ class Compare(MeshFlags):
 
     def _check_meshes(self) -> None:
         """Refuse flags that say nothing of meshes."""
-        for name in ("out", "csv", "chunks_per_stage", "split"):
+        for name in ("out", "csv", "chunks_per_stage", "split", "measured"):
             if getattr(self, name) is not None:
                 raise RequestError(f"--{name} does not go with --devices; leave it out")
         if self.data_parallel != 1:
@@ -98,9 +104,28 @@ class Compare(MeshFlags):
                 rows[mode] = str(error).partition("\n")[0]
         name = "" if self.costs is None else str(self.costs)
         comparison = Comparison(name, rows, self.enable_optimizer_post_validation)
+        if self.measured is not None:
+            comparison = replace(comparison, runs=self._runs(comparison))
         if not comparison.planned:
             raise RequestError(f"no mode can be had: {next(iter(rows.values()))}")
         return comparison
+
+    def _runs(self, comparison: Comparison) -> tuple[Run, ...]:
+        """Read the measured runs."""
+        if self.costs is None and self.layers is None:
+            raise RequestError(
+                "--measured needs --costs or --layers in ms, such as zbpp profile "
+                "writes: without times nothing can be set beside what was measured"
+            )
+        assert self.stages is not None
+        known = None if self.costs is None else self.models()
+        runs = read_runs(
+            self.measured, n_stages=self.stages, n_microbatches=self.microbatches
+        )
+        planned = {
+            mode: (row.schedule, row.costs) for mode, row in comparison.planned.items()
+        }
+        return tuple(beside(runs, planned, *(known or (None, None))))
 
     def _plan(self, mode: str) -> Planned:
         """Plan a mode; with a layers file, split the layers for it."""

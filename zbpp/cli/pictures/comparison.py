@@ -3,10 +3,11 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from zbpp.cli.pictures.measured import Run
 from zbpp.cli.summary import Steady, Summary, steady
 from zbpp.core import Costs, MemoryModel, PassKind, Schedule
 from zbpp.schedules import LayerPlan
@@ -49,11 +50,13 @@ class Comparison:
         rows: each mode's plan, or why there is none.
         post_validation: how steps follow one another; None: validated later where the
             backward is split, else behind a barrier, as `zbpp.Pipeline` does it.
+        runs: that were measured.
     """
 
     name: str
     rows: Mapping[str, Planned | str]
     post_validation: bool | None = None
+    runs: tuple[Run, ...] = ()
 
     @property
     def planned(self) -> dict[str, Planned]:
@@ -77,6 +80,7 @@ class Comparison:
         return {
             "costs": self.name or None,
             "modes": [self._mode_data(mode, row) for mode, row in self.rows.items()],
+            **({"measured": [run.data() for run in self.runs]} if self.runs else {}),
         }
 
     def _mode_data(self, mode: str, row: Planned | str) -> dict[str, Any]:
@@ -89,8 +93,10 @@ class Comparison:
         return found
 
     def entries(self, group: str) -> list[PageEntry]:
-        """The modes as entries of a page."""
-        shown = self._first_shown()
+        """The modes as entries of a page, those that were run with both timelines."""
+        own = {run.mode: run.entry for run in self.runs}
+        others = [replace(one.entry, group=group) for one in self.runs if not one.mode]
+        shown = list(own) if self.runs else self._first_shown()
         return [
             PageEntry(name=mode, group=group, reason=row)
             if isinstance(row, str)
@@ -99,6 +105,8 @@ class Comparison:
                 group=group,
                 schedule=row.schedule,
                 simulated=simulate(row.schedule, row.costs),
+                measured=own[mode].measured if mode in own else None,
+                step_measured=own[mode].step_measured if mode in own else None,
                 costs=row.costs,
                 memory=row.memory,
                 step=self.step(mode),
@@ -106,7 +114,7 @@ class Comparison:
                 shown=mode in shown,
             )
             for mode, row in self.rows.items()
-        ]
+        ] + others
 
     def _first_shown(self) -> list[str]:
         """The baseline, `auto`, the fastest modes; not twice the same order."""
