@@ -9,7 +9,7 @@ from zbpp.core import MemoryModel, Placement, format_bytes
 from zbpp.modes import plan
 from zbpp.pipeline.exhausted import explain
 from zbpp.pipeline.fitting import Room, largest_that_fits, mode_that_fits, what_fits
-from zbpp.profiling.exhausted import Held, is_out_of_memory
+from zbpp.profiling.memory import Held, is_out_of_memory
 from zbpp.runtime.support.fault_injection import Fault
 from zbpp.simulator import peak_memory, simulate
 

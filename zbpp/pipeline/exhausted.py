@@ -23,7 +23,7 @@ from zbpp.core import (
 from zbpp.modes import MODES, plan
 from zbpp.pipeline.fitting import Room, what_fits
 from zbpp.planning.resolve_layers import Chosen
-from zbpp.profiling.exhausted import Held, account, is_out_of_memory
+from zbpp.profiling.memory import Held, account, is_out_of_memory
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import count_samples
 from zbpp.simulator import peak_memory, simulate

@@ -15,6 +15,7 @@ from zbpp.core import (
     Schedule,
     Timeline,
 )
+from zbpp.core.collectives.sharding import Shard
 from zbpp.core.measured import not_told_apart
 from zbpp.planning.resolve_layers import Chosen
 from zbpp.profiling.join import Profiled
@@ -30,6 +31,7 @@ from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch
 from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.ties.plan import Tie, TiePlan
 
 __all__ = ["Reports", "summarize_split"]
@@ -49,6 +51,7 @@ class Reports:
     _batches: Batches
     _n_steps: int
     _options: StageOptions
+    place: Place
     _wires: Wires | None = None
 
     if TYPE_CHECKING:
@@ -205,6 +208,7 @@ class Reports:
         rounds: int = 10,
         most_s: float = 20.0,
         memory: bool = False,
+        shard: Shard = "none",
     ) -> Profile:
         """Measure the costs of every layer on these devices (every rank must call).
 
@@ -218,6 +222,8 @@ class Reports:
             memory: also measure what the passes leave and need, on CPUs by a run of
                 torch's profiler (none other may run); on a GPU this resets
                 `torch.cuda.max_memory_allocated`.
+            shard: what replicas shall share: gathers and sums are measured for it,
+                with the layers whole.
 
         Raises:
             RequestError: the batch does not fit, or layers are sharded.
@@ -226,14 +232,16 @@ class Reports:
         if any(one.collectives.has_units for one in self._executors.values()):
             raise RequestError(
                 "layers that are sharded cannot be profiled, as they cannot be copied; "
-                "profile the bare ones, with shard='none': their passes are the same"
+                "profile the bare ones, in a pipeline with shard='none': their passes "
+                "are the same, and profile(shard=...) measures the collectives"
             )
         self.synchronize()
         inputs, targets = self._batches.pair(inputs, targets)
         next(iter(self._executors.values())).transport.doing = "profile"
         split = tuple(len(layers) for layers in self.split)
         parts = Profiled(
-            self._executors, self.schedule, split, self._options, self._n_steps
+            *(self._executors, self.schedule, split, self._options, self._n_steps),
+            *(self.place, shard),
         )
         with self._lifecycle.running(), calls.failures_told(self._executors):
             return measure(

@@ -7,7 +7,8 @@
     rehearsal    the passes of whole steps, with their messages
     steps        O and V of every stage, norms, and the sum over the stages
     links        delay and bandwidth between neighbours
-    memory       what the passes leave and need, by the allocator's own count
+    collectives  gathers and sums of replicas, and the link between them
+    memory       what passes leave and need by the allocator's count, and a stage holds
     measure      all of it, on every rank
     join         what the ranks have found, layers scaled to their chunks
     profile      the result: costs per layer, a table, JSON
@@ -15,7 +16,6 @@
     window       costs from the steps of a training that goes on
     waits        what lies between its jobs: gaps of the host, waits for messages
     prediction   the simulated step beside the measured one, at the end of a run
-    exhausted    what to say when memory runs out
 
 Read `profile`, then `measure`.
 """

@@ -1,7 +1,7 @@
 """Make one profile of what all ranks have found: layers scaled to their chunks."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from zbpp.core import LayerCosts, Pass, PassKind, Placement, Schedule
+from zbpp.core.collectives.sharding import Shard
+from zbpp.profiling.collectives import CollectiveTimes
 from zbpp.profiling.links import Link, link_list
 from zbpp.profiling.profile import ChunkProfile, Profile
 from zbpp.profiling.rehearsal import Rehearsed, seen_in
 from zbpp.profiling.stopwatch import Spread
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.parallel.mesh import Place
 
 __all__ = ["Profiled", "join", "most_in_flight"]
 
@@ -28,6 +31,8 @@ class Profiled:
     split: Sequence[int]
     options: StageOptions
     step: int
+    place: Place
+    shard: Shard
 
 
 def most_in_flight(schedule: Schedule, stage: int) -> int:
@@ -81,6 +86,7 @@ def join(
         delay=link_list(waited, placement.n_stages, "delay"),
         reduction=max(part["reduction"].mean for part in parts),
         validation=max(step["V"].mean for step in steps),
+        **_replica_link(part["collectives"] for part in parts),
     )
     return Profile(
         layers=costs,
@@ -96,7 +102,34 @@ def join(
         rounds=min(part["rounds"] for part in parts),
         device=_device_name(pipeline.options.device),
         speculative=pipeline.schedule.is_post_validated,
+        shard=pipeline.shard,
+        collectives=_by_layer([part["collectives"] for part in parts], n_layers),
     )
+
+
+def _replica_link(found: Iterable[CollectiveTimes | None]) -> dict[str, float]:
+    """The slowest link between replicas, for costs of layers."""
+    links = [one.link for one in found if one is not None and one.link is not None]
+    if not links:
+        return {}
+    return {
+        "replica_bandwidth": min(link.bandwidth for link in links),
+        "replica_delay": max(link.alpha for link in links),
+    }
+
+
+def _by_layer(
+    found: Sequence[CollectiveTimes | None], n_layers: int
+) -> Mapping[str, tuple[float, ...]]:
+    """Gathers and sums of all layers; the slowest of the processes that share one."""
+    times = {}
+    for name in ("all_gather", "reduce_scatter"):
+        rows = [getattr(one, name) for one in found if one is not None]
+        if rows:
+            times[name] = tuple(
+                max(row[i] for row in rows if i in row) for i in range(n_layers)
+            )
+    return times
 
 
 def _chunk_times(

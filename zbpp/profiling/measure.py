@@ -5,6 +5,7 @@ from typing import Any
 
 from zbpp.core import RequestError, Slot
 from zbpp.profiling.capture import Given, capture
+from zbpp.profiling.collectives import time_collectives
 from zbpp.profiling.join import Profiled, join, most_in_flight
 from zbpp.profiling.kept import training_kept
 from zbpp.profiling.links import measure_links
@@ -56,6 +57,9 @@ def measure(
         pipeline.executors,
         pipeline.schedule.placement,
         max(own["bytes"].values(), default=0),
+    )
+    own["collectives"] = time_collectives(
+        pipeline.executors, pipeline.place, pipeline.shard, rounds
     )
     transport = next(iter(pipeline.executors.values())).transport
     parts = transport.gather(own)

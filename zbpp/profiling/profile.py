@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, format_bytes
+from zbpp.core.collectives.sharding import Shard
 from zbpp.profiling.links import FASTEST, Link
 from zbpp.profiling.stopwatch import Spread
 
@@ -13,7 +14,7 @@ __all__ = ["ChunkProfile", "Profile"]
 _KINDS = ("F", "B", "W", "BW")
 _MEMORY = (
     *("m_b", "m_w", "m_fixed", "m_r", "peak_f", "peak_b", "peak_w", "peak_o"),
-    "peak_r",
+    *("peak_r", "parameters"),
 )
 
 
@@ -55,6 +56,8 @@ class Profile:
         rounds: that were counted.
         device: their kind.
         speculative: O and V are those of speculative steps.
+        shard: what replicas share where the collectives are those of it.
+        collectives: ``all_gather`` and ``reduce_scatter`` of each layer, with replicas.
     """
 
     layers: LayerCosts
@@ -70,6 +73,8 @@ class Profile:
     rounds: int
     device: str
     speculative: bool
+    shard: Shard = "none"
+    collectives: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def costs(
         self,
@@ -78,7 +83,7 @@ class Profile:
         *,
         recompute: Collection[int] = (),
     ) -> tuple[Costs, MemoryModel]:
-        """Costs and memory to plan with.
+        """Costs and memory to plan with, collectives of replicas included.
 
         Args:
             placement: None: as measured.
@@ -89,9 +94,12 @@ class Profile:
             RequestError: the split does not fit the placement.
         """
         placement = placement or self.placement
-        costs, memory = self.layers.on(
-            placement, split or self.split, recompute=recompute
+        layers = replace(
+            self.layers,
+            all_gather=self.collectives.get("all_gather", 0.0),
+            reduce_scatter=self.collectives.get("reduce_scatter", 0.0),
         )
+        costs, memory = layers.on(placement, split or self.split, recompute=recompute)
         if not all(self.splits) and placement == self.placement:
             costs = replace(costs, splits=self.splits)
         return costs, memory
@@ -137,6 +145,12 @@ class Profile:
                 else f"{link.bandwidth * 1e3 / 2**30:.2f} GiB/s"
             )
             for (a, b), link in sorted(self.links.items())
+        ]
+        lines += [
+            f"{name} of all layers, --shard {self.shard}: {sum(times):.3f} ms, at most "
+            f"{max(times):.3f} of one"
+            for name, times in self.collectives.items()
+            if any(times)
         ]
         lines.append(
             f"ms on {self.device}, medians of {self.rounds} rounds; in brackets the "

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
 from zbpp.core import Schedule
@@ -18,7 +19,7 @@ from zbpp.training.options import Train
 from zbpp.training.setup import device_of, measures_first, model_of
 from zbpp.training.splits import asked_recompute, asked_split, run_split
 
-__all__ = ["AUTOCAST", "build_pipeline", "make_optimizer"]
+__all__ = ["AUTOCAST", "build_pipeline", "make_optimizer", "mesh_of"]
 
 _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,15 +49,8 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
             "recompute": asked_recompute(options),
         }
     given = model.given()
-    if options.n_peers > 1:
-        how["shard"] = options.shard
-        how["mesh"] = mesh = make_mesh(
-            stages=schedule.n_stages,
-            data_parallel=options.data_parallel,
-            tensor_parallel=options.tensor_parallel,
-            device=device_of(options),
-            timeout_s=10 * options.timeout_s,
-        )
+    if (mesh := mesh_of(options, schedule.n_stages)) is not None:
+        how |= {"shard": options.shard, "mesh": mesh}
         if options.tensor_parallel > 1:
             given["model"] = dealt_out(given["model"], mesh["tp"])
     return Pipeline(
@@ -78,6 +72,19 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
         compile="blocks" if options.compile else False,
         exact_sums=options.exact_sums,
         timeout_s=options.timeout_s,
+    )
+
+
+def mesh_of(options: Train, n_stages: int) -> DeviceMesh | None:
+    """The mesh of a run with replicas or tensor parallelism; None: there are none."""
+    if options.n_peers == 1:
+        return None
+    return make_mesh(
+        stages=n_stages,
+        data_parallel=options.data_parallel,
+        tensor_parallel=options.tensor_parallel,
+        device=device_of(options),
+        timeout_s=10 * options.timeout_s,
     )
 
 

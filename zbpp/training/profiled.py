@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,10 +15,11 @@ from zbpp.core import LayerCosts, Schedule, write_costs, write_layers
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.memory import layer_memory
 from zbpp.pipeline import Pipeline
+from zbpp.planning.replica_costs import network_of, on_replicas
 from zbpp.profiling import Profile
 from zbpp.runtime.partition import Model
 from zbpp.runtime.stage import LossFn
-from zbpp.training.build import AUTOCAST, build_pipeline, make_optimizer
+from zbpp.training.build import AUTOCAST, build_pipeline, make_optimizer, mesh_of
 from zbpp.training.estimate import estimate_layers
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of, device_of
@@ -84,15 +85,19 @@ def run_profile(request: ProfileRequest, options: Train, schedule: Schedule) -> 
         inputs = [loaded.inputs] * m
         targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
     else:
-        pipeline = build_pipeline(options, schedule)
+        pipeline = build_pipeline(replace(options, shard="none"), schedule)
         inputs = targets = _tokens(options, pipeline.n_microbatches)
     profile = pipeline.profile(
-        inputs, targets, rounds=request.rounds, memory=not emulated
+        inputs,
+        targets,
+        rounds=request.rounds,
+        memory=not emulated,
+        shard=options.shard,
     )
     if pipeline.rank == 0:
         if not emulated:
             profile = profile.with_memory(_estimate(loaded, options))
-        _write(profile, request)
+        _write(profile, request, options.data_parallel)
     pipeline.close()
 
 
@@ -110,6 +115,7 @@ def _pipeline_of(loaded: UsersModel, options: Train, schedule: Schedule) -> Pipe
         compile="blocks" if options.compile else False,
         exact_sums=options.exact_sums,
         timeout_s=options.timeout_s,
+        mesh=mesh_of(options, schedule.n_stages),
     )
 
 
@@ -143,8 +149,8 @@ def _estimate(loaded: UsersModel | None, options: Train) -> LayerCosts:
     )
 
 
-def _write(profile: Profile, request: ProfileRequest) -> None:
-    costs, memory = profile.costs()
+def _write(profile: Profile, request: ProfileRequest, n_replicas: int) -> None:
+    costs, memory = _of_replica(profile, n_replicas).costs()
     write_costs(costs, memory, request.out)
     if request.layers_out is not None:
         write_layers(profile.layers, request.layers_out)
@@ -156,3 +162,13 @@ def _write(profile: Profile, request: ProfileRequest) -> None:
     if request.layers_out is not None:
         told.append(f"{request.layers_out} (per layer)")
     print("costs in ms and bytes:", ", ".join(told), flush=True)
+
+
+def _of_replica(profile: Profile, n: int) -> Profile:
+    """The same with the memory and the optimizer step of replicas that share."""
+    network = network_of(profile.layers)
+    if n == 1 or profile.shard == "none" or network is None:
+        return profile
+    parts = on_replicas(profile.layers, n, network, profile.shard)
+    layers = replace(profile.layers, m_fixed=parts.m_fixed, optimizer=parts.optimizer)
+    return replace(profile, layers=layers)

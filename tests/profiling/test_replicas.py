@@ -1,0 +1,63 @@
+"""A profile of replicas: the times of their collectives, and what they tell a plan."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from mesh_runs import N_LAYERS, adamw, batch, layers, loss_fn
+from pool import Pool
+
+import zbpp
+from zbpp.core import Placement
+from zbpp.planning.replica_costs import with_replicas
+
+LATE_MS = 30.0
+
+
+def profile_replicas(late: str) -> dict[str, Any]:
+    """Profiles with nothing in parts and with something; one operation is late."""
+    mesh = zbpp.mesh(stages=2, data_parallel=2)
+    pipeline = zbpp.Pipeline(
+        layers(), loss_fn=loss_fn, optimizer=adamw, schedule="ZBH1", n_microbatches=2,
+        mesh=mesh,
+    )  # fmt: skip
+    operation = getattr(dist, late)
+
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(LATE_MS / 1e3)
+        return operation(*args, **more)
+
+    x, y = batch(0, 4)
+    before = pipeline.step(x, y).loss
+    setattr(dist, late, slow)
+    try:
+        found = {
+            shard: pipeline.profile(x, y, rounds=1, most_s=1, shard=shard)
+            for shard in ("none", "parameters")
+        }
+    finally:
+        setattr(dist, late, operation)
+    after = pipeline.step(x, y).loss
+    pipeline.close()
+    return {**found, "trains on": after < before}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("late", ["all_gather_into_tensor", "reduce_scatter_tensor"])
+def test_gathers_and_sums_are_measured(pool: Pool, late: str) -> None:
+    for answer in pool.run(profile_replicas, 4, late):
+        assert answer["trains on"]
+        whole, parts = answer["none"], answer["parameters"]
+        assert not any(whole.collectives["all_gather"])
+        assert all(whole.collectives["reduce_scatter"])
+        gathers, sums = (parts.collectives[k] for k in ("all_gather", "reduce_scatter"))
+        assert len(gathers) == len(sums) == N_LAYERS
+        slow, other = (gathers, sums) if "gather" in late else (sums, gathers)
+        assert all(one >= LATE_MS for one in slow)
+        assert all(other)
+        costs, _ = parts.costs(Placement.single(2), (3, 5))
+        assert costs.all_gather == pytest.approx((sum(gathers[:3]), sum(gathers[3:])))
+        told = replace(parts.layers, parameters=1e3, replica_bandwidth=1e3)
+        assert all(with_replicas(told, 4, "optimizer").of("all_gather"))
