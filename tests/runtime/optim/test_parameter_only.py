@@ -129,7 +129,7 @@ def test_random_histories() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_more_random_histories() -> None:
-    check_histories(range(6, 106))
+    check_histories(range(6, 66))
 
 
 # What is not the optimizer's step to the last bit is refused.
