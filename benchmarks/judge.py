@@ -3,7 +3,8 @@
     python benchmarks/judge.py plan.json costs.json
 
 Reads the two file formats, replays the jobs one by one, and prints the largest span of
-a stage, the bubble rate and the peak memories. A message is a pure delay. Memory: a
+a stage, the bubble rate and the peak memories. A message is a delay; for the first
+send_occupies of it its sender does nothing else, and it takes no less. Memory: a
 stage holds m_fixed, m_b from the start of F and m_w from the end of B to that of W; and
 a job, O too, its peak above what was held before it. Every fault ends the run with an
 error that names the stage and the job.
@@ -60,8 +61,8 @@ def judge(plan: dict[str, Any], costs: dict[str, Any]) -> Verdict:
                 start = max(ready, free[s])
                 if first[s] is None:
                     first[s] = start
-                free[s] = start + cost.time(kind, c)
-                ends[kind[:1], c, i] = free[s]
+                end = ends[kind[:1], c, i] = start + cost.time(kind, c)
+                free[s] = end + cost.sending(kind, c)
                 place[s] += 1
                 moved = True
     for s, row in enumerate(rows):
@@ -121,15 +122,27 @@ class _Costs:
         limit = float("inf") if limit is None else limit
         limits = limit if isinstance(limit, list) else [limit] * p
         self.limit = [_number(one) for one in limits]
-        comm = costs.get("comm", 0.0)
-        self.edges = comm if isinstance(comm, list) else [comm] * (n - 1)
-        if len(self.edges) != n - 1:  # one a link, not one an edge
-            links = self.edges
-            last = p - 1
-            self.edges = [
-                0.0 if a == b else links[last if abs(a - b) == last > 1 else min(a, b)]
-                for a, b in pairwise(stage_of)
+        self.occupied = self._edges(costs.get("send_occupies", 0.0))
+        hops = zip(self._edges(costs.get("comm", 0.0)), self.occupied, strict=True)
+        self.edges = [max(both) for both in hops]
+
+    def _edges(self, times: float | list[float]) -> list[float]:
+        edges = list(pairwise(self.stage_of))
+        given = times if isinstance(times, list) else [times] * len(edges)
+        last = max(self.stage_of)
+        if len(given) != len(edges):  # one a link, not one an edge
+            return [
+                0.0 if a == b else given[last if abs(a - b) == last > 1 else min(a, b)]
+                for a, b in edges
             ]
+        return [
+            0.0 if a == b else one for one, (a, b) in zip(given, edges, strict=True)
+        ]
+
+    def sending(self, kind: str, c: int) -> float:
+        edge = c if kind == "F" else c - 1
+        at_the_end = not 0 <= edge < len(self.occupied)
+        return 0.0 if kind == "W" or at_the_end else self.occupied[edge]
 
     def time(self, kind: str, c: int) -> float:
         return sum(self.times[letter][c] for letter in kind)

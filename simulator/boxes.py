@@ -171,7 +171,7 @@ def write_numbers(axes: "Axes", timeline: Timeline) -> None:
         ink = ink_on(shade(COLOURS[letter], leg))
         lasting = sorted(slot.duration for _, slot in members)
         font = lasting[len(lasting) // 2] * points / (_DIGIT_WIDTH * digits)
-        if font < _SMALLEST_FONT:
+        if font < _SMALLEST_FONT or letter == "SEND":
             continue
         font = min(font, largest)
         for stage, slot in members:
@@ -247,7 +247,10 @@ def _slots(timeline: Timeline) -> Iterator[tuple[int, Slot]]:
 
 
 def _groups(timeline: Timeline) -> dict[_Group, list[tuple[int, Slot]]]:
-    """Slots with their stages: the boxes of one colour, in the order of the legend."""
+    """Slots with their stages: the boxes of one colour, in the order of the legend.
+
+    What a stage only sends at the end of a pass is a box of its own.
+    """
     placement = timeline.placement
     leg_of = legs(placement)
     groups: dict[_Group, list[tuple[int, Slot]]] = {
@@ -256,6 +259,11 @@ def _groups(timeline: Timeline) -> dict[_Group, list[tuple[int, Slot]]]:
         for leg in range(max(map(len, placement.chunks_of)))
     }
     for stage, slot in _slots(timeline):
+        sends = timeline.sending_of(slot.job)
+        if sends:
+            ends = slot.end - sends
+            groups["SEND", 0].append((stage, Slot(slot.job, ends, slot.end)))
+            slot = Slot(slot.job, slot.start, ends)
         leg = leg_of[slot.job.chunk] if isinstance(slot.job, Pass) else 0
         groups[letter_of(slot.job), leg].append((stage, slot))
     return {key: members for key, members in groups.items() if members}

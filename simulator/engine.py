@@ -15,7 +15,8 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     is reordered. O waits for the last weight gradient of every stage, but the time of
     the sum over the stages is counted between iterations only. In a schedule with V's
     this is the first iteration: O and V wait for nobody. UNSHARD and REDUCE_GRAD go on
-    beside the jobs of their stage, one after the other.
+    beside the jobs of their stage, one after the other. A pass whose message occupies
+    its stage (`Costs.send_occupies`) ends with that time, see `Timeline.sending`.
     The result has the same type as a measured run.
 
     >>> from zbpp.core import Pass, PassKind, Placement
@@ -29,9 +30,6 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     """
     if any(isinstance(job, Check) for job in schedule.orders[0]):
         return simulate_iterations(schedule, costs, 1)[0]
-    rows = replay(
-        schedule.orders,
-        costs.on(schedule.placement),
-        n_microbatches=schedule.n_microbatches,
-    )
-    return timeline_of(schedule, rows)
+    times = costs.on(schedule.placement)
+    rows = replay(schedule.orders, times, n_microbatches=schedule.n_microbatches)
+    return timeline_of(schedule, rows, times)

@@ -34,6 +34,7 @@ from zbpp.core import (
     reads,
     writes,
 )
+from zbpp.core.timeline import sending_time
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -46,9 +47,13 @@ _UNIT = Costs()
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The jobs that fix the time of a step: each waits for the one before it."""
+    """The jobs that fix the time of a step: each waits for the one before it.
+
+    ``sending`` is as in `Timeline`.
+    """
 
     slots: tuple[Slot, ...]
+    sending: tuple[float, ...] = ()
 
     @property
     def length(self) -> float:
@@ -56,9 +61,9 @@ class CriticalPath:
         return self.slots[-1].end - self.slots[0].start
 
     def time_of(self, kind: PassKind) -> float:
-        """Time that the path spends in passes of one kind."""
+        """Time that the path spends in passes of one kind, their sends left out."""
         return sum(
-            slot.duration
+            slot.duration - sending_time(slot.job, self.sending)
             for slot in self.slots
             if isinstance(slot.job, Pass) and slot.job.kind is kind
         )
@@ -70,8 +75,13 @@ class CriticalPath:
 
     @property
     def time_in_messages(self) -> float:
-        """Time that the path spends between jobs: on the way from stage to stage."""
-        return self.length - sum(slot.duration for slot in self.slots)
+        """Time that the path spends on the way from stage to stage.
+
+        It is between jobs, or at the end of one whose message occupies its stage; also
+        where what follows is on that stage too.
+        """
+        sent = sum(sending_time(slot.job, self.sending) for slot in self.slots)
+        return self.length - sum(slot.duration for slot in self.slots) + sent
 
 
 def job_graph(
@@ -195,4 +205,4 @@ def critical_path(
             start += graph[path[i - 1]][job]["weight"]
         of = graph.nodes[job].get("job", job)
         slots.append(Slot(of, start, start + durations[job]))
-    return CriticalPath(tuple(slots))
+    return CriticalPath(tuple(slots), costs.on(schedule.placement).sending)

@@ -93,11 +93,13 @@ def simulate_iterations(
     left, timelines = run.start, []
     for i in range(n_iterations):
         rows, left = run.iterate(left, rolled_back=i in rolled_back)
-        timelines.append(timeline_of(schedule, rows))
+        timelines.append(timeline_of(schedule, rows, run.times))
     return timelines
 
 
-def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Slot]]) -> Timeline:
+def timeline_of(
+    schedule: Schedule, rows: Sequence[Sequence[Slot]], times: PassTimes
+) -> Timeline:
     """Make a timeline of what a replay has timed: collectives apart from jobs."""
     kept, lanes = off_lane(rows)
     return Timeline(
@@ -107,6 +109,7 @@ def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Slot]]) -> Timeline:
         kept,
         schedule.recomputing,
         collectives=lanes,
+        sending=times.sending,
     )
 
 
@@ -130,6 +133,7 @@ def join(timelines: Sequence[Timeline], *, name: str | None = None) -> Timeline:
         rows,
         first.recomputing,
         collectives=lanes,
+        sending=first.sending,
     )
 
 

@@ -7,6 +7,9 @@ optimizer is no part of the bubble rate, but of the step time.
     stage 0  | F0  F1  .   B0  F2  B1  W0  B2  W1  W2  O
     stage 1  | .   F0  B0  F1  B1  F2  B2  W0  W1  W2  O
              |<-------------- step time --------------->|
+
+A stage that only sends (`Costs.send_occupies`) computes nothing: that time is in the
+bubble rate, as no work, and is told apart from idle time.
 """
 
 from itertools import chain
@@ -21,6 +24,7 @@ __all__ = [
     "memory_over_time",
     "overhead",
     "peak_memory",
+    "sending",
     "span",
     "stage_span",
     "step_time",
@@ -55,9 +59,20 @@ def step_time(timeline: Timeline) -> float:
 
 
 def work(timeline: Timeline) -> list[float]:
-    """Time that each stage is busy with passes."""
-    return [
+    """Time that each stage computes passes."""
+    busy = [
         sum(slot.duration for slot in timeline.passes(stage))
+        for stage in _stages(timeline)
+    ]
+    if not timeline.sending:
+        return busy
+    return [one - sent for one, sent in zip(busy, sending(timeline), strict=True)]
+
+
+def sending(timeline: Timeline) -> list[float]:
+    """Time that each stage only sends, and computes nothing."""
+    return [
+        sum(timeline.sending_of(slot.job) for slot in timeline.passes(stage))
         for stage in _stages(timeline)
     ]
 
@@ -65,14 +80,17 @@ def work(timeline: Timeline) -> list[float]:
 def idle(timeline: Timeline) -> list[float]:
     """Time that each stage waits within its span."""
     return [
-        stage_span(timeline, stage) - busy for stage, busy in enumerate(work(timeline))
+        stage_span(timeline, stage) - sum(slot.duration for slot in passes)
+        for stage in _stages(timeline)
+        for passes in [timeline.passes(stage)]
     ]
 
 
 def bubble_rate(timeline: Timeline) -> float:
     """Idle share of the slowest stage, 0 to 1 (Qi et al., arXiv 2401.10241).
 
-    (largest span - work of the busiest stage) / largest span. It is not taken from
+    (largest span - work of the busiest stage) / largest span. Sends that occupy a stage
+    are no work. It is not taken from
     the makespan: stages may start and end at different times without losing any.
     """
     longest = span(timeline)

@@ -15,6 +15,7 @@ COLOURS = {
     "BW": "#D55E00",
     "O": "#F0E442",
     "V": "#CC79A7",
+    "SEND": "#8A8A8A",
     "UNSHARD": "#56B4E9",
     "REDUCE_GRAD": "#8C6D31",
 }
@@ -25,6 +26,7 @@ NAMES = {
     "BW": "BW  both gradients",
     "O": "O  optimizer step",
     "V": "V  validation of the last step",
+    "SEND": "sending",
     "UNSHARD": "UNSHARD",
     "REDUCE_GRAD": "REDUCE_GRAD",
 }

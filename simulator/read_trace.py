@@ -58,6 +58,11 @@ def _timeline(about: Event, jobs: Sequence[Event], unit: float) -> Timeline:
     lanes: list[list[Slot]] = [[] for _ in range(2 * n)]
     for event in jobs:
         start, lane = event["ts"], event["tid"]
+        if event.get("cat") == "SEND":  # the end of the job before
+            first = lanes[lane].pop()
+            end = (start + event["dur"]) / unit
+            lanes[lane].append(Slot(first.job, first.start, end))
+            continue
         job = parse_job(event["name"], stage=lane % n)
         lanes[lane].append(Slot(job, start / unit, (start + event["dur"]) / unit))
     passes = [
@@ -77,4 +82,5 @@ def _timeline(about: Event, jobs: Sequence[Event], unit: float) -> Timeline:
         recomputing=frozenset(about["recomputing"]),
         clock_error=about["clock_error"] / unit,
         collectives=tuple(map(tuple, lanes[n:])) if any(lanes[n:]) else (),
+        sending=tuple(one / unit for one in about.get("sending", ())),
     )

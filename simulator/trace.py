@@ -2,7 +2,8 @@
 
 One process (``pid``) a run, one thread (``tid``) a stage, and one for its collectives
 where it has any (``tid`` of the stage + number of stages). Events by phase (``ph``):
-``X`` a job with its start and duration in microseconds, ``s`` and ``f`` the two ends of
+``X`` a job with its start and duration in microseconds (what it only sends at its end
+is an event of its own), ``s`` and ``f`` the two ends of
 a message's arrow, ``C`` a stage's memory, ``M`` the names of runs and stages. Simulated
 and measured runs have the same events. Format: "Trace Event Format", Chromium project.
 """
@@ -84,19 +85,25 @@ def trace_events(
     events = list(_names(timeline, run, microseconds_per_unit))
     for thread, row in enumerate(every):
         for slot in row:
-            start, end = microseconds(slot.start), microseconds(slot.end)
-            events.append(
-                {
-                    "name": str(slot.job),
-                    "cat": _category(slot),
-                    "ph": "X",
-                    "pid": run,
-                    "tid": thread,
-                    "ts": start,
-                    "dur": round(end - start, 3),
-                    "args": _arguments(slot),
-                }
-            )
+            sends = timeline.sending_of(slot.job)
+            parts = [(str(slot.job), _category(slot), slot.start, slot.end - sends)]
+            if sends:
+                name = f"send of {slot.job}"
+                parts.append((name, "SEND", slot.end - sends, slot.end))
+            for name, category, first, last in parts:
+                start, end = microseconds(first), microseconds(last)
+                events.append(
+                    {
+                        "name": name,
+                        "cat": category,
+                        "ph": "X",
+                        "pid": run,
+                        "tid": thread,
+                        "ts": start,
+                        "dur": round(end - start, 3),
+                        "args": _arguments(slot),
+                    }
+                )
     events += _arrows(timeline, run, microseconds)
     for stage, curve in enumerate(memory_over_time(timeline, memory) if memory else []):
         events += [
@@ -145,6 +152,8 @@ def _names(timeline: Timeline, run: int, unit: float) -> Iterator[Event]:
         "recomputing": sorted(timeline.recomputing),
         "clock_error": timeline.clock_error * unit,
     }
+    if timeline.sending:
+        about["sending"] = [one * unit for one in timeline.sending]
     yield _metadata("process_name", run, 0, {"name": name, **about})
     yield _metadata("process_sort_index", run, 0, {"sort_index": run})
     n_stages, each = timeline.placement.n_stages, 1 + bool(timeline.collectives)

@@ -109,8 +109,9 @@ def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | Non
     values += [memory.peak_f, memory.peak_b, memory.peak_w, memory.peak_bw]
     values += [memory.peak_o, memory.m_r]
     lengths = [len(value) for value in values if isinstance(value, tuple)]
-    if isinstance(costs.comm, tuple) and len(costs.comm) > n_stages:
-        lengths.append(len(costs.comm) + 1)  # one entry per edge
+    for per_edge in (costs.comm, costs.send_occupies):
+        if isinstance(per_edge, tuple) and len(per_edge) > n_stages:
+            lengths.append(len(per_edge) + 1)
     longest = max(lengths, default=0)
     if n_stages < 1 or longest % n_stages:
         return None

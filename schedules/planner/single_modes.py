@@ -23,6 +23,7 @@ from typing import Unpack
 from zbpp.core import Costs, MemoryModel, Placement, Schedule
 from zbpp.schedules.planner.limits import capped, check_one_fits
 from zbpp.schedules.planner.multi.problem import PlacementProblem
+from zbpp.schedules.planner.occupied import also_as_delays
 from zbpp.schedules.planner.request import Request, check_sizes
 from zbpp.schedules.planner.single.moves import move_passes
 from zbpp.schedules.planner.single.problem import (
@@ -68,6 +69,22 @@ def plan_zb(
         RequestError: a number is invalid.
     """
     check_sizes(n_stages, n_microbatches)
+
+    def planned(costs: Costs, effort: str) -> Schedule:
+        return _plan(n_stages, n_microbatches, costs, memory, effort, name, memory_cap)
+
+    return also_as_delays(planned, costs, effort)
+
+
+def _plan(
+    n_stages: int,
+    n_microbatches: int,
+    costs: Costs,
+    memory: MemoryModel,
+    effort: str,
+    name: str,
+    memory_cap: float,
+) -> Schedule:
     placement = Placement.single(n_stages)
     splits = costs.on(placement).splits
     check_one_fits(name, placement, memory, n_microbatches, splits=splits)

@@ -14,7 +14,8 @@ right, and zeros compress well.
     chunk        i32       the same
     kind         u8        place in ``KINDS``
 
-Collectives, of which there are few, are plain lists: stage, kind, chunk, start, end.
+Collectives, of which there are few, are plain lists: stage, kind, chunk, start, end;
+``sending`` is that of `Timeline`.
 
 The bytes of numbers are sorted by their place (all first bytes, all second ones, ...),
 deflated, and written in base64.
@@ -66,6 +67,7 @@ def encode(timeline: Timeline, memory: MemoryModel | None = None) -> dict[str, A
         "microbatches": timeline.n_microbatches,
         "jobs": [len(row) for row in timeline.rows],
         "recomputing": sorted(timeline.recomputing),
+        "sending": list(timeline.sending),
         "collectives": [
             [stage, str(slot.job.kind), slot.job.chunk, slot.start, slot.end]
             for stage, lane in enumerate(timeline.collectives)
@@ -97,6 +99,7 @@ def decode(data: Mapping[str, Any], name: str = "") -> Timeline:
         tuple(rows),
         frozenset(data["recomputing"]),
         collectives=_lanes(data),
+        sending=tuple(data["sending"]),
     )
 
 

@@ -36,6 +36,7 @@ function rowsOf(panel, job) {
   if (about.chunk >= 0) rows.push(["chunk", about.chunk], ["micro-batch", about.microbatch]);
   rows.push(["start", number(about.start) + unit], ["end", number(about.end) + unit]);
   rows.push(["lasts", number(about.lasts) + unit]);
+  if (about.sends) rows.push(["sends for", number(about.sends) + unit]);
   if (panel.timeline.fixed)
     rows.push(["memory in it", memoryText(about.during)], ["memory after", memoryText(about.after)]);
   if (about.source)

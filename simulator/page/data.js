@@ -102,9 +102,18 @@ function measure(timeline) {
     const chunk = timeline.chunk[i];
     timeline.tint[i] = timeline.kind[i] * 4 + Math.min(chunk < 0 ? 0 : leg[chunk], 3);
   }
+  timeline.sends = new Float64Array(count);
+  if (timeline.sending.length)
+    for (let i = 0; i < count; i++) timeline.sends[i] = sendTime(timeline, i);
   timeline.recomputes = new Set(timeline.recomputing);
   timeline.spans = timeline.jobs.map((_, stage) => passSpan(timeline, stage));
   return timeline;
+}
+
+// Time at the end of a job in which its stage only sends.
+function sendTime({ kind, chunk, sending }, job) {
+  if (kind[job] === 2 || kind[job] > 3) return 0;
+  return sending[kind[job] === 0 ? chunk[job] : chunk[job] - 1] ?? 0;
 }
 
 // Of each chunk, whether it is the first (0), second (1), ... of its stage.
@@ -166,6 +175,7 @@ function describe(timeline, job) {
     start,
     end,
     lasts: timeline.end[job] - timeline.start[job],
+    sends: timeline.sends[job],
     during: timeline.during[job],
     after: timeline.after[job],
     source: source < 0 ? null : jobName(timeline, source),

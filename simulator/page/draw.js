@@ -1,6 +1,7 @@
 // Pictures of a timeline on a canvas: `scale` maps times to pixels, `look` has colours.
 
 const THIN = 5;  // pixels; narrower typical jobs are drawn as bands
+const SEND = 24;  // tint of what a stage only sends; jobs have those below
 const SMOOTH = 12;  // typical jobs in a band's window: whole rounds of 2, 3, 4 or 6
 
 function lanes(ctx, timeline, scale, look) {
@@ -46,7 +47,7 @@ function idle(ctx, timeline, scale, look) {
 }
 
 function bars(ctx, timeline, scale, look) {
-  const { start, end, first, tint, microbatch } = timeline;
+  const { start, end, first, tint, microbatch, sends } = timeline;
   const texts = [];
   const digits = String(timeline.microbatches - 1).length;
   const roomy = (timeline.typical * scale.perUnit - 3) / (digits * 0.62);
@@ -68,7 +69,13 @@ function bars(ctx, timeline, scale, look) {
         ctx.fillStyle = look.again;
         ctx.fillRect(x0, y, width - 1, scale.bar);
       }
-      if (plain && width >= least && scale.bar >= 9) texts.push(i, x0 + width / 2, y);
+      const x2 = Math.max(scale.x(end[i] - sends[i]), x0);
+      if (x2 < x1) {
+        ctx.fillStyle = look.tints[SEND];
+        ctx.fillRect(x2, y, x1 - x2 - (width > 5 ? 1 : 0), scale.bar);
+      }
+      const room = Math.min(x1, x2) - x0;
+      if (plain && room >= least && scale.bar >= 9) texts.push(i, x0 + room / 2, y);
     }
   }
   ctx.globalAlpha = 1;
@@ -97,7 +104,8 @@ function bands(ctx, timeline, scale, look) {
   const image = new ImageData(width, height);
   const pixels = new Uint32Array(image.data.buffer);
   const used = [...new Set(timeline.tint)].sort((a, b) => a - b);
-  const place = new Int8Array(24).fill(-1);
+  if (timeline.sending.length) used.push(SEND);
+  const place = new Int8Array(SEND + 1).fill(-1);
   used.forEach((tint, n) => (place[tint] = n));
   const colours = used.map((tint) => look.packed[tint]);
   const half = Math.max(timeline.typical * SMOOTH, 6 / scale.perUnit) / 2;
@@ -126,14 +134,18 @@ function bands(ctx, timeline, scale, look) {
 }
 
 // Time spent in each colour up to a time; asked for times that only grow.
-function walker({ first, start, end, tint }, stage, place, count) {
+function walker({ first, start, end, tint, sends }, stage, place, count) {
   const spent = new Float64Array(count), now = new Float64Array(count);
+  const add = (to, i, time) => {
+    const computed = Math.min(time, end[i] - sends[i]);
+    to[place[tint[i]]] += computed - start[i];
+    if (sends[i]) to[place[SEND]] += time - computed;
+  };
   let i = first[stage];
   return (time) => {
-    for (; i < first[stage + 1] && end[i] <= time; i++)
-      spent[place[tint[i]]] += end[i] - start[i];
+    for (; i < first[stage + 1] && end[i] <= time; i++) add(spent, i, end[i]);
     now.set(spent);
-    if (i < first[stage + 1] && start[i] < time) now[place[tint[i]]] += time - start[i];
+    if (i < first[stage + 1] && start[i] < time) add(now, i, time);
     return now;
   };
 }

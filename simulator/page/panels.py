@@ -22,6 +22,7 @@ def panels_data(
     """Collect what the scripts read: sizes, colours, and a timeline a panel."""
     name, size = memory_unit(entries)
     tints = [shade(COLOURS[kind], leg) for kind in KINDS for leg in range(4)]
+    tints.append(COLOURS["SEND"])
     return {
         "timeUnit": time_unit,
         "memory": {"size": size, "name": name},
@@ -120,6 +121,8 @@ def _legend(panels: Iterable[tuple[PageEntry, str]]) -> str:
         for slot in row
         if slot.duration > 0 or isinstance(slot.job, Check)
     }
+    if any(timeline.sending for timeline in timelines):
+        seen.add("SEND")
     items = [
         (f"background:{COLOURS[key]}", name)
         for key, name in NAMES.items()

@@ -40,6 +40,7 @@ def cases(draw):
         *(draw(times), draw(times), draw(times), draw(st.one_of(time, edges))),
         loss=draw(time),
         splits=draw(st.none() | splits),
+        send_occupies=draw(st.just(0.0) | time | edges),
     )
     held = draw(
         st.tuples(*[st.floats(0.5, 2.0)] * n_chunks) | st.just((1.0,) * n_chunks)

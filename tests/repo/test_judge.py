@@ -38,6 +38,8 @@ def case(seed: int) -> tuple[str, dict[str, Any], int, int]:
     }
     costs["comm"] = [rng.choice((0.0, 0.3)) for _ in range(p - 1)] or 0.1
     costs["loss"] = rng.choice((0.0, 0.5))
+    if seed % 3 == 0:
+        costs["send_occupies"] = rng.choice((0.1, 0.5))
     costs["splits"] = [rng.random() < 0.8 for _ in range(p)]
     costs["m_b"], costs["m_w"] = 1.0, rng.choice((0.0, 0.4, 1.0))
     costs["memory_limit"] = [rng.choice((1.0, 1.5, 3.0)) for _ in range(p)]
@@ -65,7 +67,8 @@ def true_memory(rng: random.Random, p: int, n: int) -> dict[str, Any]:
 
 def models(costs: dict[str, Any]) -> tuple[Costs, MemoryModel]:
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in costs.items()}
-    times = {k: given.pop(k) for k in ("f", "b", "w", "comm", "loss", "splits")}
+    names = ("f", "b", "w", "comm", "loss", "splits", "send_occupies")
+    times = {k: given.pop(k) for k in names if k in given}
     return Costs(**times), MemoryModel(limit=given.pop("memory_limit"), **given)
 
 

@@ -23,6 +23,7 @@ from zbpp.schedules import without_collectives
 from zbpp.simulator import (
     critical_path,
     idle,
+    sending,
     simulate,
     stage_span,
     step_time,
@@ -75,6 +76,9 @@ def print_report(
         "lower bound": f"{summary.lower_bound:.6g} for the span "
         f"(proof: {summary.lower_bound_by}), within {within}; gap {summary.gap:.2%}",
     }
+    if timeline.sending:
+        rate = f"{summary.bubble_rate:.2%} of the longest span is idle or sends"
+        lines["bubble rate"] = rate
     if schedule.recomputing:
         lines["recompute"] = recompute_text(schedule)
     if any(isinstance(job, Collective) for order in schedule.orders for job in order):
@@ -251,15 +255,19 @@ def _picture(timeline: Timeline, unit: float) -> str:
 
 def _stage_table(timeline: Timeline, summary: Summary) -> Table:
     table = Table()
-    for name in ("stage", "chunks", "span", "busy", "idle", "peak memory"):
+    busy, waiting, sent = work(timeline), idle(timeline), sending(timeline)
+    names = ["stage", "chunks", "span", "busy", "idle", "peak memory"]
+    if any(sent):
+        names.insert(4, "sends")
+    for name in names:
         table.add_column(name, justify="right")
-    busy, waiting = work(timeline), idle(timeline)
     for stage, chunks in enumerate(timeline.placement.chunks_of):
         table.add_row(
             str(stage),
             " ".join(map(str, chunks)),
             f"{stage_span(timeline, stage):.6g}",
             f"{busy[stage]:.6g}",
+            *([f"{sent[stage]:.6g}"] if any(sent) else []),
             f"{max(waiting[stage], 0.0):.6g}",
             _memory(summary.peak_memory[stage], summary),
         )

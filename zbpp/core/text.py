@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Check, Collective, CollectiveKind, Job, Pass, PassKind, Step
@@ -78,6 +79,7 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     """Draw a timeline: one cell is ``unit`` of time, ``.`` is idle, ``-`` goes on.
 
     Starts and ends are rounded to whole cells; jobs shorter than half a cell vanish.
+    ``>`` is the end of a pass in which its stage only sends (`Costs.send_occupies`).
     A V that vanishes is written in front of the job after it: ``VB0``. Below a stage
     (``+``) is what goes on beside its jobs: ``U0`` gathers chunk 0 (UNSHARD), ``R0``
     adds up its gradients (REDUCE_GRAD).
@@ -89,7 +91,8 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     number = len(str(len(timeline.rows) - 1))
     rows: list[tuple[str, list[str]]] = []
     for stage, (row, lane) in enumerate(zip(timeline.rows, lanes, strict=True)):
-        cells = _cells(row, origin, unit, with_chunk=with_chunk)
+        sends = [timeline.sending_of(slot.job) for slot in row]
+        cells = _cells(row, origin, unit, with_chunk=with_chunk, sends=sends)
         rows.append((f"{stage:{number}} |", cells))
         beside = _cells(lane, origin, unit, with_chunk=True)
         if beside:
@@ -102,18 +105,25 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
 
 
 def _cells(
-    slots: Sequence[Slot], origin: float, unit: float, *, with_chunk: bool
+    slots: Sequence[Slot],
+    origin: float,
+    unit: float,
+    *,
+    with_chunk: bool,
+    sends: Sequence[float] = (),
 ) -> list[str]:
-    """Cells of one line of a drawing."""
+    """Cells of one line of a drawing; ``sends``: time at the end of each slot."""
     cells: list[str] = []
     check = ""
-    for slot in slots:
+    for slot, sent in zip_longest(slots, sends, fillvalue=0.0):
+        assert isinstance(slot, Slot)
         start = round((slot.start - origin) / unit)
         end = round((slot.end - origin) / unit)
         if end > start:
             cells += ["."] * (start - len(cells))
             cells.append(check + _name(slot.job, with_chunk=with_chunk))
-            cells += ["-"] * (end - start - 1)
+            computed = max(round((slot.end - sent - origin) / unit), start + 1)
+            cells += ["-"] * (computed - start - 1) + [">"] * (end - computed)
             check = ""
         elif isinstance(slot.job, Check):
             check = str(slot.job)

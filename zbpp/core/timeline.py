@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zbpp.core.jobs import Job, Pass
+from zbpp.core.jobs import Job, Pass, PassKind
 from zbpp.core.placement import Placement
 
-__all__ = ["Slot", "Timeline", "extent", "longest_span", "pass_span"]
+__all__ = ["Slot", "Timeline", "extent", "longest_span", "pass_span", "sending_time"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class Timeline:
     clocks of several machines, ``clock_error`` is the largest error by which one was
     compared with that of the first stage's process. ``collectives`` are the UNSHARDs
     and REDUCE_GRADs of each stage, which go on beside its jobs; empty: there are none.
+    ``sending`` has one entry per edge between chunks: the time at the end of a pass in
+    which it only sends over that edge (`Costs.send_occupies`); empty: none does.
     """
 
     name: str
@@ -40,10 +42,23 @@ class Timeline:
     recomputing: frozenset[int] = frozenset()
     clock_error: float = 0.0
     collectives: tuple[tuple[Slot, ...], ...] = ()
+    sending: tuple[float, ...] = ()
 
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""
         return [slot for slot in self.rows[stage] if isinstance(slot.job, Pass)]
+
+    def sending_of(self, job: Job) -> float:
+        """Time at the end of a job in which its stage sends and computes nothing."""
+        return sending_time(job, self.sending)
+
+
+def sending_time(job: Job, sending: Sequence[float]) -> float:
+    """Time of a job's message on its own stage, of those per edge; none of W's."""
+    if not sending or not isinstance(job, Pass) or job.kind is PassKind.W:
+        return 0.0
+    edge = job.chunk if job.kind is PassKind.F else job.chunk - 1
+    return sending[edge] if 0 <= edge < len(sending) else 0.0
 
 
 def extent(slots: Iterable[Slot]) -> float:

@@ -11,17 +11,18 @@ behind a barrier: then a stage may begin a step while others still end the last 
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import Costs, LayerCosts, PassTimes, Schedule
+from zbpp.core import Costs, LayerCosts, Schedule, Timeline
+from zbpp.emulation.build import sleeping_chunks, sleeping_layers
 from zbpp.emulation.collectives import SleepingCollectives
-from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
+from zbpp.emulation.layers import DelayedTransport, sleep_until
 from zbpp.emulation.slow_sum import SlowSums
 from zbpp.pipeline import Pipeline
 from zbpp.planning.layer_plans import recomputed_of
@@ -135,7 +136,9 @@ def emulate(
     one_by_one = post_validation is None
     simulated = simulate(pipeline.schedule, costs)
     measure = _one_by_one if one_by_one else steps_in_a_row
-    step_ms, bubble = measure(pipeline, n_steps, emulated_batch(pipeline))
+    step_ms, bubble = measure(
+        pipeline, n_steps, emulated_batch(pipeline), simulated.sending
+    )
     return Emulation(
         schedule=schedule,
         n_steps=n_steps,
@@ -172,8 +175,13 @@ def emulated_pipeline(
     """
     placement = schedule.placement
     times = costs.on(placement)
+    build: Callable[[range], list[nn.Module]] = partial(sleeping_chunks, times)
+    if layers is not None:
+        ends = accumulate(schedule.split or ())
+        sends = dict(zip(ends, times.sending, strict=False))
+        build = partial(sleeping_layers, layers, sends)
     pipeline = Pipeline(
-        partial(_build, times) if layers is None else partial(_build_layers, layers),
+        build,
         n_layers=placement.n_chunks if layers is None else layers.n_layers,
         split=(1,) * placement.n_chunks if layers is None else schedule.split,
         loss_fn=_mean,
@@ -199,7 +207,9 @@ def emulated_pipeline(
     return pipeline
 
 
-def _one_by_one(pipeline: Pipeline, n_steps: int, batch: Tensor) -> tuple[float, float]:
+def _one_by_one(
+    pipeline: Pipeline, n_steps: int, batch: Tensor, sending: Sequence[float] = ()
+) -> tuple[float, float]:
     """Median step time in ms and bubble rate of steps from a common start."""
     steps, bubbles = [], []
     for step in range(_WARM_UP + n_steps):
@@ -210,12 +220,12 @@ def _one_by_one(pipeline: Pipeline, n_steps: int, batch: Tensor) -> tuple[float,
         measured = pipeline.timeline()
         if step >= _WARM_UP:
             steps.append(took * 1e3)
-            bubbles.append(bubble_rate(measured))
+            bubbles.append(_bubble(measured, sending))
     return statistics.median(steps), statistics.median(bubbles)
 
 
 def steps_in_a_row(
-    pipeline: Pipeline, n_steps: int, batch: Tensor
+    pipeline: Pipeline, n_steps: int, batch: Tensor, sending: Sequence[float] = ()
 ) -> tuple[float, float]:
     """Median time in ms between the ends of steps, and the bubble rate of the last.
 
@@ -223,6 +233,7 @@ def steps_in_a_row(
         pipeline: of any layers; every rank must call.
         n_steps: to count, after some that are not.
         batch: inputs and targets in one.
+        sending: as in `Timeline`; sleeping passes end with that.
     """
     pipeline.step(batch, batch)
     pipeline.gather(None)  # the first step is slow
@@ -231,44 +242,21 @@ def steps_in_a_row(
         pipeline.step(batch, batch)
         ends.append(time.perf_counter())
     last = [max(of_ranks) for of_ranks in zip(*pipeline.gather(ends), strict=True)]
-    bubble = bubble_rate(pipeline.timeline())
+    bubble = _bubble(pipeline.timeline(), sending)
     pipeline.synchronize()
     steps = [after - before for before, after in pairwise(last)][-n_steps:]
     return statistics.median(steps) * 1e3, bubble
 
 
+def _bubble(measured: Timeline, sending: Sequence[float]) -> float:
+    """The bubble rate, with sends, which sleep in their passes, as no work."""
+    in_s = tuple(one / 1e3 for one in sending)
+    return bubble_rate(replace(measured, sending=in_s))
+
+
 def emulated_batch(pipeline: Pipeline) -> Tensor:
     """Return inputs and targets of a step in one."""
     return torch.zeros(pipeline.n_microbatches, 1, dtype=torch.float64)
-
-
-def _build(times: PassTimes, chunks: range) -> list[nn.Module]:
-    """One sleeping layer a chunk; a stage's first one carries its optimizer's time."""
-    layers: list[nn.Module] = []
-    for chunk in chunks:
-        stage = times.placement.stage_of[chunk]
-        first = times.placement.chunks_of[stage][0]
-        layer = EmulatedLayer(
-            times.f[chunk] / 1e3,
-            times.b[chunk] / 1e3,
-            times.w[chunk] / 1e3,
-            step_s=times.optimizer[stage] / 1e3 if chunk == first else 0.0,
-        )
-        layers.append(layer)
-    return layers
-
-
-def _build_layers(costs: LayerCosts, own: range) -> list[nn.Module]:
-    """Layers that sleep for their own times; the last one also for the loss."""
-    f, b, w, optimizer = map(costs.of, ("f", "b", "w", "optimizer"))
-    loss = [0.0] * (costs.n_layers - 1) + [costs.loss]
-    return [
-        EmulatedLayer(
-            *((f[i] + loss[i]) / 1e3, b[i] / 1e3, w[i] / 1e3),
-            step_s=optimizer[i] / 1e3,
-        )
-        for i in own
-    ]
 
 
 def sleeping_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

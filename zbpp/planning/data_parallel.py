@@ -85,7 +85,7 @@ def with_gathers(
     """
     if not gathers_in_passes(data_parallel, shard) or not costs.all_gather:
         return costs
-    times = replace(costs, loss=0.0, splits=None).on(placement)
+    times = replace(costs, loss=0.0, splits=None, send_occupies=0.0).on(placement)
     f, b = (
         tuple(one + more for one, more in zip(own, times.all_gather, strict=True))
         for own in (times.f, times.b)

@@ -44,6 +44,7 @@ from zbpp.schedules.planner.multi.moves import few_moves, improve_several, moves
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.multi.search import climb_again
 from zbpp.schedules.planner.multi.seeds import Seed, seeds
+from zbpp.schedules.planner.occupied import also_as_delays
 from zbpp.schedules.planner.request import check_sizes
 
 __all__ = ["plan_placement", "plan_wave"]
@@ -133,15 +134,14 @@ def plan_placement(
         memory_cap=memory_cap,
         default_limit=default_limit,
     )
-    problem = PlacementProblem.of(placement, n_microbatches, costs, limited)
-    plan = _best(problem, effort)
-    return Schedule(
-        name,
-        placement,
-        n_microbatches,
-        problem.orders(plan.rows),
-        memory=None if memory.limit is None else memory,
-    )
+    kept = None if memory.limit is None else memory
+
+    def planned(costs: Costs, effort: str) -> Schedule:
+        problem = PlacementProblem.of(placement, n_microbatches, costs, limited)
+        orders = problem.orders(_best(problem, effort).rows)
+        return Schedule(name, placement, n_microbatches, orders, memory=kept)
+
+    return also_as_delays(planned, costs, effort)
 
 
 def _best(problem: PlacementProblem, effort: str) -> Plan:

@@ -46,7 +46,8 @@ def costs_and_memory(seed: int, n: int, p: int) -> tuple[Costs, MemoryModel]:
         peaks = {"m_w": 1.3, "peak_b": 0.9, "peak_w": rng.choice((0.0, 0.1))}
     limit = rng.choice((3.0, 5.0)) if peaks else rng.choice((1.0, 1.75, 3.0))
     memory = MemoryModel(limit=limit, **peaks)
-    return Costs(*times, comm=rng.choice((0.0, 0.3)), splits=splits), memory
+    comm, sends = rng.choice((0.0, 0.3)), 0.2 if seed % 4 == 0 else 0.0
+    return Costs(*times, comm=comm, splits=splits, send_occupies=sends), memory
 
 
 def problem_of(seed: int) -> PlacementProblem:

@@ -8,7 +8,7 @@ much in one layer as it does in the chunk (temporaries come one after the other)
 from collections.abc import Sequence
 from itertools import chain, repeat
 
-from zbpp.core.costs.dealing import per_chunk
+from zbpp.core.costs.dealing import PerChunk, per_chunk
 from zbpp.core.costs.layers import LayerCosts
 from zbpp.core.costs.links import edge_delays
 from zbpp.core.costs.memory_model import MemoryModel
@@ -75,8 +75,12 @@ def chunk_layers(
         for name in more
     }
     inside = [[0.0] * (n - 1) for n in counts]
-    edges = [[hop] for hop in edge_delays(costs.comm, placement)]
-    comm = [x for pair in zip(inside, [*edges, []], strict=True) for x in chain(*pair)]
+
+    def at_cuts(name: str, value: float | tuple[float, ...]) -> PerChunk:
+        edges = [[one] for one in edge_delays(value, placement, name=name)]
+        pairs = zip(inside, [*edges, []], strict=True)
+        return tuple(x for pair in pairs for x in chain(*pair)) or 0.0
+
     return LayerCosts(
         n_layers=sum(counts),
         f=dealt("f", costs.f),
@@ -91,7 +95,8 @@ def chunk_layers(
         peak_w=peaks["peak_w"],
         peak_o=dealt("peak_o", memory.peak_o),
         m_r=None if memory.m_r is None else dealt("m_r", memory.m_r),
-        comm=tuple(comm) or 0.0,
+        comm=at_cuts("comm", costs.comm),
+        send_occupies=at_cuts("send_occupies", costs.send_occupies),
         loss=costs.loss,
         reduction=costs.reduction,
         validation=costs.validation,

@@ -30,6 +30,7 @@ PerLayer = float | tuple[float, ...]
 
 _TIMES = ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
 _OF_LAYERS = (*_TIMES, "m_b", "m_w", "m_fixed", "peak_o", "parameters")
+_OF_CUTS = ("comm", "message", "send_occupies")
 _MAYBE_OF_LAYERS = ("peak_f", "peak_b", "peak_w", "m_r", "peak_r")
 _MEMORIES = ("m_b", "m_w", "m_fixed", "peak_o", "parameters", *_MAYBE_OF_LAYERS)
 
@@ -46,6 +47,7 @@ class LayerCosts:
         peak_r: most that F of a recomputed layer needs; None: as much as peak_f.
         comm: time of a message; a list has one entry per boundary between two layers,
             n_layers - 1.
+        send_occupies: part of that for which the sender computes nothing, likewise.
         message: bytes of a message, likewise; they take message / bandwidth.
         bandwidth: bytes in a unit of time, of all links or as in
             `zbpp.core.costs.links`; None: messages take ``comm`` alone.
@@ -94,6 +96,7 @@ class LayerCosts:
     parameters: PerLayer = 0.0
     replica_bandwidth: float | None = None
     replica_delay: float = 0.0
+    send_occupies: PerLayer = 0.0
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:
@@ -109,7 +112,7 @@ class LayerCosts:
             if "bandwidth" in field.name and not _all_positive(value):
                 raise RequestError(f"{field.name} is {value!r}; it must be above 0")
             n = self.n_layers
-            if field.name in ("comm", "message"):
+            if field.name in _OF_CUTS:
                 n -= 1
             elif field.name not in (*_OF_LAYERS, *_MAYBE_OF_LAYERS):
                 continue
@@ -208,6 +211,7 @@ class LayerCosts:
             w=tuple(one + self.pass_w for one in sums["w"]),
             optimizer=sums["optimizer"],
             comm=self._edges(placement, [end - 1 for end in ends[1:-1]]),
+            send_occupies=self._sending([end - 1 for end in ends[1:-1]]),
             loss=self.loss,
             reduction=self.reduction,
             validation=self.validation,
@@ -240,6 +244,13 @@ class LayerCosts:
             comm[cut] + delay + message[cut] * slow
             for cut, delay, slow in zip(cuts, delays, slowness, strict=True)
         )
+
+    def _sending(self, cuts: Sequence[int]) -> PerChunk:
+        """Likewise, for which a message occupies its sender."""
+        value = self.send_occupies
+        if not isinstance(value, tuple):
+            return value
+        return tuple(value[cut] for cut in cuts) or 0.0
 
     def _memory(self, chunks: Sequence[range], again: set[int]) -> MemoryModel:
         m_b, m_w, m_r, f, b, w, r = (

@@ -26,9 +26,11 @@ __all__ = ["edge_delays", "reduction_delay"]
 
 
 def edge_delays(
-    comm: float | tuple[float, ...], placement: Placement
+    comm: float | tuple[float, ...], placement: Placement, *, name: str = "comm"
 ) -> tuple[float, ...]:
     """Give every edge its delay: entry c is between chunks c and c+1.
+
+    ``name`` is that of the costs, for errors.
 
     >>> edge_delays((0.5, 0.25), Placement.wave(3))
     (0.5, 0.25, 0.0, 0.25, 0.5)
@@ -44,12 +46,12 @@ def edge_delays(
         delays = comm
     elif len(comm) in (n_stages - 1, n_stages):
         delays = tuple(
-            comm[_link(comm, placement, chunk)] if source != target else 0.0
+            comm[_link(comm, placement, chunk, name)] if source != target else 0.0
             for chunk, (source, target) in enumerate(edges)
         )
     else:
         raise RequestError(
-            f"comm has {len(comm)} entries for {n_stages} stages and "
+            f"{name} has {len(comm)} entries for {n_stages} stages and "
             f"{placement.n_chunks} chunks; give one number, {n_stages - 1} (links "
             f"between neighbours), {n_stages} (with the link from stage "
             f"{n_stages - 1} to 0) or {len(edges)} (edges between chunks)"
@@ -73,7 +75,7 @@ def reduction_delay(hops: tuple[float, ...], n_stages: int) -> float:
     return 2 * (n_stages - 1).bit_length() * max(hops, default=0.0)
 
 
-def _link(comm: tuple[float, ...], placement: Placement, chunk: int) -> int:
+def _link(comm: tuple[float, ...], placement: Placement, chunk: int, name: str) -> int:
     """The link on which a chunk sends to the next one."""
     stage_of, last = placement.stage_of, placement.n_stages - 1
     ends = sorted((stage_of[chunk], stage_of[chunk + 1]))
@@ -82,7 +84,7 @@ def _link(comm: tuple[float, ...], placement: Placement, chunk: int) -> int:
     if ends == [0, last] and len(comm) == last + 1:
         return last
     raise RequestError(
-        f"comm has {len(comm)} entries, one per link, and none joins stage "
+        f"{name} has {len(comm)} entries, one per link, and none joins stage "
         f"{stage_of[chunk]} (chunk {chunk}) and stage {stage_of[chunk + 1]} (chunk "
         f"{chunk + 1}); "
         + (

@@ -1,6 +1,20 @@
-"""Times of the passes, of messages and of optimizer steps."""
+"""Times of the passes, of messages and of optimizer steps.
+
+A message takes ``comm`` from the end of a pass until it can be read. For the first
+``send_occupies`` of that its sender computes nothing: it packs, blocks, or lends its
+cores to the transfer. Where that is longer than ``comm``, the message is there when the
+sender is free.
+
+    stage 0 | F0 s  F1 s            s: send_occupies
+    stage 1 | .  .  F0 .  F1        F0 to F0: comm
+
+A pass and what follows it on its stage without a gap are one job to every plan, bound
+and replay: F and B of a chunk whose message leaves the stage last send_occupies longer,
+and the rest of comm is a pure delay. All starts are the same as if the two were apart.
+"""
 
 from dataclasses import dataclass
+from operator import add, sub
 from typing import assert_never
 
 from zbpp.core.costs.dealing import PerChunk, check_numbers, per_chunk
@@ -18,6 +32,8 @@ _OF_CHUNKS = ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
 class Costs:
     """Times of the passes, of a message between two stages, and of the optimizer.
 
+    ``send_occupies`` is the part of ``comm`` for which the sender computes nothing; a
+    list of either is per link (`zbpp.core.costs.links`).
     ``loss`` is the time of the loss, a part of the last chunk's F. ``splits`` says of
     each stage whether its backward can be split into B and W; default: all can.
     ``reduction`` is the time of the sum of all stages' gradient norms, from the last
@@ -42,9 +58,10 @@ class Costs:
     validation: float = 0.0
     all_gather: PerChunk = 0.0
     reduce_scatter: PerChunk = 0.0
+    send_occupies: float | tuple[float, ...] = 0.0
 
     def __post_init__(self) -> None:
-        for name in (*_OF_CHUNKS, "comm", "loss", "validation"):
+        for name in (*_OF_CHUNKS, "comm", "send_occupies", "loss", "validation"):
             check_numbers(name, getattr(self, name))
         if self.reduction is not None:
             check_numbers("reduction", self.reduction)
@@ -71,13 +88,21 @@ class Costs:
         can = [splits[stage] for stage in placement.stage_of]
         parts = list(zip(b, w, can, strict=True))
         hops = edge_delays(self.comm, placement)
+        sending = edge_delays(self.send_occupies, placement, name="send_occupies")
+        hops = tuple(map(max, hops, sending))
         reduction = self.reduction
         if reduction is None:
             reduction = reduction_delay(hops, placement.n_stages)
+        f = (*f[:-1], f[-1] + self.loss)
+        b = tuple(one if split else one + two for one, two, split in parts)
+        if any(sending):
+            f = tuple(map(add, f, (*sending, 0.0)))
+            b = tuple(map(add, b, (0.0, *sending)))
+            hops = tuple(map(sub, hops, sending))
         return PassTimes(
             placement=placement,
-            f=(*f[:-1], f[-1] + self.loss),
-            b=tuple(one if split else one + two for one, two, split in parts),
+            f=f,
+            b=b,
             w=tuple(two if split else 0.0 for _, two, split in parts),
             hops=hops,
             optimizer=tuple(
@@ -89,6 +114,7 @@ class Costs:
             validation=self.validation,
             all_gather=all_gather,
             reduce_scatter=reduce_scatter,
+            sending=sending if any(sending) else (),
         )
 
 
@@ -97,9 +123,11 @@ class PassTimes:
     """`Costs` on a placement: one entry per chunk.
 
     ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer`` and ``splits``
-    have one per stage. The last F includes the loss. On a stage that cannot split its
-    backward, ``b`` is the time of both parts and ``w`` is 0: its gradient cannot leave
-    earlier.
+    have one per stage. The last F includes the loss. ``f`` and ``b`` end with the time
+    for which a message occupies its sender, per edge in ``sending`` (empty: none does);
+    ``hops`` is what is left of its time (see the module's text). On a stage that cannot
+    split its backward, ``b`` is the time of both parts and ``w`` is 0: its gradient
+    cannot leave earlier.
     """
 
     placement: Placement
@@ -113,6 +141,7 @@ class PassTimes:
     validation: float = 0.0
     all_gather: tuple[float, ...] = ()
     reduce_scatter: tuple[float, ...] = ()
+    sending: tuple[float, ...] = ()
 
     def of(self, job: Job) -> float:
         """Time of one job."""
@@ -144,7 +173,7 @@ class PassTimes:
                 assert_never(kind)
 
     def delay(self, source: int, target: int) -> float:
-        """Time of a message between two consecutive chunks: none on one stage.
+        """Time of a message from its job's end to its reader: none on one stage.
 
         A pure delay: it occupies neither stage (arXiv 2401.10241, appendix).
         """

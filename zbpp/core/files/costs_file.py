@@ -24,7 +24,7 @@ _LATER_MEMORY_KEYS = (
     *("m_fixed", "peak_f", "peak_b", "peak_w", "peak_bw", "peak_o", "m_r"),
 )
 _ONE_NUMBER = ("loss", "reduction", "validation")
-_LATER_KEYS = (*_ONE_NUMBER, "splits", "all_gather", "reduce_scatter")
+_LATER_KEYS = (*_ONE_NUMBER, "splits", "all_gather", "reduce_scatter", "send_occupies")
 """Written only where they say something."""
 _DEFAULTS, _NO_LIMIT = Costs(), MemoryModel()
 
@@ -65,6 +65,7 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     f, b, w       time of a pass; list: per stage or per chunk             1
     optimizer     time of an optimizer step; list: per stage or chunk      0
     comm          time of a message; list: per link (`zbpp.core.costs.links`)    0
+    send_occupies    part of it in which the sender computes nothing; likewise   0
     loss          time of the loss, on top of the last chunk's f; no list  0
     reduction     time of the sum of all stages' gradient norms; no list   by comm
     validation    time of a validation (V) of the last step; no list       0
