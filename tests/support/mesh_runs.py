@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from buffer_breaks import OF_BUFFERS
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -333,6 +334,9 @@ def breaking(what: str | None) -> Iterator[None]:
             patch(Buckets, "wait", lambda _: None)
         elif what == "early":  # the first W of a chunk counts as its last
             patch(GradientOrder, "_progress", _after_the_first)
+        elif what in OF_BUFFERS:
+            for one in OF_BUFFERS[what]:
+                patch(*one)
         elif what == "alone" and torch.distributed.get_rank() == 0:
             patch(StepSums, "norm", lambda sums, _=None: _own_norm(sums))
         yield

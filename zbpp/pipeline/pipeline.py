@@ -103,8 +103,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             alone, by a kernel that `torch.compile` makes (fused Adam and AdamW);
             ``"auto"`` takes it on CPUs for stages of 2**25 parameters or more.
         patience: when steps become speculative, or give way to a barrier again.
-        max_consecutive_skips: steps in a row with an Inf or NaN gradient that end the
-            run with its place; None: any number.
+        max_consecutive_skips: with an Inf or NaN gradient, before the run ends.
         loss_scale: of fp16 gradients: a number, or a `LossScaler`.
         costs: times to plan for.
         memory: likewise; a text as ``"16GiB"``, or a number, is the limit of a stage.
@@ -120,14 +119,14 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
             does; then all modes agree to the last bit. False adds them as they come,
             within the matrix products: a few per cent faster, with less memory.
-        stage_streams: where all stages are in this process, on one GPU: let them
-            compute side by side, each on a stream of its own.
+        stage_streams: stages of this process, on one GPU, compute side by side.
         group: processes of the pipeline, by stage; None: all.
         mesh: of stages, data and tensor parallelism; see `zbpp.mesh`. Each replica is
             given its own share of the batch. Layers may be wrapped by `fully_shard` or
             `replicate`; those that are not are replicated, or wrapped by ``shard``.
         shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
             or ``"parameters"`` as well; ``"none"``: each holds all.
+        alternating_buffers: for ``shard="parameters"``; see docs/data_parallel.md.
         timeout_s: how long a stage waits for another before it gives up.
         first_timeout_s: the same in the first step; None: ten times as long.
 
@@ -170,6 +169,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         shard: Shard = "none",
+        alternating_buffers: bool = False,
         timeout_s: float = 60.0,
         first_timeout_s: float | None = None,
     ) -> None:
@@ -178,7 +178,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         initialise(self.device, timeout_s=first_timeout_s)
         self.place = place = find_place(mesh, group, n_stages=n_stages)
         self.rank, self.n_ranks = place.rank, place.n_ranks
-        check_shard(shard, place)
+        check_shard(shard, place, alternating=alternating_buffers)
         self.layered = layered_of(model, n_layers)
         self.n_layers = self.layered.n_layers
         loss_fn = loss_of(self.layered, loss_fn)
@@ -243,6 +243,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             stage_streams=stage_streams,
             compile=check_compile(compile),
             shard=shard,
+            alternating_buffers=alternating_buffers,
         )
         self._executors = build_executors(
             model_to_build(model, self.layered),

@@ -51,6 +51,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
     given = model.given()
     if (mesh := mesh_of(options, schedule.n_stages)) is not None:
         how |= {"shard": options.shard, "mesh": mesh}
+        how["alternating_buffers"] = options.alternating_buffers
         if options.tensor_parallel > 1:
             given["model"] = dealt_out(given["model"], mesh["tp"])
     return Pipeline(

@@ -132,6 +132,8 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
 def _describe_replicas(options: Train) -> str:
     n, shared = options.data_parallel, options.tensor_parallel
     held = "" if options.shard == "none" else f", {options.shard} in parts"
+    if options.alternating_buffers:
+        held += ", in alternating buffers"
     words = "" if n == 1 else f" with {n} replicas{held}"
     return words if shared == 1 else f"{words}, {shared} for each stage"
 

@@ -49,6 +49,9 @@ class Train:
     shard: Shard = "none"
     """What replicas hold in parts: optimizer state (and parameters between steps),
     gradients too, parameters as well; none: each holds all."""
+    alternating_buffers: bool = False
+    """Gather layers into two buffers in turn, each beside the pass of another; with
+    --shard parameters."""
     tensor_parallel: int = 1
     """Processes that share the blocks of each stage."""
     microbatches: _Count = None
@@ -168,6 +171,12 @@ class Train:
             raise RequestError(
                 f"--shard {self.shard} needs replicas to share it; give "
                 "--data_parallel, 2 or more"
+            )
+        if self.alternating_buffers and self.shard != "parameters":
+            raise RequestError(
+                "--alternating_buffers hold layers for the time of a pass, and --shard "
+                f"is {self.shard}, which keeps them whole for longer; give --shard "
+                "parameters"
             )
         if self.n_peers > 1 and self.transport == "local":
             raise RequestError(

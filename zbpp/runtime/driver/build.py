@@ -41,6 +41,7 @@ class StageOptions:
     stage_streams: bool = False
     compile: Compiling = False
     shard: Shard = "none"
+    alternating_buffers: bool = False
 
 
 def make_transports(
@@ -128,7 +129,9 @@ def build_executors(
                 "only be replicated; give shard='none', or untie them"
             )
         own, collectives = bind_parallel(
-            *(own, place, options.shard, timeout_s), tied=shared
+            *(own, place, options.shard, timeout_s),
+            tied=shared,
+            alternating=options.alternating_buffers,
         )
         own = [compiled_chunk(chunk, options.compile) for chunk in own]
         runner = Stage(

@@ -25,9 +25,10 @@ from zbpp.core import Collective, CollectiveKind, RequestError
 from zbpp.core.collectives.sharding import Shard, reduces_every
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.buckets import Buckets
+from zbpp.runtime.parallel.buffers import AlternatingBuffers
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
 from zbpp.runtime.parallel.progress import LayerProgress
-from zbpp.runtime.parallel.wrap import wrap
+from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.support.fsdp_internals import Unit, managed, units_in
 
 __all__ = ["Collectives", "bind_parallel"]
@@ -49,6 +50,7 @@ class Collectives:
         layers: by chunk; empty: nothing is to be done.
         reduces_once: gradients are reduced after the last W of a chunk, not every one.
         tied: parameters whose gradients other stages add to first.
+        buffers: that layers are gathered and reduced in; None: their own.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Collectives:
         *,
         reduces_once: bool = False,
         tied: Buckets | None = None,
+        buffers: AlternatingBuffers | None = None,
     ) -> None:
         self._layers = layers
+        self.buffers = buffers
         self.reduces_once = reduces_once
         self._tied = tied
         self._reduced: dict[int, set[int]] = {}
@@ -136,6 +140,8 @@ class Collectives:
 
     def rewind(self) -> None:
         """Drop all that was gathered before the step was rolled back."""
+        if self.buffers is not None:
+            self.buffers.forget()
         for chunk in self._layers:
             self.reshard(chunk)
 
@@ -147,6 +153,8 @@ class Collectives:
                 the next step would use what it brings.
         """
         assert not self._reduced, f"nobody waits for sums of {sorted(self._reduced)}"
+        if self.buffers is not None:
+            self.buffers.forget()
         for chunk, layers in self._layers.items():
             for layer in layers:
                 for unit in layer.units:
@@ -179,6 +187,8 @@ def bind_parallel(
     shard: Shard,
     timeout_s: float,
     tied: Sequence[nn.Parameter] = (),
+    *,
+    alternating: bool = False,
 ) -> tuple[list[Chunk], Collectives]:
     """Find what of a stage's chunks is sharded or replicated; all its peers must call.
 
@@ -190,6 +200,7 @@ def bind_parallel(
         shard: how layers are wrapped that are not.
         timeout_s: for sums.
         tied: parameters that other layers hold too, as this stage steps them.
+        alternating: gather and reduce in `AlternatingBuffers`.
 
     Returns:
         The chunks, which know the parameter behind each leaf; and their collectives.
@@ -197,6 +208,8 @@ def bind_parallel(
     Raises:
         RequestError: something is wrapped, and there is no mesh, or not on its groups.
     """
+    if alternating:
+        check_bare(chunks)
     wrap((layer for chunk in chunks for layer in chunk.layers), place, shard)
     wrapped = [
         module
@@ -231,10 +244,18 @@ def bind_parallel(
             found.append(one)
         layers[chunk.index] = found
         bound.append(replace(chunk, shards=shards))
+    buffers = None
+    if alternating:
+        named = {
+            chunk: [(f"layers.{one.index}", u) for one in own for u in one.units]
+            for chunk, own in layers.items()
+        }
+        buffers = AlternatingBuffers(named)
     return bound, Collectives(
         layers,
         reduces_once=bool(groups) and not reduces_every(shard),
         tied=Buckets(tied, groups, lambda: timeout_s) if groups and tied else None,
+        buffers=buffers,
     )
 
 

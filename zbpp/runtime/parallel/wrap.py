@@ -13,17 +13,23 @@ from torch import nn
 
 from zbpp.core import RequestError
 from zbpp.core.collectives.sharding import SHARDS
+from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.mesh import Place, data_mesh
 from zbpp.runtime.support.fsdp_internals import units_in
 
-__all__ = ["check_shard", "wrap"]
+__all__ = ["check_bare", "check_shard", "wrap"]
 
 
-def check_shard(shard: str, place: Place) -> None:
+def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
     """Check what was asked for.
 
+    Args:
+        shard: one of the above.
+        place: of this process.
+        alternating: gather and reduce in alternating buffers.
+
     Raises:
-        RequestError: it is unknown, or there are no replicas.
+        RequestError: it is unknown, there are no replicas, or nothing alternates.
     """
     if shard not in SHARDS:
         choices = ", ".join(map(repr, SHARDS))
@@ -33,6 +39,35 @@ def check_shard(shard: str, place: Place) -> None:
             f"shard is {shard!r}, and there is one replica to hold it all; give a mesh "
             "whose dimension 'dp' is 2 or more"
         )
+    if not alternating:
+        return
+    if shard != "parameters":
+        raise RequestError(
+            f"alternating_buffers hold layers for the time of a pass, and shard is "
+            f"{shard!r}, which keeps them whole for longer; give shard='parameters'"
+        )
+    mesh = data_mesh(place.mesh) if place.mesh is not None else None
+    assert mesh is not None
+    if mesh.shape[-1] == 1:
+        raise RequestError(
+            "alternating_buffers hold what is gathered, and dimension 'dp_shard' of "
+            "the mesh is 1, so nothing is; make it 2 or more"
+        )
+
+
+def check_bare(chunks: Iterable[Chunk]) -> None:
+    """Check that layers can share buffers.
+
+    Raises:
+        RequestError: one is wrapped already, with memory of its own.
+    """
+    for chunk in chunks:
+        for index, layer in chunk.numbered():
+            if any(units_in(layer)):
+                raise RequestError(
+                    f"layers.{index} is wrapped already, and alternating_buffers are "
+                    "for layers that shard='parameters' wraps; hand over the bare layer"
+                )
 
 
 def wrap(layers: Iterable[nn.Module], place: Place, shard: str) -> None:

@@ -1,17 +1,20 @@
 """The names of `fully_shard` and `replicate` that torch does not document.
 
-No other file touches them. Torch gives no public way to reduce a module's gradients at
-a time of one's own, nor to leave out its prefetches. `check` refuses a torch that
-lacks one of the names: a part of the work would be left out without a word.
+No other file touches them, but `fsdp_in_place` what its collectives are called with.
+Torch gives no public way to reduce a module's gradients at a time of one's own, nor to
+leave out its prefetches. `check` refuses a torch that lacks one of the names: a part of
+the work would be left out without a word.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
+from zbpp.runtime.support.fsdp_in_place import InPlace, Reduces
+from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = ["Unit", "is_unit", "managed", "units_in"]
 
@@ -19,9 +22,19 @@ _STATE = ("_lazy_init", "_fsdp_param_groups", "_comm_ctx")
 _GROUP = (
     *("post_backward", "finalize_backward", "fsdp_params", "reduce_grads"),
     "all_reduce_grads",
-    *("_all_gather_result", "_reshard_after_forward", "mesh_info"),
+    *("_all_gather_result", "_reshard_after_forward", "mesh_info", "device"),
 )
-_CONTEXT = ("post_forward_order", "reduce_scatter_states")
+_CONTEXT = (
+    *("post_forward_order", "reduce_scatter_states"),
+    "reduce_scatter_max_input_buffers",
+)
+_PARAMETER = (
+    *("_unsharded_param", "all_gather_outputs", "reduce_dtype", "sharded_param"),
+    *("alloc_all_gather_outputs", "free_unsharded_param", "_orig_size"),
+    *("_contiguous_orig_stride", "fsdp_placement"),
+)
+_ALIGNED = 64
+"""Bytes that each parameter in a buffer begins at a multiple of."""
 
 
 class _NoOrder(list[Any]):
@@ -117,6 +130,98 @@ class Unit:
                 yield one._unsharded_param, one.sharded_param
 
     @property
+    def device(self) -> torch.device:
+        """Where it is gathered."""
+        device: torch.device = self._groups[0].device
+        return device
+
+    @property
+    def trains(self) -> bool:
+        """True if a parameter is not frozen."""
+        return any(one.sharded_param.requires_grad for one in self._parameters)
+
+    @property
+    def _parameters(self) -> Iterator[Any]:
+        for group in self._groups:
+            for one in group.fsdp_params:
+                _check(one, _PARAMETER)
+                yield one
+
+    def whole_bytes(self) -> tuple[int, int]:
+        """Bytes of its parameters in one buffer, and of their gradients.
+
+        Raises:
+            RequestError: they do not lie in a buffer as they are gathered.
+        """
+        parameters = gradients = 0
+        for one in self._parameters:
+            if one.fsdp_placement.dim != 0 or is_sharded(one._unsharded_param):
+                raise RequestError(
+                    "alternating buffers are for parameters that are cut along their "
+                    "first dimension, and by data parallelism alone; leave them out"
+                )
+            (whole,) = one.all_gather_outputs
+            parameters += _aligned(whole.numel() * whole.itemsize)
+            if one.sharded_param.requires_grad:
+                dtype = one.reduce_dtype or whole.dtype
+                gradients += _aligned(whole.numel() * dtype.itemsize)
+        return parameters, gradients
+
+    def live_in(
+        self,
+        buffer: Tensor,
+        gather: Callable[[Sequence[Tensor], Sequence[Tensor], Any, bool], Any],
+        begin: Callable[[], None],
+        release: Callable[[], None],
+    ) -> None:
+        """Let the parameters be gathered into a buffer, with no copy in or out.
+
+        Args:
+            buffer: bytes, as many as `whole_bytes` says.
+            gather: called with parts of the buffer, with what this process has of each,
+                the group, and whether the work is to be waited for later.
+            begin: called where a pass has waited for the work.
+            release: called where a pass has ended.
+        """
+        (group,) = self._groups
+        parts, at = [], 0
+        for one in self._parameters:
+            (whole,) = one.all_gather_outputs
+            end = at + whole.numel() * whole.itemsize
+            part = buffer[at:end].view(whole.dtype)
+            one.all_gather_outputs = [part]
+            one._unsharded_param.data = part.as_strided(
+                *(one._orig_size, one._contiguous_orig_stride, part.storage_offset())
+            )
+            one.alloc_all_gather_outputs = one.free_unsharded_param = _nothing
+            parts.append(part)
+            at += _aligned(end - at)
+        group.fsdp_params[-1].free_unsharded_param = release
+        group.unshard_async_op = True  # on the stream of passes: it orders them
+        self.module.set_custom_all_gather(InPlace(parts, gather, begin))
+
+    def reduce_by(self, reduces: Reduces) -> None:
+        """Take memory for gradients from elsewhere, where there is some for two sums.
+
+        Args:
+            reduces: gives it, and sums.
+        """
+        self._context.reduce_scatter_max_input_buffers = 2
+        self.module.set_custom_reduce_scatter(reduces)
+
+    def gather_ahead(self, after: "Unit | None", before: "Unit | None") -> None:
+        """Start to gather others when passes of this one begin.
+
+        Args:
+            after: what runs next in F.
+            before: what runs next in B.
+        """
+        if after is not None:
+            self.module.set_modules_to_forward_prefetch([after.module])
+        if before is not None:
+            self.module.set_modules_to_backward_prefetch([before.module])
+
+    @property
     def pending(self) -> bool:
         """A gather is under way that nobody has waited for."""
         return any(group._all_gather_result is not None for group in self._groups)
@@ -147,3 +252,11 @@ def _check(held: object, names: Sequence[str]) -> None:
             f"torch {torch.__version__} has no {type(held).__name__}.{missing[0]}, "
             "which sharded stages need; use torch 2.13, or layers that are not wrapped"
         )
+
+
+def _nothing() -> None:
+    """Take the place of what allocates and frees."""
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGNED) * _ALIGNED

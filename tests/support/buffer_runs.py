@@ -1,0 +1,103 @@
+"""Where a stage's layers are gathered, and how often, for tests."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from mesh_runs import WIDTH, Block, Collected, adamw, breaking, loss_fn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, share_comm_ctx
+
+import zbpp
+from zbpp.checkpoint.shards import whole as gathered
+from zbpp.runtime.parallel.buffers import AlternatingBuffers
+from zbpp.runtime.parallel.turns import OrderError
+from zbpp.runtime.support.fsdp_internals import Unit
+
+__all__ = ["broken_all", "places", "places_all"]
+
+
+def places(
+    depth: int, *, alternating: bool = True
+) -> tuple[list[int], int, int, dict[str, int], float]:
+    """Of the second step of one stage: where its layers are, how often gathered.
+
+    Returns:
+        Address of each layer's first weight in its forwards; bytes of all memory that
+        weights were in; those of the buffers; collectives; the loss.
+    """
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [
+        Block(WIDTH, 2 * WIDTH * (1 + (i == 1)), checkpointed=False)
+        for i in range(depth)
+    ]
+    at: dict[int, set[int]] = {}
+    memory: dict[int, int] = {}
+
+    def see(i: int, layer: nn.Module, _: Any) -> None:
+        at.setdefault(i, set()).add(layer.norm.weight.data_ptr())  # type: ignore
+        for p in layer.parameters():
+            storage = p.untyped_storage()
+            memory[storage._cdata] = storage.nbytes()
+
+    with zbpp.Pipeline(
+        layers,
+        loss_fn=loss_fn,
+        optimizer=adamw,
+        schedule="ZBH1",
+        n_microbatches=2,
+        mesh=zbpp.mesh(stages=1, data_parallel=2),
+        shard="parameters",
+        alternating_buffers=alternating,
+    ) as pipeline:
+        for i, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(see, i))
+        x = torch.randn(4, WIDTH)
+        pipeline.step(x, x)
+        with Collected() as collected:
+            loss = pipeline.step(x, x).loss
+        pipeline.synchronize()
+        (executor,) = pipeline._executors.values()
+        held = executor.collectives.buffers
+    if alternating:
+        assert all(len(seen) == 1 for seen in at.values())
+    firsts = [min(at[i]) for i in range(depth)]
+    n_bytes = held.n_bytes if held else 0
+    return firsts, sum(memory.values()), n_bytes, dict(collected.counts), loss
+
+
+def places_all(cases: list[dict[str, Any]]) -> list[Any]:
+    """`places` of several cases."""
+    return [places(**case) for case in cases]
+
+
+def broken_all(ways: list[str]) -> list[str]:
+    """The error, or else the norm of gradients, with buffers that are broken so."""
+    return [_broken(way) for way in ways]
+
+
+def _broken(way: str) -> str:
+    torch.manual_seed(0)
+    layers = [Block(WIDTH, WIDTH, checkpointed=False) for _ in range(4)]
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    share_comm_ctx(layers)  # type: ignore[arg-type]
+    units = [Unit(layer) for layer in layers]
+    for unit in units:
+        unit.begin(keeps=False)
+        unit.module.unshard()
+        unit.module.reshard()
+    named = [(f"layers.{i}", unit) for i, unit in enumerate(units)]
+    with breaking(way):
+        AlternatingBuffers({1: named})
+        try:
+            nn.Sequential(*layers)(torch.ones(1, WIDTH)).sum().backward()
+            for unit in reversed(units):
+                unit.reduce()
+                unit.wait()
+        except OrderError as error:
+            return str(error)
+    gradients = [gathered(p.grad) for layer in layers for p in layer.parameters()]
+    return str(float(torch.stack([x.norm() for x in gradients]).norm()))

@@ -1,0 +1,197 @@
+"""Alternating buffers: the memory that layers of a stage are gathered and reduced in.
+
+Two hold parameters and two gradients, each as large as the largest layer's, however
+many layers there are. Nothing is allocated in a pass: a layer is gathered where it is
+used, and its graph may keep views of it from F to B, as it always has the same buffer.
+`turns` tells the order.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.runtime.parallel.turns import GradientTurn, ParameterTurn
+from zbpp.runtime.support.fsdp_internals import Unit
+
+__all__ = ["AlternatingBuffers", "Turn"]
+
+
+class AlternatingBuffers:
+    """The buffers of a stage.
+
+    Args:
+        layers: of each chunk, in the order of F: names, and the layers that have
+            parameters, each wrapped as a whole.
+
+    Raises:
+        RequestError: a layer's parameters do not lie in a buffer as they are gathered.
+    """
+
+    def __init__(self, layers: Mapping[int, Sequence[tuple[str, Unit]]]) -> None:
+        sizes = [unit.whole_bytes() for own in layers.values() for _, unit in own]
+        devices = [unit.device for own in layers.values() for _, unit in own]
+        device = devices[0] if devices else torch.device("cpu")
+        largest = [max(kind) for kind in zip((0, 0), *sizes, strict=True)]
+        self.turns: list[Turn] = []
+        self._parameters, self._gradients = (
+            [torch.zeros(n, dtype=torch.uint8, device=device) for _ in range(2)]
+            for n in largest
+        )
+        turns = [(ParameterTurn(device), GradientTurn(device)) for _ in range(2)]
+        for chunk, own in layers.items():
+            for place, (name, unit) in enumerate(own):
+                at = place % 2
+                turn = Turn(
+                    name,
+                    unit,
+                    (self._parameters[at], self._gradients[at]),
+                    *turns[at],
+                )
+                self.turns.append(turn)
+            _chain([unit for _, unit in own], has_gradient=chunk > 0)
+        owners = {turn.name: turn for turn in self.turns}
+        for turn in self.turns:
+            turn.owners = owners
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all four."""
+        return sum(x.nbytes for x in (*self._parameters, *self._gradients))
+
+    def forget(self) -> None:
+        """Drop what was gathered ahead and is not used."""
+        for turn in self.turns:
+            turn.drop_ahead()
+
+
+class Turn:
+    """One layer's use of its buffers; torch calls it to reduce.
+
+    Args:
+        name: of the layer.
+        unit: the layer, wrapped.
+        buffers: for parameters and gradients.
+        parameters: turn of the former.
+        gradients: of the latter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        unit: Unit,
+        buffers: tuple[Tensor, Tensor],
+        parameters: ParameterTurn,
+        gradients: GradientTurn,
+    ) -> None:
+        self.name = name
+        self.unit = unit
+        self.owners: dict[str, Turn] = {}
+        self.buffers = buffers
+        self._parameters, self._gradients = parameters, gradients
+        self._is_filling = False
+        unit.live_in(buffers[0], self.gather, self.begin, self.release)
+        unit.reduce_by(self)
+        unit.module.register_forward_pre_hook(self._check)
+
+    def gather(
+        self,
+        parts: Sequence[Tensor],
+        own: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        later: bool,
+    ) -> dist.Work | None:
+        """Start to gather the layer; the buffer's last owner is not in use."""
+        if self._parameters.is_ahead:
+            self.owners[self._parameters.owner or ""].drop_ahead()
+        self._parameters.gather(self.name)
+        work = group.allgather_into_tensor_coalesced(list(parts), list(own))
+        gathering = _Gathering(work, self)
+        if later:
+            return gathering
+        gathering.wait()
+        return None
+
+    def arrived(self) -> None:
+        """The gather has been waited for."""
+        self._parameters.arrived(self.name)
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._parameters.begin(self.name)
+
+    def release(self) -> None:
+        """A pass has ended."""
+        self._parameters.release(self.name)
+
+    def drop_ahead(self) -> None:
+        """End a gather of this layer that no pass has waited for."""
+        if self._parameters.is_ahead and self._parameters.owner == self.name:
+            self.unit.drop()
+            if self._parameters.owner == self.name:  # torch had waited by itself
+                self._parameters.cancel()
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Memory for gradients; called again, for this process's part of their sums."""
+        if self._is_filling:
+            self._is_filling = False
+            self._gradients.filled(self.name)
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._is_filling = True
+        self._gradients.fill(self.name)
+        n_bytes = size[0] * dtype.itemsize
+        return self.buffers[1][:n_bytes].view(dtype)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum the gradients; this stream has the sum."""
+        self._gradients.reduce(self.name)
+        dist.reduce_scatter_single(output_tensor, input_tensor, op, group)
+        self._gradients.release(self.name)
+        return None
+
+    def _check(self, *_: object) -> None:
+        self._parameters.check(self.name)
+
+
+class _Gathering(dist.Work):
+    """A gather that is under way; it tells the buffer that it was waited for."""
+
+    def __init__(self, work: dist.Work, turn: Turn) -> None:
+        super().__init__()
+        self._work = work
+        self._turn = turn
+
+    def wait(self, *limit: Any, **named: Any) -> bool:
+        """Wait, and say so."""
+        done = self._work.wait(*limit, **named)
+        self._turn.arrived()
+        return bool(done)
+
+    def is_completed(self) -> bool:
+        """True if it has ended."""
+        return self._work.is_completed()
+
+
+def _chain(units: Sequence[Unit], *, has_gradient: bool) -> None:
+    """Let each pass start the gather that the next one needs.
+
+    Args:
+        units: in the order of F.
+        has_gradient: B goes on behind the first.
+    """
+    for i, unit in enumerate(units):
+        before = units[i - 1] if i else None
+        has_gradient = has_gradient or (before is not None and before.trains)
+        after = units[i + 1] if i + 1 < len(units) else None
+        unit.gather_ahead(after, before if has_gradient else None)
