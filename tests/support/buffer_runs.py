@@ -15,7 +15,18 @@ from zbpp.runtime.parallel.buffers import AlternatingBuffers
 from zbpp.runtime.parallel.turns import OrderError
 from zbpp.runtime.support.fsdp_internals import Unit
 
-__all__ = ["broken_all", "places", "places_all"]
+__all__ = ["broken_all", "layers_of", "places", "places_all"]
+
+
+def layers_of(depth: int) -> list[nn.Module]:
+    """Layers, the second the largest; W of the third asks for a weight that is gone."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [
+        Block(WIDTH, 2 * WIDTH * (1 + (i == 1)), checkpointed=False)
+        for i in range(depth)
+    ]
+    layers[2] = _Convolution()
+    return layers
 
 
 def places(
@@ -27,11 +38,7 @@ def places(
         Address of each layer's first weight in its forwards; bytes of all memory that
         weights were in; those of the buffers; collectives; the loss.
     """
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [
-        Block(WIDTH, 2 * WIDTH * (1 + (i == 1)), checkpointed=False)
-        for i in range(depth)
-    ]
+    layers = layers_of(depth)
     at: dict[int, set[int]] = {}
     memory: dict[int, int] = {}
 
@@ -65,6 +72,19 @@ def places(
     firsts = [min(at[i]) for i in range(depth)]
     n_bytes = held.n_bytes if held else 0
     return firsts, sum(memory.values()), n_bytes, dict(collected.counts), loss
+
+
+class _Convolution(nn.Module):
+    """Norm and convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.convolution = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.convolution(self.norm(x)[:, None])
+        return x + made.sum(1)
 
 
 def places_all(cases: list[dict[str, Any]]) -> list[Any]:

@@ -76,6 +76,8 @@ class EstimateCommand:
     """Replicas of every stage."""
     shard: Shard = "none"
     """State that replicas hold in parts; each word includes those before."""
+    alternating_buffers: bool = False
+    """Gather and reduce layers in buffers of each stage; with --shard parameters."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Whose kernels are taken; cuda needs a machine with a GPU, and leaves it alone."""
     costs: Annotated[Path | None, shown_as("PATH")] = None
@@ -124,6 +126,7 @@ class EstimateCommand:
             *(self._optimizer(), self.post_validation, self.rollback, self._split()),
             data_parallel=self.data_parallel,
             shard=self.shard,
+            alternating_buffers=self.alternating_buffers,
         )
         costs = Costs() if self.costs is None else read_costs(self.costs)[0]
         modes = [m if is_file(m) else canonical(m) for m in self.modes or DEFAULT_MODES]
@@ -155,7 +158,10 @@ class EstimateCommand:
         for flag, value in {**sizes, "--microbatch_size": self.microbatch_size}.items():
             if value is not None and value < 1:
                 raise RequestError(f"{flag} is {value}; it must be at least 1")
-        check_replicas(self.data_parallel, self.shard)
+        check_replicas(
+            *(self.data_parallel, self.shard),
+            alternating_buffers=self.alternating_buffers,
+        )
 
     def _fakes(self) -> AbstractContextManager[Any]:
         """A mode in which the user's function makes tensors without memory."""

@@ -42,6 +42,7 @@ def estimate(
     exact_sums: bool = True,
     data_parallel: int = 1,
     shard: Shard = "none",
+    alternating_buffers: bool = False,
 ) -> Estimate:
     """Bytes that every stage holds under every mode; nothing is run.
 
@@ -68,6 +69,7 @@ def estimate(
         data_parallel: replicas of every stage.
         shard: state that replicas hold in parts: none, optimizer, gradients or
             parameters; each includes those before.
+        alternating_buffers: layers are gathered and reduced in buffers of a stage.
 
     Raises:
         RequestError: the model has no layers or decides by its data, or no mode can
@@ -83,11 +85,12 @@ def estimate(
         autocast=autocast,
         exact_sums=exact_sums,
     )
-    check_replicas(data_parallel, shard)
+    check_replicas(data_parallel, shard, alternating_buffers=alternating_buffers)
     steps = Steps(
         *(optimizer, post_validation, rollback, split),
         data_parallel=data_parallel,
         shard=shard,
+        alternating_buffers=alternating_buffers,
     )
     return estimate_modes(
         memory,

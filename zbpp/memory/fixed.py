@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
 
 from zbpp.core import RequestError, Schedule
 from zbpp.memory.model import ModelMemory
-from zbpp.memory.parts import part_of, part_share
+from zbpp.memory.parts import part_of, part_shape, part_share
 from zbpp.planning.data_parallel import Shard, gathers_in_passes
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.support.fsdp_in_place import aligned
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
 
@@ -32,6 +34,8 @@ class Steps:
     """Replicas of every stage."""
     shard: Shard = "none"
     """State that they hold in parts (`zbpp.planning.data_parallel`)."""
+    alternating_buffers: bool = False
+    """Layers are gathered and reduced in buffers that are there all the time."""
 
     @property
     def n_parts(self) -> int:
@@ -127,7 +131,10 @@ def fixed_of(
     parts = [part_of(memory.fake.mode, p, n) for p in own_parameters]
     return Fixed(
         parameters=memory.bytes_of(parts),
-        buffers=memory.bytes_of(buffers) + kept + sent,
+        buffers=memory.bytes_of(buffers)
+        + kept
+        + sent
+        + _alternating(memory, steps, layers),
         optimizer=step.state,
         rollback=rollback,
         batch=memory.bytes_of(ends) * schedule.n_microbatches,
@@ -149,7 +156,7 @@ def _gathered(
     memory: ModelMemory, steps: Steps, chunks: Mapping[int, Sequence[int]]
 ) -> dict[str, dict[int, int]]:
     """Bytes of whole parameters: of a chunk by UNSHARD, or of a layer in its passes."""
-    if steps.n_parts == 1:
+    if steps.n_parts == 1 or steps.alternating_buffers:
         return {}
     sizes = {
         chunk: [memory.bytes_of(memory.parameters([layer])) for layer in own]
@@ -158,6 +165,23 @@ def _gathered(
     if gathers_in_passes(steps.data_parallel, steps.shard):
         return {"in_pass": {chunk: max(own) for chunk, own in sizes.items()}}
     return {"gathered": {chunk: sum(own) for chunk, own in sizes.items()}}
+
+
+def _alternating(memory: ModelMemory, steps: Steps, layers: Sequence[int]) -> int:
+    """Bytes of two buffers for the largest layer, and of two for its gradients."""
+    if not steps.alternating_buffers:
+        return 0
+    n = steps.n_parts
+    sizes = [
+        [
+            (aligned(n * prod(part_shape(p.shape, n)) * p.itemsize), p.requires_grad)
+            for p in memory.parameters([layer])
+        ]
+        for layer in layers
+    ]
+    parameters = max(sum(size for size, _ in own) for own in sizes)
+    gradients = max(sum(size for size, learns in own if learns) for own in sizes)
+    return 2 * (parameters + gradients)
 
 
 def _summed(

@@ -32,11 +32,13 @@ __all__ = [
 ]
 
 
-def check_replicas(data_parallel: int, shard: str) -> None:
+def check_replicas(
+    data_parallel: int, shard: str, *, alternating_buffers: bool = False
+) -> None:
     """Refuse what is no number of replicas, or nothing that they can shard.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is none, or nothing is gathered for a pass alone.
     """
     if data_parallel < 1:
         raise RequestError(f"--data_parallel is {data_parallel}; it must be at least 1")
@@ -46,6 +48,11 @@ def check_replicas(data_parallel: int, shard: str) -> None:
         raise RequestError(
             f"--shard {shard} needs replicas to shard among; give --data_parallel, 2 "
             "or more"
+        )
+    if alternating_buffers and shard != "parameters":
+        raise RequestError(
+            f"--alternating_buffers hold layers for the time of a pass, and --shard is "
+            f"{shard}, which keeps them whole for longer; give --shard parameters"
         )
 
 

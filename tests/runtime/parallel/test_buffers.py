@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from buffer_runs import broken_all, places_all
-from mesh_runs import WIDTH, Found, train_all
+from buffer_runs import broken_all, layers_of, places_all
+from mesh_runs import WIDTH, Found, loss_fn, train_all
 from pool import Pool
 
 import zbpp
 from zbpp import RequestError
+from zbpp.memory.api import estimate
 from zbpp.runtime.parallel.turns import GradientTurn, OrderError, ParameterTurn
 
 CPU = torch.device("cpu")
@@ -102,6 +103,27 @@ def test_memory_is_flat_in_depth(pool: Pool) -> None:
         assert loss == plain_loss
         assert plain_counts["allgather_base"] == 2 * 2 * 16  # F and B of m = 2
         assert sorted(counts.values()) == sorted(plain_counts.values())
+    assert _estimated(depths[-1]) == 4 * BLOCK
+
+
+def _estimated(depth: int) -> float:
+    """Bytes that an estimate counts for the buffers."""
+    layers, x = layers_of(depth), torch.ones(2, WIDTH)
+    of, without = (
+        estimate(
+            *(layers, (x, x), loss_fn),
+            n_stages=1,
+            n_microbatches=2,
+            modes=["ZBH1"],
+            data_parallel=2,
+            shard="parameters",
+            alternating_buffers=alternating,
+        )
+        for alternating in (True, False)
+    )
+    (stage,), (bare,) = of.modes["ZBH1"], without.modes["ZBH1"]
+    assert stage.gathered_peak == 0 < bare.gathered_peak
+    return stage.buffers - bare.buffers
 
 
 @pytest.mark.dist

@@ -151,7 +151,11 @@ def _groups(
 
 
 class _OfConvolution(NamedTuple):
-    """The gradients of a convolution's weight and bias, from one kernel."""
+    """The gradients of a convolution's weight and bias, from one kernel.
+
+    It is asked for the shape of the weight alone, whose numbers may be gone: those of
+    a sharded layer are, once its B has ended.
+    """
 
     x: Tensor
     weight: Tensor
@@ -161,8 +165,15 @@ class _OfConvolution(NamedTuple):
 
     def of(self, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [False, True, self.with_bias]
+        weight = self.weight
+        if weight.untyped_storage().nbytes() == 0:
+            weight = torch.empty_strided(
+                *(weight.shape, weight.stride()),
+                dtype=weight.dtype,
+                device=weight.device,
+            )
         _, dw, db = torch.ops.aten.convolution_backward(
-            dy, self.x, self.weight, self.bias_sizes, *self.settings, wanted
+            dy, self.x, weight, self.bias_sizes, *self.settings, wanted
         )
         return (dw, db) if self.with_bias else (dw,)
 

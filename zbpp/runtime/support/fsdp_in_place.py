@@ -18,7 +18,15 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 
-__all__ = ["InPlace", "Reduces"]
+__all__ = ["InPlace", "Reduces", "aligned"]
+
+_ALIGNED = 64
+"""Bytes that each parameter in a buffer begins at a multiple of."""
+
+
+def aligned(n_bytes: int) -> int:
+    """Bytes that a parameter takes of a buffer."""
+    return -(-n_bytes // _ALIGNED) * _ALIGNED
 
 
 class Reduces(Protocol):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.support.fsdp_in_place import InPlace, Reduces
+from zbpp.runtime.support.fsdp_in_place import InPlace, Reduces, aligned
 from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = ["Unit", "is_unit", "managed", "units_in"]
@@ -33,8 +33,6 @@ _PARAMETER = (
     *("alloc_all_gather_outputs", "free_unsharded_param", "_orig_size"),
     *("_contiguous_orig_stride", "fsdp_placement"),
 )
-_ALIGNED = 64
-"""Bytes that each parameter in a buffer begins at a multiple of."""
 
 
 class _NoOrder(list[Any]):
@@ -161,10 +159,10 @@ class Unit:
                     "first dimension, and by data parallelism alone; leave them out"
                 )
             (whole,) = one.all_gather_outputs
-            parameters += _aligned(whole.numel() * whole.itemsize)
+            parameters += aligned(whole.numel() * whole.itemsize)
             if one.sharded_param.requires_grad:
                 dtype = one.reduce_dtype or whole.dtype
-                gradients += _aligned(whole.numel() * dtype.itemsize)
+                gradients += aligned(whole.numel() * dtype.itemsize)
         return parameters, gradients
 
     def live_in(
@@ -195,7 +193,7 @@ class Unit:
             )
             one.alloc_all_gather_outputs = one.free_unsharded_param = _nothing
             parts.append(part)
-            at += _aligned(end - at)
+            at += aligned(end - at)
         group.fsdp_params[-1].free_unsharded_param = release
         group.unshard_async_op = True  # on the stream of passes: it orders them
         self.module.set_custom_all_gather(InPlace(parts, gather, begin))
@@ -256,7 +254,3 @@ def _check(held: object, names: Sequence[str]) -> None:
 
 def _nothing() -> None:
     """Take the place of what allocates and frees."""
-
-
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // _ALIGNED) * _ALIGNED
