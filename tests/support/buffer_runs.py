@@ -1,5 +1,6 @@
 """Where a stage's layers are gathered, and how often, for tests."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch.distributed.fsdp import fully_shard, share_comm_ctx
 import zbpp
 from zbpp.checkpoint.shards import whole as gathered
 from zbpp.runtime.parallel.buffers import AlternatingBuffers
-from zbpp.runtime.parallel.turns import OrderError
+from zbpp.runtime.parallel.turns import OrderError, ParameterTurn
 from zbpp.runtime.support.fsdp_internals import Unit
 
-__all__ = ["broken_all", "layers_of", "places", "places_all"]
+__all__ = ["broken_all", "layers_of", "moves", "places", "places_all"]
 
 
 def layers_of(depth: int) -> list[nn.Module]:
@@ -90,6 +91,29 @@ class _Convolution(nn.Module):
 def places_all(cases: list[dict[str, Any]]) -> list[Any]:
     """`places` of several cases."""
     return [places(**case) for case in cases]
+
+
+def moves() -> str:
+    """Gathers, begins and releases of four layers in F and B, in their order."""
+    seen: list[str] = []
+    names = ("gather", "begin", "release")
+    whole = {name: getattr(ParameterTurn, name) for name in names}
+
+    def noted(name: str) -> Callable[[ParameterTurn, str], None]:
+        def move(turn: ParameterTurn, layer: str) -> None:
+            seen.append(f"{name[0]}{layer[-1]}")
+            whole[name](turn, layer)
+
+        return move
+
+    try:
+        for name in names:
+            setattr(ParameterTurn, name, noted(name))
+        _broken("poison")
+    finally:
+        for name in names:
+            setattr(ParameterTurn, name, whole[name])
+    return " ".join(seen)
 
 
 def broken_all(ways: list[str]) -> list[str]:

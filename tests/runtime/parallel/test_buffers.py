@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffer_runs import broken_all, layers_of, places_all
+from buffer_runs import broken_all, layers_of, moves, places_all
 from mesh_runs import WIDTH, Found, loss_fn, train_all
 from pool import Pool
 
@@ -157,6 +157,14 @@ def assert_same(one: Found, plain: Found) -> None:
     assert one.validation == plain.validation
     for name, value in plain.parameters.items():
         assert torch.equal(one.parameters[name], value), f"{name} differs"
+
+
+@pytest.mark.dist
+def test_each_pass_starts_the_next_ones_gather(pool: Pool) -> None:
+    """Gathers, begins, releases of four layers, in F and then in B."""
+    assert pool.run(moves, 2) == 2 * [
+        "g0 b0 g1 r0 b1 g2 r1 b2 g3 r2 b3 r3 g3 b3 g2 r3 b2 g1 r2 b1 g0 r1 b0 r0"
+    ]
 
 
 BREAKS = {
