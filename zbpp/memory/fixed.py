@@ -57,8 +57,8 @@ class Fixed:
         step: most that an optimizer step needs.
         commit: most that the confirmation of a speculative one needs.
         speculates: steps are validated in the next one.
-        keeps_sends: a send is held to the end of the next step, as by gloo; else to
-            the next send.
+        keeps_sends: a send is held until the sums of its step have come, as by gloo;
+            else to the next send.
         in_order: gradients are added in micro-batch order.
         gathered: of each chunk, what an UNSHARD adds until its RESHARD.
         in_pass: of each chunk, what F, B and BW gather for themselves.

@@ -118,7 +118,7 @@ class StageWalk:
         self._messages: dict[Value, int] = {}
         self._sent_of: dict[tuple[int, int], list[_Sent]] = {}
         self._n_acts = self._n_messages = self._n_made = 0
-        self._n_sends = sends
+        self._n_sends = self._n_older = sends
         self._made: dict[int, int] = {}
         self._has_b: set[int] = set()
         self._has_w: set[int] = set()
@@ -140,11 +140,14 @@ class StageWalk:
             case Reduce():
                 self._see(self._fixed.norm)
             case Step():
+                if not self._fixed.speculates:  # all sums have come
+                    self._let_go()
                 self._see(self._fixed.step)
                 self._last_gradients = self._n_made if self._fixed.speculates else 0
                 self._made, self._n_made = {}, 0
                 self._has_b, self._has_w, self._summed = set(), set(), set()
             case Check():
+                self._n_sends, self._n_older = self._n_sends - self._n_older, 0
                 self._see(self._fixed.commit)
             case Collective():
                 self._collective(instruction)
@@ -244,11 +247,16 @@ class StageWalk:
             kept = PassKind.W if place in self._acts else None
             sent = _Sent(messages.dx, messages.dx_alone, kept)
         if not self._fixed.keeps_sends:
-            self._sent, self._sent_of, self._n_sends = [], {}, 0
+            self._let_go()
         self._sent.append(sent)
         self._sent_of.setdefault(place, []).append(sent)
         self._n_sends += sent.n_bytes
         self._see(0)
+
+    def _let_go(self) -> None:
+        """All that was sent has been received."""
+        self._sent, self._sent_of = [], {}
+        self._n_sends = self._n_older = 0
 
     def _size(self, value: Value) -> int:
         """Bytes of a value that comes from another stage."""

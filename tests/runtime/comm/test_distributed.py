@@ -125,19 +125,31 @@ def test_results_may_be_read_later(pool: Pool) -> None:
         assert (first, last) == (expected[0][0], expected[2][0])
 
 
-def count_unfinished_sends(post_validation: bool) -> list[int]:
+def count_unfinished_sends(post_validation: bool, lets_go: bool) -> list[int]:
+    """After each step, once its sums have been read."""
     pipeline = make_pipeline("ZBH1", None, post_validation=post_validation)
     (executor,) = pipeline._executors.values()
+    transport = executor.transport
+    if not lets_go:
+        transport._finish_sum = lambda n, *rest: transport._waits.finish(*rest)
     counts = []
-    for step in range(6):
+    for step in range(5):
         pipeline.step(*batch(step))
-        counts.append(len(executor.transport._wire._outgoing))
+        pipeline.synchronize()
+        counts.append(len(transport._wire._outgoing))
     return counts
 
 
 @pytest.mark.parametrize("post_validation", [False, True])
-def test_sends_are_let_go_in_the_next_step(pool: Pool, post_validation: bool) -> None:
-    for _, second, *later in pool.run(count_unfinished_sends, 2, post_validation):
+def test_sends_are_let_go_when_the_sums_have_come(
+    pool: Pool, post_validation: bool
+) -> None:
+    """The control: without it they are let go at the end of the next step."""
+    for counts in pool.run(count_unfinished_sends, 2, post_validation, True):
+        assert counts == [0] * 5
+    for _, second, *later in pool.run(
+        count_unfinished_sends, 2, post_validation, False
+    ):
         assert second > 0 and set(later) == {second}
 
 

@@ -36,7 +36,7 @@ from zbpp.runtime.comm.private_group import (
     uses_nccl,
 )
 from zbpp.runtime.comm.transport import Opening
-from zbpp.runtime.comm.waits import Waits
+from zbpp.runtime.comm.waits import Waits, Words
 from zbpp.runtime.comm.wire import Wire
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import PeerError
@@ -205,8 +205,18 @@ class DistributedTransport(Messages):
             copy = self._waits.copy_after(work, vector)
         except RuntimeError as error:
             raise self._lost("could not begin a sum with", None, error) from error
-        self._sum = PendingSum(work, copy, self._waits.finish)
+        self._sum = PendingSum(work, copy, partial(self._finish_sum, self._wire.n_sent))
         return self._sum
+
+    def _finish_sum(
+        self, n_sent: int, work: dist.Work, copy: HostCopy, what: Words
+    ) -> None:
+        """Wait for a sum, and let go what was sent before this stage began it.
+
+        All stages begin it behind their passes: what these read has been received.
+        """
+        self._waits.finish(work, copy, what)
+        self._wire.finish_first(n_sent)
 
     def add_weights(self, weight: float) -> PendingSum | None:
         """Start to sum the weight of all replicas' batches; None: there is one."""
@@ -253,7 +263,8 @@ class DistributedTransport(Messages):
         """End the step; sends may still be under way, so no stage waits for another.
 
         Those of the step before have been received, as this step has seen its sums.
-        They are let go here: gloo calls no send completed before one waits for it.
+        They are let go then, or here: gloo calls no send completed before one waits for
+        it.
         """
         if self._opening is not None:
             self._waits.timeout_s = self._steady_timeout_s

@@ -43,12 +43,18 @@ class Wire:
         self._outgoing: deque[tuple[dist.Work, Tensor, Message, int]] = deque()
         self._to: dict[tuple[Message, int], Port] = {}
         self._from: dict[tuple[Message, int], Port] = {}
-        self._n_older = 0  # sends of steps before this one that are not finished
+        self._n_finished = 0
+        self._n_older = 0  # sends of the steps before this one
 
     def begin(self, *, training: bool) -> None:
         """Start a step, or an evaluation."""
         self.training = training
-        self._n_older = len(self._outgoing)
+        self._n_older = self.n_sent
+
+    @property
+    def n_sent(self) -> int:
+        """Tensors sent so far; they are finished in this order."""
+        return self._n_finished + len(self._outgoing)
 
     def send(self, value: Message, tensor: Tensor, peer: int, *, slot: int) -> None:
         """Start to send; the tensor is kept until it has left.
@@ -92,7 +98,11 @@ class Wire:
 
     def finish_older(self) -> None:
         """Wait for the sends of the steps before this one."""
-        while self._n_older > 0:
+        self.finish_first(self._n_older)
+
+    def finish_first(self, n: int) -> None:
+        """Wait for so many sends, counted from the start on."""
+        while self._n_finished < n:
             self._finish_oldest("the end of the step to hand")
 
     def flush(self) -> None:
@@ -108,5 +118,5 @@ class Wire:
 
     def _finish_oldest(self, doing: str) -> None:
         work, _, value, peer = self._outgoing.popleft()
-        self._n_older -= 1
+        self._n_finished += 1
         self._waits.wait(work, (doing, value, "to"), peer)
