@@ -222,10 +222,19 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         ("front and tail", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 12 + 3 + 2),
         # Two W's of 2 each fill all of the 4, so the tail is not idle.
         ("front and tail", (0, 1), 4, Costs(w=2, comm=1), MemoryModel(limit=2), 16 + 3),
-        # Two at a time, loop 6: F0 0, F2 6, F3 7, then a loop and a W.
-        ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2.5), 6 + 1 + 6 + 1),
+        # Two at a time, loop 6: F0 0, F2 6; 2 and 3 through stage 1 (2 + 4 + 2), a W.
+        ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2.5), 6 + 8 + 1),
         # Two leave no room for a pending W: W0, or else F1 and B1, before F2.
-        ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 1 + 6 + 1),
+        ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 8 + 1),
+        # The same, but stage 0 is slower: it takes 2 (2 + 2) itself for the last two.
+        (
+            "cycle",
+            (0, 1),
+            4,
+            Costs((2, 0.5), (2, 0.5)),
+            MemoryModel(limit=2),
+            6 + 8 + 1,
+        ),
         # A large W is not waited for: F1 (1) or B1 (2) is shorter.
         ("cycle", (0,), 3, Costs(1, 2, 9), MemoryModel(limit=2), (3 + 2) + 3 + 9),
         # With one at a time it must be: every loop ends with its W.
@@ -268,7 +277,7 @@ def test_bounds_by_hand(proof, placement, m, costs, memory, by_hand):
         # Two in flight leave room for the next F, as nothing waits for W.
         (
             *("cycle", (0, 1), 4, Costs(comm=1, splits=(False, True))),
-            *(MemoryModel(limit=2), 7 + 1 + 7),
+            *(MemoryModel(limit=2), 7 + 9),
         ),
     ],
 )

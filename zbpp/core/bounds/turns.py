@@ -14,7 +14,7 @@ this is still held when B of e of i starts: so the peak of B of e goes off the l
 So F of c of i+K starts a loop or more after that of i: the time from the start of F of
 c to the end of B of e. It also starts K F's later. Before the last micro-batch there
 are as many such turns as fit in m - 1, and an F of c for each of the rest; its own way
-through the stage is added. With one chunk this is ``cycle``.
+through the stage is added. With one chunk this is the loop of ``cycle``.
 
 The wait: between that B of e of i and that F of c of i+K the stage has more to do.
 

@@ -25,6 +25,7 @@ class Ways:
         self.whole = whole
         self.m = m
         self.chunks_of = times.placement.chunks_of
+        self._ahead: dict[int, list[float]] = {}
         self.last_chunk = times.placement.n_chunks - 1
         self.down, self.up = [0.0], [0.0]
         for chunk in range(self.last_chunk):
@@ -38,6 +39,31 @@ class Ways:
         down = self.down[last] - self.down[chunk] + times.f[last]
         up = self.up[last] - self.up[chunk] + times.b[last]
         return down + up
+
+    def through(self, chunk: int, n: int) -> float:
+        """Least time from the first F of a chunk to the last B, of n micro-batches.
+
+        Take a stage k whose first chunk c is not before this one, a. Its F's and B's of
+        n micro-batches take n (F + B), after the path from a's F to c's F of the first.
+        The last of them is a B of c; the path back to a's B remains. -inf: there is no
+        such stage.
+        """
+        if n not in self._ahead:
+            self._ahead[n] = self._longest_ahead(n)
+        return self._ahead[n][chunk] - (self.down[chunk] + self.up[chunk])
+
+    def _longest_ahead(self, n: int) -> list[float]:
+        """For each chunk the longest way of n through a stage that begins there, or
+        later, counted from chunk 0."""
+        times = self.times
+        longest = [-math.inf] * (self.last_chunk + 2)
+        for chunks in self.chunks_of:
+            busy = sum(times.f[chunk] + times.b[chunk] for chunk in chunks)
+            first = chunks[0]
+            longest[first] = self.down[first] + self.up[first] + n * busy
+        for chunk in range(self.last_chunk, -1, -1):
+            longest[chunk] = max(longest[chunk], longest[chunk + 1])
+        return longest
 
     def fits(self, stage: int, amount: float, beside: float = 0.0) -> float:
         """Number of times that an amount fits in a stage's limit beside another."""
