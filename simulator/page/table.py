@@ -22,7 +22,7 @@ _CAPTION = (
 
 def modes_table(entries: Sequence[PageEntry], *, time_unit: str = "") -> str:
     """Tabulate entries; the shortest step is bold."""
-    steps = [_step(entry) for entry in entries]
+    steps = _steps(entries)
     least = min((step for step in steps if step is not None), default=0.0)
     columns = _columns(entries, time_unit)
     head = "".join(
@@ -54,13 +54,14 @@ _Column = Callable[[PageEntry], str]
 def _columns(entries: Sequence[PageEntry], time_unit: str) -> dict[str, _Column]:
     """The columns for which at least one entry has a figure."""
     unit = f", {time_unit}" if time_unit else ""
-    base = {entry.group: _step(entry) for entry in entries if entry.name == _BASELINE}
+    step_of = dict(zip(map(id, entries), _steps(entries), strict=True))
+    base = {one.group: step_of[id(one)] for one in entries if one.name == _BASELINE}
     held = [entry.peak for entry in entries if entry.peak is not None]
     limits = [entry.limit for entry in entries if entry.limit is not None]
     measured = any(entry.measured_step is not None for entry in entries)
 
     def faster(entry: PageEntry) -> str:
-        baseline, step = base.get(entry.group), _step(entry)
+        baseline, step = base.get(entry.group), step_of[id(entry)]
         return f"{baseline / step:.3f}" if baseline and step else ""
 
     def memory(entry: PageEntry) -> str:
@@ -97,9 +98,12 @@ def _columns(entries: Sequence[PageEntry], time_unit: str) -> dict[str, _Column]
     }
 
 
-def _step(entry: PageEntry) -> float | None:
-    """Key that entries are compared by: measured where that is known."""
-    return entry.simulated_step if entry.measured_step is None else entry.measured_step
+def _steps(entries: Sequence[PageEntry]) -> list[float | None]:
+    """Keys that entries are compared by: measured steps if all were, else simulated."""
+    timed = [one for one in entries if one.measured_step or one.simulated_step]
+    if all(one.measured_step is not None for one in timed):
+        return [one.measured_step for one in entries]
+    return [one.simulated_step for one in entries]
 
 
 def _chunks(entry: PageEntry) -> str:

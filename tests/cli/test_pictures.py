@@ -154,10 +154,10 @@ def test_measured_runs_stand_beside_the_simulated_ones(capsys, tmp_path, costs_f
         assert list(ratios.values()) == pytest.approx([1.0] * len(ratios))
         assert one["bubble_rate"] == pytest.approx(bubble_rate(run))
         assert one["kinds"]["F"]["time_error"] == pytest.approx(costs.f / 4)
-    panels = [
-        (one["name"], one["of"])
-        for one in page_data(page.read_text(encoding="utf-8"))["panels"]
-    ]
+    text = page.read_text(encoding="utf-8")
+    panels = [(one["name"], one["of"]) for one in page_data(text)["panels"]]
+    rates = [row["speed_up"] for row in data["comparisons"][0]["modes"]]
+    assert all(f"<td>{rate:.3f}</td>" in text for rate in rates)  # none by measured
     place = panels.index(("ZBH1", "simulated"))
     assert panels[place + 1] == ("ZBH1", "measured")
     assert panels[-2:] == [("torch:1F1B", "simulated"), ("torch:1F1B", "measured")]

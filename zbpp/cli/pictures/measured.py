@@ -144,7 +144,7 @@ def print_runs(runs: Sequence[Run]) -> None:
         kinds = data["kinds"]
         table.add_row(
             run.name,
-            _both(data, "bubble_rate", ".2%"),
+            _both(data, "bubble_rate", ".1%"),
             _both(data, "span", ".4g"),
             "\n".join(kinds),
             *(
