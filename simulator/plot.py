@@ -76,6 +76,7 @@ def _new_figure(
     typical = lasting[len(lasting) // 2] if lasting else 1.0
     least = 10.0 if any(timeline.recomputing for timeline in timelines) else 8.0
     least += 4.0 if any(timeline.collectives for timeline in timelines) else 0.0
+    least += 1.2 if any(timeline.sending for timeline in timelines) else 0.0
     width = min(max(0.215 * length / typical + 1.2, least), 18.0)  # least: the legend
     heights = [_rows_height(timeline.placement.n_stages) for timeline in timelines]
     with_memory = memory is not None and len(timelines) == 1
