@@ -1,0 +1,55 @@
+"""Compiled blocks under `fully_shard` and beside replicas."""
+
+from typing import Any
+
+import pytest
+import torch
+from mesh_runs import train
+from pool import Pool
+from torch import fx
+
+from zbpp.runtime.compiled import backend
+
+STEPS = 2
+
+
+def train_compiled(how: str) -> tuple[Any, Any, Any, int]:
+    """Losses and norms of two modes compiled, of one uncompiled; graphs compiled."""
+    graphs = 0
+
+    def as_it_is(graph: fx.GraphModule, _: Any, **__: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+
+        def boxed(args: list[Any]) -> Any:
+            given = tuple(args)
+            args.clear()
+            return graph.forward(*given)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        graph.recompile()
+        return boxed
+
+    torch._dynamo.reset()
+    compile_graph, backend.compile_graph = backend.compile_graph, as_it_is
+    try:
+        whole, split = (
+            train(mode, how, steps=STEPS, compile="blocks").results
+            for mode in ("1F1B", "ZBH1")
+        )
+    finally:
+        backend.compile_graph = compile_graph
+        torch._dynamo.reset()
+    return whole, split, train("ZBH1", how, steps=STEPS).results, graphs
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["bare", "optimizer", "resharded"])
+def test_compiled_blocks_train_as_others_do(how: str, pool: Pool) -> None:
+    for whole, split, eager, graphs in pool.run(train_compiled, 4, how):
+        assert graphs >= 2  # a forward and a backward, but for kernels
+        assert len(split) == STEPS
+        for one, other, plain in zip(whole, split, eager, strict=True):
+            assert one == other
+            assert other == pytest.approx(plain, rel=1e-6)
