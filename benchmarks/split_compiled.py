@@ -85,13 +85,16 @@ class Contender:
         y: Tensor = self.module(x)
         dy = torch.ones_like(y)
         if not self._is_split:
-            return partial(_full, y, dy), _nothing
+            return partial(_full, [y, dy]), _nothing
         graph = SplitGraph([y], [x], is_exact=self._is_exact, plans=self._plans)
         del y
         return partial(_drop, graph, dy), graph.backward_weight
 
 
-def _full(y: Tensor, dy: Tensor) -> None:
+def _full(ends: list[Tensor]) -> None:
+    """Run one backward; the graph is freed in it, as B frees it."""
+    y, dy = ends
+    ends.clear()
     torch.autograd.backward(y, dy)
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.backward.accumulate import GradientOrder
-from zbpp.runtime.backward.alias import alias_of
 from zbpp.runtime.backward.data_parallel import check_module
+from zbpp.runtime.backward.ends import alias_of
 from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk

@@ -13,7 +13,7 @@ from zoo import Case, Fn
 from zoo_runs import ORDERS, differences, plainly, split
 
 from zbpp.runtime.backward import graph as graph_module
-from zbpp.runtime.backward import remembered, ways, weight_rules
+from zbpp.runtime.backward import parts, ways, weight_rules
 from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.backward.split import SplitGraph
 
@@ -134,7 +134,7 @@ def test_parts_that_wait_wrongly_would_be_noticed(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(ways, "overlap", lambda *_: False)
-        patched.setattr(remembered, "overlap", lambda *_: False)
+        patched.setattr(parts, "overlap", lambda *_: False)
         assert not finds(PARTS["parts that overlap"])
         assert not finds(PARTS["a part used thrice"])
     with monkeypatch.context() as patched:  # a gradient from W beside one from B

@@ -9,6 +9,7 @@ from torch import Tensor
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.ways import Way, is_view, part_of, way_of, whole_of
 from zbpp.runtime.backward.weight_rules import Gradients, OfMatrix, Rule
+from zbpp.runtime.support.autograd_internals import can_read_saved
 
 __all__ = [
     "DeferredWeightGrad",
@@ -16,6 +17,8 @@ __all__ = [
     "Product",
     "Site",
     "Target",
+    "can_read",
+    "check_versions",
     "edges_by_leaf",
     "find_target",
     "is_dtensor",
@@ -113,6 +116,15 @@ def edges_by_leaf(products: Sequence[Site]) -> dict[Any, list[tuple[Any, int]]]:
     return found
 
 
+def can_read(products: Sequence[Site]) -> bool:
+    """True if what these have saved may be read once more; see `can_read_saved`."""
+    return all(
+        can_read_saved(node, name)
+        for node, product, _ in products
+        for name in product.reads
+    )
+
+
 class DeferredWeightGrad(NamedTuple):
     """The weight gradients of a product, for W; ``kept`` begins with dy."""
 
@@ -146,8 +158,9 @@ class DeferredWeightGrad(NamedTuple):
         self.check()
         leaf, is_turned, way = target
         total = leaf.grad
-        if way is not None and total is not None:
-            part_of(total, way).add_(self.only_gradient())
+        if total is not None and not is_turned:
+            total = total if way is None else part_of(total, way)
+            total.add_(self.only_gradient())
             return True
         gradient = self._as_leaf(is_turned, way)
         if total is not None:
@@ -192,9 +205,8 @@ class DeferredWeightGrad(NamedTuple):
         something else than a trainable leaf, or a plain view of it, with dense
         gradients and no hook on the way.
         """
-        if self.known is not None and self.n_hooks == watch.n_others:
-            found: Target | None = self.known
-        else:
+        found = self.known
+        if found is None or self.n_hooks != watch.n_others:
             found = find_target(self.edges)
         if found is None or not found.leaf.requires_grad:
             return None
@@ -210,10 +222,7 @@ class DeferredWeightGrad(NamedTuple):
         Raises:
             RuntimeError: something was changed in place.
         """
-        if self.versions != versions_of(self.kept):
-            raise RuntimeError(
-                "a tensor that W needs was changed in place after B; change a copy"
-            )
+        check_versions(self.kept, self.versions)
 
 
 def find_target(edges: Edges) -> Target | None:
@@ -250,6 +259,18 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [x._version for x in tensors]
     except RuntimeError:  # rare, and cheaper than to ask each time
         return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def check_versions(kept: Sequence[Tensor], versions: list[int]) -> None:
+    """Compare how often each was changed in place with what it was.
+
+    Raises:
+        RuntimeError: something was changed.
+    """
+    if versions_of(kept) != versions:
+        raise RuntimeError(
+            "a tensor that W needs was changed in place after B; change a copy"
+        )
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The ends of a graph: where gradients of outputs enter it."""
+"""The ends of a graph: where gradients of outputs enter it, and where it begins."""
 
 from collections.abc import Collection, Container, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from zbpp.core import RequestError
 from zbpp.runtime.support.torch_internals import is_fake
 
-__all__ = ["PLAIN", "End", "Ends", "check_cut", "end_of", "fitting"]
+__all__ = ["PLAIN", "End", "Ends", "alias_of", "check_cut", "end_of", "fitting"]
 
 End = Any
 """A `GradientEdge`, or the tensor itself; see `end_of`."""
@@ -19,6 +19,23 @@ Ends = tuple[list[End], list[Tensor | None]]
 """Ends of outputs, and their gradients."""
 
 PLAIN = (Tensor, nn.Parameter)  # other subclasses may compute something else
+
+
+class _Alias(torch.autograd.Function):
+    """The same data, but no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
+
+
+def alias_of(leaf: Tensor) -> Tensor:
+    """Return a leaf's data as a tensor that may be changed in place."""
+    return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def end_of(tensor: Tensor) -> End:

@@ -7,7 +7,6 @@ even where nothing below it is wanted.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +16,16 @@ from zbpp.runtime.backward.deferred_product import (
     DeferredWeightGrad,
     Site,
     may_add,
-    versions_of,
 )
 from zbpp.runtime.backward.ends import Ends
 from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.parts import LeafParts
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.compiled.plan import RegionSite
-from zbpp.runtime.compiled.region import PieceGradients, Take, taking
+from zbpp.runtime.backward.regions import takers
+from zbpp.runtime.compiled.region import Taking
 from zbpp.runtime.support.autograd_internals import (
+    NoGrad,
     edge_at,
     returned_gradients,
     run_whole,
@@ -55,12 +54,15 @@ def run_b(
         return run_full(ends, inputs)
     if plan.returns:
         return _run_returning(plan, ends, inputs, queue, is_exact)
-    wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
+    if plan.is_alone:
+        with Taking(takers(plan.regions, queue, is_exact)):
+            return run_full(ends, inputs)
     left = _Left(queue, is_exact)
+    wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
     hooks = _deferring(plan.products, left)
     compiled = [edge_at(site.node, 0) for site in plan.regions]
     try:
-        with taking(_takers(plan, left)):
+        with Taking(takers(plan.regions, queue, is_exact)):
             return run_full(ends, inputs, [*wanted, *_edges(plan), *compiled])
     finally:
         for hook in hooks:
@@ -80,7 +82,7 @@ def _run_returning(
     taken = [product.take(node) for node, product, _ in plan.products]
     found = returned_gradients(*ends, [*inputs, *leaves, *_edges(plan)])
     first_product = len(inputs) + len(leaves)
-    with torch.no_grad():
+    with NoGrad():
         _add(leaves, found[len(inputs) : first_product])
     left = _Left(queue, is_exact)
     for (_, product, edges), one, dy in zip(
@@ -162,7 +164,7 @@ def run_full(
         x.grad = None
     try:
         run_whole(*ends, wanted or ())
-        return tuple(x.grad for x in inputs)
+        return tuple([x.grad for x in inputs])
     finally:
         for x, gradient in zip(inputs, before, strict=True):
             x.grad = gradient
@@ -189,7 +191,7 @@ def run_cut_b(
     left = _Left(queue, is_exact)
     hooks = _deferring(plan.products, left, ran)
     try:
-        with _without_hooks(hooked), taking(_takers(plan, left)):
+        with _without_hooks(hooked), Taking(takers(plan.regions, queue, is_exact)):
             found = torch.autograd.grad(
                 ends[0], wanted, grad_outputs=ends[1], allow_unused=True
             )
@@ -207,25 +209,6 @@ def run_cut_b(
     if ready:
         torch.autograd.backward([p for p, _ in ready], [g for _, g in ready])
     return result
-
-
-def _takers(plan: SplitPlan, left: _Left) -> dict[Any, Take]:
-    """Return what takes the pieces of compiled regions, by their nodes."""
-    return {site.node: partial(_take, site, left) for site in plan.regions}
-
-
-def _take(site: RegionSite, left: _Left, number: int, operands: list[Tensor]) -> bool:
-    """Keep the operands of a region's piece, if it waits for W."""
-    edges = site.edges[number]
-    if not edges:
-        return False
-    recipe = site.region.pieces[number].recipe
-    work = DeferredWeightGrad(
-        *(edges, PieceGradients(recipe, operands), operands, versions_of(operands)),
-        *(site.targets[number], watch.n_others, recipe.dtype),
-    )
-    left.add(None, work)
-    return True
 
 
 def _edges(plan: SplitPlan) -> list[Any]:

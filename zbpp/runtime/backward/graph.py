@@ -65,6 +65,8 @@ class SplitPlan(NamedTuple):
         is_reentrant: there is a reentrant checkpoint; B then runs all.
         returns: gradients may be returned to B, which adds them itself.
         regions: compiled ones that leave something to W.
+        is_alone: only pieces of regions wait, and W adds to their leaves by itself; B
+            may run down to all leaves, as those get no gradient.
     """
 
     products: list[Site]
@@ -74,6 +76,7 @@ class SplitPlan(NamedTuple):
     is_reentrant: bool
     returns: bool = False
     regions: Sequence[RegionSite] = ()
+    is_alone: bool = False
 
     def where(self) -> dict[Tensor, str]:
         """Give for each leaf ``"W"``, or ``"B: "`` and the reason."""
@@ -148,12 +151,7 @@ class _Graph:
 
 
 def _walk(roots: Iterable[Node], first: Container[Any]) -> _Graph:
-    """Visit every node once; this is a part of every B, so it is kept short.
-
-    Args:
-        roots: where to start.
-        first: nodes to go no further from.
-    """
+    """Visit every node once, from the roots, and go no further from the first."""
     uses: dict[Any, int] = {}
     for root in roots:
         uses[root] = uses.get(root, 0) + 1
@@ -235,8 +233,9 @@ def _split_region(
     if site is None:
         return None
     found = [find_target(edges) for edges in site.edges]
-    targets = [x if x is not None and x.way is None else None for x in found]
-    return site._replace(targets=targets)
+    own = [x if x is not None and x.way is None else None for x in found]
+    is_known = all(x is not None and not x.is_turned for x in own)
+    return site._replace(targets=own, is_known=is_known)
 
 
 def _keep_parts(

@@ -5,15 +5,20 @@ one call. Where it would only add, each part is added where it belongs, and the 
 the leaf is left alone. (Autograd adds zeros to it, so a zero's sign may differ.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zbpp.runtime.backward.deferred_product import DeferredWeightGrad
+from zbpp.runtime.backward.deferred_product import (
+    DeferredWeightGrad,
+    Site,
+    edges_by_leaf,
+)
+from zbpp.runtime.backward.ways import overlap
 
-__all__ = ["LeafParts"]
+__all__ = ["LeafParts", "has_overlaps"]
 
 
 class LeafParts:
@@ -68,3 +73,8 @@ class LeafParts:
         self._works.reverse()
         while self._works:
             yield self._works.pop()
+
+
+def has_overlaps(products: Sequence[Site]) -> bool:
+    """True if two parts of a leaf, which a graph may choose, have numbers in common."""
+    return any(overlap(leaf, own) for leaf, own in edges_by_leaf(products).items())

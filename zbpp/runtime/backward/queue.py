@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.support.autograd_internals import edge_at
+from zbpp.runtime.support.autograd_internals import NoGrad, edge_at
 
-__all__ = ["Progress", "Root", "WeightQueue", "current_queue"]
+__all__ = [
+    "Add",
+    "Progress",
+    "Root",
+    "WeightQueue",
+    "Work",
+    "current_queue",
+    "hand_over",
+]
 
 Root = Any
 """A leaf, or a node and the number of its output."""
@@ -43,6 +51,10 @@ class Work(Protocol):
         """The operands."""
 
 
+Add = Callable[[Any], bool]
+"""Given work: adds its gradients to ``.grad`` itself, or returns False."""
+
+
 class Progress(Protocol):
     """Hears how far W is."""
 
@@ -73,7 +85,7 @@ class WeightQueue:
 
     def __init__(self) -> None:
         watch.look()
-        self._work: list[tuple[Work, Callable[[Any], bool]]] = []
+        self._work: list[tuple[Work, Add]] = []
         self._has_failed = False
         self.began_s = 0.0
         """`time.perf_counter` when the pass that runs now began, for emulation."""
@@ -103,12 +115,12 @@ class WeightQueue:
         """
         self._work.append((_Call(roots, compute), _never))
 
-    def put(self, work: Work, add: Callable[[Any], bool]) -> None:
+    def put(self, work: Work, add: Add) -> None:
         """Keep the work of a product.
 
         Args:
             work: for W.
-            add: tried first, with the work: adds to ``.grad`` itself, or returns False.
+            add: tried first, with the work.
         """
         self._work.append((work, add))
 
@@ -135,15 +147,17 @@ class WeightQueue:
 
     def _run(self, progress: Progress | None) -> None:
         self.began_s = time.perf_counter()
+        if progress is not None:
+            self._work = [one for pair in self._work for one in _apart(*pair)]
         stop = n_all = len(self._work)
         if progress is not None:
             progress.begin([work.edges for work, _ in self._work])
             stop = progress.done(0)
         self._work.reverse()
         while self._work:
-            with torch.no_grad():
+            with NoGrad():
                 ready = self._compute_some(max(0, n_all - stop))
-            _hand_over(ready)
+            hand_over(ready)
             if progress is not None:
                 stop = progress.done(n_all - len(self._work))
 
@@ -196,6 +210,12 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [tensor] if names is None else [getattr(tensor, name)() for name in names]
 
 
+def _apart(work: Work, add: Add) -> list[tuple[Work, Add]]:
+    """Return several works that were put as one."""
+    apart = getattr(work, "apart", None)
+    return [(work, add)] if apart is None else apart(add)
+
+
 def _defined(
     roots: Sequence[Root], gradients: tuple[Tensor | None, ...]
 ) -> list[tuple[Root, Tensor]]:
@@ -203,7 +223,7 @@ def _defined(
     return [(root, gradient) for root, gradient in pairs if gradient is not None]
 
 
-def _hand_over(ready: list[tuple[Root, Tensor]]) -> None:
+def hand_over(ready: list[tuple[Root, Tensor]]) -> None:
     """Let autograd accumulate the gradients, and forget them."""
     if ready:
         roots = [edge_at(*x[:2]) if isinstance(x, tuple) else x for x, _ in ready]

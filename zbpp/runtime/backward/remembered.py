@@ -19,17 +19,17 @@ from zbpp.runtime.backward.deferred_product import (
     Edges,
     Product,
     Site,
-    edges_by_leaf,
+    can_read,
     find_target,
     is_dtensor,
 )
 from zbpp.runtime.backward.ends import End
 from zbpp.runtime.backward.graph import SplitPlan, plan_split
-from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.backward.ways import LEAF, OVERLAP, overlap
+from zbpp.runtime.backward.hooks import HIDDEN, watch
+from zbpp.runtime.backward.parts import has_overlaps
+from zbpp.runtime.backward.ways import LEAF, OVERLAP
+from zbpp.runtime.compiled.plan import RegionSite
 from zbpp.runtime.support.autograd_internals import (
-    can_read_saved,
-    hooks_made,
     is_built_in,
 )
 
@@ -56,13 +56,13 @@ class PlanMemory:
 
         Args:
             ends: where the graph ends, as `plan_split` takes them.
-            inputs: leaves; where one is none, nothing is remembered.
+            inputs: leaves.
 
         Raises:
             RequestError: from `plan_split`.
         """
-        known = hooks_made() is not None and all(x.is_leaf for x in inputs)
-        if not known or not all(isinstance(end, GradientEdge) for end in ends):
+        are_known = [end.__class__ is GradientEdge for end in ends]
+        if watch.n_others == HIDDEN or not all(are_known):
             return plan_split(ends, inputs)
         for trail in self._trails:
             plan = trail.follow(ends, inputs)
@@ -85,10 +85,10 @@ class _Split(NamedTuple):
 
 
 class _Turned(NamedTuple):
-    """The transpose of a parameter: the type of its node, and the parameter."""
+    """The transpose of a parameter: the type of its node, and the parameter's node."""
 
     kind: type
-    leaf: Tensor
+    leaf: Any
 
 
 class _Trail:
@@ -100,7 +100,8 @@ class _Trail:
         self._n_hooks = watch.n_others
         self._places = places = {id(x): i for i, x in enumerate(inputs)}
         self._leaf_type: type | None = None
-        self._own: dict[Tensor, Any] = {}  # parameters; their nodes, at first
+        self._own: dict[Tensor, Any] = {}
+        """Parameters and their nodes: kept, so that later graphs have the same."""
         self._leaves: list[tuple[int, Tensor | None, int, bool]] = []
         self._steps: list[tuple[int, type, list[Any]]] = []
         nodes: list[Any] = []
@@ -121,9 +122,11 @@ class _Trail:
                     if type(wanted[-1]) is _Turned:
                         turned.add(child)
                 self._steps.append((n, type(node), wanted))
-        self._learns = [leaf.requires_grad for leaf in self._own]
         self._products = [_split(numbers, *site) for site in plan.products]
-        self._regions = [(numbers[site.node], site) for site in plan.regions]
+        kept = set(self._own.values())
+        self._regions = [
+            (numbers[site.node], site, site.leads_to(kept)) for site in plan.regions
+        ]
         in_b = [leaf for leaf in plan.leaves if id(leaf) not in places]
         self._in_b = [
             (places.get(id(x), _NO_PLACE), None if id(x) in places else x)
@@ -135,21 +138,28 @@ class _Trail:
             _is_returned(leaf, self._own[leaf]) for leaf in in_b
         )
         """True if torch may return the gradients of B's leaves to us."""
-        self._own = dict.fromkeys(self._own)
+        learns = [leaf.requires_grad for leaf in self._own]
+        self._is_alone = all(learns) and not plan.products
+        for _, site, _ in self._regions:
+            for target, edges in zip(site.targets, site.edges, strict=True):
+                self._is_alone &= target is not None or not edges
+        self._learns = [] if self._is_alone else learns
+        """Alone, a leaf that is frozen before B gets nothing, from B or from W."""
 
     def _wanted(self, child: Any, numbers: dict[Any, int], nodes: list[Any]) -> Any:
-        """Return what an edge must lead to: None, a parameter, a number, or a new node.
+        """Return what an edge must lead to: None, a leaf, a number, or a new node.
 
         Of those that are new, a transposed parameter is looked through at once.
         """
         if child is None or child in numbers:
             return None if child is None else numbers[child]
-        if (own := self._parameter(child)) is not None:
-            return own
+        if self._parameter(child) is not None:
+            return child
         _number(child, numbers, nodes)
         if type(child).__name__ == "TBackward0":
-            own = self._parameter(child.next_functions[0][0])
-            return _NEW if own is None else _Turned(type(child), own)
+            leaf = child.next_functions[0][0]
+            is_own = self._parameter(leaf) is not None
+            return _Turned(type(child), leaf) if is_own else _NEW
         return _NEW
 
     def _parameter(self, node: Any) -> Tensor | None:
@@ -163,7 +173,7 @@ class _Trail:
 
     def follow(self, ends: Sequence[End], inputs: Sequence[Tensor]) -> SplitPlan | None:
         """Return the plan of a graph if it is alike in everything."""
-        if [leaf.requires_grad for leaf in self._own] != self._learns:
+        if self._learns and [x.requires_grad for x in self._own] != self._learns:
             return None
         nodes = self._nodes(ends)
         if nodes is None or not self._has_same_leaves(nodes, inputs):
@@ -183,15 +193,19 @@ class _Trail:
             else:
                 edges = [(nodes[i], output) for i, output in above]
             products.append((node, like, edges))
-        if is_packed and not _can_read(products):
+        if is_packed and not can_read(products):
             return None
-        if self._has_parts and _has_overlaps(products):
+        if self._has_parts and has_overlaps(products):
             return None
         leaves = [inputs[i] if leaf is None else leaf for i, leaf in self._in_b]
         returns = self._returns and not is_packed
-        regions = [site.like(nodes[n]) for n, site in self._regions]
+        regions = [
+            RegionSite(nodes[n], *site[1:]) if is_same else site.like(nodes[n])
+            for n, site, is_same in self._regions
+        ]
         return SplitPlan(
-            *(products, leaves, self._waiting, self._reasons), False, returns, regions
+            *(products, leaves, self._waiting, self._reasons),
+            *(False, returns, regions, self._is_alone),
         )
 
     def _has_same_leaves(self, nodes: list[Any], inputs: Sequence[Tensor]) -> bool:
@@ -213,7 +227,7 @@ class _Trail:
             is_turned = like.target is not None and like.target.is_turned
             if is_turned and above and not watch.is_free(nodes[above[0][0]]):
                 return False
-        for n, _ in self._regions:
+        for n, *_ in self._regions:
             node = nodes[n]
             if not watch.is_free(node) and watch.has_hooks(node, before=False):
                 return False
@@ -229,7 +243,6 @@ class _Trail:
         numbers: dict[Any, int] = {}
         if [_number(end.node, numbers, nodes) for end in ends] != self._roots:
             return None
-        leaf_type = self._leaf_type
         for n, kind, wanted in self._steps:
             node: Any = nodes[n]
             if node.__class__ is not kind:
@@ -238,6 +251,8 @@ class _Trail:
             if len(edges) != len(wanted):
                 return None
             for (child, _), want in zip(edges, wanted, strict=True):
+                if child is want:  # a parameter's node, or None
+                    continue
                 what = want.__class__
                 if what is int:
                     if want == _NEW:
@@ -252,10 +267,7 @@ class _Trail:
                         return None
                     nodes.append(child)
                     leaf = leaf.next_functions[0][0]
-                elif want is None and child is None:
-                    continue
-                found: Any = leaf
-                if leaf.__class__ is not leaf_type or found.variable is not want:
+                if leaf is not want:
                     return None
         return nodes if len(set(nodes)) == len(nodes) else None
 
@@ -271,19 +283,6 @@ def _split(
         above = [(numbers[one], output) for one, output, *_ in edges]
     raw = [f"_raw_saved_{name}" for name in product.reads]
     return _Split(numbers[node], product._replace(target=target), above, raw)
-
-
-def _can_read(products: Sequence[Site]) -> bool:
-    return all(
-        can_read_saved(node, name)
-        for node, product, _ in products
-        for name in product.reads
-    )
-
-
-def _has_overlaps(products: Sequence[Site]) -> bool:
-    """True if two parts of a leaf, which a graph may choose, have numbers in common."""
-    return any(overlap(leaf, own) for leaf, own in edges_by_leaf(products).items())
 
 
 def _number(node: Any, numbers: dict[Any, int], nodes: list[Any]) -> int:

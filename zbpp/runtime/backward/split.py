@@ -33,9 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.backward.alias import alias_of
 from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.ends import End, end_of, fitting
+from zbpp.runtime.backward.ends import End, alias_of, end_of, fitting
 from zbpp.runtime.backward.engine import run_b, run_cut_b, run_full
 from zbpp.runtime.backward.graph import SplitPlan, plan_split
 from zbpp.runtime.backward.hooks import watch
@@ -77,6 +76,7 @@ class SplitGraph:
         self._ends: list[End] = [end_of(y) for y in roots]
         self._shapes = [None if y.is_nested else y.shape for y in roots]
         self._inputs = [x for x in inputs if x.requires_grad]
+        self._is_cut = not all([x.is_leaf for x in self._inputs])
         self._queue = WeightQueue() if queue is None else queue
         self._is_exact = is_exact
         self._plans = plans
@@ -127,8 +127,10 @@ class SplitGraph:
             return self._found
         watch.look()
         if self._found is None or self._n_hooks != watch.n_others:
-            plan = plan_split if self._plans is None else self._plans.plan
-            self._found = plan(self._ends, self._inputs)
+            if self._plans is None or self._is_cut:
+                self._found = plan_split(self._ends, self._inputs)
+            else:
+                self._found = self._plans.plan(self._ends, self._inputs)
             self._n_hooks = watch.n_others
         return self._found
 
@@ -157,8 +159,7 @@ class SplitGraph:
         self._is_done = True
         result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
-            is_cut = any(not x.is_leaf for x in self._inputs)
-            run = run_cut_b if is_cut else run_b
+            run = run_cut_b if self._is_cut else run_b
             with self._queue.recording():
                 result = run(
                     plan, (ends, given), self._inputs, self._queue, self._is_exact

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from zbpp.runtime.compiled.cut import cut_weights
-from zbpp.runtime.compiled.region import Region, run_with
+from zbpp.runtime.compiled.region import Region, frees_of, run_with
 from zbpp.runtime.support.compile_internals import (
     compile_graph,
     compile_with,
@@ -87,7 +87,7 @@ class _Compiler:
             why = "no product's weight"
         numbers = _numbers(self._is_tensor)
         edges = [tuple(numbers[i] for i in piece.slots) for piece in pieces]
-        region = Region(pieces, edges, sum(self._is_tensor), why)
+        region = Region(pieces, edges, sum(self._is_tensor), frees_of(pieces), why)
         compiled = compile_graph(graph, inputs, **about)
         return run_with(compiled, n_results, region)
 

@@ -1,6 +1,6 @@
 """The share of W of a compiled region in a graph: pieces whose leaves can wait."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from zbpp.runtime.compiled.region import Region, reason_for, region_of
@@ -19,6 +19,7 @@ class RegionSite(NamedTuple):
         edges: of each piece, where its gradients go on; empty: made in B.
         leaves: the nodes of the leaves that wait.
         targets: of each piece, the leaf to add to by itself, if one is known.
+        is_known: there is one for each piece, and no piece leads to its transpose.
     """
 
     node: Any
@@ -26,6 +27,11 @@ class RegionSite(NamedTuple):
     edges: Sequence[Edges]
     leaves: Sequence[Any]
     targets: Sequence[Any] = ()
+    is_known: bool = False
+
+    def leads_to(self, leaves: Collection[Any]) -> bool:
+        """True if all pieces lead to these nodes at once, with nothing in between."""
+        return all(node in leaves for edges in self.edges for node, _ in edges)
 
     def like(self, node: Any) -> "RegionSite":
         """The same for a node of another graph of this kind, with the same leaves."""

@@ -5,8 +5,7 @@ what takes the pieces; where nobody has, all pieces are made at once, so that
 ``loss.backward()`` does what it always did.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,12 +19,20 @@ from zbpp.runtime.support.compile_internals import (
     missing,
 )
 
-__all__ = ["PieceGradients", "Region", "Take", "reason_for", "region_of", "taking"]
+__all__ = [
+    "PieceGradients",
+    "Region",
+    "Take",
+    "Taking",
+    "frees_of",
+    "reason_for",
+    "region_of",
+]
 
 _STOCK = 'compiled without zbpp: use torch.compile(..., backend="zbpp")'
 
-Take = Callable[[int, list[Tensor]], bool]
-"""Given the number of a piece and its operands: keeps them for W, or returns False."""
+Take = Callable[[list[Any]], Sequence[int]]
+"""Given what all pieces need: keeps it for W, but for the pieces that it returns."""
 
 _takers: dict[Any, Take] = {}
 """By node, for all threads: on a GPU autograd has one of its own."""
@@ -38,12 +45,14 @@ class Region(NamedTuple):
         pieces: that may wait for W.
         edges: of each piece, the numbers of the node's edges that its gradients go to.
         n_edges: of the node; another number is another calling convention.
+        frees: of each piece, the operands that no later piece needs.
         why: nothing may wait, in the words of a report; empty: something may.
     """
 
     pieces: Sequence[Piece]
     edges: Sequence[tuple[int, ...]]
     n_edges: int
+    frees: Sequence[Sequence[int]] = ()
     why: str = ""
 
 
@@ -92,15 +101,28 @@ def reason_for(node: Any) -> str:
     return _STOCK if lacking is None else f"compiled by a torch without {lacking}"
 
 
-@contextmanager
-def taking(takers: Mapping[Any, Take]) -> Iterator[None]:
+class Taking:
     """Within this, these nodes hand their pieces to what takes them."""
-    _takers.update(takers)
-    try:
-        yield
-    finally:
-        for node in takers:
+
+    __slots__ = ("_own",)
+
+    def __init__(self, takers: Mapping[Any, Take]) -> None:
+        self._own = takers
+
+    def __enter__(self) -> None:
+        _takers.update(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        for node in self._own:
             _takers.pop(node, None)
+
+
+def frees_of(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Return the operands that each piece is the last to need."""
+    last: dict[int, int] = {}
+    for number, piece in enumerate(pieces):
+        last.update(dict.fromkeys(piece.operands, number))
+    return [[i for i, at in last.items() if at == n] for n in range(len(pieces))]
 
 
 def run_with(compiled: Callable[..., Any], n_results: int, region: Region) -> Any:
@@ -111,27 +133,20 @@ def run_with(compiled: Callable[..., Any], n_results: int, region: Region) -> An
         n_results: of the backward as it was.
         region: whose pieces were cut off.
     """
-    last: dict[int, int] = {}
-    for number, piece in enumerate(region.pieces):
-        last.update(dict.fromkeys(piece.operands, number))
-    frees = [
-        [i for i, at in last.items() if at == number]
-        for number in range(len(region.pieces))
-    ]
 
     def backward(args: list[Any]) -> list[Any]:
         found: list[Any] = list(compiled(args))
         held = found[n_results:]
         del found[n_results:]
         take = _takers.get(current_node()) if _takers else None
-        for number, (slots, operands, recipe) in enumerate(region.pieces):
+        for number in range(len(region.pieces)) if take is None else take(held):
+            slots, operands, recipe = region.pieces[number]
             given = [held[i] for i in operands]
-            for i in frees[number]:
-                held[i] = None
-            if take is None or not take(number, given):
-                made = recipe.compute(*given)
-                for slot, gradient in zip(slots, made, strict=True):
-                    found[slot] = gradient
+            if take is None:
+                for i in region.frees[number]:
+                    held[i] = None
+            for slot, gradient in zip(slots, recipe.compute(*given), strict=True):
+                found[slot] = gradient
             del given
         return found
 
