@@ -1,0 +1,61 @@
+"""One process that compiles a block; the next one finds its kernels.
+
+    python warm_start.py plain     by torch.compile alone, then by zbpp
+    python warm_start.py           by zbpp
+
+Prints how many leaves wait for W, and what Inductor's cache was asked for.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.runtime.backward.split import SplitGraph
+
+
+class Block(nn.Module):
+    """Two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu())
+
+
+def main() -> None:
+    module = Block()
+    if "plain" in sys.argv:
+        x = torch.randn(4, 6, requires_grad=True)
+        torch.compile(module)(x).sum().backward()
+        torch._dynamo.reset()
+    call: Any = torch.compile(module, backend="zbpp")
+    n_graphs = []
+    for rows in (4, 5, 7):  # the second shape compiles once more, for all
+        x = torch.randn(rows, 6, requires_grad=True)
+        y = call(x)
+        graph = SplitGraph([y], [x])
+        waits = list(graph.report().values()).count("W")
+        graph.backward_input(torch.ones_like(y))
+        graph.backward_weight()
+        counts = torch._dynamo.utils.counters
+        n_graphs.append(counts["stats"]["unique_graphs"])
+    found = counts["inductor"]
+    print(
+        json.dumps(
+            {
+                "waits": waits,
+                "hits": found["fxgraph_cache_hit"],
+                "misses": found["fxgraph_cache_miss"],
+                "compiled": [n - n_graphs[0] for n in n_graphs],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
