@@ -51,6 +51,31 @@ def test_bytes_a_parameter_are_those_of_zero(stages, shard) -> None:
         assert kept == 16 * n / (1 if shard == "none" else N_REPLICAS)
 
 
+def test_alternating_buffers_are_flat_in_depth() -> None:
+    """A layer adds a 64th of 16 bytes a parameter on each of 64, and its input."""
+    added = N_PARAMETERS * 16 // N_REPLICAS + 4 * 2 + 4 * WIDTH
+    rest = []
+    for depth in (4, 8, 16):
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(depth)]
+        found = estimate(
+            *(layers, (torch.zeros(1, WIDTH), torch.zeros(1, WIDTH))),
+            nn.functional.mse_loss,
+            n_stages=1,
+            n_microbatches=4,
+            modes=["1F1B"],
+            data_parallel=N_REPLICAS,
+            shard="parameters",
+            alternating_buffers=True,
+        )
+        (stage,) = found.modes["1F1B"]
+        kept = stage.parameters + stage.gradients + stage.optimizer
+        assert kept == depth * (added - 4 * WIDTH)
+        rest.append(stage.peak - depth * added)
+    layer = 4 * N_PARAMETERS
+    assert max(rest) - min(rest) < 0.1 * layer
+    assert max(rest) < 6.1 * layer  # four buffers, one that is computed, its parts
+
+
 def test_what_is_whole_for_a_while_counts_in_the_peak(stages) -> None:
     peaks = {shard: max(s.peak for s in own) for shard, own in stages.items()}
     layer, stage = 4 * N_PARAMETERS, 4 * N_PARAMETERS * N_LAYERS // 2

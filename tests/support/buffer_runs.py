@@ -12,11 +12,21 @@ from torch.distributed.fsdp import fully_shard, share_comm_ctx
 
 import zbpp
 from zbpp.checkpoint.shards import whole as gathered
+from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.parallel.buffers import AlternatingBuffers
 from zbpp.runtime.parallel.turns import OrderError, ParameterTurn
+from zbpp.runtime.support.fsdp_in_place import _Name
 from zbpp.runtime.support.fsdp_internals import Unit
 
-__all__ = ["broken_all", "layers_of", "moves", "places", "places_all"]
+__all__ = [
+    "alike",
+    "broken_all",
+    "layers_of",
+    "moves",
+    "places",
+    "places_all",
+    "taken_all",
+]
 
 
 def layers_of(depth: int) -> list[nn.Module]:
@@ -73,6 +83,79 @@ def places(
     firsts = [min(at[i]) for i in range(depth)]
     n_bytes = held.n_bytes if held else 0
     return firsts, sum(memory.values()), n_bytes, dict(collected.counts), loss
+
+
+class _Taken(StorageTracker):
+    """Counts storages of so many bytes or more, but those of names and of gloo."""
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self._least = least
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        n_bytes = super().size_of(storage)
+        return n_bytes if n_bytes >= self._least else 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten.split.Tensor:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        parts = func(*args, **(kwargs or {}))
+        self.ignore(parts)  # of copies that gloo makes of what it sums
+        return parts
+
+    def _note(self, tensor: torch.Tensor, least: int = 0) -> None:
+        if not isinstance(tensor, _Name):
+            super()._note(tensor, least)
+
+
+def alike(depth: int) -> tuple[list[nn.Module], torch.Tensor, int]:
+    """Layers, the samples of a replica's two micro-batches, and bytes of a layer."""
+    width = 64
+    layers = [nn.Linear(width, width, bias=False) for _ in range(depth)]
+    return [*layers], torch.randn(2, width), 4 * width * width
+
+
+def taken(depth: int, mode: str, broken: str | None = None) -> tuple[float, float]:
+    """Of a step of one stage, in layers: what is whole, and all, at its most.
+
+    The layers are alike; what is whole has the size of one, or more: it is gathered, or
+    a gradient, and no part, nor an activation. Buffers are not counted.
+    """
+    layers, x, n_bytes = alike(depth)
+    with (
+        breaking(broken),
+        zbpp.Pipeline(
+            layers,
+            loss_fn=loss_fn,
+            optimizer=None,
+            schedule=mode,
+            n_microbatches=2,
+            mesh=zbpp.mesh(stages=1, data_parallel=2),
+            shard="parameters",
+            alternating_buffers=True,
+        ) as pipeline,
+    ):
+        (executor,) = pipeline._executors.values()
+        buffers = executor.collectives.buffers
+        assert buffers is not None
+        found = []
+        for tracker in (_Taken(n_bytes), _Taken()):
+            pipeline.step(x, x)
+            for layer in layers:
+                layer.zero_grad()
+            with tracker:
+                tracker.ignore([*buffers._parameters, *buffers._gradients])
+                tracker.ignore(p for layer in layers for p in layer.parameters())
+                pipeline.step(x, x)
+            found.append(tracker.most / n_bytes)
+    return found[0], found[1]
+
+
+def taken_all(cases: list[tuple[Any, ...]]) -> list[tuple[float, float]]:
+    """`taken` of several cases."""
+    return [taken(*case) for case in cases]
 
 
 class _Convolution(nn.Module):
@@ -140,6 +223,7 @@ def _broken(way: str) -> str:
             nn.Sequential(*layers)(torch.ones(1, WIDTH)).sum().backward()
             for unit in reversed(units):
                 unit.reduce()
+            for unit in units:
                 unit.wait()
         except OrderError as error:
             return str(error)

@@ -122,10 +122,12 @@ def _serve(pipe: Any) -> None:
 
 def _forget_meshes() -> None:
     """Let DTensors forget the groups that are gone: a new mesh equals the old one."""
-    for module in ("_redistribute", "debug"):
-        loaded = sys.modules.get(f"torch.distributed.tensor.{module}")
-        for name in ("clear_redistribute_planner_cache", "_clear_sharding_prop_cache"):
-            getattr(loaded, name, lambda: None)()
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribute is not None:
+        from torch.distributed.tensor import debug
+
+        redistribute.clear_redistribute_planner_cache()
+        debug._clear_sharding_prop_cache()
 
 
 def _load(file: str) -> Any:

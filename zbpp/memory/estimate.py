@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule
-from zbpp.memory.fixed import Fixed, Steps, fixed_of
+from zbpp.memory.fixed import Fixed, Steps, fixed_of, layer_parts
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
 from zbpp.memory.walk import Held, StageWalk
@@ -166,11 +166,12 @@ def stage_costs(
     """
     schedule, ranges = _prepared(memory, steps, schedule)
     placement = schedule.placement
-    chunks = [memory.chunk(own) for own in ranges]
+    chunks = [_chunk(memory, steps, own) for own in ranges]
     fixed, peak_o = [0.0] * placement.n_chunks, [0.0] * placement.n_chunks
     for stage, own in enumerate(placement.chunks_of):
         passes, held = _on_stage(memory, steps, schedule, ranges, stage)
         made = sum(c.made_in_b + c.made_in_w for c in passes.values())
+        made += sum((held.in_turn or {}).values())
         made += sum(held.gathered.values()) + max(held.in_pass.values(), default=0)
         largest = max(n for c in passes.values() for n in vars(c.messages).values())
         n_fixed = held.total + made + 3 * largest
@@ -220,10 +221,17 @@ def _on_stage(
 ) -> tuple[dict[int, ChunkPasses], Fixed]:
     """A stage's chunks, and what it holds besides."""
     own = schedule.placement.chunks_of[stage]
-    chunks = {c: memory.chunk(ranges[c]) for c in own}
+    chunks = {c: _chunk(memory, steps, ranges[c]) for c in own}
     layers = {c: ranges[c] for c in own}
     made = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
     return chunks, fixed_of(memory, steps, schedule, layers, made)
+
+
+def _chunk(memory: ModelMemory, steps: Steps, layers: range) -> ChunkPasses:
+    passes = memory.chunk(layers)
+    if not steps.alternating_buffers:
+        return passes
+    return passes.summed_in_turn(layer_parts(memory, steps.n_parts, layers))
 
 
 def _stage(fixed: Fixed, most: Held, chunks: Any) -> StageEstimate:

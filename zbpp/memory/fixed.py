@@ -16,7 +16,7 @@ from zbpp.runtime.support.fsdp_in_place import aligned
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
 
-__all__ = ["Fixed", "Steps", "fixed_of"]
+__all__ = ["Fixed", "Steps", "fixed_of", "layer_parts"]
 
 _SMALL_BUFFER = 2**14  # bytes; `KeptBuffers` copies all that are smaller
 
@@ -64,6 +64,8 @@ class Fixed:
         in_pass: of each chunk, what F, B and BW gather for themselves.
         summed: of each chunk, what is left of its gradients when REDUCE_WAIT has ended;
             None: they are added up in place.
+        in_turn: of each chunk, what two sums of layers give until they are added, where
+            every W sums layer by layer (`ChunkPasses.summed_in_turn`).
     """
 
     parameters: int = 0
@@ -80,6 +82,7 @@ class Fixed:
     gathered: Mapping[int, int] = field(default_factory=dict)
     in_pass: Mapping[int, int] = field(default_factory=dict)
     summed: Mapping[int, int] | None = None
+    in_turn: Mapping[int, int] | None = None
 
     @property
     def total(self) -> int:
@@ -148,6 +151,7 @@ def fixed_of(
         keeps_sends=on_cpu,
         in_order=memory.options.exact_sums,
         summed=_summed(memory, n, chunks),
+        in_turn=_in_turn(memory, n, chunks) if steps.alternating_buffers else None,
         **_gathered(memory, steps, chunks),
     )
 
@@ -190,11 +194,26 @@ def _summed(
     """Bytes of a replica's part of the gradients of each chunk."""
     if n == 1:
         return None
-    return {
-        chunk: sum(
+    return {chunk: sum(layer_parts(memory, n, own)) for chunk, own in chunks.items()}
+
+
+def layer_parts(memory: ModelMemory, n: int, layers: Sequence[int]) -> list[int]:
+    """Bytes of a replica's part of the gradients of each layer."""
+    return [
+        sum(
             round(part_share(parameter, n) * size)
-            for parameter, size in memory.gradients(own).items()
+            for parameter, size in memory.gradients([layer]).items()
         )
+        for layer in layers
+    ]
+
+
+def _in_turn(
+    memory: ModelMemory, n: int, chunks: Mapping[int, Sequence[int]]
+) -> dict[int, int]:
+    """Bytes of a replica's parts of two sums, of the largest layers of each chunk."""
+    return {
+        chunk: sum(sorted(layer_parts(memory, n, own))[-2:])
         for chunk, own in chunks.items()
     }
 

@@ -1,11 +1,11 @@
 """Bytes that the passes of a layer and of a chunk take, leave and give back."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from zbpp.memory.tracker import Span
 
-__all__ = ["ChunkPasses", "LayerPasses", "Messages"]
+__all__ = ["ChunkPasses", "LayerPasses", "Messages", "Turns"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,26 @@ class LayerPasses:
     def m_b(self) -> int:
         """Bytes that the layer's F leaves for its B."""
         return max(0, self.f.left - self.lent)
+
+
+@dataclass
+class Turns:
+    """Passes of a chunk that count in the order of their micro-batches."""
+
+    turn: int = 0
+    early: set[int] = field(default_factory=set)
+
+    def run(self, microbatch: int, *, in_order: bool) -> list[int]:
+        """The micro-batches that count now."""
+        if not in_order:
+            return [microbatch]
+        self.early.add(microbatch)
+        due = []
+        while self.turn in self.early:
+            self.early.remove(self.turn)
+            due.append(self.turn)
+            self.turn += 1
+        return due
 
 
 @dataclass(frozen=True)
@@ -71,6 +91,38 @@ class ChunkPasses:
     def repeated(self, places: Sequence[int]) -> "ChunkPasses":
         """A chunk whose layers pass as those in these places do."""
         return replace(self, layers=tuple(self.layers[place] for place in places))
+
+    def summed_in_turn(self, parts: Sequence[int]) -> "ChunkPasses":
+        """The same where every micro-batch's gradients are summed layer by layer.
+
+        W leaves none of a layer but parts of the first sums, and finds those that B has
+        made; what leaves nothing to W is summed behind B.
+
+        Args:
+            parts: bytes of this process's part of the gradients of each layer.
+        """
+        found: list[LayerPasses] = []
+        done_in_b = 0
+        for layer, part in zip(reversed(self.layers), reversed(parts), strict=True):
+            in_b = layer.first_b.left - layer.b.left
+            in_w = layer.first_w.left - layer.w.left
+            kept = in_b if in_w else 0
+            b = Span(layer.b.left + kept, layer.first_b.peak + done_in_b)
+            done_in_b += in_b - kept
+            one = replace(
+                layer,
+                first_b=b,
+                b=b,
+                first_w=_summed(layer.first_w, in_w, kept, part),
+                w=_summed(layer.first_w, in_w, kept, 0),
+            )
+            if layer.first_bw is not None and layer.bw is not None:
+                made = layer.first_bw.left - layer.bw.left
+                first_bw = _summed(layer.first_bw, made, 0, part)
+                bw = _summed(layer.first_bw, made, 0, 0)
+                one = replace(one, first_bw=first_bw, bw=bw)
+            found.append(one)
+        return replace(self, layers=tuple(reversed(found)))
 
     @property
     def m_b(self) -> int:
@@ -141,6 +193,11 @@ class ChunkPasses:
         """BW where it is B, and then W while what B reads and gives is still there."""
         around = self.messages.dx_alone + self.messages.dy_alone
         return max(peak_b, after_b - self.m_b + around + peak_w)
+
+
+def _summed(first: Span, made: int, found: int, part: int) -> Span:
+    """A pass that sums what it has made, and what it has found; a part may stay."""
+    return Span(first.left - made - found + part, max(first.peak, first.left + part))
 
 
 def _most(spans: Iterable[Span]) -> int:

@@ -7,7 +7,7 @@ post-validation still holds the gradients of the step before.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zbpp.core import (
     Check,
@@ -26,7 +26,7 @@ from zbpp.core import (
     output_of,
 )
 from zbpp.memory.fixed import Fixed
-from zbpp.memory.passes import ChunkPasses
+from zbpp.memory.passes import ChunkPasses, Turns
 
 __all__ = ["Held", "StageWalk"]
 
@@ -58,26 +58,6 @@ class _Sent:
     @property
     def n_bytes(self) -> int:
         return self.full if self.kept is None else self.alone
-
-
-@dataclass
-class _Turns:
-    """Passes of a chunk that count in the order of their micro-batches."""
-
-    turn: int = 0
-    early: set[int] = field(default_factory=set)
-
-    def run(self, microbatch: int, *, in_order: bool) -> list[int]:
-        """The micro-batches that count now."""
-        if not in_order:
-            return [microbatch]
-        self.early.add(microbatch)
-        due = []
-        while self.turn in self.early:
-            self.early.remove(self.turn)
-            due.append(self.turn)
-            self.turn += 1
-        return due
 
 
 class StageWalk:
@@ -124,8 +104,8 @@ class StageWalk:
         self._has_w: set[int] = set()
         self._reducing: dict[int, int] = {}
         self._summed: set[int] = set()
-        self._b = {chunk: _Turns() for chunk in self._chunks}
-        self._w = {chunk: _Turns() for chunk in self._chunks}
+        self._b = {chunk: Turns() for chunk in self._chunks}
+        self._w = {chunk: Turns() for chunk in self._chunks}
         self._see(0)
 
     def _one(self, instruction: object) -> None:
@@ -162,14 +142,17 @@ class StageWalk:
                 self._n_gathered -= gathered
             case CollectiveKind.REDUCE_GRAD if summed is not None:
                 self._reducing[job.chunk] = self._made.pop(job.chunk, 0)
-                self._has_b.discard(job.chunk)
-                self._has_w.discard(job.chunk)
+                if self._fixed.in_turn is None:
+                    self._has_b.discard(job.chunk)
+                    self._has_w.discard(job.chunk)
             case CollectiveKind.REDUCE_WAIT if summed is not None:
+                if self._fixed.in_turn is not None:  # the parts of sums, not wholes
+                    self._n_made -= self._reducing.pop(job.chunk)
                 if job.chunk not in self._summed:
                     self._summed.add(job.chunk)
                     self._n_made += summed[job.chunk]
                 self._see(0)
-                self._n_made -= self._reducing.pop(job.chunk)
+                self._n_made -= self._reducing.pop(job.chunk, 0)
         self._see(0)
 
     def _pass(self, job: Pass) -> None:
@@ -181,6 +164,9 @@ class StageWalk:
         gathered = self._fixed.in_pass.get(job.chunk, 0)
         if job.kind is not PassKind.F:
             self._last_gradients = 0  # the last step has been validated by now
+        weights = job.kind in (PassKind.W, PassKind.BW)
+        if weights and self._fixed.in_turn is not None and job.chunk in self._summed:
+            self._make(job.chunk, self._fixed.in_turn[job.chunk])
         match job.kind:
             case PassKind.F:
                 self._see(chunk.peak_f + gathered)

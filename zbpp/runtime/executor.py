@@ -35,7 +35,6 @@ from zbpp.runtime.bound import BoundProgram, Call, StageParts
 from zbpp.runtime.comm.private_group import is_broken
 from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
-from zbpp.runtime.parallel.progress import LayerProgress
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.fault_injection import requested_fault
@@ -81,9 +80,7 @@ class Executor(StageParts):
         self._norms_began: Any = None  # where tied gradients are added first
         optimizer.inject_fault = self._inject_fault
         self.collectives.now = self.times.now
-        self._progress: Mapping[int, LayerProgress] = {}
-        if self.collectives.reduces_once:
-            self._progress = self.collectives.progress(stage.chunks.values())
+        self._progress = self.collectives.progress(stage.chunks.values())
         self._others: Mapping[type, Callable[[Any], Call]] = {
             Step: lambda x: Call(optimizer.ready, partial(self._step, x), x),
             Check: lambda x: Call(
@@ -143,7 +140,7 @@ class Executor(StageParts):
         self.optimizer.begin_backward()
         self.stage.ties.begin()
         if bound.reduces:
-            self.stage.watch_last_weights(self._progress)
+            self.stage.watch_weights(self._progress)
         yield from self._run(rest)
         if replay is not None:
             replay.end()

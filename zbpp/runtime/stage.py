@@ -161,10 +161,10 @@ class Stage:
         for chunk, order in self._orders.items():
             order.watch = partial(look, chunk)
 
-    def watch_last_weights(self, watches: Mapping[int, Progress]) -> None:
-        """Let the last W of each chunk in this step tell how far it is."""
+    def watch_weights(self, watches: Mapping[int, Progress]) -> None:
+        """Let the last W's of this step's chunks tell how far they are, or all W's."""
         for chunk, one in watches.items():
-            self._orders[chunk].last = self.n_microbatches, one
+            self._orders[chunk].listen(self.n_microbatches, one)
 
     @property
     def n_in_flight(self) -> int:

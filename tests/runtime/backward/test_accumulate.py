@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime.parallel.progress import LayerSums
 
 N = 5
 
@@ -59,9 +61,16 @@ def passes(seed: int) -> list[tuple[str, int]]:
 
 
 def run(
-    module: nn.Module, uses: Sequence[int], seed: int, *, is_released: bool = False
+    module: nn.Module,
+    uses: Sequence[int],
+    seed: int,
+    *,
+    is_released: bool = False,
+    sums: LayerSums | None = None,
 ) -> list[Tensor]:
     order = GradientOrder(module.parameters(), is_released=is_released)
+    if sums is not None:
+        order.listen(N, sums)
     graphs = []
     for x, n in inputs(uses):
         y = module(x, n)
@@ -71,7 +80,40 @@ def run(
             order.run_b(i, graphs[i], [torch.ones(6, 8)])
         else:
             order.run_w(i, graphs[i])
-    return gradients(module)
+    return gradients(module) if sums is None else []
+
+
+class Summed(LayerSums):
+    """Adds up what it takes of each layer."""
+
+    def __init__(self, module: Fickle) -> None:
+        self.totals: dict[Tensor, Tensor] = {}
+        self._layers = [list(x.parameters()) for x in (module.first, module.last)]
+        layer_of = {p: i for i, own in enumerate(self._layers) for p in own}
+        super().__init__(layer_of, self._take, self._take_all, nullcontext)
+
+    def _take(self, layer: int) -> None:
+        for p in self._layers[layer]:
+            if p.grad is not None:
+                self.totals[p] = self.totals[p] + p.grad if p in self.totals else p.grad
+                p.grad = None
+
+    def _take_all(self) -> None:
+        for layer in (1, 0):
+            self._take(layer)
+
+
+@pytest.mark.parametrize("uses", [(1,) * N, (1, 2, 1, 2, 1), (2, 1, 1, 0, 2)])
+def test_sums_of_each_do_not_depend_on_the_order(uses: Sequence[int]) -> None:
+    """Nor do they with a micro-batch that leaves a layer to B, and others to W."""
+    module = Fickle()
+    want = plain(module, uses)
+    for seed in range(12):
+        sums = Summed(module)
+        run(module, uses, seed, sums=sums)
+        for p, total in zip(module.parameters(), want, strict=True):
+            assert p.grad is None
+            assert torch.equal(sums.totals[p], total)
 
 
 USES = [(1,) * N, (1, 2, 1, 2, 1), (2, 1, 1, 0, 2), (0, 1, 2, 2, 1), (1, 2, 2, 2, 1)]

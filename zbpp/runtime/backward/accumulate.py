@@ -7,6 +7,12 @@
 A pass that comes early is kept apart until its turn. A model may use a weight in other
 ways for another micro-batch, so that its gradient comes from W once and from B the next
 time: then B's waits for the W's before it. So all schedules end with the same bits.
+
+Replicas may sum each micro-batch by itself, layer by layer within its W (`EachSum`).
+Then B's gradients wait for that W, and no gradient is added to those of another one:
+
+    passes run   B0   B1   W0               W1
+    summed                 db0 and dW0      db1 and dW1
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,14 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zbpp.runtime.backward.queue import Progress
+from zbpp.runtime.backward.queue import EachSum, Late, Progress
 from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.backward.split import SplitGraph
 
 __all__ = ["GradientOrder"]
-
-_Late = list[tuple[Tensor, Tensor]]
-"""Parameters, and gradients that are not yet added to theirs."""
 
 
 class GradientOrder:
@@ -49,10 +52,16 @@ class GradientOrder:
         self._b, self._w = _Turns(), _Turns()
         self.last: tuple[int, Progress] | None = None
         """Number of the step's W's, and what hears how far the last one is."""
+        self.each: EachSum | None = None
         self._n_w = 0
         self._waiting: dict[int, Sequence[Tensor]] = {}
         """Of each micro-batch whose B has been added, what its W will add to."""
-        self._late: dict[int, _Late] = {}
+        self._late: dict[int, Late] = {}
+
+    def listen(self, n_microbatches: int, one: Progress) -> None:
+        """Tell how far the step's last W is, or all, if each is summed by itself."""
+        self.last = n_microbatches, one
+        self.each = one if isinstance(one, EachSum) else None
 
     def run_b(
         self,
@@ -67,7 +76,7 @@ class GradientOrder:
             return result
         apart: Sequence[Tensor] = ()
         waiting = graph.in_w()
-        if not self._b.is_turn(microbatch):
+        if self.each is not None or not self._b.is_turn(microbatch):
             apart = self._parameters
         elif others := self._waits_for(waiting):
             apart = [p for p in graph.in_b() if p in others]
@@ -81,8 +90,14 @@ class GradientOrder:
         self._b.add(microbatch, lambda: self._end_b(microbatch, found, waiting))
         return result
 
-    def _end_b(self, microbatch: int, found: _Late, waiting: Sequence[Tensor]) -> None:
+    def _end_b(self, microbatch: int, found: Late, waiting: Sequence[Tensor]) -> None:
         """Add what B has kept apart, but for what an earlier W goes before."""
+        if self.each is not None:
+            earlier = (p for one in self._waiting.values() for p in one)
+            late = self.each.after_b(found, [*waiting, *earlier])
+            self._late[microbatch] = late
+            self._waiting[microbatch] = [*waiting, *(p for p, _ in late)]
+            return
         if found:
             others = self._waits_for(waiting)
             late = [pair for pair in found if pair[0] in others]
@@ -105,19 +120,32 @@ class GradientOrder:
         if self._is_released:
             self._n_w += 1
             graph.backward_weight(self._progress(self._n_w))
-            self._tell(microbatch)
+            self._end_w(microbatch)
             return
         self._w.add(microbatch, lambda: self._do_w(microbatch, graph))
 
     def _do_w(self, microbatch: int, graph: SplitGraph) -> None:
+        if self.each is not None:
+            _add_all(self._late.pop(microbatch))
+            del self._waiting[microbatch]
+            graph.backward_weight(self._progress(microbatch + 1))
+            self._end_w(microbatch)
+            return
         late = microbatch in self._late
         graph.backward_weight(None if late else self._progress(microbatch + 1))
         _add_all(self._late.pop(microbatch, ()))
         del self._waiting[microbatch]
         self._tell(microbatch)
 
+    def _end_w(self, microbatch: int) -> None:
+        self._tell(microbatch)
+        if self.each is not None:
+            self.each.rest()
+
     def _progress(self, n: int) -> Progress | None:
         """The listener of the n-th W; they run in micro-batch order or as they come."""
+        if self.each is not None:
+            return self.each if self.watch is None else None  # it sees whole gradients
         if self.last is None or self.last[0] != n:
             return None
         return self.last[1]
@@ -137,7 +165,12 @@ class GradientOrder:
             result = self.run_b(microbatch, graph, gradients)
             self.run_w(microbatch, graph)
             return result
-        result = graph.backward(gradients)
+        if self.each is None:
+            result = graph.backward(gradients)
+        else:
+            with self.each.within_backward():
+                result = graph.backward(gradients)
+            self.each.rest()
         self._b.add(microbatch, _nothing)
         self._w.add(microbatch, _nothing)
         return result

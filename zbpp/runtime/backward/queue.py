@@ -1,7 +1,9 @@
 """The weight-gradient work of one micro-batch, between its B and its W."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +14,8 @@ from zbpp.runtime.support.autograd_internals import NoGrad, edge_at
 
 __all__ = [
     "Add",
+    "EachSum",
+    "Late",
     "Progress",
     "Root",
     "WeightQueue",
@@ -22,6 +26,8 @@ __all__ = [
 
 Root = Any
 """A leaf, or a node and the number of its output."""
+Late = list[tuple[Tensor, Tensor]]
+"""Parameters, and gradients that are not yet added to theirs."""
 Compute = Callable[[], tuple[Tensor | None, ...]]
 
 _TOGETHER_BYTES = 4 * 2**20
@@ -67,6 +73,30 @@ class Progress(Protocol):
         Returns:
             The number of pieces at which it wants to hear again.
         """
+
+
+class EachSum(Progress, ABC):
+    """Sums gradients of one micro-batch after another; those it has taken are gone."""
+
+    @abstractmethod
+    def after_b(self, found: Late, waiting: Sequence[Tensor]) -> Late:
+        """Sum the layers that B has done with.
+
+        Args:
+            found: what B has computed.
+            waiting: what its W will add to, or one of an earlier micro-batch.
+
+        Returns:
+            Those of other layers, for W.
+        """
+
+    @abstractmethod
+    def within_backward(self) -> AbstractContextManager[object]:
+        """A full backward runs within this: sum the layers that it is done with."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Sum what is there."""
 
 
 class _Call(NamedTuple):

@@ -3,10 +3,18 @@
 Two hold parameters and two gradients, each as large as the largest layer's, however
 many layers there are. Nothing is allocated in a pass: a layer is gathered where it is
 used, and its graph may keep views of it from F to B, as it always has the same buffer.
+Gradients of each micro-batch are summed layer by layer, beside what W does next, and
+added to the parts that this process keeps:
+
+W    | layer 3 | layer 2      | layer 1      |
+sums           | layer 3 in A | layer 2 in B | layer 1 in A, when 3 has been added
+
 `turns` tells the order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +44,7 @@ class AlternatingBuffers:
         device = devices[0] if devices else torch.device("cpu")
         largest = [max(kind) for kind in zip((0, 0), *sizes, strict=True)]
         self.turns: list[Turn] = []
+        self._shared = _Shared()
         self._parameters, self._gradients = (
             [torch.zeros(n, dtype=torch.uint8, device=device) for _ in range(2)]
             for n in largest
@@ -45,34 +54,59 @@ class AlternatingBuffers:
             for place, (name, unit) in enumerate(own):
                 at = place % 2
                 turn = Turn(
-                    name,
-                    unit,
+                    *(name, unit, self._shared),
                     (self._parameters[at], self._gradients[at]),
                     *turns[at],
                 )
                 self.turns.append(turn)
             _chain([unit for _, unit in own], has_gradient=chunk > 0)
-        owners = {turn.name: turn for turn in self.turns}
-        for turn in self.turns:
-            turn.owners = owners
+        self._shared.owners = {turn.name: turn for turn in self.turns}
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all four."""
         return sum(x.nbytes for x in (*self._parameters, *self._gradients))
 
+    @contextmanager
+    def joint(self) -> Iterator[None]:
+        """Reduce the gradients of each layer when a backward within this leaves it."""
+        self._shared.is_joint = True
+        try:
+            yield
+        finally:
+            self._shared.is_joint = False
+
     def forget(self) -> None:
         """Drop what was gathered ahead and is not used."""
         for turn in self.turns:
             turn.drop_ahead()
 
+    def end(self) -> None:
+        """End a step.
+
+        Raises:
+            AssertionError: a sum is under way, that nobody has added.
+        """
+        self.forget()
+        left = [turn.name for turn in self.turns if turn.is_summing]
+        assert not left, f"nobody waits for sums of {left}"
+
+
+@dataclass
+class _Shared:
+    """The turns of a stage, by name of the layer, and how they end."""
+
+    owners: "dict[str, Turn]" = field(default_factory=dict)
+    is_joint: bool = False
+
 
 class Turn:
-    """One layer's use of its buffers; torch calls it to reduce.
+    """One layer's use of its buffers.
 
     Args:
         name: of the layer.
         unit: the layer, wrapped.
+        shared: by all turns of the stage.
         buffers: for parameters and gradients.
         parameters: turn of the former.
         gradients: of the latter.
@@ -82,16 +116,17 @@ class Turn:
         self,
         name: str,
         unit: Unit,
+        shared: _Shared,
         buffers: tuple[Tensor, Tensor],
         parameters: ParameterTurn,
         gradients: GradientTurn,
     ) -> None:
         self.name = name
         self.unit = unit
-        self.owners: dict[str, Turn] = {}
+        self.shared = shared
         self.buffers = buffers
         self._parameters, self._gradients = parameters, gradients
-        self._is_filling = False
+        self._sums = unit.part_sums()
         unit.live_in(buffers[0], self.gather, self.begin, self.release)
         unit.reduce_by(self)
         unit.module.register_forward_pre_hook(self._check)
@@ -105,7 +140,7 @@ class Turn:
     ) -> dist.Work | None:
         """Start to gather the layer; the buffer's last owner is not in use."""
         if self._parameters.is_ahead:
-            self.owners[self._parameters.owner or ""].drop_ahead()
+            self.shared.owners[self._parameters.owner or ""].drop_ahead()
         self._parameters.gather(self.name)
         work = group.allgather_into_tensor_coalesced(list(parts), list(own))
         gathering = _Gathering(work, self)
@@ -113,6 +148,11 @@ class Turn:
             return gathering
         gathering.wait()
         return None
+
+    @property
+    def is_summing(self) -> bool:
+        """Its gradients have been taken, and not added."""
+        return self._gradients.owner == self.name
 
     def arrived(self) -> None:
         """The gather has been waited for."""
@@ -125,6 +165,8 @@ class Turn:
     def release(self) -> None:
         """A pass has ended."""
         self._parameters.release(self.name)
+        if self.shared.is_joint:
+            self.reduce()
 
     def drop_ahead(self) -> None:
         """End a gather of this layer that no pass has waited for."""
@@ -133,32 +175,23 @@ class Turn:
             if self._parameters.owner == self.name:  # torch had waited by itself
                 self._parameters.cancel()
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Memory for gradients; called again, for this process's part of their sums."""
-        if self._is_filling:
-            self._is_filling = False
-            self._gradients.filled(self.name)
-            return torch.empty(*size, dtype=dtype, device=device)
-        self._is_filling = True
+    def reduce(self) -> None:
+        """Start to sum the gradients that are there."""
+        if not self._sums.has_gradients:
+            return
+        if self._gradients.owner is not None:
+            self.shared.owners[self._gradients.owner].finish()
         self._gradients.fill(self.name)
-        n_bytes = size[0] * dtype.itemsize
-        return self.buffers[1][:n_bytes].view(dtype)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Sum the gradients; this stream has the sum."""
+        self._sums.take(self.buffers[1])
+        self._gradients.filled(self.name)
         self._gradients.reduce(self.name)
-        dist.reduce_scatter_single(output_tensor, input_tensor, op, group)
-        self._gradients.release(self.name)
-        return None
+        self._sums.start()
+
+    def finish(self) -> None:
+        """Add the sums that were started."""
+        if self.is_summing:
+            self._sums.finish()
+            self._gradients.release(self.name)
 
     def _check(self, *_: object) -> None:
         self._parameters.check(self.name)

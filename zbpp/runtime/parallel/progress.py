@@ -2,17 +2,20 @@
 
 W of the last micro-batch | layer 3 | layer 2 | layer 1 |
 reduce                              | layer 3 | layer 2 | layer 1
+
+With alternating buffers every W does so, for its own micro-batch.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from zbpp.runtime.backward.queue import Root
+from zbpp.runtime.backward.queue import EachSum, Late, Root
 from zbpp.runtime.support.autograd_internals import leaves_behind
 
-__all__ = ["LayerProgress"]
+__all__ = ["LayerProgress", "LayerSums"]
 
 
 class LayerProgress:
@@ -51,3 +54,47 @@ class LayerProgress:
         while self._left and self._left[0][0] <= n:
             self._reduce(-self._left.pop(0)[1])
         return self._left[0][0] if self._left else sys.maxsize
+
+
+class LayerSums(LayerProgress, EachSum):
+    """Sums every micro-batch by itself.
+
+    Args:
+        layer_of: layer of every leaf of the chunk.
+        reduce: called with each layer; it takes the gradients that are there.
+        rest: called when all of a micro-batch's are.
+        within_backward: within it layers are reduced when a full backward leaves them.
+    """
+
+    def __init__(
+        self,
+        layer_of: Mapping[Tensor, int],
+        reduce: Callable[[int], None],
+        rest: Callable[[], None],
+        within_backward: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        super().__init__(layer_of, reduce)
+        self._rest = rest
+        self._within_backward = within_backward
+
+    def after_b(self, found: Late, waiting: Sequence[Tensor]) -> Late:
+        """Reduce the layers that leave nothing to W; return the others' gradients."""
+        unfinished = {self._layer_of.get(leaf) for leaf in waiting}
+        if None in unfinished:  # it may be of any layer
+            return found
+        done = [pair for pair in found if self._layer_of[pair[0]] not in unfinished]
+        for leaf, gradient in done:
+            leaf.grad = gradient
+        layers = {self._layer_of[leaf] for leaf, _ in done}
+        found = [pair for pair in found if self._layer_of[pair[0]] in unfinished]
+        for layer in sorted(layers, reverse=True):
+            self._reduce(layer)
+        return found
+
+    def within_backward(self) -> AbstractContextManager[object]:
+        """Reduce layers as a full backward leaves them."""
+        return self._within_backward()
+
+    def rest(self) -> None:
+        """Reduce what is there."""
+        self._rest()

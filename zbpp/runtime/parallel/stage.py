@@ -3,7 +3,7 @@
     UNSHARD      gather parameters that `fully_shard` keeps in parts
     RESHARD      drop what was gathered: W needs no parameters
     REDUCE_GRAD  start to sum gradients over the replicas; the last W of a chunk has
-                 done so for each layer that it was done with
+                 done so for each layer that it was done with, with buffers every W
     REDUCE_WAIT  have them
 
 Layers may be wrapped by `fully_shard` or `replicate`, as a whole or in parts; those
@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.core import Collective, CollectiveKind, RequestError
 from zbpp.core.collectives.sharding import Shard, reduces_every
@@ -27,7 +27,7 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import AlternatingBuffers
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
-from zbpp.runtime.parallel.progress import LayerProgress
+from zbpp.runtime.parallel.progress import LayerProgress, LayerSums
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.support.fsdp_internals import Unit, managed, units_in
 
@@ -102,10 +102,11 @@ class Collectives:
 
     def reduce_layer(self, chunk: int, index: int) -> None:
         """Start to sum one layer's gradients, which are all there."""
-        done = self._reduced.setdefault(chunk, set())
-        if index in done:
-            return
-        done.add(index)
+        if self.buffers is None:
+            done = self._reduced.setdefault(chunk, set())
+            if index in done:
+                return
+            done.add(index)
         self.began.setdefault(chunk, self.now())
         layer = self._layers[chunk][index - self._layers[chunk][0].index]
         for unit in reversed(layer.units):
@@ -128,15 +129,21 @@ class Collectives:
             self._tied.wait()
 
     def progress(self, chunks: Iterable[Chunk]) -> dict[int, LayerProgress]:
-        """Listeners that reduce the layers of each chunk within its last W."""
-        return {
-            chunk.index: LayerProgress(
-                {leaf: index for index, _, leaf in chunk.all_leaves()},
-                partial(self.reduce_layer, chunk.index),
-            )
-            for chunk in chunks
-            if chunk.index in self._layers
-        }
+        """Listeners that reduce layers within the last W of a chunk, or within all."""
+        found: dict[int, LayerProgress] = {}
+        for chunk in chunks:
+            number = chunk.index
+            if number not in self._layers:
+                continue
+            leaves = chunk.all_leaves()
+            layer_of: dict[Tensor, int] = {leaf: index for index, _, leaf in leaves}
+            reduce = partial(self.reduce_layer, number)
+            if self.buffers is not None:
+                rest, within = partial(self.reduce, number), self.buffers.joint
+                found[number] = LayerSums(layer_of, reduce, rest, within)
+            elif self.reduces_once:
+                found[number] = LayerProgress(layer_of, reduce)
+        return found
 
     def rewind(self) -> None:
         """Drop all that was gathered before the step was rolled back."""
@@ -154,7 +161,7 @@ class Collectives:
         """
         assert not self._reduced, f"nobody waits for sums of {sorted(self._reduced)}"
         if self.buffers is not None:
-            self.buffers.forget()
+            self.buffers.end()
         for chunk, layers in self._layers.items():
             for layer in layers:
                 for unit in layer.units:

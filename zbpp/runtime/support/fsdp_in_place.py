@@ -1,4 +1,4 @@
-"""Custom collectives of `fully_shard`: gathers in place, and sums from given memory.
+"""Custom all-gathers of `fully_shard`, in place.
 
 Torch gathers a layer into one tensor, in which every process's parts lie together, and
 copies each parameter out of it to where it is used:
@@ -10,7 +10,7 @@ So a layer that is gathered ahead needs no memory but its own.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 
-__all__ = ["InPlace", "Reduces", "aligned"]
+__all__ = ["InPlace", "aligned"]
 
 _ALIGNED = 64
 """Bytes that each parameter in a buffer begins at a multiple of."""
@@ -27,27 +27,6 @@ _ALIGNED = 64
 def aligned(n_bytes: int) -> int:
     """Bytes that a parameter takes of a buffer."""
     return -(-n_bytes // _ALIGNED) * _ALIGNED
-
-
-class Reduces(Protocol):
-    """Memory for gradients, and their sums; called in the order of its methods."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Memory for the gradients; called again, for this process's part of sums."""
-        ...
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Sum; this stream waits."""
-        ...
 
 
 class InPlace:

@@ -1,22 +1,24 @@
 """The names of `fully_shard` and `replicate` that torch does not document.
 
-No other file touches them, but `fsdp_in_place` what its collectives are called with.
+No other file touches them, but `fsdp_in_place` what its collectives are called with,
+and `fsdp_sums` parameters that are given to it.
 Torch gives no public way to reduce a module's gradients at a time of one's own, nor to
 leave out its prefetches. `check` refuses a torch that lacks one of the names: a part of
 the work would be left out without a word.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.support.fsdp_in_place import InPlace, Reduces, aligned
+from zbpp.runtime.support.fsdp_in_place import InPlace, aligned
+from zbpp.runtime.support.fsdp_sums import PartSums
 from zbpp.runtime.support.sharded import is_sharded
 
-__all__ = ["Unit", "is_unit", "managed", "units_in"]
+__all__ = ["Reduces", "Unit", "is_unit", "managed", "units_in"]
 
 _STATE = ("_lazy_init", "_fsdp_param_groups", "_comm_ctx")
 _GROUP = (
@@ -24,14 +26,12 @@ _GROUP = (
     "all_reduce_grads",
     *("_all_gather_result", "_reshard_after_forward", "mesh_info", "device"),
 )
-_CONTEXT = (
-    *("post_forward_order", "reduce_scatter_states"),
-    "reduce_scatter_max_input_buffers",
-)
+_CONTEXT = ("post_forward_order", "reduce_scatter_states")
 _PARAMETER = (
     *("_unsharded_param", "all_gather_outputs", "reduce_dtype", "sharded_param"),
     *("alloc_all_gather_outputs", "free_unsharded_param", "_orig_size"),
-    *("_contiguous_orig_stride", "fsdp_placement"),
+    *("_contiguous_orig_stride", "fsdp_placement", "sharded_size"),
+    *("contiguous_sharded_stride", "padded_sharded_param_size", "to_sharded_dtensor"),
 )
 
 
@@ -45,6 +45,16 @@ class _NoOrder(list[Any]):
 
     def append(self, _: Any) -> None:
         """Forget it."""
+
+
+class Reduces(Protocol):
+    """Sums gradients of a module."""
+
+    def reduce(self) -> None:
+        """Start to sum those that are there."""
+
+    def finish(self) -> None:
+        """Have what was started."""
 
 
 class Unit:
@@ -64,6 +74,7 @@ class Unit:
         _check(self._state, _STATE)
         self._groups: Sequence[Any] = self._state._fsdp_param_groups
         self._context = self._state._comm_ctx
+        self._reduces: Reduces | None = None
         _check(self._context, _CONTEXT)
         for group in self._groups:
             _check(group, _GROUP)
@@ -101,6 +112,9 @@ class Unit:
 
     def reduce(self) -> None:
         """Start to reduce the gradients that are there."""
+        if self._reduces is not None:
+            self._reduces.reduce()
+            return
         for group in self._groups:
             group.reduce_grads = group.all_reduce_grads = True
             group.post_backward()
@@ -108,6 +122,8 @@ class Unit:
 
     def wait(self) -> None:
         """Let what comes next wait for the reduced gradients."""
+        if self._reduces is not None:
+            self._reduces.finish()
         for group in self._groups:
             group.finalize_backward()
         states = self._context.reduce_scatter_states
@@ -199,13 +215,13 @@ class Unit:
         self.module.set_custom_all_gather(InPlace(parts, gather, begin))
 
     def reduce_by(self, reduces: Reduces) -> None:
-        """Take memory for gradients from elsewhere, where there is some for two sums.
+        """Leave sums to another."""
+        self._reduces = reduces
 
-        Args:
-            reduces: gives it, and sums.
-        """
-        self._context.reduce_scatter_max_input_buffers = 2
-        self.module.set_custom_reduce_scatter(reduces)
+    def part_sums(self) -> PartSums:
+        """Sums from given memory."""
+        (group,) = self._groups
+        return PartSums(group.mesh_info, self._parameters)
 
     def gather_ahead(self, after: "Unit | None", before: "Unit | None") -> None:
         """Start to gather others when passes of this one begin.
