@@ -252,6 +252,14 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 2), 3 * 8 + 9),
         # The same where there is memory for a third chunk: after the loop W or B.
         ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 3), 3 * 5 + 9),
+        # Inner stage, 4 chunks at a time, no W beside them: loops 8 and 6, W's 2; of
+        # these 5 run after the length. Ends 0 + 1 + 2 + 3, way to and from stage 0: 5.
+        (
+            *("slots", (0, 1, 1, 0), 6, Costs(2, 2, 2, 1), MemoryModel(2, 1, 4)),
+            (6 * (8 + 6 + 2) - 5 + 6 + 6) / 4 + 5,
+        ),
+        # One chunk, a W fits beside two: loop 6, F before the second, B after it, W.
+        ("slots", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2.5), (24 + 2) / 2 + 1),
         # One chunk: as cycle above.
         ("turns", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 1 + 6 + 1),
     ],

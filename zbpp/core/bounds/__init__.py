@@ -4,7 +4,7 @@ Each bound is on the largest span, holds for any placement, and stands with its 
 a file of its own; `best` takes the highest. `ways` and `stage` hold what they share:
 
     ways     work  bottleneck  front_tail  cycle  area       mostly for the first chunk
-    stage    fill  turns                                     for all chunks of a stage
+    stage    fill  turns  slots                              for all chunks of a stage
 
 Notation: on a stage, F, B and W are sums over its chunks; the loop of a chunk is the
 time from the start of its F to the end of its B on one micro-batch if nothing waits:

@@ -6,6 +6,7 @@ from zbpp.core.bounds.cycle import cycle
 from zbpp.core.bounds.fill import fill
 from zbpp.core.bounds.front_tail import front_tail
 from zbpp.core.bounds.relaxed import relaxed
+from zbpp.core.bounds.slots import slots
 from zbpp.core.bounds.stage import stages as all_chunks
 from zbpp.core.bounds.turns import turns
 from zbpp.core.bounds.ways import Ways
@@ -23,7 +24,7 @@ _FIRST_CHUNK = {
     "cycle": cycle,
     "area": area,
 }
-_ALL_CHUNKS = {"fill": fill, "turns": turns}
+_ALL_CHUNKS = {"fill": fill, "turns": turns, "slots": slots}
 
 
 def lower_bound(

@@ -6,10 +6,10 @@ there are W's. start[q] is when pass q can start at the earliest, counted from t
 of pass 0 of that micro-batch: if nothing waits. M_c is m_b of the chunks 0 to c, what a
 micro-batch holds at least from the start of F of c to the end of B of c.
 
-The bounds of `fill` and `turns` are on the *length* of a stage, from its first F to the
-end of its last B of chunk 0. They cost other stages time as well: those whose first
-chunk is earlier in the model. Their span starts before the length, by the way from
-their first F to that of the stage; after it there are the way back and a W:
+The bounds `fill`, `turns` and `slots` are on the *length* of a stage, from its first F
+to the end of its last B of chunk 0. They cost other stages time as well: those whose
+first chunk is earlier in the model. Their span starts before the length, by the way
+from their first F to that of the stage; after it there are the way back and a W:
 
     earlier stage   F---------------------------------B-W
                     |way|                         |way|
