@@ -29,7 +29,7 @@ from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.random_state import seed_torch
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.uploads import uploads_to
-from zbpp.runtime.values import Nested, Tensors, as_value, detached, with_tensors
+from zbpp.runtime.values import Nested, Tensors, as_value, detached, ready, with_tensors
 
 __all__ = ["LossFn", "Stage"]
 
@@ -292,9 +292,9 @@ class Stage:
         if chunk == self._last and self.loss.targets is not None:
             value = self.loss(value, microbatch)
         if isinstance(value, Tensor):
-            outputs: Tensors = (value,)
+            outputs: Tensors = ready((value,))
         else:
-            outputs = (given or GivenConstants(held, ())).flatten(value)
+            outputs = ready((given or GivenConstants(held, ())).flatten(value))
         if self.constants.kept or isinstance(outputs, Nested):
             self.constants.ran(chunk, microbatch, outputs)
         return outputs

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
+from zbpp.runtime.support.torch_internals import arrived
+
 __all__ = [
     "Nested",
     "Origin",
@@ -36,6 +38,7 @@ __all__ = [
     "nested",
     "omitted",
     "origins_in",
+    "ready",
     "with_tensors",
 ]
 
@@ -111,6 +114,14 @@ def nested(tensors: Iterable[Tensor], structure: str) -> Nested:
     value = Nested(tensors)
     value.structure = structure
     return value
+
+
+def ready(tensors: Tensors) -> Tensors:
+    """Return the same value, with what a collective still writes awaited."""
+    for y in tensors:
+        if type(y) is not Tensor:
+            return mapped(tensors, arrived)
+    return tensors
 
 
 def detached(tensors: Tensors) -> Tensors:

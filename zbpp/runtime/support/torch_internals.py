@@ -1,7 +1,6 @@
 """The names which torch does not document; those of graphs: `autograd_internals`.
 
-No other file touches any. Each has a fallback, so that a torch without the name is
-slower, not wrong.
+Each has a fallback, so that a torch without the name is slower, not wrong.
 """
 
 import importlib
@@ -27,6 +26,7 @@ except ImportError:
 
 __all__ = [
     "PassHook",
+    "arrived",
     "compiled",
     "container_functions",
     "copying",
@@ -50,6 +50,28 @@ def profiling() -> bool:
     Seen in torch 2.9 to 2.13. Where the name is gone, ranges are always recorded.
     """
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+class _Arrived(torch.autograd.Function):
+    """The same numbers, awaited."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.trigger_wait()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """Await what a collective still writes, as tensor parallelism hands it on.
+
+    Seen in torch 2.9 to 2.13. Where the name is gone, nothing is awaited here.
+    """
+    if not hasattr(tensor, "trigger_wait"):
+        return tensor
+    return cast(Tensor, _Arrived.apply(tensor))  # type: ignore[no-untyped-call]
 
 
 def is_fake(tensor: Tensor) -> bool:
