@@ -13,7 +13,7 @@ from zbpp.cli.commands import main
 from zbpp.core import Pass, PassKind, Timeline, read_costs
 from zbpp.core.measured import measured_costs
 from zbpp.modes import plan
-from zbpp.simulator import simulate
+from zbpp.simulator import read_trace, simulate
 
 
 def timeline(mode: str, costs: Costs) -> Timeline:
@@ -51,13 +51,19 @@ SMALL = [
 ]
 
 
-def test_train_writes_costs_to_plan_with(tmp_path: Path) -> None:
+def test_train_writes_costs_to_plan_with_and_a_trace(tmp_path: Path) -> None:
     costs, metrics = tmp_path / "costs.json", tmp_path / "metrics.jsonl"
+    trace = tmp_path / "trace.json"
     code = main(
         ["train", "--steps", "2", "--stages", "2", "--transport", "local", *SMALL,
-         "--costs_out", str(costs), "--metrics", str(metrics)]
+         "--costs_out", str(costs), "--metrics", str(metrics), "--trace", str(trace)]
     )  # fmt: skip
     assert code == 0
+    (measured,) = read_trace(trace)
+    order = plan("ZBH1", n_stages=2, n_microbatches=8).orders
+    for row, jobs in zip(measured.rows, order, strict=True):
+        ran = [slot.job for slot in row if isinstance(slot.job, Pass)]
+        assert ran == [job for job in jobs if isinstance(job, Pass)]
     found, _ = read_costs(costs)
     for times in (found.f, found.b, found.w):
         assert isinstance(times, tuple) and len(times) == 2
@@ -71,6 +77,7 @@ def test_train_writes_costs_to_plan_with(tmp_path: Path) -> None:
     [
         (["--pipeline_schedule_mode", "1F1B"], "--costs_out: 1F1B runs B and W as one"),
         (["--costs_out", "missing/x.json"], "--costs_out missing/x.json cannot be"),
+        (["--trace", "missing/x.json"], "--trace missing/x.json cannot be"),
     ],
 )
 def test_costs_that_cannot_be_written_are_refused_before_the_run(

@@ -97,7 +97,7 @@ def run_session(page: Page, folder: Path) -> int:
 
 
 _RUNS = ("train", "profile", "bench")
-_WRITTEN = ("--costs_out", "--metrics", "--out", "--layers_out")
+_WRITTEN = ("--costs_out", "--metrics", "--out", "--layers_out", "--trace")
 """Flags of theirs that name files to write."""
 
 

@@ -17,7 +17,7 @@ from zbpp.pipeline import Pipeline
 from zbpp.pipeline.reports import summarize_split
 from zbpp.profiling.prediction import Prediction
 from zbpp.runtime.driver.stop_request import StopRequest, stop_requests
-from zbpp.simulator import bubble_rate, simulate
+from zbpp.simulator import bubble_rate, simulate, write_trace
 from zbpp.training.build import build_pipeline, make_optimizer
 from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.estimate import estimate_layers, memory_of
@@ -213,6 +213,7 @@ def _conclude(
     pipeline.synchronize()
     prediction = None
     if recorder.seconds > 0:  # else there was no step left to do
+        _trace(pipeline, options)
         prediction = _predict(pipeline, options, recorder).as_dict()
     val_loss = pipeline.evaluate(inputs, targets, n_microbatches=n)
     parts = pipeline.gather(fingerprints(pipeline.named_parameters()))
@@ -229,6 +230,14 @@ def _conclude(
         n_microbatches=pipeline.n_microbatches,
         prediction=prediction,
     )
+
+
+def _trace(pipeline: Pipeline, options: Train) -> None:
+    """Write the last step's timeline, if it was asked for (every rank must call)."""
+    if options.trace is not None:
+        timeline = pipeline.timeline()
+        if pipeline.rank == 0:
+            write_trace([timeline], options.trace, microseconds_per_unit=1e6)
 
 
 def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Prediction:

@@ -140,6 +140,9 @@ class Train:
     write a file."""
     costs_out: _Path = None
     """Write the measured times of the passes as a costs file (ms) to plan with."""
+    trace: _Path = None
+    """Write what each stage did in the last step, for Perfetto, and for zbpp compare
+    --measured."""
     emulate: _Path = None
     """Costs file in ms: layers that sleep instead, to compare with the simulation. A
     layers file (it names n_layers) is one too: each layer sleeps its own time."""

@@ -221,7 +221,7 @@ def check(options: Train, schedule: Schedule) -> None:
     _check_dtype(options)
     check_saving(options)
     load_corpus(options.data, seq=options.seq)
-    for flag in ("metrics", "costs_out"):
+    for flag in ("metrics", "costs_out", "trace"):
         path = getattr(options, flag)
         if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
             raise RequestError(

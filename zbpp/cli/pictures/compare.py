@@ -47,7 +47,7 @@ class Compare(MeshFlags):
     csv: Annotated[Path | None, shown_as("PATH")] = None
     """Also write the table as CSV."""
     measured: Annotated[Path | None, shown_as("PATH")] = None
-    """Trace that zbpp bench has written, or zbpp.simulator.write_trace; or several: its
+    """Trace of zbpp bench, of zbpp train --trace or of zbpp.simulator.write_trace: its
     measured timelines stand below the simulated ones, which --costs times in ms."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object instead of tables."""
