@@ -1,4 +1,4 @@
-"""What all contenders have in common, and what they are made of."""
+"""The parts that all contenders have in common, and those that they are made of."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -12,7 +12,7 @@ __all__ = ["Outcome"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found of one contender.
+    """The findings about one contender.
 
     Args:
         name: of the contender.

@@ -33,7 +33,7 @@ from zbpp.checkpoint.staging import Staging
 __all__ = ["Saver", "Saving", "Snapshot"]
 
 Failure = tuple[float, str]
-"""When it was, and words about it."""
+"""Its time, and words about it."""
 
 _POLL_S = 0.01
 _PATIENCE_S = 600.0  # for the other processes' parts

@@ -70,7 +70,7 @@ def measured_costs(
 
 
 def not_told_apart(name: str) -> str:
-    """Why a schedule with BW passes cannot be measured, and what to do."""
+    """Say why a schedule with BW passes cannot be measured, and what to do."""
     return (
         f"{name} runs B and W as one pass, so their times cannot be told apart; "
         "measure with a mode that splits them, such as ZBH1"

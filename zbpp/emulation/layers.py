@@ -100,7 +100,7 @@ class _Sleeping:
 
     @property
     def edges(self) -> tuple[Tensor]:
-        """Where the gradient goes."""
+        """The root that the gradient goes to."""
         return (self.weight,)
 
     def compute(self) -> tuple[Tensor]:
@@ -140,7 +140,7 @@ class EmulatedLayer(nn.Module):
         super().__init__()
         self.adds = adds
         self.ready_s: Callable[[], float] | None = None
-        """When its parameters are gathered, if they are."""
+        """The time at which its parameters are gathered, if they are."""
         self.times = (f_s, b_s, w_s)
         self.weight = nn.Parameter(torch.zeros(()))
         self.weight.step_s = step_s  # type: ignore[attr-defined]

@@ -121,7 +121,7 @@ def with_handed(call: Call, more: tuple[Tensor | None, ...]) -> Call:
 
 @dataclass(frozen=True)
 class Structure:
-    """What a block puts out: the hidden state, or a tuple that begins with it.
+    """The output of a block: the hidden state, or a tuple that begins with it.
 
     Args:
         length: of the tuple; None: the bare tensor.

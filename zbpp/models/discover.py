@@ -1,4 +1,4 @@
-"""What runs before and after a model's blocks: found in one run.
+"""The parts that run before and after a model's blocks, found in one run.
 
 On the meta device, which computes nothing; if the model asks for values there, on the
 model itself.

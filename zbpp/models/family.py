@@ -1,4 +1,4 @@
-"""Where the blocks of a kind of model are, and what stands before and after them."""
+"""The places of a kind of model's blocks, and of what stands before and after them."""
 
 from dataclasses import dataclass
 

@@ -54,7 +54,7 @@ def layered_of(model: Given, n_layers: int | None = None) -> Layered:
 
 
 def model_to_build(model: Given, layered: Layered) -> Model:
-    """What stages are built of: the user's layers themselves, if they are given."""
+    """Return what stages are built of: the user's own layers, if they are given."""
     if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
         return model
     return layered.build

@@ -29,8 +29,8 @@ from zbpp.runtime.support.torch_internals import is_fake
 __all__ = ["OWN", "BackLayer", "BlockLayer", "FrontLayer", "Owned", "Value"]
 
 Value = dict[str, Any]
-"""What travels: "hidden", "batch", and, where they are needed, "shared" (arguments of
-blocks), "more" (of the block before, for the next one), "router"."""
+"""The parts that travel: "hidden", "batch", and, where they are needed, "shared"
+(arguments of blocks), "more" (of the block before, for the next one), "router"."""
 
 OWN = "own"
 """Attribute of a layer below which modules have the model's own names."""
@@ -74,7 +74,7 @@ class _Framed(nn.Module):
 
 
 class FrontLayer(_Framed):
-    """What the model does before its first block.
+    """The work of the model before its first block.
 
     Args:
         owned: modules that run before the blocks.
@@ -187,7 +187,7 @@ class BlockLayer(nn.Module):
 
 
 class BackLayer(_Framed):
-    """What the model does after its last block, its loss included if it has labels.
+    """The work of the model after its last block, with its loss if it has labels.
 
     Args:
         owned: modules that run after the blocks.

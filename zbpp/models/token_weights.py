@@ -22,7 +22,7 @@ def count_labels(labels: Any) -> float:
 
 
 def weigh_of(model: Any) -> Weigh | None:
-    """What a model of transformers takes the mean of its loss over.
+    """Tell what a model of transformers takes the mean of its loss over.
 
     Returns:
         A function of the labels; None: samples.

@@ -68,7 +68,7 @@ class Choice:
 
     @property
     def no_help(self) -> str:
-        """Why zero bubble gains little here; empty if it gains."""
+        """Say why zero bubble gains little here; empty if it gains."""
         every = (Other(self.mode, self.plan), *self.others)
         joint = next((o.plan for o in every if o.mode == "1F1B"), None)
         if joint is None or joint.step * (1 - _LITTLE) > self.plan.step:

@@ -47,8 +47,8 @@ class Train:
     """Replicas of every stage, a process each; each reads its own share of a batch of
     as many times the micro-batches."""
     shard: Shard = "none"
-    """What replicas hold in parts: optimizer state (and parameters between steps),
-    gradients too, parameters as well; none: each holds all."""
+    """Tensors that replicas hold in parts: optimizer state (and parameters between
+    steps), gradients too, parameters as well; none: each holds all."""
     alternating_buffers: bool = False
     """Gather layers into two buffers in turn, each beside the pass of another; with
     --shard parameters."""

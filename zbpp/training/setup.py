@@ -167,7 +167,7 @@ def measures_first(options: Train) -> bool:
 
 
 def device_of(options: Train) -> torch.device | None:
-    """Where this process computes; None: its own GPU if all have one, else the CPU.
+    """The device of this process; None: its own GPU if all have one, else the CPU.
 
     Raises:
         RequestError: there is no GPU, or torch is built without CUDA.

@@ -1,4 +1,4 @@
-"""What single operators take and give on fake tensors, where torch does not say it.
+"""Single operators on fake tensors: memory and results that torch does not tell.
 
 `shapes` (results), `routing` (numbers of integers), `engine` (sums of gradients in
 place), `casts` and `scratch` (temporaries of CPU kernels).

@@ -46,7 +46,7 @@ class Work(Protocol):
 
     @property
     def edges(self) -> Sequence[Root]:
-        """Where the gradients go; they may still grow in number."""
+        """The roots that the gradients go to; they may still grow in number."""
 
     @property
     def compute(self) -> Compute:

@@ -82,7 +82,7 @@ class _RegionWork:
 
     @property
     def edges(self) -> list[Any]:
-        """Where the gradients go."""
+        """The roots that the gradients go to."""
         return [edge for own in self._own_edges for edge in own]
 
     def compute(self) -> tuple[Tensor | None, ...]:

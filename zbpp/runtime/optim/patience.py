@@ -1,4 +1,4 @@
-"""When steps are speculative, and when it is not worth while.
+"""The choice of speculative steps, and of others where they are not worth while.
 
     closed: wait for the norm --(10 valid steps in a row)--> open
     open: step at once --(3 of the last 10 steps were invalid)--> closed

@@ -67,7 +67,7 @@ class Collectives:
         self._tied = tied
         self._reduced: dict[int, set[int]] = {}
         self.began: dict[int, Any] = {}
-        """When the first sum of each chunk began that is under way, by `now`."""
+        """The start, by `now`, of the first sum of each chunk that is under way."""
         self.now: Callable[[], Any] = time.perf_counter
 
     @property

@@ -118,7 +118,7 @@ class ParameterTurn(_Turn):
         self._record_end()
 
     def cancel(self) -> None:
-        """What was gathered ahead is not needed; this stream has waited for it."""
+        """Forget what was gathered ahead in vain; this stream has waited for it."""
         assert self.is_ahead
         self._state, self.owner = _State.FREE, None
         self._record_end()

@@ -145,7 +145,7 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Where it is gathered."""
+        """The device that it is gathered on."""
         device: torch.device = self._groups[0].device
         return device
 

@@ -72,7 +72,7 @@ class Piece:
         return tensor if self.cut is None else tensor.detach().view(-1)[self.cut]
 
     def state_in(self, held: Mapping[Tensor, State]) -> State:
-        """What an optimizer keeps for the parameter; of a shard, the shards of it."""
+        """The state that an optimizer keeps for it; of a shard, its shards."""
         if self.whole is None:
             return held.get(self.parameter, {})
         return {name: own_shard(value) for name, value in held[self.whole].items()}
