@@ -77,7 +77,8 @@ class EstimateCommand:
     shard: Shard = "none"
     """State that replicas hold in parts; each word includes those before."""
     alternating_buffers: bool = False
-    """Gather and reduce layers in buffers of each stage; with --shard parameters."""
+    """Gather layers, and sum their gradients in every W, in buffers of each stage;
+    with --shard parameters."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Whose kernels are taken; cuda needs a machine with a GPU, and leaves it alone."""
     costs: Annotated[Path | None, shown_as("PATH")] = None

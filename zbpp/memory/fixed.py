@@ -64,8 +64,8 @@ class Fixed:
         in_pass: of each chunk, what F, B and BW gather for themselves.
         summed: of each chunk, what is left of its gradients when REDUCE_WAIT has ended;
             None: they are added up in place.
-        in_turn: of each chunk, what two sums of layers give until they are added, where
-            every W sums layer by layer (`ChunkPasses.summed_in_turn`).
+        in_turn: of each chunk, what W leaves until REDUCE_WAIT where every W sums layer
+            by layer (`ChunkPasses.summed_in_turn`).
     """
 
     parameters: int = 0
@@ -211,11 +211,8 @@ def layer_parts(memory: ModelMemory, n: int, layers: Sequence[int]) -> list[int]
 def _in_turn(
     memory: ModelMemory, n: int, chunks: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
-    """Bytes of a replica's parts of two sums, of the largest layers of each chunk."""
-    return {
-        chunk: sum(sorted(layer_parts(memory, n, own))[-2:])
-        for chunk, own in chunks.items()
-    }
+    """Bytes of a replica's parts of the last two sums of each chunk's W."""
+    return {c: sum(layer_parts(memory, n, own)[:2]) for c, own in chunks.items()}
 
 
 def _norm(memory: ModelMemory, layers: Sequence[int]) -> int:

@@ -95,15 +95,19 @@ class ChunkPasses:
     def summed_in_turn(self, parts: Sequence[int]) -> "ChunkPasses":
         """The same where every micro-batch's gradients are summed layer by layer.
 
-        W leaves none of a layer but parts of the first sums, and finds those that B has
-        made; what leaves nothing to W is summed behind B.
+        W leaves none of a layer, and finds those that B has made; what leaves nothing
+        to W is summed behind B. The parts of the first sums stay; others are added when
+        that of the next layer but one begins, so W leaves two.
 
         Args:
             parts: bytes of this process's part of the gradients of each layer.
         """
         found: list[LayerPasses] = []
         done_in_b = 0
-        for layer, part in zip(reversed(self.layers), reversed(parts), strict=True):
+        n = len(parts)
+        for i in reversed(range(n)):
+            layer, part = self.layers[i], parts[i]
+            added = parts[i + 2] if i + 2 < n else 0
             in_b = layer.first_b.left - layer.b.left
             in_w = layer.first_w.left - layer.w.left
             kept = in_b if in_w else 0
@@ -113,13 +117,13 @@ class ChunkPasses:
                 layer,
                 first_b=b,
                 b=b,
-                first_w=_summed(layer.first_w, in_w, kept, part),
-                w=_summed(layer.first_w, in_w, kept, 0),
+                first_w=_summed(layer.first_w, in_w + kept, part, 0),
+                w=_summed(layer.first_w, in_w + kept, part, added),
             )
             if layer.first_bw is not None and layer.bw is not None:
                 made = layer.first_bw.left - layer.bw.left
-                first_bw = _summed(layer.first_bw, made, 0, part)
-                bw = _summed(layer.first_bw, made, 0, 0)
+                first_bw = _summed(layer.first_bw, made, part, 0)
+                bw = _summed(layer.first_bw, made, part, added)
                 one = replace(one, first_bw=first_bw, bw=bw)
             found.append(one)
         return replace(self, layers=tuple(reversed(found)))
@@ -195,9 +199,10 @@ class ChunkPasses:
         return max(peak_b, after_b - self.m_b + around + peak_w)
 
 
-def _summed(first: Span, made: int, found: int, part: int) -> Span:
-    """A pass that sums what it has made, and what it has found; a part may stay."""
-    return Span(first.left - made - found + part, max(first.peak, first.left + part))
+def _summed(first: Span, gone: int, part: int, added: int) -> Span:
+    """A pass whose gradients are summed; the part of an earlier sum is added."""
+    left = first.left + part - added
+    return Span(left - gone, max(first.peak, left))
 
 
 def _most(spans: Iterable[Span]) -> int:

@@ -164,9 +164,6 @@ class StageWalk:
         gathered = self._fixed.in_pass.get(job.chunk, 0)
         if job.kind is not PassKind.F:
             self._last_gradients = 0  # the last step has been validated by now
-        weights = job.kind in (PassKind.W, PassKind.BW)
-        if weights and self._fixed.in_turn is not None and job.chunk in self._summed:
-            self._make(job.chunk, self._fixed.in_turn[job.chunk])
         match job.kind:
             case PassKind.F:
                 self._see(chunk.peak_f + gathered)
@@ -207,6 +204,8 @@ class StageWalk:
             self._leave((job.chunk, microbatch), 0)
             if is_first:
                 self._make(job.chunk, chunk.made_in_w)
+        if self._fixed.in_turn is not None:
+            self._make(job.chunk, self._fixed.in_turn[job.chunk])
 
     def _give(self, job: Pass, chunk: ChunkPasses) -> None:
         value = output_of(job, self._n_chunks)

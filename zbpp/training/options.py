@@ -50,8 +50,8 @@ class Train:
     """Tensors that replicas hold in parts: optimizer state (and parameters between
     steps), gradients too, parameters as well; none: each holds all."""
     alternating_buffers: bool = False
-    """Gather layers into two buffers in turn, each beside the pass of another; with
-    --shard parameters."""
+    """Gather layers into two buffers in turn, each beside the pass of another, and sum
+    gradients from two others in every W; with --shard parameters."""
     tensor_parallel: int = 1
     """Processes that share the blocks of each stage."""
     microbatches: _Count = None
