@@ -140,17 +140,17 @@ def taken(depth: int, mode: str, broken: str | None = None) -> tuple[float, floa
         (executor,) = pipeline._executors.values()
         buffers = executor.collectives.buffers
         assert buffers is not None
-        found = []
-        for tracker in (_Taken(n_bytes), _Taken()):
-            pipeline.step(x, x)
-            for layer in layers:
-                layer.zero_grad()
+        pipeline.step(x, x)
+        for layer in layers:
+            layer.zero_grad()
+        trackers = whole, most = _Taken(n_bytes), _Taken()
+        for tracker in trackers:
             with tracker:
                 tracker.ignore([*buffers._parameters, *buffers._gradients])
                 tracker.ignore(p for layer in layers for p in layer.parameters())
-                pipeline.step(x, x)
-            found.append(tracker.most / n_bytes)
-    return found[0], found[1]
+        with whole, most:
+            pipeline.step(x, x)
+    return whole.most / n_bytes, most.most / n_bytes
 
 
 def taken_all(cases: list[tuple[Any, ...]]) -> list[tuple[float, float]]:

@@ -109,13 +109,13 @@ def test_memory_is_flat_in_depth(pool: Pool) -> None:
 def test_one_gradient_at_a_time_is_whole(pool: Pool) -> None:
     """All but parts and activations is flat in depth, as estimated."""
     cases = [(4, "ZBH1"), (16, "ZBH1"), (8, "1F1B")]
-    for *found, (late, _) in pool.run(taken_all, 2, [*cases, (8, "ZBH1", "late")]):
+    for *found, (late, _) in pool.run(taken_all, 2, [*cases, (4, "ZBH1", "late")]):
         for (depth, mode), (whole, most) in zip(cases, found, strict=True):
             assert whole == 1  # beside those in buffers
             parts, activations = depth / 2, 0.03 * depth
             assert 2 <= most - parts <= 2 + activations
             assert most == pytest.approx(_estimated(depth, mode), rel=0.01)
-        assert late == 8  # where all of a W are kept
+        assert late == 4  # where all of a W are kept
 
 
 def _estimated(depth: int, mode: str) -> float:
@@ -140,17 +140,17 @@ def _estimated(depth: int, mode: str) -> float:
 
 @pytest.mark.dist
 def test_sums_of_each_micro_batch_have_the_same_bits(pool: Pool) -> None:
-    """In all modes, though what buffers give back is NaN; near those of other sums."""
-    cases = [("1F1B", {"steps": 3}), ("ZBV", {"steps": 3})]
-    assert_alike(pool, cases, apart=("ZBV", {"steps": 3}))
+    """In all modes, though what buffers give back is NaN."""
+    assert_alike(pool, [("1F1B", {"steps": 3}), ("ZBV", {"steps": 3})])
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_they_have_in_other_modes(pool: Pool) -> None:
+    """They are near those of sums in another order, but not the same."""
     again = {"steps": 3, "checkpointed": True}
     cases = [(mode, again) for mode in ("ZBH1", "VHalf", "1F1B")]
-    assert_alike(pool, cases)
+    assert_alike(pool, cases, apart=("ZBV", again))
 
 
 def assert_alike(
