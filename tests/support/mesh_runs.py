@@ -334,6 +334,8 @@ def breaking(what: str | None) -> Iterator[None]:
             patch(Buckets, "wait", lambda _: None)
         elif what == "early":  # the first W of a chunk counts as its last
             patch(GradientOrder, "_progress", _after_the_first)
+        elif what == "joined":  # B's gradients are summed with those of an earlier W
+            patch(GradientOrder, "listen", lambda *_: None)
         elif what in OF_BUFFERS:
             for one in OF_BUFFERS[what]:
                 patch(*one)

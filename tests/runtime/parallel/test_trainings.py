@@ -70,12 +70,19 @@ def test_parameters_that_are_stepped_in_pieces(how: str, pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_sums_after_every_weight_pass_are_right_to_the_last_but_their_order(
+def test_sums_after_every_weight_pass_have_the_same_bits_in_all_modes(
     pool: Pool,
 ) -> None:
-    cases = [(m, s, {}) for s in ("gradients", "parameters") for m in ("ZBH1", "ZBV")]
-    for at_rank in zip(*pool.run(train_all, 4, cases), strict=True):
-        assert_right([[found] for found in at_rank])
+    cases = [("1F1B", "gradients", {}), ("ZBH1", "gradients", {})]
+    cases += [(mode, "parameters", {}) for mode in ("VPP", "ZBH1", "ZBV")]
+    assert_right(pool.run(train_all, 4, cases))
+
+
+@pytest.mark.slow
+def test_passes_that_join_in_one_sum_would_show(pool: Pool) -> None:
+    cases = [(mode, "gradients", {"broken": "joined"}) for mode in ("1F1B", "ZBH1")]
+    with pytest.raises(AssertionError, match="modes differ"):
+        assert_right(pool.run(train_all, 4, cases))
 
 
 BREAKS = ("stale", "wait", "early", "alone")

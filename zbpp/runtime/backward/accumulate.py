@@ -126,6 +126,7 @@ class GradientOrder:
 
     def _do_w(self, microbatch: int, graph: SplitGraph) -> None:
         if self.each is not None:
+            self.each.before()
             _add_all(self._late.pop(microbatch))
             del self._waiting[microbatch]
             graph.backward_weight(self._progress(microbatch + 1))
@@ -168,6 +169,7 @@ class GradientOrder:
         if self.each is None:
             result = graph.backward(gradients)
         else:
+            self.each.before()
             with self.each.within_backward():
                 result = graph.backward(gradients)
             self.each.rest()

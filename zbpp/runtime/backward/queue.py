@@ -91,6 +91,10 @@ class EachSum(Progress, ABC):
         """
 
     @abstractmethod
+    def before(self) -> None:
+        """Sum what earlier micro-batches have left: another one's W is to add."""
+
+    @abstractmethod
     def within_backward(self) -> AbstractContextManager[object]:
         """A full backward runs within this: sum the layers that it is done with."""
 

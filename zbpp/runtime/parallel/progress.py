@@ -8,14 +8,14 @@ With alternating buffers every W does so, for its own micro-batch.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
 from zbpp.runtime.backward.queue import EachSum, Late, Root
 from zbpp.runtime.support.autograd_internals import leaves_behind
 
-__all__ = ["LayerProgress", "LayerSums"]
+__all__ = ["LayerProgress", "LayerSums", "SumsByJobs"]
 
 
 class LayerProgress:
@@ -91,6 +91,9 @@ class LayerSums(LayerProgress, EachSum):
             self._reduce(layer)
         return found
 
+    def before(self) -> None:
+        """Nothing is left: every micro-batch reduces all of its own."""
+
     def within_backward(self) -> AbstractContextManager[object]:
         """Reduce layers as a full backward leaves them."""
         return self._within_backward()
@@ -98,3 +101,29 @@ class LayerSums(LayerProgress, EachSum):
     def rest(self) -> None:
         """Reduce what is there."""
         self._rest()
+
+
+class SumsByJobs(LayerSums):
+    """Leaves the sums of a micro-batch to a job, if that comes before the next one's W.
+
+    Args:
+        layer_of: layer of every leaf of the chunk.
+        reduce: called with each layer that B has done with.
+        rest: called when a W follows another: reduces all that is there.
+    """
+
+    def __init__(
+        self,
+        layer_of: Mapping[Tensor, int],
+        reduce: Callable[[int], None],
+        rest: Callable[[], None],
+    ) -> None:
+        super().__init__(layer_of, reduce, _nothing, nullcontext)
+        self.before = rest  # type: ignore[method-assign]
+
+    def begin(self, edges: Sequence[Sequence[Root]]) -> None:
+        """Wait for the job."""
+
+
+def _nothing() -> None:
+    """The job does it."""

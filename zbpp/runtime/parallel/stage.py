@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import AlternatingBuffers
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
-from zbpp.runtime.parallel.progress import LayerProgress, LayerSums
+from zbpp.runtime.parallel.progress import LayerProgress, LayerSums, SumsByJobs
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.support.fsdp_internals import Unit, managed, units_in
 
@@ -48,7 +48,7 @@ class Collectives:
 
     Args:
         layers: by chunk; empty: nothing is to be done.
-        reduces_once: gradients are reduced after the last W of a chunk, not every one.
+        reduces: after which W's of a chunk its gradients are reduced.
         tied: parameters whose gradients other stages add to first.
         buffers: that layers are gathered and reduced in; None: their own.
     """
@@ -57,13 +57,13 @@ class Collectives:
         self,
         layers: Mapping[int, Sequence[_Layer]],
         *,
-        reduces_once: bool = False,
+        reduces: Literal["none", "last", "every"] = "none",
         tied: Buckets | None = None,
         buffers: AlternatingBuffers | None = None,
     ) -> None:
         self._layers = layers
         self.buffers = buffers
-        self.reduces_once = reduces_once
+        self._reduces = reduces
         self._tied = tied
         self._reduced: dict[int, set[int]] = {}
         self.began: dict[int, Any] = {}
@@ -102,7 +102,7 @@ class Collectives:
 
     def reduce_layer(self, chunk: int, index: int) -> None:
         """Start to sum one layer's gradients, which are all there."""
-        if self.buffers is None:
+        if self.buffers is None and self._reduces == "last":
             done = self._reduced.setdefault(chunk, set())
             if index in done:
                 return
@@ -138,10 +138,14 @@ class Collectives:
             leaves = chunk.all_leaves()
             layer_of: dict[Tensor, int] = {leaf: index for index, _, leaf in leaves}
             reduce = partial(self.reduce_layer, number)
+            rest = partial(self.reduce, number)
             if self.buffers is not None:
-                rest, within = partial(self.reduce, number), self.buffers.joint
-                found[number] = LayerSums(layer_of, reduce, rest, within)
-            elif self.reduces_once:
+                found[number] = LayerSums(layer_of, reduce, rest, self.buffers.joint)
+            elif self._reduces == "every":
+                found[number] = SumsByJobs(
+                    layer_of, reduce, partial(self.reduce, number)
+                )
+            elif self._reduces == "last":
                 found[number] = LayerProgress(layer_of, reduce)
         return found
 
@@ -258,9 +262,10 @@ def bind_parallel(
             for chunk, own in layers.items()
         }
         buffers = AlternatingBuffers(named)
+    often: Literal["last", "every"] = "every" if reduces_every(shard) else "last"
     return bound, Collectives(
         layers,
-        reduces_once=bool(groups) and not reduces_every(shard),
+        reduces=often if groups else "none",
         tied=Buckets(tied, groups, lambda: timeout_s) if groups and tied else None,
         buffers=buffers,
     )
