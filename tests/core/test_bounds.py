@@ -261,7 +261,7 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         # One chunk, a W fits beside two: loop 6, F before the second, B after it, W.
         ("slots", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2.5), (24 + 2) / 2 + 1),
         # One chunk: as cycle above.
-        ("turns", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 1 + 6 + 1),
+        ("turns", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 8 + 1),
     ],
 )
 def test_bounds_by_hand(proof, placement, m, costs, memory, by_hand):

@@ -26,6 +26,7 @@ from zbpp.core.costs import ChunkMemory, PassTimes
 
 __all__ = ["Stage", "count", "stages"]
 
+_BUSY = 4  # stages with the most F and B; a micro-batch goes through all, at any price
 _MARGIN = 1e-9  # relative; a limit of 0.3 holds three times 0.1
 
 
@@ -40,8 +41,13 @@ def stages(
         down.append(down[-1] + times.f[chunk] + delay)
         up.append(up[-1] + times.b[chunk] + delay)
     turn = down[-1] + times.f[-1] + times.b[-1] + up[-1]
+    start = [*down, *(turn - up[c] - times.b[c] for c in reversed(range(n_chunks)))]
+    passes = [*times.f, *reversed(times.b)]
     around = math.inf
     chunks_of = times.placement.chunks_of
+    last = 2 * n_chunks - 1
+    chain = [(*own, *(last - c for c in reversed(own))) for own in chunks_of]
+    busy = sorted(chain, key=lambda own: -sum(passes[q] for q in own))[:_BUSY]
     for stage in sorted(range(len(chunks_of)), key=lambda s: chunks_of[s][0]):
         chunks = chunks_of[stage]
         first = chunks[0]
@@ -61,7 +67,32 @@ def stages(
             m=m,
             start=[one - down[first] for one in starts],
             around=down[first] + up[first] - around,
+            through=[
+                list(_through(start, passes, busy, c, last - first)) for c in chunks
+            ],
         )
+
+
+def _through(
+    start: list[float],
+    passes: list[float],
+    stages: list[tuple[int, ...]],
+    a: int,
+    z: int,
+) -> Iterator[tuple[float, float]]:
+    """Ways from the first pass a to the last pass z of n micro-batches.
+
+    At a stage, given by its passes, each micro-batch has those of them that are on its
+    way from a to z: n times their work. The way from a to the first of them lies before
+    it, and the way from the last of them to z after it.
+    """
+    for own in stages:
+        between = [q for q in own if a <= q <= z]
+        if between:
+            each = sum(passes[q] for q in between)
+            first, last = between[0], between[-1]
+            way = start[first] - start[a]
+            yield way + start[z] + passes[z] - start[last] - passes[last], each
 
 
 @dataclass(frozen=True)
@@ -70,6 +101,8 @@ class Stage:
 
     ``limit`` and ``net`` are those of `relaxed`.
     ``around``: what an earlier stage, or this one, needs beside the length, at most.
+    ``through``: per chunk, ways through a busy stage: a constant, and time per
+    micro-batch.
     """
 
     f: list[float]
@@ -84,6 +117,7 @@ class Stage:
     m: int
     start: list[float]
     around: float
+    through: list[list[tuple[float, float]]]
 
     @cached_property
     def v(self) -> int:

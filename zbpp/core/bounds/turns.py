@@ -16,6 +16,10 @@ c to the end of B of e. It also starts K F's later. Before the last micro-batch 
 are as many such turns as fit in m - 1, and an F of c for each of the rest; its own way
 through the stage is added. With one chunk this is the loop of ``cycle``.
 
+From the F of c that the turns lead to, those that are left also go through every stage
+on the way from there to B of chunk 0; the busiest ones are tried (`Stage.through`). One
+turn less leaves more of them, which may take longer; so does none at all.
+
 The wait: between that B of e of i and that F of c of i+K the stage has more to do.
 
 - F of d of i+K for each d < c, if K of d and e is no larger: the law says so.
@@ -49,11 +53,22 @@ def _length(stage: Stage, c: int, e: int) -> float:
     """The length that follows from F of c and B of e."""
     fits, f, last = _fits(stage, c, e), stage.f[c], stage.m - 1
     if fits > last:
-        return last * f + stage.end(-1)
-    n_turns, rest = divmod(last, int(fits))
+        return stage.start[c] + _end(stage, c, last)
+    most = last // int(fits)
     loop = stage.end(2 * stage.v - 1 - e) - stage.start[c]
     turn = max(loop + _wait(stage, c, e, int(fits)), fits * f)
-    return n_turns * turn + rest * f + stage.end(-1)
+    return max(
+        n_turns * turn + stage.start[c] + _end(stage, c, last - n_turns * int(fits))
+        for n_turns in {most, most - 1, 0}
+    )
+
+
+def _end(stage: Stage, c: int, rest: int) -> float:
+    """From an F of c to the last B of chunk 0, some micro-batches later."""
+    longest = rest * stage.f[c] + stage.end(-1) - stage.start[c]
+    for way, each in stage.through[c]:
+        longest = max(longest, way + (rest + 1) * each)
+    return longest
 
 
 def _fits(stage: Stage, c: int, e: int) -> float:
