@@ -9,6 +9,7 @@ from zbpp.core import Costs, MemoryModel, Placement, Schedule, lower_bound
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi.critical_path import improve
+from zbpp.schedules.planner.multi.moves import improve_by_detours
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.multi.rounds import plan_rounds
 from zbpp.schedules.planner.multi.seeds import seeds
@@ -85,6 +86,16 @@ def test_moves_on_the_critical_path_shorten_most_plans():
         plan = improve(problem, worst, Budget(2e4), Draws(0))
         shorter += plan.span < worst.span * 0.999
     assert shorter >= 10
+
+
+def test_detours_shorten_a_plan_that_no_move_makes_better():
+    costs, memory = Costs(10.408, 10.204, 7.703, 0.408), MemoryModel(1, 0.432432, 2)
+    problem = PlacementProblem.of(Placement.wave(4), 6, costs, memory)
+    start = seeds(problem, Budget(2e6))[0].plan
+    cold = improve(problem, start, Budget(2e5), Draws(0))
+    assert improve(problem, cold, Budget(2e5), Draws(0)).span == cold.span
+    assert improve_by_detours(problem, cold, Budget(2e5)).span < cold.span - 1
+    assert cold.span > problem.target * 1.01  # else it is near enough
 
 
 def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget():
