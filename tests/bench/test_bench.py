@@ -164,6 +164,7 @@ def compare_all() -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_gradients_are_compared_wherever_they_are(pool: Pool) -> None:
     inf = float("inf")
     wanted = [0.0, pytest.approx(0.1), 1.0, pytest.approx(5e-4), inf, inf]

@@ -31,6 +31,7 @@ def run(monkeypatch, capsys, tmp_path):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_without_a_stop(run):
     whole = run("whole", "--stages", "2", "--steps", "12")
     assert len(whole) == 12

@@ -45,7 +45,13 @@ def profile_replicas(late: str) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("late", ["all_gather_into_tensor", "reduce_scatter_tensor"])
+@pytest.mark.parametrize(
+    "late",
+    [
+        "all_gather_into_tensor",
+        pytest.param("reduce_scatter_tensor", marks=pytest.mark.slow),
+    ],
+)
 def test_gathers_and_sums_are_measured(pool: Pool, late: str) -> None:
     for answer in pool.run(profile_replicas, 4, late):
         assert answer["trains on"]

@@ -44,6 +44,7 @@ def test_balanced_is_the_default_once_costs_are_known(tmp_path) -> None:
     assert sizes_of(pipeline(split="even", layers=LAYERS)) == (3, 3, 3)
 
 
+@pytest.mark.slow
 def test_an_explicit_split_wins_over_costs_and_over_the_schedule() -> None:
     planned = plan_layers("ZBH1", LAYERS, n_stages=3, n_microbatches=4).schedule
     assert sizes_of(pipeline(split=(1, 1, 7), layers=LAYERS)) == (1, 1, 7)

@@ -297,6 +297,7 @@ def test_a_schedule_that_names_a_layer_the_chunk_lacks_is_refused() -> None:
     assert recomputed_layers(schedule, ranges) == {0, 2, *range(3, N_LAYERS)}
 
 
+@pytest.mark.slow
 def test_a_pipeline_chooses_what_it_recomputes() -> None:
     costs = {"costs": Costs(), "memory": MemoryModel(m_r=0.05, limit=1.2)}
     plain = train("ZBH1", 2)

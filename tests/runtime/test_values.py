@@ -123,6 +123,7 @@ def test_dicts_of_changing_lengths_between_processes(
     assert_same({k: v for _, part in parts for k, v in part.items()}, alone[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("ZBH1", marks=pytest.mark.slow), "ZBV"])
 def test_recomputed_layers(mode: str, alone: masked_model.Found) -> None:
     losses, parameters = train(mode, 2, recompute="all")

@@ -165,6 +165,7 @@ def test_training_agrees_with_plain_torch(train, clip_grad_norm):
     assert ours.val_loss == pytest.approx(plain.val_loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bf16_trains_nearly_the_same(train):
     exact, rounded = train(), train(dtype="bf16", stages=2)
     assert rounded.losses == pytest.approx(exact.losses, rel=0.02)
@@ -251,6 +252,7 @@ def test_a_wrong_request_ends_with_code_2_and_one_line(capsys):
     )
 
 
+@pytest.mark.slow
 def test_metrics_count_rollbacks_and_skips(tmp_path, capsys):
     def rows(**changed):
         metrics = tmp_path / "metrics.jsonl"

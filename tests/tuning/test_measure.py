@@ -79,12 +79,14 @@ def test_training_is_as_without_measuring(mode: str) -> None:
     same(measured, plain)
 
 
+@pytest.mark.slow
 def test_a_builder_draws_the_weights_that_it_would_have_drawn() -> None:
     settings = {"model": unseeded, "seed": 3, "split": [2] * 3 + [3]}
     measured = train(4, mode="ZBH1", example=batch(0), **settings)
     same(measured, train(4, mode="ZBH1", **settings))
 
 
+@pytest.mark.slow
 def test_generators_that_are_not_put_back_would_be_noticed(monkeypatch) -> None:
     monkeypatch.setattr(measure, "set_random_state", lambda *_: None)
     settings = {"model": unseeded, "seed": 3, "split": [2] * 3 + [3]}
@@ -100,6 +102,7 @@ def heavy_head(layers: range) -> list[nn.Module]:
     return built
 
 
+@pytest.mark.slow
 def test_a_heavy_head_gets_a_stage_of_its_own() -> None:
     pipeline = make_pipeline("ZBH1", 3, model=heavy_head, example=batch(0))
     assert [len(layers) for layers in pipeline.split][-1] == 1
@@ -107,6 +110,7 @@ def test_a_heavy_head_gets_a_stage_of_its_own() -> None:
     assert [len(layers) for layers in even.split] == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
     assert "the smallest limit that works" in refusal(
         partial(make_pipeline, "auto", 2, example=batch(0), memory="20KiB")

@@ -142,6 +142,7 @@ def train(n_stages: int | None, **settings: object) -> tuple[bool, dict[str, Ten
 QUICK = Watch(first=3, window=2, least_gain=-1.0)  # takes whatever is planned
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_bits_of_one_that_is_not_watched() -> None:
     switched, parameters = train(4, watch=QUICK)
     assert switched

@@ -178,6 +178,7 @@ def test_w_frees_what_it_used_and_nothing_leaks() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_many_steps() -> None:
     module = nn.Sequential(Checkpointed(mlp()), mlp())
 

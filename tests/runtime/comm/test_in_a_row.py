@@ -72,6 +72,7 @@ def run_in_two_of_three() -> Losses:
     return found
 
 
+@pytest.mark.slow
 def test_pipelines_in_a_row_in_a_subgroup_while_others_do_nothing(pool: Pool) -> None:
     assert pool.run(run_in_two_of_three, 3) == [expected(), [], expected()]
 
@@ -99,7 +100,7 @@ def run_beside_each_other(own_channels: bool) -> tuple[Losses, int]:
 
 @pytest.mark.parametrize(
     ("own_channels", "n_groups"),
-    [pytest.param(False, 1, marks=pytest.mark.slow), (True, 3)],
+    [pytest.param(*x, marks=pytest.mark.slow) for x in ((False, 1), (True, 3))],
 )
 def test_pipelines_beside_each_other(
     pool: Pool, own_channels: bool, n_groups: int
@@ -116,6 +117,7 @@ def train_v_with_own_channels() -> Losses:
         channels.has_tags = has_tags
 
 
+@pytest.mark.slow
 def test_own_channels_in_a_chain_of_three(pool: Pool) -> None:
     plain = [[loss for loss, _ in train("1F1B", 1, clip_grad_norm=0.3)[0]]]
     assert pool.run(train_v_with_own_channels, 3) == [plain] * 3

@@ -15,8 +15,9 @@ from zbpp.runtime.compiled import backend
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"  # of torch by torch
 )
-SMALL = ["mlp", "tied weights"]
+SMALL = ["mlp"]
 MORE = [
+    "tied weights",
     *(
         "conv2d",
         "conv2d, frozen weight",

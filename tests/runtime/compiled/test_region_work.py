@@ -100,8 +100,13 @@ def same(one: Two, other: Two) -> bool:
     return all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-@pytest.mark.parametrize("between", [nothing, a_hook, frozen, no_sum])
+@pytest.mark.parametrize(
+    ("between", "is_exact"),
+    [
+        *((nothing, True), (nothing, False), (a_hook, True)),
+        *(pytest.param(x, True, marks=pytest.mark.slow) for x in (frozen, no_sum)),
+    ],
+)
 def test_w_adds_what_a_whole_backward_adds(
     plain_kernels: None, between: Callable[[Two], None], is_exact: bool
 ) -> None:

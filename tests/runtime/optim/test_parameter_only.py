@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from zbpp.runtime.optim.step_state import StepRules
 
 SHAPES = ((64, 64), (7, 5), (200, 3), (16,), (4096,), (128,), (65, 64))
 """Whole rows of 64 numbers, rows and a rest, and less than a row."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMULAS: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "AdamW without decay": {"weight_decay": 0.0, "betas": (0.8, 0.95)},
@@ -59,8 +61,13 @@ def alone(optimizer: torch.optim.Optimizer) -> RecomputeRollback:
     return RecomputeRollback(optimizer, ParameterStep(optimizer))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if place == 0 else pytest.mark.slow)
+        for place, (name, dtype) in enumerate(product(FORMULAS, DTYPES))
+    ],
+)
 def test_valid_and_invalid_steps(name: str, dtype: torch.dtype) -> None:
     check(fused(name, dtype), alone, shapes=SHAPES)
 
@@ -102,6 +109,7 @@ def test_what_it_takes() -> None:
     assert not rollback.stepped_alone
 
 
+@pytest.mark.slow
 def test_it_copies_nothing_but_the_parameters() -> None:
     optimizer = stepped_once(64)
     rollback = alone(optimizer)
@@ -122,6 +130,7 @@ def check_histories(seeds: range) -> None:
         assert found is None, f"{found}\n{history}"
 
 
+@pytest.mark.slow
 def test_random_histories() -> None:
     check_histories(range(6))
 

@@ -53,6 +53,7 @@ def test_what_cannot_be_deferred() -> None:
     assert can_defer(scheduled)
 
 
+@pytest.mark.slow
 def test_deferred_keeps_one_copy_of_the_parameters_and_no_more() -> None:
     rollback = RecomputeRollback(stepped_once(100))
     before = live_bytes()

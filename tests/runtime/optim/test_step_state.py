@@ -188,6 +188,7 @@ def train_in_fp16(post_validation: bool) -> tuple[list[Any], dict[str, torch.Ten
     return [*told, pipeline.loss_scaler.scale], parameters
 
 
+@pytest.mark.slow
 def test_fp16_finds_its_scale_and_learns() -> None:
     ours, parameters = train_in_fp16(True)
     theirs, others = train_in_fp16(False)

@@ -104,7 +104,10 @@ CASES = [
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("mode", "kind", "rollback", "validated"), CASES)
+@pytest.mark.parametrize(
+    ("mode", "kind", "rollback", "validated"),
+    [*CASES[:-2], *(pytest.param(*x, marks=pytest.mark.slow) for x in CASES[-2:])],
+)
 def test_sharded_stages(
     pool: Pool, mode: str, kind: str, rollback: str, validated: bool
 ) -> None:

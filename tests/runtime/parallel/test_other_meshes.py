@@ -50,6 +50,7 @@ def test_tensor_parallel_stages_without_replicas(pool: Pool) -> None:
     assert_close(pool.run(train_all, 4, [("ZBH1", "bare", more)]), 3)
 
 
+@pytest.mark.slow
 def test_tied_weights_of_replicas(pool: Pool) -> None:
     cases = [(mode, "bare", {"tied": True}) for mode in ("1F1B", "ZBH1", "ZBV")]
     results, plain, _ = train_plainly(tied=True)

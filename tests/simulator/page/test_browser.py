@@ -129,6 +129,7 @@ def differences(text, wanted):
     return wrong + ([] if 2 <= after <= most else ["memory after"])
 
 
+@pytest.mark.slow
 def test_100_random_hovers_equal_the_timelines(browser, opened):
     rng = random.Random(0)
     for _ in range(100):
