@@ -59,32 +59,38 @@ def can_finish(
     An F needs the F of the chunk before, a B the B of the chunk after. Each order must
     hold each of its passes once, F before B before W.
     """
-    n_chunks = placement.n_chunks
-    forward = [bytearray(n_microbatches) for _ in range(n_chunks)]
-    backward = [bytearray(n_microbatches) for _ in range(n_chunks)]
+    forward, backward = (
+        [bytearray(n_microbatches) for _ in range(placement.n_chunks)] for _ in "FB"
+    )
+    given = bytes([1]) * n_microbatches  # the inputs, and the gradients of the losses
+    of_f, of_b = [given, *forward[:-1]], [*backward[1:], given]
     neighbours = [_neighbours(placement, stage) for stage in range(placement.n_stages)]
+    f_kind, w_kind = PassKind.F, PassKind.W
+    due = [len(order) for order in orders]
     done = [0] * placement.n_stages
     to_try = list(range(placement.n_stages))[::-1]
     while to_try:
         stage = to_try.pop()
-        order, column = orders[stage], done[stage]
-        while column < len(order):
+        order, n_before = orders[stage], done[stage]
+        for column in range(n_before, due[stage]):
             job = order[column]
-            if isinstance(job, Pass) and job.kind is not PassKind.W:
-                chunk, i = job.chunk, job.microbatch
-                if job.kind is PassKind.F:
-                    if chunk > 0 and not forward[chunk - 1][i]:
-                        break
-                    forward[chunk][i] = 1
-                else:
-                    if chunk < n_chunks - 1 and not backward[chunk + 1][i]:
-                        break
-                    backward[chunk][i] = 1
-            column += 1
-        if column > done[stage]:
+            if job.__class__ is not Pass or (kind := job.kind) is w_kind:
+                continue
+            chunk, i = job.chunk, job.microbatch
+            if kind is f_kind:
+                if not of_f[chunk][i]:
+                    break
+                forward[chunk][i] = 1
+            else:
+                if not of_b[chunk][i]:
+                    break
+                backward[chunk][i] = 1
+        else:
+            column = due[stage]
+        if column > n_before:
             done[stage] = column
             to_try += neighbours[stage]
-    return all(len(order) == at for order, at in zip(orders, done, strict=True))
+    return done == due
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from zbpp.core import (
     Costs,
     MemoryModel,
     Order,
-    Pass,
     PassKind,
     Placement,
     Step,
     lower_bound,
 )
+from zbpp.core.jobs import passes
 from zbpp.core.quick import without_collection
 
 __all__ = ["B", "F", "Kinds", "Line", "W", "line_of", "named", "time_orders"]
@@ -183,14 +183,9 @@ def named(line: Line, kinds: Kinds) -> tuple[Order, ...]:
 
 
 def _name(stage: int, row: bytearray, *, splits: bool) -> Order:
-    names = (PassKind.F, PassKind.B if splits else PassKind.BW, PassKind.W)
-    done = [0, 0, 0]
-    order: list[Pass | Step] = []
-    for kind in row:
-        order.append(Pass(names[kind], stage, done[kind]))
-        done[kind] += 1
-    order.append(Step(stage))
-    return tuple(order)
+    kinds = (PassKind.F, PassKind.B if splits else PassKind.BW, PassKind.W)
+    left = [iter(passes(kind, stage, row.count(i))) for i, kind in enumerate(kinds)]
+    return (*[next(left[kind]) for kind in row], Step(stage))
 
 
 def time_orders(line: Line, kinds: Kinds) -> float:
@@ -210,31 +205,36 @@ def time_orders(line: Line, kinds: Kinds) -> float:
     to_try = list(range(p - 1, -1, -1))
     while to_try:
         s = to_try.pop()
-        row, counts, at, t = kinds[s], done[s], place[s], free[s]
-        while at < len(row):
+        row, counts, t = kinds[s], done[s], free[s]
+        f, b, w = line.f[s], line.b[s], line.w[s]
+        arrive = inputs[s], gradients[s]
+        after = (inputs[s + 1] if s < p - 1 else gradients[s]).append
+        before = gradients[s - 1].append if s > 0 else None
+        f_hop = line.hop[s] if s < p - 1 else 0.0
+        b_hop = line.hop[s - 1] if s > 0 else 0.0
+        for at in range(place[s], len(row)):
             kind = row[at]
-            i = counts[kind]
             if kind == W:
-                t += line.w[s]
-            else:
-                arrivals = inputs[s] if kind == F else gradients[s]
-                if i >= len(arrivals):
-                    break
-                # The rule of core/clock.py, inlined for speed
-                start = arrivals[i] if arrivals[i] > t else t
-                if kind == F:
-                    first[s] = min(first[s], start)
-                    t = start + line.f[s]
-                    if s < p - 1:
-                        inputs[s + 1].append(t + line.hop[s])
-                    else:
-                        gradients[s].append(t)
-                else:
-                    t = start + line.b[s]
-                    if s > 0:
-                        gradients[s - 1].append(t + line.hop[s - 1])
+                t += w
+                continue
+            i, arrivals = counts[kind], arrive[kind]
+            if i >= len(arrivals):
+                break
+            # The rule of core/clock.py, inlined for speed
+            if arrivals[i] > t:
+                t = arrivals[i]
             counts[kind] = i + 1
-            at += 1
+            if kind == F:
+                if i == 0:
+                    first[s] = t
+                t += f
+                after(t + f_hop)
+            else:
+                t += b
+                if before is not None:
+                    before(t + b_hop)
+        else:
+            at = len(row)
         if at > place[s]:
             place[s], free[s] = at, t
             to_try += [n for n in (s - 1, s + 1) if 0 <= n < p]
