@@ -25,13 +25,13 @@ from zbpp.schedules.planner.limits import capped, check_one_fits
 from zbpp.schedules.planner.multi.problem import PlacementProblem
 from zbpp.schedules.planner.occupied import also_as_delays
 from zbpp.schedules.planner.request import Request, check_sizes
+from zbpp.schedules.planner.single.compiled import time_orders
 from zbpp.schedules.planner.single.moves import move_passes
 from zbpp.schedules.planner.single.problem import (
     Kinds,
     Line,
     line_of,
     named,
-    time_orders,
 )
 from zbpp.schedules.planner.single.search import search
 from zbpp.schedules.planner.single.seeds import hand_made

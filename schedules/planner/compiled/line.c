@@ -174,3 +174,107 @@ end:
     free(stages);
     return result;
 }
+
+/* Given orders: `time_orders` of single/problem.py. */
+typedef struct {
+    int64_t n_stages, n_microbatches;
+    const double *f, *b, *w, *hop;
+    const double *change, *inside; /* of memory, by stage and kind */
+    const double *most;
+} Orders;
+
+static int fits(const Orders *of, int64_t s, const uint8_t *row, int64_t n) {
+    const double *change = of->change + 3 * s, *inside = of->inside + 3 * s;
+    double held = 0.0, peak = 0.0;
+    for (int64_t at = 0; at < n; at++) {
+        if (held + inside[row[at]] > peak) peak = held + inside[row[at]];
+        held += change[row[at]];
+    }
+    return !(peak > of->most[s]);
+}
+
+/* Where a stage stands, and what has arrived there. */
+typedef struct {
+    double *arrived[2], free, first;
+    int64_t n_arrived[2], n_done[2], at;
+    const uint8_t *row;
+    int is_waiting; /* to be visited */
+} Place;
+
+static void arrive(Place *place, int kind, double when) {
+    place->arrived[kind][place->n_arrived[kind]++] = when;
+}
+
+/* Go on until an input is missing; true if it went on at all. */
+static int go_on(const Orders *of, Place *places, int64_t s, int64_t length) {
+    Place *here = &places[s];
+    int64_t before = here->at;
+    double t = here->free;
+    for (; here->at < length; here->at++) {
+        int kind = here->row[here->at];
+        if (kind == W) {
+            t += of->w[s];
+            continue;
+        }
+        int64_t i = here->n_done[kind];
+        if (i >= here->n_arrived[kind]) break;
+        if (here->arrived[kind][i] > t) t = here->arrived[kind][i];
+        here->n_done[kind]++;
+        if (kind == F) {
+            if (i == 0) here->first = t;
+            t += of->f[s];
+            if (s < of->n_stages - 1) arrive(here + 1, F, t + of->hop[s]);
+            else arrive(here, B, t);
+        } else {
+            t += of->b[s];
+            if (s > 0) arrive(here - 1, B, t + of->hop[s - 1]);
+        }
+    }
+    here->free = t;
+    return here->at > before;
+}
+
+/* The span of rows of kinds, one after the other; gives up where stages wait for one
+   another, or hold too much. */
+ZBPP_API int64_t zbpp_time_orders(const Orders *of, const uint8_t *kinds,
+                                  const int64_t *lengths, double *span) {
+    int64_t p = of->n_stages, m = of->n_microbatches, n = p, result = NO_MEMORY;
+    Place *places = calloc((size_t)p, sizeof(Place));
+    double *arrivals = calloc((size_t)(2 * p * m), sizeof(double));
+    int64_t *to_try = calloc((size_t)p, sizeof(int64_t));
+    if (places == NULL || arrivals == NULL || to_try == NULL) goto end;
+    result = GIVEN_UP;
+    for (int64_t s = 0; s < p; s++) {
+        if (!fits(of, s, kinds, lengths[s])) goto end;
+        places[s].row = kinds;
+        places[s].first = INFINITY;
+        places[s].arrived[F] = arrivals + 2 * s * m;
+        places[s].arrived[B] = places[s].arrived[F] + m;
+        places[s].is_waiting = 1;
+        to_try[p - 1 - s] = s;
+        kinds += lengths[s];
+    }
+    places[0].n_arrived[F] = m; /* all there at 0 */
+    while (n) {
+        int64_t s = to_try[--n];
+        places[s].is_waiting = 0;
+        if (!go_on(of, places, s, lengths[s])) continue;
+        for (int64_t other = s - 1; other <= s + 1; other += 2) {
+            if (other < 0 || other >= p || places[other].is_waiting) continue;
+            places[other].is_waiting = 1;
+            to_try[n++] = other;
+        }
+    }
+    *span = -INFINITY;
+    for (int64_t s = 0; s < p; s++) {
+        if (places[s].at < lengths[s]) goto end;
+        double one = places[s].free - places[s].first;
+        if (one > *span) *span = one;
+    }
+    result = DONE;
+end:
+    free(to_try);
+    free(arrivals);
+    free(places);
+    return result;
+}

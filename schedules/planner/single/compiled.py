@@ -1,4 +1,4 @@
-"""The list scheduler of a line, compiled if it can be."""
+"""The list scheduler of a line, and times of its orders, compiled if they can be."""
 
 import ctypes
 import math
@@ -13,11 +13,16 @@ from zbpp.schedules.planner.compiled.library import (
     library,
     whole_numbers,
 )
-from zbpp.schedules.planner.single import list_scheduler
+from zbpp.schedules.planner.single import list_scheduler, problem
 from zbpp.schedules.planner.single.list_scheduler import Rules, Run
-from zbpp.schedules.planner.single.problem import Line
+from zbpp.schedules.planner.single.problem import (
+    Kinds,
+    Line,
+    memory_by_kind,
+    most_held,
+)
 
-__all__ = ["list_schedule_line"]
+__all__ = ["list_schedule_line", "time_orders"]
 
 _MARGIN = 1e-9  # as in `list_scheduler`
 
@@ -45,6 +50,19 @@ class _Rules(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ahead", "early", "late", "slack")),
         ("is_fair", ctypes.c_int64),
+    )
+
+
+class _Orders(ctypes.Structure):
+    """`Orders` of line.c."""
+
+    _fields_ = (
+        ("n_stages", ctypes.c_int64),
+        ("n_microbatches", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("f", "b", "w", "hop", "change", "inside", "most")
+        ),
     )
 
 
@@ -111,3 +129,26 @@ def list_schedule_line(line: Line, rules: Rules, *, cut: float = math.inf) -> Ru
         return Run([], math.inf, n_steps.value)
     rows = [kinds[s * size : s * size + n] for s, n in enumerate(lengths)]
     return Run(rows, span.value, n_steps.value)
+
+
+def time_orders(line: Line, kinds: Kinds) -> float:
+    """Return the largest span, as `problem.time_orders` does, to the last bit."""
+    if library is None:
+        return problem.time_orders(line, kinds)
+    stages = range(line.n_stages)
+    changes, insides = zip(*(memory_by_kind(line, s) for s in stages), strict=True)
+    arrays = (
+        *map(floats, (line.f, line.b, line.w, line.hop)),
+        *map(floats, map(chain.from_iterable, (changes, insides))),
+        floats(most_held(line, s) for s in stages),
+    )
+    rows, lengths = b"".join(kinds), whole_numbers(map(len, kinds))
+    span = ctypes.c_double()
+    orders = _Orders(line.n_stages, line.n_microbatches, *map(address, arrays))
+    is_done = check(
+        library.zbpp_time_orders(
+            *(ctypes.byref(orders), ctypes.c_char_p(rows)),
+            *(address(lengths), ctypes.byref(span)),
+        )
+    )
+    return span.value if is_done else math.inf

@@ -9,6 +9,7 @@ pass is named by counting. That is what makes plans of millions of jobs affordab
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +25,18 @@ from zbpp.core import (
 from zbpp.core.jobs import passes
 from zbpp.core.quick import without_collection
 
-__all__ = ["B", "F", "Kinds", "Line", "W", "line_of", "named", "time_orders"]
+__all__ = [
+    "B",
+    "F",
+    "Kinds",
+    "Line",
+    "W",
+    "line_of",
+    "memory_by_kind",
+    "most_held",
+    "named",
+    "time_orders",
+]
 
 F, B, W = range(3)
 Kinds = list[bytearray]
@@ -195,7 +207,7 @@ def time_orders(line: Line, kinds: Kinds) -> float:
     wait for one another, or exceed a limit, give infinity.
     """
     p = line.n_stages
-    if any(_peak(line, s, kinds[s]) > line.limit[s] * (1 + _MARGIN) for s in range(p)):
+    if any(_peak(line, s, kinds[s]) > most_held(line, s) for s in range(p)):
         return math.inf
     inputs: list[list[float]] = [[0.0] * line.n_microbatches]
     inputs += [[] for _ in range(1, p)]  # when each F's input arrives
@@ -243,10 +255,20 @@ def time_orders(line: Line, kinds: Kinds) -> float:
     return max(free[s] - first[s] for s in range(p))
 
 
-def _peak(line: Line, stage: int, row: bytearray) -> float:
+def memory_by_kind(line: Line, stage: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Changes of memory by F, B and W, and what is held within them."""
     m_b, m_w = line.m_b[stage], line.m_w[stage]
-    change = (m_b, m_w - m_b, -m_w)
     inside = (line.peak_f[stage], line.peak_b[stage], line.peak_w[stage])
+    return (m_b, m_w - m_b, -m_w), inside
+
+
+def most_held(line: Line, stage: int) -> float:
+    """The limit of a stage, and room for sums that were rounded."""
+    return line.limit[stage] * (1 + _MARGIN)
+
+
+def _peak(line: Line, stage: int, row: bytearray) -> float:
+    change, inside = memory_by_kind(line, stage)
     held = peak = 0.0
     for kind in row:
         if held + inside[kind] > peak:

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.single.compiled import list_schedule_line
+from zbpp.schedules.planner.single.compiled import list_schedule_line, time_orders
 from zbpp.schedules.planner.single.list_scheduler import Rules
-from zbpp.schedules.planner.single.problem import Kinds, Line, time_orders
+from zbpp.schedules.planner.single.problem import Kinds, Line
 from zbpp.schedules.planner.single.seeds import seeds
 
 __all__ = ["Found", "search"]

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from zbpp.schedules.planner.multi.rules import (
 from zbpp.schedules.planner.multi.timing import retime, time_rows
 from zbpp.schedules.planner.single import compiled as compiled_line
 from zbpp.schedules.planner.single import list_scheduler as line_scheduler
-from zbpp.schedules.planner.single.problem import line_of
+from zbpp.schedules.planner.single import problem as line_problem
+from zbpp.schedules.planner.single.problem import Kinds, line_of
 from zbpp.schedules.planner.single.seeds import seeds as line_seeds
 
 is_compiled = pytest.mark.skipif(library is None, reason="no compiled loops")
@@ -67,6 +69,20 @@ def test_list_scheduling_of_a_line_is_the_same(seed: int) -> None:
         for rules in line_seeds(line):
             ours = compiled_line.list_schedule_line(line, rules, cut=cut)
             assert ours == line_scheduler.list_schedule_line(line, rules, cut=cut)
+            for kinds in mixed_up(ours.kinds, random.Random(seed)):
+                span = line_problem.time_orders(line, kinds)
+                assert compiled_line.time_orders(line, kinds) == span
+
+
+def mixed_up(kinds: Kinds, rng: random.Random) -> Iterator[Kinds]:
+    """The rows; then with jobs swapped: they wait for one another, or hold too much."""
+    for n in (0, 1, 4) if kinds else ():
+        rows = [bytearray(row) for row in kinds]
+        for _ in range(n):
+            row = rng.choice(rows)
+            i, j = rng.randrange(len(row)), rng.randrange(len(row))
+            row[i], row[j] = row[j], row[i]
+        yield rows
 
 
 @is_compiled
