@@ -1,12 +1,11 @@
 """Compiled parts; all but the slow tests leave Inductor's kernels out."""
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import fx
+from plain_graphs import run_plainly
 
 from zbpp.runtime.compiled import backend
 
@@ -32,15 +31,4 @@ def _forgotten() -> Iterator[None]:
 @pytest.fixture
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run finished graphs as they are, operator by operator: nothing is built."""
-
-    def run(graph: fx.GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
-        def boxed(args: list[Any]) -> Any:
-            given = tuple(args)
-            args.clear()
-            return graph.forward(*given)
-
-        boxed._boxed_call = True  # type: ignore[attr-defined]
-        graph.recompile()
-        return boxed
-
-    monkeypatch.setattr(backend, "compile_graph", run)
+    monkeypatch.setattr(backend, "compile_graph", run_plainly)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from mesh_runs import train
+from plain_graphs import run_plainly
 from pool import Pool
 from torch import fx
 
@@ -17,18 +18,10 @@ def train_compiled(how: str) -> tuple[Any, Any, Any, int]:
     """Losses and norms of two modes compiled, of one uncompiled; graphs compiled."""
     graphs = 0
 
-    def as_it_is(graph: fx.GraphModule, _: Any, **__: Any) -> Any:
+    def as_it_is(graph: fx.GraphModule, inputs: Any, **_: Any) -> Any:
         nonlocal graphs
         graphs += 1
-
-        def boxed(args: list[Any]) -> Any:
-            given = tuple(args)
-            args.clear()
-            return graph.forward(*given)
-
-        boxed._boxed_call = True  # type: ignore[attr-defined]
-        graph.recompile()
-        return boxed
+        return run_plainly(graph, inputs)
 
     torch._dynamo.reset()
     compile_graph, backend.compile_graph = backend.compile_graph, as_it_is

@@ -119,10 +119,14 @@ class SumsByJobs(LayerSums):
         rest: Callable[[], None],
     ) -> None:
         super().__init__(layer_of, reduce, _nothing, nullcontext)
-        self.before = rest  # type: ignore[method-assign]
+        self._before = rest
 
     def begin(self, edges: Sequence[Sequence[Root]]) -> None:
         """Wait for the job."""
+
+    def before(self) -> None:
+        """Reduce what no job has taken."""
+        self._before()
 
 
 def _nothing() -> None:
