@@ -98,7 +98,12 @@ class _RegionWork:
         return tuple(found)
 
     def apart(self, add: Add) -> list[tuple[Work, Add]]:
-        """Return the pieces as works of their own."""
+        """Return the pieces as works of their own.
+
+        Raises:
+            RuntimeError: an operand is no longer what B has left.
+        """
+        check_versions(self.kept, self._versions)
         alone = _alone(add is _EXACTLY)
         return [(self.piece(i), alone) for i in range(len(self._targets))]
 
