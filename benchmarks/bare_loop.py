@@ -2,12 +2,16 @@
 
     python benchmarks/bare_loop.py --stages 4 --microbatches 8 --runs 5
 
-    ours    Pipeline.step on layers that sleep beside all that a pass does by itself
-    bare    for each instruction: post a receive, wait for it and sleep, or send
+    ours      Pipeline.step on layers that sleep beside all that a pass does by itself
+    bare      for each instruction: post a receive, wait for it and sleep, or send
+    autograd  the bare loop whose passes sleep within torch's autograd: F makes a graph
+              of one node, B walks it, W adds one number
 
-Both are given the same program, stand in the same processes, and take turns; steps come
-in a row. Measured over simulated counts the host time of both: what ours has above the
-bare loop is its own. Messages are a float64 of each sample; sums are all-reduces.
+All are given the same program, stand in the same processes, and take turns; steps come
+in a row, every process has one thread and one core. Measured over simulated counts the
+host time of each: what ours has above the bare loop is its own, but for what `autograd`
+has above it too, which no runtime on torch can save. Messages are a float64 of each
+sample; sums are all-reduces.
 """
 
 import json
@@ -25,11 +29,12 @@ import tyro
 from parts.turns import spread_of, take_turns
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 import zbpp
 from zbpp.core import Check, Costs, Pass, PassKind, Receive, Reduce, Send, Step, What
 from zbpp.core import input_of as read_by
+from zbpp.core import output_of as written_by
 from zbpp.emulation.layers import EmulatedLayer, sleep_until
 from zbpp.modes import plan
 from zbpp.planning.resolve import choose_validation
@@ -58,7 +63,66 @@ class Options:
     post_validation: bool = False
 
 
-def bare(program: Any, rank: int, seconds: float, n_chunks: int) -> Callable[[], None]:
+class Sleeping(torch.autograd.Function):
+    """The identity, which sleeps in its forward and in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        """Sleep."""
+        ctx.seconds = seconds
+        y = x.clone()
+        sleep_until(time.perf_counter() + seconds)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """Sleep; the weight's gradient is left to W."""
+        dx = dy.clone()
+        sleep_until(time.perf_counter() + ctx.seconds)
+        return dx, None, None
+
+
+class Autograd:
+    """The passes of a bare loop that has torch keep graphs.
+
+    Args:
+        seconds: that half a backward takes, and a forward.
+        last: the chunk whose outputs are the losses.
+    """
+
+    def __init__(self, seconds: float, last: int) -> None:
+        self.seconds, self.last = seconds, last
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.weight.grad = torch.zeros(())
+        self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def run(self, job: Pass, read: Tensor | None) -> Tensor:
+        """Run a pass; returns what it sends."""
+        place = job.chunk, job.microbatch
+        if job.kind is PassKind.F:
+            x = torch.zeros(1, 1, dtype=torch.float64) if read is None else read
+            x = x.detach().requires_grad_()
+            y: Tensor = Sleeping.apply(x, self.weight, self.seconds)
+            self.graphs[place] = x, y
+            return y.detach()
+        dx = torch.zeros(())
+        if job.kind is not PassKind.W:
+            x, y = self.graphs.pop(place)
+            dy = torch.ones_like(y) if job.chunk == self.last else read
+            (dx,) = torch.autograd.grad(y, x, dy)
+        if job.kind is not PassKind.B:
+            sleep_until(time.perf_counter() + self.seconds)
+            self.weight.grad.add_(torch.zeros(()))
+        return dx
+
+
+def bare(
+    program: Any,
+    rank: int,
+    seconds: float,
+    n_chunks: int,
+    autograd: Autograd | None = None,
+) -> Callable[[], None]:
     """Make a step of the loop, which knows nothing but the program."""
     kinds = {What.ACTIVATION: 0, What.GRADIENT: 1}
     sums: list[tuple[Any, Tensor]] = []
@@ -68,6 +132,7 @@ def bare(program: Any, rank: int, seconds: float, n_chunks: int) -> Callable[[],
 
     def step() -> None:
         posted: dict[Any, Any] = {}
+        made: dict[Any, Tensor] = {}
         sent = []
         for one in program:
             if isinstance(one, Receive):
@@ -75,13 +140,23 @@ def bare(program: Any, rank: int, seconds: float, n_chunks: int) -> Callable[[],
                 work = dist.irecv(buffer, one.peer, tag=tag(one.value))
                 posted[one.value] = work, buffer
             elif isinstance(one, Send):
-                payload = torch.zeros(1, 1, dtype=torch.float64)
+                payload = made.pop(one.value, None)
+                if payload is None:
+                    payload = torch.zeros(1, 1, dtype=torch.float64)
                 work = dist.isend(payload, one.peer, tag=tag(one.value))
                 sent.append((work, payload))
             elif isinstance(one, Pass):
                 value = read_by(one, n_chunks)
+                read = made.pop(value, None)
                 if value in posted:
-                    posted.pop(value)[0].wait()
+                    work, read = posted.pop(value)
+                    work.wait()
+                if autograd is not None:
+                    wrote = written_by(one, n_chunks)
+                    found = autograd.run(one, read)
+                    if wrote is not None:
+                        made[wrote] = found
+                    continue
                 both = 2 if one.kind is PassKind.BW else 1
                 sleep_until(time.perf_counter() + both * seconds)
             elif isinstance(one, Reduce):
@@ -99,6 +174,7 @@ def bare(program: Any, rank: int, seconds: float, n_chunks: int) -> Callable[[],
 
 def measure(options: Options, mode: str, file: str) -> None:
     """Run both in turns; every rank calls."""
+    cores = sorted(os.sched_getaffinity(0))
     schedule = plan(mode, n_stages=options.stages, n_microbatches=options.microbatches)
     schedule = choose_validation(schedule, options.post_validation)
     n_chunks = schedule.placement.n_chunks
@@ -114,11 +190,14 @@ def measure(options: Options, mode: str, file: str) -> None:
         watch=False,
         device="cpu",
     )
+    os.sched_setaffinity(0, {cores[pipeline.rank % len(cores)]})
     batch = torch.zeros(options.microbatches, 1, dtype=torch.float64)
     program = lower(pipeline.schedule)[pipeline.rank]
+    graphs = Autograd(seconds, n_chunks - 1)
     ways: dict[str, Callable[[], object]] = {
         "ours": lambda: pipeline.step(batch, batch),
         "bare": bare(program, pipeline.rank, seconds, n_chunks),
+        "autograd": bare(program, pipeline.rank, seconds, n_chunks, graphs),
     }
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(options.rounds):
@@ -155,15 +234,15 @@ def main() -> None:
         title=f"p={options.stages} m={options.microbatches}, jobs of "
         f"{options.job_ms:g} ms, {how}, load {os.getloadavg()[0]:.1f}"
     )
+    more = ("ours", "autograd")
     for column in ("mode", "simulated ms", "ours / simulated", "bare / simulated",
-                   "ours above bare"):  # fmt: skip
+                   "ours above bare", "autograd above bare"):  # fmt: skip
         table.add_column(column, justify="right")
     for mode, runs in found.items():
-        above = [run["ours"] - run["bare"] for run in runs]
         table.add_row(
             *(mode, f"{runs[0]['simulated_ms']:.0f}"),
             *(spread_of([run[way] for run in runs]) for way in ("ours", "bare")),
-            spread_of(above),
+            *(spread_of([r[way] - r["bare"] for r in runs]) for way in more),
         )
     Console(width=110).print(table)
 

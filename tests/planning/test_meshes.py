@@ -7,6 +7,7 @@ import pytest
 from zbpp.core import CollectiveOperation, LayerCosts, Link, RequestError
 from zbpp.planning.meshes import best_mesh, plan_meshes
 from zbpp.planning.replica_costs import Network, on_replicas
+from zbpp.planning.tensor_costs import replicas_network
 
 LAYERS = LayerCosts(
     n_layers=8,
@@ -72,6 +73,33 @@ def test_nodes_make_replicas_cheaper() -> None:
     assert close.exposed < far.exposed / 50
 
 
+def test_layers_that_devices_share() -> None:
+    """By hand: all is divided, and four all-reduces of the activations are added."""
+    layers = replace(LAYERS, message=8.0)
+    slow = Network(Link(0.5, 2.0))
+    each = slow.time(CollectiveOperation.ALL_REDUCE, 8.0, 2)
+    assert each > 0
+    found = meshes(layers, slow, n_devices=2, tensor_parallel=(1, 2))
+    assert list(found) == ["pp 1 x dp 2", "pp 2 x dp 1", "pp 1 x dp 1 x tp 2"]
+    one = found["pp 1 x dp 1 x tp 2"]
+    assert one.step == pytest.approx(8 * 8 * (3 / 2 + 4 * each) + 8 / 2)
+    assert one.peak == pytest.approx((8 * 16 + 8) / 2)
+    assert one.n_microbatches == 8 and one.exposed == pytest.approx(0, abs=1e-6)
+
+
+def test_layers_are_shared_where_links_are_fast_inside_a_node() -> None:
+    """Replicas of shared layers have the places of a node that are left."""
+    layers = replace(LAYERS, message=8.0, limit=40.0)  # one stage needs 136 alone
+    chosen = {}
+    for inside in (1.0, 1e9):
+        network = Network(Link(0.0, 1.0), node=4, node_link=Link(0.0, inside))
+        found = meshes(layers, network, n_devices=8, tensor_parallel=(1, 4))
+        chosen[inside] = best_mesh(list(found.values())).tensor_parallel
+        assert replicas_network(network, 2).node == 2
+        assert replicas_network(network, 8).node == 1
+    assert chosen == {1.0: 1, 1e9: 4}
+
+
 @pytest.mark.parametrize(
     ("shard", "held"),
     [
@@ -117,6 +145,8 @@ def test_meshes_that_cannot_be() -> None:
         ({"n_devices": 0}, "--devices is 0"),
         ({"n_microbatches": 0}, "--microbatches is 0"),
         ({"layers": replace(LAYERS, parameters=0.0)}, "add 'parameters'"),
+        ({"tensor_parallel": (3,)}, "--tensor_parallel 3 does not divide 4 devices"),
+        ({"tensor_parallel": (2,)}, "add 'message'"),
     ],
 )
 def test_requests_that_are_wrong(wrong, message) -> None:

@@ -1,16 +1,17 @@
-"""Devices as a mesh of stages and replicas: which one has the shortest step?
+"""Devices as a mesh of stages, replicas and shares: which one has the shortest step?
 
     64 devices    pp 1 x dp 64, pp 2 x dp 32, ... pp 64 x dp 1
+                  and with layers shared by two: pp 1 x dp 32 x tp 2, ...
     a step        the same micro-batches in all, dealt to the replicas
 
 Few stages idle less, many replicas exchange more, and every stage must hold its layers.
 Each mesh is planned with its own split of the layers; then the collectives of its
-replicas are added and steps are simulated until they repeat. Replicas of a stage are
-neighbours, so they share a node where one has room for them.
+replicas are added and steps are simulated until they repeat. Devices that share layers
+are neighbours, then come the replicas of a stage: they share a node where one has room.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -30,6 +31,7 @@ from zbpp.planning.replica_costs import (
     on_replicas,
     whole_for_a_while,
 )
+from zbpp.planning.tensor_costs import on_shared_layers, replicas_network
 from zbpp.schedules import LayerPlan, post_validated, without_collectives
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
 
@@ -50,6 +52,7 @@ class MeshPlan:
         whole: memory besides the plan's, of what is whole for a while.
         reason: why there is no plan.
         needs: memory of a device with which there would be one, where that is known.
+        tensor_parallel: devices that share each layer (tp).
     """
 
     n_stages: int
@@ -61,11 +64,14 @@ class MeshPlan:
     whole: float = 0.0
     reason: str = ""
     needs: float = math.inf
+    tensor_parallel: int = 1
 
     @property
     def name(self) -> str:
-        """The mesh as text: ``pp 4 x dp 2``."""
-        return f"pp {self.n_stages} x dp {self.data_parallel}"
+        """The mesh as text: ``pp 4 x dp 2``, or ``pp 2 x dp 2 x tp 2``."""
+        name = f"pp {self.n_stages} x dp {self.data_parallel}"
+        n = self.tensor_parallel
+        return name if n == 1 else f"{name} x tp {n}"
 
     @cached_property
     def step(self) -> float:
@@ -113,6 +119,7 @@ def plan_meshes(
     mode: str = "auto",
     shard: Shard = "none",
     effort: str = "fast",
+    tensor_parallel: Sequence[int] = (1,),
 ) -> list[MeshPlan]:
     """Plan every mesh of some devices whose replicas get equal shares of a step.
 
@@ -121,24 +128,38 @@ def plan_meshes(
             device.
         n_devices: all of them are used.
         n_microbatches: of a step, over all replicas.
-        network: among replicas.
+        network: among devices that share layers, and among replicas.
         mode: as in `zbpp.plan`.
         shard: state that replicas hold in parts; a single one has all.
         effort: of the plans.
+        tensor_parallel: numbers of devices to share each layer.
 
     Raises:
-        RequestError: a number is wrong, or the layers do not tell their parameters.
+        RequestError: a number is wrong, or the layers do not tell their parameters, or
+            their messages, where layers are shared.
     """
     for name, value in (("devices", n_devices), ("microbatches", n_microbatches)):
         if value < 1:
             raise RequestError(f"--{name} is {value}; it must be at least 1")
+    for n in tensor_parallel:
+        if n < 1 or n_devices % n:
+            raise RequestError(
+                f"--tensor_parallel {n} does not divide {n_devices} devices"
+            )
     if n_devices > 1:
         check_replicas(n_devices, shard)
+    if any(n_devices > n for n in tensor_parallel):
         check_parameters(layers)
-    return [
-        _plan_mesh(layers, n_stages, n_devices, n_microbatches, network, mode, shard, e)
-        for n_stages, e in ((n, effort) for n in _divisors(n_devices))
-    ]
+    found = []
+    for n in tensor_parallel:
+        shared, among = on_shared_layers(layers, n, network), replicas_network
+        for n_stages in _divisors(n_devices // n):
+            mesh = _plan_mesh(
+                *(shared, n_stages, n_devices // n, n_microbatches),
+                *(among(network, n), mode, shard, effort),
+            )
+            found.append(replace(mesh, tensor_parallel=n))
+    return found
 
 
 def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
@@ -154,7 +175,9 @@ def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
             f"none of {len(plans)} meshes fits; the nearest is {nearest.name}: "
             f"{nearest.reason}"
         )
-    return min(found, key=lambda one: (one.step, one.data_parallel))
+    return min(
+        found, key=lambda one: (one.step, one.tensor_parallel, one.data_parallel)
+    )
 
 
 def _plan_mesh(

@@ -1,4 +1,4 @@
-"""``zbpp compare --devices``: meshes of stages and replicas in one table."""
+"""``zbpp compare --devices``: meshes of stages, replicas and shares in one table."""
 
 import json
 from collections.abc import Sequence
@@ -45,6 +45,9 @@ class MeshFlags(CommonFlags):
     the layers file."""
     replica_delay: float = 0.0
     """With --replica_bandwidth: time of an empty message between replicas."""
+    tensor_parallel: Annotated[tuple[int, ...], shown_as("INT")] = (1,)
+    """With --devices: meshes whose layers are shared by so many devices; several
+    numbers are compared."""
     node: int = 1
     """With --devices: devices that share faster links."""
     node_bandwidth: Annotated[_Number, shown_as("FLOAT")] = None
@@ -66,6 +69,7 @@ class MeshFlags(CommonFlags):
             mode=self.mesh_mode,
             shard=self.shard,
             effort="fast" if self.effort == "default" else self.effort,
+            tensor_parallel=self.tensor_parallel,
         )
         best = best_mesh(found)
         if as_json:
@@ -173,7 +177,8 @@ class MeshFlags(CommonFlags):
 
 def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left")
-    table.add_column("pp x dp", justify="center")
+    has_tp = any(one.tensor_parallel > 1 for one in found)
+    table.add_column("pp x dp x tp" if has_tp else "pp x dp", justify="center")
     for name in ("m", "chunks", "step", "for replicas", "bubble"):
         table.add_column(name, justify="right")
     table.add_column("memory", justify="right")
@@ -181,10 +186,10 @@ def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
     known = [one.peak for one in found if one.plan is not None]
     for one in found:
         if one.plan is None:
-            table.add_row(_sizes(one), *["-"] * 6, "", style="dim")
+            table.add_row(_sizes(one, has_tp), *["-"] * 6, "", style="dim")
             continue
         table.add_row(
-            _sizes(one),
+            _sizes(one, has_tp),
             str(one.n_microbatches),
             str(one.plan.schedule.placement.n_chunks // one.n_stages),
             f"{one.step:.6g}",
@@ -196,20 +201,23 @@ def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
         )
     table.caption = (
         "pp: stages, dp: replicas, m: micro-batches of a replica\n"
-        "step: one among many; for replicas: what their collectives add\n"
+        + ("tp: devices that share a layer\n" if has_tp else "")
+        + "step: one among many; for replicas: what their collectives add\n"
         "memory: of a device"
     )
     return table
 
 
-def _sizes(one: MeshPlan) -> str:
-    return f"{one.n_stages} x {one.data_parallel}"
+def _sizes(one: MeshPlan, has_tp: bool) -> str:
+    sizes = f"{one.n_stages} x {one.data_parallel}"
+    return f"{sizes} x {one.tensor_parallel}" if has_tp else sizes
 
 
 def _data(one: MeshPlan) -> dict[str, Any]:
     data: dict[str, Any] = {
         "n_stages": one.n_stages,
         "data_parallel": one.data_parallel,
+        "tensor_parallel": one.tensor_parallel,
         "n_microbatches": one.n_microbatches,
         "shard": one.shard,
     }
