@@ -22,6 +22,7 @@ class Chunk:
         whole: runs all layers at once, where nothing is to be done between them.
         shards: of leaves that are gathered for the forwards, the parameter with this
             process's part, which is stepped.
+        widen: adds gradients of fewer bits to their sums; None: all have those of sums.
     """
 
     index: int
@@ -33,6 +34,7 @@ class Chunk:
     calls: Mapping[int, Callable[[object], object]] = field(default_factory=dict)
     whole: Callable[[object], object] | None = None
     shards: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    widen: Callable[[], None] | None = None
 
     def leaves_once(self) -> Iterator[nn.Parameter]:
         """Every leaf of the forwards' graphs, once."""

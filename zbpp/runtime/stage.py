@@ -93,8 +93,8 @@ class Stage:
         self.defers = False
         """W of some chunk has had something to do."""
         self._orders = {
-            index: GradientOrder(chunk.leaves_once(), is_released=not exact_sums)
-            for index, chunk in self.chunks.items()
+            i: GradientOrder(c.leaves_once(), c.widen, is_released=not exact_sums)
+            for i, c in self.chunks.items()
         }
         self._changes_inputs = {c.index for c in chunks if c.may_change_inputs}
         self.constants = Constants(self.chunks)

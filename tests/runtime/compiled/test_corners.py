@@ -222,7 +222,7 @@ def test_a_second_start_finds_its_kernels_and_is_split(
 
 
 def started(*args: str) -> Any:
-    program = Path(__file__).parents[2] / "support" / "warm_start.py"
+    program = Path(__file__).parents[2] / "support" / "runs" / "warm_start.py"
     command = [sys.executable, str(program), *args]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False

@@ -72,12 +72,16 @@ def test_shards_within_groups_of_replicas(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["resharded"])
-def test_parameters_of_16_bits_whose_sums_have_32(how: str, pool: Pool) -> None:
+def test_parameters_of_16_bits_whose_sums_have_32(pool: Pool) -> None:
+    """Every micro-batch is widened before the next one is added, under every mode."""
     more = {"bf16": True, "steps": 4}
-    runs = pool.run(train_all, 4, [("ZBV", how, more), ("1F1B", how, more)])
-    for own in zip(*runs, strict=True):  # 16-bit sums of B and W depend on the mode
-        assert_close([[found] for found in own], 4, tolerance=5e-2)
+    cases = [(mode, "resharded", more) for mode in ("ZBV", "1F1B", "ZBH1")]
+    runs = pool.run(train_all, 4, [*cases, ("VPP", "kept", more)])
+    assert_close(runs, 4, tolerance=5e-2)
+    broken = {**more, "broken": "narrow"}
+    cases = [(mode, "resharded", broken) for mode in ("1F1B", "ZBV")]
+    with pytest.raises(AssertionError, match=r"layers\."):
+        assert_close(pool.run(train_all, 4, cases), 4, tolerance=5e-2)
 
 
 def requests() -> dict[str, str]:

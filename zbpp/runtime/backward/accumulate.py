@@ -8,6 +8,9 @@ A pass that comes early is kept apart until its turn. A model may use a weight i
 ways for another micro-batch, so that its gradient comes from W once and from B the next
 time: then B's waits for the W's before it. So all schedules end with the same bits.
 
+Gradients that are computed in 16 bits and summed in 32 (`fully_shard`'s policies) are
+widened after each addition: within a micro-batch they have 16 bits, over them 32.
+
 Replicas may sum each micro-batch by itself, layer by layer within its W (`EachSum`).
 Then B's gradients wait for that W, and no gradient is added to those of another one:
 
@@ -32,14 +35,20 @@ class GradientOrder:
 
     Args:
         parameters: all of the chunk's.
+        widen: called after every addition, before that of another micro-batch.
         is_released: add every gradient when it is computed. Saves memory where a
             schedule runs passes out of order, and makes the last bits depend on it.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], *, is_released: bool = False
+        self,
+        parameters: Iterable[Tensor],
+        widen: Callable[[], None] | None = None,
+        *,
+        is_released: bool = False,
     ) -> None:
         self._parameters = list(parameters)
+        self._widen = widen
         self._is_released = is_released
         self.plans = PlanMemory()
         """Of the chunk's graphs."""
@@ -173,11 +182,13 @@ class GradientOrder:
             with self.each.within_backward():
                 result = graph.backward(gradients)
             self.each.rest()
-        self._b.add(microbatch, _nothing)
+        self._b.add(microbatch, lambda: self._tell(microbatch))
         self._w.add(microbatch, _nothing)
         return result
 
     def _tell(self, microbatch: int) -> None:
+        if self._widen is not None:
+            self._widen()
         if self.watch is not None:
             self.watch(microbatch)
 

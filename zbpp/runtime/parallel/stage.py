@@ -30,6 +30,7 @@ from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
 from zbpp.runtime.parallel.progress import LayerProgress, LayerSums, SumsByJobs
 from zbpp.runtime.parallel.wrap import check_bare, wrap
 from zbpp.runtime.support.fsdp_internals import Unit, managed, units_in
+from zbpp.runtime.support.fsdp_widening import widening_of
 
 __all__ = ["Collectives", "bind_parallel"]
 
@@ -142,9 +143,7 @@ class Collectives:
             if self.buffers is not None:
                 found[number] = LayerSums(layer_of, reduce, rest, self.buffers.joint)
             elif self._reduces == "every":
-                found[number] = SumsByJobs(
-                    layer_of, reduce, partial(self.reduce, number)
-                )
+                found[number] = SumsByJobs(layer_of, reduce, rest)
             elif self._reduces == "last":
                 found[number] = LayerProgress(layer_of, reduce)
         return found
@@ -254,7 +253,8 @@ def bind_parallel(
             shards |= its
             found.append(one)
         layers[chunk.index] = found
-        bound.append(replace(chunk, shards=shards))
+        widen = widening_of([unit.widening for one in found for unit in one.units])
+        bound.append(replace(chunk, shards=shards, widen=widen))
     buffers = None
     if alternating:
         named = {

@@ -1,7 +1,7 @@
 """The names of `fully_shard` and `replicate` that torch does not document.
 
 No other file touches them, but `fsdp_in_place` what its collectives are called with,
-and `fsdp_sums` parameters that are given to it.
+and `fsdp_sums` and `fsdp_widening` parameters that are given to them.
 Torch gives no public way to reduce a module's gradients at a time of one's own, nor to
 leave out its prefetches. `check` refuses a torch that lacks one of the names: a part of
 the work would be left out without a word.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.runtime.support.fsdp_in_place import InPlace, aligned
 from zbpp.runtime.support.fsdp_sums import PartSums
+from zbpp.runtime.support.fsdp_widening import WIDENED, Widening
 from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = ["Reduces", "Unit", "is_unit", "managed", "units_in"]
@@ -78,6 +79,10 @@ class Unit:
         _check(self._context, _CONTEXT)
         for group in self._groups:
             _check(group, _GROUP)
+        for one in self._parameters:
+            _check(one, WIDENED)
+        self.widening = Widening(self._parameters)
+        """Of its gradients."""
 
     def begin(self, *, keeps: bool) -> None:
         """Leave all collectives but the gathers of passes to jobs; once.
@@ -93,6 +98,7 @@ class Unit:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reshard_after_backward(not keeps, recurse=False)
+        self.widening.take_over()
 
     @property
     def gathers_by_itself(self) -> bool:
@@ -115,6 +121,7 @@ class Unit:
         if self._reduces is not None:
             self._reduces.reduce()
             return
+        self.widening.add()
         for group in self._groups:
             group.reduce_grads = group.all_reduce_grads = True
             group.post_backward()
@@ -157,9 +164,7 @@ class Unit:
     @property
     def _parameters(self) -> Iterator[Any]:
         for group in self._groups:
-            for one in group.fsdp_params:
-                _check(one, _PARAMETER)
-                yield one
+            yield from group.fsdp_params
 
     def whole_bytes(self) -> tuple[int, int]:
         """Bytes of its parameters in one buffer, and of their gradients.
@@ -169,6 +174,7 @@ class Unit:
         """
         parameters = gradients = 0
         for one in self._parameters:
+            _check(one, _PARAMETER)
             if one.fsdp_placement.dim != 0 or is_sharded(one._unsharded_param):
                 raise RequestError(
                     "alternating buffers are for parameters that are cut along their "

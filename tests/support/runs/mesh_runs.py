@@ -31,6 +31,7 @@ from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.mesh import data_mesh
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.support import fsdp_internals
+from zbpp.runtime.support.fsdp_widening import Widening
 
 WIDTH, N_LAYERS, SAMPLES, N_MICROBATCHES = 8, 8, 16, 8
 
@@ -336,6 +337,9 @@ def breaking(what: str | None) -> Iterator[None]:
             patch(GradientOrder, "_progress", _after_the_first)
         elif what == "joined":  # B's gradients are summed with those of an earlier W
             patch(GradientOrder, "listen", lambda *_: None)
+        elif what == "narrow":  # torch widens what a B leaves, whoever's turn it is
+            patch(Widening, "take_over", lambda _: None)
+            patch(Widening, "add", lambda _: None)
         elif what in OF_BUFFERS:
             for one in OF_BUFFERS[what]:
                 patch(*one)
