@@ -169,6 +169,20 @@ def test_b_stops_at_an_input_that_is_no_leaf(plain_kernels: None) -> None:
 
 
 @pytest.mark.slow
+def test_a_weight_that_is_used_beside_its_region_stays_in_b(
+    plain_kernels: None,
+) -> None:
+    module = Two()
+    plain = copy.deepcopy(module)
+    call, stock = compiled(module), compiled(plain)
+    for _ in range(2):
+        x = torch.randn(4, 6, requires_grad=True)
+        assert split(lambda x: call(x) @ module.b.weight, x)[0] == 1
+        fully(lambda x: stock(x) @ plain.b.weight, x.detach().requires_grad_())
+    assert agree(module, plain)
+
+
+@pytest.mark.slow
 def test_a_hook_on_a_regions_node_keeps_it_in_b(plain_kernels: None) -> None:
     x = torch.randn(4, 6, requires_grad=True)
     y = compiled(Two())(x)

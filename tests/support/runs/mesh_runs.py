@@ -214,7 +214,9 @@ def train(
         found = [(one.loss, one.grad_norm) for one in results]
         parameters = whole(pipeline)
         rollbacks = sum(one.rollbacks for one in results)
+        where = pipeline.split_report()
         return Found(
+            waits={name for name, text in where.items() if text == "W"},
             results=found,
             parameters=parameters,
             rollbacks=rollbacks,

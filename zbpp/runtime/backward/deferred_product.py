@@ -225,17 +225,20 @@ class DeferredWeightGrad(NamedTuple):
         check_versions(self.kept, self.versions)
 
 
-def find_target(edges: Edges) -> Target | None:
+def find_target(edges: Edges, *, may_be_dealt: bool = False) -> Target | None:
     """Return where the gradient of an only edge may be added; `watch` has looked.
 
     Args:
         edges: of the deferred operands.
+        may_be_dealt: take DTensors as well.
     """
     if len(edges) > 1:
         return None
     way, node = way_of(*edges[0])
     leaf: Tensor = node.variable
-    if is_dtensor(leaf) or not watch.is_clean(leaf, node):
+    if is_dtensor(leaf) and not may_be_dealt:
+        return None
+    if not watch.is_clean(leaf, node):
         return None
     if not all(is_view(above) and watch.is_free(above) for above, _ in way):
         return None

@@ -232,7 +232,7 @@ def _split_region(
     site = plan_region(node, leaf_above, reasons)
     if site is None:
         return None
-    found = [find_target(edges) for edges in site.edges]
+    found = [find_target(x, may_be_dealt=True) if x else None for x in site.edges]
     own = [x if x is not None and x.way is None else None for x in found]
     is_known = all(x is not None and not x.is_turned for x in own)
     return site._replace(targets=own, is_known=is_known)

@@ -71,11 +71,15 @@ class _RegionWork:
         held: operands of the pieces, which the region numbers.
     """
 
-    __slots__ = ("_n_hooks", "_own_edges", "_region", "_targets", "_versions", "kept")
+    __slots__ = (
+        *("_n_hooks", "_own_edges", "_region", "_shards", "_targets", "_versions"),
+        "kept",
+    )
 
     def __init__(self, site: RegionSite, held: list[Any]) -> None:
         # not the site, whose node leads to the chunk's input
         self._own_edges, self._targets = site.edges, site.targets
+        self._shards = site.shards
         self._region, self.kept = site.region, held
         self._versions = versions_of(held)
         self._n_hooks = watch.n_others
@@ -124,6 +128,9 @@ class _RegionWork:
         for number, (_, operands, recipe) in enumerate(pieces):
             leaf = self._targets[number].leaf
             total = leaf.grad
+            if self._shards[number]:
+                (shards,) = self._shards[number]
+                total = shards.own(total)
             simply = (
                 total is not None
                 and total.dtype is recipe.dtype
@@ -159,9 +166,12 @@ class _RegionWork:
         """Return the work of one piece alone."""
         _, places, recipe = self._region.pieces[number]
         operands = [self.kept[i] for i in places]
+        shards = self._shards[number]
+        gradients = PieceGradients(recipe, operands, shards)
+        known = None if shards else self._targets[number]
         return DeferredWeightGrad(
-            *(self._own_edges[number], PieceGradients(recipe, operands), operands),
-            *(versions_of(operands), self._targets[number], self._n_hooks),
+            *(self._own_edges[number], gradients, operands),
+            *(versions_of(operands), known, self._n_hooks),
             recipe.dtype,
         )
 

@@ -143,6 +143,7 @@ class _Trail:
         for _, site, _ in self._regions:
             for target, edges in zip(site.targets, site.edges, strict=True):
                 self._is_alone &= target is not None or not edges
+            self._is_alone &= not site.region.dealt  # else given no gradient at all
         self._learns = [] if self._is_alone else learns
         """Alone, a leaf that is frozen before B gets nothing, from B or from W."""
 

@@ -15,8 +15,8 @@ from zbpp.runtime.compiled.region import Region, frees_of, run_with
 from zbpp.runtime.support.compile_internals import (
     compile_graph,
     compile_with,
+    graph_inputs,
     inductor_options,
-    is_subclass,
     missing,
 )
 
@@ -59,14 +59,23 @@ class _Compiler:
     """
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
-        self._is_tensor = [x is not None for x in tensors]
-        self._weights = {
-            i
-            for i, x in enumerate(tensors)
-            if isinstance(x, nn.Parameter) and x.requires_grad
-        }
-        self._has_subclass = any(is_subclass(x) for x in tensors if x is not None)
+        self._is_tensor = [isinstance(x, Tensor) for x in inputs]
+        self._weights: dict[int, int] = {}
+        """Of each weight, its place among the graph's inputs, and its own number."""
+        self._dealt: set[int] = set()
+        """Places of parts of DTensors."""
+        self._n_inputs = 0
+        self._is_known = True
+        for number, x in enumerate(inputs):
+            found = graph_inputs(x)
+            self._is_known &= found is not None
+            n, own = found or (1, 0)
+            if isinstance(x, nn.Parameter) and x.requires_grad:
+                place = self._n_inputs + own
+                self._weights[place] = number
+                if n > 1:
+                    self._dealt.add(place)
+            self._n_inputs += n
         self._n_forward = -1
         self.__name__ = "zbpp"
 
@@ -80,23 +89,30 @@ class _Compiler:
         (results,) = next(iter(reversed(graph.graph.nodes))).args
         n_results = len(results)
         why = self._refusal(n_results)
-        pieces = [] if why else cut_weights(graph.graph, self._weights)
+        pieces = [] if why else cut_weights(graph.graph, self._weights.keys())
         if pieces:
             graph.recompile()
         elif not why:
             why = "no product's weight"
-        numbers = _numbers(self._is_tensor)
-        edges = [tuple(numbers[i] for i in piece.slots) for piece in pieces]
-        region = Region(pieces, edges, sum(self._is_tensor), frees_of(pieces), why)
+        edges = _numbers(self._is_tensor)
+        own = [tuple(self._weights[i] for i in piece.slots) for piece in pieces]
+        region = Region(
+            pieces,
+            [tuple(edges[i] for i in numbers) for numbers in own],
+            sum(self._is_tensor),
+            frees_of(pieces),
+            why,
+            own,
+            [i for piece in pieces for i in piece.slots if i in self._dealt],
+        )
         compiled = compile_graph(graph, inputs, **about)
         return run_with(compiled, n_results, region)
 
     def _refusal(self, n_results: int) -> str:
         """Say why nothing of the region can wait; empty: something may."""
-        n = len(self._is_tensor)
-        if self._has_subclass:
-            return "compiled with tensors that are split over processes"
-        if self._n_forward != n or n_results < n:
+        if not self._is_known:
+            return "compiled with tensors made of tensors that are no DTensors"
+        if self._n_forward != self._n_inputs or n_results < self._n_inputs:
             return "compiled with inputs that share memory"
         return ""
 

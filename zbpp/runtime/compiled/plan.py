@@ -4,10 +4,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from zbpp.runtime.compiled.region import Region, reason_for, region_of
+from zbpp.runtime.compiled.shards import Shards, shards_of
 
 __all__ = ["Edges", "RegionSite", "plan_region"]
 
 Edges = Sequence[tuple[Any, int]]
+
+_OTHER_SHARDS = "its gradient is not sharded as it is"
 
 
 class RegionSite(NamedTuple):
@@ -18,6 +21,7 @@ class RegionSite(NamedTuple):
         region: what it runs.
         edges: of each piece, where its gradients go on; empty: made in B.
         leaves: the nodes of the leaves that wait.
+        shards: of each piece, how its gradients are dealt out; empty: they are not.
         targets: of each piece, the leaf to add to by itself, if one is known.
         is_known: there is one for each piece, and no piece leads to its transpose.
     """
@@ -26,6 +30,7 @@ class RegionSite(NamedTuple):
     region: Region
     edges: Sequence[Edges]
     leaves: Sequence[Any]
+    shards: Sequence[Sequence[Shards]]
     targets: Sequence[Any] = ()
     is_known: bool = False
 
@@ -66,9 +71,23 @@ def plan_region(
         return None
     found: list[Edges] = []
     leaves: list[Any] = []
-    for numbers in region.edges:
-        own = [leaf_above(below[i][0]) for i in numbers]
-        waits = None not in own
+    shards: list[Sequence[Shards]] = []
+    for (slots, *_), numbers, inputs in zip(
+        region.pieces, region.edges, region.inputs, strict=True
+    ):
+        above = (leaf_above(below[i][0]) for i in numbers)
+        own = [leaf for leaf in above if leaf is not None]
+        waits = len(own) == len(numbers)
+        dealt: list[Shards] = []
+        if waits and slots[0] in region.dealt:
+            parameters = [leaf.variable for leaf in own]
+            pairs = zip(inputs, parameters, strict=True)
+            made = [shards_of(node, i, p) for i, p in pairs]
+            dealt = [one for one in made if one is not None]
+            if len(dealt) < len(made):
+                reasons.update(dict.fromkeys(map(id, parameters), _OTHER_SHARDS))
+                waits = False
+        shards.append(dealt)
         found.append([below[i] for i in numbers] if waits else ())
         leaves += own if waits else []
-    return RegionSite(node, region, found, leaves) if leaves else None
+    return RegionSite(node, region, found, leaves, shards) if leaves else None

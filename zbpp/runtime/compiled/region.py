@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zbpp.runtime.compiled.cut import Piece
 from zbpp.runtime.compiled.recipe import Recipe
+from zbpp.runtime.compiled.shards import Shards
 from zbpp.runtime.support.compile_internals import (
     compiled_backward,
     current_node,
@@ -47,6 +48,8 @@ class Region(NamedTuple):
         n_edges: of the node; another number is another calling convention.
         frees: of each piece, the operands that no later piece needs.
         why: nothing may wait, in the words of a report; empty: something may.
+        inputs: of each piece, the numbers of the region's inputs.
+        dealt: places of gradients that the node hands on as DTensors.
     """
 
     pieces: Sequence[Piece]
@@ -54,6 +57,8 @@ class Region(NamedTuple):
     n_edges: int
     frees: Sequence[Sequence[int]] = ()
     why: str = ""
+    inputs: Sequence[tuple[int, ...]] = ()
+    dealt: Sequence[int] = ()
 
 
 class PieceGradients:
@@ -62,17 +67,28 @@ class PieceGradients:
     Args:
         recipe: of the piece.
         operands: that B has left; W drops the list.
+        shards: of each gradient, how it is dealt out; empty: none is.
     """
 
-    __slots__ = ("operands", "recipe")
+    __slots__ = ("operands", "recipe", "shards")
 
-    def __init__(self, recipe: Recipe, operands: list[Tensor]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        operands: list[Tensor],
+        shards: Sequence[Shards] = (),
+    ) -> None:
         self.recipe = recipe
         self.operands = operands
+        self.shards = shards
 
     def of(self, _: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients."""
-        return self.recipe.compute(*self.operands)
+        found = self.recipe.compute(*self.operands)
+        if not self.shards:
+            return found
+        pairs = zip(found, self.shards, strict=True)
+        return tuple([one.whole(x) for x, one in pairs])
 
     def add_to(self, total: Tensor, _: Tensor) -> bool:
         """Add the only gradient within the product's kernel, if there is one."""
@@ -139,6 +155,9 @@ def run_with(compiled: Callable[..., Any], n_results: int, region: Region) -> An
         held = found[n_results:]
         del found[n_results:]
         take = _takers.get(current_node()) if _takers else None
+        if take is not None:
+            for slot in region.dealt:  # the node makes a DTensor, of something
+                found[slot] = held[0].new_empty(())
         for number in range(len(region.pieces)) if take is None else take(held):
             slots, operands, recipe = region.pieces[number]
             given = [held[i] for i in operands]

@@ -8,20 +8,22 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 __all__ = [
+    "DealtGradient",
     "Inner",
     "compile_graph",
     "compile_with",
     "compiled_backward",
     "current_node",
+    "dealt_gradient",
+    "graph_inputs",
     "inductor_options",
     "is_compiled",
-    "is_subclass",
     "missing",
 ]
 
@@ -137,11 +139,83 @@ def current_node() -> Any:
     return None if current is None else current()
 
 
-def is_subclass(tensor: Tensor) -> bool:
-    """True for tensors that compilation takes apart, as DTensors.
+_DTENSOR = ["_local_tensor", "device_mesh"]
+"""The parts that compilation takes a DTensor into."""
 
-    Seen in torch 2.9 to 2.13. Where the name is gone, all that look like none are none.
+
+def graph_inputs(value: Any) -> tuple[int, int] | None:
+    """Count what a region's input is in the graph that is compiled.
+
+    A DTensor is its part and its mesh, and sizes and strides that are symbols; what is
+    no tensor of that kind is one.
+
+    Seen in torch 2.13. Where the name is gone, all that look like one tensor are one,
+    and the number of the graph's inputs tells that they are not.
+
+    Returns:
+        The number of inputs, and which one holds the numbers; None: other tensors made
+        of tensors.
     """
+    if not isinstance(value, Tensor):
+        return 1, 0
     module = sys.modules.get("torch.utils._python_dispatch")
     check = getattr(module, "is_traceable_wrapper_subclass", None)
-    return check is not None and bool(check(tensor))
+    if check is None or not check(value):
+        return 1, 0
+    parts: Any = value
+    names, _ = parts.__tensor_flatten__()
+    if names != _DTENSOR or check(parts._local_tensor):
+        return None
+    sizes = (*value.size(), *value.stride())
+    symbols = sum(isinstance(n, torch.SymInt) for n in sizes)
+    return len(names) + symbols, names.index(_DTENSOR[0])
+
+
+class DealtGradient(NamedTuple):
+    """What a compiled region does with its part of a DTensor's gradient.
+
+    Args:
+        placements: of the gradient.
+        meta: the compiler's own description.
+    """
+
+    placements: tuple[Any, ...]
+    meta: Any
+
+    def whole(self, part: Tensor, mesh: Any) -> Tensor:
+        """Return the DTensor of a process's part.
+
+        Args:
+            part: the numbers of this process.
+            mesh: of the parameter.
+        """
+        meta = self.meta
+        parts = dict(zip(_DTENSOR, (part, mesh), strict=True))
+        made: Tensor = meta.original_subclass_type.__tensor_unflatten__(
+            parts, meta.meta, meta.outer_size, meta.outer_stride
+        )
+        return made
+
+
+def dealt_gradient(node: Any, number: int) -> DealtGradient | None:
+    """Return how a compiled region's node wraps the gradient of an input.
+
+    Seen in torch 2.13.
+
+    Args:
+        node: of the region.
+        number: of the input.
+
+    Returns:
+        None: the gradient is no DTensor of a known size, or this torch does not tell.
+    """
+    forward = getattr(type(node), "_forward_cls", None)
+    about = getattr(forward, "maybe_subclass_metadata", None)
+    metas = getattr(about, "grad_input_metas", None) or ()
+    meta: Any = metas[number] if number < len(metas) else None
+    if list(getattr(meta, "attrs", ())) != _DTENSOR:
+        return None
+    sizes = (*meta.outer_size, *meta.outer_stride)
+    if not all(type(n) is int for n in sizes):
+        return None
+    return DealtGradient(tuple(meta.meta[0]), meta)
