@@ -11,7 +11,8 @@ Korthikanti et al., arXiv 2205.05198, section 4.2). With the latter all that a l
 computes, keeps and hands on is divided by t.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import Any
 
 from zbpp.core import CollectiveOperation, LayerCosts, RequestError
 from zbpp.core.costs.layers import PerLayer
@@ -46,11 +47,8 @@ def on_shared_layers(layers: LayerCosts, n: int, network: Network) -> LayerCosts
     sizes = _activations(layers)
     reduce = CollectiveOperation.ALL_REDUCE
     exchanged = [_EXCHANGES * network.time(reduce, size, n) for size in sizes]
-    known = {field.name for field in fields(layers)}
-    assert known.issuperset(_DIVIDED)
-    shared = replace(
-        layers, **{name: _divided(getattr(layers, name), n) for name in _DIVIDED}
-    )
+    parts: dict[str, Any] = {x: _divided(getattr(layers, x), n) for x in _DIVIDED}
+    shared = replace(layers, **parts)
     f, b = (
         tuple(own + more for own, more in zip(shared.of(k), exchanged, strict=True))
         for k in ("f", "b")
