@@ -16,7 +16,7 @@ test: $(READY)
 	$(BIN)/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
 
 test-slow: $(READY)
-	$(BIN)/pytest -m slow $(SPREAD) $(ARGS)
+	$(BIN)/pytest -m slow --durations 20 $(SPREAD) $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
