@@ -28,6 +28,7 @@ import torch
 from parts.split_models import Block
 from torch import Tensor, nn
 
+from zbpp.memory.layers import model_memory
 from zbpp.profiling.memory import allocated_by
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.remembered import PlanMemory
@@ -180,6 +181,25 @@ def measure_memory(
         )
 
 
+def print_estimate(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Print the same of a block between two others, by `zbpp.memory`."""
+    x = torch.zeros(shape, dtype=dtype)
+    for name, compile in (("exact", "blocks"), ("eager", False)):
+        layers = [build().to(dtype) for _ in range(3)]
+        how: dict[str, Any] = {"compile": compile}
+        own = model_memory(layers, (x, x), nn.functional.mse_loss, **how).whole.layers
+        held = own[1].f.left + x.nbytes  # and the gradient of the output
+        left = own[1].f.left + own[1].b.left
+        print(
+            f"    {name:10} estimated: KiB after F {held / 1024:.0f}, "
+            f"B {left / 1024:.0f}; most in B "
+            f"{(own[1].f.left + own[1].b.peak) / 1024:.0f}, in W "
+            f"{(left + own[1].w.peak) / 1024:.0f}"
+        )
+
+
 def main() -> None:
     """Measure all cases, or those whose name contains the given text."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -197,6 +217,7 @@ def main() -> None:
         runs = args.runs * (10 if shape[-1] == 64 else 1)
         measure_time(ways, shape, dtype, runs)
         measure_memory(ways, shape, dtype)
+        print_estimate(build, shape, dtype)
 
 
 if __name__ == "__main__":

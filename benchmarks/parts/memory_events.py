@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.pytree import map_tensors
@@ -65,6 +66,7 @@ class Piece:
     targets: Any
     is_first: bool
     is_last: bool
+    compile: bool = False
 
 
 def measure_passes(
@@ -76,8 +78,9 @@ def measure_passes(
     there.
     """
     index = 0 if piece.is_first else 1
+    chunk = Chunk(index, 0, tuple(piece.layers))
     stage = Stage(
-        [Chunk(index, 0, tuple(piece.layers))],
+        [compiled_chunk(chunk, "blocks") if piece.compile else chunk],
         n_chunks=index + 1 if piece.is_last else index + 2,
         loss_fn=loss_fn,
         device=torch.device("cpu"),

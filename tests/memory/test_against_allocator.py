@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from zbpp.memory import tracker
+from zbpp.memory.layers import model_memory
 from zbpp.runtime.backward import graph
 
 WIDTH = 128
@@ -61,6 +62,33 @@ def test_passes_of_all_kinds_do(
     own: range, again: bool, autocast: torch.dtype | None
 ) -> None:
     assert worst(language(again=again), own, autocast)[0] < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
+def test_passes_of_compiled_layers_take_what_the_allocator_says() -> None:
+    error, chunk = worst(language(), range(1, 3), compile=True)
+    assert error < 0.02 and chunk.made_in_w
+    plain = model_memory(*language()).chunk(range(1, 3))
+    assert plain.peak_b > 1.5 * chunk.peak_b  # the control: it would not be met
+
+
+class Broken(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
+def test_layers_of_several_graphs_are_named_and_counted_as_they_are() -> None:
+    layers, *rest = language()
+    layers[2] = Broken(again=False)
+    found = model_memory(layers, *rest, compile="blocks")
+    assert found.uncompiled == [2]
+    plain = model_memory(layers, *rest).whole.layers
+    assert found.whole.layers[2].b.peak == plain[2].b.peak
+    assert found.whole.layers[3].b.peak < plain[3].b.peak
 
 
 def test_fakes_that_are_not_admitted_split_nothing(

@@ -22,16 +22,21 @@ SMALL = 2**16
 
 
 def worst(
-    parts: Parts, own: range, autocast: torch.dtype | None = None
+    parts: Parts,
+    own: range,
+    autocast: torch.dtype | None = None,
+    *,
+    compile: bool = False,
 ) -> tuple[float, ChunkPasses]:
     """Largest error of left and peak, as a share of what the chunk holds then."""
     layers, batch, loss_fn = parts
-    chunk = model_memory(layers, batch, loss_fn, autocast=autocast).chunk(own)
+    how: Any = {"autocast": autocast, "compile": "blocks" if compile else False}
+    chunk = model_memory(layers, batch, loss_fn, **how).chunk(own)
     inputs = inputs_of(layers, batch[0], autocast)
     is_last = own.stop == len(layers)
     targets = batch[1] if is_last else None
     mine = layers[own.start : own.stop]
-    piece = Piece(mine, inputs[own.start], targets, own.start == 0, is_last)
+    piece = Piece(mine, inputs[own.start], targets, own.start == 0, is_last, compile)
     real = measure_passes(piece, loss_fn, autocast)
     m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.made_in_b + chunk.made_in_w
     rows = [

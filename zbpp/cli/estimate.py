@@ -79,6 +79,8 @@ class EstimateCommand:
     alternating_buffers: bool = False
     """Gather layers, and sum their gradients in every W, in buffers of each stage;
     with --shard parameters."""
+    compile: bool = False
+    """Estimate layers compiled one by one, as zbpp train --compile runs them."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Whose kernels are taken; cuda needs a machine with a GPU, and leaves it alone."""
     costs: Annotated[Path | None, shown_as("PATH")] = None
@@ -122,6 +124,7 @@ class EstimateCommand:
             device=self.device,
             autocast=None if dtype is None else getattr(torch, dtype),
             exact_sums=self.exact_sums,
+            compile="blocks" if self.compile else False,
         )
         steps = Steps(
             *(self._optimizer(), self.post_validation, self.rollback, self._split()),
@@ -147,10 +150,10 @@ class EstimateCommand:
         if self.json:
             print(json.dumps(found.as_json()))
             return
+        from zbpp.memory.api import largest_microbatch
+
         largest = {}
         if limit is not None:
-            from zbpp.memory.api import largest_microbatch
-
             largest = largest_microbatch(memory, limit, estimated, list(found.modes))
         _print(found, limit, largest)
 
@@ -272,13 +275,17 @@ def _print(found: "Estimate", limit: float | None, largest: dict[str, int]) -> N
             name = mode if index == 0 else ""
             table.add_row(name, str(index), *cells, f"{stage.peak / size:.2f}{fits}")
         table.add_section()
-    Console(highlight=False, width=_WIDTH).print(table)
+    Console(highlight=False, width=120).print(table)
     for mode, reason in found.refused.items():
         print(f"{mode}: {reason}")
+    layers = "compiled layers" if found.compiled else "layers without a compiler"
     print(
-        f"micro-batches of {found.samples} samples; kernels of {found.device}. A part "
+        f"micro-batches of {found.samples} samples; {layers}; kernels of "
+        f"{found.device}. A part "
         "has its peak at its own time, so that they may add up to more than the whole."
     )
+    if found.as_they_are:
+        print(f"as they are, for want of a single graph: layers {found.as_they_are}")
     if limit is not None:
         _print_fits(found, limit, largest)
 
@@ -291,6 +298,3 @@ def _print_fits(found: "Estimate", limit: float, largest: dict[str, int]) -> Non
         f"{mode} {n}" if n else f"{mode} none" for mode, n in largest.items()
     ]
     print(f"largest micro-batch that fits, in samples: {', '.join(sizes)}")
-
-
-_WIDTH = 120

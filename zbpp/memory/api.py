@@ -13,6 +13,7 @@ from zbpp.memory.layers import model_memory
 from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.models.given import Given
 from zbpp.planning.data_parallel import Shard, check_replicas
+from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
@@ -43,6 +44,7 @@ def estimate(
     data_parallel: int = 1,
     shard: Shard = "none",
     alternating_buffers: bool = False,
+    compile: Compiling = False,
 ) -> Estimate:
     """Bytes that every stage holds under every mode; nothing is run.
 
@@ -70,6 +72,7 @@ def estimate(
         shard: state that replicas hold in parts: none, optimizer, gradients or
             parameters; each includes those before.
         alternating_buffers: layers are gathered and reduced in buffers of a stage.
+        compile: as `layer_memory` takes it.
 
     Raises:
         RequestError: the model has no layers or decides by its data, or no mode can
@@ -84,6 +87,7 @@ def estimate(
         device=device,
         autocast=autocast,
         exact_sums=exact_sums,
+        compile=compile,
     )
     check_replicas(data_parallel, shard, alternating_buffers=alternating_buffers)
     steps = Steps(

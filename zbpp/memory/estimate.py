@@ -72,12 +72,16 @@ class Estimate:
         refused: reasons by name.
         samples: of a micro-batch.
         device: whose kernels were taken.
+        compiled: layers are compiled, each by itself, but for those ``as_they_are``.
+        as_they_are: layers that the compiler makes no single graph of.
     """
 
     modes: Mapping[str, Sequence[StageEstimate]]
     refused: Mapping[str, str]
     samples: int
     device: str
+    compiled: bool = False
+    as_they_are: Sequence[int] = ()
 
     def peak(self, mode: str) -> int:
         """Most that a stage of a mode holds."""
@@ -114,7 +118,8 @@ def estimate_modes(
     if not found:
         raise RequestError(f"no mode can be had: {next(iter(refused.values()))}")
     device = str(memory.options.device)
-    return Estimate(found, refused, memory.fake.samples, device)
+    about = memory.fake.samples, device, memory.options.compile, memory.uncompiled
+    return Estimate(found, refused, *about)
 
 
 @lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ from zbpp.memory.fake import fake_model
 from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.memory.trace import TraceOptions
 from zbpp.models.given import Given, layered_of, model_to_build
+from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
@@ -25,6 +26,7 @@ def model_memory(
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     exact_sums: bool = True,
+    compile: Compiling = False,
 ) -> ModelMemory:
     """Trace the layers of a model on fake tensors; `layer_memory` explains the rest."""
     layered = layered_of(model, n_layers)
@@ -40,7 +42,10 @@ def model_memory(
         n_layers=layered.n_layers,
         device=device,
     ).of_size(microbatch_size)
-    return ModelMemory(fake, TraceOptions(device, loss_fn, autocast, exact_sums))
+    options = TraceOptions(
+        *(device, loss_fn, autocast, exact_sums), compile=bool(compile)
+    )
+    return ModelMemory(fake, options)
 
 
 def layer_memory(
@@ -56,6 +61,7 @@ def layer_memory(
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     exact_sums: bool = True,
+    compile: Compiling = False,
 ) -> LayerCosts:
     """Bytes of every layer; its times are left at their defaults.
 
@@ -75,6 +81,8 @@ def layer_memory(
         device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
         autocast: compute dtype of the forward.
         exact_sums: as in `zbpp.Pipeline`.
+        compile: as in `zbpp.Pipeline`; layers of chunks count as blocks, each by
+            itself. A layer that takes several graphs counts as it is.
 
     Raises:
         RequestError: the model has no layers, or decides by its data.
@@ -88,6 +96,7 @@ def layer_memory(
         device=device,
         autocast=autocast,
         exact_sums=exact_sums,
+        compile=compile,
     )
     return costs_of_layers(
         memory, optimizer, post_validation=post_validation, rollback=rollback

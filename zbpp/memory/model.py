@@ -60,6 +60,10 @@ class ModelMemory:
         """All layers as one chunk."""
         self._specs = [traced.specs[place] for place in stands]
         self._gradients = self._gradients_of(traced, stands)
+        self.uncompiled = [
+            i for i, place in enumerate(stands) if place in traced.refused
+        ]
+        """Layers that are to be compiled and cannot, as they need more than a graph."""
 
     def of_size(self, samples: int) -> "ModelMemory":
         """The same model with another number of samples in its micro-batch."""

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.utils.checkpoint import checkpoint
 
+from zbpp.memory.compiling.layers import CompiledLayers, checkpointed
 from zbpp.memory.operators.routing import IntegerNumbers
 from zbpp.memory.operators.scratch import KernelScratch
 from zbpp.memory.passes import ChunkPasses, LayerPasses, Messages
@@ -48,13 +48,14 @@ _GPU_BLOCK = 512  # bytes; torch's CUDA allocator rounds up to it
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Settings of the stages; `zbpp.Pipeline` explains the fields."""
+    """Settings of the stages, as of `zbpp.Pipeline`; ``compile`` means "blocks"."""
 
     device: torch.device
     loss_fn: LossFn | None = None
     autocast: torch.dtype | None = None
     exact_sums: bool = True
     seed: int | None = None
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def trace_chunk(
         numbers=IntegerNumbers() if is_routed else None,
     )
     recorder = Recorder(tracker, len(layers))
-    run = _checkpointed if recomputed else None
+    compiling = CompiledLayers(mode, tracker)
+    run = compiling.run if options.compile else None
+    run = checkpointed if recomputed else run
     watched = [WatchedLayer(x, i, recorder, run) for i, x in enumerate(layers)]
     is_first = ends.sent is None
     index = 0 if is_first else 1
@@ -167,19 +170,21 @@ def trace_chunk(
     (first, _, _), (steady, lent, messages) = passes
     per_layer = zip(*first, *steady, lent, *joint, strict=True)
     chunk = ChunkPasses(tuple(LayerPasses(*spans) for spans in per_layer), messages)
-    return Traced(chunk, recorder.specs, gradients)
+    refused = [i for i, layer in enumerate(layers) if layer in compiling.refused]
+    return Traced(chunk, recorder.specs, gradients, refused)
 
 
 class Traced(NamedTuple):
     """Bytes that the passes of a chunk take.
 
-    ``specs`` are, by layer, its input with `Spec` for tensors; ``gradients`` the bytes
-    of those that parameters have got.
+    ``specs`` are, by layer, its input with `Spec` for tensors, ``gradients`` the bytes
+    of those that parameters have got, ``refused`` places of layers not compiled.
     """
 
     passes: ChunkPasses
     specs: dict[int, Any]
     gradients: dict[nn.Parameter, int]
+    refused: Sequence[int]
 
 
 class _Microbatch:
@@ -279,10 +284,6 @@ def _gradients(sent: Iterable[Any]) -> Tensors:
 def tensors_of(layers: Iterable[nn.Module]) -> list[Tensor]:
     """Parameters and buffers of some layers."""
     return [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
-
-
-def _checkpointed(layer: nn.Module, value: Any) -> Any:
-    return checkpoint(layer, value, use_reentrant=False)
 
 
 def _watched_loss(loss_fn: LossFn, recorder: Recorder) -> LossFn:

@@ -118,6 +118,12 @@ class StorageTracker(TorchDispatchMode):
                     self._watch(storage, 0)
         return n_bytes
 
+    def count(self, result: Any) -> None:
+        """Count tensors that were made while this was not entered."""
+        for tensor in [result] if isinstance(result, Tensor) else result:
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes that tensors take, each storage once, counted or not."""
         found = {s._cdata: s for tensor in tensors for s in storages_of(tensor)}

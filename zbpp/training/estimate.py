@@ -32,6 +32,7 @@ def estimate_layers(
         rollback=options.post_validation_rollback,
         autocast=AUTOCAST[options.dtype],
         exact_sums=options.exact_sums,
+        compile="blocks" if options.compile else False,
     )
 
 

@@ -146,6 +146,7 @@ def _estimate(loaded: UsersModel | None, options: Train) -> LayerCosts:
         rollback=options.post_validation_rollback,
         autocast=AUTOCAST[options.dtype],
         exact_sums=options.exact_sums,
+        compile="blocks" if options.compile else False,
     )
 
 

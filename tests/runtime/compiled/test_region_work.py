@@ -1,6 +1,8 @@
 """W of a whole region: what may happen between its B and its W."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +122,19 @@ def test_w_adds_what_a_whole_backward_adds(
         assert same(net, other)
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_plan_keeps_nothing_of_its_first_graph(plain_kernels: None) -> None:
+    net, plans = Two(), PlanMemory()
+    x = torch.randn(4, 6, requires_grad=True)
+    y = torch.compile(net, backend=backend.zbpp)(x)
+    graph = SplitGraph([y], [x], plans=plans)
+    graph.backward_input(torch.ones_like(y))
+    graph.backward_weight()
+    held = weakref.ref(x)
+    del x, y, graph
+    gc.collect()
+    assert held() is None
 
 
 def test_a_hook_that_is_not_looked_for_would_be_noticed(

@@ -124,8 +124,9 @@ class _Trail:
                 self._steps.append((n, type(node), wanted))
         self._products = [_split(numbers, *site) for site in plan.products]
         kept = set(self._own.values())
-        self._regions = [
-            (numbers[site.node], site, site.leads_to(kept)) for site in plan.regions
+        self._regions = [  # without the node, which leads to the chunk's input
+            (numbers[x.node], x._replace(node=None), x.leads_to(kept))
+            for x in plan.regions
         ]
         in_b = [leaf for leaf in plan.leaves if id(leaf) not in places]
         self._in_b = [

@@ -20,7 +20,10 @@ from zbpp.runtime.support.compile_internals import (
     missing,
 )
 
-__all__ = ["zbpp"]
+__all__ = ["Finish", "finished_by", "zbpp"]
+
+Finish = Callable[..., Callable[[list[Any]], Any]]
+"""Makes what runs a finished graph: ``finish(graph, inputs, **about)``."""
 
 _NO_GRAPHS = {"triton.cudagraphs": False}
 """A captured graph's next run writes where W still reads."""
@@ -51,14 +54,30 @@ def zbpp(
     return compile_with(_Compiler(inputs), graph, inputs, chosen)
 
 
+def finished_by(finish: Finish) -> Callable[..., Any]:
+    """Return a backend that does all that ours does, but for the kernels.
+
+    Args:
+        finish: makes what runs a graph in their place.
+    """
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        chosen = inductor_options(None, None) | _NO_GRAPHS
+        return compile_with(_Compiler(inputs, finish), graph, inputs, chosen)
+
+    return backend
+
+
 class _Compiler:
     """Compiles the graphs of one region.
 
     Args:
         inputs: examples of the region's.
+        finish: see `finished_by`; None: Inductor.
     """
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[Any], finish: Finish | None = None) -> None:
+        self._finish = finish
         self._is_tensor = [isinstance(x, Tensor) for x in inputs]
         self._weights: dict[int, int] = {}
         """Of each weight, its place among the graph's inputs, and its own number."""
@@ -85,7 +104,7 @@ class _Compiler:
         """Compile a finished graph: a forward, or a backward."""
         if not about.get("is_backward"):
             self._n_forward = len(inputs)
-            return compile_graph(graph, inputs, **about)
+            return (self._finish or compile_graph)(graph, inputs, **about)
         (results,) = next(iter(reversed(graph.graph.nodes))).args
         n_results = len(results)
         why = self._refusal(n_results)
@@ -105,7 +124,7 @@ class _Compiler:
             own,
             [i for piece in pieces for i in piece.slots if i in self._dealt],
         )
-        compiled = compile_graph(graph, inputs, **about)
+        compiled = (self._finish or compile_graph)(graph, inputs, **about)
         return run_with(compiled, n_results, region)
 
     def _refusal(self, n_results: int) -> str:

@@ -10,9 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zbpp.runtime.compiled.backend import zbpp
+from zbpp.runtime.compiled.backend import Finish, finished_by, zbpp
 
-__all__ = ["Call", "Compiling", "compiled", "in_a_row", "is_worth_it"]
+__all__ = [
+    "Call",
+    "Compiling",
+    "compiled",
+    "compiled_by",
+    "in_a_row",
+    "is_worth_it",
+]
 
 Compiling = Literal["blocks", "chunks", False]
 """The parts of a model that are compiled."""
@@ -33,6 +40,19 @@ def compiled(call: Call) -> Call:
     """Return a call that is compiled when it first runs, and split by zbpp."""
     compile: Any = torch.compile
     made: Call = compile(call, backend=zbpp, recompile_limit=_MOST_KINDS)
+    return made
+
+
+def compiled_by(call: Call, finish: Finish) -> Call:
+    """Return the call that `compiled` would, but for its kernels, as one graph.
+
+    Args:
+        call: to be compiled.
+        finish: makes what runs a finished graph; see `finished_by`.
+    """
+    compile: Any = torch.compile
+    how = {"recompile_limit": _MOST_KINDS, "fullgraph": True}
+    made: Call = compile(call, backend=finished_by(finish), **how)
     return made
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 __all__ = [
     "DealtGradient",
     "Inner",
+    "compile_errors",
     "compile_graph",
     "compile_with",
     "compiled_backward",
@@ -97,6 +98,14 @@ def compile_with(
             graph, inputs, inner_compile=inner, config_patches=dict(options)
         )
     return made
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return what is raised where torch can make no single graph of a function."""
+    found: Any = getattr(
+        sys.modules.get("torch._dynamo.exc"), "TorchDynamoException", ()
+    )
+    return (found,) if found else ()
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **about: Any) -> Any:
