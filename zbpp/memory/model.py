@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.memory.alike import classes_of, shortened
+from zbpp.memory.compiling.layers import CompiledLayers
 from zbpp.memory.fake import FakeModel, reading_fakes
 from zbpp.memory.operations import layer_operations
 from zbpp.memory.operators.scratch import KernelScratch
@@ -50,6 +51,7 @@ class ModelMemory:
         self.granularity = granularity_of(options.device)
         on_cpu = options.device.type == "cpu"
         self._scratch = KernelScratch() if on_cpu else None
+        self._compiling = CompiledLayers(fake.mode) if options.compile else None
         self._is_routed = False
         self._reads_fakes = True
         self._classes = classes_of(fake.layers)
@@ -197,6 +199,7 @@ class ModelMemory:
                 recomputed=recomputed,
                 scratch=self._scratch,
                 is_routed=self._is_routed,
+                compiling=self._compiling,
             )
 
         try:

@@ -104,6 +104,7 @@ def trace_chunk(
     recomputed: bool = False,
     scratch: KernelScratch | None = None,
     is_routed: bool = False,
+    compiling: CompiledLayers | None = None,
 ) -> "Traced":
     """Trace F, B and W of one chunk on two micro-batches, and BW on two more.
 
@@ -115,6 +116,7 @@ def trace_chunk(
         recomputed: run every layer inside a non-reentrant checkpoint.
         scratch: knows what kernels need inside.
         is_routed: layers decide by integers; then these are computed.
+        compiling: runs the layers; None: they run as they are.
 
     Raises:
         UnknownNumbers: a layer decides by numbers that are not known.
@@ -124,9 +126,10 @@ def trace_chunk(
         scratch=None if scratch is None else scratch.of,
         numbers=IntegerNumbers() if is_routed else None,
     )
+    if compiling is not None:
+        compiling.tracker = tracker
     recorder = Recorder(tracker, len(layers))
-    compiling = CompiledLayers(mode, tracker)
-    run = compiling.run if options.compile else None
+    run = None if compiling is None else compiling.run
     run = checkpointed if recomputed else run
     watched = [WatchedLayer(x, i, recorder, run) for i, x in enumerate(layers)]
     is_first = ends.sent is None
@@ -170,7 +173,8 @@ def trace_chunk(
     (first, _, _), (steady, lent, messages) = passes
     per_layer = zip(*first, *steady, lent, *joint, strict=True)
     chunk = ChunkPasses(tuple(LayerPasses(*spans) for spans in per_layer), messages)
-    refused = [i for i, layer in enumerate(layers) if layer in compiling.refused]
+    failed = set() if compiling is None else compiling.refused
+    refused = [i for i, layer in enumerate(layers) if layer in failed]
     return Traced(chunk, recorder.specs, gradients, refused)
 
 
@@ -188,14 +192,7 @@ class Traced(NamedTuple):
 
 
 class _Microbatch:
-    """Runs the passes of one micro-batch as an executor does.
-
-    Args:
-        stage: holds the chunk alone.
-        chunk: its index.
-        recorder: makes the spans.
-        ends: of the chunk.
-    """
+    """Runs the passes of one micro-batch of a stage's chunk, as an executor does."""
 
     def __init__(
         self,

@@ -13,9 +13,10 @@ from zbpp.core import RequestError
 from zbpp.runtime.support.random_state import seed_torch
 from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor"  # of torch by torch
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method"),  # both of torch
+]
 CONFIG = LlamaConfig(dim=8, n_blocks=2, n_heads=2, hidden=12, seq=6)
 State = tuple[list[float], dict[str, Tensor]]
 

@@ -27,15 +27,16 @@ def checkpointed(layer: nn.Module, value: Any) -> Any:
 
 
 class CompiledLayers:
-    """Runs layers compiled, of one micro-batch after the other.
+    """Runs layers compiled; each is compiled once.
 
     Args:
         mode: of all fake tensors.
-        tracker: counts what the graphs make.
     """
 
-    def __init__(self, mode: Any, tracker: StorageTracker) -> None:
-        self._mode, self._tracker = mode, tracker
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self.tracker: StorageTracker | None = None
+        """Counts what the graphs make."""
         self._calls: dict[nn.Module, Callable[[Any], Any]] = {}
         self._is_apart = False
         self.refused: set[nn.Module] = set()
@@ -61,14 +62,16 @@ class CompiledLayers:
         self, graph: fx.GraphModule, _: Sequence[Any], **about: Any
     ) -> Callable[[list[Any]], Any]:
         """Return what runs a finished graph."""
-        walk = GraphWalk(graph.graph, self._mode, self._tracker)
+        walk = GraphWalk(graph.graph, self._mode)
 
         def boxed(args: list[Any]) -> Any:
+            tracker = self.tracker
+            assert tracker is not None, "a layer runs while it is traced"
             with ExitStack() as stack:
                 if self._is_apart:
                     stack.enter_context(self._mode)
-                    stack.enter_context(self._tracker)
-                return walk.run(args)
+                    stack.enter_context(tracker)
+                return walk.run(args, tracker)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed

@@ -47,11 +47,10 @@ class GraphWalk:
     Args:
         graph: that is finished.
         mode: of all fake tensors.
-        tracker: counts what takes memory.
     """
 
-    def __init__(self, graph: fx.Graph, mode: Any, tracker: StorageTracker) -> None:
-        self._mode, self._tracker = mode, tracker
+    def __init__(self, graph: fx.Graph, mode: Any) -> None:
+        self._mode = mode
         self._nodes = list(graph.nodes)
         self._inputs = [node for node in self._nodes if node.op == "placeholder"]
         self._is_real = {node: _is_real(node) for node in self._nodes}
@@ -78,20 +77,27 @@ class GraphWalk:
             found.setdefault(self._nodes[last.get(node, place[node])], []).append(node)
         return found
 
-    def run(self, args: list[Any]) -> Any:
-        """Run the graph; the list of its inputs is emptied."""
+    def run(self, args: list[Any], tracker: StorageTracker) -> Any:
+        """Run the graph; the list of its inputs is emptied.
+
+        Args:
+            args: its inputs.
+            tracker: counts what takes memory.
+        """
         known: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
         args.clear()
         for node in self._nodes:
             if node.op == "output":
                 return fx.map_arg(node.args[0], known.__getitem__)
             if node.op != "placeholder":
-                known[node] = self._one(node, known)
+                known[node] = self._one(node, known, tracker)
             for one in self._ends.get(node, ()):
                 known.pop(one, None)
         raise AssertionError("a graph ends in its output")
 
-    def _one(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    def _one(
+        self, node: fx.Node, known: dict[fx.Node, Any], tracker: StorageTracker
+    ) -> Any:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
         if not (_is_fused(node) or _is_view(node) or node.target in _REDUCED):
             return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -102,7 +108,7 @@ class GraphWalk:
             return result
         if _is_fused(node):
             self._take_place(node, _storage(result).nbytes(), known)
-        self._tracker.count(result)
+        tracker.count(result)
         return result
 
     def _take_place(

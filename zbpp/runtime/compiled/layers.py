@@ -5,6 +5,8 @@
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -30,6 +32,8 @@ their own (``layer_idx``) need one each, and torch's 8 are few."""
 
 Call = Callable[[object], object]
 
+_numbers = count()
+
 
 def is_worth_it(layer: nn.Module) -> bool:
     """True for layers of several modules: in a lone one there is nothing to fuse."""
@@ -50,9 +54,15 @@ def compiled_by(call: Call, finish: Finish) -> Call:
         call: to be compiled.
         finish: makes what runs a finished graph; see `finished_by`.
     """
+
+    def run(value: object) -> object:
+        return call(value)
+
+    # a code object of its own: torch keeps what it has compiled with that
+    code = run.__code__.replace(co_name=f"layer_{next(_numbers)}")
+    own = FunctionType(code, run.__globals__, None, None, run.__closure__)
     compile: Any = torch.compile
-    how = {"recompile_limit": _MOST_KINDS, "fullgraph": True}
-    made: Call = compile(call, backend=finished_by(finish), **how)
+    made: Call = compile(own, backend=finished_by(finish), fullgraph=True)
     return made
 
 
