@@ -13,8 +13,12 @@ minimised, starting from the given plan.
 Small cases are solved to the optimum; on others the solver gives a bound within the
 time it has. It is a judge of planners, not a planner: 8 stages with 16 micro-batches
 are rarely closed.
+
+Passes that take no time take one *tick* here, all of them less than the unit of time
+together: so they hold their memory, and have an order, though they share an instant.
 """
 
+import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -29,6 +33,7 @@ from zbpp.core import (
     PassTimes,
     RequestError,
     Schedule,
+    Slot,
     Step,
     longest_span,
     lower_bound,
@@ -40,8 +45,6 @@ from zbpp.core import (
 from zbpp.schedules.planner.whole_numbers import LARGEST_MEMORY, exact, scale_of
 
 __all__ = ["Certificate", "certify"]
-
-_RANK = {PassKind.F: 0, PassKind.B: 1, PassKind.BW: 1, PassKind.W: 2}
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ def certify(
         workers: threads; None: one per core.
 
     Raises:
-        RequestError: OR-tools is missing, the plan exceeds the memory limit, the
-            times have too many digits, or a pass has a peak but takes no time.
+        RequestError: OR-tools is missing, the plan exceeds the memory limit, or the
+            times have too many digits.
     """
     try:
         from ortools.sat.python import cp_model
@@ -114,12 +117,13 @@ def certify(
     solver.parameters.num_workers = workers or 0
     status = solver.solve(problem.model)
     ours = lower_bound(schedule.placement, schedule.n_microbatches, costs, memory)
-    bound = max(ours, solver.best_objective_bound / problem.time_scale)
+    least = math.ceil(solver.best_objective_bound - 1e-6) - problem.n_ticks
+    bound = max(ours, -(-least // problem.ticks) / problem.time_scale)
     span = problem.given_span / problem.time_scale
     solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    if solved and solver.objective_value < problem.given_span:
+    if solved and solver.objective_value // problem.ticks < problem.given_span:
         schedule = problem.read(solver, memory)
-        span = solver.objective_value / problem.time_scale
+        span = problem.span_of(schedule) / problem.time_scale
     return Certificate(schedule, span, bound)
 
 
@@ -133,24 +137,29 @@ class _Problem:
         self._passes = [
             job for order in schedule.orders for job in order if isinstance(job, Pass)
         ]
-        durations = {job: exact(times.of(job)) for job in self._passes}
+        exactly = {job: exact(times.of(job)) for job in self._passes}
         hops = [exact(hop) for hop in times.hops]
-        self.time_scale = scale_of([*durations.values(), *hops])
-        self._duration = {
-            job: int(time * self.time_scale) for job, time in durations.items()
-        }
-        self._hops = [int(hop * self.time_scale) for hop in hops]
-        rows = replay(schedule.orders, times, n_microbatches=schedule.n_microbatches)
+        self.time_scale = scale_of([*exactly.values(), *hops])
+        self.n_ticks = sum(not time for time in exactly.values())
+        self.ticks = self.n_ticks + 1  # of a unit of time
+        scale = self.time_scale * self.ticks
+        self._duration = {job: int(time * scale) or 1 for job, time in exactly.items()}
+        self._hops = [int(hop * scale) for hop in hops]
+        self._times = times
+        self.given_span = self.span_of(schedule)
         self._given = {
-            slot.job: round(slot.start * self.time_scale)
-            for row in rows
+            slot.job: round(slot.start * scale)
+            for row in _rows(schedule, _at_least(times, 1 / scale))
             for slot in row
             if isinstance(slot.job, Pass)
         }
-        self.given_span = round(longest_span(rows) * self.time_scale)
         slowest = max(self._hops, default=0)
         self._horizon = sum(self._duration.values()) + slowest * len(self._passes)
         self._start = {job: self._time(str(job)) for job in self._passes}
+
+    def span_of(self, schedule: Schedule) -> int:
+        """The largest span of a stage, each pass as early as it can be."""
+        return round(longest_span(_rows(schedule, self._times)) * self.time_scale)
 
     def _time(self, name: str) -> Any:
         return self.model.new_int_var(0, self._horizon, name)
@@ -235,14 +244,8 @@ class _Problem:
             peak -= exact(memory.m_b[job.chunk])
         if peak <= 0:
             return []
-        duration = self._duration[job]
-        if not duration:
-            raise RequestError(
-                f"{job} has a memory peak but takes no time, which the solver cannot "
-                "model; give it a time"
-            )
         name = f"inside {job}"
-        start = self._start[job]
+        start, duration = self._start[job], self._duration[job]
         return [(self.model.new_fixed_size_interval_var(start, duration, name), peak)]
 
     def _held(self, first: Pass, last: Pass) -> Any:
@@ -254,7 +257,8 @@ class _Problem:
 
     def minimise_span(self) -> None:
         """Minimise the largest time between a stage's first F and its last pass."""
-        span = self.model.new_int_var(0, self.given_span, "span")
+        most = self.given_span * self.ticks + self.n_ticks
+        span = self.model.new_int_var(0, most, "span")
         for order in self.schedule.orders:
             first = self._time("first start")
             passes = [job for job in order if isinstance(job, Pass)]
@@ -273,13 +277,7 @@ class _Problem:
         orders: list[Order] = []
         for stage, order in enumerate(self.schedule.orders):
             passes = [job for job in order if isinstance(job, Pass)]
-            passes.sort(
-                key=lambda job: (
-                    solver.value(self._start[job]),
-                    solver.value(self._start[job]) + self._duration[job],
-                    _RANK[job.kind],
-                )
-            )
+            passes.sort(key=lambda job: solver.value(self._start[job]))
             last: Order = (Step(stage),) if Step(stage) in order else ()
             orders.append((*passes, *last))
         return Schedule(
@@ -289,6 +287,18 @@ class _Problem:
             tuple(orders),
             memory,
         )
+
+
+def _rows(schedule: Schedule, times: PassTimes) -> list[list[Slot]]:
+    return replay(schedule.orders, times, n_microbatches=schedule.n_microbatches)
+
+
+def _at_least(times: PassTimes, least: float) -> PassTimes:
+    """The times, with ``least`` for passes that take none."""
+    f, b, w = (
+        tuple(max(one, least) for one in some) for some in (times.f, times.b, times.w)
+    )
+    return replace(times, f=f, b=b, w=w)
 
 
 def _producers(passes: list[Pass], n_chunks: int) -> dict[Any, Pass]:
