@@ -153,8 +153,8 @@ class _Problem:
             for slot in row
             if isinstance(slot.job, Pass)
         }
-        slowest = max(self._hops, default=0)
-        self._horizon = sum(self._duration.values()) + slowest * len(self._passes)
+        waits = max(self._hops, default=0) * len(self._passes)
+        self._horizon = sum(self._duration.values()) + waits
         self._start = {job: self._time(str(job)) for job in self._passes}
 
     def span_of(self, schedule: Schedule) -> int:
@@ -183,7 +183,7 @@ class _Problem:
                 for job in order
                 if isinstance(job, Pass)
             )
-        producer = _producers(self._passes, n_chunks)
+        producer = {v: job for job in self._passes for v in writes(job, n_chunks)}
         for job in self._passes:
             for value in reads(job, n_chunks):
                 source = producer[value]
@@ -295,11 +295,6 @@ def _rows(schedule: Schedule, times: PassTimes) -> list[list[Slot]]:
 
 def _at_least(times: PassTimes, least: float) -> PassTimes:
     """The times, with ``least`` for passes that take none."""
-    f, b, w = (
-        tuple(max(one, least) for one in some) for some in (times.f, times.b, times.w)
-    )
+    kinds = times.f, times.b, times.w
+    f, b, w = (tuple(max(one, least) for one in kind) for kind in kinds)
     return replace(times, f=f, b=b, w=w)
-
-
-def _producers(passes: list[Pass], n_chunks: int) -> dict[Any, Pass]:
-    return {value: job for job in passes for value in writes(job, n_chunks)}

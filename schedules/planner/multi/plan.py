@@ -20,7 +20,7 @@ Many plans are made and the one with the smallest largest span of a stage is kep
 1. `seeds`: list schedules by a few rules, rounds, and known orders.
 2. `critical_path` moves single passes of the best plan.
 3. The same under less memory, as long as that could be better.
-   Then more moves, at last those that may be worse for a while.
+   Then more moves, `groups`, turns of `iterated`, moves that may be worse for a while.
 4. `search` changes the settings of good list schedules, and goes on with 2.
 
 ``effort`` says how much of it, counted in passes: ``fast`` is 1 and a little of 2,
@@ -42,9 +42,8 @@ from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.limits import capped, check_one_fits
 from zbpp.schedules.planner.multi.compiled import improve
 from zbpp.schedules.planner.multi.moves import (
-    detours_of,
     few_moves,
-    improve_by_detours,
+    improve_further,
     improve_several,
     moves_of,
 )
@@ -168,7 +167,7 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     plan = _below_limit(problem, plan, tries, moves, less)
     several = Budget(moves_of(n_passes))
     plan = improve_several(problem, [plan, *_plans(found)[1:]], several)
-    plan = improve_by_detours(problem, plan, Budget(detours_of(n_passes)))
+    plan = improve_further(problem, plan)
     if kind == LONG:
         plan = improve(problem, plan, Budget(min(_LONG * n_passes, 4e6)), Draws(1))
     if kind == "best":

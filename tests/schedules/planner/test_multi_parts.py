@@ -9,7 +9,9 @@ from zbpp.core import Costs, MemoryModel, Placement, Schedule, lower_bound
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi.critical_path import improve
-from zbpp.schedules.planner.multi.moves import improve_by_detours
+from zbpp.schedules.planner.multi.groups import plan_in_groups
+from zbpp.schedules.planner.multi.iterated import improve_in_turns
+from zbpp.schedules.planner.multi.moves import improve_further
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.multi.rounds import plan_rounds
 from zbpp.schedules.planner.multi.seeds import seeds
@@ -94,8 +96,42 @@ def test_detours_shorten_a_plan_that_no_move_makes_better():
     start = seeds(problem, Budget(2e6))[0].plan
     cold = improve(problem, start, Budget(2e5), Draws(0))
     assert improve(problem, cold, Budget(2e5), Draws(0)).span == cold.span
-    assert improve_by_detours(problem, cold, Budget(2e5)).span < cold.span - 1
-    assert cold.span > problem.target * 1.01  # else it is near enough
+    assert improve(problem, cold, Budget(2e5), Draws(0), 0.02).span < cold.span - 1
+
+
+def test_groups_find_the_optimum_that_admits_pairs():
+    """4 stages, 4 micro-batches, limit 1.5: 45, proved by the solver."""
+    memory = MemoryModel(limit=1.5)
+    problem = PlacementProblem.of(Placement.wave(4), 4, Costs(2.0, 2.0, 2.0), memory)
+    others = improve(
+        problem, seeds(problem, Budget(2e6))[0].plan, Budget(2e5), Draws(0), 0.02
+    )
+    assert others.span == 46
+    plan = plan_in_groups(problem, Budget(1e5), others.span * 1.05)
+    assert plan is not None and plan.span == 45
+    schedule_of(problem, plan)
+    assert plan_in_groups(problem, Budget(1e5), 44.0) is None
+    assert improve_further(problem, others).span == 45
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_turns_keep_the_plan_valid_and_shorten_one_that_moves_do_not(seed):
+    problem, costs = case(seed)
+    worst = seeds(problem, Budget(math.inf))[-1].plan
+    better = improve_in_turns(problem, worst, Budget(1e4), Draws(seed))
+    assert better.span <= worst.span
+    timeline = simulate(schedule_of(problem, better), costs)
+    assert span(timeline) == pytest.approx(better.span, rel=1e-12)
+    assert improve_in_turns(problem, worst, Budget(0), Draws(0)) is worst
+
+
+def test_turns_shorten_a_plan_that_detours_do_not():
+    memory = MemoryModel(limit=1.875)
+    problem = PlacementProblem.of(Placement.wave(3), 5, Costs(), memory)
+    start = seeds(problem, Budget(2e6))[0].plan
+    moved = improve(problem, start, Budget(3e5), Draws(0), 0.02)
+    assert moved.span == 20.5
+    assert improve_in_turns(problem, moved, Budget(1e5), Draws(0)).span == 20
 
 
 def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget():

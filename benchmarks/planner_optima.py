@@ -1,0 +1,77 @@
+"""Compare V plans with what OR-tools proves, or finds, for the same small request.
+
+    python benchmarks/planner_optima.py [--cases 381] [--seconds 15]
+
+Cases: 2 to 6 stages, 3 to 8 micro-batches, limits from .375 p to 1.5 p (1 M_B and
+more), unit, 1.5B, 28.3B and random times, in a fixed random order. A plan at its lower
+bound is proved; else the solver starts from the plan. It needs OR-tools.
+"""
+
+import argparse
+import itertools
+import random
+from collections.abc import Iterator
+
+from planner import MODELS
+
+from zbpp.core import Costs, MemoryModel, longest_span, lower_bound, replay
+from zbpp.modes import plan
+from zbpp.schedules.planner.solver import certify
+
+PARTS = (0.375, 0.5, 0.625, 0.75, 1.0, 1.25, 1.5)
+Case = tuple[int, int, Costs, MemoryModel]
+
+
+def cases() -> Iterator[Case]:
+    """Draw all; which come first is drawn too."""
+    rng = random.Random(7)
+    sizes = itertools.product(range(2, 7), range(3, 9), PARTS, (*MODELS, "random"))
+    found: list[Case] = []
+    for p, m, part, name in sizes:
+        if part * p < 1:
+            continue
+        if name != "random":
+            times, share = MODELS[name]
+            found.append((p, m, Costs(**times), MemoryModel(1.0, share, part * p)))
+            continue
+        f, b, w = (
+            tuple(round(rng.uniform(0.5, 2.0), 2) for _ in range(2 * p)) for _ in "fbw"
+        )
+        costs = Costs(f, b, w, rng.choice((0.0, 0.1, 0.5)))
+        found.append(
+            (p, m, costs, MemoryModel(1.0, rng.choice((0.25, 0.5, 0.75)), part * p))
+        )
+    rng.shuffle(found)
+    yield from found
+
+
+def main() -> None:
+    """Print every case that is no optimum, and the sums."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=381)
+    parser.add_argument("--seconds", type=float, default=15)
+    chosen = parser.parse_args()
+    closed: list[float] = []
+    left_open: list[float] = []
+    for p, m, costs, memory in itertools.islice(cases(), chosen.cases):
+        ours = plan("ZBV", n_stages=p, n_microbatches=m, costs=costs, memory=memory)
+        rows = replay(ours.orders, costs.on(ours.placement), n_microbatches=m)
+        span = longest_span(rows)
+        if span <= lower_bound(ours.placement, m, costs, memory) * (1 + 1e-9):
+            closed.append(0.0)
+            continue
+        found = certify(ours, costs, memory, seconds=chosen.seconds)
+        above = span / found.span - 1
+        (closed if found.is_optimal else left_open).append(above)
+        if above > 1e-9:
+            kind = "optimum" if found.is_optimal else "a plan"
+            limit = memory.limit
+            print(f"{p} x {m}, limit {limit}: {above:.2%} above {kind}", flush=True)
+    for kind, gaps in (("closed", closed), ("left open", left_open)):
+        met = sum(gap < 1e-9 for gap in gaps)
+        worst = max(gaps, default=0.0)
+        print(f"{kind}: {met} of {len(gaps)} not beaten, worst {worst:.2%} above")
+
+
+if __name__ == "__main__":
+    main()
