@@ -8,10 +8,10 @@
               of one node, B walks it, W adds one number
 
 All are given the same program, stand in the same processes, and take turns; steps come
-in a row, every process has one thread and one core. Measured over simulated counts the
-host time of each: what ours has above the bare loop is its own, but for what `autograd`
-has above it too, which no runtime on torch can save. Messages are a float64 of each
-sample; sums are all-reduces.
+in a row. Every process has one thread, and a core if there are enough. Measured over
+simulated counts the host time of each: what ours has above the bare loop is its own,
+but for what `autograd` has above it too, which no runtime on torch can save. Messages
+are a float64 of each sample; sums are all-reduces.
 """
 
 import json
@@ -190,7 +190,8 @@ def measure(options: Options, mode: str, file: str) -> None:
         watch=False,
         device="cpu",
     )
-    os.sched_setaffinity(0, {cores[pipeline.rank % len(cores)]})
+    if len(cores) >= options.stages:
+        os.sched_setaffinity(0, {cores[pipeline.rank]})
     batch = torch.zeros(options.microbatches, 1, dtype=torch.float64)
     program = lower(pipeline.schedule)[pipeline.rank]
     graphs = Autograd(seconds, n_chunks - 1)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from zbpp.core.costs import PassTimes
 from zbpp.core.jobs import Job, Pass, PassKind, Step
 from zbpp.core.placement import Placement
-from zbpp.core.timeline import Slot
+from zbpp.core.timeline import Slot, slots_of
 
 __all__ = ["can_finish", "is_plain", "quick_rows", "without_collection"]
 
@@ -128,21 +128,29 @@ def quick_rows(
     forward = [list(nothing) for _ in range(n_chunks)]  # ends
     gradient = [list(nothing) for _ in range(n_chunks)]
     deferred = [bytearray(n_microbatches) for _ in range(n_chunks)]
-    took = {kind: [times.of_pass(kind, c) for c in range(n_chunks)] for kind in _NEXT}
+    took_f, took_b, took_w, took_bw = (
+        [times.of_pass(kind, c) for c in range(n_chunks)] for kind in _NEXT
+    )
     neighbours = [_neighbours(placement, stage) for stage in range(placement.n_stages)]
-    rows: list[list[Slot]] = [[] for _ in orders]
-    ends = [0.0] * placement.n_stages if free is None else list(free)
-    f_kind, w_kind, joint = PassKind.F, PassKind.W, PassKind.BW
+    starts: list[list[float]] = [[] for _ in orders]
+    ends: list[list[float]] = [[] for _ in orders]
+    busy = [0.0] * placement.n_stages if free is None else list(free)
+    f_kind, w_kind, b_kind = PassKind.F, PassKind.W, PassKind.B
     last_gradient = 0.0
     to_try = list(range(placement.n_stages))[::-1]
     while to_try:
         stage = to_try.pop()
-        order, row, now = orders[stage], rows[stage], ends[stage]
+        order, now, begun, ended = (
+            orders[stage],
+            busy[stage],
+            starts[stage],
+            ends[stage],
+        )
         own = placement.chunks_of[stage]
-        n_before = len(row)
+        n_before, n_due, gradients_end = len(begun), due, 0.0
         for column in range(n_before, len(order)):
             job = order[column]
-            if not isinstance(job, Pass):
+            if job.__class__ is not Pass:
                 if job == Step(stage) and column == len(order) - 1:
                     break
                 return None
@@ -157,9 +165,16 @@ def quick_rows(
                     arrival += hops[chunk - 1]
                     if arrival > now:
                         now = arrival
+                begun.append(now)
+                now += took_f[chunk]
+                forward[chunk][i] = now
             elif kind is w_kind:
                 if not deferred[chunk][i]:
                     break
+                begun.append(now)
+                now += took_w[chunk]
+                due -= 1
+                gradients_end = now
             else:
                 if forward[chunk][i] is None:
                     break
@@ -170,27 +185,26 @@ def quick_rows(
                     arrival += hops[chunk]
                     if arrival > now:
                         now = arrival
-            end = now + took[kind][chunk]
-            row.append(Slot(job, now, end))
-            now = end
-            if kind is f_kind:
-                forward[chunk][i] = end
-                continue
-            if kind is not w_kind:
-                gradient[chunk][i] = end
-                if kind is not joint:
+                begun.append(now)
+                if kind is b_kind:
+                    now += took_b[chunk]
                     deferred[chunk][i] = 1
-                    continue
-            due -= 1
-            if end > last_gradient:
-                last_gradient = end
-        if len(row) > n_before:
-            ends[stage] = now
+                else:
+                    now += took_bw[chunk]
+                    due -= 1
+                    gradients_end = now
+                gradient[chunk][i] = now
+            ended.append(now)
+        if len(begun) > n_before:
+            busy[stage] = now
             to_try += neighbours[stage]
+        if due < n_due:
+            last_gradient = max(last_gradient, gradients_end)
+    rows = [slots_of(*row) for row in zip(orders, starts, ends, strict=True)]
     if due == 0:
         for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
             if len(row) == len(order) - 1 and isinstance(order[-1], Step):
-                start = max(ends[stage], last_gradient)
+                start = max(busy[stage], last_gradient)
                 row.append(Slot(order[-1], start, start + times.optimizer[stage]))
     return rows
 
