@@ -13,6 +13,7 @@ from random import Random
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi.compiled import improve, list_schedule, retime
+from zbpp.schedules.planner.multi.iterated import improve_in_turns
 from zbpp.schedules.planner.multi.list_scheduler import Settings
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.multi.seeds import seeds
@@ -27,8 +28,8 @@ LISTS = ("late", "late_tail", "hold", "hold_later")
 def climb_again(problem: PlacementProblem, plan: Plan, budget: Budget) -> Plan:
     """Climb from good settings, again and again; stop at the lower bound.
 
-    The best plan of each turn goes on to `improve`. The budget must have an end in
-    time: the turns are drawn at random, always in the same order.
+    The best plan of each turn goes on to `improve` and `improve_in_turns`. The budget
+    must have an end in time: all is drawn at random, always in the same order.
     """
     found = seeds(problem, Budget(math.inf, budget.seconds_left), margin=0.05)
     starts = [seed for seed in found if seed.settings is not None]
@@ -42,6 +43,8 @@ def climb_again(problem: PlacementProblem, plan: Plan, budget: Budget) -> Plan:
         plan = min(plan, other, key=lambda one: one.span)
         turn = Budget(60 * n_passes, budget.seconds_left)
         plan = improve(problem, plan, turn, draws)
+        turn = Budget(600 * n_passes, budget.seconds_left)
+        plan = improve_in_turns(problem, plan, turn, draws)
     return plan
 
 
