@@ -169,16 +169,19 @@ def _backward(draft: _Draft, s: int) -> int:
 
 def _forward(draft: _Draft, s: int) -> int:
     """Choose the F of a round, -1 for none."""
-    problem, p = draft.problem, draft.problem.n_stages
-    first, later = s, 2 * p - 1 - s
+    first, later = s, 2 * draft.problem.n_stages - 1 - s
     to_first, to_later = draft.arrival(first), draft.arrival(later)
-    room = draft.limit[s] - draft.held[s]
-    for q in draft.pending[s][draft.n_weights[s] :]:
-        room -= problem.change[q]
-    if room < problem.change[first] + problem.change[later]:
-        to_first = float("inf")
     if to_later <= draft.free[s]:
         return later
-    if to_first < to_later:
+    if to_first < to_later and _has_room(draft, s, first, later):
         return first
     return later if to_later < float("inf") else -1
+
+
+def _has_room(draft: _Draft, s: int, first: int, later: int) -> bool:
+    """True if memory holds one more F of either chunk when all W's are done."""
+    change = draft.problem.change
+    room = draft.limit[s] - draft.held[s]
+    for q in draft.pending[s][draft.n_weights[s] :]:
+        room -= change[q]
+    return room >= change[first] + change[later]
