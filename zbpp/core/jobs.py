@@ -20,10 +20,13 @@ and add up gradients between the passes, by jobs of their own:
     0UNSHARD 0F0 .. 0B3 0RESHARD .. 0W3 0REDUCE_GRAD .. 0REDUCE_WAIT O
 """
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import assert_never
+from itertools import repeat
+from typing import TypeVar, assert_never
 
 __all__ = [
     "Check",
@@ -36,6 +39,7 @@ __all__ = [
     "Value",
     "What",
     "input_of",
+    "many",
     "output_of",
     "passes",
     "reader",
@@ -73,25 +77,34 @@ class Pass:
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
 
-_KIND, _CHUNK, _MICROBATCH = (
-    vars(Pass)[name].__set__ for name in ("kind", "chunk", "microbatch")
-)
+_T = TypeVar("_T")
+
+
+def many(made_of: type[_T], n: int, /, **fields: Iterable[object]) -> list[_T]:
+    """Make n objects of a frozen dataclass with slots, in half the time of its calls.
+
+    Args:
+        made_of: the class.
+        n: their number.
+        fields: of each field a value for every object; further ones are not looked at.
+
+    >>> many(Step, 2, stage=[0, 1])
+    [Step(stage=0), Step(stage=1)]
+    """
+    made = list(map(object.__new__, repeat(made_of, n)))
+    for name, values in fields.items():
+        deque(map(vars(made_of)[name].__set__, made, values), maxlen=0)
+    return made
 
 
 def passes(kind: PassKind, chunk: int, n_microbatches: int) -> list[Pass]:
-    """Return a pass of each micro-batch, in half the time of as many calls of `Pass`.
+    """Return a pass of each micro-batch.
 
     >>> passes(PassKind.B, 3, 2) == [Pass(PassKind.B, 3, 0), Pass(PassKind.B, 3, 1)]
     True
     """
-    made: list[Pass] = []
-    for i in range(n_microbatches):
-        one = object.__new__(Pass)
-        _KIND(one, kind)
-        _CHUNK(one, chunk)
-        _MICROBATCH(one, i)
-        made.append(one)
-    return made
+    n = n_microbatches
+    return many(Pass, n, kind=repeat(kind), chunk=repeat(chunk), microbatch=range(n))
 
 
 @dataclass(frozen=True, slots=True)

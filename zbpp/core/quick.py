@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from zbpp.core.costs import PassTimes
-from zbpp.core.jobs import Job, Pass, PassKind, Step
+from zbpp.core.jobs import Job, Pass, PassKind, Step, many
 from zbpp.core.placement import Placement
-from zbpp.core.timeline import Slot, slots_of
+from zbpp.core.timeline import Slot
 
 __all__ = ["can_finish", "is_plain", "quick_rows", "without_collection"]
 
@@ -140,12 +140,8 @@ def quick_rows(
     to_try = list(range(placement.n_stages))[::-1]
     while to_try:
         stage = to_try.pop()
-        order, now, begun, ended = (
-            orders[stage],
-            busy[stage],
-            starts[stage],
-            ends[stage],
-        )
+        order, now = orders[stage], busy[stage]
+        begun, ended = starts[stage], ends[stage]
         own = placement.chunks_of[stage]
         n_before, n_due, gradients_end = len(begun), due, 0.0
         for column in range(n_before, len(order)):
@@ -200,7 +196,10 @@ def quick_rows(
             to_try += neighbours[stage]
         if due < n_due:
             last_gradient = max(last_gradient, gradients_end)
-    rows = [slots_of(*row) for row in zip(orders, starts, ends, strict=True)]
+    rows = [
+        many(Slot, len(begun), job=order, start=begun, end=ended)
+        for order, begun, ended in zip(orders, starts, ends, strict=True)
+    ]
     if due == 0:
         for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
             if len(row) == len(order) - 1 and isinstance(order[-1], Step):

@@ -152,11 +152,12 @@ def plan_meshes(
         check_parameters(layers)
     found = []
     for n in tensor_parallel:
-        shared, among = on_shared_layers(layers, n, network), replicas_network
+        shared = on_shared_layers(layers, n, network)
+        links = replicas_network(network, n)
         for n_stages in _divisors(n_devices // n):
             mesh = _plan_mesh(
                 *(shared, n_stages, n_devices // n, n_microbatches),
-                *(among(network, n), mode, shard, effort),
+                *(links, mode, shard, effort),
             )
             found.append(replace(mesh, tensor_parallel=n))
     return found

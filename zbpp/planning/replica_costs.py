@@ -16,6 +16,7 @@ from zbpp.planning.data_parallel import Shard, gathers_in_passes
 __all__ = [
     "Network",
     "check_parameters",
+    "divided",
     "network_of",
     "on_replicas",
     "whole_for_a_while",
@@ -105,7 +106,7 @@ def on_replicas(
             (both - (whole == 2) * size) / n + whole * size
             for size, both in zip(sizes, fixed, strict=True)
         ),
-        optimizer=_divided(layers.optimizer, n),
+        optimizer=divided(layers.optimizer, n),
     )
     if not gathers_in_passes(n, shard):
         return replace(costs, all_gather=gathers)
@@ -133,7 +134,8 @@ def whole_for_a_while(
     return chunk * (1 - 1 / n) + layer
 
 
-def _divided(value: PerLayer, n: int) -> PerLayer:
+def divided(value: PerLayer, n: int) -> PerLayer:
+    """Return the share of each of n devices."""
     return tuple(v / n for v in value) if isinstance(value, tuple) else value / n
 
 

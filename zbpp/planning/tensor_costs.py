@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from zbpp.core import CollectiveOperation, LayerCosts, RequestError
-from zbpp.core.costs.layers import PerLayer
-from zbpp.planning.replica_costs import Network
+from zbpp.planning.replica_costs import Network, divided
 
 __all__ = ["on_shared_layers", "replicas_network"]
 
@@ -47,7 +46,10 @@ def on_shared_layers(layers: LayerCosts, n: int, network: Network) -> LayerCosts
     sizes = _activations(layers)
     reduce = CollectiveOperation.ALL_REDUCE
     exchanged = [_EXCHANGES * network.time(reduce, size, n) for size in sizes]
-    parts: dict[str, Any] = {x: _divided(getattr(layers, x), n) for x in _DIVIDED}
+    given = {name: getattr(layers, name) for name in _DIVIDED}
+    parts: dict[str, Any] = {
+        name: divided(value, n) for name, value in given.items() if value is not None
+    }
     shared = replace(layers, **parts)
     f, b = (
         tuple(own + more for own, more in zip(shared.of(k), exchanged, strict=True))
@@ -81,9 +83,3 @@ def _activations(layers: LayerCosts) -> tuple[float, ...]:
             "writes it"
         )
     return sizes
-
-
-def _divided(value: PerLayer | None, n: int) -> PerLayer | None:
-    if value is None:
-        return None
-    return tuple(v / n for v in value) if isinstance(value, tuple) else value / n

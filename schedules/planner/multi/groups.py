@@ -36,7 +36,7 @@ from zbpp.schedules.planner.multi.rules import (
     settings_of,
 )
 from zbpp.schedules.planner.multi.seeds import seeds
-from zbpp.schedules.planner.multi.timing import time_rows
+from zbpp.schedules.planner.multi.timing import rows_by_starts, starts_of
 
 __all__ = ["plan_in_groups"]
 
@@ -61,7 +61,7 @@ def plan_in_groups(
     moves = _MOVES * 3 * problem.n_chunks * problem.n_microbatches
     found: list[Plan] = []
     for size in _SIZES:
-        if size >= problem.n_microbatches:
+        if size >= problem.n_microbatches or not budget.is_left:
             break
         for starts in _groups(problem, size, budget):
             plans = list(_in_turn(problem, size, starts, budget, below))
@@ -71,7 +71,7 @@ def plan_in_groups(
                 found.append(improve(problem, best, turn, Draws(0), _HEAT))
                 budget.spend(turn.spent)
             if not budget.is_left:
-                return min(found, key=_span, default=None)
+                break
     return min(found, key=_span, default=None)
 
 
@@ -85,20 +85,14 @@ def _groups(problem: PlacementProblem, size: int, budget: Budget) -> Iterator[St
     ranks = partial(ranks_of, group, partial(order_of, group))
     plan = list_schedule(group, settings_of(group, RULES[0], ranks), math.inf, budget)
     assert plan is not None
-    yield _starts(group, plan)
+    yield starts_of(group, plan)
     n_passes = 3 * problem.n_chunks * size
     turn, moves = Budget(24 * n_passes), Budget(60 * n_passes)
     plan = improve(group, seeds(group, turn)[0].plan, moves, Draws(0))
     budget.spend(turn.spent + moves.spent)
-    yield _starts(group, plan)
+    yield starts_of(group, plan)
     unit = max(problem.work) / problem.n_microbatches
     yield [[way + i * unit for i in range(size)] for way in chain_offsets(problem)]
-
-
-def _starts(group: PlacementProblem, plan: Plan) -> Starts:
-    times = time_rows(group, plan.rows)
-    assert times is not None
-    return times.begins[: 2 * group.n_chunks]
 
 
 def _in_turn(
@@ -110,17 +104,10 @@ def _in_turn(
     known: list[Rows] = []
     for step in range(_PERIODS):
         period = often + (seldom - often) * step / _PERIODS
-        rows = [
-            [
-                q
-                for _, q in sorted(
-                    (starts[q][i % size] + i // size * period, q)
-                    for q in numbers
-                    for i in range(m)
-                )
-            ]
-            for numbers in problem.numbers
+        every = [
+            [own[i % size] + i // size * period for i in range(m)] for own in starts
         ]
+        rows = rows_by_starts(problem, every)
         if rows in known:
             continue
         known.append(rows)

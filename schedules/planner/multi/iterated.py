@@ -19,7 +19,7 @@ from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi.compiled import improve, place_weights, retime
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
-from zbpp.schedules.planner.multi.timing import time_rows
+from zbpp.schedules.planner.multi.timing import rows_by_starts, starts_of
 
 __all__ = ["improve_in_turns"]
 
@@ -39,7 +39,7 @@ def improve_in_turns(
     Never longer than the plan that is given.
     """
     n_passes = 3 * problem.n_chunks * problem.n_microbatches
-    best, starts = plan, _starts(problem, plan)
+    best, starts = plan, starts_of(problem, plan)
     while budget.is_left and best.span > problem.target:
         rows = _shifted(problem, starts, draws)
         late = _LATE[draws.below(len(_LATE))]
@@ -52,17 +52,10 @@ def improve_in_turns(
         found = improve(problem, retime(problem, found), turn, draws, _HEAT)
         budget.spend(turn.spent)
         if found.span <= best.span * (1 + _NEARLY):
-            starts = _starts(problem, found)
+            starts = starts_of(problem, found)
         if found.span < best.span * (1 - 1e-9):
             best = found
     return best
-
-
-def _starts(problem: PlacementProblem, plan: Plan) -> list[list[float]]:
-    """List the starts of F's and B's by number and micro-batch."""
-    times = time_rows(problem, plan.rows)
-    assert times is not None
-    return times.begins[: 2 * problem.n_chunks]
 
 
 def _shifted(
@@ -81,10 +74,7 @@ def _shifted(
     for one in moved:  # first in, first out
         for i in range(1, m):
             one[i] = max(one[i], one[i - 1])
-    return [
-        [q for _, q in sorted((start, q) for q in numbers for start in moved[q])]
-        for numbers in problem.numbers
-    ]
+    return rows_by_starts(problem, moved)
 
 
 def _some_numbers(problem: PlacementProblem, draws: Draws) -> Sequence[int]:

@@ -29,6 +29,7 @@ from zbpp.schedules.patterns.zb_v import zb_v_cells
 from zbpp.schedules.planner.limits import micro_batch
 from zbpp.schedules.planner.multi.list_scheduler import Settings, chain_offsets
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Rows
+from zbpp.schedules.planner.multi.timing import rows_by_starts
 
 __all__ = [
     "RULES",
@@ -123,15 +124,8 @@ def order_of(problem: PlacementProblem, stretch: float) -> Rows:
     m = problem.n_microbatches
     unit = max(problem.work) / m
     ways = [stretch * way for way in chain_offsets(problem)]
-    return [
-        [
-            q
-            for _, q in sorted(
-                (i * unit + ways[q], q) for q in numbers for i in range(m)
-            )
-        ]
-        for numbers in problem.numbers
-    ]
+    starts = [[i * unit + way for i in range(m)] for way in ways]
+    return rows_by_starts(problem, starts)
 
 
 def settings_of(problem: PlacementProblem, rule: Rule, ranks: Ranks) -> Settings:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
+from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
 
-__all__ = ["Times", "retime", "time_again", "time_rows"]
+__all__ = ["Times", "retime", "rows_by_starts", "starts_of", "time_again", "time_rows"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,23 @@ def time_rows(problem: PlacementProblem, rows: Sequence[Sequence[int]]) -> Times
     The memory is not looked at: it depends on the order alone.
     """
     return time_again(problem, rows)[0]
+
+
+def starts_of(problem: PlacementProblem, plan: Plan) -> list[list[float]]:
+    """List the starts of a plan's F's and B's, by number and micro-batch."""
+    times = time_rows(problem, plan.rows)
+    assert times is not None
+    return times.begins[: 2 * problem.n_chunks]
+
+
+def rows_by_starts(
+    problem: PlacementProblem, starts: Sequence[Sequence[float]]
+) -> Rows:
+    """Order the F's and B's of every stage by starts, as `starts_of` lists them."""
+    return [
+        [q for _, q in sorted((start, q) for q in numbers for start in starts[q])]
+        for numbers in problem.numbers
+    ]
 
 
 def time_again(

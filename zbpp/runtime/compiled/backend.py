@@ -77,7 +77,7 @@ class _Compiler:
     """
 
     def __init__(self, inputs: Sequence[Any], finish: Finish | None = None) -> None:
-        self._finish = finish
+        self._finish = finish or compile_graph
         self._is_tensor = [isinstance(x, Tensor) for x in inputs]
         self._weights: dict[int, int] = {}
         """Of each weight, its place among the graph's inputs, and its own number."""
@@ -104,7 +104,7 @@ class _Compiler:
         """Compile a finished graph: a forward, or a backward."""
         if not about.get("is_backward"):
             self._n_forward = len(inputs)
-            return (self._finish or compile_graph)(graph, inputs, **about)
+            return self._finish(graph, inputs, **about)
         (results,) = next(iter(reversed(graph.graph.nodes))).args
         n_results = len(results)
         why = self._refusal(n_results)
@@ -124,7 +124,7 @@ class _Compiler:
             own,
             [i for piece in pieces for i in piece.slots if i in self._dealt],
         )
-        compiled = (self._finish or compile_graph)(graph, inputs, **about)
+        compiled = self._finish(graph, inputs, **about)
         return run_with(compiled, n_results, region)
 
     def _refusal(self, n_results: int) -> str:
