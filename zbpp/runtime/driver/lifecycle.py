@@ -75,8 +75,11 @@ class Lifecycle:
         Other stages still need our last messages and our part of the last sum; if they
         are gone, nobody is left to be told.
         """
+        if self._ended is not None:
+            return
+        self._ended = "the pipeline has ended"
         with suppress(PeerError):
-            for executor in self._executors if self._ended is None else ():
+            for executor in self._executors:
                 executor.optimizer.wait()
                 executor.transport.flush()
                 executor.transport.close()
