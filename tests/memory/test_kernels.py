@@ -106,6 +106,20 @@ def test_gradients_are_added_up_in_place_where_nobody_else_holds_them(
     assert worst(pairs(act), range(3, 4))[0] < 0.01
 
 
+@pytest.mark.slow
+def test_nor_does_a_compilation_that_failed_change_how_holders_are_counted() -> None:
+    layers = pairs(torch.tanh)
+    before = worst(layers, range(3, 4))[0]
+
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
+    assert before == worst(layers, range(3, 4))[0] < 0.01
+
+
 def test_sums_that_are_all_made_anew_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSums, "in_place", lambda *_: False)
     assert worst(pairs(torch.tanh), range(3, 4))[0] > 0.02

@@ -55,7 +55,7 @@ class EngineSums:
         storage = old.untyped_storage()._cdata
         if storage not in self._made_by or self._made_by[storage] == _number(node):
             return False
-        return _counts(old) == self._alone
+        return _counts(args) == self._alone
 
 
 @cache
@@ -72,8 +72,8 @@ def _alone() -> _Counts | None:
             return func(*args, **(kwargs or {}))
 
         def look(self, args: Any) -> _Counts | None:
-            old = args[0]
-            return _counts(old)
+            old = args[0]  # as `in_place` holds it
+            return _counts(args) if isinstance(old, Tensor) else None
 
     with _disable_current_modes():
         x = torch.zeros(2, requires_grad=True)
@@ -84,17 +84,21 @@ def _alone() -> _Counts | None:
     return seen[0] if len(seen) == 1 else None
 
 
-def _counts(tensor: Tensor) -> _Counts | None:
-    """Holders of a tensor, of its Python object, and of its storage.
+def _counts(args: Any) -> _Counts | None:
+    """Holders of the first argument, of its Python object, and of its storage.
+
+    Python's calls hold what they are given once more, or not, as an evaluator of frames
+    is in place (Dynamo's stays after the first compilation). So the tensor is not given
+    to a function of ours.
 
     Seen in torch 2.9 to 2.13. Where a name is gone, None.
     """
-    of_tensor: Any = getattr(tensor, "_use_count", None)
+    of_tensor: Any = getattr(args[0], "_use_count", None)
     of_storage: Any = getattr(torch._C, "_storage_Use_Count", None)
     if of_tensor is None or of_storage is None:
         return None
-    held = int(of_tensor()), int(of_storage(tensor.untyped_storage()._cdata))
-    return held[0], sys.getrefcount(tensor), held[1]
+    held = int(of_tensor()), int(of_storage(args[0].untyped_storage()._cdata))
+    return held[0], sys.getrefcount(args[0]), held[1]
 
 
 def _node() -> object | None:
