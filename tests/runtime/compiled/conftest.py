@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from plain_graphs import run_plainly
+from torch import fx
 
 from zbpp.runtime.compiled import backend
 
@@ -29,6 +31,13 @@ def _forgotten() -> Iterator[None]:
 
 
 @pytest.fixture
-def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run finished graphs as they are, operator by operator: nothing is built."""
-    monkeypatch.setattr(backend, "compile_graph", run_plainly)
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """Run finished graphs as they are, operator by operator, and list them."""
+    seen: list[fx.GraphModule] = []
+
+    def compile_graph(graph: fx.GraphModule, *args: Any, **about: Any) -> Any:
+        seen.append(graph)
+        return run_plainly(graph, *args, **about)
+
+    monkeypatch.setattr(backend, "compile_graph", compile_graph)
+    return seen

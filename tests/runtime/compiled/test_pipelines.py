@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as f
 
 import zbpp
@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method"),  # both of torch
 ]
 CONFIG = LlamaConfig(dim=8, n_blocks=2, n_heads=2, hidden=12, seq=6)
+Graphs = list[fx.GraphModule]
 State = tuple[list[float], dict[str, Tensor]]
 
 
@@ -79,15 +80,17 @@ def numbers(steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, 6), torch.randn(8, 6))] * steps
 
 
-def test_modes_agree_on_tied_and_recomputed_blocks(plain_kernels: None) -> None:
+def test_modes_agree_on_tied_and_recomputed_blocks(plain_kernels: Graphs) -> None:
     layers = dropping()
     how: dict[str, Any] = {"seed": 3, "compile": "blocks", "clip_grad_norm": 0.1}
     given = numbers(2), f.mse_loss  # clipped, so that steps are rolled back
     full, w_full = trained(copy.deepcopy(layers), "1F1B", *given, **how)
+    n_graphs = len(plain_kernels)
     for mode, more in (("ZBH1", {"recompute": "all"}), ("ZBV", {})):
         split, w = trained(copy.deepcopy(layers), mode, *given, **more, **how)
         assert same(split, full)
         assert w == w_full == 8
+        assert len(plain_kernels) == n_graphs == 4  # with a gradient of x, and without
 
 
 def test_a_run_that_is_not_asked_for_is_refused() -> None:
@@ -96,7 +99,7 @@ def test_a_run_that_is_not_asked_for_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_whole_chunks_are_split_as_blocks_are(plain_kernels: None) -> None:
+def test_whole_chunks_are_split_as_blocks_are(plain_kernels: Graphs) -> None:
     layers = build_layers(CONFIG, range(CONFIG.n_layers))
     given = tokens(1), cross_entropy
     one, w = trained(copy.deepcopy(layers), "ZBH1", *given, compile="chunks")

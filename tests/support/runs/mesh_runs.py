@@ -154,12 +154,13 @@ def train(
     switches_at: int | None = None,
     profiles_at: int | None = None,
     broken: str | None = None,
+    tp: Any = None,
     **more: Any,
 ) -> Found:
     """Train on a mesh, with something ``broken`` or whole.
 
     A run with a ``folder`` saves at its end; one that does not begin at the first step
-    goes on from what is there.
+    goes on from what is there. Blocks are dealt over ``tp``, if it is given.
     """
     mesh = None
     made = layers(checkpointed=checkpointed, large=large, tied=tied)
@@ -171,7 +172,7 @@ def train(
             tensor_parallel=tensor_parallel,
         )
         if tensor_parallel > 1:
-            made = cut_over(made, mesh["tp"])
+            made = cut_over(made, tp or mesh["tp"])
         made = wrapped(made, how, data_mesh(mesh), bf16=bf16)
     shard = how if how in ("optimizer", "gradients", "parameters") else "none"
     patience = Patience(failures=99, window=10)
