@@ -57,6 +57,11 @@ ROOMS = {
         *("zbpp.runtime.comm.peers", "zbpp.runtime.comm.process_group"),
         *("zbpp.runtime.chunk", "zbpp.runtime.backward.queue"),
     },
+    "zbpp.runtime.graphed": {
+        *("zbpp.runtime.graphed", "zbpp.runtime.support", "zbpp.core"),
+        *("zbpp.runtime.backward", "zbpp.runtime.stage"),
+        *("zbpp.runtime.chunk", "zbpp.runtime.values"),
+    },
     "zbpp.checkpoint": {"zbpp.checkpoint", "zbpp.core"},
     "zbpp.runtime.ties": {
         *("zbpp.runtime.ties", "zbpp.runtime.support", "zbpp.core"),

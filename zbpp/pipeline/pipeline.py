@@ -74,9 +74,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             what `zbpp.cut` returns.
         loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch; None: the
             model's own.
-        optimizer: called with each stage's parameters, also frozen ones; gives an
-            optimizer, or a list of them. None leaves the gradients (of the mean loss
-            over all micro-batches) to the caller.
+        optimizer: called with each stage's parameters, also frozen ones; gives one, or
+            a list. None leaves gradients, of the mean loss of the batch, to the caller.
         schedule: a mode such as ``"ZBH1"``, a schedule file, or a `Schedule`.
         n_microbatches: micro-batches in a step; None: the schedule's.
         weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
@@ -97,19 +96,17 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         post_validation: step without waiting for the other stages' gradient norms, and
             roll the step back in the next one if they ask for it; None: where the
             schedule splits the backward or has V's. The results are the same.
-        rollback: how a step is rolled back: ``"deferred"``, with a copy of the
-            parameters and a second step, or ``"snapshot"``, with one of the optimizer
-            state as well. ``"compiled"`` is deferred with a step of the parameters
-            alone, by a kernel that `torch.compile` makes (fused Adam and AdamW);
-            ``"auto"`` takes it on CPUs for stages of 2**25 parameters or more.
+        rollback: how a step is rolled back: ``"deferred"``, with a copy of parameters
+            and a second step; ``"snapshot"``, with one of the optimizer state as well;
+            ``"compiled"``: deferred, parameters first and alone, by a compiled kernel
+            (fused Adam, AdamW); ``"auto"``: that on CPUs, from 2**25 parameters on.
         patience: when steps become speculative, or give way to a barrier again.
         max_consecutive_skips: with an Inf or NaN gradient, before the run ends.
         loss_scale: of fp16 gradients: a number, or a `LossScaler`.
         costs: times to plan for.
         memory: likewise; a text as ``"16GiB"``, or a number, is the limit of a stage.
-        watch: when to plan again from what steps take, with the same placement and
-            split, so with the same results; None or True: for ``"auto"`` after the
-            first steps, and later when costs have drifted; False: never.
+        watch: when to plan again from what steps take, with the same results; None or
+            True: for ``"auto"``, after the first steps and when costs drift; False: no.
         device: where the layers live; None: this process's GPU, else the CPU.
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
         compile: compile each layer by itself, ``"blocks"``, or whole ``"chunks"``,
@@ -120,6 +117,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             does; then all modes agree to the last bit. False adds them as they come,
             within the matrix products: a few per cent faster, with less memory.
         stage_streams: stages of this process, on one GPU, compute side by side.
+        cuda_graphs: record passes on a GPU, and replay them; see docs/gpus.md.
         group: processes of the pipeline, by stage; None: all.
         mesh: of stages, data and tensor parallelism; see `zbpp.mesh`. Each replica is
             given its own share of the batch. Layers may be wrapped by `fully_shard` or
@@ -166,6 +164,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         first_step: int = 0,
         exact_sums: bool = True,
         stage_streams: bool = False,
+        cuda_graphs: bool = False,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         shard: Shard = "none",
@@ -241,6 +240,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             *(loss_fn, optimizer, rules, self.device, autocast, seed, exact_sums),
             recompute=recomputed_layers(self.schedule, self.split),
             stage_streams=stage_streams,
+            cuda_graphs=cuda_graphs,
             compile=check_compile(compile),
             shard=shard,
             alternating_buffers=alternating_buffers,
@@ -269,9 +269,9 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             memory=chosen.memory or MemoryModel(),
         )
         self.memory = chosen.memory
-        asked = (self.split, rules, autocast, compile, seed, first_step, exact_sums)
-        text = schedule_text(self.schedule)
-        check_agreement(self._executors, (text, *asked), self._ties)
+        asked = (schedule_text(self.schedule), self.split, rules, autocast, compile)
+        all_asked = (*asked, seed, first_step, exact_sums)
+        check_agreement(self._executors, all_asked, self._ties)
 
     def synchronize(self) -> None:
         """Wait for the decision on the last step; parameters and state are then right.

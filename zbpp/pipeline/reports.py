@@ -29,6 +29,7 @@ from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.graphed.stage import GraphedStage
 from zbpp.runtime.microbatches import Batch
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.parallel.mesh import Place
@@ -139,6 +140,20 @@ class Reports:
         ``"W"``, or ``"B: "`` and the reason why it cannot wait; of the first step.
         """
         return calls.report_split(self._executors)
+
+    def graph_report(self) -> dict[int, str]:
+        """Say of each chunk of this process whether its passes are CUDA graphs.
+
+        ``""``, from the third step on; else why they are not.
+        """
+        found = {}
+        for executor in self._executors.values():
+            stage = executor.stage
+            for i in stage.chunks:
+                found[i] = "cuda_graphs is off"
+                if isinstance(stage, GraphedStage):
+                    found[i] = stage.why_not(i)
+        return found
 
     def measured_costs(self, n: int = 1, *, joint: bool = False) -> Costs:
         """Costs of the last steps, in ms (every rank must call).

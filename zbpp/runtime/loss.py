@@ -1,6 +1,7 @@
 """The loss of each micro-batch, and its share in the loss of the batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class Loss:
         self._loss_fn = loss_fn
         self._device = device
         self._uploads = uploads
+        self._instead: tuple[object] | None = None
         self.begin(None, None, n_microbatches=1)
 
     def begin(
@@ -69,10 +71,10 @@ class Loss:
             RequestError: it is no scalar tensor.
         """
         assert self.targets is not None
-        if self._weights is not None and self._weights[microbatch] == 0:
+        if not self.counts(microbatch):
             loss = _nothing(outputs, self._device)
         else:
-            loss = self._loss_fn(outputs, self._uploads.take(microbatch))
+            loss = self._loss_fn(outputs, self.take(microbatch))
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise RequestError(
                 "loss_fn must return a scalar tensor, the mean over a micro-batch"
@@ -81,6 +83,25 @@ class Loss:
         self.values[microbatch] = loss.detach().clone()
         return loss
 
+    def take(self, microbatch: int) -> object:
+        """Return the targets of a micro-batch, on the device."""
+        if self._instead is not None:
+            return self._instead[0]
+        return self._uploads.take(microbatch)
+
+    @contextmanager
+    def reading(self, targets: object) -> Iterator[None]:
+        """Within this, losses are of these targets."""
+        self._instead = (targets,)
+        try:
+            yield
+        finally:
+            self._instead = None
+
+    def counts(self, microbatch: int) -> bool:
+        """False for a micro-batch of weight 0."""
+        return self._weights is None or self._weights[microbatch] != 0
+
     def scaled_share(self, microbatch: int, scale: float) -> float:
         """Share of a micro-batch in the loss of the batch, times the loss scale."""
         if self._total is not None and self._weights is not None:
@@ -88,6 +109,13 @@ class Loss:
         if self._shares is None:
             return scale / self._n_microbatches
         return scale * self._shares[microbatch]
+
+    def gradients(
+        self, losses: Sequence[Tensor], microbatch: int, scale: float
+    ) -> tuple[Tensor, ...]:
+        """The gradient that B starts from, for each loss that needs one."""
+        share = self.scaled_share(microbatch, scale)
+        return tuple(torch.full_like(y, share) for y in losses if y.requires_grad)
 
     def table(self) -> Tensor:
         """Loss and weight of each micro-batch, (2, micro-batches) float64.

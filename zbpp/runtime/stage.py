@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.backward.accumulate import GradientOrder
+from zbpp.runtime.backward.accumulate import GradientOrder, MicrobatchGraph
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.ends import alias_of
 from zbpp.runtime.backward.queue import Progress, WeightQueue
@@ -36,7 +36,7 @@ __all__ = ["LossFn", "Stage"]
 
 @dataclass
 class _Saved:
-    graph: SplitGraph
+    graph: MicrobatchGraph
     asked: Tensors
     ends: Tensors
     """The losses that B starts from, without their graph; of the last chunk."""
@@ -152,9 +152,9 @@ class Stage:
         self.outputs: dict[int, Tensors] | None = {} if keeps_outputs else None
         self.n_microbatches = n_microbatches
         self._saved: dict[tuple[int, int], _Saved] = {}
+        self.constants.begin()
         for order in self._orders.values():
             order.begin()
-        self.constants.begin()
 
     def watch_gradients(self, look: Callable[[int, int], None]) -> None:
         """Call ``look(chunk, microbatch)`` in this step after every addition."""
@@ -184,8 +184,9 @@ class Stage:
 
     def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """Forward without gradients, for evaluation."""
+        taken = self._uploads.take(microbatch) if inputs is None else inputs
         with torch.no_grad(), self._computes():
-            found = self._run_layers(chunk, microbatch, self._take(microbatch, inputs))
+            found = self._run_layers(chunk, microbatch, taken)
         if chunk == self._last and self.outputs is not None:
             self.outputs[microbatch] = found
         return found
@@ -202,7 +203,17 @@ class Stage:
         Returns:
             The outputs, detached; those that need a gradient say so.
         """
-        read = taken = self._take(microbatch, inputs and detached(inputs))
+        taken = self._uploads.take(microbatch) if inputs is None else detached(inputs)
+        outputs, graph = self._run(chunk, microbatch, taken)
+        ends = detached(outputs) if chunk == self._last else ()
+        self._saved[chunk, microbatch] = _Saved(graph, taken if chunk else (), ends)
+        return detached(outputs)
+
+    def _run(
+        self, chunk: int, microbatch: int, taken: Tensors
+    ) -> tuple[Tensors, MicrobatchGraph]:
+        """Return the outputs, and what B and W are run of."""
+        read, asked = taken, taken if chunk else ()
         if chunk in self._changes_inputs or self._computes is not nullcontext:
             # autocast casts a leaf once for all its uses, whose gradients would then
             # be added in 16 bits; in the whole model it is no leaf
@@ -211,12 +222,8 @@ class Stage:
             )
         with (queue := WeightQueue()).recording(), self._computes():
             outputs = self._run_layers(chunk, microbatch, read)
-        asked = taken if chunk > 0 else ()
         plans, exact = self._orders[chunk].plans, self._exact_sums
-        graph = SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
-        ends = detached(outputs) if chunk == self._last else ()
-        self._saved[chunk, microbatch] = _Saved(graph, asked, ends)
-        return detached(outputs)
+        return outputs, SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
 
     def backward_input(
         self, chunk: int, microbatch: int, gradients: Tensors | None
@@ -247,13 +254,10 @@ class Stage:
         chunk: int,
         microbatch: int,
         gradients: Tensors | None,
-        run: Callable[[int, SplitGraph, Tensors], Sequence[Tensor | None]],
+        run: Callable[[int, MicrobatchGraph, Tensors], Sequence[Tensor | None]],
     ) -> Tensors:
         if gradients is None:
-            share = self.loss.scaled_share(microbatch, self.loss_scale)
-            gradients = tuple(
-                torch.full_like(y, share) for y in saved.ends if y.requires_grad
-            )
+            gradients = self.loss.gradients(saved.ends, microbatch, self.loss_scale)
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report()
         found = run(microbatch, saved.graph, gradients)
@@ -267,8 +271,8 @@ class Stage:
 
     def backward_weight(self, chunk: int, microbatch: int, _: None = None) -> None:
         """W: the weight gradients that B has deferred."""
-        graph = self._saved.pop((chunk, microbatch)).graph
-        self._orders[chunk].run_w(microbatch, graph)
+        run = self._orders[chunk].run_w
+        run(microbatch, self._saved.pop((chunk, microbatch)).graph)
 
     def own_batch(self, chunk: int, microbatch: int) -> list[object]:
         """The parts of the batch that a forward of this chunk reads, if any."""
@@ -276,11 +280,7 @@ class Stage:
         return [part[microbatch] for reads, part in own if reads and part is not None]
 
     def _seed_layer(self, microbatch: int, layer: int) -> None:
-        place = (self._seed, self.step, layer, microbatch)
-        seed_torch(hash(place), self.device)
-
-    def _take(self, microbatch: int, inputs: Tensors | None) -> Tensors:
-        return self._uploads.take(microbatch) if inputs is None else inputs
+        seed_torch(hash((self._seed, self.step, layer, microbatch)), self.device)
 
     def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
         value: object = as_value(inputs)

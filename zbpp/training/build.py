@@ -71,6 +71,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
         autocast=AUTOCAST[options.dtype],
         loss_scale=LossScaler() if options.dtype == "fp16" else None,
         compile="blocks" if options.compile else False,
+        cuda_graphs=options.cuda_graphs,
         exact_sums=options.exact_sums,
         timeout_s=options.timeout_s,
     )

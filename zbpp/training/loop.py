@@ -172,6 +172,8 @@ def _run_steps(
         recorder.add(pipeline.step(inputs, targets))
         if step == first:
             recorder.say(_describe_split(pipeline))
+        if options.cuda_graphs and step == first + 2:
+            recorder.say(_describe_graphs(pipeline))
         for rate in rates:
             rate.step()
         saver.after_step(recorder.finish_steps)
@@ -187,6 +189,18 @@ def _describe_split(pipeline: Pipeline) -> str:
         where |= one[0]
         counts |= one[1]
     return f"backward: {summarize_split(where, counts)}"
+
+
+def _describe_graphs(pipeline: Pipeline) -> str:
+    """One line about passes that are CUDA graphs (every rank must call)."""
+    found: dict[int, str] = {}
+    for one in pipeline.gather(pipeline.graph_report()):
+        found |= one
+    recorded = [str(i) for i, why in sorted(found.items()) if not why]
+    others = [f"{i}: {why}" for i, why in sorted(found.items()) if why]
+    return "CUDA graphs of chunks: " + "; ".join(
+        [", ".join(recorded) or "none", *others]
+    )
 
 
 def _warm_up(steps: int, step: int) -> float:

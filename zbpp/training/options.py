@@ -148,6 +148,9 @@ class Train:
     layers file (it names n_layers) is one too: each layer sleeps its own time."""
     compile: bool = False
     """Compile each block by torch.compile; B and W stay apart."""
+    cuda_graphs: bool = False
+    """Record passes as CUDA graphs in the third step, and replay them: less host time.
+    On CPUs there are none."""
     exact_sums: bool = True
     """Gradients to the last bit alike in all modes; --no_exact_sums is a few per cent
     faster."""
@@ -189,10 +192,11 @@ class Train:
         for name in ("save_every", "max_restarts"):
             if getattr(self, name) and self.save_dir is None:
                 raise RequestError(f"--{name} needs --save_dir, a folder to save to")
-        if self.compile and self.emulate is not None:
-            raise RequestError(
-                "--compile: emulated layers sleep; leave one of them out"
-            )
+        for name in ("compile", "cuda_graphs"):
+            if getattr(self, name) and self.emulate is not None:
+                raise RequestError(
+                    f"--{name}: emulated layers sleep; leave one of them out"
+                )
         for name in ("clip_grad_norm", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise RequestError(

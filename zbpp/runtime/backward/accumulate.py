@@ -19,15 +19,42 @@ Then B's gradients wait for that W, and no gradient is added to those of another
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zbpp.runtime.backward.queue import EachSum, Late, Progress
 from zbpp.runtime.backward.remembered import PlanMemory
-from zbpp.runtime.backward.split import SplitGraph
 
-__all__ = ["GradientOrder"]
+__all__ = ["GradientOrder", "MicrobatchGraph"]
+
+
+class MicrobatchGraph(Protocol):
+    """A micro-batch's forward, whose B and W are still to come; see `SplitGraph`."""
+
+    def backward_input(
+        self, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """B."""
+
+    def backward_weight(self, progress: Progress | None = None) -> None:
+        """W."""
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """B and W at once."""
+
+    def report(self) -> dict[Tensor, str]:
+        """Say where each gradient is computed."""
+
+    def in_b(self) -> list[Tensor]:
+        """The leaves whose gradients B computes."""
+
+    def in_w(self) -> list[Tensor]:
+        """The leaves whose gradients W computes."""
+
+    def defers(self) -> bool:
+        """True if B has left work for W."""
 
 
 class GradientOrder:
@@ -75,7 +102,7 @@ class GradientOrder:
     def run_b(
         self,
         microbatch: int,
-        graph: SplitGraph,
+        graph: MicrobatchGraph,
         gradients: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...]:
         """B of a micro-batch; see `SplitGraph.backward_input`."""
@@ -124,7 +151,7 @@ class GradientOrder:
         """
         return {p for one in self._waiting.values() if one is not own for p in one}
 
-    def run_w(self, microbatch: int, graph: SplitGraph) -> None:
+    def run_w(self, microbatch: int, graph: MicrobatchGraph) -> None:
         """W of a micro-batch, or of several whose turn has come."""
         if self._is_released:
             self._n_w += 1
@@ -133,7 +160,7 @@ class GradientOrder:
             return
         self._w.add(microbatch, lambda: self._do_w(microbatch, graph))
 
-    def _do_w(self, microbatch: int, graph: SplitGraph) -> None:
+    def _do_w(self, microbatch: int, graph: MicrobatchGraph) -> None:
         if self.each is not None:
             self.each.before()
             _add_all(self._late.pop(microbatch))
@@ -163,7 +190,7 @@ class GradientOrder:
     def run_bw(
         self,
         microbatch: int,
-        graph: SplitGraph,
+        graph: MicrobatchGraph,
         gradients: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...]:
         """BW of a micro-batch: one full backward where it is its turn in all.

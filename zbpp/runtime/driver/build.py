@@ -1,7 +1,8 @@
 """Build transports, layers, optimizers and executors of one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,6 +14,8 @@ from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.graphed.device import pools_on
+from zbpp.runtime.graphed.stage import GraphedStage
 from zbpp.runtime.optim.stage_optimizer import MakeOptimizer, StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.parallel.mesh import Place
@@ -39,6 +42,7 @@ class StageOptions:
     exact_sums: bool = True
     recompute: frozenset[int] = frozenset()
     stage_streams: bool = False
+    cuda_graphs: bool = False
     compile: Compiling = False
     shard: Shard = "none"
     alternating_buffers: bool = False
@@ -119,6 +123,14 @@ def build_executors(
         plan,
         {s: [chunks[index] for index in placement.chunks_of[s]] for s in transports},
     )
+    make_stage: Callable[..., Stage] = Stage
+    if options.cuda_graphs:
+        if place.mesh is not None:
+            raise RequestError(
+                "cuda_graphs does not go with a mesh: the sums of replicas and shards "
+                "are in no graph; leave one of them out"
+            )
+        make_stage = partial(GraphedStage, make_pool=pools_on(options.device))
     executors = {}
     for stage, transport in transports.items():
         own, tied = bound[stage]
@@ -134,7 +146,7 @@ def build_executors(
             alternating=options.alternating_buffers,
         )
         own = [compiled_chunk(chunk, options.compile) for chunk in own]
-        runner = Stage(
+        runner = make_stage(
             own,
             n_chunks=placement.n_chunks,
             loss_fn=options.loss_fn,

@@ -1,0 +1,190 @@
+"""A stage whose passes are CUDA graphs, once it is known that they may be.
+
+    steps 0, 1     as ever: kernels are chosen, buffers and random numbers watched
+    from step 2    a slot for each micro-batch in flight; F, B, W are recorded when they
+                   first run there, and replayed from then on
+
+Micro-batches of other shapes run as ever, and so does a chunk that graphs do not fit:
+`GraphedStage.why_not` says why.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from zbpp.core import RequestError
+from zbpp.runtime.backward.accumulate import MicrobatchGraph
+from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime.graphed.device import MakePool
+from zbpp.runtime.graphed.fitness import (
+    identity_of,
+    kind_of,
+    reason_against,
+    watched,
+)
+from zbpp.runtime.graphed.slot import Slot, Totals
+from zbpp.runtime.stage import Stage
+from zbpp.runtime.values import Tensors
+
+__all__ = ["GraphedStage"]
+
+_WARM_UP = 2
+"""Steps that run as ever before anything is recorded."""
+
+_MOST_TIMES = 3
+"""A chunk whose parameters get other memory so often is recorded no more."""
+
+
+@dataclass
+class _Graphs:
+    """The slots of one chunk, by the kind of their micro-batches."""
+
+    totals: Totals
+    why_not: str
+    first: dict[Any, int] = field(default_factory=dict)
+    """Step in which a kind was first seen."""
+    free: dict[Any, list[Slot]] = field(default_factory=dict)
+    taken: dict[Slot, Any] = field(default_factory=dict)
+    identity: Any = None
+    n_recorded: int = 0
+    """Times that slots were begun anew."""
+
+
+class GraphedStage(Stage):
+    """A stage; see there.
+
+    Args:
+        make_pool: gives each slot its memory; without one, all runs as ever.
+        args, kwargs: of `Stage`.
+
+    Raises:
+        RequestError: layers are seeded, which happens on the host.
+    """
+
+    def __init__(
+        self, *args: Any, make_pool: MakePool | None = None, **kwargs: Any
+    ) -> None:
+        self._make_pool = make_pool
+        self._n_steps = -1
+        self._graphs: dict[int, _Graphs] = {}
+        super().__init__(*args, **kwargs)
+        if self.seeded and make_pool is not None:
+            raise RequestError(
+                "cuda_graphs does not go with seed: layers are seeded on the host, "
+                "which a graph does not repeat; leave one of them out"
+            )
+        for i, chunk in self.chunks.items():
+            why = reason_against(chunk)
+            if not self._recomputed.keys().isdisjoint(n for n, _ in chunk.numbered()):
+                why = "some of its layers are recomputed"
+            self._graphs[i] = _Graphs(Totals(chunk.leaves_once()), why)
+
+    def why_not(self, chunk: int) -> str:
+        """Say why a chunk's passes run as ever; empty: they are graphs."""
+        if self._make_pool is None:
+            return f"a {self.device.type} has none"
+        graphs = self._graphs[chunk]
+        if not graphs.why_not and not graphs.n_recorded:
+            return "not recorded yet"
+        return graphs.why_not
+
+    @property
+    def n_slots(self) -> dict[int, int]:
+        """Of each chunk, how many micro-batches have graphs of their own."""
+        return {
+            i: sum(map(len, one.free.values())) + len(one.taken)
+            for i, one in self._graphs.items()
+        }
+
+    def begin(self, **step: Any) -> None:
+        """Start a step; see `Stage.begin`."""
+        super().begin(**step)
+        self._n_steps += 1
+        for i, graphs in self._graphs.items():
+            self._let_go(graphs)
+            if not graphs.why_not and graphs.identity is not None:
+                self._look(graphs, identity_of(self.chunks[i]))
+
+    def discard(self) -> None:
+        """Forget the forwards so far; see `Stage.discard`."""
+        super().discard()
+        for graphs in self._graphs.values():
+            self._let_go(graphs)
+
+    def _let_go(self, graphs: _Graphs) -> None:
+        """Free all slots; what is recorded in part was of weights that may change."""
+        for slot, kind in list(graphs.taken.items()):
+            if slot.is_whole:
+                graphs.free[kind].append(slot)
+        graphs.taken.clear()
+
+    def _look(self, graphs: _Graphs, identity: Any) -> None:
+        """Begin anew where parameters have other memory, or modules another mode."""
+        if graphs.identity != identity:
+            graphs.identity = None
+            graphs.free.clear()
+            if graphs.n_recorded >= _MOST_TIMES:
+                graphs.why_not = "its parameters or buffers get other memory"
+
+    def _run(
+        self, chunk: int, microbatch: int, taken: Tensors
+    ) -> tuple[Tensors, MicrobatchGraph]:
+        """Return the outputs, and what B and W are run of."""
+        graphs = self._graphs[chunk]
+        run = partial(super()._run, chunk, microbatch)
+        kind = None
+        if self._make_pool is not None and not graphs.why_not:
+            targets = self.loss.targets if chunk == self._last else None
+            kind = kind_of(taken, targets and targets[microbatch])
+        if kind is None or not self.loss.counts(microbatch):
+            return run(taken)
+        first = graphs.first.setdefault(kind, self._n_steps)
+        if self._n_steps - first < _WARM_UP:
+            found, graphs.why_not = watched(
+                self.chunks[chunk], self.device, partial(run, taken)
+            )
+            return found
+        slot = self._slot(chunk, graphs, kind)
+        return self._replay(slot, chunk, microbatch, taken)
+
+    def _slot(self, chunk: int, graphs: _Graphs, kind: Any) -> Slot:
+        """Return a free slot, or one more."""
+        assert self._make_pool is not None
+        if graphs.identity is None:
+            graphs.identity = identity_of(self.chunks[chunk])
+            graphs.n_recorded += 1
+            # leaves' nodes know the stream that they were made on: make new ones
+            self._orders[chunk].plans = PlanMemory()
+        free = graphs.free.setdefault(kind, [])
+        slot = free.pop() if free else None
+        if slot is None:
+            slot = Slot(self._make_pool(), graphs.totals, partial(_free, graphs, kind))
+        graphs.taken[slot] = kind
+        return slot
+
+    def _replay(
+        self, slot: Slot, chunk: int, microbatch: int, taken: Tensors
+    ) -> tuple[Tensors, MicrobatchGraph]:
+        is_last = chunk == self._last
+        targets = self.loss.take(microbatch) if is_last else None
+        run = super()._run
+
+        def forward(inputs: Tensors, targets: object) -> tuple[Tensors, SplitGraph]:
+            if not is_last:
+                found = run(chunk, microbatch, inputs)
+            else:
+                with self.loss.reading(targets):
+                    found = run(chunk, microbatch, inputs)
+            assert isinstance(found[1], SplitGraph)
+            return found[0], found[1]
+
+        outputs = slot.forward(taken, targets, forward)
+        if is_last:
+            self.loss.values[microbatch] = outputs[0].detach().clone()
+        return outputs, slot
+
+
+def _free(graphs: _Graphs, kind: Any, slot: Slot) -> None:
+    graphs.free[kind].append(slot)
+    del graphs.taken[slot]
