@@ -15,6 +15,8 @@ import zbpp
 __all__ = ["measure"]
 
 WIDTH, ROWS = 8, 4
+_FIRST = 4
+"""Turns that do not count: in them graphs are recorded."""
 
 
 def measure(sizes: Sizes) -> list[Table]:
@@ -22,18 +24,19 @@ def measure(sizes: Sizes) -> list[Table]:
     backward of one layer; in turns."""
     m, rounds = (4, 2) if sizes.is_tiny else (32, 15)
     steps = {
-        f"{mode}, {p} stages": _ours(mode, p, m, sizes.device)
+        f"{mode}, {p} stages{how}": _ours(mode, p, m, sizes.device, graphs=bool(how))
         for p in ((2,) if sizes.is_tiny else (2, 4))
         for mode in ("1F1B", "ZBH1", "ZBV")
+        for how in ("", ", CUDA graphs")
     }
     steps["plain loop, 4 layers"] = _plain(4, m, sizes.device)
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 2):
+    for turn in range(rounds + _FIRST):
         for name, (step, n_jobs) in steps.items():
             finish(sizes.device)
             began = time.thread_time()
             step()
-            if turn >= 2:
+            if turn >= _FIRST:
                 found[name].append((time.thread_time() - began) / n_jobs * 1e6)
     finish(sizes.device)
     rows = []
@@ -58,7 +61,7 @@ def _batch(m: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _ours(
-    mode: str, p: int, m: int, device: torch.device
+    mode: str, p: int, m: int, device: torch.device, *, graphs: bool
 ) -> tuple[Callable[[], object], int]:
     n_chunks = p * (2 if mode == "ZBV" else 1)
     pipeline = zbpp.Pipeline(
@@ -69,6 +72,7 @@ def _ours(
         n_stages=p,
         n_microbatches=m,
         watch=False,
+        cuda_graphs=graphs,
         device=device,
     )
     batch = _batch(m, device)

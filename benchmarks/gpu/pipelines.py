@@ -136,8 +136,11 @@ def _computing(p: int, sizes: Sizes) -> list[list[Any]]:
     pipelines = []
     for mode in _modes(sizes):
         schedule = plan(mode, n_stages=p, n_microbatches=m)
-        pipelines.append(_pipeline(layers(), schedule, sizes, _adamw))
-        contenders[mode] = lambda pipe=pipelines[-1]: pipe.step(x, x)
+        for graphs in (False, True):
+            one = _pipeline(layers(), schedule, sizes, _adamw, graphs=graphs)
+            pipelines.append(one)
+            name = f"{mode}, CUDA graphs" if graphs else mode
+            contenders[name] = lambda pipe=one: pipe.step(x, x)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(2):
         for name, step in contenders.items():
@@ -158,7 +161,7 @@ def _modes(sizes: Sizes) -> tuple[str, ...]:
 
 def _steps(step: Callable[[], object], n: int, sizes: Sizes) -> list[float]:
     """Seconds a step, of three in a row without a wait between them."""
-    for _ in range(2):
+    for _ in range(3):  # graphs are recorded in the third step
         step()
     found = []
     for _ in range(n):
@@ -172,7 +175,12 @@ def _steps(step: Callable[[], object], n: int, sizes: Sizes) -> list[float]:
 
 
 def _pipeline(
-    layers: list[nn.Module], schedule: Schedule, sizes: Sizes, optimizer: Any
+    layers: list[nn.Module],
+    schedule: Schedule,
+    sizes: Sizes,
+    optimizer: Any,
+    *,
+    graphs: bool = False,
 ) -> zbpp.Pipeline:
     on_gpu = sizes.device.type == "cuda"
     return zbpp.Pipeline(
@@ -184,6 +192,7 @@ def _pipeline(
         autocast=torch.bfloat16 if on_gpu and optimizer is _adamw else None,
         watch=False,
         stage_streams=True,
+        cuda_graphs=graphs,
         device=sizes.device,
     )
 

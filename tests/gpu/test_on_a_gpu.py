@@ -46,7 +46,9 @@ def pipeline_on_gpu(mode: str, n_stages: int, **more: object) -> Pipeline:
 
 def trained(mode: str, n_stages: int, **more: object) -> tuple[Any, dict[str, Any]]:
     pipeline = pipeline_on_gpu(mode, n_stages, **more)
-    results = [pipeline.step(*batch(step)) for step in range(3)]
+    results = [pipeline.step(*batch(step)) for step in range(5)]
+    recorded = more.get("cuda_graphs", False)
+    assert all(bool(why) != recorded for why in pipeline.graph_report().values())
     losses = [(one.loss, one.grad_norm) for one in results]
     return losses, {n: p.detach().cpu() for n, p in pipeline.named_parameters()}
 
@@ -56,12 +58,14 @@ def reference() -> tuple[Any, dict[str, Any]]:
     return trained("FThenB", 1)
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "how", [{}, {"stage_streams": True}, {"cuda_graphs": True}], ids=str
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_agree_to_the_last_bit(
-    mode: str, streams: bool, reference: tuple[Any, dict[str, Any]]
+    mode: str, how: dict[str, bool], reference: tuple[Any, dict[str, Any]]
 ) -> None:
-    losses, parameters = trained(mode, 2, stage_streams=streams)
+    losses, parameters = trained(mode, 2, **how)
     assert losses == reference[0]
     assert_same(parameters, reference[1])
 
@@ -86,14 +90,18 @@ def waits_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV"])
-def test_no_step_waits_for_the_gpu(mode: str, post_validation: bool) -> None:
-    pipeline = pipeline_on_gpu(mode, 2, post_validation=post_validation, loss_scale=8.0)
-    for step in range(2):  # the first learns which buffers change
+def test_no_step_waits_for_the_gpu(
+    mode: str, post_validation: bool, cuda_graphs: bool
+) -> None:
+    how: Any = {"post_validation": post_validation, "cuda_graphs": cuda_graphs}
+    pipeline = pipeline_on_gpu(mode, 2, loss_scale=8.0, **how)
+    for step in range(3):  # the first learns which buffers change, the third records
         pipeline.step(*batch(step))
     with waits_are_errors():
-        for step in range(2, 5):
+        for step in range(3, 6):
             pipeline.step(*batch(step))
         with pytest.raises(RuntimeError, match="synchronizing"):
             torch.ones(1, device=GPU).item()  # the control

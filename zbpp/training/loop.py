@@ -193,14 +193,10 @@ def _describe_split(pipeline: Pipeline) -> str:
 
 def _describe_graphs(pipeline: Pipeline) -> str:
     """One line about passes that are CUDA graphs (every rank must call)."""
-    found: dict[int, str] = {}
-    for one in pipeline.gather(pipeline.graph_report()):
-        found |= one
-    recorded = [str(i) for i, why in sorted(found.items()) if not why]
-    others = [f"{i}: {why}" for i, why in sorted(found.items()) if why]
-    return "CUDA graphs of chunks: " + "; ".join(
-        [", ".join(recorded) or "none", *others]
-    )
+    parts = pipeline.gather(pipeline.graph_report())
+    found = sorted((i, why) for one in parts for i, why in one.items())
+    words = [f"{i}: {why or 'recorded'}" for i, why in found]
+    return f"CUDA graphs of chunks: {'; '.join(words)}"
 
 
 def _warm_up(steps: int, step: int) -> float:

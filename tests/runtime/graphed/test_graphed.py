@@ -6,13 +6,16 @@ Graphs of a GPU are played on the CPU, by `tape`.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from pool import Pool
 from small_model import MODES, batch, build, make_pipeline
 from tape import TapePool
 from torch import Tensor, nn
 
+import zbpp
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.graphed import slot
@@ -202,3 +205,25 @@ def test_other_shapes_run_as_ever_and_other_memory_is_recorded_anew() -> None:
 def test_seeds_of_the_host_are_refused() -> None:
     with pytest.raises(RequestError, match="cuda_graphs does not go with seed"):
         make_pipeline("ZBH1", 2, cuda_graphs=True, seed=1)
+
+
+def train_played() -> tuple[list[float], str]:
+    """In two processes; and what is said to a mesh of replicas."""
+    with patch("zbpp.runtime.driver.build.pools_on", lambda device: TapePool):
+        with make_pipeline("ZBV", None, cuda_graphs=True) as pipeline:
+            losses = [pipeline.step(*batch(i)).loss for i in range(5)]
+            assert not any(pipeline.graph_report().values())
+        replicas = zbpp.mesh(stages=1, data_parallel=2)
+        try:
+            make_pipeline("1F1B", 1, cuda_graphs=True, mesh=replicas)
+        except RequestError as error:
+            return losses, str(error)
+    return losses, ""
+
+
+def test_processes_replay_too(pool: Pool) -> None:
+    expected = make_pipeline("ZBV", 2)
+    losses = [expected.step(*batch(i)).loss for i in range(5)]
+    for found, text in pool.run(train_played, 2):
+        assert found == losses
+        assert text.startswith("cuda_graphs does not go with a mesh")

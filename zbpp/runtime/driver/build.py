@@ -123,14 +123,11 @@ def build_executors(
         plan,
         {s: [chunks[index] for index in placement.chunks_of[s]] for s in transports},
     )
-    make_stage: Callable[..., Stage] = Stage
-    if options.cuda_graphs:
-        if place.mesh is not None:
-            raise RequestError(
-                "cuda_graphs does not go with a mesh: the sums of replicas and shards "
-                "are in no graph; leave one of them out"
-            )
-        make_stage = partial(GraphedStage, make_pool=pools_on(options.device))
+    if options.cuda_graphs and place.mesh is not None:
+        raise RequestError(
+            "cuda_graphs does not go with a mesh: the sums of replicas and shards are "
+            "in no graph; leave one of them out"
+        )
     executors = {}
     for stage, transport in transports.items():
         own, tied = bound[stage]
@@ -146,6 +143,9 @@ def build_executors(
             alternating=options.alternating_buffers,
         )
         own = [compiled_chunk(chunk, options.compile) for chunk in own]
+        make_stage: Callable[..., Stage] = Stage
+        if options.cuda_graphs:
+            make_stage = partial(GraphedStage, make_pool=pools_on(options.device))
         runner = make_stage(
             own,
             n_chunks=placement.n_chunks,

@@ -37,7 +37,7 @@ class DevicePool:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, action: Callable[[], None]) -> Callable[[], None]:
         """See `Pool`. Other threads may use the GPU meanwhile."""
@@ -51,7 +51,11 @@ class DevicePool:
 
 
 def pools_on(device: torch.device) -> MakePool | None:
-    """Return what makes pools on a device; None: it has no graphs."""
+    """Return what makes the pools of one stage; None: the device has no graphs.
+
+    Libraries keep scratch memory for each stream. So stages that compute side by side
+    must not record on the same one.
+    """
     if device.type != "cuda":
         return None
     return partial(DevicePool, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

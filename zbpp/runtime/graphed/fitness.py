@@ -67,21 +67,18 @@ def kind_of(taken: Tensors, targets: object) -> Any:
         return None
     if any(type(x) is not Tensor or x.layout is not torch.strided for x in taken):
         return None
-    others: list[str] = []
-
-    def note(thing: Any) -> Any:
-        others.append(repr(thing))
-        return thing
-
     numbers = [(x.shape, x.dtype, x.requires_grad) for x in taken]
-    of_targets = map_tensors(targets, lambda x: (x.shape, x.dtype), note)
-    return (*numbers, repr(of_targets), *others)
+    return (*numbers, repr(map_tensors(targets, _described)))
+
+
+def _described(x: Tensor) -> Any:
+    return x.dtype, tuple(x.shape)
 
 
 def identity_of(chunk: Chunk) -> Any:
     """Tell what graphs of a chunk hold on to: memory, flags, and modes of modules."""
     modules = list(_modules(chunk))
-    held = [p for _, _, p in chunk.all_leaves()]
+    held: list[Tensor] = [p for _, _, p in chunk.all_leaves()]
     held += [b for module in modules for b in module.buffers(recurse=False)]
     where = [(x.data_ptr(), x.requires_grad) for x in held]
     return where, [module.training for module in modules]
