@@ -152,6 +152,7 @@ def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipelin
         device=field.device,
         autocast=autocast_of(request),
         compile="blocks" if request.compile else False,
+        cuda_graphs=request.cuda_graphs,
         exact_sums=request.exact_sums,
         timeout_s=request.timeout_s,
     )

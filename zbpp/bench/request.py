@@ -42,6 +42,7 @@ class BenchRequest:
     clip_grad_norm: float | None = None
     dtype: str = "fp32"
     compile: bool = False
+    cuda_graphs: bool = False
     exact_sums: bool = True
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"

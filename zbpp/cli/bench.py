@@ -77,6 +77,8 @@ class Bench:
     """Computation: fp32, or bf16 by autocast."""
     compile: bool = False
     """Of ours: compile each block by torch.compile; B and W stay apart."""
+    cuda_graphs: bool = False
+    """Of ours: passes as CUDA graphs, recorded in the third step of the warm-up."""
     exact_sums: bool = True
     """Of ours: gradients to the last bit alike in all modes."""
     seq: int = 128
@@ -131,6 +133,7 @@ class Bench:
                 clip_grad_norm=self.clip_grad_norm,
                 dtype=self.dtype,
                 compile=self.compile,
+                cuda_graphs=self.cuda_graphs,
                 exact_sums=self.exact_sums,
                 seed=self.seed,
                 device=self.device,
