@@ -22,9 +22,10 @@ from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
 from zbpp.schedules.planner.multi.timing import Times, time_again, time_rows
 
-__all__ = ["COST", "improve"]
+__all__ = ["COST", "DETOUR", "improve"]
 
 COST = 0.25  # of timing a pass, in passes of the list scheduler
+DETOUR = 0.02  # a heat, for plans that moves without one have brought to an end
 
 _CYCLES = 2
 

@@ -27,6 +27,7 @@ from zbpp.schedules.planner.multi.compiled import (
     place_weights,
     retime,
 )
+from zbpp.schedules.planner.multi.critical_path import DETOUR
 from zbpp.schedules.planner.multi.list_scheduler import chain_offsets
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
 from zbpp.schedules.planner.multi.rules import (
@@ -44,7 +45,6 @@ _SIZES = (2, 3, 4)
 _PERIODS = 16
 _LATE = 0.5
 _MOVES = 100  # for each pass of the plan
-_HEAT = 0.02
 
 Starts = Sequence[Sequence[float]]
 """Starts of the F's and B's of a group, by number and micro-batch."""
@@ -58,7 +58,7 @@ def plan_in_groups(
     Of every way the best order gets moves of single passes. None if no order has a span
     under ``below`` before they are moved.
     """
-    moves = _MOVES * 3 * problem.n_chunks * problem.n_microbatches
+    moves = _MOVES * problem.n_passes
     found: list[Plan] = []
     for size in _SIZES:
         if size >= problem.n_microbatches or not budget.is_left:
@@ -68,7 +68,7 @@ def plan_in_groups(
             if plans:
                 turn = Budget(moves)
                 best = min(plans, key=_span)
-                found.append(improve(problem, best, turn, Draws(0), _HEAT))
+                found.append(improve(problem, best, turn, Draws(0), DETOUR))
                 budget.spend(turn.spent)
             if not budget.is_left:
                 break
@@ -86,8 +86,7 @@ def _groups(problem: PlacementProblem, size: int, budget: Budget) -> Iterator[St
     plan = list_schedule(group, settings_of(group, RULES[0], ranks), math.inf, budget)
     assert plan is not None
     yield starts_of(group, plan)
-    n_passes = 3 * problem.n_chunks * size
-    turn, moves = Budget(24 * n_passes), Budget(60 * n_passes)
+    turn, moves = Budget(24 * group.n_passes), Budget(60 * group.n_passes)
     plan = improve(group, seeds(group, turn)[0].plan, moves, Draws(0))
     budget.spend(turn.spent + moves.spent)
     yield starts_of(group, plan)
@@ -113,7 +112,7 @@ def _in_turn(
         known.append(rows)
         if not budget.is_left:
             return
-        budget.spend(3 * problem.n_chunks * m)
+        budget.spend(problem.n_passes)
         plan = place_weights(problem, rows, [_LATE] * problem.n_stages, below)
         if plan is not None:
             yield retime(problem, plan)

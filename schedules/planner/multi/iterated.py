@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi.compiled import improve, place_weights, retime
+from zbpp.schedules.planner.multi.critical_path import DETOUR
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan, Rows
 from zbpp.schedules.planner.multi.timing import rows_by_starts, starts_of
 
@@ -26,7 +27,6 @@ __all__ = ["improve_in_turns"]
 _MARGIN = 0.06  # plans longer than that are not moved
 _NEARLY = 0.01  # plans longer than that are left behind
 _MOVES = 60  # of a turn, in passes placed for each pass of the plan
-_HEAT = 0.02
 _SHIFTS = (0.1, 0.25, 0.5, 1.0, 2.0)  # in the work of a micro-batch
 _LATE = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -38,7 +38,7 @@ def improve_in_turns(
 
     Never longer than the plan that is given.
     """
-    n_passes = 3 * problem.n_chunks * problem.n_microbatches
+    n_passes = problem.n_passes
     best, starts = plan, starts_of(problem, plan)
     while budget.is_left and best.span > problem.target:
         rows = _shifted(problem, starts, draws)
@@ -49,7 +49,7 @@ def improve_in_turns(
         if found is None:
             continue
         turn = Budget(_MOVES * n_passes)
-        found = improve(problem, retime(problem, found), turn, draws, _HEAT)
+        found = improve(problem, retime(problem, found), turn, draws, DETOUR)
         budget.spend(turn.spent)
         if found.span <= best.span * (1 + _NEARLY):
             starts = starts_of(problem, found)

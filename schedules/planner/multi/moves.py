@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.draws import Draws
 from zbpp.schedules.planner.multi.compiled import improve
+from zbpp.schedules.planner.multi.critical_path import DETOUR
 from zbpp.schedules.planner.multi.groups import plan_in_groups
 from zbpp.schedules.planner.multi.iterated import improve_in_turns
 from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
@@ -24,7 +25,6 @@ __all__ = [
 ]
 
 _SEVERAL = 3
-_HEAT = 0.02
 _NEAR = 0.003  # a plan so near to the lower bound has little to gain
 _MARGIN = 0.05
 _SMALL, _LARGE = 400, 5000  # passes
@@ -47,7 +47,7 @@ def improve_further(problem: PlacementProblem, plan: Plan) -> Plan:
     Never longer than the plan that is given. Small plans get the first two even if they
     are near their bound, large ones not at all.
     """
-    n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
+    n_passes = problem.n_passes
     near = problem.target * (1 if n_passes < _SMALL else 1 + _NEAR)
     if n_passes <= _LARGE and plan.span > near:
         tries = Budget(min(1000 * n_passes, 1.5e5))
@@ -60,7 +60,7 @@ def improve_further(problem: PlacementProblem, plan: Plan) -> Plan:
         if plan.span <= problem.target * (1 + _NEAR):
             break
         detours = Budget(min(max(2e5, 300 * n_passes), 5e5))
-        found = improve(problem, plan, detours, Draws(number), _HEAT)
+        found = improve(problem, plan, detours, Draws(number), DETOUR)
         if found.span >= plan.span:
             break
         plan = found

@@ -152,7 +152,7 @@ def plan_placement(
 
 def _best(problem: PlacementProblem, effort: str) -> Plan:
     kind, seconds = parse_effort(effort)
-    n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
+    n_passes = problem.n_passes
     if kind == "fast":
         tries, moves = Budget(min(24 * n_passes, 2e6)), Budget(few_moves(n_passes))
         found = seeds(problem, tries)

@@ -91,6 +91,11 @@ class PlacementProblem:
         """Number of chunks over all stages."""
         return self.placement.n_chunks
 
+    @cached_property
+    def n_passes(self) -> int:
+        """F's, B's and W's of all micro-batches on all chunks."""
+        return 3 * self.n_chunks * self.n_microbatches
+
     @property
     def memory_model(self) -> MemoryModel:
         """The memories as the caller writes them."""

@@ -33,7 +33,7 @@ def climb_again(problem: PlacementProblem, plan: Plan, budget: Budget) -> Plan:
     """
     found = seeds(problem, Budget(math.inf, budget.seconds_left), margin=0.05)
     starts = [seed for seed in found if seed.settings is not None]
-    n_passes = 3.0 * problem.n_chunks * problem.n_microbatches
+    n_passes = problem.n_passes
     rng, draws = Random(1), Draws(1)
     while starts and plan.span > problem.target and budget.is_left:
         seed = starts[min(int(rng.expovariate(0.5)), len(starts) - 1)]
