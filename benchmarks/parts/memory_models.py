@@ -1,4 +1,4 @@
-"""The models of `memory.py`: layers, one micro-batch, loss, and settings."""
+"""The models of `memory/estimates.py`: layers, one micro-batch, loss, and settings."""
 
 import sys
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Peak memory of a step beside torch's same mode: bytes of tensors, and of the process.
 
-python benchmarks/peak_memory.py --seq 64
-python benchmarks/peak_memory.py --seq 64 zbpp:1F1B torch:1F1B --jobs
+python benchmarks/memory/peaks.py --seq 64
+python benchmarks/memory/peaks.py --seq 64 zbpp:1F1B torch:1F1B --jobs
 
 Every contender runs in processes of its own, with the model, batch, split and
 optimizer of `zbpp bench`. Tensors are counted by the allocator's own events from the
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import record_function
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from parts.memory_events import Event, Range, profiled
 

@@ -1,6 +1,6 @@
 """Judge the planner: peers, proved optima, the paper, limits, random cases, speed.
 
-    python benchmarks/planner.py [--effort fast|default] [--mode ZB ...] [peers ...]
+    python benchmarks/planner/public.py [--effort fast] [--mode ZB ...] [peers ...]
 
 Every plan is written as a schedule file and judged by `judge.py`, which shares no code
 with zbpp. The files in tests/data, one request a row:
@@ -11,22 +11,25 @@ with zbpp. The files in tests/data, one request a row:
     optimum_public.json  obj: the smallest largest-stage span, proved by a solver
     paper_tables.json    the bubbles that the paper prints for its own planners
 
-Random cases and timings are in `planner_random.py`.
+Random cases and timings are in `planner/random_cases.py`.
 """
 
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 from judge import judge
 
 from zbpp.core import Costs, MemoryModel, lower_bound, schedule_text
 from zbpp.modes import plan
 
-DATA = Path(__file__).parents[1] / "tests" / "data"
+DATA = Path(__file__).parents[2] / "tests" / "data"
 KINDS = {"ZB": "single", "ZBV": "v"}
 MODELS = {  # times in ms, M_W / M_B
     "unit": ({"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}, 0.5),

@@ -1,6 +1,6 @@
 """Cost of rollbacks to the steps of a pipeline: passes that sleep, real optimizers.
 
-    python benchmarks/post_validation_steps.py --rounds 12
+    python benchmarks/post_validation/steps.py --rounds 12
 
     barrier      every step waits for the norm of all gradients
     free         speculative steps that cannot be rolled back: the least possible

@@ -1,6 +1,6 @@
 """Compare V plans with what OR-tools proves, or finds, for the same small request.
 
-    python benchmarks/planner_optima.py [--cases 381] [--seconds 15]
+    python benchmarks/planner/optima.py [--cases 381] [--seconds 15]
 
 Cases: 2 to 6 stages, 3 to 8 micro-batches, limits from .375 p to 1.5 p (1 M_B and
 more), unit, 1.5B, 28.3B and random times, in a fixed random order. A plan at its lower
@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from planner import MODELS
+from public import MODELS
 
 from zbpp.core import Costs, MemoryModel, longest_span, lower_bound, replay
 from zbpp.modes import plan

@@ -1,9 +1,9 @@
 """Cost of the optimizer's barrier: post-validated steps against steps behind it.
 
-    python benchmarks/post_validation_gain.py emulated      # real runs, sleeping stages
-    python benchmarks/post_validation_gain.py published     # the paper's times
-    python benchmarks/post_validation_gain.py protocols     # chain against all-reduce
-    python benchmarks/post_validation_gain.py rollbacks     # cost of speculation
+    python benchmarks/post_validation/gain.py emulated      # real runs, sleeping stages
+    python benchmarks/post_validation/gain.py published     # the paper's times
+    python benchmarks/post_validation/gain.py protocols     # chain against all-reduce
+    python benchmarks/post_validation/gain.py rollbacks     # cost of speculation
 
 ``emulated``: one job (F, B or W of one chunk) takes ``--job_ms`` under every mode. The
 runs take turns, so that a slow spell of the machine hits all of them.
@@ -31,7 +31,7 @@ from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span, steady_step_time
 from zbpp.training.launch import launch
 
-TABLES = Path(__file__).parents[1] / "tests" / "data" / "paper_tables.json"
+TABLES = Path(__file__).parents[2] / "tests" / "data" / "paper_tables.json"
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV")
 
 # arXiv 2401.10241, the table on post-validation: samples per GPU and second under
@@ -217,8 +217,8 @@ def protocol_steps(
 def rollbacks(options: Gain) -> Table:
     """Gain if speculative steps and V's take their real times, simulated.
 
-    The times in plain optimizer steps are those of `post_validation.py`, on a CPU, for
-    stages that have time enough for a valid step's rest while they wait, or none.
+    The times in plain optimizer steps are those of `cost.py`, on a CPU, for stages that
+    have time enough for a valid step's rest while they wait, or none.
     """
     ways = {
         "free": (1.0, 0.0),

@@ -1,6 +1,6 @@
 """Cost of being able to roll an optimizer step back.
 
-    python benchmarks/post_validation.py rollback --rounds 15
+    python benchmarks/post_validation/cost.py rollback --rounds 15
 
 compares, on one thread, five ways to step AdamW (fused) and roll it back:
 
@@ -15,7 +15,7 @@ The ways take turns, round after round; every ratio is to the plain step of its 
 The rest of a valid step (``later``) is done while a stage waits for messages, if
 it has to wait.
 The gain of speculative steps in a pipeline is the other half of the question, and has
-its own file, ``post_validation_gain.py``.
+its own file, ``post_validation/gain.py``.
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """Plan random pipelines and judge each plan; time the planner.
 
-    python benchmarks/planner_random.py random [--cases 3000] [--effort fast]
-    python benchmarks/planner_random.py speed [--effort fast] [--mode ZB ...] [--large]
+    python benchmarks/planner/random_cases.py random [--cases 3000] [--effort fast]
+    python benchmarks/planner/random_cases.py speed [--mode ZB ...] [--large]
 
 A random case has 1 to 12 stages whose times differ by up to 30 %, 1 to 40
 micro-batches, a limit per stage from one micro-batch to 2.5 p, a delay per link, a loss
@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 
-from planner import MODELS, Case, gap, judged
+from public import MODELS, Case, gap, judged
 
 from zbpp.core import Costs, MemoryModel
 from zbpp.modes import plan

@@ -1,8 +1,8 @@
 """Estimated memory against the allocator's own events, pass by pass.
 
-python benchmarks/memory.py passes [names of configurations]
-python benchmarks/memory.py steps --stages 2 --microbatches 4 [names]
-python benchmarks/memory.py megatron
+python benchmarks/memory/estimates.py passes [names of configurations]
+python benchmarks/memory/estimates.py steps --stages 2 --microbatches 4 [names]
+python benchmarks/memory/estimates.py megatron
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from parts.memory_events import Piece, inputs_of, measure_passes, measure_step
 from parts.memory_models import CONFIGURATIONS, Configuration

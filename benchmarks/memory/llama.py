@@ -1,6 +1,6 @@
 """A Llama of 70 billion parameters by its sizes, for `zbpp estimate`; no weights.
 
-zbpp estimate --model memory_llama:build --stages 8 --microbatches 32
+zbpp estimate --model llama:build --stages 8 --microbatches 32
 """
 
 from typing import Any
