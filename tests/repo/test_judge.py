@@ -156,9 +156,9 @@ def test_judge_refuses_plans_that_look_past_the_true_memory():
 
 @pytest.mark.slow
 def test_random_cases_of_the_benchmark_are_planned(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = load("planner_random")
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "planner"))
+    module = load("planner/random_cases")
     module.random_cases(25, "fast", seed=1)
     assert "mean gap" in capsys.readouterr().out
-    for name in ("judge", "planner"):
+    for name in ("judge", "public"):
         sys.modules.pop(name, None)
