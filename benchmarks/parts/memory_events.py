@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
 from zbpp.runtime.stage import Stage
@@ -66,7 +67,7 @@ class Piece:
     targets: Any
     is_first: bool
     is_last: bool
-    compile: bool = False
+    compile: Compiling = False
 
 
 def measure_passes(
@@ -80,7 +81,7 @@ def measure_passes(
     index = 0 if piece.is_first else 1
     chunk = Chunk(index, 0, tuple(piece.layers))
     stage = Stage(
-        [compiled_chunk(chunk, "blocks") if piece.compile else chunk],
+        [compiled_chunk(chunk, piece.compile)],
         n_chunks=index + 1 if piece.is_last else index + 2,
         loss_fn=loss_fn,
         device=torch.device("cpu"),

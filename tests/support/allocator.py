@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zbpp.memory.layers import model_memory
 from zbpp.memory.passes import ChunkPasses
+from zbpp.runtime.compiled.layers import Compiling
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -26,12 +27,16 @@ def worst(
     own: range,
     autocast: torch.dtype | None = None,
     *,
-    compile: bool = False,
+    compile: Compiling = False,
+    small: int = SMALL,
 ) -> tuple[float, ChunkPasses]:
-    """Largest error of left and peak, as a share of what the chunk holds then."""
+    """Largest error of left and peak, as a share of what the chunk holds then.
+
+    So many bytes are no error.
+    """
     layers, batch, loss_fn = parts
-    how: Any = {"autocast": autocast, "compile": "blocks" if compile else False}
-    chunk = model_memory(layers, batch, loss_fn, **how).chunk(own)
+    memory = model_memory(layers, batch, loss_fn, autocast=autocast, compile=compile)
+    chunk = memory.chunk(own)
     inputs = inputs_of(layers, batch[0], autocast)
     is_last = own.stop == len(layers)
     targets = batch[1] if is_last else None
@@ -46,7 +51,7 @@ def worst(
         (real["BW3"], (-m_b, chunk.peak_bw), made + m_b),
     ]
     errors = [
-        max(0, abs(a - b) - SMALL) / (held + b)
+        max(0, abs(a - b) - small) / (held + b)
         for measured, estimated, held in rows
         for a, b in zip(estimated, measured, strict=True)
     ]

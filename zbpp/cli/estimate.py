@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EstimateCommand"]
 
-_Count = int | None
 _OBJECTS = 200_000
 """Plans are many small objects without circles: to look for these took a fifth."""
 
@@ -58,7 +57,7 @@ class EstimateCommand:
     """Modes or schedule files; left out: the usual ones."""
     memory_limit: Annotated[str | None, shown_as("SIZE")] = None
     """Memory of a device, such as 40GiB: what fits, and the largest micro-batch."""
-    microbatch_size: _Count = None
+    microbatch_size: int | None = None
     """Samples of a micro-batch, if not those of the batch."""
     split: Annotated[tuple[int, ...], shown_as("INT")] = ()
     """Layers of each chunk; left out: evenly."""
@@ -81,6 +80,8 @@ class EstimateCommand:
     with --shard parameters."""
     compile: bool = False
     """Estimate layers compiled one by one, as zbpp train --compile runs them."""
+    compile_chunks: bool = False
+    """Estimate each chunk compiled as one, as compile="chunks" of a pipeline does."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Whose kernels are taken; cuda needs a machine with a GPU, and leaves it alone."""
     costs: Annotated[Path | None, shown_as("PATH")] = None
@@ -124,7 +125,7 @@ class EstimateCommand:
             device=self.device,
             autocast=None if dtype is None else getattr(torch, dtype),
             exact_sums=self.exact_sums,
-            compile="blocks" if self.compile else False,
+            compile=_compiling(chunks=self.compile_chunks, layers=self.compile),
         )
         steps = Steps(
             *(self._optimizer(), self.post_validation, self.rollback, self._split()),
@@ -135,15 +136,10 @@ class EstimateCommand:
         costs = Costs() if self.costs is None else read_costs(self.costs)[0]
         modes = [m if is_file(m) else canonical(m) for m in self.modes or DEFAULT_MODES]
 
+        sizes: Any = {"n_stages": self.stages, "n_microbatches": self.microbatches}
+
         def estimated(of: "ModelMemory", modes: Sequence[str]) -> "Estimate":
-            return estimate_modes(
-                of,
-                steps,
-                modes,
-                n_stages=self.stages,
-                n_microbatches=self.microbatches,
-                costs=costs,
-            )
+            return estimate_modes(of, steps, modes, costs=costs, **sizes)
 
         found = estimated(memory, modes)
         self._write(memory, steps, next(iter(found.modes)), costs, limit)
@@ -250,6 +246,10 @@ class EstimateCommand:
             _save(self.layers_out, lambda path: write_layers(layers, path))
 
 
+def _compiling(*, chunks: bool, layers: bool) -> Literal["blocks", "chunks", False]:
+    return "chunks" if chunks else "blocks" if layers else False
+
+
 def _save(path: Path, write: Any) -> None:
     try:
         write(path)
@@ -278,14 +278,15 @@ def _print(found: "Estimate", limit: float | None, largest: dict[str, int]) -> N
     Console(highlight=False, width=120).print(table)
     for mode, reason in found.refused.items():
         print(f"{mode}: {reason}")
-    layers = "compiled layers" if found.compiled else "layers without a compiler"
+    how = f"compiled {found.compiled}" if found.compiled else "no compiler"
     print(
-        f"micro-batches of {found.samples} samples; {layers}; kernels of "
-        f"{found.device}. A part "
-        "has its peak at its own time, so that they may add up to more than the whole."
+        f"micro-batches of {found.samples} samples; {how}; kernels of {found.device}. "
+        "The parts have their peaks at their own times: their sum may be more."
     )
     if found.as_they_are:
-        print(f"as they are, for want of a single graph: layers {found.as_they_are}")
+        print(
+            f"as they are, for want of one compiled graph: layers {found.as_they_are}"
+        )
     if limit is not None:
         _print_fits(found, limit, largest)
 
@@ -294,7 +295,5 @@ def _print_fits(found: "Estimate", limit: float, largest: dict[str, int]) -> Non
     fitting = [mode for mode in found.modes if found.peak(mode) <= limit]
     named = ", ".join(fitting) or "no mode"
     print(f"{named} fits {format_bytes(limit)} a stage")
-    sizes: Sequence[str] = [
-        f"{mode} {n}" if n else f"{mode} none" for mode, n in largest.items()
-    ]
+    sizes = [f"{mode} {n}" if n else f"{mode} none" for mode, n in largest.items()]
     print(f"largest micro-batch that fits, in samples: {', '.join(sizes)}")

@@ -72,7 +72,8 @@ def estimate(
         shard: state that replicas hold in parts: none, optimizer, gradients or
             parameters; each includes those before.
         alternating_buffers: layers are gathered and reduced in buffers of a stage.
-        compile: as `layer_memory` takes it.
+        compile: as in `zbpp.Pipeline`, without seed and recompute; a layer that takes
+            several graphs counts as it is.
 
     Raises:
         RequestError: the model has no layers or decides by its data, or no mode can

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule
+from zbpp.memory.compiling.layers import runs_at_once
 from zbpp.memory.fixed import Fixed, Steps, fixed_of, layer_parts
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
@@ -13,6 +14,7 @@ from zbpp.memory.walk import Held, StageWalk
 from zbpp.modes import plan
 from zbpp.planning.data_parallel import replicated
 from zbpp.planning.resolve import choose_validation
+from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.partition import partition_layers
 from zbpp.schedules import lower
 
@@ -72,7 +74,7 @@ class Estimate:
         refused: reasons by name.
         samples: of a micro-batch.
         device: whose kernels were taken.
-        compiled: layers are compiled, each by itself, but for those ``as_they_are``.
+        compiled: what is compiled, but for the layers ``as_they_are``.
         as_they_are: layers that the compiler makes no single graph of.
     """
 
@@ -80,7 +82,7 @@ class Estimate:
     refused: Mapping[str, str]
     samples: int
     device: str
-    compiled: bool = False
+    compiled: Compiling = False
     as_they_are: Sequence[int] = ()
 
     def peak(self, mode: str) -> int:
@@ -171,10 +173,11 @@ def stage_costs(
     """
     schedule, ranges = _prepared(memory, steps, schedule)
     placement = schedule.placement
-    chunks = [_chunk(memory, steps, own) for own in ranges]
+    of_chunks: dict[int, ChunkPasses] = {}
     fixed, peak_o = [0.0] * placement.n_chunks, [0.0] * placement.n_chunks
     for stage, own in enumerate(placement.chunks_of):
         passes, held = _on_stage(memory, steps, schedule, ranges, stage)
+        of_chunks |= passes
         made = sum(c.made_in_b + c.made_in_w for c in passes.values())
         made += sum((held.in_turn or {}).values())
         made += sum(held.gathered.values()) + max(held.in_pass.values(), default=0)
@@ -183,6 +186,7 @@ def stage_costs(
         for chunk in own:
             fixed[chunk] = n_fixed / len(own)
             peak_o[chunk] = max(held.step, held.norm) / len(own)
+    chunks = [of_chunks[chunk] for chunk in range(placement.n_chunks)]
     again = memory.recomputed()
     m_r = [sum(again.layers[i].m_b for i in own) for own in ranges]
     return MemoryModel(
@@ -226,14 +230,19 @@ def _on_stage(
 ) -> tuple[dict[int, ChunkPasses], Fixed]:
     """A stage's chunks, and what it holds besides."""
     own = schedule.placement.chunks_of[stage]
-    chunks = {c: _chunk(memory, steps, ranges[c]) for c in own}
     layers = {c: ranges[c] for c in own}
+    held = [layer for chunk in layers.values() for layer in chunk]
+    chunks = {c: _chunk(memory, steps, ranges[c], held) for c in own}
     made = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
     return chunks, fixed_of(memory, steps, schedule, layers, made)
 
 
-def _chunk(memory: ModelMemory, steps: Steps, layers: range) -> ChunkPasses:
-    passes = memory.chunk(layers)
+def _chunk(
+    memory: ModelMemory, steps: Steps, layers: range, on_stage: Sequence[int]
+) -> ChunkPasses:
+    bare = steps.n_parts == 1  # nothing is gathered between layers
+    at_once = bare and runs_at_once(memory.fake.layers, layers, on_stage)
+    passes = memory.chunk(layers, at_once=at_once)
     if not steps.alternating_buffers:
         return passes
     return passes.summed_in_turn(layer_parts(memory, steps.n_parts, layers))

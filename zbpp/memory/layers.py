@@ -42,9 +42,7 @@ def model_memory(
         n_layers=layered.n_layers,
         device=device,
     ).of_size(microbatch_size)
-    options = TraceOptions(
-        *(device, loss_fn, autocast, exact_sums), compile=bool(compile)
-    )
+    options = TraceOptions(*(device, loss_fn, autocast, exact_sums), compile=compile)
     return ModelMemory(fake, options)
 
 
@@ -81,8 +79,8 @@ def layer_memory(
         device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
         autocast: compute dtype of the forward.
         exact_sums: as in `zbpp.Pipeline`.
-        compile: as in `zbpp.Pipeline`; layers of chunks count as blocks, each by
-            itself. A layer that takes several graphs counts as it is.
+        compile: as in `zbpp.Pipeline`; layers that may still move between chunks count
+            as blocks, each by itself. One that takes several graphs counts as it is.
 
     Raises:
         RequestError: the model has no layers, or decides by its data.

@@ -78,10 +78,29 @@ class ModelMemory:
         """Layers of the model."""
         return len(self.fake.layers)
 
-    def chunk(self, own: range) -> ChunkPasses:
-        """The passes of consecutive layers as one chunk."""
+    def chunk(self, own: range, *, at_once: bool = True) -> ChunkPasses:
+        """The passes of consecutive layers as one chunk.
+
+        Args:
+            own: the layers.
+            at_once: they are compiled as one, where chunks are.
+        """
+        if at_once and self.options.compile == "chunks":
+            whole = self._trace_at_once(own)
+            if not whole.refused:
+                return whole.passes
         traced, stands = self._trace(own)
         return traced.passes.repeated(stands)
+
+    def _trace_at_once(self, own: range) -> Traced:
+        """Trace layers that are compiled as one: there are no spans between them."""
+        is_last = own.stop == self.n_layers
+        classes = tuple(self._classes[i] for i in own)
+        key = (classes, own.start == 0, is_last, "at once")
+        if key not in self._chunks:
+            layers = [nn.Sequential(*(self.fake.layers[i] for i in own))]
+            self._chunks[key] = self._run(own, self._ends(own, is_last), layers=layers)
+        return self._chunks[key]
 
     def parameters(self, layers: Sequence[int]) -> list[nn.Parameter]:
         """Of some layers, each once."""
@@ -187,13 +206,21 @@ class ModelMemory:
             ) from None
         return Ends(None, sent, targets, is_last, self.fake.numbers if is_last else ())
 
-    def _run(self, places: Sequence[int], ends: Ends, *, recomputed: bool) -> Traced:
+    def _run(
+        self,
+        places: Sequence[int],
+        ends: Ends,
+        *,
+        recomputed: bool = False,
+        layers: Sequence[nn.Module] = (),
+    ) -> Traced:
         """Trace some layers; once more if kernels need probing, or integers count."""
+        held = layers or [self.fake.layers[i] for i in places]
 
         def trace() -> Traced:
             return trace_chunk(
                 self.fake.mode,
-                [self.fake.layers[i] for i in places],
+                held,
                 ends,
                 self.options,
                 recomputed=recomputed,

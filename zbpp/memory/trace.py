@@ -23,6 +23,7 @@ from zbpp.memory.passes import ChunkPasses, LayerPasses, Messages
 from zbpp.memory.recorder import Recorder, WatchedLayer
 from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.values import Tensors, as_tensors, with_tensors
@@ -48,14 +49,14 @@ _GPU_BLOCK = 512  # bytes; torch's CUDA allocator rounds up to it
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Settings of the stages, as of `zbpp.Pipeline`; ``compile`` means "blocks"."""
+    """Settings of the stages, as of `zbpp.Pipeline`."""
 
     device: torch.device
     loss_fn: LossFn | None = None
     autocast: torch.dtype | None = None
     exact_sums: bool = True
     seed: int | None = None
-    compile: bool = False
+    compile: Compiling = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Memory of compiled layers, before anything is compiled to kernels.
+"""Memory of compiled layers, before any kernel is built.
 
-Read `layers` (how the compiler is asked), then `walk` (what its graphs take).
+Read `layers` (how the compiler is asked), then `written` (what its code takes).
 """

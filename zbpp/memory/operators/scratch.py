@@ -32,6 +32,11 @@ _PROBED = {
         _ATEN.native_group_norm_backward.default,
     ),
 }
+_INTO = {
+    getattr(_ATEN, name).out: getattr(_ATEN, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm")
+}
+"""Products that are written to memory which is there already."""
 _MOST_BYTES = 2**26
 _MOST_WORK = 2**35
 """Of a call: bytes of its tensors, and the number of its multiplications, about."""
@@ -46,6 +51,8 @@ class KernelScratch:
 
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Bytes that a call needs; 0 if it is not known yet, and is to be probed."""
+        if func in _INTO:
+            func, kwargs = _INTO[func], {k: v for k, v in kwargs.items() if k != "out"}
         if func not in _PROBED:
             return cast_bytes(func, args, kwargs, result)
         leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -55,8 +55,8 @@ def compiled_by(call: Call, finish: Finish) -> Call:
         finish: makes what runs a finished graph; see `finished_by`.
     """
 
-    def run(value: object) -> object:
-        return call(value)
+    def run(*args: Any, **kwargs: Any) -> object:
+        return call(*args, **kwargs)
 
     # a code object of its own: torch keeps what it has compiled with that
     code = run.__code__.replace(co_name=f"layer_{next(_numbers)}")

@@ -1,5 +1,6 @@
 """Compile the layers of a chunk, or the chunk."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast, get_args
 
@@ -16,7 +17,7 @@ from zbpp.runtime.compiled.layers import (
 )
 from zbpp.runtime.ties.alias import AliasedLayer
 
-__all__ = ["check_compile", "compiled_chunk"]
+__all__ = ["check_compile", "compiled_chunk", "compiled_layer", "has_compiled_part"]
 
 _PART = "compiles"
 """Attribute of a layer that says which module in it is compiled; None: none is."""
@@ -52,17 +53,39 @@ def compiled_chunk(chunk: Chunk, how: Compiling) -> Chunk:
         for index, layer in chunk.numbered()
     }
     whole = None
-    has_parts = any(hasattr(layer, _PART) for layer in chunk.layers)
+    has_parts = any(map(has_compiled_part, chunk.layers))
     if how == "chunks" and not chunk.leaves and not has_parts:
         whole = compiled(in_a_row([chunk.call(index) for index in calls]))
     return replace(chunk, calls=calls, whole=whole)
 
 
-def _compiled_call(call: Call, layer: nn.Module) -> Call:
+def compiled_layer(
+    layer: nn.Module, compile: Callable[[Call], Call] = compiled
+) -> Call | None:
+    """Return the call of a layer that is compiled, or a part of it.
+
+    Args:
+        layer: of a model.
+        compile: compiles a call.
+
+    Returns:
+        None: there is nothing to compile.
+    """
     name = getattr(layer, _PART, "")
-    if name is None or not (name or is_worth_it(layer)):
+    if name:
+        return _WithPart(layer, name, compile)
+    return compile(layer) if name is not None and is_worth_it(layer) else None
+
+
+def has_compiled_part(layer: nn.Module) -> bool:
+    """True for a layer that says which module in it is compiled, if any."""
+    return hasattr(layer, _PART)
+
+
+def _compiled_call(call: Call, layer: nn.Module) -> Call:
+    inner = compiled_layer(layer)
+    if inner is None:
         return call
-    inner = _WithPart(layer, name) if name else compiled(layer)
     return call.running(inner) if isinstance(call, AliasedLayer) else inner
 
 
@@ -72,11 +95,14 @@ class _WithPart:
     Args:
         layer: of a model.
         name: of the module.
+        compile: compiles a call.
     """
 
-    def __init__(self, layer: nn.Module, name: str) -> None:
+    def __init__(
+        self, layer: nn.Module, name: str, compile: Callable[[Call], Call]
+    ) -> None:
         self._layer, self._name = layer, name
-        self._compiled: Any = compiled(layer._modules[name])  # type: ignore[arg-type]
+        self._compiled: Any = compile(layer._modules[name])  # type: ignore[arg-type]
 
     def __call__(self, value: object) -> object:
         held = self._layer._modules
