@@ -153,11 +153,11 @@ def test_leaves_have_to_be_compared() -> None:
         net.way = other.way = way
         run(net, x, plans)
         run(other, x, None)
-        for _, _, wanted in plans._trails[0]._steps:  # as if it had asked for these
+        for _, _, edges, _ in plans._trails[0]._steps:  # as if it had asked for these
             pairs = zip(net.norm.parameters(), net.other_norm.parameters(), strict=True)
             for one, instead in pairs:
                 mine, theirs = (get_gradient_edge(p).node for p in (one, instead))
-                wanted[:] = [theirs if x is mine else x for x in wanted]
+                edges[:] = [(theirs, 0) if x == (mine, 0) else x for x in edges]
     assert not same(net, other)
 
 

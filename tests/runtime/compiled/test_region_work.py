@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from zbpp.runtime.backward import regions
+from zbpp.runtime.backward import regions, remembered
 from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.compiled import backend
@@ -144,6 +145,45 @@ def test_a_hook_that_is_not_looked_for_would_be_noticed(
     net = Two()
     train(net, a_hook, inputs())
     assert net.fired == 0
+
+
+@pytest.mark.parametrize("is_careless", [False, True], ids=["", "negative control"])
+def test_b_stops_only_where_every_region_leads_to_a_leaf_of_its_own(
+    plain_kernels: None, monkeypatch: pytest.MonkeyPatch, is_careless: bool
+) -> None:
+    """The lower region has no bias and no input to give a gradient to."""
+    if is_careless:
+        monkeypatch.setattr(remembered, "leads_to_one", lambda *_: True)
+    parts = nn.Linear(6, 8, bias=False), nn.Linear(8, 6)
+    lower, upper = (torch.compile(part, backend=backend.zbpp) for part in parts)
+    plans = PlanMemory()
+    for x in inputs()[:2]:
+        y = upper(lower(x.detach()))
+        graph = SplitGraph([y], plans=plans)
+        graph.backward_input(torch.ones_like(y))
+        graph.backward_weight()
+    sums = [p.grad for part in parts for p in part.parameters()]
+    nn.Module.zero_grad(nn.Sequential(*parts))
+    for x in inputs()[:2]:
+        upper(lower(x.detach())).sum().backward()
+    whole = [p.grad for part in parts for p in part.parameters()]
+    pairs = zip(sums, whole, strict=True)
+    assert [torch.equal(p, q) for p, q in pairs] == [not is_careless, True, True]
+
+
+def test_weights_that_wait_are_no_end_of_b(plain_kernels: None) -> None:
+    """Autograd comes to a leaf of B, and to no leaf that waits."""
+    net, plans = Two(), PlanMemory()
+    call: Any = torch.compile(net, backend=backend.zbpp)
+    for x in inputs():
+        y = call(x)
+        graph = SplitGraph([y], [x], plans=plans)
+        graph.backward_input(torch.ones_like(y))
+        graph.backward_weight()
+    x = inputs()[0]
+    y = call(x)
+    plan = plans.plan([get_gradient_edge(y)], [x])
+    assert plan.may_stop and {*plan.leaves} == {x, net.a.bias, net.b.bias}
 
 
 @pytest.mark.parametrize("n", [3, 2], ids=["as one", "piece by piece"])

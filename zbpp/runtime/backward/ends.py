@@ -78,15 +78,16 @@ def fitting(
         )
     own: list[End] = []
     used: list[Tensor | None] = []
-    for i, (end, shape, dy) in enumerate(zip(ends, shapes, gradients, strict=True)):
+    for i, dy in enumerate(gradients):  # without a zip: a part of every B
         if dy is None:
             continue
+        shape = shapes[i]
         if shape is not None and dy.shape != shape:
             raise RequestError(
                 f"gradient {i} has the shape {list(dy.shape)}, and its output "
                 f"{list(shape)}"
             )
-        own.append(end)
+        own.append(ends[i])
         used.append(dy)
     return own, used
 

@@ -22,8 +22,7 @@ from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.parts import LeafParts
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.backward.regions import takers
-from zbpp.runtime.compiled.region import Taking
+from zbpp.runtime.backward.regions import Taking
 from zbpp.runtime.support.autograd_internals import (
     NoGrad,
     edge_at,
@@ -55,14 +54,17 @@ def run_b(
     if plan.returns:
         return _run_returning(plan, ends, inputs, queue, is_exact)
     if plan.is_alone:
-        with Taking(takers(plan.regions, queue, is_exact)):
-            return run_full(ends, inputs)
+        own = plan.leaves if plan.may_stop else ()
+        if not all([x.requires_grad for x in own]):
+            own = ()
+        with Taking(plan.regions, queue, is_exact):
+            return run_full(ends, inputs, own)
     left = _Left(queue, is_exact)
     wanted = [leaf for leaf in plan.leaves if leaf.requires_grad]
     hooks = _deferring(plan.products, left)
-    compiled = [edge_at(site.node, 0) for site in plan.regions]
+    compiled = [edge_at(node, 0) for node, _ in plan.regions]
     try:
-        with Taking(takers(plan.regions, queue, is_exact)):
+        with Taking(plan.regions, queue, is_exact):
             return run_full(ends, inputs, [*wanted, *_edges(plan), *compiled])
     finally:
         for hook in hooks:
@@ -184,14 +186,14 @@ def run_cut_b(
     """
     kept = {id(x) for x in inputs}
     leaves = [p for p in plan.leaves if p.requires_grad and id(p) not in kept]
-    below = [leaf for site in plan.regions for leaf in site.leaves]
+    below = [leaf for _, site in plan.regions for leaf in site.leaves]
     wanted = [*inputs, *leaves, *_edges(plan), *(edge_at(leaf, 0) for leaf in below)]
     hooked = [*leaves, *(leaf.variable for leaf in below)]
     ran: set[Any] = set()
     left = _Left(queue, is_exact)
     hooks = _deferring(plan.products, left, ran)
     try:
-        with _without_hooks(hooked), Taking(takers(plan.regions, queue, is_exact)):
+        with _without_hooks(hooked), Taking(plan.regions, queue, is_exact):
             found = torch.autograd.grad(
                 ends[0], wanted, grad_outputs=ends[1], allow_unused=True
             )

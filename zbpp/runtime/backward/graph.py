@@ -64,9 +64,10 @@ class SplitPlan(NamedTuple):
             product uses it.
         is_reentrant: there is a reentrant checkpoint; B then runs all.
         returns: gradients may be returned to B, which adds them itself.
-        regions: compiled ones that leave something to W.
+        regions: nodes of compiled ones that leave something to W, and what.
         is_alone: only pieces of regions wait, and W adds to their leaves by itself; B
             may run down to all leaves, as those get no gradient.
+        may_stop: and it may be asked for its own leaves: each region leads to one.
     """
 
     products: list[Site]
@@ -75,8 +76,9 @@ class SplitPlan(NamedTuple):
     reasons: dict[int, str]
     is_reentrant: bool
     returns: bool = False
-    regions: Sequence[RegionSite] = ()
+    regions: Sequence[tuple[Any, RegionSite]] = ()
     is_alone: bool = False
+    may_stop: bool = False
 
     def where(self) -> dict[Tensor, str]:
         """Give for each leaf ``"W"``, or ``"B: "`` and the reason."""
@@ -118,7 +120,7 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
     for node in graph.regions if not graph.is_reentrant else ():
         site = _split_region(node, graph.uses, kept, reasons)
         if site is not None:
-            regions.append(site)
+            regions.append((node, site))
             deferred.update(dict.fromkeys(site.leaves))
     if any(product.leaf is not None for _, product, _ in products):
         products = _keep_parts(products, deferred, graph.uses, reasons)
@@ -234,8 +236,7 @@ def _split_region(
         return None
     found = [find_target(x, may_be_dealt=True) if x else None for x in site.edges]
     own = [x if x is not None and x.way is None else None for x in found]
-    is_known = all(x is not None and not x.is_turned for x in own)
-    return site._replace(targets=own, is_known=is_known)
+    return site.aimed_at(own)
 
 
 def _keep_parts(

@@ -191,7 +191,8 @@ class WeightQueue:
         while self._work:
             with NoGrad():
                 ready = self._compute_some(max(0, n_all - stop))
-            hand_over(ready)
+            if ready:
+                hand_over(ready)
             if progress is not None:
                 stop = progress.done(n_all - len(self._work))
 
@@ -209,33 +210,24 @@ class WeightQueue:
             del work
         return ready
 
-    def recording(self) -> "_Recording":
+    def recording(self) -> "WeightQueue":
         """Let modules that run within it and defer by themselves use me.
 
         A plain global, not a context variable: on a GPU autograd runs, and recomputes
         checkpointed blocks, in a thread of its own.
         """
-        return _Recording(self)
-
-
-class _Recording:
-    """Makes a queue the current one."""
-
-    def __init__(self, queue: WeightQueue) -> None:
-        self._queue = queue
-        self._before: WeightQueue | None = None
+        return self
 
     def __enter__(self) -> None:
-        global _current
-        self._before, _current = _current, self._queue
-        self._queue.began_s = time.perf_counter()
+        _recording.append(self)
+        self.began_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        global _current
-        _current = self._before
+        _recording.pop()
 
 
-_current: WeightQueue | None = None
+_recording: list[WeightQueue] = []
+"""The current queue is the last one."""
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
@@ -267,4 +259,4 @@ def hand_over(ready: list[tuple[Root, Tensor]]) -> None:
 
 def current_queue() -> WeightQueue | None:
     """The queue of the pass that runs now, if its weight gradients are deferred."""
-    return _current
+    return _recording[-1] if _recording else None

@@ -22,24 +22,39 @@ from zbpp.runtime.backward.deferred_product import (
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import Add, WeightQueue, Work, hand_over
 from zbpp.runtime.compiled.plan import RegionSite
-from zbpp.runtime.compiled.region import PieceGradients, Take
+from zbpp.runtime.compiled.region import TAKERS, PieceGradients
 
-__all__ = ["takers"]
+__all__ = ["Taking"]
 
 _STRIDED = torch.strided
 
 
-def takers(
-    sites: Sequence[RegionSite], queue: WeightQueue, is_exact: bool
-) -> dict[Any, Take]:
-    """Return what takes the operands of compiled regions, by their nodes.
+class Taking:
+    """Within this, compiled regions leave the operands of their pieces to W.
 
     Args:
-        sites: of the regions.
+        sites: nodes of the regions, and their shares of W.
         queue: gets the work.
         is_exact: see `SplitGraph`.
     """
-    return {site.node: partial(_take, site, queue, is_exact) for site in sites}
+
+    __slots__ = ("_is_exact", "_queue", "_sites")
+
+    def __init__(
+        self,
+        sites: Sequence[tuple[Any, RegionSite]],
+        queue: WeightQueue,
+        is_exact: bool,
+    ) -> None:
+        self._sites, self._queue, self._is_exact = sites, queue, is_exact
+
+    def __enter__(self) -> None:
+        for node, site in self._sites:
+            TAKERS[node] = partial(_take, site, self._queue, self._is_exact)
+
+    def __exit__(self, *_: object) -> None:
+        for node, _site in self._sites:
+            TAKERS.pop(node, None)
 
 
 def _take(
@@ -47,7 +62,7 @@ def _take(
 ) -> Sequence[int]:
     """Keep a region's operands for W; return the numbers of pieces that B makes."""
     work = _RegionWork(site, held)
-    if site.is_known:
+    if site.known:
         queue.put(work, _EXACTLY if is_exact else _IN_PLACE)
         return ()
     add = _alone(is_exact)
@@ -71,23 +86,17 @@ class _RegionWork:
         held: operands of the pieces, which the region numbers.
     """
 
-    __slots__ = (
-        *("_n_hooks", "_own_edges", "_region", "_shards", "_targets", "_versions"),
-        "kept",
-    )
+    __slots__ = ("_n_hooks", "_site", "_versions", "kept")
 
     def __init__(self, site: RegionSite, held: list[Any]) -> None:
-        # not the site, whose node leads to the chunk's input
-        self._own_edges, self._targets = site.edges, site.targets
-        self._shards = site.shards
-        self._region, self.kept = site.region, held
+        self._site, self.kept = site, held
         self._versions = versions_of(held)
         self._n_hooks = watch.n_others
 
     @property
     def edges(self) -> list[Any]:
         """The roots that the gradients go to."""
-        return [edge for own in self._own_edges for edge in own]
+        return [edge for own in self._site.edges for edge in own]
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """Return the gradients.
@@ -97,7 +106,7 @@ class _RegionWork:
         """
         check_versions(self.kept, self._versions)
         found: list[Tensor | None] = []
-        for number in range(len(self._targets)):
+        for number in range(len(self._site.targets)):
             found += self._take(number).compute()
         return tuple(found)
 
@@ -109,7 +118,7 @@ class _RegionWork:
         """
         check_versions(self.kept, self._versions)
         alone = _alone(add is _EXACTLY)
-        return [(self.piece(i), alone) for i in range(len(self._targets))]
+        return [(self.piece(i), alone) for i in range(len(self._site.targets))]
 
     def add_exactly(self) -> bool:
         """Add each gradient as autograd would, unless there are hooks by now."""
@@ -123,30 +132,28 @@ class _RegionWork:
         if self._n_hooks != watch.n_others:
             return False
         held = self.kept
-        check_versions(held, self._versions)
-        pieces, frees = self._region.pieces, self._region.frees
-        for number, (_, operands, recipe) in enumerate(pieces):
-            leaf = self._targets[number].leaf
+        if versions_of(held) != self._versions:
+            check_versions(held, self._versions)  # which raises the error
+        for number, one in enumerate(self._site.known):
+            leaf, shards, take, frees, compute, add, dtype = one
             total = leaf.grad
-            if self._shards[number]:
-                (shards,) = self._shards[number]
+            if shards is not None:
                 total = shards.own(total)
-            simply = (
-                total is not None
-                and total.dtype is recipe.dtype
-                and total.layout is _STRIDED
-                and leaf.requires_grad
-            )
-            if not simply:
+            if (
+                total is None
+                or total.dtype is not dtype
+                or total.layout is not _STRIDED
+                or not leaf.requires_grad
+            ):
                 self._add_alone(number, is_exact)
-                continue
-            given = [held[i] for i in operands]
-            for i in frees[number]:
-                held[i] = None
-            if is_exact or recipe.add is None:
-                total.add_(recipe.compute(*given)[0])
             else:
-                recipe.add(total, *given)
+                given = take(held)
+                for i in frees:
+                    held[i] = None
+                if is_exact or add is None:
+                    total.add_(compute(*given)[0])
+                else:
+                    add(total, *given)
         return True
 
     def _add_alone(self, number: int, is_exact: bool) -> None:
@@ -158,19 +165,20 @@ class _RegionWork:
     def _take(self, number: int) -> DeferredWeightGrad:
         """Return the work of a piece, and forget what no later one needs."""
         work = self.piece(number)
-        for i in self._region.frees[number]:
+        for i in self._site.region.frees[number]:
             self.kept[i] = None
         return work
 
     def piece(self, number: int) -> DeferredWeightGrad:
         """Return the work of one piece alone."""
-        _, places, recipe = self._region.pieces[number]
+        site = self._site
+        _, places, recipe = site.region.pieces[number]
         operands = [self.kept[i] for i in places]
-        shards = self._shards[number]
+        shards = site.shards[number]
         gradients = PieceGradients(recipe, operands, shards)
-        known = None if shards else self._targets[number]
+        known = None if shards else site.targets[number]
         return DeferredWeightGrad(
-            *(self._own_edges[number], gradients, operands),
+            *(site.edges[number], gradients, operands),
             *(versions_of(operands), known, self._n_hooks),
             recipe.dtype,
         )

@@ -28,10 +28,8 @@ from zbpp.runtime.backward.graph import SplitPlan, plan_split
 from zbpp.runtime.backward.hooks import HIDDEN, watch
 from zbpp.runtime.backward.parts import has_overlaps
 from zbpp.runtime.backward.ways import LEAF, OVERLAP
-from zbpp.runtime.compiled.plan import RegionSite
-from zbpp.runtime.support.autograd_internals import (
-    is_built_in,
-)
+from zbpp.runtime.compiled.plan import leads_to_one
+from zbpp.runtime.support.autograd_internals import is_built_in
 
 __all__ = ["PlanMemory"]
 
@@ -61,8 +59,8 @@ class PlanMemory:
         Raises:
             RequestError: from `plan_split`.
         """
-        are_known = [end.__class__ is GradientEdge for end in ends]
-        if watch.n_others == HIDDEN or not all(are_known):
+        is_known = all([end.__class__ is GradientEdge for end in ends])
+        if watch.n_others == HIDDEN or not is_known:
             return plan_split(ends, inputs)
         for trail in self._trails:
             plan = trail.follow(ends, inputs)
@@ -84,6 +82,10 @@ class _Split(NamedTuple):
     raw: list[str]
 
 
+_Step = tuple[int, type, list[Any], list[tuple[int, Any]]]
+"""A node's number and type, the edges that are alike, and where others must lead."""
+
+
 class _Turned(NamedTuple):
     """The transpose of a parameter: the type of its node, and the parameter's node."""
 
@@ -103,7 +105,7 @@ class _Trail:
         self._own: dict[Tensor, Any] = {}
         """Parameters and their nodes: kept, so that later graphs have the same."""
         self._leaves: list[tuple[int, Tensor | None, int, bool]] = []
-        self._steps: list[tuple[int, type, list[Any]]] = []
+        self._steps: list[_Step] = []
         nodes: list[Any] = []
         numbers: dict[Any, int] = {}
         self._roots = [_number(end.node, numbers, nodes) for end in ends]
@@ -116,23 +118,25 @@ class _Trail:
                 self._leaves.append((n, own, place, learns))
                 self._leaf_type = type(node)
             elif node not in turned:
-                wanted = []
-                for child, _ in node.next_functions:
-                    wanted.append(self._wanted(child, numbers, nodes))
-                    if type(wanted[-1]) is _Turned:
+                fixed: list[Any] = []
+                open_: list[tuple[int, Any]] = []
+                for place, edge in enumerate(node.next_functions):
+                    child = edge[0]
+                    wanted = self._wanted(child, numbers, nodes)
+                    fixed.append(edge if wanted is child else None)
+                    if wanted is not child:  # and is not kept: it leads to the input
+                        open_.append((place, wanted))
+                    if type(wanted) is _Turned:
                         turned.add(child)
-                self._steps.append((n, type(node), wanted))
+                self._steps.append((n, type(node), fixed, open_))
         self._products = [_split(numbers, *site) for site in plan.products]
         kept = set(self._own.values())
-        self._regions = [  # without the node, which leads to the chunk's input
-            (numbers[x.node], x._replace(node=None), x.leads_to(kept))
-            for x in plan.regions
+        self._regions = [
+            (numbers[node], x, x.leads_to(kept)) for node, x in plan.regions
         ]
-        in_b = [leaf for leaf in plan.leaves if id(leaf) not in places]
-        self._in_b = [
-            (places.get(id(x), _NO_PLACE), None if id(x) in places else x)
-            for x in plan.leaves
-        ]
+        found = [places.get(id(x)) for x in plan.leaves]
+        self._inputs_in_b = [i for i in found if i is not None]
+        self._in_b = in_b = [x for x in plan.leaves if id(x) not in places]
         self._waiting, self._reasons = plan.waiting, plan.reasons
         self._has_parts = any(like.leaf is not None for _, like, _ in plan.products)
         self._returns = all(map(is_built_in, nodes)) and all(
@@ -140,11 +144,12 @@ class _Trail:
         )
         """True if torch may return the gradients of B's leaves to us."""
         learns = [leaf.requires_grad for leaf in self._own]
-        self._is_alone = all(learns) and not plan.products
-        for _, site, _ in self._regions:
-            for target, edges in zip(site.targets, site.edges, strict=True):
-                self._is_alone &= target is not None or not edges
-            self._is_alone &= not site.region.dealt  # else given no gradient at all
+        regions, ids = dict(plan.regions), {id(x) for x in plan.leaves}
+        are_alone = all(site.is_alone() for site in regions.values())
+        self._is_alone = all(learns) and not plan.products and are_alone
+        self._may_stop = self._is_alone and all(
+            leads_to_one(x, ids) if x in regions else is_built_in(x) for x in nodes
+        )
         self._learns = [] if self._is_alone else learns
         """Alone, a leaf that is frozen before B gets nothing, from B or from W."""
 
@@ -199,24 +204,20 @@ class _Trail:
             return None
         if self._has_parts and has_overlaps(products):
             return None
-        leaves = [inputs[i] if leaf is None else leaf for i, leaf in self._in_b]
-        returns = self._returns and not is_packed
+        leaves = [*self._in_b, *[inputs[i] for i in self._inputs_in_b]]
         regions = [
-            RegionSite(nodes[n], *site[1:]) if is_same else site.like(nodes[n])
-            for n, site, is_same in self._regions
+            (nodes[n], x if own else x.like(nodes[n])) for n, x, own in self._regions
         ]
-        return SplitPlan(
-            *(products, leaves, self._waiting, self._reasons),
-            *(False, returns, regions, self._is_alone),
-        )
+        returns = self._returns and not is_packed
+        first = (products, leaves, self._waiting, self._reasons, False, returns)
+        return SplitPlan(*first, regions, self._is_alone, self._may_stop)
 
     def _has_same_leaves(self, nodes: list[Any], inputs: Sequence[Tensor]) -> bool:
         kind = self._leaf_type
         for n, own, place, learns in self._leaves:
             leaf = nodes[n].variable if nodes[n].__class__ is kind else None
-            if leaf is not (inputs[place] if own is None else own):
-                return False
-            if leaf.requires_grad is not learns:
+            wanted = inputs[place] if own is None else own
+            if leaf is not wanted or leaf.requires_grad is not learns:
                 return False
         return True
 
@@ -241,36 +242,33 @@ class _Trail:
 
     def _nodes(self, ends: Sequence[End]) -> list[Any] | None:
         """Follow the edges; this is a part of every B, so it is kept short."""
-        nodes: list[Any] = []
+        nodes: list[Any] = [ends[0].node] if len(ends) == 1 == len(self._roots) else []
         numbers: dict[Any, int] = {}
-        if [_number(end.node, numbers, nodes) for end in ends] != self._roots:
+        if not nodes and self._roots != [_number(x.node, numbers, nodes) for x in ends]:
             return None
-        for n, kind, wanted in self._steps:
-            node: Any = nodes[n]
-            if node.__class__ is not kind:
+        for n, kind, fixed, open_ in self._steps:
+            if nodes[n].__class__ is not kind:
                 return None
-            edges: Any = nodes[n].next_functions
-            if len(edges) != len(wanted):
+            edges: list[Any] = [*nodes[n].next_functions]
+            if len(edges) != len(fixed):
                 return None
-            for (child, _), want in zip(edges, wanted, strict=True):
-                if child is want:  # a parameter's node, or None
-                    continue
-                what = want.__class__
-                if what is int:
+            for place, want in open_:
+                child: Any = edges[place][0]
+                edges[place] = None
+                if want.__class__ is int:
                     if want == _NEW:
                         nodes.append(child)
                     elif nodes[want] is not child:
                         return None
                     continue
-                leaf: Any = child
-                if what is _Turned:
-                    turn, want = want
-                    if child.__class__ is not turn:
-                        return None
-                    nodes.append(child)
-                    leaf = leaf.next_functions[0][0]
-                if leaf is not want:
+                turn, leaf = want
+                if child.__class__ is not turn:
                     return None
+                nodes.append(child)
+                if child.next_functions[0][0] is not leaf:
+                    return None
+            if edges != fixed:  # parameters' nodes, and None
+                return None
         return nodes if len(set(nodes)) == len(nodes) else None
 
 

@@ -25,6 +25,7 @@ _SAME = (
     *(_ATEN.squeeze.default, _ATEN.alias.default),
 )
 _METHODS = {_ATEN.mm.default: "mm", _ATEN.bmm.default: "bmm"}
+_PLAIN = ("placeholder", "call_method", "output")
 _IN_PLACE = {"mm": "addmm_", "bmm": "baddbmm_"}
 
 
@@ -85,8 +86,7 @@ def write_recipe(
     add = _in_place(graph, results[0]) if len(results) == 1 else None
     graph.output(tuple(results))
     graph.eliminate_dead_code()
-    compute = fx.GraphModule({}, graph).forward
-    return Recipe(compute, add, outputs[0].meta["val"].dtype)
+    return Recipe(_function(graph), add, outputs[0].meta["val"].dtype)
 
 
 def _repeat(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
@@ -129,7 +129,19 @@ def _in_place(own: fx.Graph, result: fx.Node) -> Callable[..., None] | None:
     pair = [made[x] for x in product.args]
     graph.call_method(_IN_PLACE[product.target], (total, *pair))
     graph.output(None)
-    return fx.GraphModule({}, graph).forward
+    return _function(graph)
+
+
+_functions: dict[str, Callable[..., Any]] = {}
+"""Those that call no more than methods, by their code."""
+
+
+def _function(graph: fx.Graph) -> Callable[..., Any]:
+    """Return what runs a graph; equal ones share it, as code runs faster when warm."""
+    module = fx.GraphModule({}, graph)
+    if all(node.op in _PLAIN for node in graph.nodes):
+        return _functions.setdefault(module.code, module.forward)
+    return module.forward
 
 
 def _dims(node: fx.Node) -> list[int]:

@@ -5,7 +5,7 @@ what takes the pieces; where nobody has, all pieces are made at once, so that
 ``loss.backward()`` does what it always did.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,10 +21,10 @@ from zbpp.runtime.support.compile_internals import (
 )
 
 __all__ = [
+    "TAKERS",
     "PieceGradients",
     "Region",
     "Take",
-    "Taking",
     "frees_of",
     "reason_for",
     "region_of",
@@ -35,8 +35,10 @@ _STOCK = 'compiled without zbpp: use torch.compile(..., backend="zbpp")'
 Take = Callable[[list[Any]], Sequence[int]]
 """Given what all pieces need: keeps it for W, but for the pieces that it returns."""
 
-_takers: dict[Any, Take] = {}
-"""By node, for all threads: on a GPU autograd has one of its own."""
+TAKERS: dict[Any, Take] = {}
+"""What takes the pieces of a region while its B runs, by node.
+
+For all threads: on a GPU autograd has one of its own."""
 
 
 class Region(NamedTuple):
@@ -117,22 +119,6 @@ def reason_for(node: Any) -> str:
     return _STOCK if lacking is None else f"compiled by a torch without {lacking}"
 
 
-class Taking:
-    """Within this, these nodes hand their pieces to what takes them."""
-
-    __slots__ = ("_own",)
-
-    def __init__(self, takers: Mapping[Any, Take]) -> None:
-        self._own = takers
-
-    def __enter__(self) -> None:
-        _takers.update(self._own)
-
-    def __exit__(self, *_: object) -> None:
-        for node in self._own:
-            _takers.pop(node, None)
-
-
 def frees_of(pieces: Sequence[Piece]) -> list[list[int]]:
     """Return the operands that each piece is the last to need."""
     last: dict[int, int] = {}
@@ -150,15 +136,19 @@ def run_with(compiled: Callable[..., Any], n_results: int, region: Region) -> An
         region: whose pieces were cut off.
     """
 
+    dealt, all_pieces = region.dealt, range(len(region.pieces))
+
     def backward(args: list[Any]) -> list[Any]:
         found: list[Any] = list(compiled(args))
         held = found[n_results:]
         del found[n_results:]
-        take = _takers.get(current_node()) if _takers else None
+        take = TAKERS.get(current_node()) if TAKERS else None
+        left: Sequence[int] = all_pieces
         if take is not None:
-            for slot in region.dealt:  # the node makes a DTensor, of something
+            for slot in dealt:  # the node makes a DTensor, of something
                 found[slot] = held[0].new_empty(())
-        for number in range(len(region.pieces)) if take is None else take(held):
+            left = take(held)
+        for number in left:
             slots, operands, recipe = region.pieces[number]
             given = [held[i] for i in operands]
             if take is None:

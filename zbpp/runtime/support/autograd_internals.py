@@ -52,13 +52,14 @@ class NoGrad:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
+        self._before = _has_grad()
         _set_grad(False)
 
     def __exit__(self, *_: object) -> None:
         _set_grad(self._before)
 
 
+_has_grad = torch.is_grad_enabled
 _set_grad: Callable[[bool], object] = getattr(
     torch._C, "_set_grad_enabled", torch.set_grad_enabled
 )

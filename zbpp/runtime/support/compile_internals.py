@@ -206,11 +206,12 @@ def compiled_backward(node: Any) -> Any:
     return getattr(forward, "compiled_bw", None)
 
 
-def current_node() -> Any:
-    """Return the node that autograd runs now in this thread. Seen in torch 2.13."""
-    current = getattr(torch._C, "_current_autograd_node", None)
-    return None if current is None else current()
+def _no_node() -> None:
+    """Tell of no node."""
 
+
+current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", _no_node)
+"""Returns the node that autograd runs now in this thread. Seen in torch 2.13."""
 
 _DTENSOR = ["_local_tensor", "device_mesh"]
 """The parts that compilation takes a DTensor into."""
