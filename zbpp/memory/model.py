@@ -62,9 +62,7 @@ class ModelMemory:
         """All layers as one chunk."""
         self._specs = [traced.specs[place] for place in stands]
         self._gradients = self._gradients_of(traced, stands)
-        self.uncompiled = [
-            i for i, place in enumerate(stands) if place in traced.refused
-        ]
+        self.uncompiled = [i for i, at in enumerate(stands) if at in traced.refused]
         """Layers that are to be compiled and cannot, as they need more than a graph."""
 
     def of_size(self, samples: int) -> "ModelMemory":
@@ -85,10 +83,9 @@ class ModelMemory:
             own: the layers.
             at_once: they are compiled as one, where chunks are.
         """
-        if at_once and self.options.compile == "chunks":
-            whole = self._trace_at_once(own)
-            if not whole.refused:
-                return whole.passes
+        is_whole = at_once and self.options.compile == "chunks"
+        if is_whole and not (whole := self._trace_at_once(own)).refused:
+            return whole.passes
         traced, stands = self._trace(own)
         return traced.passes.repeated(stands)
 
@@ -229,12 +226,16 @@ class ModelMemory:
                 compiling=self._compiling,
             )
 
+        reads_fakes = self._reads_fakes
         try:
             traced = self._first(trace)
             if self._scratch is not None and self._scratch.probe():
                 traced = self._first(trace)
             return traced
         except UnknownNumbers as error:
+            if self._compiling and self._compiling.refuse(held[error.place]):
+                self._reads_fakes = reads_fakes  # once more, with that layer as it is
+                return self._run(places, ends, recomputed=recomputed, layers=held)
             raise self._undecided(places[error.place], error) from error
 
     def operations(self) -> list[float]:

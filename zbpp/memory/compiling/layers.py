@@ -64,6 +64,15 @@ class CompiledLayers:
         self.refused: set[nn.Module] = set()
         """Layers that the compiler makes no single graph of: they run as they are."""
 
+    def refuse(self, layer: nn.Module) -> bool:
+        """Let a layer run as it is from now on; False: it does already.
+
+        Kernels compute no numbers, and layers of experts may decide by some.
+        """
+        is_new = layer not in self.refused
+        self.refused.add(layer)
+        return is_new
+
     def run(self, layer: nn.Module, value: Any) -> Any:
         """Run a layer; one in which there is nothing to fuse runs as it is."""
         if layer not in self._calls:
