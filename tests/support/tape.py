@@ -22,9 +22,7 @@ Calls = list[tuple[Any, Any, Any, Any]]
 
 
 class TapePool:
-    """A pool; ``made`` lists the calls of each graph of all pools."""
-
-    made: list[Calls]
+    """A pool; its graphs must be run in the order in which they were recorded."""
 
     def __init__(self) -> None:
         self.n_replays: list[int] = []
@@ -39,7 +37,6 @@ class TapePool:
         self.n_replays.append(0)
 
         def replay() -> None:
-            # its graphs run in turn: F, B, W, F, ... and the last may be left out
             before = self.n_replays[:place]
             assert all(n > self.n_replays[place] for n in before), self.n_replays
             self.n_replays[place] += 1

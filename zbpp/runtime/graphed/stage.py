@@ -91,7 +91,7 @@ class GraphedStage(Stage):
 
     @property
     def n_slots(self) -> dict[int, int]:
-        """Of each chunk, how many micro-batches have graphs of their own."""
+        """Of each chunk, the number of micro-batches with graphs of their own."""
         return {
             i: sum(map(len, one.free.values())) + len(one.taken)
             for i, one in self._graphs.items()
