@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zbpp.runtime.support.autograd_internals import sequence_number
+from zbpp.runtime.support.compile_internals import current_node
 
 __all__ = ["EngineSums"]
 
@@ -35,7 +36,7 @@ class EngineSums:
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """A storage is made now."""
-        self._made_by[storage._cdata] = _number(_node())
+        self._made_by[storage._cdata] = _number(current_node())
 
     def forget(self, storage: int) -> None:
         """A storage is freed, by its `_cdata`."""
@@ -49,7 +50,7 @@ class EngineSums:
         """
         if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
             return False
-        old, node = args[0], _node()
+        old, node = args[0], current_node()
         if node is None or not (isinstance(old, Tensor) and _is_dense(old)):
             return False
         storage = old.untyped_storage()._cdata
@@ -99,12 +100,6 @@ def _counts(args: Any) -> _Counts | None:
         return None
     held = int(of_tensor()), int(of_storage(args[0].untyped_storage()._cdata))
     return held[0], sys.getrefcount(args[0]), held[1]
-
-
-def _node() -> object | None:
-    """The node that the engine runs now, or whose result it adds up."""
-    find: Any = getattr(torch._C, "_current_autograd_node", None)
-    return None if find is None else find()
 
 
 def _number(node: Any) -> int | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from zbpp.runtime.backward.queue import EachSum, Late, Progress
 from zbpp.runtime.backward.remembered import PlanMemory
 
-__all__ = ["GradientOrder", "MicrobatchGraph"]
+__all__ = ["GradientOrder", "MicrobatchGraph", "run_apart"]
 
 
 class MicrobatchGraph(Protocol):
@@ -116,13 +116,7 @@ class GradientOrder:
             apart = self._parameters
         elif others := self._waits_for(waiting):
             apart = [p for p in graph.in_b() if p in others]
-        kept = _take(apart)
-        try:
-            result = graph.backward_input(gradients)
-            found = [(p, p.grad) for p in apart if p.grad is not None]
-        finally:
-            for p, gradient in kept:
-                p.grad = gradient
+        result, found = run_apart(graph, gradients, apart)
         self._b.add(microbatch, lambda: self._end_b(microbatch, found, waiting))
         return result
 
@@ -241,12 +235,21 @@ def _nothing() -> None:
     """It has been done."""
 
 
-def _take(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-    """Return their gradients, and leave them without."""
+def run_apart(
+    graph: MicrobatchGraph,
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+) -> tuple[tuple[Tensor | None, ...], Late]:
+    """Run B; return its result, and what it adds to some parameters, apart."""
     kept = [(p, p.grad) for p in parameters]
     for p in parameters:
         p.grad = None
-    return kept
+    try:
+        result = graph.backward_input(gradients)
+        return result, [(p, p.grad) for p in parameters if p.grad is not None]
+    finally:
+        for p, gradient in kept:
+            p.grad = gradient
 
 
 def _add_all(late: Iterable[tuple[Tensor, Tensor]]) -> None:

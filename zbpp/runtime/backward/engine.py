@@ -30,7 +30,7 @@ from zbpp.runtime.support.autograd_internals import (
     run_whole,
 )
 
-__all__ = ["run_b", "run_cut_b", "run_full"]
+__all__ = ["add_gradients", "run_b", "run_cut_b", "run_full"]
 
 
 def run_b(
@@ -85,7 +85,7 @@ def _run_returning(
     found = returned_gradients(*ends, [*inputs, *leaves, *_edges(plan)])
     first_product = len(inputs) + len(leaves)
     with NoGrad():
-        _add(leaves, found[len(inputs) : first_product])
+        add_gradients(leaves, found[len(inputs) : first_product])
     left = _Left(queue, is_exact)
     for (_, product, edges), one, dy in zip(
         plan.products, taken, found[first_product:], strict=True
@@ -95,8 +95,11 @@ def _run_returning(
     return found[: len(inputs)]
 
 
-def _add(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Add as autograd does; a first gradient may be another tensor's too."""
+def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add as autograd does, without a graph; first gradients are copied.
+
+    They may be another tensor's too, or lie in memory that is written again.
+    """
     totals: list[Tensor] = []
     added: list[Tensor] = []
     for leaf, gradient in zip(leaves, gradients, strict=True):

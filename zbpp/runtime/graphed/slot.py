@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from zbpp.runtime.backward.accumulate import run_apart
+from zbpp.runtime.backward.engine import add_gradients
 from zbpp.runtime.backward.queue import Progress
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.graphed.device import Pool
+from zbpp.runtime.support.autograd_internals import NoGrad
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.values import Tensors
 
@@ -79,8 +82,8 @@ class Slot:
         self._dy: list[Tensor] = []
         self._outputs: Tensors = ()
         self._dx: Sequence[Tensor | None] = ()
-        self._made: list[tuple[Tensor, Tensor]] = []
-        """What B computes of parameters."""
+        self._made: tuple[list[Tensor], list[Tensor]] = [], []
+        """The parameters whose gradients B computes, and these."""
 
     @property
     def is_whole(self) -> bool:
@@ -110,8 +113,8 @@ class Slot:
         """
         given = [*taken, *tensors_in(targets)]
         if "F" not in self._replays:
-            inputs = tuple(_like(x) for x in taken)
-            own_targets = map_tensors(targets, _like)
+            inputs = tuple(_copied(x) for x in taken)
+            own_targets = map_tensors(targets, _copied)
             self._read = [*inputs, *tensors_in(own_targets)]
 
             def record() -> None:
@@ -122,9 +125,7 @@ class Slot:
             self._where, self._defers = self._graph.report(), False
         _fill(self._read, given)
         self._replays["F"]()
-        return tuple(
-            y.detach().clone().requires_grad_(y.requires_grad) for y in self._outputs
-        )
+        return tuple(map(_copied, self._outputs))
 
     def backward_input(
         self, gradients: Sequence[Tensor | None]
@@ -133,25 +134,18 @@ class Slot:
         given = [x for x in gradients if x is not None]
         assert len(given) == len(gradients), "a graph has a gradient for each output"
         if "B" not in self._replays:
-            self._dy = [_like(x) for x in given]
+            self._dy = [_copied(x) for x in given]
             self._record("B", self._run_b)
             self._defers = self._graph.defers()
         _fill(self._dy, given)
         self._replays["B"]()
-        _add(self._made)
+        with NoGrad():
+            add_gradients(*self._made)
         return tuple(None if x is None else x.clone() for x in self._dx)
 
     def _run_b(self) -> None:
-        parameters = self._totals.parameters
-        kept = [p.grad for p in parameters]
-        for p in parameters:
-            p.grad = None
-        try:
-            self._dx = self._graph.backward_input(self._dy)
-            self._made = [(p, p.grad) for p in parameters if p.grad is not None]
-        finally:
-            for p, gradient in zip(parameters, kept, strict=True):
-                p.grad = gradient
+        self._dx, made = run_apart(self._graph, self._dy, self._totals.parameters)
+        self._made = [p for p, _ in made], [gradient for _, gradient in made]
 
     def backward_weight(self, progress: Progress | None = None) -> None:
         """W; see `SplitGraph.backward_weight`.
@@ -200,8 +194,8 @@ class Slot:
         return self._defers
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """Make static memory for what a pass is given."""
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy without a graph, which says whether it needs a gradient."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
@@ -212,17 +206,3 @@ def _fill(own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """
     for static, tensor in zip(own, given, strict=True):
         static.data.copy_(tensor)
-
-
-@torch.no_grad()
-def _add(made: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Add as autograd does; a first gradient is copied from where the next one goes."""
-    totals, added = [], []
-    for p, gradient in made:
-        if p.grad is None:
-            p.grad = gradient.clone()
-        else:
-            totals.append(p.grad)
-            added.append(gradient)
-    if totals:
-        torch._foreach_add_(totals, added)

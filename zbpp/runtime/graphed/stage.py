@@ -171,11 +171,8 @@ class GraphedStage(Stage):
         run = super()._run
 
         def forward(inputs: Tensors, targets: object) -> tuple[Tensors, SplitGraph]:
-            if not is_last:
+            with self.loss.reading(targets):
                 found = run(chunk, microbatch, inputs)
-            else:
-                with self.loss.reading(targets):
-                    found = run(chunk, microbatch, inputs)
             assert isinstance(found[1], SplitGraph)
             return found[0], found[1]
 
