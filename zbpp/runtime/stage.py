@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zbpp.runtime.backward.accumulate import GradientOrder, MicrobatchGraph
 from zbpp.runtime.backward.data_parallel import check_module
-from zbpp.runtime.backward.ends import alias_of
+from zbpp.runtime.backward.ends import alias_of, zeros_for_none
 from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
@@ -29,12 +29,12 @@ from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.random_state import seed_torch
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.uploads import uploads_to
-from zbpp.runtime.values import Nested, Tensors, as_value, detached, ready, with_tensors
+from zbpp.runtime.values import Tensors, as_value, detached, leaves, mapped, ready
 
 __all__ = ["LossFn", "Stage"]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Saved:
     graph: MicrobatchGraph
     asked: Tensors
@@ -81,9 +81,10 @@ class Stage:
         self._uploads, targets = uploads_to(device)
         self.loss = Loss(loss_fn, device, targets)
         self.device = device
-        self._computes: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._computes: AbstractContextManager[object] = nullcontext()
+        self._autocasts = autocast is not None
         if autocast is not None:
-            self._computes = partial(torch.autocast, device.type, dtype=autocast)
+            self._computes = torch.autocast(device.type, dtype=autocast)
         self._seed = seed
         self.ties = ties or StageTies()
         self._exact_sums = exact_sums
@@ -185,7 +186,7 @@ class Stage:
     def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """Forward without gradients, for evaluation."""
         taken = self._uploads.take(microbatch) if inputs is None else inputs
-        with torch.no_grad(), self._computes():
+        with torch.no_grad(), self._computes:
             found = self._run_layers(chunk, microbatch, taken)
         if chunk == self._last and self.outputs is not None:
             self.outputs[microbatch] = found
@@ -203,24 +204,23 @@ class Stage:
         Returns:
             The outputs, detached; those that need a gradient say so.
         """
-        taken = self._uploads.take(microbatch) if inputs is None else detached(inputs)
+        taken = self._uploads.take(microbatch) if inputs is None else leaves(inputs)
         outputs, graph = self._run(chunk, microbatch, taken)
-        ends = detached(outputs) if chunk == self._last else ()
+        cut_off = detached(outputs)
+        ends = cut_off if chunk == self._last else ()
         self._saved[chunk, microbatch] = _Saved(graph, taken if chunk else (), ends)
-        return detached(outputs)
+        return cut_off
 
     def _run(
         self, chunk: int, microbatch: int, taken: Tensors
     ) -> tuple[Tensors, MicrobatchGraph]:
         """Return the outputs, and what B and W are run of."""
         read, asked = taken, taken if chunk else ()
-        if chunk in self._changes_inputs or self._computes is not nullcontext:
+        if self._autocasts or chunk in self._changes_inputs:
             # autocast casts a leaf once for all its uses, whose gradients would then
             # be added in 16 bits; in the whole model it is no leaf
-            read = with_tensors(
-                taken, (alias_of(x) if x.requires_grad else x for x in taken)
-            )
-        with (queue := WeightQueue()).recording(), self._computes():
+            read = mapped(taken, alias_of)
+        with (queue := WeightQueue()), self._computes:
             outputs = self._run_layers(chunk, microbatch, read)
         plans, exact = self._orders[chunk].plans, self._exact_sums
         return outputs, SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
@@ -262,12 +262,9 @@ class Stage:
             self.where[chunk] = saved.graph.report()
         found = run(microbatch, saved.graph, gradients)
         self.defers = self.defers or saved.graph.defers()
-        asked = [x for x in saved.asked if x.requires_grad]
+        asked = saved.asked
         saved.asked = saved.ends = ()
-        return tuple(
-            torch.zeros_like(x) if dx is None else dx
-            for x, dx in zip(asked, found, strict=True)
-        )
+        return zeros_for_none(asked, found)
 
     def backward_weight(self, chunk: int, microbatch: int, _: None = None) -> None:
         """W: the weight gradients that B has deferred."""
@@ -295,6 +292,6 @@ class Stage:
             outputs: Tensors = ready((value,))
         else:
             outputs = ready((given or GivenConstants(held, ())).flatten(value))
-        if self.constants.kept or isinstance(outputs, Nested):
+        if self.constants.kept or type(outputs) is not tuple:
             self.constants.ran(chunk, microbatch, outputs)
         return outputs

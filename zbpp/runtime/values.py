@@ -34,6 +34,7 @@ __all__ = [
     "described",
     "detached",
     "filled",
+    "leaves",
     "mapped",
     "nested",
     "omitted",
@@ -132,6 +133,18 @@ def detached(tensors: Tensors) -> Tensors:
     return with_tensors(
         tensors, (y.detach().requires_grad_(y.requires_grad) for y in tensors)
     )
+
+
+def leaves(tensors: Tensors) -> Tensors:
+    """Cut them off their graph, unless there is one tensor that has none.
+
+    What a chunk puts out is cut off already, and nobody else reads it.
+    """
+    if type(tensors) is tuple and len(tensors) == 1:
+        (x,) = tensors
+        if x.requires_grad and x.is_leaf:
+            return tensors
+    return detached(tensors)
 
 
 class _Flattening:

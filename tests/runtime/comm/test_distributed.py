@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -170,8 +171,11 @@ def count_threads_of_gloo() -> list[int]:
     """Before a pipeline, with it, and when it is closed or forgotten."""
 
     def count() -> int:
-        names = [path / "comm" for path in Path("/proc/self/task").iterdir()]
-        return sum(name.read_text() == "pt_gloo_runloop\n" for name in names)
+        names = []
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                names.append((thread / "comm").read_text())
+        return names.count("pt_gloo_runloop\n")
 
     counts, kept = [count()], []
     for end in (Pipeline.close, lambda pipeline: pipeline._lifecycle.end()):

@@ -203,8 +203,10 @@ class GradientOrder:
             with self.each.within_backward():
                 result = graph.backward(gradients)
             self.each.rest()
-        self._b.add(microbatch, lambda: self._tell(microbatch))
-        self._w.add(microbatch, _nothing)
+        if self._widen is not None:
+            self._widen()
+        self._b.next()
+        self._w.next()
         return result
 
     def _tell(self, microbatch: int) -> None:
@@ -225,14 +227,18 @@ class _Turns:
         return microbatch == self._turn
 
     def add(self, microbatch: int, action: Callable[[], None]) -> None:
-        self._early[microbatch] = action
-        while self._turn in self._early:
-            self._early.pop(self._turn)()
+        if microbatch != self._turn:
+            self._early[microbatch] = action
+            return
+        action()
+        self.next()
+
+    def next(self) -> None:
+        """The one whose turn it was is done: go on with those that came early."""
+        self._turn += 1
+        while self._early and (action := self._early.pop(self._turn, None)):
+            action()
             self._turn += 1
-
-
-def _nothing() -> None:
-    """It has been done."""
 
 
 def run_apart(

@@ -8,9 +8,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from zbpp.core import RequestError
+from zbpp.runtime.support.autograd_internals import edge_at
 from zbpp.runtime.support.torch_internals import is_fake
 
-__all__ = ["PLAIN", "End", "Ends", "alias_of", "check_cut", "end_of", "fitting"]
+__all__ = [
+    "PLAIN",
+    "End",
+    "Ends",
+    "alias_of",
+    "check_cut",
+    "end_of",
+    "fitting",
+    "zeros_for_none",
+]
 
 End = Any
 """A `GradientEdge`, or the tensor itself; see `end_of`."""
@@ -34,7 +44,12 @@ class _Alias(torch.autograd.Function):
 
 
 def alias_of(leaf: Tensor) -> Tensor:
-    """Return a leaf's data as a tensor that may be changed in place."""
+    """Return a leaf's data as a tensor that may be changed in place.
+
+    One that needs no gradient may be changed itself.
+    """
+    if not leaf.requires_grad:
+        return leaf
     return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -44,6 +59,9 @@ def end_of(tensor: Tensor) -> End:
     Subclasses and nested tensors, which torch does not describe by their edge alone,
     stand for themselves.
     """
+    node = tensor.grad_fn
+    if node is not None and type(tensor) is Tensor and not tensor.is_nested:
+        return edge_at(node, tensor.output_nr)
     is_plain = (type(tensor) in PLAIN or is_fake(tensor)) and not tensor.is_nested
     return get_gradient_edge(tensor) if is_plain else tensor
 
@@ -90,6 +108,23 @@ def fitting(
         own.append(ends[i])
         used.append(dy)
     return own, used
+
+
+def zeros_for_none(
+    inputs: Sequence[Tensor], found: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Return gradients, zero for inputs that have no influence.
+
+    Args:
+        inputs: of the forward.
+        found: one for each of them that requires a gradient.
+    """
+    for dx in found:
+        if dx is None:
+            needing = [x for x in inputs if x.requires_grad]
+            pairs = zip(needing, found, strict=True)
+            return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in pairs)
+    return tuple(found)  # type: ignore[arg-type]
 
 
 def check_cut(

@@ -164,14 +164,18 @@ def run_full(
         inputs: leaves that require a gradient.
         wanted: where it ends; None: at all leaves.
     """
-    before = [x.grad for x in inputs]
+    kept: list[tuple[Tensor, Tensor]] = []
     for x in inputs:
-        x.grad = None
+        if x.grad is not None:
+            kept.append((x, x.grad))
+            x.grad = None
     try:
         run_whole(*ends, wanted or ())
         return tuple([x.grad for x in inputs])
     finally:
-        for x, gradient in zip(inputs, before, strict=True):
+        for x in inputs:
+            x.grad = None
+        for x, gradient in kept:
             x.grad = gradient
 
 

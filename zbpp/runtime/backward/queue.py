@@ -210,15 +210,12 @@ class WeightQueue:
             del work
         return ready
 
-    def recording(self) -> "WeightQueue":
-        """Let modules that run within it and defer by themselves use me.
+    def __enter__(self) -> None:
+        """Let modules that run within it and defer by themselves use it.
 
         A plain global, not a context variable: on a GPU autograd runs, and recomputes
         checkpointed blocks, in a thread of its own.
         """
-        return self
-
-    def __enter__(self) -> None:
         _recording.append(self)
         self.began_s = time.perf_counter()
 

@@ -72,11 +72,18 @@ class SplitGraph:
         is_exact: bool = True,
         plans: PlanMemory | None = None,
     ) -> None:
-        roots = [y for y in outputs if y.requires_grad]
-        self._ends: list[End] = [end_of(y) for y in roots]
-        self._shapes = [None if y.is_nested else y.shape for y in roots]
-        self._inputs = [x for x in inputs if x.requires_grad]
-        self._is_cut = not all([x.is_leaf for x in self._inputs])
+        self._ends: list[End] = []
+        self._shapes: list[torch.Size | None] = []
+        for y in outputs:  # no comprehension, which costs a call: a part of every F
+            if y.requires_grad:
+                self._ends.append(end_of(y))
+                self._shapes.append(None if y.is_nested else y.shape)
+        self._inputs: list[Tensor] = []
+        self._is_cut = False
+        for x in inputs:
+            if x.requires_grad:
+                self._inputs.append(x)
+                self._is_cut = self._is_cut or not x.is_leaf
         self._queue = WeightQueue() if queue is None else queue
         self._is_exact = is_exact
         self._plans = plans
@@ -160,7 +167,7 @@ class SplitGraph:
         result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
             run = run_cut_b if self._is_cut else run_b
-            with self._queue.recording():
+            with self._queue:
                 result = run(
                     plan, (ends, given), self._inputs, self._queue, self._is_exact
                 )
@@ -181,11 +188,12 @@ class SplitGraph:
         self._is_done = True
         result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
-            with self._queue.recording():
+            with self._queue:
                 result = run_full((ends, given), self._inputs)
         self._ends, self._inputs, self.outputs = [], [], None
-        self._deferred = len(self._queue) > 0
-        self._queue.run()
+        if self._queue:
+            self._deferred = True
+            self._queue.run()
         return result
 
     def input_gradients(
@@ -273,7 +281,7 @@ def run_forward(
     args = map_tensors(args, take, refuse_hidden)
     kwargs = map_tensors(kwargs, take, refuse_hidden)
     queue = WeightQueue()
-    with queue.recording():
+    with queue:
         result = function(*args, **kwargs)
     result = map_tensors(result, give, refuse_hidden)
     graph = SplitGraph(outputs, inputs, queue)

@@ -216,7 +216,7 @@ class DistributedTransport(Messages):
         All stages begin it behind their passes: what these read has been received.
         """
         self._waits.finish(work, copy, what)
-        self._wire.finish_first(n_sent)
+        self._wire.let_go(n_sent)
 
     def add_weights(self, weight: float) -> PendingSum | None:
         """Start to sum the weight of all replicas' batches; None: there is one."""

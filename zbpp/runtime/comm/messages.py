@@ -122,7 +122,6 @@ class Messages:
             if not payload.is_contiguous():
                 payload = payload.detach().contiguous()
             self._wire.send(value, payload, peer, slot=slot)
-        self._wire.drop_finished()
 
     def _announce(
         self, value: Value, known: Spec | None, spec: Spec, peer: int
@@ -148,7 +147,7 @@ class Messages:
 
     def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
         """Start to receive, unless the shapes are still unknown."""
-        incoming = Incoming(value, peer, known=None if like is None else Spec.of(like))
+        incoming = Incoming(value, peer, None if like is None else Spec.of(like))
         self._incoming[value] = incoming
         self._waiting[peer].append(incoming)
         self._start_known(peer)
@@ -185,13 +184,16 @@ class Messages:
                 or self.shapes.known(first.value)  # type: ignore[arg-type]
                 or self._header(first, job),
             )
+        words = (job, "for", value, "from")
         with self.background.waiting():
             for work in incoming.works:
-                self._waits.wait(work, (job, "for", value, "from"), incoming.peer)
-        spec, tensors = incoming.spec, []
-        for buffer, needs in zip(incoming.buffers, spec.needs_grad, strict=True):
-            here = buffer if self._stays else buffer.to(self._device)
-            tensors.append(here.requires_grad_() if needs else here)
+                self._waits.wait(work, words, incoming.peer)
+        spec, tensors = incoming.spec, incoming.buffers
+        if not self._stays:
+            tensors = [buffer.to(self._device) for buffer in tensors]
+        for i, needs in enumerate(spec.needs_grad):
+            if needs:
+                tensors[i].requires_grad_()
         if spec.structure is None:
             return tuple(tensors)
         return nested(tensors, spec.structure)

@@ -36,6 +36,7 @@ class Wire:
     ) -> None:
         self.channels = channels
         self.device = device
+        self._is_gloo = device.type == "cpu"
         self.training = True
         self._stage = stage
         self._waits = waits
@@ -72,6 +73,7 @@ class Wire:
         except RuntimeError as error:
             raise self._lost(f"could not send {value} to", peer, error) from error
         self._outgoing.append((work, tensor, value, peer))
+        self._drop_finished()
 
     def receive(
         self, value: Message, buffer: Tensor, peer: int, *, slot: int
@@ -91,19 +93,25 @@ class Wire:
         except RuntimeError as error:
             raise self._lost(f"could not receive {value} from", peer, error) from error
 
-    def drop_finished(self) -> None:
-        """Let go what has left."""
-        while self._outgoing and self._outgoing[0][0].is_completed():
-            self._finish_oldest("to hand on")
+    def _drop_finished(self) -> None:
+        """Let go what has left; gloo calls none completed before one waits for it."""
+        if not self._is_gloo:
+            while self._outgoing and self._outgoing[0][0].is_completed():
+                self._finish_oldest("to hand on")
 
     def finish_older(self) -> None:
         """Wait for the sends of the steps before this one."""
-        self.finish_first(self._n_older)
-
-    def finish_first(self, n: int) -> None:
-        """Wait for so many sends, counted from the start on."""
-        while self._n_finished < n:
+        while self._n_finished < self._n_older:
             self._finish_oldest("the end of the step to hand")
+
+    def let_go(self, n: int) -> None:
+        """Forget so many sends, counted from the start on: they have been received."""
+        while self._n_finished < n:
+            if self._is_gloo:
+                self._outgoing.popleft()
+                self._n_finished += 1
+            else:
+                self._finish_oldest("the end of the step to hand")
 
     def flush(self) -> None:
         """Wait for all sends."""

@@ -152,11 +152,22 @@ def returned_gradients(
 
 
 def _engine(gradients: Sequence[Tensor | None]) -> Callable[..., Any] | None:
-    """Return the engine's own call; None if there is none, or torch must make ones."""
+    """Return the engine's own call; None if there is none, or torch must make ones.
+
+    On a CPU it is called without what torch prepares for threads of devices.
+    """
+    of_cpus = _ON_CPUS
     for dy in gradients:
         if dy is None:
             return None
-    return getattr(torch.autograd.graph, "_engine_run_backward", None)
+        if of_cpus is not None and not dy.is_cpu:
+            of_cpus = None
+    return of_cpus or getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+_ON_CPUS: Callable[..., Any] | None = getattr(
+    getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
+)
 
 
 _NO_MORE = (None,) * (len(GradientEdge._fields) - 2)
