@@ -131,7 +131,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace, mode: str, out: Path) -> list[Any]:
-    """What both processes have found in rounds of one mode."""
+    """The findings of both processes in rounds of one mode."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={P}", __file__, args.what, "--mode", mode]
     command += ["--rounds", str(args.rounds), "--out", str(out)]

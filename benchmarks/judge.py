@@ -156,7 +156,7 @@ class _Costs:
 def _ready(
     kind: str, c: int, i: int, ends: dict[tuple[str, int, int], float], cost: _Costs
 ) -> float | None:
-    """When all inputs of a pass are there; None if one is not yet computed."""
+    """The time at which all inputs of a pass are there; None: one is not computed."""
     last = len(cost.stage_of) - 1
     needs = [("B", c, 0.0)] if kind == "W" else []
     if kind == "F" and c > 0:

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from parts.split_models import MODELS, SMALL
+from parts.turns import quartiles_of
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import (
     stage_backward_input,
@@ -42,7 +43,7 @@ _plans: WeakKeyDictionary[nn.Module, PlanMemory] = WeakKeyDictionary()
 
 
 def plans_of(module: nn.Module) -> PlanMemory:
-    """What a stage remembers of a chunk's graphs."""
+    """The memory of a chunk's graphs, as a stage has it."""
     return _plans.setdefault(module, PlanMemory())
 
 
@@ -174,10 +175,9 @@ def measure_time(
     print("  first gradients" if is_first else "  added to gradients")
     for name in ("ours", "in place", "torch"):
         ratios, shares = found[name]
-        low, _, high = statistics.quantiles(ratios, n=4)
         print(
-            f"    {name:8} (B+W)/full {statistics.median(ratios):.3f} "
-            f"({low:.3f}-{high:.3f}), B is {statistics.median(shares):.0%}"
+            f"    {name:8} (B+W)/full {quartiles_of(ratios)}, "
+            f"B is {statistics.median(shares):.0%}"
         )
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from parts.split_models import Block
+from parts.turns import quartiles_of
 from torch import Tensor, nn
 
 from zbpp.memory.layers import model_memory
@@ -147,10 +148,9 @@ def measure_time(
         for name in ways if turn >= 5 else ():
             found[name].append(seconds[name] / seconds["full"])
     for name, ratios in found.items():
-        low, _, high = statistics.quantiles(ratios, n=4)
         f, b, w = (1e6 * statistics.median(x) for x in zip(*host[name], strict=True))
         print(
-            f"    {name:10} {statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
+            f"    {name:10} {quartiles_of(ratios)}"
             f"   us: F {f:.0f}, B {b:.0f}, W {w:.0f}"
         )
 

@@ -207,7 +207,7 @@ class IteratedSchedule:
 
 
 def _end(row: Sequence[Slot]) -> float:
-    """When a stage is free; what goes on beside its jobs does not count."""
+    """The time at which a stage is free; what goes on beside jobs does not count."""
     for slot in reversed(row):
         if not (isinstance(slot.job, Collective) and slot.job.goes_on):
             return slot.end

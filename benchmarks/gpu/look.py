@@ -1,4 +1,4 @@
-"""Whether there is a GPU at all; needs torch alone."""
+"""Look for a GPU; needs torch alone."""
 
 import torch
 

@@ -51,6 +51,8 @@ def spread_of(ratios: Sequence[float]) -> str:
 
 
 def quartiles_of(ratios: Sequence[float]) -> str:
-    """Median, and the quartiles in brackets."""
+    """Median, and the quartiles in brackets; of one, itself."""
+    if len(ratios) < 2:
+        return spread_of(ratios)
     low, _, high = statistics.quantiles(ratios, n=4)
     return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"

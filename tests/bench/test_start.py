@@ -1,4 +1,4 @@
-"""What a bench says before its processes start, and when they have ended."""
+"""The words of a bench before its processes start, and when they have ended."""
 
 import json
 

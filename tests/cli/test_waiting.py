@@ -1,4 +1,4 @@
-"""What `zbpp plan` says of plans that take long."""
+"""The words of `zbpp plan` on plans that take long."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What a run measures becomes a costs file; what a model defers becomes a table."""
+"""Measured times become a costs file; the weights that a model defers, a table."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""What only a GPU can show; all of it is left out where there is none."""
+"""Tests that need a GPU; all are left out where there is none."""
 
 import os
 import sys

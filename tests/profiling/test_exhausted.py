@@ -1,4 +1,4 @@
-"""When memory runs out, the error says what was held and what would need less."""
+"""The error of a run out of memory says what was held and what would need less."""
 
 import pytest
 import torch

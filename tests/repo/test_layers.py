@@ -32,7 +32,7 @@ LAYERS = {
         "zbpp.planning.data_parallel",
     },
 }
-"""What a layer may import beside the standard library."""
+"""The packages that a layer may import beside the standard library."""
 
 ROOMS = {
     "zbpp.schedules.patterns": {"zbpp.schedules.patterns", "zbpp.core"},
@@ -79,7 +79,7 @@ ROOMS = {
         *("zbpp.schedules", "zbpp.simulator"),
     },
 }
-"""What a room may import of zbpp."""
+"""The parts of zbpp that a room may import."""
 
 SEEDS = {"zbpp.schedules.planner.multi.seeds", "zbpp.schedules.planner.multi.rules"}
 """The only parts of the planner that know patterns: they offer them as seeds."""

@@ -51,7 +51,7 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
 
 
 def waits(mode: str, n_stages: int | None, **more: object) -> Counter[tuple[str, str]]:
-    """What steps wait for once shapes and buffers are known."""
+    """The waits of steps once shapes and buffers are known."""
     pipeline = make_pipeline(
         mode,
         n_stages,

@@ -243,7 +243,7 @@ def stage_of(layers: list[nn.Module], recompute: tuple[int, ...]) -> Stage:
 
 
 def left_by_f(recompute: tuple[int, ...]) -> tuple[int, int]:
-    """What F leaves, and B in its place."""
+    """Bytes that F leaves, and B in its place."""
     stage = stage_of(build(range(1, 5)), recompute)
     gradient = (torch.randn(64, 16, 16),)
     for microbatch in range(2):  # the first one learns

@@ -11,9 +11,9 @@ class FakeStream:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        """When the stream will have done what it has been given so far."""
+        """The time at which the stream will have done what it has been given so far."""
         self.passed_s = 0.0
-        """How far it has come, as far as the host has waited."""
+        """The time that it has come to, as far as the host has waited."""
         self.n_waits = 0
 
     def run(self, seconds: float) -> None:

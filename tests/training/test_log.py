@@ -26,7 +26,7 @@ class FakeResult:
 
 
 def run(steps, *, reads, results=None, **options):
-    """What has been read after each step, and after the last one was reported."""
+    """The results read after each step, and after the last one was reported."""
     choice = {"enabled": True, "log_every": 10, "metrics": None} | options
     seen = []
     with Recorder(steps=steps, tokens=100, bubble_rate=0.04, **choice) as recorder:

@@ -47,7 +47,7 @@ TINY = Train(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has written into its metrics file."""
+    """The lines that a run has written into its metrics file."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]

@@ -102,7 +102,7 @@ class Loss:
         """False for a micro-batch of weight 0."""
         return self._weights is None or self._weights[microbatch] != 0
 
-    def scaled_share(self, microbatch: int, scale: float) -> float:
+    def _scaled_share(self, microbatch: int, scale: float) -> float:
         """Share of a micro-batch in the loss of the batch, times the loss scale."""
         if self._total is not None and self._weights is not None:
             self._shares, self._total = _parts(self._weights, self._total()), None
@@ -114,7 +114,7 @@ class Loss:
         self, losses: Sequence[Tensor], microbatch: int, scale: float
     ) -> tuple[Tensor, ...]:
         """The gradient that B starts from, for each loss that needs one."""
-        share = self.scaled_share(microbatch, scale)
+        share = self._scaled_share(microbatch, scale)
         return tuple(torch.full_like(y, share) for y in losses if y.requires_grad)
 
     def table(self) -> Tensor:

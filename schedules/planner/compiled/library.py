@@ -71,7 +71,7 @@ def whole_numbers(numbers: Iterable[int]) -> Buffer:
 
 
 def address(buffer: Buffer) -> ctypes.c_void_p:
-    """Where the numbers of an array stand; it must live as long as this is used."""
+    """The address of an array's numbers; it must live as long as this is used."""
     return ctypes.c_void_p(buffer.buffer_info()[0])
 
 

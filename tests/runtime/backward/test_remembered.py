@@ -178,3 +178,24 @@ def test_a_function_of_python_s_is_left_to_hooks() -> None:
     net.way = lambda net, x: plain(net, Identity.apply(x))  # type: ignore[no-untyped-call]
     run(net, torch.randn(3, 4), plans)
     assert [trail._returns for trail in plans._trails] == [False, True]
+
+
+def leaves_node(leaf: Tensor) -> Any:
+    """The node that adds a leaf's gradients; made anew once nothing keeps it."""
+    ((node, _),) = leaf.view_as(leaf).grad_fn.next_functions  # type: ignore[union-attr]
+    return node
+
+
+@pytest.mark.parametrize("plans", (False, True))
+def test_a_report_keeps_no_node_of_a_leaf_and_a_plan_does(plans: bool) -> None:
+    """The look at its hooks has left an empty list on it, which every call visits."""
+    net, memory = Net(), PlanMemory()
+    x = torch.randn(2, 4, requires_grad=True)
+    graph = SplitGraph([net(x)], [x], plans=memory)
+    assert "W" in graph.report().values()
+    if plans:
+        graph.in_b()
+    leaves_node(net.a.weight).metadata["seen"] = True
+    graph.backward(torch.ones(2, 4))
+    del graph
+    assert ("seen" in leaves_node(net.a.weight).metadata) is plans

@@ -32,7 +32,7 @@ class Machines:
 
 
 def rounds(machines: Machines, n: int) -> Iterator[list[tuple[float, float]]]:
-    """What each process reads; all starts come before all ends."""
+    """The readings of each process; all starts come before all ends."""
     ranks = range(len(machines.ahead_s))
     for turn in range(n):
         order = ranks if turn % 2 == 0 else reversed(ranks)

@@ -259,6 +259,6 @@ def test_the_cache_of_plain_compilations_is_left_alone(
 
 
 def of_caches() -> int:
-    """How often AOTAutograd has asked its cache, and saved there."""
+    """The number of times that AOTAutograd has asked its cache, and saved there."""
     found = torch._dynamo.utils.counters["aot_autograd"]
     return sum(n for name, n in found.items() if "cache" in name)

@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def stepped(family: str, **how: Any) -> tuple[set[str], dict[str, Tensor]]:
-    """What waits for W, and the gradients of a step."""
+    """The parameters that wait for W, and the gradients of a step."""
     batch = batch_of(family, 4)
     with zbpp.Pipeline(
         tiny(family, 2), optimizer=None, schedule="ZBH1", n_stages=2, n_microbatches=2,

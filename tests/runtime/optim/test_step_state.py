@@ -38,7 +38,7 @@ def test_speculation_begins_ends_and_begins_again_after_clean_steps() -> None:
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What zbpp's logger says."""
+    """The messages of zbpp's logger."""
     lines: list[str] = []
 
     class Listener(logging.Handler):

@@ -173,7 +173,7 @@ def assert_alike(
 
 
 def _together(at_rank: list[Found]) -> Found:
-    """What all ranks say, with the parameters of all."""
+    """The answers of all ranks, with the parameters of all."""
     for one in at_rank[1:]:
         assert one.results == at_rank[0].results
         assert one.validation == at_rank[0].validation

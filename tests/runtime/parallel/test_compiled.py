@@ -118,7 +118,7 @@ class Summed(nn.Module):
 
 
 def sum_partly() -> tuple[list[str], bool]:
-    """Where the gradients are computed, and whether they are those of a backward."""
+    """The places of the gradients, and the difference from those of a backward."""
     mesh = init_device_mesh("cpu", (2,))
     ours, plain = Summed(mesh), Summed(mesh)
     with kernels_left_out():

@@ -148,7 +148,7 @@ def replayed(program: Program) -> Program:
 def channels(
     programs: list[Program], *, receives: bool = False
 ) -> dict[tuple[int, int], list[Value]]:
-    """What each channel carries, as its senders or its receivers see it."""
+    """The messages of each channel, as its senders or its receivers see it."""
     found: dict[tuple[int, int], list[Value]] = {}
     for stage, program in enumerate(programs):
         for i in program:

@@ -1,4 +1,4 @@
-"""What every hand-made schedule promises, for any number of stages and micro-batches.
+"""Promises of every hand-made schedule, for any number of stages and micro-batches.
 
 That each pass stands once, on its stage and after its input, and that no stages wait
 for one another, is checked by `Schedule` itself (tests/core proves that it is).

@@ -68,7 +68,7 @@ def quiet(browser):
 
 
 def point(browser, panel, stage, time):
-    """Where on the screen a stage is at a time, counted from the panel's start."""
+    """The place on the screen of a stage at a time, counted from the panel's start."""
     return browser.run(f"""(() => {{
         const panel = panels[{panel}], box = panel.box.getBoundingClientRect();
         const x = panel.scale.x(panel.timeline.origin + {time!r});

@@ -37,7 +37,7 @@ WIDTH, N_LAYERS, SAMPLES, N_MICROBATCHES = 8, 8, 16, 8
 
 
 Found = SimpleNamespace
-"""What a rank has of a training: results, whole parameters, rollbacks, validation."""
+"""The outcome of a training on a rank: results, whole parameters, rollbacks, validation."""
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""What torch's own tests of composability ask of a pipeline, asked of this one.
+"""Scenarios of torch's own tests of composability, for this pipeline.
 
 Eight layers of two Linears of width 10, 2 stages x 2 replicas, 8 micro-batches of one
 sample, the sum of the outputs as loss; each replica steps on its own share of the

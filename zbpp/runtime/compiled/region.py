@@ -36,7 +36,7 @@ Take = Callable[[list[Any]], Sequence[int]]
 """Given what all pieces need: keeps it for W, but for the pieces that it returns."""
 
 TAKERS: dict[Any, Take] = {}
-"""What takes the pieces of a region while its B runs, by node.
+"""The takers of a region's pieces while its B runs, by node.
 
 For all threads: on a GPU autograd has one of its own."""
 

@@ -246,7 +246,7 @@ def graph_inputs(value: Any) -> tuple[int, int] | None:
 
 
 class DealtGradient(NamedTuple):
-    """What a compiled region does with its part of a DTensor's gradient.
+    """The fate of a DTensor's gradient of which a compiled region has a part.
 
     Args:
         placements: of the gradient.
