@@ -1,5 +1,7 @@
 """The split backward beside torch.compile, tensor parallelism and packing hooks."""
 
+from typing import Any
+
 import pytest
 import torch
 from pool import Pool
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from zbpp.core import RequestError
+from zbpp.runtime.backward.ends import end_of
 from zbpp.runtime.backward.split import SplitGraph, split_forward
 from zbpp.runtime.backward.torch_stage import SplitModule
 from zbpp.runtime.chunk import Chunk
@@ -204,3 +207,25 @@ def test_data_parallel_wrappers_are_refused_by_name(pool: Pool) -> None:
             assert f"is wrapped by {name.split()[0]}" in text
         assert "the module.0 is" in said["fully_shard inside"]
     split_forward(nn.Sequential(nn.Linear(6, 6)), torch.randn(4, 6))
+
+
+def test_the_end_of_a_function_in_python_holds_its_graph() -> None:
+    """Python's part of such a node does not own it, so torch adds one that does."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return dy * 2
+
+    x = torch.ones(2, requires_grad=True)
+    in_python, built_in, leaf = map(end_of, (Double.apply(x), x * 2, x))
+    assert in_python.ownership_token is not None
+    assert built_in.ownership_token is leaf.ownership_token is None
+    for end in in_python, built_in, leaf:
+        torch.autograd.backward([end], [torch.ones(2)])
+    assert x.grad is not None
+    assert x.grad.tolist() == [5.0, 5.0]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from zbpp.core import RequestError
-from zbpp.runtime.support.autograd_internals import edge_at
+from zbpp.runtime.support.autograd_internals import edge_at, is_built_in
 from zbpp.runtime.support.torch_internals import is_fake
 
 __all__ = [
@@ -60,9 +60,11 @@ def end_of(tensor: Tensor) -> End:
     stand for themselves.
     """
     node = tensor.grad_fn
-    if node is not None and type(tensor) is Tensor and not tensor.is_nested:
+    is_dense = not tensor.is_nested
+    # a node in Python needs a token to live on
+    if node is not None and type(tensor) is Tensor and is_dense and is_built_in(node):
         return edge_at(node, tensor.output_nr)
-    is_plain = (type(tensor) in PLAIN or is_fake(tensor)) and not tensor.is_nested
+    is_plain = (type(tensor) in PLAIN or is_fake(tensor)) and is_dense
     return get_gradient_edge(tensor) if is_plain else tensor
 
 
