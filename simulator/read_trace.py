@@ -1,11 +1,12 @@
 """Timelines of a trace that `write_trace` has written, read back."""
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zbpp.core import Pass, Placement, Slot, Timeline, parse_job
+from zbpp.core import Pass, Placement, RequestError, Slot, Timeline, parse_job
 from zbpp.core.files.json_text import fail, object_of, read
 
 __all__ = ["read_trace"]
@@ -32,32 +33,40 @@ def read_trace(
     events = object_of(read(path), source).get("traceEvents")
     if not isinstance(events, list):
         fail(source, "no trace: there is no list traceEvents")
+    try:
+        return list(_timelines(events, microseconds_per_unit))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        reason = f"{type(e).__name__}: {e}" if not isinstance(e, RequestError) else e
+        fail(source, f"no trace that zbpp has written: {reason}")
+
+
+def _timelines(events: Sequence[Event], unit: float) -> Iterator[Timeline]:
+    """The timelines of a trace's events, each of the events of one process."""
     runs: dict[int, list[Event]] = defaultdict(list)
     about: dict[int, Event] = {}
     for event in events:
-        if not isinstance(event, dict):
-            fail(source, f"no trace: {event!r} is no event")
         run = event.get("pid", 0)
         if event.get("ph") == "X":
             runs[run].append(event)
         elif event.get("name") == "process_name":
             about[run] = event.get("args", {})
-    if not runs or any("timeline" not in about.get(run, ()) for run in runs):
-        fail(source, "no trace that zbpp bench, zbpp trace or write_trace has written")
-    try:
-        return [
-            _timeline(about[run], jobs, microseconds_per_unit)
-            for run, jobs in sorted(runs.items())
-        ]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        fail(source, f"no trace of one step: {type(error).__name__}: {error}")
+    if not runs:
+        raise RequestError("it has no jobs")
+    for run, jobs in sorted(runs.items()):
+        if "timeline" not in about.get(run, ()):
+            raise RequestError(f"process {run} is not called a timeline")
+        yield _timeline(about[run], jobs, unit)
 
 
 def _timeline(about: Event, jobs: Sequence[Event], unit: float) -> Timeline:
     n = about["n_stages"]
+    if not 0 < n <= len(jobs):
+        raise RequestError(f"n_stages is {n}, and there are {len(jobs)} jobs")
     lanes: list[list[Slot]] = [[] for _ in range(2 * n)]
     for event in jobs:
         start, lane = event["ts"], event["tid"]
+        if not (0 <= lane < 2 * n and math.isfinite(start + event["dur"])):
+            raise RequestError(f"{event['name']} is on no stage, or at no time")
         if event.get("cat") == "SEND":  # the end of the job before
             first = lanes[lane].pop()
             end = (start + event["dur"]) / unit
@@ -72,7 +81,7 @@ def _timeline(about: Event, jobs: Sequence[Event], unit: float) -> Timeline:
         if isinstance(slot.job, Pass)
     ]
     if len(set(passes)) < len(passes) or not passes:
-        raise ValueError(f"{about['timeline']}: these are not the jobs of one step")
+        raise RequestError(f"{about['timeline']}: these are not the jobs of one step")
     stage_of = {job.chunk: stage for job, stage in passes}
     return Timeline(
         about["timeline"],

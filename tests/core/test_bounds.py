@@ -31,7 +31,7 @@ def cases(draw):
         n_microbatches=draw(st.integers(1, 12)),
     )
     n_chunks = schedule.placement.n_chunks
-    time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
+    time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-9, 10.0))
     times = st.one_of(time, st.tuples(*[time] * n_chunks))
     p = schedule.n_stages
     edges = st.tuples(*[time] * (n_chunks - 1))

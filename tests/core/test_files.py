@@ -111,7 +111,7 @@ def test_errors_begin_with_the_file(tmp_path):
         read_costs(binary)
 
 
-values = st.floats(0, 1e6) | st.integers(0, 10**6)
+values = st.floats(1e-99, 1e6) | st.integers(0, 10**6)
 per_chunk = values | st.lists(values, min_size=1, max_size=4).map(tuple)
 
 

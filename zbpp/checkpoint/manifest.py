@@ -10,9 +10,12 @@ A folder without a manifest is no checkpoint. It is JSON: nothing in it is execu
 
 import hashlib
 import json
+import math
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "zbpp-checkpoint", 1
+_LONGEST = 2**29
+"""Bytes of a manifest: a million tensors take half of it."""
 
 
 class CheckpointError(RequestError):
@@ -72,6 +77,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _LONGEST:
+            raise CheckpointError(
+                f"{path} is no manifest: it is no file of at most {_LONGEST:,} bytes"
+            )
         body = json.loads(path.read_bytes())
         told = body.pop("sha256")
         name, version = body.pop("format"), body.pop("version")
@@ -81,7 +91,9 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except (*_WRONG, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if name != _FORMAT or version != _VERSION:
         raise CheckpointError(
@@ -93,21 +105,66 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest(**body)
         _check(manifest)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    except _WRONG as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
     return manifest
 
 
+_WRONG = (ValueError, KeyError, AttributeError, TypeError)
+"""Errors of whoever reads JSON that is not what the reader takes it for."""
+
+
 def _check(manifest: Manifest) -> None:
-    """Look at what is used as a path or a kind; the hash is right, so it is ours."""
-    names = set(manifest.files)
-    if any(Path(name).name != name or name in ("", "..") for name in names):
-        raise KeyError("a file outside of the folder")
+    """Refuse what is no path in the folder, no size, or not all of a tensor.
+
+    The hash tells that the text is whole, not that a sound writer has written it.
+    """
+    _whole("step", manifest.step)
+    for name, told in manifest.files.items():
+        if Path(name).name != name or name in ("", "..") or "\0" in name:
+            raise ValueError(f"{name!r} is no name of a file in the folder")
+        _whole(f"the bytes of {name}", told["bytes"])
+        if not isinstance(told["sha256"], str):
+            raise ValueError(f"the hash of {name} is no text")
     for name, held in manifest.tensors.items():
-        if held["dtype"] not in DTYPES or not held["chunks"]:
-            raise KeyError(name)
-        if not {chunk["file"] for chunk in held["chunks"]} <= names:
-            raise KeyError(f"the file of {name}")
+        _check_tensor(name, held, manifest.files)
+    texts = (*manifest.aliases.values(), *manifest.aliases)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("an alias is no name")
+    tables = (manifest.run, manifest.values)
+    parts = (manifest.values.get(part, {}) for part in ("optimizer", "extra_states"))
+    if not all(isinstance(table, dict) for table in (*tables, *parts)):
+        raise ValueError("run, values, or a part of the values is no table")
+
+
+def _check_tensor(
+    name: str, held: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """The parts of a tensor are in the files, within it, apart, and all of it."""
+    shape, itemsize = held["shape"], DTYPES[held["dtype"]].itemsize
+    boxes: list[list[tuple[int, int]]] = []
+    for chunk in held["chunks"]:
+        corner, sizes = chunk["offsets"], chunk["sizes"]
+        for number in (*shape, *corner, *sizes):
+            _whole(f"a place in {name}", number)
+        boxes.append([(a, a + n) for a, n in zip(corner, sizes, strict=True)])
+        within = all(b <= n for (_, b), n in zip(boxes[-1], shape, strict=True))
+        if not within or not isinstance(chunk["key"], str):
+            raise ValueError(f"a part of {name} is not in it")
+        if math.prod(sizes) * itemsize > files[chunk["file"]]["bytes"]:
+            raise ValueError(f"a part of {name} is larger than its file")
+    overlap = any(
+        all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, two, strict=True))
+        for one, two in combinations(boxes, 2)
+    )
+    covered = sum(math.prod(b - a for a, b in box) for box in boxes)
+    if not boxes or overlap or covered != math.prod(shape):
+        raise ValueError(f"the parts of {name} are not the whole of it, each once")
+
+
+def _whole(what: str, number: object) -> None:
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"{what} is {number!r:.40}, no whole number from 0 on")
 
 
 def damaged(folder: Path, manifest: Manifest, files: Iterable[str]) -> list[str]:
@@ -116,8 +173,11 @@ def damaged(folder: Path, manifest: Manifest, files: Iterable[str]) -> list[str]
     for name in files:
         told, path = manifest.files[name], folder / name
         try:
-            size = path.stat().st_size
-            if size != told["bytes"]:
+            about = path.stat()
+            size = about.st_size
+            if not stat.S_ISREG(about.st_mode):
+                found.append(f"{path} is no file")
+            elif size != told["bytes"]:
                 found.append(f"{path} has {size:,} bytes, not {told['bytes']:,}")
             elif sha256_of(path) != told["sha256"]:
                 found.append(f"{path} does not have the hash that the manifest tells")

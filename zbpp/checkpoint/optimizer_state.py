@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zbpp.checkpoint.owned import Owned
 from zbpp.checkpoint.shards import in_parts
+from zbpp.checkpoint.values import misfit
 
 __all__ = ["check_optimizers", "load_optimizers", "optimizer_state"]
 
@@ -66,6 +67,11 @@ def check_optimizers(
                 continue
             used.add(find.key(name))
             wrong += [f"the optimizer's {one}" for one in _misfits(p, name, given)]
+            misfits = (
+                misfit(value, group.get(option), f"the optimizer's {option} of {name}")
+                for option, value in given["options"].items()
+            )
+            wrong += [words for words in misfits if words]
             kind = type(optimizer).__name__
             if given["kind"] != kind:
                 wrong.append(

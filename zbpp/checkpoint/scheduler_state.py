@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zbpp.checkpoint.owned import Owned
+from zbpp.checkpoint.values import misfit
 
 __all__ = ["fit_schedulers", "scheduler_state"]
 
@@ -50,7 +51,12 @@ def fit_schedulers(
             wrong.append(f"the state of scheduler {number} is missing")
             continue
         parts = [(one["groups"], one["state"]) for one in found]
-        state = _joined(parts, groups, scheduler.state_dict())
+        now = scheduler.state_dict()
+        words = _misfit([state for _, state in parts], now, number)
+        if words is not None:
+            wrong.append(words)
+            continue
+        state = _joined(parts, groups, now)
         if state is None:
             wrong.append(
                 f"the states of scheduler {number} differ among the stages that saved"
@@ -63,6 +69,20 @@ def fit_schedulers(
             "pipeline.attach(*schedulers) first"
         )
     return fitted, wrong
+
+
+def _misfit(
+    states: list[dict[str, Any]], now: dict[str, Any], number: int
+) -> str | None:
+    """Words about saved parts of another kind; versions of torch keep other parts."""
+    for state in states:
+        shared = {name: value for name, value in now.items() if name in state}
+        words = misfit(state, shared, f"the state of scheduler {number}")
+        if words is None and len(state.get(_INNER) or ()) != len(now.get(_INNER, ())):
+            words = f"the state of scheduler {number} has other schedulers in it"
+        if words is not None:
+            return words
+    return None
 
 
 def _each(owned: Owned) -> list[tuple[Any, Groups, int]]:

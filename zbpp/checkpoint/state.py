@@ -25,7 +25,7 @@ from zbpp.checkpoint.owned import Owned, check_model, load_model, model_state
 from zbpp.checkpoint.saving import Snapshot
 from zbpp.checkpoint.scheduler_state import fit_schedulers, scheduler_state
 from zbpp.checkpoint.shards import whole
-from zbpp.checkpoint.values import decode, encode
+from zbpp.checkpoint.values import decode, encode, misfit
 from zbpp.core import RequestError
 
 __all__ = [
@@ -150,7 +150,9 @@ def read_state(
         _decoded(rest, note)
         tensors = read_tensors(folder, manifest.tensors, keys)
         found = _decoded(rest, tensors.__getitem__)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not model_only:
+            _check_entries(found)
+    except (OSError, RequestError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     state: State = {
         "step": manifest.step,
@@ -173,6 +175,35 @@ def _decoded(rest: Mapping[str, Any], get: Any) -> dict[str, Any]:
         else:
             found[name] = decode(value, get)
     return found
+
+
+def _check_entries(found: Mapping[str, Any]) -> None:
+    """Refuse values that are none of what `optimizer_state` and others have saved.
+
+    Raises:
+        RequestError: names the first one.
+    """
+    one = {"kind": "", "state": {}, "options": {}}
+    for name, entries in found[_OPTIMIZER].items():
+        if not isinstance(entries, list):
+            raise RequestError(f"the optimizer's state of {name} is no list")
+        for entry in entries:
+            _refuse(misfit(entry, one, f"the optimizer's state of {name}"))
+    expected = {"schedulers": [], "run": {}, "extra": {}}
+    _refuse(misfit({n: found[n] for n in expected}, expected, "the state"))
+    for number, scheduler in enumerate(found["schedulers"]):
+        where = f"the state of scheduler {number}"
+        _refuse(misfit(scheduler, {"groups": [], "place": 0, "state": {}}, where))
+        groups = scheduler["groups"]
+        if not all(isinstance(group, list) for group in groups) or not all(
+            isinstance(name, str) for group in groups for name in group
+        ):
+            raise RequestError(f"{where} has groups that are no lists of names")
+
+
+def _refuse(words: str | None) -> None:
+    if words is not None:
+        raise RequestError(words)
 
 
 def names_in(manifest: Manifest) -> dict[str, set[str]]:

@@ -128,6 +128,8 @@ class FileWriter(StorageWriter):
 class _Part:
     file: str
     key: str
+    sizes: torch.Size
+    dtype: torch.dtype
 
 
 class FileReader(StorageReader):
@@ -149,7 +151,7 @@ class FileReader(StorageReader):
         tensors: dict[str, TensorStorageMetadata] = {}
         places: dict[MetadataIndex, _Part] = {}
         for name, held in self._index.items():
-            chunks = []
+            chunks, dtype = [], DTYPES[held["dtype"]]
             for chunk in held["chunks"]:
                 offsets, sizes = (
                     torch.Size(chunk["offsets"]),
@@ -157,8 +159,8 @@ class FileReader(StorageReader):
                 )
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 index = MetadataIndex(name, offsets)
-                places[index] = _Part(chunk["file"], chunk["key"])
-            properties = TensorProperties(dtype=DTYPES[held["dtype"]])
+                places[index] = _Part(chunk["file"], chunk["key"], sizes, dtype)
+            properties = TensorProperties(dtype=dtype)
             size = torch.Size(held["shape"])
             tensors[name] = TensorStorageMetadata(properties, size, chunks)
         return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
@@ -186,7 +188,10 @@ class FileReader(StorageReader):
             extents = read_header(self._folder / name)
             with (self._folder / name).open("rb") as file:
                 for item in wanted:
-                    extent = extents[self._places[item.storage_index].key]
+                    place = self._places[item.storage_index]
+                    extent = extents[place.key]
+                    if (extent.shape, extent.dtype) != (place.sizes, place.dtype):
+                        raise ValueError(f"{place.key} in {name} is of another kind")
                     part = torch.empty(extent.shape, dtype=extent.dtype)
                     file.seek(extent.first)
                     if file.readinto(raw(part)) != part.nbytes:

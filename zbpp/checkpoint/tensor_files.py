@@ -53,6 +53,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 2**28
+_WRONG = (AttributeError, LookupError, TypeError, ValueError)  # no such header
 _PART = 2**24  # bytes that are written and hashed at a time
 
 
@@ -145,10 +146,17 @@ def read_header(path: Path) -> dict[str, Extent]:
         try:
             header = json.loads(file.read(length))
             found = dict(_extents(header, 8 + length))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"its header is damaged ({error})") from error
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as e:
+            raise ValueError(f"its header is damaged ({e})") from e
     for name, one in found.items():
-        if one.last - one.first != math.prod(one.shape) * one.dtype.itemsize:
+        size_told = math.prod(one.shape) * one.dtype.itemsize
+        if min(one.shape, default=0) < 0 or one.last - one.first != size_told:
             raise ValueError(f"its header is damaged (size of {name})")
         if not 8 + length <= one.first <= one.last <= size:
             raise ValueError(f"it is cut off ({name})")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "misfit"]
 
 
 def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
@@ -83,3 +83,26 @@ def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
             case "counter":
                 return Counter({decode(k, get): decode(one, get) for k, one in held})
     raise RequestError(f"a checkpoint has no values of the kind {sorted(value)}")
+
+
+def misfit(saved: Any, here: Any, where: str) -> str | None:
+    """Words about the first part of a saved value that cannot stand for the one here.
+
+    Numbers and tensors may stand for one another, lists may have other lengths, and
+    anything may stand where None is now. Tables hold at least the keys of those here.
+    """
+    if here is None or (saved is None and isinstance(here, bool)):
+        return None
+    if isinstance(here, int | float | Tensor):
+        fits = isinstance(saved, int | float | Tensor) and not (
+            isinstance(here, int) and isinstance(saved, float) and saved % 1
+        )
+        return None if fits else f"{where} is {saved!r:.40}, no number as here"
+    if isinstance(here, dict):
+        if not isinstance(saved, dict) or here.keys() - saved.keys():
+            return f"{where} lacks parts that it has here"
+        parts = (misfit(saved[key], here[key], f"{where}/{key}") for key in here)
+        return next((words for words in parts if words), None)
+    if type(saved) is not type(here):
+        return f"{where} is a {type(saved).__name__}, here a {type(here).__name__}"
+    return None

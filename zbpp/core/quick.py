@@ -32,10 +32,13 @@ def is_plain(
     >>> is_plain(row, Placement.single(1), 0, n_microbatches=1)
     True
     """
-    states = {chunk: bytearray(n_microbatches) for chunk in placement.chunks_of[stage]}
     n_passes = len(order)
     if order and order[-1] == Step(stage):
         n_passes -= 1
+    chunks = placement.chunks_of[stage]
+    if n_passes < 2 * n_microbatches * len(chunks):  # F and BW: not all are there
+        return False
+    states = {chunk: bytearray(n_microbatches) for chunk in chunks}
     n_finished = 0
     for column in range(n_passes):
         job = order[column]

@@ -12,6 +12,7 @@ __all__ = ["draw", "format_job", "grid", "parse_job"]
 
 _PASS = re.compile(r"(0|[1-9][0-9]{0,8})(F|BW|B|W)(0|[1-9][0-9]{0,8})")
 _COLLECTIVE = re.compile(rf"(0|[1-9][0-9]{{0,8}})({'|'.join(CollectiveKind)})")
+_MOST_CELLS = 10**7
 _CONTEXT = 6  # columns shown on each side of a marked one
 
 
@@ -83,11 +84,20 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     A V that vanishes is written in front of the job after it: ``VB0``. Below a stage
     (``+``) is what goes on beside its jobs: ``U0`` gathers chunk 0 (UNSHARD), ``R0``
     adds up its gradients (REDUCE_GRAD).
+
+    Raises:
+        RequestError: the picture has more than ten million cells a stage.
     """
     with_chunk = timeline.placement.n_chunks > timeline.placement.n_stages
     lanes = timeline.collectives or ((),) * len(timeline.rows)
     slots = [slot for row in (*timeline.rows, *lanes) for slot in row]
     origin = min((slot.start for slot in slots), default=0.0)
+    n_cells = (max((slot.end for slot in slots), default=0.0) - origin) / unit
+    if not n_cells <= _MOST_CELLS:
+        raise RequestError(
+            f"a picture of {n_cells:.3g} cells a stage; take a unit above {unit:g}, so "
+            f"that they are at most {_MOST_CELLS:,}"
+        )
     number = len(str(len(timeline.rows) - 1))
     rows: list[tuple[str, list[str]]] = []
     for stage, (row, lane) in enumerate(zip(timeline.rows, lanes, strict=True)):

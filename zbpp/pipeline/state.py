@@ -26,6 +26,7 @@ from zbpp.checkpoint.state import (
     state_of,
     take_snapshot,
 )
+from zbpp.checkpoint.values import misfit
 from zbpp.core import RequestError, Schedule
 from zbpp.models import Layered
 from zbpp.runtime.driver import collective_calls as calls
@@ -232,7 +233,7 @@ class Checkpoints:
         """Load on all ranks, or on none."""
         histories = [one.optimizer.history for one in self._executors.values()]
         if not model_only and "run" in state:
-            checked.wrong += histories[0].check_state(state["run"])
+            checked.wrong += self._run_misfits(state["run"])
         elif not model_only and not checked.wrong:
             checked.wrong.append("the state of the run (run) is missing")
         aliases = state.get("aliases", {})
@@ -267,6 +268,17 @@ class Checkpoints:
             optimizers=self.optimizers,
             schedulers=self._schedulers,
         )
+
+    def _run_misfits(self, saved: Any) -> list[str]:
+        """Words about a saved state of the run that cannot go on here."""
+        history = next(iter(self._executors.values())).optimizer.history
+        here = history.state_dict()
+        words = misfit(saved, {**here, "scaler": None}, "the state of the run")
+        if words is not None:
+            return [words]
+        wrong: list[str] = history.check_state(saved)
+        words = misfit(saved["scaler"], here["scaler"], "the state of the loss scale")
+        return wrong or ([] if words is None else [words])
 
     def _run_state(self) -> dict[str, Any]:
         return next(iter(self._executors.values())).optimizer.history.state_dict()

@@ -247,5 +247,7 @@ def _fresh(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
     m, memory = problem.n_microbatches, problem.memory
     held = micro_batch(memory, problem.placement)
     for limit, more, whole in zip(memory.limit, problem.beyond, held, strict=True):
-        most = rule.fresh * (limit - more) / whole if whole > 0 else math.inf
+        most = math.inf
+        if whole > 0 and rule.fresh < math.inf:  # no room times no limit is no number
+            most = rule.fresh * (limit - more) / whole
         yield m if most >= m else max(1, math.ceil(most - 1e-9))

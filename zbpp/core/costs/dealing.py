@@ -26,22 +26,24 @@ PerChunk = float | tuple[float, ...]
 
 MOST_LIMIT = 1e150
 _MOST = 1e100  # products and sums of these are finite
+_LEAST = 1e-100  # and so are quotients
 
 
 def check_numbers(name: str, value: PerChunk, *, most: float = _MOST) -> None:
-    """Refuse what is negative, not finite, or too large to be added up.
+    """Refuse what is negative, not finite, or too large or small to be counted with.
 
     Raises:
         RequestError: it names the number.
     """
     for number in value if isinstance(value, tuple) else (value,):
-        if not math.isfinite(number) or number < 0:
+        if not 0 <= number < math.inf:
             raise RequestError(
                 f"{name} is {number!r}; it must be finite and at least 0"
             )
-        if number > most:
+        if number > most or 0 < number < _LEAST:
             raise RequestError(
-                f"{name} is {number!r}; take another unit: it must be at most {most:g}"
+                f"{name} is {number!r:.40}; take another unit: it must be 0, or at "
+                f"least {_LEAST:g} and at most {most:g}"
             )
 
 

@@ -20,6 +20,9 @@ __all__ = [
     "refuse_unknown",
 ]
 
+_LONGEST = 2**29
+"""Bytes of a text file: a plan of 1024 stages and 4096 micro-batches has a quarter."""
+
 
 def read(path: str | Path) -> str:
     """Read a text file.
@@ -28,7 +31,11 @@ def read(path: str | Path) -> str:
         RequestError: it cannot be read.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            content = file.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise OSError(f"it is longer than {_LONGEST // 2**20} MiB")
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: cannot be read: {error}") from None
 

@@ -1,0 +1,174 @@
+"""Files changed at random are read, or refused in one sentence: nothing else."""
+
+import json
+import os
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from mangle import mangled_bytes, mangled_text
+
+import zbpp
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    RequestError,
+    draw,
+    parse_costs,
+    parse_layers,
+    parse_schedule,
+    read_schedule,
+    schedule_text,
+)
+from zbpp.planning.layer_plans import plan_layers
+from zbpp.schedules import from_torch_csv, plan_zb_v, to_torch_csv
+from zbpp.simulator import bubble_rate, read_trace, simulate, write_trace
+
+SCHEDULE = plan_zb_v(n_stages=2, n_microbatches=3)
+SEEDS = st.integers(0, 2**32)
+COSTS = json.dumps(
+    {
+        **{"f": 1.5, "b": [1.0, 2.0], "w": 0.7, "comm": 0.1, "optimizer": 0, "loss": 1},
+        **{"m_b": 1.0, "m_w": 0.4, "memory_limit": [9, 8], "splits": [True, False]},
+        **{"m_fixed": 0.5, "peak_f": 1.5, "send_occupies": 0.05, "reduction": 0.1},
+    }
+)
+LAYERS = json.dumps(
+    {
+        **{"n_layers": 5, "f": [1, 2, 3, 2, 1], "b": 1.0, "w": 0.5, "pass_f": 0.1},
+        **{"m_b": [1, 2, 1, 2, 1], "m_w": 0.4, "message": 5, "bandwidth": 10},
+        **{"delay": 0.1, "memory_limit": 60, "m_r": 0.1, "parameters": 2},
+    }
+)
+
+
+def use_schedule(text: str) -> None:
+    draw(simulate(parse_schedule(text)))
+
+
+def use_csv(text: str) -> None:
+    draw(simulate(from_torch_csv(text)))
+
+
+def use_costs(text: str) -> None:
+    costs, memory = parse_costs(text)
+    for mode in ("ZB", "ZBV", "1F1B"):
+        with suppress(RequestError):
+            plan = zbpp.plan(
+                mode, n_stages=2, n_microbatches=3, costs=costs, memory=memory
+            )
+            bubble_rate(simulate(plan, costs))
+
+
+def use_layers(text: str) -> None:
+    plan_layers("ZBV", parse_layers(text), n_stages=2, n_microbatches=3, effort="fast")
+
+
+TRACE: list[str] = []
+
+
+def trace_text(tmp_path_factory) -> str:
+    if not TRACE:
+        path = tmp_path_factory.mktemp("trace") / "trace.json"
+        write_trace(simulate(SCHEDULE), path)
+        TRACE.append(path.read_text())
+    return TRACE[0]
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        pytest.param(use_schedule, schedule_text(SCHEDULE), id="schedule"),
+        pytest.param(use_costs, COSTS, id="costs"),
+        pytest.param(use_layers, LAYERS, id="layers"),
+    ],
+)
+@given(seed=SEEDS)
+def test_a_mangled_file_is_read_or_refused(use, text, seed):
+    use(text)  # the control: as it is, it can be used
+    with suppress(RequestError):
+        use(mangled_text(text, random.Random(seed)))
+
+
+@given(seed=SEEDS)
+def test_a_mangled_csv_is_read_or_refused(seed):
+    text = to_torch_csv(SCHEDULE)
+    use_csv(text)
+    with suppress(RequestError):
+        use_csv(mangled_bytes(text, random.Random(seed)))
+
+
+@given(seed=SEEDS)
+def test_a_mangled_trace_is_read_or_refused(tmp_path_factory, seed):
+    text = mangled_text(trace_text(tmp_path_factory), random.Random(seed))
+    path = tmp_path_factory.getbasetemp() / "mangled.json"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    with suppress(RequestError):
+        for timeline in read_trace(path):
+            draw(timeline, unit=1000.0)
+
+
+EXTREMES = st.one_of(
+    st.floats(0, 1e160), st.sampled_from([0.0, 5e-324, 1e-300, 1e-100, 1e100, 1e150])
+)
+
+
+@example(f=1e100, w=5e-324, m_b=5e-324, m_w=1e-300, limit=1e150)
+@given(f=EXTREMES, w=EXTREMES, m_b=EXTREMES, m_w=EXTREMES, limit=EXTREMES)
+def test_extreme_costs_are_planned_or_refused(f, w, m_b, m_w, limit):
+    with suppress(RequestError):
+        costs, memory = Costs(f=f, w=w), MemoryModel(m_b=m_b, m_w=m_w, limit=limit)
+        for mode in ("ZB", "ZBV"):
+            with suppress(RequestError):
+                plan = zbpp.plan(
+                    mode, n_stages=2, n_microbatches=4, costs=costs, memory=memory
+                )
+                bubble_rate(simulate(plan, costs))
+
+
+def small_file_of_many(n_microbatches: int) -> dict[str, Any]:
+    head = json.loads(schedule_text(SCHEDULE))
+    return {**head, "n_microbatches": n_microbatches, "jobs": [["0F0"], ["1F0"]]}
+
+
+@pytest.mark.parametrize("n_microbatches", [10**8, 10**11, 10**30])
+def test_few_jobs_of_many_microbatches_are_refused_without_counting_to_them(
+    n_microbatches,
+):
+    text = json.dumps(small_file_of_many(n_microbatches))
+    with pytest.raises(RequestError, match=r"0B0 .* is missing"):
+        parse_schedule(text)
+
+
+def test_an_endless_file_is_not_read_to_its_end():
+    with pytest.raises(RequestError, match=r"/dev/zero: .* longer than"):
+        read_schedule("/dev/zero")
+
+
+def test_a_sparse_file_of_twenty_gigabytes_is_not_read(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), 20 * 2**30)
+    with pytest.raises(RequestError, match="longer than"):
+        read_schedule(path)
+
+
+@pytest.mark.parametrize("text", ['{"f": 1' + "0" * 400 + "}", '{"f": 1e400}'])
+def test_a_number_that_no_float_holds_is_refused_by_name(text):
+    with pytest.raises(RequestError, match=r"f is .*(must be finite|at most 1e\+100)"):
+        parse_costs(text)
+
+
+def test_a_trace_of_more_stages_than_jobs_is_refused(tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "stages.json"
+    data = json.loads(trace_text(tmp_path_factory))
+    for event in data["traceEvents"]:
+        if event.get("name") == "process_name":
+            event["args"]["n_stages"] = 10**9
+    path.write_text(json.dumps(data))
+    with pytest.raises(RequestError, match="n_stages is 1000000000"):
+        read_trace(path)
