@@ -21,8 +21,7 @@ test-slow: $(READY)
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	rm -rf build && $(BIN)/pip install --quiet --no-deps --target build/typed .
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p zbpp
+	$(BIN)/mypy -p zbpp
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,13 +1,12 @@
-"""Find the packages; the folders schedules/ and simulator/ are imported as zbpp.*."""
+"""Build the inner loops of the planner, in C; all else stands in pyproject.toml."""
 
 from hashlib import sha256
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-_BESIDE = ("schedules", "simulator")
-_LOOPS = "schedules/planner/compiled"
+_LOOPS = "src/zbpp/schedules/planner/compiled"
 
 
 def _stamp() -> str:
@@ -25,14 +24,6 @@ class _BuildLibrary(build_ext):
 
 
 setup(
-    packages=[
-        *find_packages(include=["zbpp", "zbpp.*"]),
-        *(
-            f"zbpp.{name}"
-            for top in _BESIDE
-            for name in find_packages(include=[top, f"{top}.*"])
-        ),
-    ],
     cmdclass={"build_ext": _BuildLibrary},
     ext_modules=[
         Extension(

@@ -137,7 +137,10 @@ def test_a_long_picture_is_cropped_to_the_terminal(capsys, monkeypatch, columns)
     picture = [line for line in lines if line[:4] in ("0 | ", "1 | ", "2 | ", "3 | ")]
     assert len(picture) == 4
     assert max(map(len, picture)) <= columns
-    note = f"(the first {columns} of 207 columns; zbpp plot draws everything)"
+    note = (
+        f"(the first {columns} of 207 columns; COLUMNS=207 zbpp show prints all of "
+        "them, zbpp plot draws them)"
+    )
     assert (note in lines) == (columns < 207)
 
 

@@ -4,12 +4,11 @@ import doctest
 import importlib
 import pkgutil
 
+import zbpp
+
 MODULES = sorted(
     module.name
-    for package in ("zbpp", "zbpp.schedules", "zbpp.simulator")
-    for module in pkgutil.walk_packages(
-        importlib.import_module(package).__path__, f"{package}."
-    )
+    for module in pkgutil.walk_packages(zbpp.__path__, "zbpp.")
     if not module.name.endswith("__main__")
 )
 """Every module in every room."""

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("zbpp", "schedules", "simulator")
+SOURCES = {"zbpp": "zbpp", "schedules": "zbpp/schedules", "simulator": "zbpp/simulator"}
+"""Folders of the checkout, and where their modules are imported from."""
 LOOPS = ("line.c", "placement.c", "weights.c", "moves.c", "loops.h")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
@@ -34,23 +35,28 @@ def must_run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory) -> Path:
-    """Built from a copy: a build folder in the checkout may hold deleted modules."""
-    copy, out = (tmp_path_factory.mktemp(name) for name in ("copy", "sdist"))
-    for source in SOURCES:
-        for path in (ROOT / source).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                target = copy / path.relative_to(ROOT)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(path.read_bytes())
+def checkout(tmp_path_factory) -> Path:
+    """A copy named zbpp; a build folder in the checkout may hold deleted modules."""
+    copy = tmp_path_factory.mktemp("beside") / "zbpp"
+    unwanted = shutil.ignore_patterns("__pycache__", "*.shared", "*.egg-info")
+    for source in ("src", *SOURCES):
+        shutil.copytree(ROOT / source, copy / source, symlinks=True, ignore=unwanted)
     for name in FILES:
-        (copy / name).write_bytes((ROOT / name).read_bytes())
-    code = (
-        "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1])"
-    )
-    must_run(sys.executable, "-c", code, out, cwd=copy)
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def build(kind: str, checkout: Path, out: Path) -> Path:
+    """Call the build backend as pip does, with what is installed here."""
+    code = f"import sys, setuptools.build_meta as b; b.build_{kind}(sys.argv[1])"
+    must_run(sys.executable, "-c", code, out, cwd=checkout)
     (path,) = out.iterdir()
     return path
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory) -> Path:
+    return build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +68,8 @@ def wheel(sdist, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory) -> Path:
-    """An environment with the wheel; its dependencies are those of this one."""
-    folder = tmp_path_factory.mktemp("installed")
+def environment(folder: Path, wheel: Path) -> Path:
+    """Make an environment with a wheel; its dependencies are those of this one."""
     venv.create(folder, with_pip=False)
     scripts = folder / ("Scripts" if sys.platform == "win32" else "bin")
     executable = scripts / "python"
@@ -80,14 +84,17 @@ def python(wheel, tmp_path_factory) -> Path:
     return executable
 
 
-def sources_as_installed() -> dict[str, str]:
-    """Path in the wheel of every module, and its path in the checkout."""
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    return environment(tmp_path_factory.mktemp("installed"), wheel)
+
+
+def modules() -> set[str]:
+    """Paths in the wheel of every module."""
     return {
-        f"{'' if source == 'zbpp' else 'zbpp/'}{path}": path
-        for source in SOURCES
-        for path in (
-            file.relative_to(ROOT).as_posix() for file in (ROOT / source).rglob("*.py")
-        )
+        f"{package}/{path.relative_to(ROOT / source)}"
+        for source, package in SOURCES.items()
+        for path in (ROOT / source).rglob("*.py")
     }
 
 
@@ -118,9 +125,9 @@ def test_a_page_is_written_from_the_wheel(python, tmp_path):
 def test_the_sdist_has_every_module_readme_and_license(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*FILES, "zbpp/py.typed", *sources_as_installed().values()} <= names
-    loops = {f"schedules/planner/compiled/{name}" for name in LOOPS}
-    assert loops <= names
+    packaged = {"zbpp/py.typed", *modules()}
+    packaged |= {f"zbpp/schedules/planner/compiled/{name}" for name in LOOPS}
+    assert {*FILES, *(f"src/{path}" for path in packaged)} <= names
 
 
 def test_the_wheel_has_every_module_the_marker_and_the_license(wheel):
@@ -128,9 +135,7 @@ def test_the_wheel_has_every_module_the_marker_and_the_license(wheel):
         names = set(archive.namelist())
     assert {"zbpp/py.typed", *beside_modules()} <= names
     assert [name for name in names if name.endswith("licenses/LICENSE")]
-    modules = {name for name in names if name.endswith(".py")}
-    assert modules == set(sources_as_installed())
-    assert {name.partition("/")[0] for name in modules} == {"zbpp"}
+    assert {name for name in names if name.endswith(".py")} == modules()
     built = [name for name in names if "planner/compiled/loops" in name]
     assert bool(built) == bool(shutil.which("cc"))
 
@@ -159,7 +164,7 @@ def import_all(python: Path, names: list[str], cwd: Path) -> str:
 def test_every_module_of_the_checkout_is_imported_from_the_wheel(python, tmp_path):
     names = [
         path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for path in sources_as_installed()
+        for path in modules()
         if not path.endswith("__main__.py")
     ]
     assert {"zbpp.runtime.optim.rollback.copies", "zbpp.schedules.planner"} <= {*names}
@@ -180,6 +185,24 @@ def test_the_installed_packages_are_the_wheels_and_load_nothing_heavy(python, tm
     assert len(files) == 3
     for file in files:
         assert Path(file).is_relative_to(python.parents[1])
+
+
+def test_a_script_beside_an_editable_checkout_finds_the_package(checkout, tmp_path):
+    """Its folder holds one named zbpp, which Python would take as a namespace."""
+    script = checkout.parent / "train.py"
+    script.write_text(
+        "import zbpp\n"
+        "from zbpp.schedules import plan_vpp\n"
+        "from zbpp.simulator import simulate\n"
+        "print(zbpp.__file__, zbpp.plan('ZBV', n_stages=2, n_microbatches=2).name)\n"
+    )
+    editable = build("editable", checkout, tmp_path / "wheel")
+    python = environment(tmp_path / "environment", editable)
+    file, mode = must_run(python, script, cwd=checkout.parent).split()
+    assert (Path(file), mode) == (checkout / "src/zbpp/__init__.py", "ZBV")
+    for name in ("schedules", "simulator"):  # may be the script's own
+        result = run(python, "-c", f"import {name}", cwd=tmp_path)
+        assert f"No module named '{name}'" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["schedules", "simulator"])

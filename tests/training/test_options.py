@@ -70,7 +70,6 @@ def test_flags_out_of_range_are_refused(flags, message):
         ({"data": "nowhere"}, "nowhere does not exist"),
         ({"n_blocks": 1, "stages": 4}, "3 layers cannot fill 4 chunks"),
         ({"dim": 15}, "dim 15 is no multiple"),
-        ({"metrics": "nowhere/m.jsonl"}, "cannot be written"),
         ({"costs": "nowhere.json"}, "nowhere.json: cannot be read"),
         ({"memory_limit": 0.5}, "0.5"),
     ],

@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -23,6 +24,7 @@ from zbpp.cli.flags import (
     shown_as,
 )
 from zbpp.cli.layers_report import split_lines
+from zbpp.cli.outputs import check_outputs, write_text
 from zbpp.cli.pictures.compare import Compare
 from zbpp.cli.pictures.drawings import Plot, Trace
 from zbpp.cli.profile import ProfileCommand
@@ -32,6 +34,7 @@ from zbpp.cli.summary import short_memory, steady, summarize
 from zbpp.cli.torchtitan import torchtitan_lines
 from zbpp.cli.train import TrainCommand
 from zbpp.cli.waiting import gain_line, waiting_line
+from zbpp.cli.words import SHORT, command_named, long_words
 from zbpp.core import (
     RequestError,
     WorkerError,
@@ -62,6 +65,7 @@ class Plan(SizedFlags):
 
     def run(self) -> None:
         """Plan, write, and say what it will cost."""
+        check_outputs(out=self.out, csv=self.csv)
         self._say_how_long()
         planned = self.plan_layers(self.pipeline_schedule_mode)
         if planned is None:
@@ -79,9 +83,9 @@ class Plan(SizedFlags):
             proof = f", {found}"
         found_span = span(simulate(schedule, costs))  # before there are V's
         schedule = self.with_checks(schedule)
-        _write(self.out, schedule_text(schedule))
+        write_text(self.out, schedule_text(schedule))
         if self.csv is not None:
-            _write(self.csv, to_torch_csv(schedule))
+            write_text(self.csv, to_torch_csv(schedule))
         summary = summarize(schedule, costs, memory)
         print(
             f"{self.out}: {summary.mode}, {summary.n_stages} stages, "
@@ -154,34 +158,54 @@ class Doctor:
             print_split(self.model, compile=self.compile)
 
 
-Command = (
-    Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Show, tyro.conf.subcommand("show")]
-    | Annotated[Plot, tyro.conf.subcommand("plot")]
-    | Annotated[Trace, tyro.conf.subcommand("trace")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[TrainCommand, tyro.conf.subcommand("train")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[ProfileCommand, tyro.conf.subcommand("profile")]
-    | Annotated[EstimateCommand, tyro.conf.subcommand("estimate")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-)
+_COMMANDS: dict[str, type] = {
+    "plan": Plan,
+    "show": Show,
+    "plot": Plot,
+    "trace": Trace,
+    "compare": Compare,
+    "train": TrainCommand,
+    "bench": Bench,
+    "profile": ProfileCommand,
+    "estimate": EstimateCommand,
+    "doctor": Doctor,
+}
+
+
+def _parse(words: Sequence[str]) -> Any:
+    """Make the command that the words name; tyro prints help, and leaves."""
+    if not words:
+        raise RequestError(f"no command is given; choose {', '.join(_COMMANDS)}")
+    name, *rest = words
+    if name in ("-h", "--help"):
+        short = ", ".join(f"{short} is {flag}" for short, flag in SHORT.items())
+        tyro.extras.subcommand_cli_from_dict(
+            _COMMANDS,
+            prog="zbpp",
+            description="Plan, simulate and run zero-bubble pipeline schedules. "
+            f"In all commands {short}; a mode or a schedule file may stand bare.",
+            args=["--help"],
+            use_underscores=True,
+        )
+    command = command_named(name, _COMMANDS)
+    return tyro.cli(
+        command,
+        prog=f"zbpp {name}",
+        args=long_words(name, command, rest),
+        use_underscores=True,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.
-
-    Bad flags leave by ``SystemExit(2)``, as argparse does it.
-    """
+    """Run one command; returns the exit code. ``--help`` leaves by ``SystemExit``."""
+    if sys.stdout is None:  # closed by the caller: `zbpp show ... >&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        command = tyro.cli(
-            Command,
-            prog="zbpp",
-            description="Plan, simulate and run zero-bubble pipeline schedules.",
-            args=arguments,
-            use_underscores=True,
-        )
-        command.run()
+        if list(words) == ["--version"]:
+            print(f"zbpp {version('zbpp')}")
+        else:
+            _parse(words).run()
         sys.stdout.flush()
     except RequestError as error:
         print(f"zbpp: {error}", file=sys.stderr)
@@ -206,10 +230,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zbpp.cli.flags import shown_as
+from zbpp.cli.outputs import check_outputs
 from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import (
     Costs,
@@ -154,6 +155,7 @@ class EstimateCommand:
         _print(found, limit, largest)
 
     def _check(self) -> None:
+        check_outputs(costs_out=self.costs_out, layers_out=self.layers_out)
         sizes = {"--stages": self.stages, "--microbatches": self.microbatches}
         for flag, value in {**sizes, "--microbatch_size": self.microbatch_size}.items():
             if value is not None and value < 1:

@@ -2,16 +2,17 @@
 
 import importlib.util
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from zbpp.cli.outputs import check_outputs
 from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import RequestError, Schedule
-from zbpp.training.options import Train
+from zbpp.training.options import RunOptions, Train
 
 __all__ = ["ProfileCommand"]
 
@@ -20,7 +21,7 @@ _PATH = tyro.conf.arg(metavar="PATH")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileCommand(Train):
+class ProfileCommand(RunOptions):
     """Measure a model's costs, per chunk and per layer, on the real devices.
 
     F, B, W, the loss, O, V, norms, links and memory, with quartiles; of the model of
@@ -40,6 +41,9 @@ class ProfileCommand(Train):
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object instead of the table."""
 
+    def __post_init__(self) -> None:
+        """Leave the check to `run`, as tyro would put its error into a box."""
+
     def run(self) -> None:
         """Profile, and return when it is done.
 
@@ -47,6 +51,7 @@ class ProfileCommand(Train):
             RequestError: the request is wrong or cannot be met.
             WorkerError: a process failed.
         """
+        options = self._options()
         if importlib.util.find_spec("torch") is None:
             raise RequestError("a profile needs torch: pip install 'zbpp[train]'")
         from zbpp.training.profiled import ProfileRequest, run_profile
@@ -57,25 +62,27 @@ class ProfileCommand(Train):
         request = ProfileRequest(
             load, self.out, self.layers_out, self.rounds, self.json
         )
-        options = replace(self, model=None)  # the request has it
         start_worker(partial(run_profile, request), options, check=self._check)
 
     def _load(self) -> UserModel:
         assert self.model is not None
         return load_model(self.model, seq=self.seq, samples=self.microbatch_size)
 
-    def _check(self, _: Train, schedule: Schedule) -> None:
+    def _options(self) -> Train:
+        """The options of the run whose passes are timed; the request has the model."""
+        names = {field.name for field in fields(RunOptions)} - {"model"}
+        options = Train(**{name: getattr(self, name) for name in names})
         if self.rounds < 1:
             raise RequestError(f"--rounds is {self.rounds}; it must be at least 1")
-        for flag in ("out", "layers_out"):
-            path = getattr(self, flag)
-            if path is None:
-                continue
-            if path.is_dir() or not os.access(path.parent, os.W_OK):
+        check_outputs(out=self.out, layers_out=self.layers_out)
+        for name in ("split", "layers", "cuda_graphs", "emulate"):
+            if self.model is not None and getattr(self, name):
                 raise RequestError(
-                    f"--{flag} {path} cannot be written; give the path of a file in a "
-                    "folder that exists"
+                    f"--{name} does not go with --model; leave one of them out"
                 )
+        return options
+
+    def _check(self, _: Train, schedule: Schedule) -> None:
         if self.model is not None:
             n_layers = self._load().n_layers
             if n_layers < schedule.placement.n_chunks:

@@ -249,7 +249,10 @@ def _picture(timeline: Timeline, unit: float) -> str:
         line if len(line) <= width else line[: width - 4].rstrip() + " ..."
         for line in lines
     ]
-    note = f"(the first {width} of {longest} columns; zbpp plot draws everything)"
+    note = (
+        f"(the first {width} of {longest} columns; COLUMNS={longest} zbpp show prints "
+        "all of them, zbpp plot draws them)"
+    )
     return "\n".join([*cropped, note])
 
 

@@ -9,7 +9,7 @@ import tyro
 from zbpp.core import RequestError, parse_memory
 from zbpp.core.collectives.sharding import Shard
 
-__all__ = ["HF", "MemoryText", "Train", "YesNoUnsaid"]
+__all__ = ["HF", "MemoryText", "RunOptions", "Train", "YesNoUnsaid"]
 
 HF = "hf:"
 """Begin of the name of a model of transformers."""
@@ -32,8 +32,8 @@ _Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
-    """Sizes, schedule and optimizer of a training; `zbpp.training.start` runs it.
+class RunOptions:
+    """Model, schedule and processes of a run: what a training and a profile share.
 
     Raises:
         RequestError: a value is out of its range.
@@ -49,9 +49,6 @@ class Train:
     shard: Shard = "none"
     """Tensors that replicas hold in parts: optimizer state (and parameters between
     steps), gradients too, parameters as well; none: each holds all."""
-    alternating_buffers: bool = False
-    """Gather layers into two buffers in turn, each beside the pass of another, and sum
-    gradients from two others in every W; with --shard parameters."""
     tensor_parallel: int = 1
     """Processes that share the blocks of each stage."""
     microbatches: _Count = None
@@ -60,40 +57,20 @@ class Train:
     """Windows of text in a micro-batch."""
     seq: int = 128
     """Bytes in a window."""
-    steps: int | None = None
-    """Optimizer steps; 200 if left out, or 10 emulated ones."""
     seed: int = 0
     """Of the initial weights and of the choice of windows."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Computation: fp32, or bf16 or fp16 by autocast (the weights stay fp32); fp16 with
     a loss scale that adapts."""
-    lr: float = 3e-3
-    """Learning rate of AdamW after the warm-up."""
-    warmup_steps: int = 10
-    """Steps over which the learning rate rises linearly."""
-    weight_decay: float = 0.1
-    """Of AdamW."""
-    clip_grad_norm: float = 1.0
-    """Largest norm of the whole model's gradient."""
     enable_optimizer_post_validation: YesNoUnsaid = None
     """Step before the global gradient norm is known, and roll the step back in the next
     one if it was invalid; left out: where the backward is split."""
-    post_validation_failures: int = 3
-    """Wait for the norm after so many invalid steps ..."""
-    post_validation_window: int = 10
-    """... of the last so many ..."""
-    post_validation_clean: int = 10
-    """... until so many steps in a row needed no correction; a run begins so."""
     post_validation_rollback: Literal["auto", "deferred", "compiled", "snapshot"] = (
         "auto"
     )
     """Keep a copy of the parameters and step twice (compiled: the first time by a
     kernel of its own; auto: for stages of 2**25 parameters), or copy the whole state
     too."""
-    max_consecutive_skips: int = 5
-    """Stop after so many steps in a row with an Inf or NaN gradient, and name it."""
-    validation_microbatches: int = 32
-    """Micro-batches of held-out text for the final loss."""
     model: Annotated[str | None, tyro.conf.arg(metavar="hf:PATH")] = None
     """A causal language model of transformers: hf:config.json, with random weights, or
     hf:FOLDER, a checkpoint of safetensors; left out: a Llama of the sizes below."""
@@ -105,24 +82,6 @@ class Train:
     """Attention heads."""
     hidden: int = 256
     """Inner width of the feed-forward layers."""
-    data: _Path = None
-    """A text file or a folder; without it the Python standard library's source."""
-    metrics: _Path = None
-    """Write one JSON line per step, and a last one with the final results."""
-    log_every: int = 10
-    """Steps between log lines."""
-    save_dir: _Path = None
-    """Folder for checkpoints: one at the end, and when SIGTERM or Ctrl-C stops the run
-    between two steps."""
-    save_every: _Count = None
-    """Steps between checkpoints; they are written while the run goes on."""
-    keep: int = 3
-    """Checkpoints that stay in the folder, the newest."""
-    resume: str = "auto"
-    """auto: go on from the newest undamaged checkpoint in --save_dir, if there is one;
-    none; or the path of a checkpoint. Stages and mode may be others."""
-    max_restarts: int = 0
-    """Start again so often from the last checkpoint when a process has died."""
     costs: _Path = None
     """Costs file for the plan and for the simulated bubble rate."""
     layers: _Path = None
@@ -138,11 +97,6 @@ class Train:
     effort: Literal["fast", "default"] = "default"
     """Search effort; every process plans for itself, so for more let zbpp plan
     write a file."""
-    costs_out: _Path = None
-    """Write the measured times of the passes as a costs file (ms) to plan with."""
-    trace: _Path = None
-    """Write what each stage did in the last step, for Perfetto, and for zbpp compare
-    --measured."""
     emulate: _Path = None
     """Costs file in ms: layers that sleep instead, to compare with the simulation. A
     layers file (it names n_layers) is one too: each layer sleeps its own time."""
@@ -162,46 +116,27 @@ class Train:
     """Seconds that a stage waits for another one before it gives up."""
 
     def __post_init__(self) -> None:
-        for name in ("stages", "microbatches", "microbatch_size", "seq", "steps"):
+        for name in ("stages", "microbatches", "microbatch_size", "seq"):
             self._check_at_least(name, 1)
-        for name in ("validation_microbatches", "log_every", "data_parallel"):
+        for name in ("data_parallel", "tensor_parallel"):
             self._check_at_least(name, 1)
-        self._check_at_least("tensor_parallel", 1)
-        for name in ("failures", "window", "clean"):
-            self._check_at_least(f"post_validation_{name}", 1)
-        for name in ("max_consecutive_skips", "save_every", "keep"):
-            self._check_at_least(name, 1)
-        for name in ("seed", "warmup_steps", "lr", "weight_decay", "max_restarts"):
-            self._check_at_least(name, 0)
+        self._check_at_least("seed", 0)
         if self.shard != "none" and self.data_parallel == 1:
             raise RequestError(
                 f"--shard {self.shard} needs replicas to share it; give "
                 "--data_parallel, 2 or more"
-            )
-        if self.alternating_buffers and self.shard != "parameters":
-            raise RequestError(
-                "--alternating_buffers hold layers for the time of a pass, and --shard "
-                f"is {self.shard}, which keeps them whole for longer; give --shard "
-                "parameters"
             )
         if self.n_peers > 1 and self.transport == "local":
             raise RequestError(
                 f"--transport local is one process, and a stage has {self.n_peers}; "
                 "leave it out, or --data_parallel and --tensor_parallel"
             )
-        for name in ("save_every", "max_restarts"):
-            if getattr(self, name) and self.save_dir is None:
-                raise RequestError(f"--{name} needs --save_dir, a folder to save to")
         for name in ("compile", "cuda_graphs"):
             if getattr(self, name) and self.emulate is not None:
                 raise RequestError(
                     f"--{name}: emulated layers sleep; leave one of them out"
                 )
-        for name in ("clip_grad_norm", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise RequestError(
-                    f"--{name} is {getattr(self, name)}; it must be above 0"
-                )
+        self._check_above_zero("timeout_s")
 
     @property
     def n_peers(self) -> int:
@@ -212,3 +147,84 @@ class Train:
         value = getattr(self, name)
         if value is not None and not value >= least:
             raise RequestError(f"--{name} is {value}; it must be at least {least}")
+
+    def _check_above_zero(self, name: str) -> None:
+        if not getattr(self, name) > 0:
+            raise RequestError(f"--{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(RunOptions):
+    """Sizes, schedule and optimizer of a training; `zbpp.training.start` runs it.
+
+    Raises:
+        RequestError: a value is out of its range.
+    """
+
+    alternating_buffers: bool = False
+    """Gather layers into two buffers in turn, each beside the pass of another, and sum
+    gradients from two others in every W; with --shard parameters."""
+    steps: int | None = None
+    """Optimizer steps; 200 if left out, or 10 emulated ones."""
+    lr: float = 3e-3
+    """Learning rate of AdamW after the warm-up."""
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises linearly."""
+    weight_decay: float = 0.1
+    """Of AdamW."""
+    clip_grad_norm: float = 1.0
+    """Largest norm of the whole model's gradient."""
+    post_validation_failures: int = 3
+    """Wait for the norm after so many invalid steps ..."""
+    post_validation_window: int = 10
+    """... of the last so many ..."""
+    post_validation_clean: int = 10
+    """... until so many steps in a row needed no correction; a run begins so."""
+    max_consecutive_skips: int = 5
+    """Stop after so many steps in a row with an Inf or NaN gradient, and name it."""
+    validation_microbatches: int = 32
+    """Micro-batches of held-out text for the final loss."""
+    data: _Path = None
+    """A text file or a folder; without it the Python standard library's source."""
+    metrics: _Path = None
+    """Write one JSON line per step, and a last one with the final results."""
+    log_every: int = 10
+    """Steps between log lines."""
+    save_dir: _Path = None
+    """Folder for checkpoints: one at the end, and when SIGTERM or Ctrl-C stops the run
+    between two steps."""
+    save_every: _Count = None
+    """Steps between checkpoints; they are written while the run goes on."""
+    keep: int = 3
+    """Checkpoints that stay in the folder, the newest."""
+    resume: str = "auto"
+    """auto: go on from the newest undamaged checkpoint in --save_dir, if there is one;
+    none; or the path of a checkpoint. Stages and mode may be others."""
+    max_restarts: int = 0
+    """Start again so often from the last checkpoint when a process has died."""
+    costs_out: _Path = None
+    """Write the measured times of the passes as a costs file (ms) to plan with."""
+    trace: _Path = None
+    """Write what each stage did in the last step, for Perfetto, and for zbpp compare
+    --measured."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("steps", "validation_microbatches", "log_every"):
+            self._check_at_least(name, 1)
+        for name in ("failures", "window", "clean"):
+            self._check_at_least(f"post_validation_{name}", 1)
+        for name in ("max_consecutive_skips", "save_every", "keep"):
+            self._check_at_least(name, 1)
+        for name in ("warmup_steps", "lr", "weight_decay", "max_restarts"):
+            self._check_at_least(name, 0)
+        if self.alternating_buffers and self.shard != "parameters":
+            raise RequestError(
+                "--alternating_buffers hold layers for the time of a pass, and --shard "
+                f"is {self.shard}, which keeps them whole for longer; give --shard "
+                "parameters"
+            )
+        for name in ("save_every", "max_restarts"):
+            if getattr(self, name) and self.save_dir is None:
+                raise RequestError(f"--{name} needs --save_dir, a folder to save to")
+        self._check_above_zero("clip_grad_norm")

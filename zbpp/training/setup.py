@@ -1,6 +1,5 @@
 """From the options of a run to what it is made of; the same in every process."""
 
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -221,12 +220,5 @@ def check(options: Train, schedule: Schedule) -> None:
     _check_dtype(options)
     check_saving(options)
     load_corpus(options.data, seq=options.seq)
-    for flag in ("metrics", "costs_out", "trace"):
-        path = getattr(options, flag)
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise RequestError(
-                f"--{flag} {path} cannot be written; give the path of a file in a "
-                "folder that exists"
-            )
     if options.costs_out is not None and schedule.runs(PassKind.BW):
         raise RequestError(f"--costs_out: {not_told_apart(schedule.name)}")

@@ -14,6 +14,7 @@ from zbpp.cli.flags import (
     shown_as,
 )
 from zbpp.cli.layers_report import comparison_of_splits
+from zbpp.cli.outputs import check_outputs, check_picture, write_text
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
 from zbpp.cli.pictures.measured import Run, beside, print_runs, read_runs
 from zbpp.cli.pictures.meshes import MeshFlags
@@ -58,6 +59,9 @@ class Compare(MeshFlags):
             raise RequestError(
                 "give --stages to compare modes, or --devices to compare meshes"
             )
+        check_outputs(out=self.out, csv=self.csv)
+        if self.out is not None:
+            check_picture(self.out)
         if self.devices is not None:
             self._check_meshes()
             self.compare_meshes(self.microbatches, as_json=self.json)
@@ -77,7 +81,7 @@ class Compare(MeshFlags):
                 if one.runs:
                     print_runs(one.runs)
         if self.csv is not None:
-            _write(self.csv, csv_text(found))
+            write_text(self.csv, csv_text(found))
         if self.out is not None:
             self._draw(self.out, found)
         written = [path for path in (self.csv, self.out) if path is not None]
@@ -211,10 +215,3 @@ class Compare(MeshFlags):
                 points[m] = bubble_rate(simulate(other.schedule, other.costs))
             found[mode] = sorted(points.items())
         return found
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zbpp.cli.flags import ScheduleFlags
+from zbpp.cli.outputs import check_outputs, check_picture
 from zbpp.cli.pictures.several import command_text, schedules_in
 from zbpp.cli.summary import summarize
 from zbpp.core import Costs, MemoryModel, Schedule
@@ -38,6 +39,8 @@ class Plot(_Several):
 
     def run(self) -> None:
         """Draw, and name the file."""
+        check_outputs(out=self.out)
+        check_picture(self.out)
         loaded = list(self.loaded())
         if self.out.suffix.lower() == ".html":
             self._write_page(loaded)
@@ -88,6 +91,7 @@ class Trace(_Several):
 
     def run(self) -> None:
         """Write, and name the file."""
+        check_outputs(out=self.out)
         runs = [
             (timeline, memory)
             for schedule, costs, memory in self.loaded()

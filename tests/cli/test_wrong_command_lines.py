@@ -1,0 +1,170 @@
+"""Wrong command lines: each is refused in one line that names the mend."""
+
+import re
+from importlib.metadata import version
+from shlex import split
+
+import pytest
+
+from zbpp.cli.commands import main
+from zbpp.core import read_schedule
+from zbpp.modes import plan
+
+FILES = {
+    "broken.json": '{"f": 1,',
+    "list.json": "[1, 2]",
+    "unknown.json": '{"forward": 1}',
+    "negative.json": '{"f": -1}',
+    "text.json": '{"f": "fast"}',
+    "bytes.json": '{"m_b": 1000000000, "m_w": 500000000}',
+    "plan.json": '{"format": "zbpp-schedule", "version": 9}',
+    "torch.csv": "0X0",
+}
+WRONG = {
+    # commands
+    "": "choose plan, show",
+    "traim": "did you mean train?",
+    "polt ZBV -p 2 -m 3": "did you mean plot?",
+    "frobnicate": "choose plan, show",
+    "--stages 4 show": "begin with one: plan, show",
+    "-p 4": "begin with one: plan, show",
+    # flags
+    "show ZBV --stage 4": "did you mean --stages?",
+    "show ZBV --micro-batches 4": "did you mean --microbatches?",
+    "show ZBV -p 2 -m 3 --memory-limt 3": "did you mean --memory_limit?",
+    "train --pipeline_mode ZBV": "did you mean --pipeline_schedule_mode?",
+    "train --no_exact_sum": "did you mean --no_exact_sums?",
+    "show ZBV -x 2": "zbpp show --help lists its flags",
+    "show ZBV -p": "-p INT",
+    "show ZBV -p 2 -m 3 --effort": "--effort TEXT",
+    "show ZBV --stages --microbatches 3": "--stages INT",
+    "show ZBV -p 2 -m 3 --json=yes": "leave =yes out",
+    "show ZBV -p 2 -m 3 --no_json": "--json",
+    "plan ZBV -p 2 -m 3": "--out PATH",
+    "estimate --microbatches 4": "--stages INT",
+    "compare -p 4": "--microbatches INT",
+    # modes and other bare words
+    "show ZBW -p 2 -m 3": "did you mean",
+    "plan ZVB -p 2 -m 3 -o x.json": "did you mean",
+    "show": "give a schedule file",
+    "plan -p 2 -m 3 -o x.json": "a mode, such as ZBV",
+    "show ZBV ZBH1 -p 2 -m 3": "'ZBH1' is one word too many",
+    "show ZBV --mode ZBH1 -p 2 -m 3": "not both",
+    "plan ZBV --mode ZBH1 -p 2 -m 3 -o x.json": "give one",
+    "compare ZBV -p 2 -m 3": "zbpp compare --help",
+    "doctor torch": "zbpp doctor --help",
+    # numbers
+    "show ZBV --stages four -m 3": "give a whole number",
+    "show ZBV --stages 2.5 -m 3": "give a whole number",
+    "show ZBV --stages -2 -m 3": "at least 1",
+    "show ZBV -p 2 -m 0": "at least 1",
+    "show ZBV -p 2": "--microbatches is missing",
+    "show ZBV -p 2 -m 3 --iterations 0": "at least 1",
+    "show ZBV -p 2 -m 3 --data_parallel 0": "--data_parallel",
+    "train --lr fast": "give a number",
+    "train --steps -1": "at least 1",
+    "train --timeout_s 0": "above 0",
+    "train --timeout_s nan": "above 0",
+    "train --clip_grad_norm -1": "above 0",
+    "bench -p 2 -o out --rounds 0": "at least 1",
+    "bench -p 1 -o out": "2 or more",
+    "estimate -p 2 -m 3 --microbatch_size 0": "at least 1",
+    "estimate -p 2 -m 3 --split 3 x": "give a whole number",
+    "profile -o x.json --rounds 0": "at least 1",
+    # choices
+    "train --dtype fp8": "choose fp32, bf16, fp16",
+    "train --device gpu": "choose auto, cpu, cuda",
+    "plan ZBV -p 2 -m 3 -o x.json --solver gurobi": "choose cpsat",
+    "show ZBV -p 2 -m 3 --effort most": "fast",
+    # limits
+    "show ZBV -p 2 -m 3 --memory_limit lots": "40GiB",
+    "show ZBV -p 4 -m 8 --memory_limit 0.1": "needs memory",
+    "show ZBV -p 2 -m 3 --memory_limit 40GiB": "in bytes",
+    "show ZBV -p 1000000 -m 1000000": "at most",
+    # files
+    "show missing.json": "cannot be read",
+    "show plan.json": "'mode' is missing",
+    "show torch.csv": "torch.csv",
+    "show ZBV -p 2 -m 3 --costs missing.json": "cannot be read",
+    "show ZBV -p 2 -m 3 --costs broken.json": "broken.json",
+    "show ZBV -p 2 -m 3 --costs list.json": "list.json",
+    "show ZBV -p 2 -m 3 --costs unknown.json": "forward",
+    "show ZBV -p 2 -m 3 --costs negative.json": "negative.json",
+    "show ZBV -p 2 -m 3 --costs text.json": "text.json",
+    "show ZBV -p 2 -m 3 --layers missing.json": "cannot be read",
+    # contradictions
+    "show ZBV -p 2 -m 3 --split 3,4": "needs --layers",
+    "show ZBV -p 2 -m 3 --costs bytes.json --layers bytes.json": "leave --costs out",
+    "train --shard optimizer": "--data_parallel, 2 or more",
+    "train --save_every 3": "needs --save_dir",
+    "train --compile --emulate bytes.json": "leave one of them out",
+    "compare -m 3": "--stages to compare modes",
+    "compare -p 2 --devices 4 -m 3": "--stages to compare modes",
+    "bench -p 2 -o out --emulate bytes.json --model a:b": "does not go with --emulate",
+    # outputs
+    "compare -p 4 -m 8 --out x.txt": ".html",
+    "plot ZBV -p 2 -m 3 -o x.gif": ".svg",
+    "plot ZBV -p 2 -m 3 -o no/x.html": "there is no folder no",
+    "trace ZBV -p 2 -m 3 -o .": "it is a folder",
+    "plan ZBV -p 2 -m 3 -o no/x.json": "there is no folder no",
+    "plan ZBV -p 2 -m 3 -o x.json --csv no/x.csv": "--csv no/x.csv",
+    "plan ZBV -p 2 -m 3 -o list.json/x.json": "there is no folder list.json",
+    "train --metrics no/x.jsonl": "--metrics no/x.jsonl",
+    "profile -o no/x.json": "there is no folder no",
+    "bench -p 2 -o list.json": "name a folder",
+    # what a profile would not heed
+    "profile -o x.json --save_dir out": "zbpp profile",
+    "profile -o x.json --metrics out": "zbpp profile",
+    "profile -o x.json --steps 3": "zbpp profile",
+    "profile -o x.json --model a:b --split 3,4": "does not go with --model",
+    "profile -o x.json --model a:b --cuda_graphs": "does not go with --model",
+    "train --model a:b": "hf:PATH",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_is_refused_in_one_line(line, folder, capsys):
+    assert main(split(line)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("zbpp: ")
+    assert captured.err.count("\n") <= 2, captured.err
+    assert len(captured.err) < 400
+    words = r"Traceback|NoneType|<class|Error parsing|TrainCommand|invalid literal"
+    assert not re.search(words, captured.err)
+    assert WRONG[line] in captured.err
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+
+
+def test_modes_stand_bare_and_flags_have_short_spellings(folder, capsys):
+    expected = plan("ZBV", n_stages=2, n_microbatches=4)
+    for line in (
+        "plan ZBV -p 2 -m 4 -o x.json",
+        "plan --mode zb-v --stages=2 --microbatches=4 --out=x.json",
+        "plan --stages 2 --microbatches 4 ZBV --out x.json",
+    ):
+        assert main(split(line)) == 0
+        assert read_schedule(folder / "x.json") == expected
+        (folder / "x.json").unlink()
+    capsys.readouterr()
+    assert main(split("train 1F1B --timeout_s 0")) == 2
+    assert capsys.readouterr().err.startswith("zbpp: --timeout_s is 0.0")
+    assert main(split("show ZBV -p 2 -m 3 --no-enable_optimizer-post_validation")) == 0
+
+
+def test_the_version_and_the_help_are_told(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"zbpp {version('zbpp')}\n"
+    for words in (["--help"], ["plan", "-h"]):
+        with pytest.raises(SystemExit) as leaving:
+            main(words)
+        assert not leaving.value.code
+        assert "--out" in (text := capsys.readouterr().out) or "profile" in text
