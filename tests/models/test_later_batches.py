@@ -108,6 +108,32 @@ def test_a_branch_on_the_values_of_a_mask_is_refused_when_it_is_taken():
         later(Model(HidesIfNeeded()), same, padded)
 
 
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(8, D), nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.drop(self.embed(ids))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("before", [("embed",), ("embed", "drop")])
+def test_a_dropout_before_the_blocks_works_in_training_named_or_not(before):
+    model = Dropping()
+    layers = cut(model, "blocks", before=before).build(range(4))
+    torch.manual_seed(1)
+    expected = model(IDS)
+    torch.manual_seed(1)
+    value: object = IDS
+    for layer in layers:
+        value = layer(value)
+    assert torch.equal(value, expected)
+
+
 def test_numbers_that_a_head_reads_from_before_the_blocks_are_refused_at_once():
     """Those of a stand-in are 0 where nothing is left out: the batch hides it."""
     model = Model(HidesPadding(), reads_in_head=True)

@@ -104,6 +104,13 @@ class Frame:
         """Parameters of path modules that other layers have."""
         self._own, self._parameters, self._cut = own, parameters, cut
         self._root = self._copy("", model, twin)
+        self._everywhere = [
+            (part, model.get_submodule(name).get_submodule(within))
+            for name, module in own.items()
+            if name not in cut.before | cut.after
+            for within, part in module.named_modules()
+        ]
+        """Parts of modules that every layer has, and the model's own."""
         self.on(torch.device("cpu"))
 
     def run(self, batch: Any, handler: Handler, *, training: bool) -> Any:
@@ -112,12 +119,15 @@ class Frame:
         Args:
             batch: a dict gives keywords, a tuple arguments, all else is the argument.
             handler: called in place of each block.
-            training: the mode of the modules on the path, if it is the model's too.
+            training: the mode of the modules on the path, and of those that every
+                layer has, if it is the model's too.
 
         Returns:
             The model's output; None if the handler ended the forward.
         """
         for _, copied, original in self._modules:
+            copied.training = training and original.training
+        for copied, original in self._everywhere:
             copied.training = training and original.training
         self.site.handler = handler
         self.site.made.clear()
