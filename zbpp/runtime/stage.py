@@ -26,6 +26,7 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.constants import Constants, GivenConstants
 from zbpp.runtime.loss import Loss, LossFn
 from zbpp.runtime.recompute import recomputed_of
+from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.random_state import seed_torch
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.uploads import uploads_to
@@ -144,13 +145,13 @@ class Stage:
             n_microbatches: their number.
             weights: of each micro-batch, with the targets; None: all alike.
             total: of the whole batch's, if other replicas have parts of it.
-            keeps_outputs: keep what `predict` finds on the last chunk.
+            keeps_outputs: keep what the last chunk puts out, before the loss.
         """
         self.ties.refresh()
         self.step, self.inputs = step, inputs
         self._uploads.begin(inputs)
         self.loss.begin(targets, weights, n_microbatches=n_microbatches, total=total)
-        self.outputs: dict[int, Tensors] | None = {} if keeps_outputs else None
+        self.outputs: dict[int, object] | None = {} if keeps_outputs else None
         self.n_microbatches = n_microbatches
         self._saved: dict[tuple[int, int], _Saved] = {}
         self.constants.begin()
@@ -175,7 +176,7 @@ class Stage:
     def discard(self) -> None:
         """Forget the forwards so far; they will run once more."""
         self._saved.clear()
-        self.loss.values.clear()
+        self.loss.discard()
         self.constants.begin()
 
     def assert_empty(self) -> None:
@@ -189,7 +190,7 @@ class Stage:
         with torch.no_grad(), self._computes:
             found = self._run_layers(chunk, microbatch, taken)
         if chunk == self._last and self.outputs is not None:
-            self.outputs[microbatch] = found
+            self.outputs[microbatch] = as_value(found)
         return found
 
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
@@ -287,6 +288,8 @@ class Stage:
         seeds = None if self._seed is None else partial(self._seed_layer, microbatch)
         value = held.run(value, self._recomputed, seeds)
         if chunk == self._last and self.loss.targets is not None:
+            if self.outputs is not None:
+                self.outputs[microbatch] = map_tensors(value, Tensor.detach)
             value = self.loss(value, microbatch)
         if isinstance(value, Tensor):
             outputs: Tensors = ready((value,))
