@@ -6,6 +6,7 @@ do not (states of an encoder, a learned bias), their tensors travel. So does wha
 a block puts out for the next one beside the hidden state, as T5's bias of positions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from zbpp.core import RequestError
 from zbpp.models.frame import Frame, Stop
+from zbpp.models.made_up import FollowsMadeUp
 from zbpp.models.stand_ins import as_meta
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.torch_internals import outside_fake_mode
@@ -24,7 +26,9 @@ __all__ = [
     "Plan",
     "Recorder",
     "Structure",
+    "arrangement",
     "leaves",
+    "outline",
     "with_handed",
     "with_leaves",
 ]
@@ -253,6 +257,19 @@ class Plan:
             self._last = Calls(recorder.calls, read, seen, tensors)
         return self._last
 
+    def follows_made_up(self, batch: Any, device: torch.device) -> bool:
+        """True if calls of the blocks depend on more than the batch.
+
+        Args:
+            batch: as the model takes it.
+            device: of the hidden state.
+        """
+        self._last = None  # to run once more, and be followed
+        followed = FollowsMadeUp(self.frame.site)
+        with followed:
+            calls = self.calls(batch, device).calls
+        return followed.is_needed or followed.follows(calls)
+
     def move(self, change: Any) -> None:
         """Move what the frame holds, as `nn.Module._apply` does."""
         self.frame.apply(change)
@@ -264,6 +281,30 @@ def leaves(calls: list[Call], batch: Any) -> list[Tensor]:
     known = {id(tensor) for tensor in tensors_in(batch)}
     found = {id(t): t for t in tensors_in(calls) if id(t) not in known}
     return list(found.values())
+
+
+def arrangement(calls: list[Call], batch: Any) -> list[str]:
+    """Text of each call without values: what is a tensor, and where it is from."""
+    places = {id(t): f"batch {i}" for i, t in enumerate(tensors_in(batch))}
+    places |= {id(t): f"tensor {i}" for i, t in enumerate(leaves(calls, batch))}
+    return [_text(call, lambda tensor: places[id(tensor)]) for call in calls]
+
+
+def outline(calls: list[Call]) -> list[str]:
+    """Text of each call with the same word for all tensors."""
+    return [_text(call, lambda _: "a tensor") for call in calls]
+
+
+def _text(call: Call, name: Callable[[Tensor], Any]) -> str:
+    return repr(map_tensors(call, name, _word))
+
+
+def _word(held: Any) -> str:
+    if isinstance(held, Handed):
+        return f"output {held.item} of block {held.block}"
+    if isinstance(held, torch.dtype | torch.device):
+        return str(held)
+    return type(held).__qualname__
 
 
 def with_leaves(

@@ -97,13 +97,20 @@ class Frame:
         own: Mapping[str, nn.Module],
         parameters: Mapping[str, dict[str, nn.Parameter | None]],
     ) -> None:
-        self._site = Site()
+        self.site = Site()
         self._modules: list[tuple[str, nn.Module, nn.Module]] = []
         """Names, copies of path modules, and the model's own."""
         self._absent: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         """Parameters of path modules that other layers have."""
         self._own, self._parameters, self._cut = own, parameters, cut
         self._root = self._copy("", model, twin)
+        self._everywhere = [
+            (part, model.get_submodule(name).get_submodule(within))
+            for name, module in own.items()
+            if name not in cut.before | cut.after
+            for within, part in module.named_modules()
+        ]
+        """Parts of modules that every layer has, and the model's own."""
         self.on(torch.device("cpu"))
 
     def run(self, batch: Any, handler: Handler, *, training: bool) -> Any:
@@ -112,15 +119,19 @@ class Frame:
         Args:
             batch: a dict gives keywords, a tuple arguments, all else is the argument.
             handler: called in place of each block.
-            training: the mode of the modules on the path, if it is the model's too.
+            training: the mode of the modules on the path, and of those that every
+                layer has, if it is the model's too.
 
         Returns:
             The model's output; None if the handler ended the forward.
         """
         for _, copied, original in self._modules:
             copied.training = training and original.training
-        self._site.handler = handler
-        self._site.made.clear()
+        for copied, original in self._everywhere:
+            copied.training = training and original.training
+        self.site.handler = handler
+        self.site.made.clear()
+        self.site.has_assumed = False
         try:
             if isinstance(batch, dict):
                 return self._root(**batch)
@@ -128,19 +139,17 @@ class Frame:
         except Stop:
             return None
         finally:
-            self._site.handler = None
-
-    def is_made_up(self, tensor: torch.Tensor) -> bool:
-        """True if the last run got a tensor of an absent module."""
-        return any(tensor is made for made in self._site.made)
+            self.site.handler = None
 
     def on(self, device: torch.device) -> None:
         """Choose the device of what stand-ins put out."""
-        self._site.device = device
+        self.site.device = device
+        self.site.absent.clear()
         for module, key, shape, dtype in self._absent:
             # no memory: one element seen at every place
             nothing = torch.full((), float("nan"), dtype=dtype, device=device)
-            module.__dict__[key] = nothing.expand(shape)
+            stand_in = module.__dict__[key] = nothing.expand(shape)
+            self.site.absent[id(stand_in)] = stand_in
 
     def apply(self, change: Any) -> None:
         """Move what no layer has as its own, as `nn.Module._apply` does."""
@@ -182,12 +191,12 @@ class Frame:
         if name in self._own:
             return self._own[name]
         kind = Absent if name in self._cut.before else Missing
-        return kind(name, twin, self._site)
+        return kind(name, twin, self.site)
 
     def _blocks(self, name: str, blocks: nn.Module, twins: nn.Module) -> nn.Module:
         copied = copy.copy(blocks)
         copied.__dict__["_modules"] = {
-            key: Slot(index, f"{name}.{key}", twin, self._site)
+            key: Slot(index, f"{name}.{key}", twin, self.site)
             for index, (key, twin) in enumerate(twins.named_children())
         }
         return copied

@@ -16,13 +16,16 @@ from zbpp.models.calls import (
     Call,
     Plan,
     Recorder,
+    arrangement,
     leaves,
+    outline,
     with_handed,
     with_leaves,
 )
 from zbpp.models.frame import Frame
+from zbpp.models.made_up import FollowsMadeUp
 from zbpp.models.recorded import Collected, Collector
-from zbpp.models.stand_ins import full, slim
+from zbpp.models.stand_ins import MOST_SHAPES, full, look, slim
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.torch_internals import is_fake
 
@@ -72,6 +75,14 @@ class _Framed(nn.Module):
         self.plan.move(fn)
         return result
 
+    def _signature(self, batch: Any) -> str | None:
+        """What the forward may depend on beside values; None: it is not known.
+
+        What has been found out for one batch holds for all of the same signature.
+        """
+        computes = torch.is_autocast_enabled(self.frame.site.device.type)
+        return look(batch, self.training, computes)
+
 
 class FrontLayer(_Framed):
     """The work of the model before its first block.
@@ -82,7 +93,7 @@ class FrontLayer(_Framed):
         plan: how blocks are called.
         n_blocks: their number.
         carries: tensors that blocks are called with travel; None: if they do not
-            follow from the batch, which the first forward finds out.
+            follow from the batch, which the first forward of a signature finds out.
         only_front: entries of the batch that only this layer reads: their shapes
             travel.
     """
@@ -100,13 +111,18 @@ class FrontLayer(_Framed):
         super().__init__(owned, frame, plan)
         self._n_blocks, self._only_front = n_blocks, only_front
         self.carries = carries
-        """Decided; None: not yet."""
+        self._decided: dict[str | None, bool] = {}
+        """Whether they travel, by signature."""
 
     def forward(self, batch: Any) -> Value:
         """From a micro-batch to the first hidden state."""
         sent = slim(batch, self._only_front)
         structure = self.plan.structure(full(sent, self._only_front))
-        n_calls = 1 if self.carries is False else self._n_blocks
+        signature = self._signature(batch)
+        carries = self.carries
+        if carries is None:
+            carries = self._decided.get(signature)
+        n_calls = 1 if carries is False else self._n_blocks
         recorder = Recorder(n_calls, structure)
         self.frame.run(batch, recorder, training=self.training)
         if recorder.hidden is None or len(recorder.calls) < n_calls:
@@ -114,14 +130,48 @@ class FrontLayer(_Framed):
                 f"the forward called {len(recorder.calls)} of {self._n_blocks} blocks"
             )
         value: Value = {"hidden": recorder.hidden, "batch": sent}
-        if self.carries is None and not is_fake(recorder.hidden):
-            planned = self.plan.calls(
-                full(sent, self._only_front), recorder.hidden.device
-            ).calls
-            self.carries = not _same(recorder.calls, planned)
-        if self.carries:
+        if carries is not False and not is_fake(recorder.hidden):
+            carries = self._compare(recorder, batch, sent, carries)
+            if signature is not None:
+                self._remember(signature, carries)
+        if carries:
             value["shared"] = tuple(leaves(recorder.calls, batch))
         return value
+
+    def _compare(
+        self, recorder: Recorder, batch: Any, sent: Any, carries: bool | None
+    ) -> bool:
+        """Compare the calls of blocks with those that the other layers will find.
+
+        Args:
+            recorder: has the calls.
+            batch: of the forward.
+            sent: what of it travels.
+            carries: what is known; None: it is to be found out.
+
+        Returns:
+            True if tensors that blocks are called with must travel.
+
+        Raises:
+            RequestError: more than the values of tensors differs.
+        """
+        ours, batch_there = recorder.calls, full(sent, self._only_front)
+        assert recorder.hidden is not None
+        device = recorder.hidden.device
+        if carries is None:
+            follows = self.plan.follows_made_up(batch_there, device)
+        theirs = self.plan.calls(batch_there, device).calls
+        if carries is None:
+            carries = follows or not _same(ours, theirs)
+        _check_alike(outline(ours), outline(theirs))
+        if carries:
+            _check_alike(arrangement(ours, batch), arrangement(theirs, batch_there))
+        return carries
+
+    def _remember(self, signature: str, carries: bool) -> None:
+        if len(self._decided) == MOST_SHAPES:
+            self._decided.clear()
+        self._decided[signature] = carries
 
 
 class BlockLayer(nn.Module):
@@ -211,7 +261,8 @@ class BackLayer(_Framed):
         super().__init__(owned, frame, plan)
         self._n_blocks, self._only_front = n_blocks, only_front
         self.collector = collector
-        self._is_checked = False
+        self._checked: set[str | None] = set()
+        """Signatures of forwards that read no stand-ins."""
 
     def forward(self, value: Value) -> Any:
         """From the last hidden state to the model's output."""
@@ -235,22 +286,48 @@ class BackLayer(_Framed):
             return structure.wrap(hidden if is_last else args[0], index)
 
         self.frame.on(hidden.device)
-        output = self.frame.run(batch, inject, training=self.training)
-        output = _plain(output, self.frame.is_made_up)
-        if not self._is_checked and not is_fake(hidden):
-            self._is_checked = True
-            _check_numbers(hidden, output)
+        signature = self._signature(batch)
+        if signature in self._checked or is_fake(hidden):
+            output = self.frame.run(batch, inject, training=self.training)
+            return _plain(output, self.frame.site.is_made_up)
+        with FollowsMadeUp(self.frame.site) as followed:
+            output = self.frame.run(batch, inject, training=self.training)
+        output = _plain(output, self.frame.site.is_made_up)
+        _check_numbers(hidden, output, follows_made_up=followed.follows(output))
+        if signature is not None:
+            if len(self._checked) == MOST_SHAPES:
+                self._checked.clear()
+            self._checked.add(signature)
         return output
 
 
-def _check_numbers(hidden: Tensor, output: Any) -> None:
+def _check_alike(ours: list[str], theirs: list[str]) -> None:
+    """Compare texts of the calls of blocks in the first layer and elsewhere.
+
+    Raises:
+        RequestError: they differ.
+    """
+    for index, (here, there) in enumerate(zip(ours, theirs, strict=True)):
+        if here != there:
+            raise RequestError(
+                f"block {index} is called with {here} in the first layer, and the "
+                f"layers after it expect {there}; what a block is called with, but for "
+                "the values of tensors, must follow from the batch alone: not from "
+                "values that modules before the blocks compute, nor from train or "
+                "eval mode"
+            )
+
+
+def _check_numbers(hidden: Tensor, output: Any, *, follows_made_up: bool) -> None:
     """Refuse a head that reads a stand-in: what these put out are no numbers.
 
     Raises:
         RequestError: so it is.
     """
     found = [t for t in tensors_in(output) if t.dim() and t.is_floating_point()]
-    if any(bool(t.isnan().any()) for t in found) and bool(hidden.isfinite().all()):
+    if follows_made_up or (
+        any(bool(t.isnan().any()) for t in found) and bool(hidden.isfinite().all())
+    ):
         raise RequestError(
             "what runs after the blocks reads what ran before them, beside the hidden "
             "state; hand it on inside the hidden state, or cut the model yourself"

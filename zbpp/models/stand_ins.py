@@ -21,6 +21,7 @@ from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.torch_internals import outside_fake_mode
 
 __all__ = [
+    "MOST_SHAPES",
     "Absent",
     "Handler",
     "Missing",
@@ -29,11 +30,13 @@ __all__ = [
     "Slot",
     "as_meta",
     "full",
+    "look",
     "meta_twin",
     "slim",
 ]
 
-_MOST = 64  # shapes that are remembered
+MOST_SHAPES = 64
+"""Shapes of batches that are remembered."""
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """Called in place of block i with its arguments; gives what the block would."""
@@ -60,8 +63,16 @@ class Site:
     def __init__(self) -> None:
         self.handler: Handler | None = None
         self.device = torch.device("cpu")
-        self.made: list[Tensor] = []
-        """Put out by modules that are absent, in this run."""
+        self.made: dict[int, Tensor] = {}
+        """What absent modules have put out in this run, by identity."""
+        self.absent: dict[int, Tensor] = {}
+        """Stand-ins of absent parameters, by identity."""
+        self.has_assumed = False
+        """An absent module of this run has asked for a value, and got an answer."""
+
+    def is_made_up(self, tensor: Tensor) -> bool:
+        """True for a tensor without the model's values, whatever its own are."""
+        return id(tensor) in self.made or id(tensor) in self.absent
 
 
 def as_meta(thing: Any) -> Any:
@@ -110,12 +121,14 @@ class Absent(_StandIn):
         Raises:
             RequestError: these depend on values.
         """
-        asked = _look(args, kwargs)
+        asked = look(args, kwargs)
         if asked in self._known:
-            return map_tensors(self._known[asked], self._real)
+            output, assumes = self._known[asked]
+            self._site.has_assumed |= assumes
+            return map_tensors(output, self._real)
         args, kwargs = as_meta((args, kwargs))
         try:
-            with torch.no_grad(), outside_fake_mode(), SaysYes():
+            with torch.no_grad(), outside_fake_mode(), SaysYes() as answers:
                 output = self._twin(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             raise RequestError(
@@ -124,9 +137,10 @@ class Absent(_StandIn):
                 "layers may have it, or cut the model yourself"
             ) from error
         if asked is not None:
-            if len(self._known) == _MOST:
+            if len(self._known) == MOST_SHAPES:
                 self._known.clear()
-            self._known[asked] = output
+            self._known[asked] = output, answers.has_answered
+        self._site.has_assumed |= answers.has_answered
         return map_tensors(output, self._real)
 
     def _real(self, tensor: Tensor) -> Tensor:
@@ -134,33 +148,36 @@ class Absent(_StandIn):
         made = torch.full(
             tensor.shape, fill, dtype=tensor.dtype, device=self._site.device
         )
-        self._site.made.append(made)
+        self._site.made[id(made)] = made
         return made
 
 
-def _look(*arguments: Any) -> str | None:
+def look(*arguments: Any) -> str | None:
     """Text of arguments with shapes for tensors; None if it does not tell all."""
     unknown: list[Any] = []
 
-    def look(tensor: Tensor) -> Any:
+    def shape(tensor: Tensor) -> Any:
         return tuple(tensor.shape), tensor.dtype
 
-    text = repr(map_tensors(arguments, look, unknown.append))
+    text = repr(map_tensors(arguments, shape, unknown.append))
     return None if unknown else text
 
 
 class SaysYes(TorchFunctionMode):
     """Answers yes where a module on meta asks whether something holds of values.
 
-    An encoder asks so whether its mask leaves nothing out. Should the shapes depend on
-    the answer, the first layer finds its arguments to differ, and lets them travel.
+    An encoder asks so whether its mask leaves nothing out. As its outputs may depend on
+    the answer, the first layer lets the arguments of blocks travel where one was given.
     """
+
+    has_answered = False
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run a function of torch, but for the question."""
         if function is Tensor.__bool__ and args[0].is_meta:
+            self.has_answered = True
             return True
         return function(*args, **(kwargs or {}))
 

@@ -12,9 +12,8 @@ from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.driver.state_access import eval_mode
 from zbpp.runtime.executor import Executor, drive
-from zbpp.runtime.microbatches import Batch, check_samples, merge
+from zbpp.runtime.microbatches import Batch, check_samples
 from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.values import as_value
 from zbpp.schedules import lower_forward
 
 __all__ = ["Evaluating"]
@@ -92,11 +91,8 @@ class Evaluating:
         """
         inputs, _ = self._batches.pair(inputs, None)
         with self._forwards(inputs, None, n_microbatches, predicts=True):
-            outputs = None
-            last = self._executors.get(self.schedule.placement.stage_of[-1])
-            if last is not None and last.stage.outputs is not None:
-                found = last.stage.outputs
-                outputs = merge([as_value(found[i]) for i in sorted(found)])
+            last = self.schedule.placement.stage_of[-1]
+            outputs = calls.last_outputs(self._executors, last)
             if everywhere:
                 own = map_tensors(outputs, lambda x: x.cpu())
                 transport = next(iter(self._executors.values())).transport

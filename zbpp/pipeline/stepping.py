@@ -1,6 +1,7 @@
 """One training step of a pipeline."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import Program, Schedule
@@ -27,6 +28,8 @@ class Stepping:
     _lifecycle: Lifecycle
     _n_steps: int
     _watcher: Any
+    _knows_metrics = False
+    """All processes have heard which metrics ``loss_fn`` returns."""
 
     if TYPE_CHECKING:
 
@@ -34,7 +37,13 @@ class Stepping:
         def n_microbatches(self) -> int:
             """Micro-batches in a training step."""
 
-    def step(self, inputs: Batch = None, targets: Batch = None) -> StepResult:
+    def step(
+        self,
+        inputs: Batch = None,
+        targets: Batch = None,
+        *,
+        return_outputs: bool = False,
+    ) -> StepResult:
         """Train on one batch: all micro-batches, then the optimizer.
 
         Args:
@@ -44,6 +53,8 @@ class Stepping:
                 Hugging Face's does) takes it whole here, without targets, on the ranks
                 that need either.
             targets: for the loss; read only where `needs_targets`.
+            return_outputs: keep the last layer's outputs, for ``result.outputs`` on
+                the last stage; asked for there, or on every rank.
 
         Raises:
             RequestError: the batch does not fit.
@@ -56,6 +67,7 @@ class Stepping:
             step=self._n_steps,
             n_microbatches=self.n_microbatches,
             training=True,
+            keeps_outputs=return_outputs,
         )
         with (
             self._lifecycle.running(),
@@ -66,6 +78,15 @@ class Stepping:
         self._n_steps += 1
         result = next(iter(self._executors.values())).optimizer.result
         assert result is not None
+        if not self._knows_metrics:
+            with calls.failures_told(self._executors):
+                result = replace(
+                    result, first_metrics=calls.learn_metrics(self._executors)
+                )
+            self._knows_metrics = True
+        if return_outputs:
+            last = self.schedule.placement.stage_of[-1]
+            result = replace(result, outputs=calls.last_outputs(self._executors, last))
         if self._watcher is not None:
             with calls.failures_told(self._executors):
                 self._watcher.after_step(self)

@@ -1,6 +1,6 @@
-"""The loss of each micro-batch, and its share in the loss of the batch."""
+"""The loss of each micro-batch, its share in the loss of the batch, and metrics."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,10 +12,14 @@ from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 from zbpp.runtime.uploads import Uploads
 
-__all__ = ["Loss", "LossFn"]
+__all__ = ["Loss", "LossFn", "Metrics", "loss_alone", "names_text"]
 
-LossFn = Callable[..., Tensor]
-"""``loss_fn(outputs, targets) -> scalar``, the mean over one micro-batch."""
+Metrics = Mapping[str, Tensor | float]
+"""Scalars of one micro-batch by name, averaged as the loss is."""
+
+LossFn = Callable[..., Tensor | tuple[Tensor, Metrics]]
+"""``loss_fn(outputs, targets) -> scalar``, the mean over one micro-batch, or a pair of
+it and `Metrics`."""
 
 
 class Loss:
@@ -37,6 +41,10 @@ class Loss:
         self._device = device
         self._uploads = uploads
         self._instead: tuple[object] | None = None
+        self.returned: tuple[str, ...] | None = None
+        """Names of the metrics that loss_fn returns; None: it has not run here."""
+        self.names: tuple[str, ...] = ()
+        """The same, once all processes know them."""
         self.begin(None, None, n_microbatches=1)
 
     def begin(
@@ -63,6 +71,7 @@ class Loss:
         self._shares = None if weights is None else shares(weights)
         self._total = total
         self.values: dict[int, Tensor] = {}
+        self.metrics: dict[int, Metrics] = {}
 
     def __call__(self, outputs: object, microbatch: int) -> Tensor:
         """Loss of one micro-batch; its value is kept.
@@ -71,17 +80,38 @@ class Loss:
             RequestError: it is no scalar tensor.
         """
         assert self.targets is not None
+        loss: object
         if not self.counts(microbatch):
             loss = _nothing(outputs, self._device)
         else:
             loss = self._loss_fn(outputs, self.take(microbatch))
+            if type(loss) is tuple and len(loss) == 2:
+                loss, metrics = loss
+                self.metrics[microbatch] = _numbers(metrics)
+            self._check_names(self.metrics.get(microbatch, {}))
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise RequestError(
-                "loss_fn must return a scalar tensor, the mean over a micro-batch"
+                "loss_fn must return a scalar tensor, the mean over a micro-batch, or "
+                "a pair of it and a dict of metrics"
             )
         # A copy: mse_loss's scalar holds the memory of all its summands.
         self.values[microbatch] = loss.detach().clone()
         return loss
+
+    def discard(self) -> None:
+        """Forget the losses so far; they will be computed once more."""
+        self.values.clear()
+        self.metrics.clear()
+
+    def _check_names(self, metrics: Metrics) -> None:
+        if self.returned is None:
+            self.returned = tuple(metrics)
+        elif metrics.keys() != set(self.returned):
+            raise RequestError(
+                f"loss_fn returned {names_text(metrics)}, and "
+                f"{names_text(self.returned)} before; it must return the same metrics "
+                "for every micro-batch"
+            )
 
     def take(self, microbatch: int) -> object:
         """Return the targets of a micro-batch, on the device."""
@@ -118,16 +148,77 @@ class Loss:
         return tuple(torch.full_like(y, share) for y in losses if y.requires_grad)
 
     def table(self) -> Tensor:
-        """Loss and weight of each micro-batch, (2, micro-batches) float64.
+        """Loss and weight of each micro-batch, then a row for each of `names`, float64.
 
         All zero where there is no loss.
         """
-        n = self._n_microbatches
+        n, size = self._n_microbatches, 2 + len(self.names)
         if not self.values:
-            return torch.zeros(2, n, dtype=torch.float64, device=self._device)
+            return torch.zeros(size, n, dtype=torch.float64, device=self._device)
         losses = torch.stack([self.values[i] for i in range(n)]).double()
         weights = torch.tensor(self._weights or [1.0] * n, dtype=torch.float64)
-        return torch.stack([losses.to(self._device), sent_ahead(weights, self._device)])
+        rows = [losses.to(self._device), sent_ahead(weights, self._device)]
+        return torch.stack([*rows, *map(self._row, self.names)])
+
+    def _row(self, name: str) -> Tensor:
+        """A metric of each micro-batch; 0 where the weight is."""
+        n = self._n_microbatches
+        values = [self.metrics.get(i, {}).get(name, 0.0) for i in range(n)]
+        if not any(isinstance(value, Tensor) for value in values):
+            numbers = torch.tensor(values, dtype=torch.float64)
+            return sent_ahead(numbers, self._device)
+        return torch.stack([self._there(value) for value in values])
+
+    def _there(self, value: Tensor | float) -> Tensor:
+        """A scalar on the device, without a wait for it."""
+        if isinstance(value, Tensor) and value.device.type == self._device.type:
+            return value.double()
+        return sent_ahead(torch.as_tensor(value).double(), self._device)
+
+
+def loss_alone(loss_fn: LossFn) -> Callable[..., Tensor]:
+    """The same loss without metrics."""
+
+    def loss(outputs: object, targets: object) -> Tensor:
+        returned = loss_fn(outputs, targets)
+        return returned[0] if isinstance(returned, tuple) else returned
+
+    return loss
+
+
+def names_text(names: Iterable[str]) -> str:
+    """Names of metrics in words."""
+    return f"the metrics {', '.join(sorted(names))}" if names else "no metrics"
+
+
+def _numbers(metrics: object) -> Metrics:
+    """Return metrics without their graphs, in memory of their own.
+
+    Raises:
+        RequestError: they are not names with scalars.
+    """
+    if not isinstance(metrics, Mapping):
+        raise RequestError(
+            f"the metrics that loss_fn returns are a {type(metrics).__name__}; they "
+            "must be a dict from names to scalar tensors or numbers"
+        )
+    kept: dict[str, Tensor | float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Tensor) and value.dim() == 0:
+            kept[name] = value.detach().clone()
+        elif isinstance(value, int | float):
+            kept[name] = float(value)
+        else:
+            what = (
+                f"tensor of shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
+            raise RequestError(
+                f"the metric {name!r} that loss_fn returns is a {what}; it must be a "
+                "scalar tensor or a number"
+            )
+    return kept
 
 
 def _parts(weights: Sequence[float], total: float) -> list[float]:

@@ -26,6 +26,7 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.constants import Constants, GivenConstants
 from zbpp.runtime.loss import Loss, LossFn
 from zbpp.runtime.recompute import recomputed_of
+from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.random_state import seed_torch
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.uploads import uploads_to
@@ -75,8 +76,9 @@ class Stage:
         ties: StageTies | None = None,
     ) -> None:
         self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
-        for index, layer in self.numbered():
-            check_module(layer, f"layers.{index}", on_mesh=True)
+        for chunk in chunks:
+            for index, layer in chunk.numbered():
+                check_module(layer, chunk.name_of(index), on_mesh=True)
         self._last = n_chunks - 1
         self._uploads, targets = uploads_to(device)
         self.loss = Loss(loss_fn, device, targets)
@@ -108,11 +110,11 @@ class Stage:
         return chain.from_iterable(chunk.numbered() for chunk in self.chunks.values())
 
     def named_leaves(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, global name and parameter, as the forwards use it."""
+        """Layer, the model's own name and parameter, as the forwards use it."""
         return chain.from_iterable(chunk.all_leaves() for chunk in self.chunks.values())
 
     def named_stepped(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, global name and parameter, as the optimizer has it."""
+        """Layer, the model's own name and parameter, as the optimizer has it."""
         return chain.from_iterable(c.all_stepped() for c in self.chunks.values())
 
     @property
@@ -144,13 +146,13 @@ class Stage:
             n_microbatches: their number.
             weights: of each micro-batch, with the targets; None: all alike.
             total: of the whole batch's, if other replicas have parts of it.
-            keeps_outputs: keep what `predict` finds on the last chunk.
+            keeps_outputs: keep what the last chunk puts out, before the loss.
         """
         self.ties.refresh()
         self.step, self.inputs = step, inputs
         self._uploads.begin(inputs)
         self.loss.begin(targets, weights, n_microbatches=n_microbatches, total=total)
-        self.outputs: dict[int, Tensors] | None = {} if keeps_outputs else None
+        self.outputs: dict[int, object] | None = {} if keeps_outputs else None
         self.n_microbatches = n_microbatches
         self._saved: dict[tuple[int, int], _Saved] = {}
         self.constants.begin()
@@ -175,7 +177,7 @@ class Stage:
     def discard(self) -> None:
         """Forget the forwards so far; they will run once more."""
         self._saved.clear()
-        self.loss.values.clear()
+        self.loss.discard()
         self.constants.begin()
 
     def assert_empty(self) -> None:
@@ -189,7 +191,7 @@ class Stage:
         with torch.no_grad(), self._computes:
             found = self._run_layers(chunk, microbatch, taken)
         if chunk == self._last and self.outputs is not None:
-            self.outputs[microbatch] = found
+            self.outputs[microbatch] = as_value(found)
         return found
 
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
@@ -287,6 +289,8 @@ class Stage:
         seeds = None if self._seed is None else partial(self._seed_layer, microbatch)
         value = held.run(value, self._recomputed, seeds)
         if chunk == self._last and self.loss.targets is not None:
+            if self.outputs is not None:
+                self.outputs[microbatch] = map_tensors(value, Tensor.detach)
             value = self.loss(value, microbatch)
         if isinstance(value, Tensor):
             outputs: Tensors = ready((value,))

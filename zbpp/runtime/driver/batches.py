@@ -68,6 +68,7 @@ class Batches:
         n_microbatches: int,
         training: bool,
         predicts: bool = False,
+        keeps_outputs: bool = False,
     ) -> None:
         """Begin a step or an evaluation: give the stages the micro-batches they read.
 
@@ -78,6 +79,7 @@ class Batches:
             n_microbatches: how many to cut the batch into.
             training: it is a step.
             predicts: leave targets and loss out, and keep the outputs.
+            keeps_outputs: keep them beside the loss.
 
         Raises:
             RequestError: a batch is missing, or cannot be cut so.
@@ -111,7 +113,7 @@ class Batches:
                 n_microbatches=m,
                 weights=weights if stage == self._last else None,
                 total=None if total is None else partial(_number, total),
-                keeps_outputs=predicts,
+                keeps_outputs=predicts or keeps_outputs,
             )
             executor.opening = Opening(m, executor.stage.inputs, n_inputs, n_targets)
 

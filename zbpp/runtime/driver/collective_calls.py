@@ -7,17 +7,22 @@ from typing import Any
 
 import torch
 
-from zbpp.core import Schedule, Slot, Timeline
+from zbpp.core import RequestError, Schedule, Slot, Timeline
 from zbpp.core.clock import off_lane
 from zbpp.runtime.comm.clocks import clock_name, compare_clocks
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.loss import names_text
+from zbpp.runtime.microbatches import merge
+from zbpp.runtime.optim.decision import StepSums
 
 __all__ = [
     "failures_told",
     "gather_slots",
     "gather_splits",
     "gather_timelines",
+    "last_outputs",
+    "learn_metrics",
     "mean_loss",
     "report_split",
     "tell_failure",
@@ -75,11 +80,63 @@ def mean_loss(
         )
     rows = peers.rows(sums[0].result())
     losses, weights = (
-        peers.of_replicas(rows)[:, :-2].reshape(-1, 2, table[0].numel()).unbind(1)
+        peers.of_replicas(rows)[:, :-2].reshape(-1, *table.shape)[:, :2].unbind(1)
     )
     n_inputs, n_targets = (int(count) or None for count in rows[peers.row, -2:])
     mean = float((losses * weights).sum() / weights.sum())
     return mean, (n_inputs, n_targets)
+
+
+def learn_metrics(executors: Executors) -> StepSums | None:
+    """Tell all processes the metrics of the step that has run (every rank must call).
+
+    From the next step on they are summed with its losses.
+
+    Returns:
+        The sums with those of this step; None: there are no metrics.
+
+    Raises:
+        RequestError: replicas have different ones.
+    """
+    first = next(iter(executors.values()))
+    own = {executor.stage.loss.returned for executor in executors.values()}
+    every = set().union(*first.transport.gather(own)) - {None}
+    if len({frozenset(names) for names in every}) > 1:
+        told = "; others: ".join(map(names_text, sorted(every)))
+        raise RequestError(
+            f"replicas of the pipeline return different metrics of loss_fn: {told}"
+        )
+    names = min(every, default=())
+    for executor in executors.values():
+        executor.stage.loss.names = names
+    if not names:
+        return None
+    sums = [
+        executor.transport.reduce(executor.stage.loss.table().flatten())
+        for executor in executors.values()
+    ]
+    return StepSums(
+        sums[0],
+        n_layers=0,
+        n_microbatches=first.stage.n_microbatches,
+        metrics=names,
+        step=first.stage.step,
+        peers=first.transport.peers,
+    )
+
+
+def last_outputs(executors: Executors, stage: int) -> Any:
+    """Take the outputs of all micro-batches, joined; None on other processes.
+
+    Args:
+        executors: of this process.
+        stage: that has the last chunk.
+    """
+    if stage not in executors:
+        return None
+    held = executors[stage].stage
+    outputs, held.outputs = held.outputs, None
+    return None if outputs is None else merge([outputs[i] for i in sorted(outputs)])
 
 
 def gather_timelines(

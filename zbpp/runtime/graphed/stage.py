@@ -137,13 +137,16 @@ class GraphedStage(Stage):
         if self._make_pool is not None and not graphs.why_not:
             targets = self.loss.targets if chunk == self._last else None
             kind = kind_of(taken, targets and targets[microbatch])
-        if kind is None or not self.loss.counts(microbatch):
+        keeps = chunk == self._last and self.outputs is not None
+        if kind is None or keeps or not self.loss.counts(microbatch):
             return run(taken)
         first = graphs.first.setdefault(kind, self._n_steps)
         if self._n_steps - first < _WARM_UP:
             found, graphs.why_not = watched(
                 self.chunks[chunk], self.device, partial(run, taken)
             )
+            if chunk == self._last and self.loss.returned:
+                graphs.why_not = "loss_fn returns metrics"
             return found
         slot = self._slot(chunk, graphs, kind)
         return self._replay(slot, chunk, microbatch, taken)

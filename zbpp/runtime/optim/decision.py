@@ -8,6 +8,7 @@ A step that was taken before the sums were known is invalid in the last two case
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -60,6 +61,7 @@ class StepSums:
         reduction: under way.
         n_layers: of the whole model: so many squared norms.
         n_microbatches: so many losses come next, and as many weights of them.
+        metrics: names; a value of each micro-batch for each of them next.
         n_tied: so many numbers on tied parameters next; the rest comes behind them.
         step: which one, from 0.
         peers: processes of the stage; each has such numbers of its own.
@@ -71,6 +73,7 @@ class StepSums:
         *,
         n_layers: int,
         n_microbatches: int,
+        metrics: Sequence[str] = (),
         n_tied: int = 0,
         step: int,
         peers: Peers = ALONE,
@@ -78,6 +81,8 @@ class StepSums:
         self._reduction = reduction
         self._n_layers = n_layers
         self._n_microbatches = n_microbatches
+        self._metrics = metrics
+        self._first_tied = n_layers + (2 + len(metrics)) * n_microbatches
         self._n_tied = n_tied
         self.step = step
         self._peers = peers
@@ -104,23 +109,37 @@ class StepSums:
 
     def losses(self) -> Tensor:
         """Losses of the micro-batches of all replicas, and their weights."""
-        first, n = self._n_layers, self._n_microbatches
-        rows = self._peers.of_replicas(self.read())[:, first : first + 2 * n]
-        return rows.reshape(-1, 2, n).transpose(0, 1).reshape(2, -1)
+        return self._table()[:2]
 
     def loss(self) -> float:
         """Mean over the micro-batches by weight; NaN if all weights are 0."""
-        losses, weights = self.losses()
-        if weights[0] > 0 and bool((weights == weights[0]).all()):
-            return float(losses.mean())
-        return float((losses * weights).sum() / weights.sum())
+        return _mean(*self.losses())
+
+    def metrics(self) -> dict[str, float]:
+        """The same mean of each metric."""
+        _, weights, *rows = self._table()
+        return {
+            name: _mean(row, weights)
+            for name, row in zip(self._metrics, rows, strict=True)
+        }
+
+    def _table(self) -> Tensor:
+        """Losses, weights and metrics, a row each, of all replicas' micro-batches."""
+        size, n = 2 + len(self._metrics), self._n_microbatches
+        rows = self._peers.of_replicas(self.read())
+        rows = rows[:, self._n_layers : self._first_tied]
+        return rows.reshape(-1, size, n).transpose(0, 1).reshape(size, -1)
 
     def tied(self) -> Tensor:
         """This peer's behind the losses and weights, see `zbpp.runtime.ties`."""
-        first = self._n_layers + 2 * self._n_microbatches
-        return self.read()[self._peers.row, first:][: self._n_tied]
+        return self.read()[self._peers.row, self._first_tied :][: self._n_tied]
 
     def notes(self) -> Tensor:
         """The entries behind all others, of the peer that has found most."""
-        first = self._n_layers + 2 * self._n_microbatches + self._n_tied
-        return self.read()[:, first:].amax(dim=0)
+        return self.read()[:, self._first_tied + self._n_tied :].amax(dim=0)
+
+
+def _mean(values: Tensor, weights: Tensor) -> float:
+    if weights[0] > 0 and bool((weights == weights[0]).all()):
+        return float(values.mean())
+    return float((values * weights).sum() / weights.sum())

@@ -1,6 +1,7 @@
 """The result of a step; nothing is computed or fetched before it is read."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from zbpp.runtime.optim.decision import Decision, StepSums, decide
 
@@ -18,11 +19,18 @@ class StepResult:
         sums: of the step.
         clip_grad_norm: largest norm of all gradients; None: any.
         speculative: the step was taken before its norm was known.
+        first_metrics: the sums with the metrics, in the first step alone: names were
+            not known when ``sums`` began.
+        outputs: of the last layer for all samples, without a graph, joined as `predict`
+            joins them; None elsewhere than on the last stage, or if they were not
+            asked for.
     """
 
     sums: StepSums
     clip_grad_norm: float | None
     speculative: bool
+    first_metrics: StepSums | None = None
+    outputs: Any = None
 
     @property
     def loss(self) -> float:
@@ -36,6 +44,11 @@ class StepResult:
     def losses(self) -> tuple[float, ...]:
         """Mean loss over each micro-batch; 0 where no sample or token counts."""
         return tuple(self.sums.losses()[0].tolist())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the metrics that ``loss_fn`` returns, taken as that of the loss."""
+        return (self.first_metrics or self.sums).metrics()
 
     @property
     def grad_norm(self) -> float:

@@ -135,6 +135,7 @@ class StageOptimizer:
             transport.reduce(vector),
             n_layers=self._n_layers,
             n_microbatches=self._stage.n_microbatches,
+            metrics=self._stage.loss.names,
             n_tied=len(self._stage.ties.plan.slots),
             step=self._stage.step,
             peers=transport.peers,

@@ -1,6 +1,6 @@
 """The numbers that a stage adds to the sums of a step; `decision` reads them.
 
-squared norm of each layer | losses, weights of micro-batches | tied | notes
+squared norm of each layer | losses, weights, metrics of micro-batches | tied | notes
 """
 
 from collections.abc import Collection
