@@ -3,6 +3,7 @@
 from zbpp.schedules.passes.collectives import add_collectives, without_collectives
 from zbpp.schedules.passes.lower import check_channels, lower, lower_forward
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
+from zbpp.schedules.passes.self_waits import SelfWait, find_self_waits
 from zbpp.schedules.passes.torch_csv import (
     from_torch_csv,
     is_torch_csv,
@@ -37,6 +38,7 @@ __all__ = [
     "Certificate",
     "LayerPlan",
     "Recomputing",
+    "SelfWait",
     "Split",
     "add_collectives",
     "balance",
@@ -44,6 +46,7 @@ __all__ = [
     "check_channels",
     "check_effort",
     "even_split",
+    "find_self_waits",
     "from_torch_csv",
     "is_torch_csv",
     "lower",

@@ -6,10 +6,10 @@ One stage hands its values to another through a channel that keeps their order:
                    \\          \\            channel 0 -> 1: F0 F1 ...
     stage 1 | post(F0) post(F1) F0 post(F2) F1 ...
 
-A value is sent as soon as it is computed. Its receive is posted ``ahead`` jobs before
-the job that reads it, so that it can travel while the stage computes, and so that a
-stage holds buffers only for what it will read next. As a channel keeps the order of
-its sends, a receive is posted earlier still where a later message is needed first.
+A value is sent as soon as it is computed. Its receive is posted before the job that
+reads it (`posting` says when), so that it can travel while the stage computes, and so
+that a stage holds buffers only for what it will read next. As a channel keeps the order
+of its sends, a receive is posted earlier still where a later message is needed first.
 
 A V that finds the last step invalid lets its stage replay the passes before it:
 
@@ -37,6 +37,7 @@ from zbpp.core import (
     Check,
     Collective,
     CollectiveKind,
+    Costs,
     Instruction,
     Job,
     Message,
@@ -58,6 +59,8 @@ from zbpp.core import (
     writes,
 )
 from zbpp.core.validation import mistake
+from zbpp.schedules.passes.posting import InTime, Posting, WhenSent
+from zbpp.schedules.passes.self_waits import find_self_waits
 
 __all__ = ["check_channels", "lower", "lower_forward"]
 
@@ -66,19 +69,32 @@ Channel = tuple[int, int]
 
 _LAST_OF_GRADIENTS = (PassKind.W, PassKind.BW, CollectiveKind.REDUCE_WAIT)
 
+Sent = tuple[Message, int]
+"""A message, and the column of its sender's order behind which it leaves."""
+
 Ties = Sequence[Sequence[int]]
 """Of each parameter that several chunks or layers hold, the chunks."""
 
 
 def lower(
-    schedule: Schedule, *, ahead: int = 2, ties: Ties = ()
+    schedule: Schedule,
+    *,
+    ahead: int = 2,
+    costs: Costs | None = None,
+    on_device: bool = False,
+    ties: Ties = (),
 ) -> tuple[Program, ...]:
     """Make a program of every order; one without a Step steps at its end.
 
     Args:
         schedule: what to run.
         ahead: how many jobs before its reader a receive is posted, at least 0;
-            collectives do not count.
+            collectives do not count. The delay of its link comes on top of it.
+        costs: what the schedule was planned for; None: jobs of equal length, and links
+            without delay.
+        on_device: receives occupy the device until their values come (NCCL). Each is
+            then posted in the job in which its sender ends by the costs, whatever
+            ``ahead`` says: no job that waits for its device waits for itself.
         ties: chunks of each parameter that several layers hold.
 
     Raises:
@@ -88,18 +104,25 @@ def lower(
         order if Step(stage) in order else (*order, Step(stage))
         for stage, order in enumerate(schedule.orders)
     ]
-    _check_validation(schedule.placement, orders)
-    return _lower_orders(schedule.placement, orders, ahead, ties)
+    placement = schedule.placement
+    _check_validation(placement, orders)
+    times, m = (costs or Costs()).on(placement), schedule.n_microbatches
+    posting: Posting = (
+        WhenSent(orders, times, n_microbatches=m)
+        if on_device
+        else InTime(orders, times, n_microbatches=m, ahead=ahead)
+    )
+    programs = _lower_orders(placement, orders, posting, ties)
+    assert not (on_device and find_self_waits(programs)), "a stage may wait for itself"
+    return programs
 
 
-def lower_forward(
-    placement: Placement, *, n_microbatches: int, ahead: int = 2
-) -> tuple[Program, ...]:
+def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program, ...]:
     """Make programs that only run forwards, for evaluation.
 
     As many micro-batches as there are stages go through all chunks together. Every
     stage follows the same order over the whole model, so none waits for another in a
-    circle.
+    circle. Receives stand before their readers: a header comes first.
     """
     n_stages = placement.n_stages
     orders: list[list[Job]] = [[] for _ in range(n_stages)]
@@ -107,13 +130,15 @@ def lower_forward(
         for chunk, stage in enumerate(placement.stage_of):
             for i in range(first, min(first + n_stages, n_microbatches)):
                 orders[stage].append(Pass(PassKind.F, chunk, i))
-    return _lower_orders(placement, orders, ahead)
+    times = Costs().on(placement)
+    posting = InTime(orders, times, n_microbatches=n_microbatches, ahead=0)
+    return _lower_orders(placement, orders, posting)
 
 
 def _lower_orders(
     placement: Placement,
     orders: Sequence[Sequence[Job]],
-    ahead: int,
+    posting: Posting,
     ties: Ties = (),
 ) -> tuple[Program, ...]:
     tied = [_tied_sends(placement, order, ties) for order in orders]
@@ -121,7 +146,7 @@ def _lower_orders(
     sent_early = _sent_before_checks(placement, orders)
     programs = []
     for stage, order in enumerate(orders):
-        posts = _posts(placement, order, stage, channels, sent_early, ahead)
+        posts = _posts(placement, order, stage, channels, sent_early, posting)
         program: list[Instruction] = []
         for column, job in enumerate(order):
             program += posts[column]
@@ -172,15 +197,15 @@ def _messages(
     placement: Placement,
     orders: Sequence[Sequence[Job]],
     tied: Sequence[dict[int, list[Send]]],
-) -> dict[Channel, list[Message]]:
+) -> dict[Channel, list[Sent]]:
     """List the values that each channel carries, in the order of the sends."""
-    channels: dict[Channel, list[Message]] = defaultdict(list)
+    channels: dict[Channel, list[Sent]] = defaultdict(list)
     for stage, order in enumerate(orders):
         for column, job in enumerate(order):
             message = _sent(job, placement)
             sends = [] if message is None else [message]
             for send in (*sends, *tied[stage].get(column, ())):
-                channels[stage, send.peer].append(send.value)
+                channels[stage, send.peer].append((send.value, column))
     return channels
 
 
@@ -188,9 +213,9 @@ def _posts(
     placement: Placement,
     order: Sequence[Job],
     stage: int,
-    channels: dict[Channel, list[Message]],
+    channels: dict[Channel, list[Sent]],
     sent_early: set[Value],
-    ahead: int,
+    posting: Posting,
 ) -> dict[int, list[Instruction]]:
     """The receives to post before each column of a stage's order."""
     needed_at: dict[Message, int] = {
@@ -200,18 +225,18 @@ def _posts(
         for value in reads(job, placement.n_chunks)
     }
     check = order.index(Check(stage)) if Check(stage) in order else None
-    places = [c for c, job in enumerate(order) if not isinstance(job, Collective)]
-    rank = {column: number for number, column in enumerate(places)}
     posts: dict[int, list[Instruction]] = defaultdict(list)
-    for (source, target), values in sorted(channels.items()):
+    for (source, target), messages in sorted(channels.items()):
         if target != stage:
             continue
-        columns = []
-        first_need = len(order)
-        for value in reversed(values):
-            first_need = min(first_need, needed_at.get(value, len(order) - 1))
-            columns.append(places[max(0, rank[first_need] - ahead)])
-        for value, column in zip(values, reversed(columns), strict=True):
+        columns: list[int] = []
+        first = len(order)
+        for value, sent in reversed(messages):
+            need = needed_at.get(value, len(order) - 1)
+            column = posting.column(stage, value, need=need, sender=(source, sent))
+            first = min(first, column)
+            columns.append(first)
+        for (value, _), column in zip(messages, reversed(columns), strict=True):
             if check is not None:
                 early = value in sent_early
                 column = min(column, check) if early else max(column, check + 1)

@@ -178,6 +178,7 @@ class DelayedTransport:
         self._stage = stage
         self.background = inner.background
         self.is_local = inner.is_local
+        self.on_device = inner.on_device
         self.peers = inner.peers
         self._times = times
 

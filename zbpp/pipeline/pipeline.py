@@ -253,8 +253,14 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             own_name=own_name,
             knows_ties=ties is not None or self.layered.build is not model,
         )
-        given = (self.schedule, self._executors, place, shard, self._ties.chunks)
-        self.schedule, self._programs = with_collectives(*given)
+        self.schedule, self._programs = with_collectives(
+            self.schedule,
+            self._executors,
+            place,
+            shard,
+            ties=self._ties.chunks,
+            costs=chosen.costs,
+        )
         self._n_steps = check_first_step(first_step)
         self._batches = Batches(
             *(self._executors, placement, self.layered.cut_batch),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from zbpp.core import Program, RequestError, Schedule, schedule_text
 from zbpp.pipeline.parallel import with_collectives
 from zbpp.planning.resolve import choose_validation, recomputed_layers
+from zbpp.planning.resolve_layers import Chosen
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
@@ -19,6 +20,7 @@ __all__ = ["Switching"]
 class Switching:
     """The part of a pipeline that changes its schedule between two steps."""
 
+    chosen: Chosen
     schedule: Schedule
     split: tuple[range, ...]
     place: Place
@@ -57,8 +59,12 @@ class Switching:
         asked = ("switch", schedule_text(schedule))
         check_agreement(self._executors, asked, self._ties)
         self.schedule, self._programs = with_collectives(
-            *(schedule, self._executors, self.place, self._options.shard),
-            self._ties.chunks,
+            schedule,
+            self._executors,
+            self.place,
+            self._options.shard,
+            ties=self._ties.chunks,
+            costs=self.chosen.costs,
         )
         for executor in self._executors.values():
             executor.stage.recompute(again)

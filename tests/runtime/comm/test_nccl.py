@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zbpp.core import Job, Pass, PassKind, Value, What
-from zbpp.runtime.comm.channels import Channel, PendingSum, warn_of_one_queue
+from zbpp.runtime.comm.channels import Channel, PendingSum
 from zbpp.runtime.comm.messages import Messages
 from zbpp.runtime.comm.transport import Opening
 from zbpp.runtime.comm.waits import Waits
@@ -172,13 +172,3 @@ def test_a_message_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) 
     group.is_late = True
     with pytest.raises(PeerError, match=r"waits at 1F0 for .* from 0: timed out"):
         messages.receive(activation(0), forward(0))
-
-
-@pytest.mark.parametrize(("value", "n_warnings"), [("1", 1), ("32", 0), (None, 0)])
-def test_one_queue_for_all_streams_is_warned_of(
-    value: str | None, n_warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    warn_of_one_queue({} if value is None else {name: value})
-    assert len(caplog.records) == n_warnings
-    assert all(name in one.getMessage() for one in caplog.records)

@@ -5,6 +5,7 @@ from textwrap import dedent
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_text import short
 from small_model import MODES
 
 from zbpp.core import (
@@ -15,33 +16,12 @@ from zbpp.core import (
     Schedule,
     ScheduleError,
     Send,
-    Step,
     Value,
-    What,
     at_check,
     reads,
 )
 from zbpp.modes import plan
 from zbpp.schedules import check_channels, lower, lower_forward, post_validated
-
-
-def short(program: Program) -> str:
-    """``+F0`` posts a receive, ``F0>`` sends, plain jobs are jobs."""
-    words = []
-    for instruction in program:
-        match instruction:
-            case Receive(value):
-                words.append(f"+{'F' if value.what is What.ACTIVATION else 'B'}"
-                             f"{value.microbatch}")  # fmt: skip
-            case Send():
-                words[-1] += ">"
-            case Pass(kind, _, microbatch):
-                words.append(f"{kind}{microbatch}")
-            case Step():
-                words.append("O")
-            case Check():
-                words.append("V")
-    return " ".join(words)
 
 
 def test_two_stages_of_1f1b() -> None:

@@ -1,8 +1,6 @@
 """Channels between neighbours, one pair and direction each; and sums over all."""
 
-import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,10 +26,8 @@ __all__ = [
     "has_tags",
     "join",
     "tag",
-    "warn_of_one_queue",
 ]
 
-_log = logging.getLogger("zbpp")
 _CHUNKS = 1024
 _SLOTS = 256
 assert MOST_TENSORS + 3 < _SLOTS
@@ -106,8 +102,6 @@ def join(
         RuntimeError: a stage did not come.
     """
     stage = pipeline.index(dist.get_rank(everyone))
-    if nccl and dist.get_rank(everyone) == 0:
-        warn_of_one_queue(os.environ)
     wire = device if nccl else torch.device("cpu")
     name = draw_name(everyone, wire, timeout_s=timeout_s)
     open_one = partial(open_group, everyone, nccl=nccl, timeout_s=timeout_s)
@@ -134,15 +128,6 @@ def join(
     store = everyone.get_group_store()
     notes = dist.PrefixStore(f"{name}/notes", store)  # type: ignore[attr-defined]
     return whole, channels, notes, name
-
-
-def warn_of_one_queue(environment: Mapping[str, str]) -> None:
-    """Say so where all streams of a GPU share one hardware queue."""
-    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        _log.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: a receive that is posted early may hold "
-            "up jobs that do not need it; leave the variable unset, or set it to 32"
-        )
 
 
 def tag(value: Message, slot: int, *, training: bool = True) -> int:

@@ -88,7 +88,7 @@ class DistributedTransport(Messages):
         self.stage = stage = pipeline.index(dist.get_rank(everyone))
         self.peers = peers
         self._pipeline, self._sides = pipeline, sides
-        self._nccl = nccl = uses_nccl(everyone)
+        self._nccl = self.on_device = nccl = uses_nccl(everyone)
         self._steady_timeout_s = timeout_s
         waits = Waits(
             nccl=nccl, device=device, timeout_s=first_timeout_s, lost=self._lost

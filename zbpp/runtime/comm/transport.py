@@ -68,6 +68,9 @@ class Transport(Protocol):
     is_local: bool
     """Values come from stages of this process, so that `ready` has to be asked."""
 
+    on_device: bool
+    """A receive occupies the device from when it is posted until its value comes."""
+
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation if there is no opening."""
 
@@ -167,6 +170,7 @@ class LocalTransport:
     """All stages in this process: the hub's mailbox is the only channel."""
 
     is_local = True
+    on_device = False
 
     def __init__(self, hub: LocalHub) -> None:
         self.peers = ALONE

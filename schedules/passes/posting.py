@@ -1,0 +1,172 @@
+"""When a stage posts its receives: early enough to lose no time, and still safe.
+
+What receives on the host (gloo) stops no job. But a sender waits for word that the
+receive is posted, and that word takes as long as the value that follows it:
+
+    stage 0 |         F0 . . .         both take 3 jobs: a receive that is posted
+                .--'     `-.           6 jobs before its reader, and some more in
+    stage 1 | +F0 . . . . . . F0       case, holds up nobody
+
+What receives on the device (NCCL) stops every job that waits for the whole device. So
+all jobs of all stages are put in one order in which they can end, and a receive is
+posted before the first job that ends after its sender. A job then waits for no other
+than those that end before it, and none for itself:
+
+    stage 0 | F0 F1 F2 ...             F2 of stage 0 ends while stage 1 is in BW0
+    stage 1 | .. F0 +F2 BW0 F2 ...
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
+from zbpp.core import (
+    Check,
+    Collective,
+    Job,
+    Message,
+    Pass,
+    PassTimes,
+    Step,
+    TiedGradient,
+    reader,
+    reads,
+    writes,
+)
+from zbpp.core.clock import replay
+
+__all__ = ["InTime", "Posting", "WhenSent"]
+
+Orders = Sequence[Sequence[Job]]
+
+
+class Posting(Protocol):
+    """A rule for when receives are posted."""
+
+    def column(
+        self, stage: int, message: Message, *, need: int, sender: tuple[int, int]
+    ) -> int:
+        """The column of a stage's order before which it posts a receive.
+
+        Args:
+            stage: that receives.
+            message: to receive.
+            need: column of the job that reads it.
+            sender: stage and column of the job behind which it is sent.
+        """
+
+
+class InTime:
+    """Post receives some jobs before their readers, and two delays of their links.
+
+    Args:
+        orders: of all stages.
+        times: of the jobs and messages.
+        n_microbatches: of a step.
+        ahead: jobs before the reader; collectives do not count.
+    """
+
+    def __init__(
+        self, orders: Orders, times: PassTimes, *, n_microbatches: int, ahead: int
+    ) -> None:
+        self._times = times
+        self._ahead = ahead
+        self._places = [
+            [c for c, job in enumerate(order) if not isinstance(job, Collective)]
+            for order in orders
+        ]
+        self._columns = (
+            _starts_and_ends(orders, times, n_microbatches=n_microbatches)
+            if any(times.hops)
+            else None
+        )
+
+    def column(
+        self, stage: int, message: Message, *, need: int, sender: tuple[int, int]
+    ) -> int:
+        """See `Posting`."""
+        places = self._places[stage]
+        column = places[max(0, bisect_right(places, need) - 1 - self._ahead)]
+        if self._columns is None or isinstance(message, TiedGradient):
+            return column
+        starts, ends = self._columns
+        delay = self._times.delay(message.chunk, reader(message))
+        return min(column, bisect_right(ends[stage], starts[stage][column] - 2 * delay))
+
+
+class WhenSent:
+    """Post each receive before the first job that ends after its sender.
+
+    Args:
+        orders: of all stages.
+        times: of the jobs and messages.
+        n_microbatches: of a step.
+    """
+
+    def __init__(
+        self, orders: Orders, times: PassTimes, *, n_microbatches: int
+    ) -> None:
+        _, ends = _starts_and_ends(orders, times, n_microbatches=n_microbatches)
+        self._numbers = _in_order_of_ends(orders, ends, times.placement.n_chunks)
+
+    def column(
+        self, stage: int, message: Message, *, need: int, sender: tuple[int, int]
+    ) -> int:
+        """See `Posting`."""
+        source, column = sender
+        return bisect_right(self._numbers[stage], self._numbers[source][column])
+
+
+def _starts_and_ends(
+    orders: Orders, times: PassTimes, *, n_microbatches: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Time every column of every order; what is no pass takes no time."""
+    passes = [[job for job in order if isinstance(job, Pass)] for order in orders]
+    rows = replay(passes, times, n_microbatches=n_microbatches)
+    starts: list[list[float]] = [[] for _ in orders]
+    ends: list[list[float]] = [[] for _ in orders]
+    for stage, order in enumerate(orders):
+        slots, now = iter(rows[stage]), 0.0
+        for job in order:
+            start = now
+            if isinstance(job, Pass):
+                slot = next(slots)
+                start, now = slot.start, slot.end
+            starts[stage].append(start)
+            ends[stage].append(now)
+    return starts, ends
+
+
+def _in_order_of_ends(
+    orders: Orders, ends: Sequence[Sequence[float]], n_chunks: int
+) -> list[list[int]]:
+    """Number all jobs in an order in which they can end; by stage and column.
+
+    What stands before the V's comes first, as it may be replayed without the rest, and
+    the Steps last, as they wait for all stages.
+    """
+    jobs: list[tuple[int, float, int, int, int]] = []
+    written: set[object] = set()
+    phases = [0] * len(orders)
+    columns = [0] * len(orders)
+    before = None
+    while before != columns:
+        before = list(columns)
+        for stage, order in enumerate(orders):
+            for column in range(columns[stage], len(order)):
+                job = order[column]
+                if isinstance(job, Pass):
+                    if not written.issuperset(reads(job, n_chunks)):
+                        break
+                    written.update(writes(job, n_chunks))
+                elif isinstance(job, Check | Step):
+                    phases[stage] = 1 if isinstance(job, Check) else 3
+                entry = phases[stage], ends[stage][column], len(jobs), stage, column
+                jobs.append(entry)
+                columns[stage] += 1
+                if isinstance(job, Check):
+                    phases[stage] = 2
+    numbers = [[0] * len(order) for order in orders]
+    for number, (*_, stage, column) in enumerate(sorted(jobs)):
+        numbers[stage][column] = number
+    return numbers
