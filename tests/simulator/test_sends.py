@@ -138,7 +138,7 @@ def test_files_and_layers_keep_it(tmp_path) -> None:
     assert parse_layers((tmp_path / "layers.json").read_text()) == layers
     assert layers.on(V, (2, 1, 1, 1))[0].on(V) == costs.on(V)
     gathered = with_gathers(
-        *(Costs(send_occupies=1.0, all_gather=1.0), V),
+        Costs(send_occupies=1.0, all_gather=1.0),
         data_parallel=2,
         shard="parameters",
     )

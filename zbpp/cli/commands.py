@@ -67,8 +67,8 @@ class Plan(SizedFlags):
         if planned is None:
             schedule, costs, memory = self.plan(self.pipeline_schedule_mode)
         else:
-            schedule, memory = planned.schedule, planned.memory
-            costs = self.with_gathers(planned.costs, schedule)
+            schedule, costs = planned.schedule, planned.costs
+            memory = planned.memory
         proof = ""
         if self.solver is not None:
             found = certify(schedule, costs, memory, seconds=self.solver_seconds)
