@@ -37,6 +37,7 @@ from zbpp.core import (
     WorkerError,
     schedule_text,
 )
+from zbpp.modes import SINGLE_CHUNK_MODES, canonical, is_file
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.schedules.planner.budget import parse_effort
 from zbpp.simulator import simulate, span
@@ -109,8 +110,11 @@ class Plan(SizedFlags):
         """Tell on stderr of plans that take long."""
         if self.stages is None or self.microbatches is None:
             return
-        one = self.pipeline_schedule_mode.upper() in ("ZB", "ZBH1", "ZBH2")
-        each = 1 if one else self.chunks_per_stage or 2
+        if is_file(self.pipeline_schedule_mode):  # nothing is searched
+            return
+        each = self.chunks_per_stage or 2
+        if canonical(self.pipeline_schedule_mode) in SINGLE_CHUNK_MODES:
+            each = 1
         n_jobs = 3 * self.stages * self.microbatches * each
         line = waiting_line(n_jobs, each, self.effort)
         if line is not None:
