@@ -87,11 +87,13 @@ def idle(timeline: Timeline) -> list[float]:
 
 
 def bubble_rate(timeline: Timeline) -> float:
-    """Idle share of the slowest stage, 0 to 1 (Qi et al., arXiv 2401.10241).
+    """Bubble of the bottleneck, 0 to 1 (Qi et al., arXiv 2401.10241).
 
-    (largest span - work of the busiest stage) / largest span. Sends that occupy a stage
-    are no work. It is not taken from
-    the makespan: stages may start and end at different times without losing any.
+    (largest span - work of the busiest stage) / largest span: the share of the time
+    that a perfect order of the same passes could save. Of unequal stages these are two
+    stages, so no stage need be idle for that share; `idle` tells of each. Sends that
+    occupy a stage are no work. It is not taken from the makespan: stages may start and
+    end at different times without losing any.
     """
     longest = span(timeline)
     return (longest - max(work(timeline))) / longest if longest > 0 else 0.0

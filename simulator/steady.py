@@ -95,7 +95,10 @@ def _settle(run: IteratedSchedule) -> tuple[float, IterationState]:
                     return (max(left.free) - max(earlier.free)) / back, left
             seen.append(left)
         seen = [_leap(seen[0], seen[-1])]
-    raise AssertionError("the iterations of a schedule never repeat")
+    raise RequestError(
+        f"no period is found within {_LEAPS * _PATIENCE} iterations, so there is no "
+        "time of a step among many; round the costs, or leave the tiniest ones out"
+    )
 
 
 def _repeats(left: IterationState, earlier: IterationState) -> bool:

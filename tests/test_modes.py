@@ -1,9 +1,21 @@
 """From the value of a flag to a schedule."""
 
+from dataclasses import replace
+
 import pytest
 
-from zbpp.core import Costs, MemoryModel, RequestError, peaks, write_schedule
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    Placement,
+    RequestError,
+    peaks,
+    write_schedule,
+)
 from zbpp.modes import MODES, canonical, plan
+from zbpp.modes.table import _fits
+from zbpp.schedules.planner.request import Request
+from zbpp.simulator import simulate, span
 
 SPELLINGS = {
     "FThenB": ["fthenb", "F-then-B", "GPipe", "gpipe"],
@@ -116,6 +128,49 @@ def test_a_limit_per_stage_names_the_stage_that_exceeds_it_most():
 def test_a_limit_below_one_microbatch_fits_no_mode():
     with pytest.raises(RequestError, match="no mode fits: take smaller micro-batches"):
         plan("ZBH1", n_stages=4, n_microbatches=8, memory=limited(0.9))
+
+
+def test_what_would_fit_is_told_without_plans_of_the_full_size(monkeypatch):
+    sizes: list[int] = []
+    for mode in MODES.values():
+
+        def planner(planner=mode.planner, **request):
+            sizes.append(request["n_microbatches"])
+            return planner(**request)
+
+        monkeypatch.setitem(MODES, mode.name, replace(mode, planner=planner))
+    told = []
+    for m in (40, 2000):
+        with pytest.raises(RequestError) as error:
+            plan("VPP", n_stages=4, n_microbatches=m, memory=limited(4))
+        told.append(str(error.value).partition("; ")[2])
+    assert told[0] == told[1] and "1F1B, ZBH1" in told[0]
+    sizes.remove(2000)  # the request itself
+    assert max(sizes) <= 40 and len(sizes) > len(MODES)
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("peak_o", [0.0, 3.0, 3.5])
+def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o):
+    memory = MemoryModel(m_fixed=0.25, peak_o=peak_o, limit=3.5, m_b=(1.0, 0.5))
+    request = Request(n_stages=2, n_microbatches=n_microbatches, memory=memory)
+    schedule = plan("FThenB", n_stages=2, n_microbatches=n_microbatches)
+    held = max(peaks(schedule.orders, memory.on(schedule.placement)))
+    assert _fits("FThenB", request) == (held <= 3.5)
+
+
+def test_lists_of_one_entry_a_stage_do_not_decide_the_number_of_chunks():
+    held = MemoryModel(m_fixed=(14.0, 10.0, 10.0, 14.0), limit=20.0)
+    shape = {"n_stages": 4, "n_microbatches": 12}
+    longest = {}
+    for mode in ("ZBV", "ZBVPP"):
+        schedule = plan(mode, **shape, memory=held)
+        assert schedule.placement == Placement.wave(4, 2)
+        longest[mode] = span(simulate(schedule))
+    assert longest["ZBVPP"] <= longest["ZBV"]
+    assert plan("VPP", **shape, memory=held).placement.n_chunks == 8
+    one = plan("ZBVPP", **shape, memory=held, chunks_per_stage=1)
+    assert one.placement.n_chunks == 4, "the control"
 
 
 def test_a_limit_that_is_too_low_names_the_smallest_that_works():

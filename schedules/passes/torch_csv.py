@@ -20,6 +20,7 @@ the parameters gathered, so a chunk's RESHARD comes behind its last pass.
 """
 
 import csv
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ __all__ = [
     "torch_schedule_name",
 ]
 
+_log = logging.getLogger("zbpp")
 _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
 _WEIGHTS = (PassKind.W, PassKind.BW)
@@ -143,8 +145,9 @@ def from_torch_csv(
     """Read torch's CSV: the inverse of `to_torch_csv`, an O at the end of each row.
 
     Empty cells and transfers are passed over: when jobs run and what they send follows
-    from their order. Of two passes that overlap, the first comes first. A sum of
-    gradients is awaited before the next W of its chunk, and before O.
+    from their order. Two passes that torch overlaps (``OVERLAP_F_B``) run one after the
+    other, the first one first, and a warning says so. A sum of gradients is awaited
+    before the next W of its chunk, and before O.
 
     Args:
         text: one row a rank.
@@ -165,6 +168,14 @@ def from_torch_csv(
         ]
         for stage, row in enumerate(csv.reader(text.strip().splitlines()))
     ]
+    n_pairs = text.count("OVERLAP_F_B")
+    if n_pairs:
+        _log.warning(
+            "%s: %d pairs OVERLAP_F_B are read as two passes, one after the other: "
+            "zbpp overlaps no passes of a stage",
+            source,
+            n_pairs,
+        )
     stage_of = {job.chunk: stage for stage, row in enumerate(rows) for job in row}
     missing = sorted(set(range(len(stage_of))) - set(stage_of))
     if missing or not stage_of:

@@ -94,7 +94,7 @@ def plan_auto(
         RequestError: no placement can be planned; the error is that of the first.
     """
     check_sizes(n_stages, n_microbatches, chunks_per_stage or 1)
-    chunks = chunks_per_stage or _chunks(costs, memory, n_stages)
+    chunks = chunks_per_stage or listed_chunks(costs, memory, n_stages)
     best: Candidate | None = None
     errors: list[RequestError] = []
     for placement, default_limit in placements(n_stages, chunks):
@@ -119,12 +119,6 @@ def plan_auto(
         limits = [error for error in errors if isinstance(error, LimitError)]
         raise min(limits, key=lambda error: error.smallest) if limits else errors[0]
     return best.plan
-
-
-def _chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | None:
-    """Chunks a stage that the lists ask for; None: any number fits them."""
-    listed = listed_chunks(costs, memory, n_stages)
-    return None if listed == 1 else listed
 
 
 def placements(n_stages: int, chunks: int | None) -> Iterator[tuple[Placement, float]]:

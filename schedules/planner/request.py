@@ -99,8 +99,9 @@ def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | Non
     >>> listed_chunks(Costs(f=(1.0, 2.0, 2.0, 1.0)), MemoryModel(), n_stages=2)
     2
 
-    None if all are numbers (a list of links says nothing), or if the longest list has
-    no whole number of entries a stage: then the planner names the length that it needs.
+    None if all are numbers or lists of one entry a stage, which are dealt to any number
+    of chunks (a list of links says nothing), or if the longest list has no whole number
+    of entries a stage: then the planner names the length that it needs.
     """
     values: list[float | tuple[float, ...] | None]
     values = [costs.f, costs.b, costs.w, costs.optimizer]
@@ -115,4 +116,5 @@ def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | Non
     longest = max(lengths, default=0)
     if n_stages < 1 or longest % n_stages:
         return None
-    return longest // n_stages or None
+    chunks_per_stage = longest // n_stages
+    return chunks_per_stage if chunks_per_stage > 1 else None

@@ -28,6 +28,8 @@ class PageEntry:
         memory: adds memory to the timelines, and peak and limit to the table.
         step: time of a step among many; None: of the simulated timeline alone.
         step_measured: the same of the run; None: of the measured timeline.
+        bubble_measured: bubble rate of the run, 0 to 1; None: of the measured timeline
+            alone.
         gap: span over its lower bound, less 1.
         figures: more columns of the table by their titles, such as tokens/s.
         group: entries of one group share a table, such as those of one costs file.
@@ -43,6 +45,7 @@ class PageEntry:
     memory: MemoryModel | None = None
     step: float | None = None
     step_measured: float | None = None
+    bubble_measured: float | None = None
     gap: float | None = None
     figures: Mapping[str, float | str] = field(default_factory=dict)
     group: str = ""
@@ -81,8 +84,10 @@ class PageEntry:
 
     @cached_property
     def measured_bubble(self) -> float | None:
-        """Bubble rate of the measured timeline, 0 to 1."""
-        return None if self.measured is None else bubble_rate(self.measured)
+        """`bubble_measured`, or that of the timeline alone."""
+        if self.bubble_measured is None and self.measured is not None:
+            return bubble_rate(self.measured)
+        return self.bubble_measured
 
     @cached_property
     def peak(self) -> float | None:

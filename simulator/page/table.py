@@ -1,6 +1,6 @@
 """The table of modes, as HTML; columns that nobody has figures for are left out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from html import escape
 
@@ -12,12 +12,13 @@ __all__ = ["modes_table"]
 _ROUNDING = 1e-9  # relative
 _BASELINE = "1F1B"
 
-_CAPTION = (
-    "step: one among many, optimizer included. bubble: idle share of the slowest "
-    "stage. "
-    "gap: span over its proven lower bound for the same placement and memory. "
-    "memory: of the stage that holds most."
-)
+_CAPTIONS = {
+    "step": "one among many, optimizer included",
+    "bubble": "(longest span - work of the busiest stage) / longest span",
+    "gap": "span over its proven lower bound for the same placement and memory",
+    "peak memory": "of the stage that holds most",
+}
+"""By the first word of the columns that they explain."""
 
 
 def modes_table(entries: Sequence[PageEntry], *, time_unit: str = "") -> str:
@@ -43,8 +44,18 @@ def modes_table(entries: Sequence[PageEntry], *, time_unit: str = "") -> str:
         cells = "".join(f"<td>{column(entry)}</td>" for column in columns.values())
         rows.append(f"<tr{' class=best' if best else ''}>{name}{cells}</tr>")
     return (
-        f'<div class="wide"><table class="modes"><caption>{_CAPTION}</caption>'
+        f'<div class="wide"><table class="modes"><caption>{_caption(columns)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _caption(columns: Iterable[str]) -> str:
+    """Explain the columns that there are."""
+    names = list(columns)
+    return " ".join(
+        f"{word}: {text}."
+        for word, text in _CAPTIONS.items()
+        if any(name.startswith(word) for name in names)
     )
 
 

@@ -105,6 +105,9 @@ def test_contenders_are_compared_and_timed(pool: Pool, tmp_path) -> None:
     assert set(v["measured_over_simulated"]) >= {"F", "B", "W"}
     page = (good / "report" / "index.html").read_text()
     assert "torch:ZBVZeroBubble" in page and "zbpp bench --stages 2" in page
+    for one in data["contenders"]:  # the page shows the medians of the table
+        assert f"<td>{one['bubble_measured']:.2%}</td>" in page
+    assert data["date"] in page and "gap: span" not in page
     # The control: gradients that are off by a thousandth.
     plain, peer = json.loads((bad / "report" / "results.json").read_text())[
         "contenders"

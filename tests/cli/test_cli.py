@@ -119,8 +119,9 @@ def test_show_draws_and_tells(capsys, monkeypatch):
     )
     for line in (
         "│     1 │      1 │    9 │    9 │    0 │         1.5 │",
-        "bubble rate    10.00% of the longest span is idle",
-        "overhead       11.11% (idle time over ideal time)",
+        "bubble rate    10.00% of the longest span is beyond the work of the busiest "
+        "stage",
+        "overhead       11.11% (the same over that work)",
         "makespan       10, first start to last end of a pass",
         "critical path  11 jobs, 10: F 3, B 4, W 3",
         "lower bound    10 for the span (proof: front and tail), within memory 2 a "

@@ -207,3 +207,21 @@ def test_meshes_that_cannot_be_compared(capsys, layers, flags, message) -> None:
     assert main(["compare", *layers, *flags]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_plans_are_for_passes_that_gather(tmp_path, capsys) -> None:
+    """What passes gather decides the order, not only its figures."""
+    path, sums = tmp_path / "costs.json", tmp_path / "sums.json"
+    path.write_text(json.dumps({"f": 2, "b": 2, "w": 2, "all_gather": [0, 2, 0, 2]}))
+    sums.write_text(json.dumps({"f": [2, 4, 2, 4], "b": [2, 4, 2, 4], "w": 2}))
+    shape = ["--pipeline_schedule_mode", "ZB", "--stages", "4", "--microbatches", "8"]
+    shard = [*TWO, "--shard", "parameters"]
+    gathering = shown(capsys, *shape, "--costs", str(path), *shard)
+    summed = shown(capsys, *shape, "--costs", str(sums))
+    for figure in ("span", "bubble_rate", "lower_bound", "gap"):
+        assert gathering[figure] == summed[figure]
+    out = tmp_path / "plan.json"
+    assert main(["plan", *shape, "--costs", str(path), "--out", str(out)]) == 0
+    capsys.readouterr()
+    blind = shown(capsys, str(out), "--costs", str(path), *shard)
+    assert gathering["span"] < blind["span"], "the control: gathers change the order"

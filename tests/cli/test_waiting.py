@@ -15,6 +15,18 @@ def test_long_plans_are_announced_and_short_ones_are_not() -> None:
     assert "effort fast takes a third" in str(waiting_line(2**24, 2, "default"))
 
 
+@pytest.mark.parametrize(
+    ("mode", "n_jobs"), [("zb-h1", 24), ("ZB2P", 24), ("1F1B", 24), ("v-half", 48)]
+)
+def test_jobs_are_counted_by_the_chunks_of_the_mode(
+    tmp_path, capsys, mode, n_jobs
+) -> None:
+    flags = ("--stages", "2", "--microbatches", "4", "--out", str(tmp_path / "x.json"))
+    effort = ("--effort", "best:0.01")
+    assert main(["plan", "--pipeline_schedule_mode", mode, *flags, *effort]) == 0
+    assert f"planning {n_jobs} jobs" in capsys.readouterr().err
+
+
 def test_best_says_what_it_was_good_for(tmp_path, capsys) -> None:
     flags = ("--stages", "3", "--microbatches", "4", "--out", str(tmp_path / "x.json"))
     flags += ("--pipeline_schedule_mode", "ZBV", "--effort", "best:0.01")

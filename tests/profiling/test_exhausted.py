@@ -1,14 +1,15 @@
 """The error of a run out of memory says what was held and what would need less."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_model import batch, build, make_pipeline
 from torch import Tensor, nn
 
 from zbpp.core import MemoryModel, Placement, format_bytes
-from zbpp.modes import plan
-from zbpp.pipeline.exhausted import explain
-from zbpp.pipeline.fitting import Room, largest_that_fits, mode_that_fits, what_fits
+from zbpp.modes import MODES, plan
+from zbpp.pipeline.exhausted import Room, explain, largest_that_fits
 from zbpp.profiling.memory import Held, is_out_of_memory
 from zbpp.runtime.support.fault_injection import Fault
 from zbpp.simulator import peak_memory, simulate
@@ -58,7 +59,10 @@ def test_the_error_names_what_is_held_and_what_needs_less(error: Exception) -> N
     parameters = sum(p.nbytes for layer in build(range(3)) for p in layer.parameters())
     assert f"parameters {format_bytes(parameters)}" in notes
     assert "ZBH2 keeps 5 forwards in flight here; less memory need" in notes
-    assert "ZBH1 (3 forwards in flight)" in notes and "smaller micro-batches" in notes
+    assert (
+        "ZBH1 (at most 3 forwards in flight)" in notes
+        and "smaller micro-batches" in notes
+    )
     assert "estimated" not in notes, "the memory model is in units of its own"
 
 
@@ -71,7 +75,7 @@ def test_a_memory_model_in_bytes_gives_the_estimate_beside_it() -> None:
 MIB = 2.0**20
 
 
-def test_a_smaller_micro_batch_and_another_mode_that_fit_are_told() -> None:
+def test_a_smaller_micro_batch_that_fits_is_told() -> None:
     memory = MemoryModel(m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB, limit=100 * MIB)
     schedule = plan("ZBH2", n_stages=3, n_microbatches=6)
     assert largest_that_fits(schedule, memory, 1e12, 8) == 8
@@ -79,21 +83,33 @@ def test_a_smaller_micro_batch_and_another_mode_that_fit_are_told() -> None:
     most = largest_that_fits(schedule, memory, 100 * MIB, 8)
     peak = max(peak_memory(simulate(schedule), memory)) - 30 * MIB
     assert peak * most / 8 <= 70 * MIB < peak * (most + 1) / 8
-    found = mode_that_fits(schedule, None, memory, 100 * MIB)
-    assert found is not None and found[1].peak <= 100 * MIB
-    assert mode_that_fits(schedule, None, memory, 41 * MIB) is None, "the control"
-    text = what_fits(schedule, None, memory, Room(100 * MIB, 8))
-    assert f"100 MiB fit ZBH2 with micro-batches of {most} of its 8 samples; " in text
-    assert f"{found[0]} with 1-1-1 layers a chunk" in text or "1-1-1-1" in text
-    assert what_fits(schedule, None, memory, Room(31 * MIB, 8)) == ""
+    held = [Held(0, 100, 100, 200, 0, 2400.0, 2, exact=True)]
+    text = explain(held, schedule, memory, room=Room(100 * MIB, 8))
+    assert f"100 MiB fit ZBH2 with micro-batches of {most} of its 8 samples" in text
+    assert "fit ZBH2" not in explain(held, schedule, memory, room=Room(31 * MIB, 8))
+
+
+def test_nothing_is_planned_while_other_stages_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule = plan("ZBH2", n_stages=3, n_microbatches=6)
+
+    def planner(**_: object) -> None:
+        raise AssertionError("planned inside of the error")
+
+    for mode in MODES.values():
+        monkeypatch.setitem(MODES, mode.name, replace(mode, planner=planner))
+    memory = MemoryModel(m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB)
+    held = [Held(0, 100, 100, 200, 0, 2400.0, 2, exact=True)]
+    text = explain(held, schedule, memory, room=Room(100 * MIB, 8))
+    assert "VMin (at most 2 forwards in flight" in text
 
 
 def test_an_error_tells_what_fits_the_limit() -> None:
     memory = MemoryModel(m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB, limit=200 * MIB)
-    error = torch.OutOfMemoryError("no")
-    notes = notes_of(error, "1F1B", memory=memory)
+    notes = notes_of(torch.OutOfMemoryError("no"), "1F1B", memory=memory)
     assert "by the estimate 200 MiB fit 1F1B" not in notes, "it was planned to fit"
-    assert "by the estimate 200 MiB fit " in notes and "layers a chunk" in notes
+    assert "estimated for 1F1B: stage 0 120 MiB" in notes
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -1,5 +1,7 @@
 """Metrics of timelines drawn by hand, simulated and as if measured."""
 
+from dataclasses import replace
+
 import pytest
 
 from zbpp.core import (
@@ -183,3 +185,20 @@ def test_o_and_v_are_no_waste_between_iterations():
         )
     behind = join(simulate_iterations(schedule, costs, 2))
     assert waste(behind) == ("idle", 6 / 56)
+
+
+def test_the_bubble_rate_is_that_of_the_bottleneck_not_of_one_stage():
+    """The drawing with stage 1 busier: span of stage 0, work of stage 1."""
+    rows = tuple(
+        tuple(
+            replace(
+                slot, end=slot.end + (2 if slot.job == Pass(PassKind.BW, 1, 0) else 0)
+            )
+            for slot in row
+        )
+        for row in DRAWN.rows
+    )
+    unequal = replace(DRAWN, rows=rows)
+    assert (work(unequal), span(unequal)) == ([6, 8], 10)
+    assert bubble_rate(unequal) == (10 - 8) / 10
+    assert idle(unequal)[0] / stage_span(unequal, 0) == 0.4, "the slowest idles more"

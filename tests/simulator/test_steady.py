@@ -36,6 +36,7 @@ from zbpp.simulator import (
     simulate,
     simulate_iterations,
     span,
+    steady,
     steady_step_time,
     work,
 )
@@ -288,3 +289,11 @@ def test_one_iteration_tells_the_time_of_a_step_behind_a_barrier(mode):
         schedule.orders, costs.on(schedule.placement), n_microbatches=6
     )
     assert found == pytest.approx(steady_step_time(schedule, costs))
+
+
+def test_iterations_without_a_period_are_the_callers_to_change(monkeypatch):
+    schedule = plan_zb_h1(n_stages=3, n_microbatches=4)
+    assert steady_step_time(schedule) > 0
+    monkeypatch.setattr(steady, "_LEAPS", 0)
+    with pytest.raises(RequestError, match="no period is found within 0 iterations"):
+        steady_step_time(schedule)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from pool import Pool
 from small_model import assert_same, batch, build, make_pipeline
 from torch import Tensor, nn
 
-from zbpp.core import Costs, MemoryModel, PassKind, RequestError, Schedule, Timeline
+from zbpp.core import Costs, MemoryModel, PassKind, RequestError, Schedule
 from zbpp.modes import plan
+from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span
 from zbpp.tuning.watch import Watch, Watcher, drift, replan
 
@@ -28,8 +30,8 @@ class Steps:
         self.costs, self.schedule = costs, schedule
         self.switches = 0
 
-    def timelines(self, n: int) -> list[Timeline]:
-        return [simulate(self.schedule, self.costs)] * n
+    def measured_costs(self, n: int) -> Costs:
+        return self.costs
 
     def gather(self, thing: object) -> list[object]:
         return [thing]
@@ -79,6 +81,24 @@ def test_the_new_order_is_as_short_as_is_said_and_keeps_the_limit() -> None:
     assert found.schedule.placement == PLAN.placement
     with pytest.raises(RequestError):
         replan(PLAN, SKEWED, MemoryModel(limit=0.5), effort="fast")
+
+
+def test_plans_on_slow_links_are_for_their_messages_and_beside_their_messages() -> None:
+    slow = Costs(f=1e-3, b=1e-3, w=1e-3, comm=2e-3, optimizer=1e-3, validation=5e-3)
+    sent = plan("ZB", n_stages=4, n_microbatches=8, costs=slow)
+    for schedule in (sent, post_validated(sent)):
+        steps = Steps(slow, schedule)
+        Watcher(Watch(first=1, window=1), None, MemoryModel()).after_step(steps)
+        assert steps.schedule is schedule
+    blind = Steps(slow, plan("ZB", n_stages=4, n_microbatches=8))
+    before = span(simulate(blind.schedule, slow))
+    Watcher(Watch(first=1, window=1), None, MemoryModel()).after_step(blind)
+    assert blind.switches == 1
+    assert span(simulate(blind.schedule, slow)) < before
+
+
+def test_links_that_slow_down_have_drifted() -> None:
+    assert drift(EVEN, replace(EVEN, comm=1e-3), PLAN) > 0.1
 
 
 def test_a_limit_that_nothing_fits_leaves_the_schedule_as_it_is(caplog) -> None:

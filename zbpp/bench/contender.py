@@ -62,8 +62,8 @@ class Measured:
 
     Args:
         timeline: of the last step, in ms.
-        bubble: idle share of the slowest stage (`bubble_rate`).
-        bubble_by_stage: idle share of each stage in the span of the slowest.
+        bubble: that of the bottleneck (`bubble_rate`).
+        bubble_by_stage: the same with the work of each stage.
     """
 
     timeline: Timeline
@@ -136,7 +136,7 @@ def gather(thing: Any) -> list[Any]:
 
 
 def _idle_by_stage(timeline: Timeline) -> list[float]:
-    """For each stage the share of the slowest stage's span in which it is idle."""
+    """For each stage the share of the largest span that is not its work."""
     stages = range(timeline.placement.n_stages)
     longest = max(stage_span(timeline, stage) for stage in stages)
     return [1 - busy / longest if longest > 0 else 0.0 for busy in work(timeline)]

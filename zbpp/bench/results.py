@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -47,7 +48,7 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
         [_entry(field, one, shown) for one in outcomes],
         page,
         title=_title(field),
-        subtitle=f"{data['hardware']}; {data['versions']}",
+        subtitle=f"{data['date']}; {data['hardware']}; {data['versions']}",
         command=request.command,
         time_unit="ms",
     )
@@ -97,6 +98,7 @@ def _title_of(one: Outcome) -> str:
 def _data(field: Field, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     request = field.request
     return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "hardware": _hardware(field.device),
         "versions": _versions(),
         "command": request.command,
@@ -183,6 +185,7 @@ def _entry(field: Field, one: Outcome, shown: Collection[str] = ()) -> PageEntry
         name=title,
         measured=one.measured.timeline if one.measured else None,
         step_measured=1e3 * one.step_s,
+        bubble_measured=one.measured.bubble if one.measured else None,
         figures=figures,
         shown=one.name in shown,
     )

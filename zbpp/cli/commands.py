@@ -40,6 +40,7 @@ from zbpp.core import (
     WorkerError,
     schedule_text,
 )
+from zbpp.modes import SINGLE_CHUNK_MODES, canonical, is_file
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.schedules.planner.budget import parse_effort
 from zbpp.simulator import simulate, span
@@ -71,8 +72,8 @@ class Plan(SizedFlags):
         if planned is None:
             schedule, costs, memory = self.plan(self.pipeline_schedule_mode)
         else:
-            schedule, memory = planned.schedule, planned.memory
-            costs = self.with_gathers(planned.costs, schedule)
+            schedule, costs = planned.schedule, planned.costs
+            memory = planned.memory
         proof = ""
         if self.solver is not None:
             found = certify(schedule, costs, memory, seconds=self.solver_seconds)
@@ -113,8 +114,11 @@ class Plan(SizedFlags):
         """Tell on stderr of plans that take long."""
         if self.stages is None or self.microbatches is None:
             return
-        one = self.pipeline_schedule_mode.upper() in ("ZB", "ZBH1", "ZBH2")
-        each = 1 if one else self.chunks_per_stage or 2
+        if is_file(self.pipeline_schedule_mode):  # nothing is searched
+            return
+        each = self.chunks_per_stage or 2
+        if canonical(self.pipeline_schedule_mode) in SINGLE_CHUNK_MODES:
+            each = 1
         n_jobs = 3 * self.stages * self.microbatches * each
         line = waiting_line(n_jobs, each, self.effort)
         if line is not None:

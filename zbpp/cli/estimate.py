@@ -296,6 +296,7 @@ def _print(found: "Estimate", limit: float | None, largest: dict[str, int]) -> N
 def _print_fits(found: "Estimate", limit: float, largest: dict[str, int]) -> None:
     fitting = [mode for mode in found.modes if found.peak(mode) <= limit]
     named = ", ".join(fitting) or "no mode"
-    print(f"{named} fits {format_bytes(limit)} a stage")
+    fit = "fits" if len(fitting) < 2 else "fit"
+    print(f"{named} {fit} {format_bytes(limit)} a stage")
     sizes = [f"{mode} {n}" if n else f"{mode} none" for mode, n in largest.items()]
     print(f"largest micro-batch that fits, in samples: {', '.join(sizes)}")

@@ -76,12 +76,8 @@ class CommonFlags:
         if self.memory_limit is not None:
             _check_unit(self.memory_limit, memory)
             memory = replace(memory, limit=self.memory_limit)
-        return costs, memory
-
-    def with_gathers(self, costs: Costs, schedule: Schedule) -> Costs:
-        """Let F and B gather parameters, where replicas hold them in parts."""
-        n, placement = self.data_parallel, schedule.placement
-        return with_gathers(costs, placement, data_parallel=n, shard=self.shard)
+        n, shard = self.data_parallel, self.shard
+        return with_gathers(costs, data_parallel=n, shard=shard), memory
 
     def with_collectives(self, schedule: Schedule) -> Schedule:
         """Add the collectives of replicas, if there are several."""
@@ -143,8 +139,7 @@ class SizedFlags(CommonFlags):
         """Plan a mode, or read a file; also return what it is planned for."""
         planned = self.plan_layers(mode)
         if planned is not None:
-            costs = self.with_gathers(planned.costs, planned.schedule)
-            return planned.schedule, costs, planned.memory
+            return planned.schedule, planned.costs, planned.memory
         costs, memory = self.models()
         schedule = plan_by_flags(
             *(mode, self.stages, self.microbatches, costs, memory, self.effort),
@@ -152,7 +147,7 @@ class SizedFlags(CommonFlags):
             recompute=self.recompute,
         )
         costs, memory = recomputed(costs, memory, schedule)
-        return schedule, self.with_gathers(costs, schedule), memory
+        return schedule, costs, memory
 
     def plan_layers(self, mode: str) -> LayerPlan | None:
         """Plan with a layers file; None if there is none."""

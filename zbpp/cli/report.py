@@ -63,8 +63,9 @@ def print_report(
     else:
         within = f"memory {_memory(limit, summary)} a stage"
     lines = {
-        "bubble rate": f"{summary.bubble_rate:.2%} of the longest span is idle",
-        "overhead": f"{summary.overhead:.2%} (idle time over ideal time)",
+        "bubble rate": f"{summary.bubble_rate:.2%} of the longest span is beyond "
+        "the work of the busiest stage",
+        "overhead": f"{summary.overhead:.2%} (the same over that work)",
         "span": f"{summary.span:.6g}, the longest of a stage",
         "makespan": f"{summary.makespan:.6g}, first start to last end of a pass",
         "step time": f"{summary.step_time:.6g}, optimizer included",
@@ -77,8 +78,7 @@ def print_report(
         f"(proof: {summary.lower_bound_by}), within {within}; gap {summary.gap:.2%}",
     }
     if timeline.sending:
-        rate = f"{summary.bubble_rate:.2%} of the longest span is idle or sends"
-        lines["bubble rate"] = rate
+        lines["bubble rate"] += ", sends included"
     if schedule.recomputing:
         lines["recompute"] = recompute_text(schedule)
     if any(isinstance(job, Collective) for order in schedule.orders for job in order):

@@ -41,12 +41,15 @@ def recomputed(
             f"{schedule.name} recomputes some layers of a chunk, and does not say how "
             "many it has; plan it with --layers, so that it has a split"
         )
-    layers = with_m_r(chunk_layers(costs, memory, schedule.placement, split))
+    # What an F computes again in a B finds its parameters gathered.
+    gathers, bare = costs.gathers, replace(costs, gathers=False)
+    layers = with_m_r(chunk_layers(bare, memory, schedule.placement, split))
     again, first = [], 0
     for chunk, n_layers in enumerate(split):
         again += [first + one for one in schedule.recomputes(chunk, n_layers)]
         first += n_layers
-    return layers.on(schedule.placement, split, recompute=again)
+    costs, memory = layers.on(schedule.placement, split, recompute=again)
+    return replace(costs, gathers=gathers), memory
 
 
 def with_m_r(layers: LayerCosts) -> LayerCosts:

@@ -46,7 +46,7 @@ def estimate(
     alternating_buffers: bool = False,
     compile: Compiling = False,
 ) -> Estimate:
-    """Bytes that every stage holds under every mode; nothing is run.
+    """Bytes that every stage holds under every mode, without a weight.
 
     The arguments that `zbpp.Pipeline` has too mean the same there.
 

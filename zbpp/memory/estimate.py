@@ -1,4 +1,4 @@
-"""Memory of every stage under every mode, before anything has run."""
+"""Memory of every stage under every mode, before a step has run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

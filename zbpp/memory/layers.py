@@ -63,8 +63,9 @@ def layer_memory(
 ) -> LayerCosts:
     """Bytes of every layer; its times are left at their defaults.
 
-    No weight is allocated and no kernel runs: real tensors are copied as fake ones, a
-    builder makes fake ones. Equal layers are traced once.
+    No weight is allocated: real tensors are copied as fake ones, a builder makes fake
+    ones. On a CPU, products of moderate size are run once on zeros, to ask what their
+    kernels take; nothing else runs. Equal layers are traced once.
 
     Args:
         model: as `zbpp.Pipeline` takes it.

@@ -7,6 +7,7 @@ auto     the best of all modes for the costs and the limit
 
 from zbpp.modes.table import (
     MODES,
+    SINGLE_CHUNK_MODES,
     Mode,
     canonical,
     is_auto,
@@ -17,6 +18,7 @@ from zbpp.modes.table import (
 
 __all__ = [
     "MODES",
+    "SINGLE_CHUNK_MODES",
     "Mode",
     "canonical",
     "is_auto",

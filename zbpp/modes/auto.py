@@ -36,7 +36,14 @@ from zbpp.schedules.planner.auto import Candidate, plan_one
 from zbpp.schedules.planner.limits import capped
 from zbpp.schedules.planner.request import ChunkRequest, Planner, Request, models
 
-__all__ = ["Contender", "best_of", "compare_all", "plan_best", "plan_on"]
+__all__ = [
+    "Contender",
+    "best_of",
+    "compare_all",
+    "plan_best",
+    "plan_on",
+    "promised_memory",
+]
 
 _PROMISED = ("ZBV", "ZBVPP", "ZBH1", "ZBH2", "VHalf", "VMin")
 _ROUNDING = 1e-9  # relative
@@ -80,6 +87,17 @@ _MODES = (
         promise=lambda p: 2 * p,
     ),
 )
+
+
+def promised_memory(n_stages: int) -> dict[str, float]:
+    """Forwards of a whole stage that modes never exceed, by the mode's name.
+
+    >>> promised_memory(4)
+    {'ZBV': 4, 'ZBH1': 4, 'ZBH2': 7, 'ZBVPP': 4, 'VHalf': 3, 'VMin': 2}
+    """
+    return {
+        mode.name: mode.promise(n_stages) for mode in _MODES if mode.name in _PROMISED
+    }
 
 
 def compare_all(**request: Unpack[ChunkRequest]) -> Iterator[Contender]:

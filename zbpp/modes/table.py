@@ -5,7 +5,7 @@ regard to case, hyphens and underscores. Anything else must be a schedule file: 
 in ``.json``, or in ``.csv`` (torch's), or it exists.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from zbpp.core import (
     Costs,
     LimitError,
     MemoryModel,
+    Placement,
     RequestError,
     Schedule,
     format_memory,
@@ -40,6 +41,7 @@ from zbpp.schedules.planner.request import ChunkPlanner, Planner, Request
 
 __all__ = [
     "MODES",
+    "SINGLE_CHUNK_MODES",
     "Mode",
     "canonical",
     "is_auto",
@@ -96,6 +98,9 @@ MODES = {
     )
 }
 """Every mode by its name, one line each: bubble at F=B=W and m >= 2p, memory in M_B."""
+
+SINGLE_CHUNK_MODES = ("FThenB", "1F1B", "ZBH1", "ZBH2", "ZB")
+"""Modes whose stages hold one chunk each."""
 
 
 def _plain(spelling: str) -> str:
@@ -247,10 +252,29 @@ def _with_others(error: LimitError, request: Request) -> RequestError:
 
 
 def _fits(name: str, request: Request) -> bool:
+    """True if a mode fits the limit; told without a plan of the full size.
+
+    What is planned refuses no limit that holds one micro-batch at a time, so one is
+    asked for. 1F1B and VPP hold no more forwards than there are in their warm-up.
+    FThenB holds all; one is run, beside what the others have left.
+    """
     quick = request.copy()
     quick["effort"] = "fast"
+    quick["n_microbatches"] = 1
+    if name in ("1F1B", "VPP"):
+        quick["n_microbatches"] = min(
+            request["n_microbatches"], 4 * request["n_stages"]
+        )
     try:
         MODES[name].planner(**quick)
+        if name == "FThenB":
+            others = request["n_microbatches"] - 1
+            placement, memory = Placement.single(request["n_stages"]), request["memory"]
+            held = memory.on(placement)
+            left = zip(held.fixed, held.m_b, strict=True)
+            fixed = tuple(one + others * m_b for one, m_b in left)
+            quick["memory"] = replace(memory, m_fixed=fixed, peak_o=0.0)
+            MODES[name].planner(**quick)
     except RequestError:  # over the limit, or a list of another number of chunks
         return False
     return True

@@ -2,36 +2,47 @@
 
 held        by this stage, part by part
 estimated   the most that the schedule holds, where the memory model is in bytes
-instead     modes that keep fewer forwards in flight; smaller micro-batches
-fits        the largest micro-batch, and the mode and split, that would have fitted
+fits        the largest micro-batch that would have fitted by that
+instead     modes that promise fewer forwards in flight; smaller micro-batches
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
-from zbpp.core import (
-    Costs,
-    MemoryModel,
-    PassKind,
-    RequestError,
-    Schedule,
-    format_bytes,
-)
-from zbpp.modes import MODES, plan
-from zbpp.pipeline.fitting import Room, what_fits
+from zbpp.core import MemoryModel, PassKind, Schedule, format_bytes, peaks
+from zbpp.memory.api import most_that_fits
+from zbpp.modes.auto import promised_memory
 from zbpp.planning.resolve_layers import Chosen
 from zbpp.profiling.memory import Held, account, is_out_of_memory
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import count_samples
-from zbpp.simulator import peak_memory, simulate
 
-__all__ = ["explain", "memory_explained"]
+__all__ = ["Room", "explain", "largest_that_fits", "memory_explained"]
 
 _BYTES = 1e4
 """A micro-batch of a stage takes more bytes than this, and fewer of any other unit."""
+
+
+_CONSTANT = ("limit", "m_fixed", "peak_o")
+_PARTS = 1000
+"""Of a micro-batch whose samples are not known."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that a stage may hold, and what is known of the batch.
+
+    Args:
+        bytes: of a stage.
+        samples: of a micro-batch; None: this stage does not read them.
+    """
+
+    bytes: float
+    samples: int | None = None
 
 
 @contextmanager
@@ -45,8 +56,8 @@ def memory_explained(
     Args:
         executors: of this process.
         schedule: that runs.
-        chosen: costs and memory that it was planned for, and layers of the chunks; the
-            memory is used if it is in bytes.
+        chosen: memory that it was planned for, used if it is in bytes, and layers of
+            the chunks.
     """
     try:
         yield
@@ -58,7 +69,6 @@ def memory_explained(
                     held,
                     replace(schedule, split=tuple(chosen.split)),
                     chosen.memory,
-                    costs=chosen.costs,
                     room=_room(executors, held, chosen.memory),
                 )
             )
@@ -86,7 +96,6 @@ def explain(
     schedule: Schedule,
     memory: MemoryModel | None = None,
     *,
-    costs: Costs | None = None,
     room: Room | None = None,
 ) -> str:
     """Text about an out-of-memory error.
@@ -95,42 +104,87 @@ def explain(
         held: of the stages of this process.
         schedule: that has run.
         memory: of its chunks, in bytes; None, or another unit: there is no estimate.
-        costs: of its chunks, to choose among modes that fit.
         room: that stages have; None: nothing is said of what fits.
     """
     stages = [one.stage for one in held]
     lines = ["out of memory: " + "; ".join(one.text for one in held)]
     if memory is not None and _in_bytes(memory):
-        peaks = peak_memory(simulate(schedule), memory)
-        estimated = ", ".join(f"stage {s} {format_bytes(peaks[s])}" for s in stages)
+        most = peaks(schedule.orders, memory.on(schedule.placement))
+        estimated = ", ".join(f"stage {s} {format_bytes(most[s])}" for s in stages)
         lines.append(f"estimated for {schedule.name}: {estimated}")
-        if room is not None and (fits := what_fits(schedule, costs, memory, room)):
+        if room is not None and (fits := _smaller(schedule, memory, room)):
             lines.append(fits)
     lines.append(_instead(held, schedule))
     return "\n".join(lines)
 
 
+def _smaller(schedule: Schedule, memory: MemoryModel, room: Room) -> str:
+    """Say which micro-batches would have fitted by the estimate; empty if none."""
+    whole = room.samples or _PARTS
+    most = largest_that_fits(schedule, memory, room.bytes, whole)
+    if not 0 < most < whole:
+        return ""
+    size = (
+        f"{most} of its {whole} samples"
+        if room.samples
+        else f"at most {most / whole:.0%} of its samples"
+    )
+    return (
+        f"by the estimate {format_bytes(room.bytes)} fit {schedule.name} with "
+        f"micro-batches of {size}"
+    )
+
+
+def largest_that_fits(
+    schedule: Schedule, memory: MemoryModel, limit: float, samples: int
+) -> int:
+    """The most samples of a micro-batch with which the same orders fit; 0: none.
+
+    Args:
+        schedule: its orders.
+        memory: of its chunks, for ``samples`` in a micro-batch.
+        limit: bytes of a stage.
+        samples: of a micro-batch; no more are tried.
+    """
+
+    def need(n: int) -> float:
+        if n > samples:
+            return math.inf
+        held = _with_share(memory, n / samples).on(schedule.placement)
+        return max(peaks(schedule.orders, held))
+
+    return most_that_fits(need, limit, samples)
+
+
+def _with_share(memory: MemoryModel, share: float) -> MemoryModel:
+    """Memory with a micro-batch of a share of the samples, without a limit."""
+
+    def scaled(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
+        if isinstance(value, tuple):
+            return tuple(share * one for one in value)
+        return share * value
+
+    smaller = {
+        field.name: scaled(value)
+        for field in fields(memory)
+        if field.name not in _CONSTANT
+        and (value := getattr(memory, field.name)) is not None
+    }
+    return replace(memory, limit=None, **smaller)
+
+
 def _instead(held: list[Held], schedule: Schedule) -> str:
-    """Modes that hold less on these stages, the one that holds most of them first."""
+    """Modes that promise to hold less, the one that holds most of them first.
+
+    Nothing is planned here: the other stages wait for this one.
+    """
     stages = [one.stage for one in held]
     now = max(_in_flight(schedule)[stage] for stage in stages)
-    found = []
-    for mode in MODES:
-        if mode == "auto":
-            continue
-        try:
-            other = plan(
-                mode,
-                n_stages=schedule.n_stages,
-                n_microbatches=schedule.n_microbatches,
-                effort="fast",
-            )
-        except RequestError:
-            continue
-        peak = max(_in_flight(other)[stage] for stage in stages)
-        if peak < now - 1e-9:
-            found.append((peak, mode))
-    found.sort(reverse=True)
+    promised = promised_memory(schedule.n_stages)
+    less = sorted(
+        ((peak, mode) for mode, peak in promised.items() if peak < now - 1e-9),
+        reverse=True,
+    )
     each = max((one.each or 0.0) for one in held)
     known = max(one.known for one in held)
 
@@ -138,23 +192,20 @@ def _instead(held: list[Held], schedule: Schedule) -> str:
         about = f", about {format_bytes(known + peak * each)}" if each else ""
         return f"{peak:.3g} forwards in flight{about}"
 
-    modes = ", ".join(f"{mode} ({told(peak)})" for peak, mode in found[:4])
+    modes = ", ".join(f"{mode} (at most {told(peak)})" for peak, mode in less)
     needs = f"{schedule.name} keeps {told(now)} here"
-    less = f"; less memory need {modes}" if modes else "; no mode needs less"
+    instead = f"; less memory need {modes}" if modes else "; no mode promises less"
     return (
-        f"{needs}{less}; or cut the batch into more, smaller micro-batches, recompute "
-        "layers, or use more stages (`zbpp estimate` tells what fits)"
+        f"{needs}{instead}; or cut the batch into more, smaller micro-batches, "
+        "recompute layers, or use more stages (`zbpp estimate` tells what fits)"
     )
 
 
 def _in_flight(schedule: Schedule) -> list[float]:
     """The most forwards in flight, in those of a whole stage, backward not begun."""
-    kept_by_b = MemoryModel(m_b=1.0, m_w=0.0 if _has_joint(schedule) else 0.5)
-    return peak_memory(simulate(schedule), kept_by_b)
-
-
-def _has_joint(schedule: Schedule) -> bool:
-    return schedule.runs(PassKind.BW)
+    m_w = 0.0 if schedule.runs(PassKind.BW) else 0.5
+    kept_by_b = MemoryModel(m_b=1.0, m_w=m_w)
+    return peaks(schedule.orders, kept_by_b.on(schedule.placement))
 
 
 def _in_bytes(memory: MemoryModel) -> bool:

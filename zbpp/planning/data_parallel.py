@@ -18,7 +18,7 @@ Whatever is in parts otherwise: parameters, gradients and optimizer state (ZeRO 
 
 from dataclasses import replace
 
-from zbpp.core import Costs, Placement, RequestError, Schedule
+from zbpp.core import Costs, RequestError, Schedule
 from zbpp.core.collectives.sharding import SHARDS, Shard, gathers_once, reduces_every
 from zbpp.schedules import add_collectives
 
@@ -82,19 +82,6 @@ def gathers_in_passes(data_parallel: int, shard: str) -> bool:
     return data_parallel > 1 and shard == "parameters"
 
 
-def with_gathers(
-    costs: Costs, placement: Placement, *, data_parallel: int, shard: str
-) -> Costs:
-    """Make F and B longer by what they gather; nothing runs beside that.
-
-    Raises:
-        RequestError: the costs do not fit the placement.
-    """
-    if not gathers_in_passes(data_parallel, shard) or not costs.all_gather:
-        return costs
-    times = replace(costs, loss=0.0, splits=None, send_occupies=0.0).on(placement)
-    f, b = (
-        tuple(one + more for one, more in zip(own, times.all_gather, strict=True))
-        for own in (times.f, times.b)
-    )
-    return replace(costs, f=f, b=b, w=times.w)
+def with_gathers(costs: Costs, *, data_parallel: int, shard: str) -> Costs:
+    """Let F and B gather parameters, where replicas hold them in parts."""
+    return replace(costs, gathers=gathers_in_passes(data_parallel, shard))

@@ -103,8 +103,7 @@ def plan_recomputed(
             f"{canonical(mode)} needs both"
         )
     if chunks_per_stage is None and canonical(mode) in ("VPP", "ZBVPP", "auto"):
-        listed = listed_chunks(costs, memory, n_stages)
-        chunks_per_stage = None if listed == 1 else listed
+        chunks_per_stage = listed_chunks(costs, memory, n_stages)
     found: list[LayerPlan] = []
     errors: list[RequestError] = []
     options = list(planners(mode, n_stages, n_microbatches, chunks_per_stage))

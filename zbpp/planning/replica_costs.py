@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from zbpp.core import (
     CollectiveOperation,
@@ -68,10 +69,12 @@ def with_replicas(layers: LayerCosts, n: int, shard: Shard) -> LayerCosts:
 
     Layers that tell no parameters, or no bandwidth, stay as they are.
     """
-    network = network_of(layers)
-    if n == 1 or network is None or not any(layers.of("parameters")):
+    if n == 1:
         return layers
     if any(layers.of("all_gather")) or any(layers.of("reduce_scatter")):
+        return _gathering(layers) if gathers_in_passes(n, shard) else layers
+    network = network_of(layers)
+    if network is None or not any(layers.of("parameters")):
         return layers
     return on_replicas(layers, n, network, shard)
 
@@ -94,7 +97,6 @@ def on_replicas(
         reduce = CollectiveOperation.REDUCE_SCATTER
     gather = CollectiveOperation.ALL_GATHER
     whole = {"optimizer": 2, "gradients": 1}.get(shard, 0)  # gradients, parameters
-    gathers = tuple(network.time(gather, one, n) for one in sizes)
     costs = replace(
         layers, reduce_scatter=tuple(network.time(reduce, one, n) for one in sizes)
     )
@@ -108,13 +110,18 @@ def on_replicas(
         ),
         optimizer=divided(layers.optimizer, n),
     )
-    if not gathers_in_passes(n, shard):
-        return replace(costs, all_gather=gathers)
-    f, b = (
-        tuple(one + more for one, more in zip(layers.of(k), gathers, strict=True))
-        for k in ("f", "b")
+    costs = replace(
+        costs, all_gather=tuple(network.time(gather, one, n) for one in sizes)
     )
-    return replace(costs, f=f, b=b)
+    return _gathering(costs) if gathers_in_passes(n, shard) else costs
+
+
+def _gathering(layers: LayerCosts) -> LayerCosts:
+    """Layers whose F and B gather, and take longer for it: no UNSHARD does."""
+    f, b = (
+        tuple(map(add, layers.of(name), layers.of("all_gather"))) for name in ("f", "b")
+    )
+    return replace(layers, f=f, b=b, all_gather=0.0)
 
 
 def whole_for_a_while(

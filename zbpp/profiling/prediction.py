@@ -20,8 +20,9 @@ class Prediction:
     Args:
         step_predicted: of a step among many, optimizer included.
         step_measured: median of the last ones, from start to start.
-        bubble_predicted, bubble_measured: idle share of the slowest stage. Stages that
-            share a process run one after the other: nothing of theirs is measured.
+        bubble_predicted, bubble_measured: that of the bottleneck (`bubble_rate`).
+            Stages that share a process run one after the other: nothing of theirs is
+            measured.
         memory_predicted: the most that a stage holds.
         memory_measured: of a GPU's allocator; on CPUs the resident memory of the
             process, in which the interpreter and its libraries are.
@@ -49,12 +50,14 @@ class Prediction:
         if self.bubble_measured is not None:
             parts[-1] += f", {self.bubble_measured:.1%} measured"
         for what, held in (
-            ("predicted", self.memory_predicted),
-            ("held", self.memory_measured),
+            ("peak of the tensors of each stage, estimated", self.memory_predicted),
+            (
+                "peak of each process, on a CPU with interpreter and libraries",
+                self.memory_measured,
+            ),
         ):
             if held is not None:
-                by_stage = ", ".join(map(format_bytes, held))
-                parts[-1] += f"; peak memory {what} by stage: {by_stage}"
+                parts[-1] += f"; {what}: {', '.join(map(format_bytes, held))}"
         return " ".join(parts)
 
     def as_dict(self) -> dict[str, object]:

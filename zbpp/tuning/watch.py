@@ -5,8 +5,9 @@
                             | plan, switch                | drifted? plan, switch
 
 A window is the last steps; the executors keep their times, so watching costs nothing
-but a gather at its end. Rank 0 plans while the others wait, and the schedule travels as
-text. It has the same placement and split: the bits of a run stay what they were.
+but `Pipeline.measured_costs` at its end, which holds messages and optimizer too. Rank 0
+plans while the others wait, and the schedule travels as text. It has the same placement
+and split: the bits of a run stay what they were.
 """
 
 import logging
@@ -19,14 +20,13 @@ from zbpp.core import (
     PassKind,
     RequestError,
     Schedule,
-    Timeline,
     longest_span,
     parse_schedule,
     replay,
     schedule_text,
 )
-from zbpp.core.measured import measured_costs
 from zbpp.modes.auto import best_of, plan_on
+from zbpp.schedules import without_checks, without_collectives
 
 __all__ = [
     "Replanned",
@@ -98,7 +98,7 @@ class Replanned:
 
 
 def drift(planned: Costs, measured: Costs, schedule: Schedule) -> float:
-    """Share of the work that is elsewhere than planned, 0 to 1.
+    """Share of the passes' and messages' time that is elsewhere than planned, 0 to 1.
 
     A machine that is slower as a whole drifts nowhere: the best order is the same.
     """
@@ -110,6 +110,7 @@ def drift(planned: Costs, measured: Costs, schedule: Schedule) -> float:
             for kind in _KINDS
             for chunk in range(schedule.placement.n_chunks)
         ]
+        parts += times.hops
         total = sum(parts)
         shares.append([part / total if total > 0 else 0.0 for part in parts])
     before, now = shares
@@ -120,6 +121,9 @@ def replan(
     schedule: Schedule, costs: Costs, memory: MemoryModel, *, effort: str
 ) -> Replanned:
     """Plan the order of a schedule again, for other costs.
+
+    Both spans are those of bare passes and their messages: V's and collectives are
+    placed anew in the order that is chosen.
 
     Raises:
         RequestError: nothing fits the memory limit.
@@ -136,7 +140,8 @@ def replan(
             effort=effort,
         )
     )
-    now = longest_span(replay(schedule.orders, times, n_microbatches=m))
+    bare = without_checks(without_collectives(schedule))
+    now = longest_span(replay(bare.orders, times, n_microbatches=m))
     found = Schedule(
         best.plan.name,
         placement,
@@ -177,8 +182,8 @@ class Watched(Protocol):
     schedule: Schedule
     rank: int
 
-    def timelines(self, n: int) -> list[Timeline]:
-        """Times of the last steps."""
+    def measured_costs(self, n: int) -> Costs:
+        """Costs of the last steps, messages and optimizer among them."""
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all."""
@@ -212,10 +217,10 @@ class Watcher:
         schedule = pipeline.schedule
         if schedule.runs(PassKind.BW):  # B and W cannot be told apart
             return
-        timelines = pipeline.timelines(self._watch.window)
+        measured = pipeline.measured_costs(self._watch.window)
         text: str | None = None
         if pipeline.rank == 0:
-            self._planned, found = self._look(schedule, timelines)
+            self._planned, found = self._look(schedule, measured)
             if found is not None:
                 text = schedule_text(found.schedule)
                 _log.info(
@@ -229,10 +234,9 @@ class Watcher:
             pipeline.switch(parse_schedule(text))
 
     def _look(
-        self, schedule: Schedule, timelines: list[Timeline]
+        self, schedule: Schedule, measured: Costs
     ) -> tuple[Costs, Replanned | None]:
         """Costs to compare with from now on, and a schedule that gains enough."""
-        measured = measured_costs(timelines)
         planned = self._planned
         if planned is not None:
             away = drift(planned, measured, schedule)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import logging
 
 import pytest
 
@@ -91,6 +92,14 @@ def test_reading_back_gives_the_plan(mode):
         again = from_torch_csv(to_torch_csv(schedule), name=mode)
         assert again.orders == schedule.orders
         assert again.placement == schedule.placement
+
+
+def test_an_overlap_that_is_lost_is_told(caplog):
+    with caplog.at_level(logging.WARNING, "zbpp"):
+        from_torch_csv("0F0,0F1,0B0,0B1\n")
+        assert not caplog.text
+        from_torch_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n", source="t.csv")
+    assert "t.csv: 1 pairs OVERLAP_F_B are read as two passes" in caplog.text
 
 
 def test_idle_cells_transfers_and_overlaps_of_torch_are_understood():

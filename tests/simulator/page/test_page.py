@@ -31,6 +31,7 @@ from zbpp.simulator.page import (
     write_page,
 )
 from zbpp.simulator.page.columns import read_columns
+from zbpp.simulator.page.table import modes_table
 
 COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
 
@@ -233,3 +234,22 @@ def test_98304_bars_take_less_than_2_mib():
     assert len(text.encode()) < 2 * 2**20
     plain = json.dumps([[str(s.job), s.start, s.end] for r in timeline.rows for s in r])
     assert len(plain) > 2 * 2**20
+
+
+def test_a_bubble_of_several_steps_is_shown_in_place_of_the_last_one() -> None:
+    timeline = simulate(plan("1F1B", n_stages=2, n_microbatches=3))
+    last = modes_table([PageEntry(name="x", measured=timeline)])
+    median = modes_table(
+        [PageEntry(name="x", measured=timeline, bubble_measured=0.125)]
+    )
+    assert "<td>25.00%</td>" in last and "<td>12.50%</td>" not in last
+    assert "<td>12.50%</td>" in median and "<td>25.00%</td>" not in median
+
+
+def test_a_table_explains_only_the_columns_that_it_has() -> None:
+    timeline = simulate(plan("1F1B", n_stages=2, n_microbatches=3))
+    without = modes_table([PageEntry(name="x", simulated=timeline)])
+    assert "bubble: (longest span" in without and "gap: span over" not in without
+    assert "gap: span over" in modes_table(
+        [PageEntry(name="x", simulated=timeline, gap=0.1)]
+    )

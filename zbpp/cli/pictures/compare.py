@@ -142,15 +142,13 @@ class Compare(MeshFlags):
                 *(*sizes, costs, memory, self.effort), chunks_per_stage=chunks
             )
             schedule = self.with_collectives(schedule)
-            costs = self.with_gathers(costs, schedule)
             return Planned(schedule, costs, memory, summarize(schedule, costs, memory))
         one = plan_layers_by_flags(
             *(*sizes, layers, self.split, self.effort), chunks_per_stage=chunks
         )
         schedule = self.with_collectives(one.schedule)
-        costs = self.with_gathers(one.costs, schedule)
-        summary = summarize(schedule, costs, one.memory)
-        return Planned(schedule, costs, one.memory, summary, one)
+        summary = summarize(schedule, one.costs, one.memory)
+        return Planned(schedule, one.costs, one.memory, summary, one)
 
     def _print(self, comparison: Comparison, name: str) -> None:
         validated = self.enable_optimizer_post_validation

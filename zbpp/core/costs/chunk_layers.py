@@ -7,6 +7,7 @@ much in one layer as it does in the chunk (temporaries come one after the other)
 
 from collections.abc import Sequence
 from itertools import chain, repeat
+from operator import add
 
 from zbpp.core.costs.dealing import PerChunk, per_chunk
 from zbpp.core.costs.layers import LayerCosts
@@ -28,7 +29,7 @@ def chunk_layers(
     """Costs of layers that give those of the chunks again, on this placement.
 
     Args:
-        costs: of the chunks.
+        costs: of the chunks; what F and B gather is a part of their layers' f and b.
         memory: likewise; ``peak_bw`` follows from the other peaks.
         placement: chunk to stage.
         split: layers of each chunk; None: one each.
@@ -48,6 +49,11 @@ def chunk_layers(
         each = zip(per_chunk(name, value, placement), counts, strict=True)
         return tuple(chain.from_iterable(repeat(one / n, n) for one, n in each))
 
+    gathers = dealt("all_gather", costs.all_gather)
+    f, b = dealt("f", costs.f), dealt("b", costs.b)
+    if costs.gathers:
+        f, b = (tuple(map(add, times, gathers)) for times in (f, b))
+        gathers = (0.0,) * len(gathers)
     held = memory.on(placement)
     m_b, m_w = dealt("m_b", memory.m_b), dealt("m_w", memory.m_w)
     more = {
@@ -83,8 +89,8 @@ def chunk_layers(
 
     return LayerCosts(
         n_layers=sum(counts),
-        f=dealt("f", costs.f),
-        b=dealt("b", costs.b),
+        f=f,
+        b=b,
         w=dealt("w", costs.w),
         optimizer=dealt("optimizer", costs.optimizer),
         m_b=m_b,
@@ -101,6 +107,6 @@ def chunk_layers(
         reduction=costs.reduction,
         validation=costs.validation,
         limit=memory.limit,
-        all_gather=dealt("all_gather", costs.all_gather),
+        all_gather=gathers,
         reduce_scatter=dealt("reduce_scatter", costs.reduce_scatter),
     )

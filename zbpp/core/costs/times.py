@@ -40,7 +40,9 @@ class Costs:
     stage's start of it; None: as many messages as `reduction_delay` says.
     ``validation`` is the time that a V takes when the sum is there. ``all_gather`` is
     the time of an UNSHARD, ``reduce_scatter`` that of a REDUCE_GRAD (an all-reduce,
-    where every process has all parameters).
+    where every process has all parameters). ``gathers``: F and B gather the parameters
+    themselves and take ``all_gather`` longer, instead of an UNSHARD; nothing runs
+    beside that.
 
     Raises:
         RequestError: a time is negative, not finite or above 1e100, or splits
@@ -59,6 +61,7 @@ class Costs:
     all_gather: PerChunk = 0.0
     reduce_scatter: PerChunk = 0.0
     send_occupies: float | tuple[float, ...] = 0.0
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         for name in (*_OF_CHUNKS, "comm", "send_occupies", "loss", "validation"):
@@ -80,6 +83,8 @@ class Costs:
         f, b, w, optimizer, all_gather, reduce_scatter = (
             per_chunk(name, getattr(self, name), placement) for name in _OF_CHUNKS
         )
+        if self.gathers:
+            f, b = (tuple(map(add, times, all_gather)) for times in (f, b))
         splits = (True,) * placement.n_stages if self.splits is None else self.splits
         if len(splits) != placement.n_stages:
             raise RequestError(
