@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.comm.transport import Opening, Reduction
 from zbpp.runtime.executor import Executor
@@ -102,7 +104,8 @@ class Batches:
         n_inputs, n_targets = self.samples(inputs, targets)
         total = None
         if training and weights is not None:
-            total = self._transport.add_weights(sum(weights))
+            weight = torch.tensor([sum(weights)], dtype=torch.float64)
+            total = self._transport.add_over_replicas(weight)
         for stage, executor in self._executors.items():
             executor.stage.begin(
                 step=step,
