@@ -8,6 +8,13 @@ import torch
 
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.comm.transport import Opening, Reduction
+from zbpp.runtime.driver.alike import (
+    Beginning,
+    check_alike,
+    describe_batch,
+    describe_parameters,
+    has_plain,
+)
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import (
     Batch,
@@ -23,9 +30,12 @@ from zbpp.runtime.microbatches import (
 
 __all__ = ["Batches"]
 
+_N_COMPARED = 3
+"""Steps whose batches are compared between processes: a sampler may begin alike."""
+
 
 class Batches:
-    """Cuts batches, weighs micro-batches, and compares inputs with targets.
+    """Cuts batches, weighs micro-batches, and compares what belongs together.
 
     Args:
         executors: of this process, by stage.
@@ -48,7 +58,7 @@ class Batches:
         self._executors = executors
         self._first, self._last = placement.stage_of[0], placement.stage_of[-1]
         self._transport = next(iter(executors.values())).transport
-        self._is_compared = False
+        self._n_compared = 0
         self._cut_batch = cut_batch
         self._weigh = find_weigh(weigh or "samples")
 
@@ -126,19 +136,37 @@ class Batches:
         )
 
     def _compare(self, inputs: Batch, targets: Batch, *, training: bool) -> None:
-        """Compare what is known here; stages tell each other in the first step.
+        """Compare what is known here; processes tell each other in the first steps.
 
-        Between processes later steps compare when the first message comes, and an
+        Later steps compare numbers of samples when the first message comes, and an
         evaluation afterwards, in the sum of its losses.
         """
-        own = self.samples(inputs, targets)
-        if training and self._first != self._last and not self._is_compared:
-            rows = zip(*self._transport.gather_pipeline(own), strict=True)
-            known = [[n for n in row if n is not None] for row in rows]
-            check_samples(*(row[0] if row else None for row in known))
-            self._is_compared = True
-        else:
+        own, peers = self.samples(inputs, targets), self._transport.peers
+        is_alone = len(self._executors) > 1 or (
+            self._first == self._last and peers.n == 1
+        )
+        if is_alone or not training or self._n_compared == _N_COMPARED:
             check_samples(*own)
+            return
+        parameters = {}
+        if peers.n > 1 and self._n_compared == 0:
+            parameters = describe_parameters(self._executors, peers)
+        is_first, is_last = (
+            stage in self._executors for stage in (self._first, self._last)
+        )
+        reads = is_first or is_last
+        beginning = Beginning(
+            peers.place,
+            is_first,
+            is_last,
+            samples=own,
+            inputs=describe_batch(inputs) if reads else None,
+            targets=describe_batch(targets) if reads else None,
+            parameters=parameters,
+            has_plain=has_plain(self._executors),
+        )
+        check_alike(self._transport.gather(beginning))
+        self._n_compared += 1
 
 
 def _number(total: Reduction) -> float:
