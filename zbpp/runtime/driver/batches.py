@@ -15,6 +15,7 @@ from zbpp.runtime.driver.alike import (
     describe_parameters,
     has_plain,
 )
+from zbpp.runtime.driver.late_parameters import LateParameters
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import (
     Batch,
@@ -59,6 +60,8 @@ class Batches:
         self._first, self._last = placement.stage_of[0], placement.stage_of[-1]
         self._transport = next(iter(executors.values())).transport
         self._n_compared = 0
+        peers = self._transport.peers
+        self._late = [LateParameters(one, peers) for one in executors.values()]
         self._cut_batch = cut_batch
         self._weigh = find_weigh(weigh or "samples")
 
@@ -92,7 +95,8 @@ class Batches:
             predicts: leave targets and loss out, and keep the outputs.
 
         Raises:
-            RequestError: a batch is missing, or cannot be cut so.
+            RequestError: a batch is missing, or cannot be cut so; or a parameter came
+                into a layer that nobody would train.
         """
         m = n_microbatches
         call = "predict" if predicts else "evaluate"
@@ -101,6 +105,8 @@ class Batches:
         cut_targets: Any = None
         weights = None
         try:
+            for late in self._late if training else ():
+                late.check()
             if self._first in self._executors:
                 cut_inputs = split_inputs(inputs, m)
             if self._last in self._executors and not predicts:
