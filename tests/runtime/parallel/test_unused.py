@@ -154,6 +154,8 @@ def test_unused_parameters_count_as_zeros(pool: Pool) -> None:
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize("uses", [*USES])
 def test_in_all_ways(shard: str, uses: str, pool: Pool) -> None:
+    if (shard, uses) == ("parameters", "no layer"):
+        pytest.skip("each pass gathers its layer, so every replica must run it")
     cases = [(mode, shard, uses, {}) for mode in ("1F1B", "ZBH2", "ZBV")]
     if shard == "parameters":
         cases += [(*case[:3], {"alternating_buffers": True}) for case in cases]
