@@ -55,6 +55,7 @@ ROOMS = {
     "zbpp.runtime.parallel": {
         *("zbpp.runtime.parallel", "zbpp.runtime.support", "zbpp.core"),
         *("zbpp.runtime.comm.peers", "zbpp.runtime.comm.process_group"),
+        "zbpp.runtime.comm.transport",
         *("zbpp.runtime.chunk", "zbpp.runtime.backward.queue"),
     },
     "zbpp.runtime.graphed": {

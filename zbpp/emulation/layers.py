@@ -248,9 +248,9 @@ class DelayedTransport:
         """Give every process the things of its pipeline, by stage."""
         return self._inner.gather_pipeline(thing)
 
-    def add_weights(self, weight: float) -> Reduction | None:
-        """Start to sum the weight of all replicas' batches."""
-        return self._inner.add_weights(weight)
+    def add_over_replicas(self, numbers: Tensor) -> Reduction | None:
+        """Start to sum numbers of the host over replicas."""
+        return self._inner.add_over_replicas(numbers)
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Time messages, which take no less than the delay of their link."""

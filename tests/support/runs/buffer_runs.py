@@ -216,7 +216,7 @@ def _broken(way: str) -> str:
         unit.begin(keeps=False)
         unit.module.unshard()
         unit.module.reshard()
-    named = [(f"layers.{i}", unit) for i, unit in enumerate(units)]
+    named = list(enumerate(units))
     with breaking(way):
         AlternatingBuffers({1: named})
         try:

@@ -339,7 +339,7 @@ def breaking(what: str | None) -> Iterator[None]:
         elif what == "early":  # the first W of a chunk counts as its last
             patch(GradientOrder, "_progress", _after_the_first)
         elif what == "joined":  # B's gradients are summed with those of an earlier W
-            patch(GradientOrder, "listen", lambda *_: None)
+            patch(GradientOrder, "_end_b", _added_at_once)
         elif what == "narrow":  # torch widens what a B leaves, whoever's turn it is
             patch(Widening, "take_over", lambda _: None)
             patch(Widening, "add", lambda _: None)
@@ -358,6 +358,13 @@ def _patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 def _after_the_first(order: Any, n: int) -> Any:
     return order.last[1] if order.last is not None and n == 1 else None
+
+
+def _added_at_once(order: Any, microbatch: int, found: Any, waiting: Any) -> None:
+    for p, gradient in found:
+        p.grad = gradient if p.grad is None else p.grad + gradient
+    order._late[microbatch] = []
+    order._waiting[microbatch] = waiting
 
 
 def _own_norm(sums: Any) -> float:

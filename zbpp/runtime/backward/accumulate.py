@@ -123,10 +123,8 @@ class GradientOrder:
     def _end_b(self, microbatch: int, found: Late, waiting: Sequence[Tensor]) -> None:
         """Add what B has kept apart, but for what an earlier W goes before."""
         if self.each is not None:
-            earlier = (p for one in self._waiting.values() for p in one)
-            late = self.each.after_b(found, [*waiting, *earlier])
-            self._late[microbatch] = late
-            self._waiting[microbatch] = [*waiting, *(p for p, _ in late)]
+            self._late[microbatch] = found
+            self._waiting[microbatch] = waiting
             return
         if found:
             others = self._waits_for(waiting)

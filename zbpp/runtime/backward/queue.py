@@ -79,18 +79,6 @@ class EachSum(Progress, ABC):
     """Sums gradients of one micro-batch after another; those it has taken are gone."""
 
     @abstractmethod
-    def after_b(self, found: Late, waiting: Sequence[Tensor]) -> Late:
-        """Sum the layers that B has done with.
-
-        Args:
-            found: what B has computed.
-            waiting: what its W will add to, or one of an earlier micro-batch.
-
-        Returns:
-            Those of other layers, for W.
-        """
-
-    @abstractmethod
     def before(self) -> None:
         """Sum what earlier micro-batches have left: another one's W is to add."""
 

@@ -218,16 +218,15 @@ class DistributedTransport(Messages):
         self._waits.finish(work, copy, what)
         self._wire.let_go(n_sent)
 
-    def add_weights(self, weight: float) -> PendingSum | None:
-        """Start to sum the weight of all replicas' batches; None: there is one."""
+    def add_over_replicas(self, numbers: Tensor) -> PendingSum | None:
+        """Start to sum numbers of the host over replicas; None: there is one."""
         if self._replicas is None:
             return None
-        total = torch.tensor([weight], dtype=torch.float64)
         try:
-            work = self._replicas.allreduce([total])
+            work = self._replicas.allreduce([numbers])
         except RuntimeError as error:
             raise self._lost("could not begin a sum with", None, error) from error
-        return PendingSum(work, HostCopy(total), self._waits.finish)
+        return PendingSum(work, HostCopy(numbers), self._waits.finish)
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""

@@ -89,8 +89,8 @@ class Transport(Protocol):
     def reduce(self, vector: Tensor) -> Reduction:
         """Start to sum a vector over all that step: a table of rows, flat (`Peers`)."""
 
-    def add_weights(self, weight: float) -> Reduction | None:
-        """Start to sum the weight of all replicas' batches; None: there is one."""
+    def add_over_replicas(self, numbers: Tensor) -> Reduction | None:
+        """Start to sum numbers of the host over replicas; None: there is one."""
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all that step together, by rank."""
@@ -216,8 +216,8 @@ class LocalTransport:
         pending.add(vector)
         return pending
 
-    def add_weights(self, weight: float) -> None:
-        """There is one batch."""
+    def add_over_replicas(self, numbers: Tensor) -> None:
+        """There is one replica."""
 
     def gather(self, thing: Any) -> list[Any]:
         """There is only this process."""

@@ -4,8 +4,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.comm.transport import Opening, Reduction
+from zbpp.runtime.driver.alike import (
+    Beginning,
+    check_alike,
+    describe_batch,
+    describe_parameters,
+    has_plain,
+)
+from zbpp.runtime.driver.late_parameters import LateParameters
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import (
     Batch,
@@ -21,9 +31,12 @@ from zbpp.runtime.microbatches import (
 
 __all__ = ["Batches"]
 
+_N_COMPARED = 3
+"""Steps whose batches are compared between processes: a sampler may begin alike."""
+
 
 class Batches:
-    """Cuts batches, weighs micro-batches, and compares inputs with targets.
+    """Cuts batches, weighs micro-batches, and compares what belongs together.
 
     Args:
         executors: of this process, by stage.
@@ -46,7 +59,9 @@ class Batches:
         self._executors = executors
         self._first, self._last = placement.stage_of[0], placement.stage_of[-1]
         self._transport = next(iter(executors.values())).transport
-        self._is_compared = False
+        self._n_compared = 0
+        peers = self._transport.peers
+        self._late = [LateParameters(one, peers) for one in executors.values()]
         self._cut_batch = cut_batch
         self._weigh = find_weigh(weigh or "samples")
 
@@ -82,7 +97,8 @@ class Batches:
             keeps_outputs: keep them beside the loss.
 
         Raises:
-            RequestError: a batch is missing, or cannot be cut so.
+            RequestError: a batch is missing, or cannot be cut so; or a parameter came
+                into a layer that nobody would train.
         """
         m = n_microbatches
         call = "predict" if predicts else "evaluate"
@@ -91,6 +107,8 @@ class Batches:
         cut_targets: Any = None
         weights = None
         try:
+            for late in self._late if training else ():
+                late.check()
             if self._first in self._executors:
                 cut_inputs = split_inputs(inputs, m)
             if self._last in self._executors and not predicts:
@@ -104,7 +122,8 @@ class Batches:
         n_inputs, n_targets = self.samples(inputs, targets)
         total = None
         if training and weights is not None:
-            total = self._transport.add_weights(sum(weights))
+            weight = torch.tensor([sum(weights)], dtype=torch.float64)
+            total = self._transport.add_over_replicas(weight)
         for stage, executor in self._executors.items():
             executor.stage.begin(
                 step=step,
@@ -125,19 +144,37 @@ class Batches:
         )
 
     def _compare(self, inputs: Batch, targets: Batch, *, training: bool) -> None:
-        """Compare what is known here; stages tell each other in the first step.
+        """Compare what is known here; processes tell each other in the first steps.
 
-        Between processes later steps compare when the first message comes, and an
+        Later steps compare numbers of samples when the first message comes, and an
         evaluation afterwards, in the sum of its losses.
         """
-        own = self.samples(inputs, targets)
-        if training and self._first != self._last and not self._is_compared:
-            rows = zip(*self._transport.gather_pipeline(own), strict=True)
-            known = [[n for n in row if n is not None] for row in rows]
-            check_samples(*(row[0] if row else None for row in known))
-            self._is_compared = True
-        else:
+        own, peers = self.samples(inputs, targets), self._transport.peers
+        is_alone = len(self._executors) > 1 or (
+            self._first == self._last and peers.n == 1
+        )
+        if is_alone or not training or self._n_compared == _N_COMPARED:
             check_samples(*own)
+            return
+        parameters = {}
+        if peers.n > 1 and self._n_compared == 0:
+            parameters = describe_parameters(self._executors, peers)
+        is_first, is_last = (
+            stage in self._executors for stage in (self._first, self._last)
+        )
+        reads = is_first or is_last
+        beginning = Beginning(
+            peers.place,
+            is_first,
+            is_last,
+            samples=own,
+            inputs=describe_batch(inputs) if reads else None,
+            targets=describe_batch(targets) if reads else None,
+            parameters=parameters,
+            has_plain=has_plain(self._executors),
+        )
+        check_alike(self._transport.gather(beginning))
+        self._n_compared += 1
 
 
 def _number(total: Reduction) -> float:

@@ -2,6 +2,9 @@
 
 REDUCE_GRAD   a layer's gradients in one flat tensor, an all-reduce of it
 REDUCE_WAIT   the sums, back where the gradients were
+
+A parameter that this replica has not used counts with zeros: another one may have used
+it, and every flat tensor must hold the same parameters at the same places.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,13 +51,21 @@ class Buckets:
         self._sums: list[_Sum] = []
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Start to sum the gradients; every replica has the same ones."""
+    def reduce(self) -> list[nn.Parameter]:
+        """Start to sum the gradients.
+
+        Returns:
+            The parameters that have none here, and got zeros.
+        """
         sum_partial(self._parameters)
+        unused = []
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for p in self._parameters:
             if p.grad is None:
-                continue
+                if not p.requires_grad:
+                    continue
+                p.grad = torch.zeros_like(p, requires_grad=False)
+                unused.append(p)
             part = local_part(p.grad).numbers
             if part.layout is torch.sparse_coo:  # replicas may have other rows
                 p.grad = part = part.to_dense()
@@ -64,6 +75,7 @@ class Buckets:
             flat = torch.cat([x.reshape(-1) for x in targets])
             work = dist.all_reduce(flat, group=first, async_op=True)
             self._sums.append(_Sum(flat, targets, work, rest))
+        return unused
 
     @torch.no_grad()
     def wait(self) -> None:

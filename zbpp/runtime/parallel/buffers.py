@@ -12,14 +12,14 @@ sums           | layer 3 in A | layer 2 in B | layer 1 in A, when 3 has been add
 `turns` tells the order.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbpp.runtime.parallel.turns import GradientTurn, ParameterTurn
 from zbpp.runtime.support.fsdp_internals import Unit
@@ -31,14 +31,14 @@ class AlternatingBuffers:
     """The buffers of a stage.
 
     Args:
-        layers: of each chunk, in the order of F: names, and the layers that have
+        layers: of each chunk, in the order of F: numbers, and the layers that have
             parameters, each wrapped as a whole.
 
     Raises:
         RequestError: a layer's parameters do not lie in a buffer as they are gathered.
     """
 
-    def __init__(self, layers: Mapping[int, Sequence[tuple[str, Unit]]]) -> None:
+    def __init__(self, layers: Mapping[int, Sequence[tuple[int, Unit]]]) -> None:
         sizes = [unit.whole_bytes() for own in layers.values() for _, unit in own]
         devices = [unit.device for own in layers.values() for _, unit in own]
         device = devices[0] if devices else torch.device("cpu")
@@ -51,10 +51,10 @@ class AlternatingBuffers:
         )
         turns = [(ParameterTurn(device), GradientTurn(device)) for _ in range(2)]
         for chunk, own in layers.items():
-            for place, (name, unit) in enumerate(own):
+            for place, (index, unit) in enumerate(own):
                 at = place % 2
                 turn = Turn(
-                    *(name, unit, self._shared),
+                    *(index, unit, self._shared),
                     (self._parameters[at], self._gradients[at]),
                     *turns[at],
                 )
@@ -68,13 +68,13 @@ class AlternatingBuffers:
         return sum(x.nbytes for x in (*self._parameters, *self._gradients))
 
     @contextmanager
-    def joint(self) -> Iterator[None]:
-        """Reduce the gradients of each layer when a backward within this leaves it."""
-        self._shared.is_joint = True
+    def joint(self, left: Callable[[int], object]) -> Iterator[None]:
+        """Call ``left`` with each layer whose gradients a backward within this has."""
+        self._shared.left = left
         try:
             yield
         finally:
-            self._shared.is_joint = False
+            self._shared.left = None
 
     def forget(self) -> None:
         """Drop what was gathered ahead and is not used."""
@@ -94,17 +94,17 @@ class AlternatingBuffers:
 
 @dataclass
 class _Shared:
-    """The turns of a stage, by name of the layer, and how they end."""
+    """The turns of a stage, by name of the layer; what hears of passes that end."""
 
     owners: "dict[str, Turn]" = field(default_factory=dict)
-    is_joint: bool = False
+    left: Callable[[int], object] | None = None
 
 
 class Turn:
     """One layer's use of its buffers.
 
     Args:
-        name: of the layer.
+        index: of the layer.
         unit: the layer, wrapped.
         shared: by all turns of the stage.
         buffers: for parameters and gradients.
@@ -114,14 +114,15 @@ class Turn:
 
     def __init__(
         self,
-        name: str,
+        index: int,
         unit: Unit,
         shared: _Shared,
         buffers: tuple[Tensor, Tensor],
         parameters: ParameterTurn,
         gradients: GradientTurn,
     ) -> None:
-        self.name = name
+        self.index = index
+        self.name = f"layers.{index}"
         self.unit = unit
         self.shared = shared
         self.buffers = buffers
@@ -165,8 +166,9 @@ class Turn:
     def release(self) -> None:
         """A pass has ended."""
         self._parameters.release(self.name)
-        if self.shared.is_joint:
-            self.reduce()
+        # A layer that is computed again ends a forward first, without gradients.
+        if self.shared.left is not None and self._sums.has_gradients:
+            self.shared.left(self.index)
 
     def drop_ahead(self) -> None:
         """End a gather of this layer that no pass has waited for."""
@@ -175,17 +177,16 @@ class Turn:
             if self._parameters.owner == self.name:  # torch had waited by itself
                 self._parameters.cancel()
 
-    def reduce(self) -> None:
-        """Start to sum the gradients that are there."""
-        if not self._sums.has_gradients:
-            return
+    def reduce(self) -> list[nn.Parameter]:
+        """Start to sum the gradients; return the parameters that have none here."""
         if self._gradients.owner is not None:
             self.shared.owners[self._gradients.owner].finish()
         self._gradients.fill(self.name)
-        self._sums.take(self.buffers[1])
+        unused = self._sums.take(self.buffers[1])
         self._gradients.filled(self.name)
         self._gradients.reduce(self.name)
         self._sums.start()
+        return unused
 
     def finish(self) -> None:
         """Add the sums that were started."""

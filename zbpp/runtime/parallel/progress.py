@@ -4,6 +4,10 @@ W of the last micro-batch | layer 3 | layer 2 | layer 1 |
 reduce                              | layer 3 | layer 2 | layer 1
 
 With alternating buffers every W does so, for its own micro-batch.
+
+Replicas may run other parts of a layer, which leaves work to W on one of them only. So
+that their sums meet all the same, layers are reduced in one order, the last one first:
+a layer waits for those behind it.
 """
 
 import sys
@@ -12,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from zbpp.runtime.backward.queue import EachSum, Late, Root
+from zbpp.runtime.backward.queue import EachSum, Root
 from zbpp.runtime.support.autograd_internals import leaves_behind
 
 __all__ = ["LayerProgress", "LayerSums", "SumsByJobs"]
@@ -43,7 +47,10 @@ class LayerProgress:
                 return
             for leaf in leaves:
                 last[self._layer_of[leaf]] = place
-        self._left = sorted((n, -layer) for layer, n in last.items())
+        self._left, needed = [], 0
+        for layer in sorted(last, reverse=True):
+            needed = max(needed, last[layer])
+            self._left.append((needed, layer))
 
     def done(self, n: int) -> int:
         """Reduce the layers that needed no more than n pieces of work.
@@ -52,7 +59,7 @@ class LayerProgress:
             The pieces that the next layer needs.
         """
         while self._left and self._left[0][0] <= n:
-            self._reduce(-self._left.pop(0)[1])
+            self._reduce(self._left.pop(0)[1])
         return self._left[0][0] if self._left else sys.maxsize
 
 
@@ -62,7 +69,7 @@ class LayerSums(LayerProgress, EachSum):
     Args:
         layer_of: layer of every leaf of the chunk.
         reduce: called with each layer; it takes the gradients that are there.
-        rest: called when all of a micro-batch's are.
+        rest: called when all of a micro-batch are there.
         within_backward: within it layers are reduced when a full backward leaves them.
     """
 
@@ -76,20 +83,6 @@ class LayerSums(LayerProgress, EachSum):
         super().__init__(layer_of, reduce)
         self._rest = rest
         self._within_backward = within_backward
-
-    def after_b(self, found: Late, waiting: Sequence[Tensor]) -> Late:
-        """Reduce the layers that leave nothing to W; return the others' gradients."""
-        unfinished = {self._layer_of.get(leaf) for leaf in waiting}
-        if None in unfinished:  # it may be of any layer
-            return found
-        done = [pair for pair in found if self._layer_of[pair[0]] not in unfinished]
-        for leaf, gradient in done:
-            leaf.grad = gradient
-        layers = {self._layer_of[leaf] for leaf, _ in done}
-        found = [pair for pair in found if self._layer_of[pair[0]] in unfinished]
-        for layer in sorted(layers, reverse=True):
-            self._reduce(layer)
-        return found
 
     def before(self) -> None:
         """Nothing is left: every micro-batch reduces all of its own."""
@@ -108,8 +101,9 @@ class SumsByJobs(LayerSums):
 
     Args:
         layer_of: layer of every leaf of the chunk.
-        reduce: called with each layer that B has done with.
-        rest: called when a W follows another: reduces all that is there.
+        reduce: called with a layer.
+        rest: called when all of a micro-batch are there.
+        before: called when a W follows another: reduces what no job has.
     """
 
     def __init__(
@@ -117,9 +111,10 @@ class SumsByJobs(LayerSums):
         layer_of: Mapping[Tensor, int],
         reduce: Callable[[int], None],
         rest: Callable[[], None],
+        before: Callable[[], None],
     ) -> None:
-        super().__init__(layer_of, reduce, _nothing, nullcontext)
-        self._before = rest
+        super().__init__(layer_of, reduce, rest, nullcontext)
+        self._before = before
 
     def begin(self, edges: Sequence[Sequence[Root]]) -> None:
         """Wait for the job."""
@@ -127,7 +122,3 @@ class SumsByJobs(LayerSums):
     def before(self) -> None:
         """Reduce what no job has taken."""
         self._before()
-
-
-def _nothing() -> None:
-    """The job does it."""

@@ -10,6 +10,11 @@ Layers may be wrapped by `fully_shard` or `replicate`, as a whole or in parts; t
 that nobody has wrapped are the same on all replicas, and their gradients are summed
 here. Torch's own gathers ahead are off: what is gathered, a job has asked for, or the
 pass that needs it.
+
+A sum is of all layers of a chunk, the last one first, and of all their parameters that
+learn, whatever this replica has used of them: what it has not counts with zeros. The
+replicas then tell each other what they have used, so that a parameter that none of them
+has is left without a gradient, as a plain loop leaves it.
 """
 
 import time
@@ -18,12 +23,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.core import Collective, CollectiveKind, RequestError
 from zbpp.core.collectives.sharding import Shard, reduces_every
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import AlternatingBuffers
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
@@ -37,11 +44,15 @@ __all__ = ["Collectives", "bind_parallel"]
 
 @dataclass(frozen=True)
 class _Layer:
-    """The parts of one layer: what is wrapped, and what is not."""
+    """The parts of one layer: what is wrapped, and what is not.
+
+    ``summed`` are the parameters whose gradients are summed, on all replicas alike.
+    """
 
     index: int
     units: Sequence[Unit]
     buckets: Buckets | None
+    summed: Sequence[nn.Parameter]
 
 
 class Collectives:
@@ -66,7 +77,14 @@ class Collectives:
         self.buffers = buffers
         self._reduces = reduces
         self._tied = tied
-        self._reduced: dict[int, set[int]] = {}
+        self._n_begun: dict[int, int] = {}
+        """Of each chunk that is being summed, the layers whose sums have begun."""
+        self._complete: set[int] = set()
+        """Chunks with all gradients of a micro-batch, if each is summed by itself."""
+        self._unused: dict[int, set[nn.Parameter]] = {}
+        """Of each layer, parameters without a gradient in all sums of this step."""
+        self._parameters = [p for own in layers.values() for x in own for p in x.summed]
+        self._uses: Reduction | None = None
         self.began: dict[int, Any] = {}
         """The start, by `now`, of the first sum of each chunk that is under way."""
         self.now: Callable[[], Any] = time.perf_counter
@@ -97,23 +115,67 @@ class Collectives:
 
     def reduce(self, chunk: int) -> None:
         """Start to sum the chunk's gradients, but those that `reduce_layer` has."""
-        for layer in reversed(self._layers.get(chunk, ())):
-            self.reduce_layer(chunk, layer.index)
-        self._reduced.pop(chunk, None)
+        if self._reduces == "every":
+            if chunk not in self._complete:
+                return
+            self._complete.remove(chunk)
+        layers = self._layers.get(chunk)
+        if layers:
+            self.reduce_layer(chunk, layers[0].index)
+            del self._n_begun[chunk]
 
     def reduce_layer(self, chunk: int, index: int) -> None:
-        """Start to sum one layer's gradients, which are all there."""
-        if self.buffers is None and self._reduces == "last":
-            done = self._reduced.setdefault(chunk, set())
-            if index in done:
-                return
-            done.add(index)
+        """Start to sum the gradients of a layer, and of those behind it.
+
+        They are all there. What has begun since the last `reduce` does not again.
+        """
+        layers = self._layers[chunk]
+        begun = self._n_begun.get(chunk, 0)
+        ready = layers[index - layers[0].index : len(layers) - begun]
+        self._n_begun[chunk] = begun + len(ready)
         self.began.setdefault(chunk, self.now())
-        layer = self._layers[chunk][index - self._layers[chunk][0].index]
-        for unit in reversed(layer.units):
-            unit.reduce()
+        for layer in reversed(ready):
+            self._begin_sum(layer)
+
+    def _begin_sum(self, layer: _Layer) -> None:
+        """Start to sum one layer's gradients; note the parameters that have none."""
+        kept = {p for p in layer.summed if p.grad is not None}  # maybe the caller's
+        unused = [p for unit in reversed(layer.units) for p in unit.reduce()]
         if layer.buckets is not None:
-            layer.buckets.reduce()
+            unused += layer.buckets.reduce()
+        if layer.index in self._unused:
+            self._unused[layer.index].intersection_update(unused)
+        else:
+            self._unused[layer.index] = set(unused) - kept
+
+    def complete(self, chunk: int) -> None:
+        """All gradients of a micro-batch are there, if each is summed by itself."""
+        self._complete.add(chunk)
+        if self.buffers is not None:
+            self.reduce(chunk)
+
+    @torch.no_grad()
+    def drop_unused(self, add: Callable[[Tensor], Reduction | None]) -> None:
+        """Leave no gradient to parameters that no replica has used; all must call.
+
+        This process waits for the others only if it has not used one itself.
+
+        Args:
+            add: starts to add numbers of all replicas.
+        """
+        if self._reduces == "none" or not self._parameters:
+            return
+        unused = set[nn.Parameter]().union(*self._unused.values())
+        self._unused = {}
+        uses = torch.ones(len(self._parameters), dtype=torch.float64)
+        for place, p in enumerate(self._parameters) if unused else ():
+            uses[place] = p not in unused
+        self._uses = add(uses)  # kept while it is under way
+        if unused and self._uses is not None:
+            total = self._uses.result().tolist()
+            for p, n_replicas in zip(self._parameters, total, strict=True):
+                if n_replicas == 0:
+                    p.grad = None
 
     def wait(self, chunk: int) -> None:
         """Have the sums of the chunk."""
@@ -139,11 +201,13 @@ class Collectives:
             leaves = chunk.all_leaves()
             layer_of: dict[Tensor, int] = {leaf: index for index, _, leaf in leaves}
             reduce = partial(self.reduce_layer, number)
-            rest = partial(self.reduce, number)
+            rest = partial(self.complete, number)
             if self.buffers is not None:
-                found[number] = LayerSums(layer_of, reduce, rest, self.buffers.joint)
+                joint = partial(self.buffers.joint, reduce)
+                found[number] = LayerSums(layer_of, reduce, rest, joint)
             elif self._reduces == "every":
-                found[number] = SumsByJobs(layer_of, reduce, rest)
+                before = partial(self.reduce, number)
+                found[number] = SumsByJobs(layer_of, reduce, rest, before)
             elif self._reduces == "last":
                 found[number] = LayerProgress(layer_of, reduce)
         return found
@@ -162,7 +226,8 @@ class Collectives:
             AssertionError: a gather or a sum is under way that nobody has waited for;
                 the next step would use what it brings.
         """
-        assert not self._reduced, f"nobody waits for sums of {sorted(self._reduced)}"
+        begun = {*self._n_begun, *self._complete}
+        assert not begun, f"nobody waits for sums of {sorted(begun)}"
         if self.buffers is not None:
             self.buffers.end()
         for chunk, layers in self._layers.items():
@@ -258,7 +323,7 @@ def bind_parallel(
     buffers = None
     if alternating:
         named = {
-            chunk: [(f"layers.{one.index}", u) for one in own for u in one.units]
+            chunk: [(one.index, u) for one in own for u in one.units]
             for chunk, own in layers.items()
         }
         buffers = AlternatingBuffers(named)
@@ -295,4 +360,5 @@ def _bind_layer(
     buckets = None
     if groups and others:
         buckets = Buckets(others, groups, lambda: timeout_s)
-    return _Layer(index, units, buckets), shards
+    summed = [*shards.values(), *(others if buckets is not None else ())]
+    return _Layer(index, units, buckets, summed), shards

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.support.fsdp_in_place import InPlace, aligned
-from zbpp.runtime.support.fsdp_sums import PartSums
+from zbpp.runtime.support.fsdp_sums import PartSums, fill_unused
 from zbpp.runtime.support.fsdp_widening import WIDENED, Widening
 from zbpp.runtime.support.sharded import is_sharded
 
@@ -51,8 +51,8 @@ class _NoOrder(list[Any]):
 class Reduces(Protocol):
     """Sums gradients of a module."""
 
-    def reduce(self) -> None:
-        """Start to sum those that are there."""
+    def reduce(self) -> list[nn.Parameter]:
+        """Start to sum them; return the parameters that have none here."""
 
     def finish(self) -> None:
         """Have what was started."""
@@ -116,16 +116,21 @@ class Unit:
                 group.wait_for_unshard()
         self.module.reshard()
 
-    def reduce(self) -> None:
-        """Start to reduce the gradients that are there."""
+    def reduce(self) -> list[nn.Parameter]:
+        """Start to reduce the gradients.
+
+        Returns:
+            The parameters that have none here, and count with zeros.
+        """
         if self._reduces is not None:
-            self._reduces.reduce()
-            return
+            return self._reduces.reduce()
         self.widening.add()
+        unused = fill_unused(self._parameters)
         for group in self._groups:
             group.reduce_grads = group.all_reduce_grads = True
             group.post_backward()
             group.reduce_grads = group.all_reduce_grads = False
+        return unused
 
     def wait(self) -> None:
         """Let what comes next wait for the reduced gradients."""

@@ -5,7 +5,8 @@ the memory is given, and the parts are added later:
 
     whole gradients -> copied -> reduce-scatter .. -> added to this process's parts
 
-A row of the memory holds what one process gets, of all parameters.
+A row of the memory holds what one process gets, of all parameters that learn. One that
+this process has not used counts with zeros, as others may have used it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +14,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["PartSums"]
+__all__ = ["PartSums", "fill_unused"]
 
 
 class _Sum(NamedTuple):
@@ -47,8 +48,13 @@ class PartSums:
         return any(one._unsharded_param.grad is not None for one in self._parameters)
 
     @torch.no_grad()
-    def take(self, buffer: Tensor) -> None:
-        """Copy the whole gradients to a buffer of bytes, and free them."""
+    def take(self, buffer: Tensor) -> list[nn.Parameter]:
+        """Copy the whole gradients to a buffer of bytes, and free them.
+
+        Returns:
+            The parameters that have none here, and count with zeros.
+        """
+        unused = fill_unused(self._parameters)
         n, end = self._group.size(), 0
         alike: dict[torch.dtype, list[Any]] = {}
         for one in self._parameters:
@@ -63,6 +69,7 @@ class PartSums:
             for one in own:
                 one._unsharded_param.grad = None
             self._sums.append(_Sum(own, rows, rows.new_empty(n_numbers // n)))
+        return unused
 
     def start(self) -> None:
         """Start the sums."""
@@ -84,6 +91,30 @@ class PartSums:
                 _add(parameter, one.part, begin)
                 begin += parameter.padded_sharded_param_size.numel()
         self._sums, self._works = [], []
+
+
+def fill_unused(parameters: Iterable[Any]) -> list[nn.Parameter]:
+    """Give zeros to whole gradients that are not there.
+
+    Args:
+        parameters: torch's, of a layer; those that do not learn are left alone.
+
+    Returns:
+        The parameters with this process's part, where there was no gradient.
+    """
+    unused = []
+    for one in parameters:
+        whole = one._unsharded_param
+        there = whole.grad is not None or one.unsharded_accumulated_grad is not None
+        if there or not one.sharded_param.requires_grad:
+            continue
+        zeros = torch.zeros_like(whole, requires_grad=False)
+        if one.reduce_dtype is None:
+            whole.grad = zeros
+        else:  # all gradients of a sum have one dtype
+            one.unsharded_accumulated_grad = zeros.to(one.reduce_dtype)
+        unused.append(one.sharded_param)
+    return unused
 
 
 def _add(parameter: Any, parts: Tensor, begin: int) -> None:

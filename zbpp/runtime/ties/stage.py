@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zbpp.core import Job, RequestError, TiedGradient
 from zbpp.runtime.comm.transport import Transport
+from zbpp.runtime.support.fingerprint import bits
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan
 from zbpp.runtime.values import Tensors
@@ -216,9 +217,5 @@ class StageTies:
 
 def _fingerprint(parameter: Tensor) -> Tensor:
     """The sum of a tensor's bits as integers, exact in float64, on its device."""
-    data = parameter.detach()
-    numbers = (torch.view_as_real(data) if data.is_complex() else data).contiguous()
-    size = min(numbers.element_size(), 8)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    total = numbers.view(kind).sum(dtype=torch.int64)
+    total = bits(parameter).sum(dtype=torch.int64)
     return torch.remainder(total, _MODULUS).double()

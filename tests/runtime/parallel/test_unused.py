@@ -1,0 +1,164 @@
+"""Replicas that use other parameters in a step: what one has not used counts as 0."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+
+import zbpp
+from zbpp.checkpoint.shards import whole
+
+pytestmark = pytest.mark.dist
+
+WIDTH, STEPS, N_MICROBATCHES = 8, 3, 4
+UNUSED = 3
+"""The expert that nobody uses."""
+
+
+class Experts(nn.Module):
+    """Four equal experts, of which each micro-batch names those that it uses.
+
+    A micro-batch that uses none leaves out the whole layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, uses = given
+        for expert, is_used in zip(self.experts, uses.bool().any(0), strict=True):
+            if is_used:
+                x = x + expert(x).tanh()
+        return x, uses
+
+
+class Ends(nn.Module):
+    """A Linear whose input or output has the experts beside it."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.is_last = is_last
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Any:
+        x, uses = given
+        return self.linear(x) if self.is_last else (self.linear(x), uses)
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    experts = [Experts() for _ in range(6)]
+    return [Ends(is_last=False), *experts, Ends(is_last=True)]
+
+
+USES = {
+    "other experts": [[[1, 1, 0, 0]] * 4, [[0, 1, 1, 0]] * 4],
+    "by micro-batch": [
+        [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0]],
+        [[0, 0, 1, 0], [0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 1, 0]],
+    ],
+    "no layer": [[[1, 1, 1, 0]] * 4, [[0, 0, 0, 0]] * 4],
+}
+"""Of each replica and micro-batch, the experts."""
+
+
+def batch(step: int, replica: int, uses: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    x, y = torch.randn(2, 2 * N_MICROBATCHES, WIDTH, generator=generator)
+    used = torch.tensor(USES[uses][replica]).repeat_interleave(2, dim=0)
+    return (x, used), y
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
+
+
+def train(mode: str, shard: Any, uses: str, **more: Any) -> dict[str, Tensor]:
+    """Two stages, two replicas; the whole parameters of this process at the end."""
+    mesh = zbpp.mesh(stages=2, data_parallel=2)
+    with zbpp.Pipeline(
+        layers(),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=adamw,
+        schedule=mode,
+        n_microbatches=N_MICROBATCHES,
+        mesh=mesh,
+        shard=shard,
+        **more,
+    ) as pipeline:
+        for step in range(STEPS):
+            pipeline.step(*batch(step, pipeline.place.replica, uses))
+        found = {}
+        for name, layer in pipeline.named_layers():
+            for own, p in layer.named_parameters(prefix=name):
+                found[own] = whole(p).detach().clone()
+    return found
+
+
+def train_all(cases: list[tuple[str, str, str, dict[str, Any]]]) -> list[Any]:
+    return [train(mode, shard, uses, **more) for mode, shard, uses, more in cases]
+
+
+def train_plainly(uses: str) -> dict[str, Tensor]:
+    """One process, all micro-batches of both replicas."""
+    model = nn.Sequential(*layers())
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        for replica in range(2):
+            (x, used), y = batch(step, replica, uses)
+            cut = partial(Tensor.tensor_split, sections=N_MICROBATCHES)
+            for part in zip(*map(cut, (x, used, y)), strict=True):
+                loss = nn.functional.mse_loss(model(part[:2]), part[2])
+                (loss / (2 * N_MICROBATCHES)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {f"layers.{name}": p.detach() for name, p in model.named_parameters()}
+
+
+def assert_equal_plain(
+    pool: Pool, cases: list[tuple[str, str, str, dict[str, Any]]]
+) -> None:
+    runs = pool.run(train_all, 4, cases)
+    for (_, _, uses, _), *at_rank in zip(cases, *runs, strict=True):
+        plain = train_plainly(uses)
+        first = dict(layers()[1].named_parameters())
+        together = {name: p for found in at_rank for name, p in found.items()}
+        assert together.keys() == plain.keys()
+        for found in at_rank:
+            for name, p in found.items():
+                assert torch.equal(p, together[name]), f"{name}: replicas differ"
+                torch.testing.assert_close(p, plain[name], rtol=1e-5, atol=1e-6)
+        # AdamW would let it decay if it had a gradient of zeros.
+        unused = f"experts.{UNUSED}.weight"
+        assert torch.equal(together[f"layers.1.{unused}"], first[unused])
+
+
+def test_unused_parameters_count_as_zeros(pool: Pool) -> None:
+    assert_equal_plain(
+        pool,
+        [
+            ("ZBH1", "none", "other experts", {}),
+            ("ZBV", "optimizer", "other experts", {}),
+            ("ZBH1", "gradients", "by micro-batch", {}),
+            ("ZBV", "parameters", "by micro-batch", {"alternating_buffers": True}),
+            ("ZBH1", "none", "no layer", {}),
+        ],
+    )
+
+
+SHARDS = ("none", "optimizer", "gradients", "parameters")
+WAYS = [(shard, uses) for shard in SHARDS for uses in USES]
+WAYS.remove(("parameters", "no layer"))  # each pass gathers its layer: all must run it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "uses"), WAYS)
+def test_in_all_ways(shard: str, uses: str, pool: Pool) -> None:
+    cases = [(mode, shard, uses, {}) for mode in ("1F1B", "ZBH2", "ZBV")]
+    if shard == "parameters":
+        cases += [(*case[:3], {"alternating_buffers": True}) for case in cases]
+    assert_equal_plain(pool, cases)

@@ -1,0 +1,200 @@
+"""Compare what processes begin with, where a difference would train on wrong sums.
+
+    parameters    of the replicas, and plain ones over tp       in the first step
+    batches       of the first and the last stage, and over tp  in the first steps
+
+Nobody else would notice: gradients of other parameters, or of other samples' losses,
+are added up as well.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from zbpp.core import RequestError
+from zbpp.runtime.comm.peers import Peers
+from zbpp.runtime.executor import Executor
+from zbpp.runtime.microbatches import Batch, check_samples
+from zbpp.runtime.support.fingerprint import fingerprints
+from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.support.sharded import is_sharded, local_part
+
+__all__ = [
+    "Beginning",
+    "check_alike",
+    "describe_batch",
+    "describe_parameters",
+    "has_plain",
+]
+
+_TENSOR = "tp"
+_SHOWN = 3  # names in an error
+
+Look = Sequence[tuple[str, tuple[int, ...], int]]
+"""Of each tensor of a batch: dtype, shape, fingerprint."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What one process tells the others before a step.
+
+    Args:
+        place: coordinates on the mesh but for the stage; those of a pipeline agree.
+        is_first: it reads the inputs.
+        is_last: it reads the targets.
+        samples: of inputs and targets, where it reads them and they are to be cut.
+        inputs: as it was handed them, whether it reads them or not; None: it was not.
+        targets: likewise.
+        parameters: fingerprint of each, and the dimensions of the mesh along which
+            processes hold other parts of it; empty: not in this step.
+        has_plain: it trains a parameter that is no DTensor.
+    """
+
+    place: Mapping[str, int]
+    is_first: bool
+    is_last: bool
+    samples: tuple[int | None, int | None]
+    inputs: Look | None
+    targets: Look | None
+    parameters: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    has_plain: bool = False
+
+
+def describe_batch(batch: Batch) -> Look | None:
+    """What a process has been handed; None: nothing."""
+    if batch is None:
+        return None
+    tensors = list(tensors_in(batch))
+    numbers = fingerprints(tensors)
+    return [
+        (str(x.dtype), tuple(x.shape), number)
+        for x, number in zip(tensors, numbers, strict=True)
+    ]
+
+
+def describe_parameters(
+    executors: Mapping[int, Executor], peers: Peers
+) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """The parameters of this process, but for those dealt over another mesh."""
+    held: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
+    for executor in executors.values():
+        for _, name, p in executor.stage.named_stepped():
+            dims = local_part(p).names
+            if peers.knows(dims):
+                held[name] = p, dims
+    numbers = fingerprints(p for p, _ in held.values())
+    return {
+        name: (number, dims)
+        for (name, (_, dims)), number in zip(held.items(), numbers, strict=True)
+    }
+
+
+def has_plain(executors: Mapping[int, Executor]) -> bool:
+    """True if this process trains a parameter that is no DTensor."""
+    return any(
+        p.requires_grad and not is_sharded(p)
+        for executor in executors.values()
+        for *_, p in executor.stage.named_stepped()
+    )
+
+
+def check_alike(every: Sequence[Beginning]) -> None:
+    """Compare the beginnings of all processes, by rank.
+
+    Raises:
+        RequestError: they do not go together; the same on every process.
+    """
+    pipelines: dict[Any, list[Beginning]] = {}
+    for one in every:
+        pipelines.setdefault(tuple(one.place.items()), []).append(one)
+    for stages in pipelines.values():
+        rows = zip(*(one.samples for one in stages), strict=True)
+        known = [[n for n in row if n is not None] for row in rows]
+        check_samples(*(row[0] if row else None for row in known))
+    _check_parameters(every)
+    for stages in pipelines.values():
+        _check_samples_of_ends(stages)
+    if any(one.has_plain for one in every):
+        _check_batches_over_tp(every)
+
+
+def _check_parameters(every: Sequence[Beginning]) -> None:
+    first: dict[Any, tuple[int, int]] = {}
+    differ: dict[str, tuple[int, int]] = {}
+    for rank, one in enumerate(every):
+        for name, (number, dims) in one.parameters.items():
+            key = name, *(one.place[dim] for dim in dims)
+            at, expected = first.setdefault(key, (rank, number))
+            if number != expected:
+                differ.setdefault(name, (at, rank))
+    if not differ:
+        return
+    names = [*differ]
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    a, b = differ[names[0]]
+    places = every[a].place, every[b].place
+    if all(places[0][dim] == places[1][dim] for dim in places[0] if dim != _TENSOR):
+        raise RequestError(
+            f"{shown}: plain parameters that differ between ranks {a} and {b}, which "
+            "are neighbours along 'tp', and nothing tells that they are parts of "
+            "others; deal them out as DTensors (parallelize_module on mesh['tp']), or "
+            "let every process begin with the same"
+        )
+    raise RequestError(
+        f"{shown}: parameters that differ between the replicas on ranks {a} and {b}, "
+        "whose gradients would be added up; let every process begin with the same "
+        "(seed it before it builds the layers, or load a checkpoint). For parameters "
+        "that are meant to differ, as experts are, give no mesh: give each replica's "
+        "processes as group=, with optimizer=None, and sum what is shared yourself"
+    )
+
+
+def _check_samples_of_ends(stages: Sequence[Beginning]) -> None:
+    """Compare what first and last stage were handed, if both were handed both.
+
+    Either may differ alone and all be right: inputs that are augmented at random where
+    they are read, targets that are made up where nobody reads them.
+    """
+    (first,) = (one for one in stages if one.is_first)
+    (last,) = (one for one in stages if one.is_last)
+    if _differ(first.inputs, last.inputs) and _differ(first.targets, last.targets):
+        raise RequestError(
+            "the first and the last stage read other samples, so outputs would be "
+            "compared with targets of others: all stages of a replica must be given "
+            "the same batch; make the sampler with num_replicas="
+            "pipeline.place.n_replicas and rank=pipeline.place.replica"
+        )
+
+
+def _check_batches_over_tp(every: Sequence[Beginning]) -> None:
+    """Compare what is read by processes that share the layers of a stage.
+
+    DTensors know how to sum gradients of other tokens; nobody does so for plain ones.
+    """
+    seen: dict[Any, tuple[int, Look | None]] = {}
+    for rank, one in enumerate(every):
+        place = tuple((dim, at) for dim, at in one.place.items() if dim != _TENSOR)
+        for what, reads, look in _read(one):
+            if reads:
+                at, expected = seen.setdefault((what, place), (rank, look))
+                if _differ(look, expected):
+                    raise RequestError(
+                        f"ranks {at} and {rank} are neighbours along 'tp' and read "
+                        f"other {what}, but gradients of plain parameters are not "
+                        "summed over 'tp': give them the same batch, or give the "
+                        "mesh a larger 'dp' for other samples"
+                    )
+
+
+def _read(one: Beginning) -> Iterator[tuple[str, bool, Look | None]]:
+    yield "inputs", one.is_first, one.inputs
+    yield "targets", one.is_last, one.targets
+
+
+def _differ(a: Look | None, b: Look | None) -> bool:
+    """True if two processes were handed things of one kind that are not equal."""
+    if a is None or b is None or [x[0] for x in a] != [x[0] for x in b]:
+        return False
+    return list(a) != list(b)
