@@ -160,6 +160,11 @@ class Store:
 
     def __init__(self) -> None:
         self.held: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
 
     def compare_set(self, key: str, expected: str, value: str) -> None:
         self.held.setdefault(key, value)
@@ -173,14 +178,17 @@ class Store:
 
 def test_ranks_stop_before_the_same_step() -> None:
     """Rank 1 is asked before step 5, when rank 0 may be one step ahead."""
-    store, ranks = Store(), [StopRequest(1), StopRequest(1)]
-    for one in ranks:
-        one._store = store
+    store = Store()
+    ranks = [StopRequest(store, rank) for rank in range(2)]
     assert not any(ranks[0].stops_before(step) for step in range(7))
     assert not any(ranks[1].stops_before(step) for step in range(5))
     ranks[1].note(signal.SIGTERM)
     assert [ranks[1].stops_before(step) for step in (5, 6, 7)] == [False, False, True]
     assert ranks[0].stops_before(7) and ranks[0].exit_code == 143
+    again = [StopRequest(store, rank) for rank in range(2)]
+    assert not any(one.stops_before(step) for one in again for step in range(9))
+    again[0].note(signal.SIGINT)
+    assert not again[0].stops_before(3) and again[1].stops_before(5)
 
 
 # In processes.

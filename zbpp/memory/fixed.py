@@ -51,7 +51,7 @@ class Fixed:
         parameters: of its chunks, shared ones once.
         buffers: and what layers keep from their first forward on.
         optimizer: its state.
-        rollback: copies of post-validation.
+        rollback: copies of post-validation, and of buffers that steps change.
         batch: inputs and targets of all micro-batches that it reads.
         norm: most that the norm of a gradient needs.
         step: most that an optimizer step needs.
@@ -120,10 +120,10 @@ def fixed_of(
     speculates = schedule.is_post_validated
     step = memory.optimizer(layers, steps.optimizer, steps.rollback, n_parts=n)
     buffers = memory.buffers(layers)
-    rollback = 0
+    changing = [b for b in buffers if b.nbytes <= _SMALL_BUFFER]
+    rollback = memory.bytes_of(changing)
     if speculates:
-        changing = [b for b in buffers if b.nbytes <= _SMALL_BUFFER]
-        rollback = step.rollback + memory.bytes_of(changing)
+        rollback += step.rollback
     ends: list[Tensor] = []
     if 0 in layers:
         ends += tensors_in(memory.fake.inputs)

@@ -69,12 +69,16 @@ class Stepping:
             training=True,
             keeps_outputs=return_outputs,
         )
-        with (
-            self._lifecycle.running(),
-            calls.failures_told(self._executors),
-            memory_explained(self._executors, self.schedule, self.chosen),
-        ):
-            drive(self._executors, self._programs)
+        try:
+            with (
+                self._lifecycle.running(),
+                calls.failures_told(self._executors),
+                memory_explained(self._executors, self.schedule, self.chosen),
+            ):
+                drive(self._executors, self._programs)
+        except BaseException as error:
+            self._count_torn_step(error)
+            raise
         self._n_steps += 1
         result = next(iter(self._executors.values())).optimizer.result
         assert result is not None
@@ -91,3 +95,13 @@ class Stepping:
             with calls.failures_told(self._executors):
                 self._watcher.after_step(self)
         return result
+
+    def _count_torn_step(self, error: BaseException) -> None:
+        """Count the step that an error ends if the state will be the one after it."""
+        if all(executor.optimizer.counts for executor in self._executors.values()):
+            self._n_steps += 1
+            error.add_note(
+                f"step {self._n_steps - 1} had all its gradients and counts: the state "
+                f"is that after {self._n_steps} steps; step learning-rate schedulers "
+                "for it before you save"
+            )

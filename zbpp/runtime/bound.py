@@ -31,6 +31,7 @@ from zbpp.core import (
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.constants import without_constants
 from zbpp.runtime.job_times import JobTimes
+from zbpp.runtime.kept_tensors import KeptBuffers
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.replay import Replay
@@ -84,7 +85,8 @@ class StageParts:
         self.stage_of = stage_of
         self.collectives = collectives or Collectives({})
         self.times = JobTimes(stage.device)
-        self.replay = Replay(stage) if optimizer.speculates else None
+        self.buffers = KeptBuffers(layer for _, layer in stage.numbered())
+        self.replay = Replay(stage, self.buffers) if optimizer.speculates else None
         self.is_profiled = False
         """A profiler records this step: passes leave ranges with their names."""
 

@@ -129,6 +129,7 @@ class Executor(StageParts):
     def _train(self, bound: BoundProgram) -> Iterator[None]:
         replay, rest = self.replay, bound.rest
         self.optimizer.begin_step()
+        self.buffers.begin()
         if replay is not None:
             replay.begin(may_rewind=self.optimizer.may_replay)
         yield from self._run(bound.before)
@@ -144,8 +145,19 @@ class Executor(StageParts):
         if bound.reduces:
             self.stage.watch_weights(self._progress)
         yield from self._run(rest)
-        if replay is not None:
-            replay.end()
+        self.buffers.end()
+
+    def settle(self) -> None:
+        """Leave the state after the last whole step; the caller may then write to it.
+
+        Raises:
+            Exception: see `StageOptimizer.settle`; or a buffer cannot be restored.
+        """
+        self.optimizer.settle()
+        if self.optimizer.counts:
+            self.buffers.end()
+        else:
+            self.buffers.restore()  # an exception has torn the step
 
     def _run(self, calls: Sequence[Call]) -> Iterator[None]:
         for ready, run, instruction in calls:

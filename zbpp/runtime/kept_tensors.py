@@ -1,11 +1,13 @@
 """Copies of the tensors that forwards change in place, and of no others.
 
-    first step             nothing can be replayed yet: see what its forwards change
-    then, before V         copy that, and whatever is small; constants cost nothing
+    first step             copy everything, and see what its forwards change
+    then, in each step     copy that, and whatever is small; constants cost nothing
     changed afterwards     told by its mark: copied from the next step on
 
-A large constant that changes for the first time just before a step turns out invalid
-cannot be restored, as nobody has copied it: that ends the run, in words.
+Buffers are restored when forwards are replayed after an invalid step, and when an
+exception tears a step, so that a state that is saved afterwards is that of a whole
+step. A large constant that changes for the first time in such a step cannot be
+restored, as nobody has copied it: that ends the run, in words.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,12 +23,15 @@ from zbpp.runtime.support.pytree import tensors_in
 
 __all__ = ["KeptBatch", "KeptBuffers"]
 
+_Held = tuple[nn.Module, dict[str, Tensor | None]]
+"""A module and its buffers as they were."""
+
 _SMALL = 2**14
 """Bytes: to copy them costs less than to ask."""
 
 
 class KeptBuffers:
-    """The buffers of some layers.
+    """The buffers of some layers, as they were when a step began.
 
     Args:
         layers: whose modules are watched.
@@ -34,35 +39,32 @@ class KeptBuffers:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = list(layers)
-        self._held: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        self._held: list[_Held] = []
         self._marks: dict[Tensor, Mark] = {}
         self._copies: dict[Tensor, Tensor] = {}
         self._changing: set[tuple[nn.Module, str]] = set()
         self._is_first = True
 
-    def begin(self, *, may_rewind: bool) -> None:
-        """Note what there is; copy what may change if it may be needed again.
+    def begin(self) -> None:
+        """Note what there is; copy what may change.
 
         In the first step everything is copied, and compared in the end: writes through
         ``buffer.data`` leave no mark.
         """
         modules = dict.fromkeys(m for layer in self._layers for m in layer.modules())
-        self._held = [(m, dict(m._buffers)) for m in modules if m._buffers]
-        self._marks = {buffer: mark(buffer) for _, _, buffer in self._buffers()}
+        held = [(m, dict(m._buffers)) for m in modules if m._buffers]
+        self._marks = {buffer: mark(buffer) for _, _, buffer in _buffers_in(held)}
         self._copies = {
             buffer: buffer.detach().clone()
-            for module, name, buffer in self._buffers()
-            if self._is_first or (may_rewind and self._may_change(module, name, buffer))
+            for module, name, buffer in _buffers_in(held)
+            if self._is_first or self._may_change(module, name, buffer)
         }
-
-    def decided(self) -> None:
-        """Let the copies go: nothing will be restored in this step."""
-        if not self._is_first:
-            self._copies = {}
+        self._held = held  # last: an interrupt may come between any two lines
 
     def end(self) -> None:
-        """Learn what has changed in this step."""
-        for module, name, buffer in self._buffers():
+        """Learn what has changed in this step; nothing of it will be restored."""
+        held, self._held = self._held, []
+        for module, name, buffer in _buffers_in(held):
             copy = self._copies.get(buffer) if self._is_first else None
             at = self._marks[buffer]
             if mark(buffer) != at or (
@@ -70,32 +72,30 @@ class KeptBuffers:
             ):
                 self._changing.add((module, name))
         self._is_first = False
-        self._held, self._marks, self._copies = [], {}, {}
+        self._marks, self._copies = {}, {}
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Give every module the buffers that it had, with their values.
+
+        Between two steps there is nothing to restore.
 
         Raises:
             RuntimeError: one has changed and was not copied.
         """
-        for module, name, buffer in self._buffers():
+        for module, name, buffer in _buffers_in(self._held):
             if buffer in self._copies:
                 buffer.copy_(self._copies[buffer])
             elif mark(buffer) != self._marks[buffer]:
                 raise RuntimeError(
                     f"the buffer {name} of a {type(module).__name__} was constant so "
-                    "far, and has changed in a forward that must be replayed; let it "
-                    "change in the first step too, or switch post_validation off"
+                    "far, and has changed in a forward that must be replayed or taken "
+                    "back; go on from a checkpoint, and let it change in the first "
+                    "step too"
                 )
         for module, buffers in self._held:
             module._buffers.clear()
             module._buffers.update(buffers)
-
-    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for module, buffers in self._held:
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    yield module, name, buffer
 
     def _may_change(self, module: nn.Module, name: str, buffer: Tensor) -> bool:
         """True also for what leaves no marks."""
@@ -104,6 +104,13 @@ class KeptBuffers:
             or self._marks[buffer] is None
             or (module, name) in self._changing
         )
+
+
+def _buffers_in(held: Iterable[_Held]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module, buffers in held:
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                yield module, name, buffer
 
 
 class KeptBatch:

@@ -33,13 +33,12 @@ class Replay:
 
     Args:
         stage: whose steps are watched, from the first one on.
+        buffers: of the stage.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, buffers: KeptBuffers) -> None:
         self._stage = stage
-        self._buffers = KeptBuffers(
-            layer for chunk in stage.chunks.values() for layer in chunk.layers
-        )
+        self._buffers = buffers
         self._batch = KeptBatch(stage)
         self._may_rewind = self._replays = False
         self._states: dict[Pass, RandomState] = {}
@@ -51,19 +50,13 @@ class Replay:
             may_rewind: the step before may turn out invalid.
         """
         self._may_rewind, self._replays = may_rewind, False
-        self._buffers.begin(may_rewind=may_rewind)
         self._batch.begin()
 
     def decided(self) -> None:
         """End the part of a step that may be replayed: nothing is kept from now on."""
         self._may_rewind = False
         self._states.clear()
-        self._buffers.decided()
         self._batch.begin()
-
-    def end(self) -> None:
-        """End a step: learn what its forwards have changed."""
-        self._buffers.end()
 
     def run(
         self, job: Pass, forward: Callable[[Tensors | None], Tensors], inputs: Any

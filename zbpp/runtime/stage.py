@@ -27,7 +27,7 @@ from zbpp.runtime.constants import Constants, GivenConstants
 from zbpp.runtime.loss import Loss, LossFn
 from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.support.random_state import seed_torch
+from zbpp.runtime.support.random_state import mixed_seed, seed_torch
 from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.uploads import uploads_to
 from zbpp.runtime.values import Tensors, as_value, detached, leaves, mapped, ready
@@ -279,7 +279,9 @@ class Stage:
         return [part[microbatch] for reads, part in own if reads and part is not None]
 
     def _seed_layer(self, microbatch: int, layer: int) -> None:
-        seed_torch(hash((self._seed, self.step, layer, microbatch)), self.device)
+        assert self._seed is not None
+        seed = mixed_seed(self._seed, self.step, layer, microbatch)
+        seed_torch(seed, self.device)
 
     def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
         value: object = as_value(inputs)

@@ -193,7 +193,7 @@ def test_an_interrupted_step_is_not_taken_for_a_whole_one(
     monkeypatch.setattr(RecomputeRollback, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pipeline.synchronize()
-    with pytest.raises(RuntimeError, match="go on from a checkpoint"):
+    with pytest.raises(RuntimeError, match="load a checkpoint in a new Pipeline"):
         pipeline.synchronize()
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 
 from zbpp.runtime.driver.state_access import AccessHooks
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime.support.errors import PeerError, torn_step
 
 __all__ = ["Lifecycle"]
 
@@ -54,8 +54,19 @@ class Lifecycle:
                 "parameters and optimizer state are asked for in the middle of a step; "
                 "note the wish (a signal handler sets a flag) and ask between steps"
             )
+        if self._ended is not None:
+            self._check_whole()
         for executor in self._executors:
-            executor.optimizer.settle()
+            executor.settle()
+
+    def _check_whole(self) -> None:
+        """Refuse a state in which a torn step counts on one stage and on another not.
+
+        Raises:
+            RuntimeError: there is such a step.
+        """
+        if len({executor.optimizer.counts for executor in self._executors}) > 1:
+            raise torn_step(self._executors[0].stage.step)
 
     def close(self) -> None:
         """Settle the last step, finish the messages, give back all that is held."""

@@ -3,6 +3,8 @@
     rank 1, before step s    is asked; writes "s + 2" into the store of the group
     every rank               reads the store before each step, and stops before s + 2
 
+The wish is one of this run: another one of the same processes counts one further.
+
 A rank that is about to begin step t has seen the decision on step t - 2, for which
 every other rank has ended that step. So all find before s + 2 what was there before s.
 """
@@ -25,13 +27,15 @@ class StopRequest:
     """The wish to stop, and the step that all ranks stop before.
 
     Args:
-        n_ranks: processes of the run.
+        store: where the ranks of the run meet; None: there is one rank.
+        rank: of this process.
     """
 
-    def __init__(self, n_ranks: int) -> None:
-        self._store = None
-        if n_ranks > 1:
-            self._store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    def __init__(self, store: dist.Store | None = None, rank: int = 0) -> None:
+        self._store = store
+        self._key = _KEY
+        if store is not None:
+            self._key += str(store.add(f"{_KEY}_runs_of_{rank}", 1))
         self._told = False
         self.number: int | None = None
         """Of the first signal that this process was sent."""
@@ -48,10 +52,10 @@ class StopRequest:
             return self.number is not None
         if self.number is not None and not self._told:
             self._told = True
-            self._store.compare_set(_KEY, "", f"{step + 2} {self.number}")
-        if not self._store.check([_KEY]):
+            self._store.compare_set(self._key, "", f"{step + 2} {self.number}")
+        if not self._store.check([self._key]):
             return False
-        last, number = map(int, self._store.get(_KEY).split())
+        last, number = map(int, self._store.get(self._key).split())
         if step < last:
             return False
         self.number = self.number or number
@@ -74,7 +78,11 @@ def stop_requests(n_ranks: int, *, enabled: bool) -> Iterator[StopRequest | None
     if not enabled or threading.current_thread() is not threading.main_thread():
         yield None
         return
-    request = StopRequest(n_ranks)
+    if n_ranks > 1:
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        request = StopRequest(store, dist.get_rank())
+    else:
+        request = StopRequest()
     before = {number: signal.signal(number, request.note) for number in _SIGNALS}
     try:
         yield request

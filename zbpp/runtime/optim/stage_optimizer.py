@@ -11,6 +11,7 @@ exact, and its entries are then added in layer order. The norm, the clip factor 
 the decision are therefore the same bits on every stage, for any number of stages.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ from zbpp.runtime.optim.step_vector import step_vector
 from zbpp.runtime.optim.untouched import Untouched
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.background import BackgroundWork
-from zbpp.runtime.support.errors import NonFiniteError
+from zbpp.runtime.support.errors import NonFiniteError, torn_step
 from zbpp.runtime.support.sharded import is_sharded, sum_partial
 
 __all__ = ["MakeOptimizer", "StageOptimizer", "clip_factor"]
@@ -87,6 +88,7 @@ class StageOptimizer:
         """Some steps may be speculative."""
         self.history = History(rules)
         self._finder: NonFiniteFinder | None = None
+        self._sums: StepSums | None = None
         self._pending: _Pending | None = None
         self._replay = False
         self._torn = False
@@ -107,6 +109,7 @@ class StageOptimizer:
         """
         self._untouched.check()
         self._untouched.end()  # forwards may change parameters: replays do so again
+        self._sums = None
 
     def begin_backward(self) -> None:
         """The last step has been decided: what follows from it for this one."""
@@ -140,8 +143,18 @@ class StageOptimizer:
             step=self._stage.step,
             peers=transport.peers,
         )
+        self._sums = sums
         self._pending = _Pending(sums, speculative, local_norm)
         self.result = StepResult(sums, self._clip, speculative=speculative)
+
+    @property
+    def counts(self) -> bool:
+        """True if the step has all its gradients, on all stages of this process.
+
+        It is then decided like any other, even if an exception tears the rest of it.
+        """
+        sums = self._sums
+        return sums is not None and sums.step == self._stage.step and sums.ready()
 
     @property
     def steps_at_once(self) -> bool:
@@ -214,7 +227,8 @@ class StageOptimizer:
     def settle(self, job: Job | None = None) -> None:
         """Wait for the decision on the last step and leave the state that it asks for.
 
-        The caller may then write to parameters and state.
+        The caller may then write to parameters and state. A step that an exception has
+        torn before all stages had their gradients is taken back.
 
         Raises:
             NonFiniteError: too many steps in a row were skipped.
@@ -222,12 +236,21 @@ class StageOptimizer:
             RuntimeError: an exception has interrupted an optimizer step.
         """
         self._untouched.check()
+        if self._pending is not None and not self._pending.sums.ready():
+            self._take_back(self._pending)
         self._settle(job)
         self._background.finish()
         self.optimizers.forget()
         self._raise()
 
     # How it is done.
+
+    def _take_back(self, pending: _Pending) -> None:
+        """Leave the state before a step whose sums will never be complete."""
+        self._untouched.end()
+        if self.optimizers:
+            self._carry_out(decide(math.nan, self._clip), pending)
+        self._pending = None
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -236,10 +259,7 @@ class StageOptimizer:
 
     def _settle(self, job: Job | None) -> None:
         if self._torn:
-            raise RuntimeError(
-                "an optimizer step was interrupted by an exception, so parameters and "
-                "optimizer state do not belong together; go on from a checkpoint"
-            )
+            raise torn_step(self._stage.step)
         pending = self._pending
         if pending is None:
             return

@@ -10,6 +10,7 @@ from torch import Tensor
 __all__ = [
     "RandomState",
     "drawn_from",
+    "mixed_seed",
     "random_state",
     "seed_torch",
     "set_random_state",
@@ -58,6 +59,37 @@ def seed_torch(number: int, device: torch.device) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
+
+
+_WORD = 2**64 - 1
+_PRIMES = 11400714785074694791, 14029467366897019727, 2870177450012600261  # of xxHash
+
+
+def mixed_seed(*numbers: int) -> int:
+    """Mix numbers into one of 64 bits: the same one under every Python."""
+    return hash(numbers) & _WORD if _HASHES_SO else written_out(numbers)
+
+
+def written_out(numbers: tuple[int, ...]) -> int:
+    """Mix numbers by the short form of xxHash.
+
+    It is the hash of their tuple in CPython since 3.8, by which dropout was always
+    seeded: a run that is resumed under another Python must draw the same numbers.
+    """
+    first, second, mixed = _PRIMES
+    for number in numbers:
+        lane = number % (2**61 - 1) if number >= 0 else -(-number % (2**61 - 1))
+        if lane == -1:
+            lane = -2
+        mixed = (mixed + lane * second) & _WORD
+        mixed = ((mixed << 31 | mixed >> 33) & _WORD) * first & _WORD
+    mixed = mixed + (len(numbers) ^ _PRIMES[2] ^ 3527539) & _WORD
+    return 1546275796 if mixed == _WORD else mixed
+
+
+_PROBES = (3, 1, 2, 5), (-1, 0, 2**70, -(2**61))
+_HASHES_SO = all(hash(one) & _WORD == written_out(one) for one in _PROBES)
+"""Tuples hash so here: a tenth of the time, in the forward of every layer."""
 
 
 def drawn_from(before: RandomState, after: RandomState) -> RandomState:
