@@ -239,4 +239,5 @@ def test_a_missing_batch_is_named() -> None:
 
 
 def test_one_process_without_a_number_of_stages_is_one_stage() -> None:
-    assert make_pipeline("ZBH1", None).schedule.n_stages == 1
+    with pytest.warns(UserWarning, match="this process is alone and n_stages is left"):
+        assert make_pipeline("ZBH1", None).schedule.n_stages == 1

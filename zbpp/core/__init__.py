@@ -17,7 +17,13 @@ from zbpp.core.costs import (
     zero_bytes,
     zero_volume,
 )
-from zbpp.core.errors import LimitError, RequestError, ScheduleError, WorkerError
+from zbpp.core.errors import (
+    LimitError,
+    RequestError,
+    ScheduleError,
+    WorkerError,
+    a_kind,
+)
 from zbpp.core.files import (
     is_layers_file,
     parse_costs,
@@ -102,6 +108,7 @@ __all__ = [
     "Value",
     "What",
     "WorkerError",
+    "a_kind",
     "at_check",
     "collective_time",
     "draw",

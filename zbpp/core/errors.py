@@ -2,7 +2,7 @@
 
 from zbpp.core.amounts import format_memory
 
-__all__ = ["LimitError", "RequestError", "ScheduleError", "WorkerError"]
+__all__ = ["LimitError", "RequestError", "ScheduleError", "WorkerError", "a_kind"]
 
 
 class RequestError(ValueError):
@@ -31,3 +31,15 @@ class ScheduleError(RequestError):
 
 class WorkerError(RuntimeError):
     """A process of a pipeline failed; the message is one line."""
+
+
+def a_kind(thing: object) -> str:
+    """Name the class of a thing in a message, with its article.
+
+    A ``U`` is mostly spoken as in UNet.
+
+    >>> a_kind(1.5), a_kind(3)
+    ('a float', 'an int')
+    """
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

@@ -14,7 +14,7 @@ from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.models.given import Given
 from zbpp.planning.data_parallel import Shard, check_replicas
 from zbpp.runtime.compiled.layers import Compiling
-from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
 __all__ = ["estimate", "largest_microbatch", "most_that_fits"]

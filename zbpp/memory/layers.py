@@ -10,7 +10,7 @@ from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.memory.trace import TraceOptions
 from zbpp.models.given import Given, layered_of, model_to_build
 from zbpp.runtime.compiled.layers import Compiling
-from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
 __all__ = ["costs_of_layers", "layer_memory", "model_memory"]

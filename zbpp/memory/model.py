@@ -25,7 +25,7 @@ from zbpp.memory.trace import (
     trace_chunk,
 )
 from zbpp.memory.tracker import storages_of
-from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
+from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.ties.find import find_ties
 from zbpp.runtime.values import UnfitValueError, as_tensors
 
@@ -104,6 +104,14 @@ class ModelMemory:
         found = (p for i in layers for p in self.fake.layers[i].parameters())
         return list(dict.fromkeys(found))
 
+    def _named(self, layers: Sequence[int]) -> dict[nn.Parameter, str]:
+        """Of some layers, each once, with its first name there."""
+        found: dict[nn.Parameter, str] = {}
+        for i in layers:
+            for name, p in self.fake.layers[i].named_parameters(prefix=f"layers.{i}"):
+                found.setdefault(p, name)
+        return found
+
     def gradients(self, layers: Sequence[int]) -> dict[nn.Parameter, int]:
         """Bytes of the gradients that parameters of some layers get."""
         return {
@@ -152,7 +160,7 @@ class ModelMemory:
         if key not in self._optimizers:
             self._optimizers[key] = optimizer_memory(
                 self.fake.mode,
-                self.parameters(layers),
+                self._named(layers),
                 self.gradients(layers),
                 make,
                 rollback=rollback,

@@ -1,6 +1,6 @@
 """Optimizer state, and what a step needs for a while: the optimizer runs on fakes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from zbpp.memory.parts import part_of
 from zbpp.memory.tracker import StorageTracker
+from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.rollback.buckets import treats_numbers_apart
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, can_defer
-from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = ["OptimizerMemory", "optimizer_memory"]
@@ -54,7 +54,7 @@ class _StepTracker(StorageTracker):  # type: ignore[no-untyped-call]
 
 def optimizer_memory(
     mode: Any,
-    parameters: Sequence[nn.Parameter],
+    named: Mapping[nn.Parameter, str],
     gradients: Mapping[nn.Parameter, int],
     make_optimizer: MakeOptimizer | None,
     *,
@@ -66,26 +66,28 @@ def optimizer_memory(
 
     Args:
         mode: of the fake tensors.
-        parameters: of a stage, each once.
+        named: parameters of a stage, and their names.
         gradients: bytes, of those parameters that get one.
         make_optimizer: builds one or several; None: there is no step.
         rollback: way of post-validation, as in `zbpp.Pipeline`.
         granularity: of allocations.
         n_parts: replicas that divide the parameters among them for the step.
     """
-    parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+    parameters = [p for p in named if p.is_floating_point() or p.is_complex()]
     if make_optimizer is None or not parameters:
         return OptimizerMemory()
     parts = {p: part_of(mode, p, n_parts) for p in parameters}
     gradients = {parts[p]: size for p, size in gradients.items() if p in parts}
-    parameters = list(parts.values())
+    names = {parts[p]: named[p] for p in parameters}
+    parameters = list(names)
     tracker = _StepTracker(granularity=granularity)
     with mode:
         stands = [_stand_in(p, p.shape, p in gradients) for p in parameters]
         tracker.ignore(stands)
         tracker.ignore(p.grad for p in stands if p.grad is not None)
         with tracker:
-            optimizers = _made(make_optimizer, stands)
+            pairs = list(zip(names.values(), stands, strict=True))
+            optimizers = made_optimizers(make_optimizer, pairs)
             for optimizer in optimizers:
                 optimizer.step()
             state = tracker.restart()
@@ -101,14 +103,12 @@ def optimizer_memory(
         compiled = on_cpu and (
             rollback == "compiled" or (rollback == "auto" and n >= _COMPILED_FROM)
         )
-        apart, later = _deferred_peaks(
-            parameters, gradients, make_optimizer, granularity
-        )
+        apart, later = _deferred_peaks(names, gradients, make_optimizer, granularity)
     return OptimizerMemory(state, peak, copied, 0 if compiled else apart, later)
 
 
 def _deferred_peaks(
-    parameters: Sequence[nn.Parameter],
+    names: Mapping[nn.Parameter, str],
     gradients: Mapping[nn.Parameter, int],
     make_optimizer: MakeOptimizer,
     granularity: int,
@@ -118,21 +118,22 @@ def _deferred_peaks(
     Pieces are stepped one after the other, so of large parameters a few are enough.
     """
     tracker = _StepTracker(granularity=granularity)
-    stands = []
+    stands: list[tuple[str, nn.Parameter]] = []
     seen: set[Any] = set()
-    for p in parameters:
+    for p, name in names.items():
         is_cut = p.device.type == "cpu" and not is_sharded(p)
         large = is_cut and p.numel() > _PIECES
         key = (p.dtype, p.requires_grad, p in gradients, p.dim() > 1)
         if large and key in seen:
             continue  # each is stepped by itself
         seen |= {key} if large else set()
-        stands.append(_stand_in(p, (_PIECES,) if large else p.shape, p in gradients))
-    tracker.ignore(stands)
-    tracker.ignore(p.grad for p in stands if p.grad is not None)
+        shape = (_PIECES,) if large else p.shape
+        stands.append((name, _stand_in(p, shape, p in gradients)))
+    tracker.ignore(p for _, p in stands)
+    tracker.ignore(p.grad for _, p in stands if p.grad is not None)
     most = later = 0
     with tracker:
-        for optimizer in _made(make_optimizer, stands):
+        for optimizer in made_optimizers(make_optimizer, stands):
             if not treats_numbers_apart(optimizer):
                 return 0, 0
             optimizer.step()
@@ -147,11 +148,6 @@ def _deferred_peaks(
                 pass
             later = max(later, tracker.most - before)
     return max(0, most), later
-
-
-def _made(make: MakeOptimizer, own: list[nn.Parameter]) -> list[Any]:
-    made = make(own)
-    return list(made) if isinstance(made, list | tuple) else [made]
 
 
 def _stand_in(parameter: Tensor, shape: Any, has_gradient: bool) -> nn.Parameter:

@@ -1,16 +1,19 @@
 """Whatever a user gives as a model, as layers."""
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, a_kind
 from zbpp.models.cut import cut_module
 from zbpp.models.hugging_face import cut_pretrained, is_pretrained
 from zbpp.models.layered import Layered, layer_name
+from zbpp.models.peft import base_of, is_peft
 from zbpp.models.weights import Source, Weights, is_on_meta
-from zbpp.runtime.partition import Model, count_layers
+from zbpp.runtime.partition import Model, check_layers, count_layers
 from zbpp.runtime.ties.find import find_ties
 
 __all__ = ["Given", "cut", "layered_of", "model_to_build"]
@@ -38,11 +41,17 @@ def layered_of(model: Given, n_layers: int | None = None) -> Layered:
                 f"n_layers is {n_layers}, but the model has {model.n_layers} layers"
             )
         return model
+    if isinstance(model, nn.Module):
+        _look_for_compiled(model)
+    if is_peft(model):
+        prefix, base = base_of(model)
+        return _below(prefix, layered_of(base, n_layers))
     if is_pretrained(model):
         return layered_of(cut_pretrained(model), n_layers)
     n = count_layers(model, n_layers)
     if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
         layers = list(model)
+        check_layers(enumerate(layers))
         keys = list(model._modules) if isinstance(model, nn.Module) else None
         return Layered(
             n,
@@ -58,6 +67,33 @@ def model_to_build(model: Given, layered: Layered) -> Model:
     if isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
         return model
     return layered.build
+
+
+def _below(prefix: str, layered: Layered) -> Layered:
+    """The same layers with the names that they have below a wrapper."""
+    name = layered.own_name
+    return replace(layered, own_name=lambda i, there: f"{prefix}{name(i, there)}")
+
+
+def _look_for_compiled(model: nn.Module) -> None:
+    """Refuse a compiled wrapper; warn of a compiled forward that never runs.
+
+    Raises:
+        RequestError: `torch.compile` has wrapped the model.
+    """
+    inner = getattr(model, "_orig_mod", None)
+    if inner is not None:
+        raise RequestError(
+            f"torch.compile has wrapped this {type(inner).__name__} as a whole; give "
+            'the model that it was called with, and compile="blocks" to zbpp.Pipeline'
+        )
+    if model._compiled_call_impl is not None:
+        warnings.warn(
+            f"this {type(model).__name__} is compiled as a whole, by model.compile(), "
+            "and a pipeline calls its layers only, which are not compiled; leave "
+            'that out, and give compile="blocks" to zbpp.Pipeline',
+            stacklevel=4,
+        )
 
 
 def _named_by(keys: list[str]) -> Callable[[int, str], str]:
@@ -97,12 +133,29 @@ def cut(
     Raises:
         RequestError: the model cannot be cut so.
     """
+    _look_for_compiled(model)
+    if is_peft(model):
+        prefix, base = base_of(model)
+        blocks = None if blocks is None else blocks.removeprefix(prefix)
+        before, after = (
+            [name.removeprefix(prefix) for name in names] for names in (before, after)
+        )
+        return _below(
+            prefix,
+            cut(
+                *(base, blocks),
+                before=before,
+                after=after,
+                example=example,
+                weights=weights,
+            ),
+        )
     if is_pretrained(model):
         named = None if blocks is None else (blocks, before, after)
         return cut_pretrained(model, weights, named, example)
     if blocks is None:
         raise RequestError(
-            f"a {type(model).__name__} has no plan; name its blocks, as in "
+            f"{a_kind(model)} has no plan; name its blocks, as in "
             "zbpp.cut(model, 'encoder.layers')"
         )
     made = None

@@ -23,6 +23,8 @@ from zbpp.core.collectives.sharding import Shard
 from zbpp.models import layered_of
 from zbpp.models.given import Given, model_to_build
 from zbpp.modes import is_auto
+from zbpp.pipeline.absent import AbsentNames
+from zbpp.pipeline.arguments import check_arguments, checked_device, warn_of_plan
 from zbpp.pipeline.evaluate import Evaluating
 from zbpp.pipeline.given import loss_of, measure_example
 from zbpp.pipeline.parallel import with_collectives
@@ -48,8 +50,8 @@ from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.driver.state_access import settle_before_access
 from zbpp.runtime.microbatches import Batch, Weigh, WeighName
 from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
 from zbpp.runtime.optim.patience import Patience
-from zbpp.runtime.optim.stage_optimizer import MakeOptimizer
 from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
 from zbpp.runtime.parallel.mesh import find_place
 from zbpp.runtime.parallel.wrap import check_shard
@@ -62,7 +64,7 @@ from zbpp.tuning.watch import Watch, make_watcher
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
+class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentNames):
     """A model cut into stages, trained by a schedule.
 
     Under torch.distributed (``torchrun`` is enough) this process is one stage; else
@@ -74,8 +76,10 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             what `zbpp.cut` returns.
         loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch; None: the
             model's own.
-        optimizer: called with each stage's parameters, also frozen ones; gives one, or
-            a list. None leaves gradients, of the mean loss of the batch, to the caller.
+        optimizer: called with each stage's parameters, also frozen ones, or with pairs
+            of name and parameter if its argument is called ``named_parameters``; gives
+            one, or a list, which may be empty. None leaves gradients, of the mean loss
+            of the batch, to the caller.
         schedule: a mode such as ``"ZBH1"``, a schedule file, or a `Schedule`.
         n_microbatches: micro-batches in a step; None: the schedule's.
         weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
@@ -172,8 +176,25 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         timeout_s: float = 60.0,
         first_timeout_s: float | None = None,
     ) -> None:
-        first_timeout_s = first_timeout_s or 10 * timeout_s
-        self.device = torch.device(device) if device else own_device()
+        check_optimizer(optimizer)
+        check_arguments(
+            loss_fn=loss_fn,
+            counts={
+                "n_microbatches": n_microbatches,
+                "n_stages": n_stages,
+                "n_layers": n_layers,
+                "max_consecutive_skips": max_consecutive_skips,
+            },
+            times_s={"timeout_s": timeout_s, "first_timeout_s": first_timeout_s},
+            schedule=schedule,
+            clip_grad_norm=clip_grad_norm,
+            autocast=autocast,
+            loss_scale=loss_scale,
+            seed=seed,
+        )
+        if first_timeout_s is None:
+            first_timeout_s = 10 * timeout_s
+        self.device = checked_device(device) if device else own_device()
         initialise(self.device, timeout_s=first_timeout_s)
         self.place = place = find_place(mesh, group, n_stages=n_stages)
         self.rank, self.n_ranks = place.rank, place.n_ranks
@@ -219,6 +240,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         self.schedule = choose_validation(
             chosen.schedule, post_validation, steps=optimizer is not None
         )
+        warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=place.n_ranks)
         rules = step_rules(
             clip_grad_norm=clip_grad_norm,
             post_validation=self.schedule.is_post_validated,
@@ -238,7 +260,16 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             timeouts_s=(timeout_s, first_timeout_s),
         )
         self._options = options = StageOptions(
-            *(loss_fn, optimizer, rules, self.device, autocast, seed, exact_sums),
+            *(
+                loss_fn,
+                optimizer,
+                self.layered.own_name,
+                rules,
+                self.device,
+                autocast,
+                seed,
+                exact_sums,
+            ),
             recompute=recomputed_layers(self.schedule, self.split),
             stage_streams=stage_streams,
             cuda_graphs=cuda_graphs,

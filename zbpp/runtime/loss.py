@@ -94,6 +94,11 @@ class Loss:
                 "loss_fn must return a scalar tensor, the mean over a micro-batch, or "
                 "a pair of it and a dict of metrics"
             )
+        if not loss.is_floating_point():
+            raise RequestError(
+                f"loss_fn returned a scalar of {loss.dtype}; it must be a real number "
+                "in floating point: of a complex one, its abs() or real part"
+            )
         # A copy: mse_loss's scalar holds the memory of all its summands.
         self.values[microbatch] = loss.detach().clone()
         return loss

@@ -1,15 +1,15 @@
 """Deal the layers of a model to chunks, and build only those that are needed here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from torch import nn
 
-from zbpp.core import RequestError
+from zbpp.core import RequestError, a_kind
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
 from zbpp.runtime.ties.find import BuilderWatch, refuse_sharing
 
-__all__ = ["Model", "build_chunks", "count_layers", "partition_layers"]
+__all__ = ["Model", "build_chunks", "check_layers", "count_layers", "partition_layers"]
 
 Model = nn.Sequential | Sequence[nn.Module] | Callable[[range], Sequence[nn.Module]]
 """Layers, or a builder that makes the layers of a range of global indices."""
@@ -64,7 +64,7 @@ def count_layers(model: Model, n_layers: int | None) -> int:
         return len(model)
     if isinstance(model, nn.Module) or not callable(model):
         raise RequestError(
-            f"a {type(model).__name__} cannot be cut into layers; give an "
+            f"{a_kind(model)} cannot be cut into layers; {_way(model)}give an "
             "nn.Sequential, a list of layers, or a function that builds the layers of "
             "a range of indices (with n_layers)"
         )
@@ -106,6 +106,39 @@ def build_chunks(
     return chunks
 
 
+def _way(model: object) -> str:
+    """Name the cut at the longest list of blocks in a module; empty if it has none."""
+    if not isinstance(model, nn.Module):
+        return ""
+    lists = {
+        name: len(held)
+        for name, held in model.named_modules()
+        if name and isinstance(held, nn.ModuleList | nn.Sequential) and len(held) > 1
+    }
+    if not lists:
+        return ""
+    longest = max(lists, key=lambda name: lists[name])
+    return f"cut it at its blocks, zbpp.cut(model, {longest!r}, example=batch), or "
+
+
+def check_layers(layers: Iterable[tuple[int, object]]) -> None:
+    """Refuse layers that are no modules.
+
+    Args:
+        layers: by global index.
+
+    Raises:
+        RequestError: names the layer.
+    """
+    for index, layer in layers:
+        if not isinstance(layer, nn.Module):
+            name = getattr(layer, "__name__", repr(layer))
+            raise RequestError(
+                f"layer {index} is {a_kind(layer)} ({name}), no nn.Module; give a "
+                "module in its place, such as nn.ReLU() for torch.relu"
+            )
+
+
 def _chunk(
     index: int, layers: range, built: Sequence[nn.Module], *, own_name: OwnName
 ) -> Chunk:
@@ -113,4 +146,5 @@ def _chunk(
         raise RequestError(
             f"the builder made {len(built)} layers for {layers}, not {len(layers)}"
         )
+    check_layers(enumerate(built, start=layers.start))
     return Chunk(index, layers.start, tuple(built), own_name=own_name)

@@ -17,6 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from zbpp.core import RequestError
 from zbpp.runtime.backward.accumulate import GradientOrder, MicrobatchGraph
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.ends import alias_of, zeros_for_none
@@ -283,6 +284,20 @@ class Stage:
         seed = mixed_seed(self._seed, self.step, layer, microbatch)
         seed_torch(seed, self.device)
 
+    def _refuse_without_graph(self, chunk: int, inputs: Tensors) -> None:
+        """Refuse a loss from which no gradient leads back, if one is waited for.
+
+        Raises:
+            RequestError: so it is.
+        """
+        learning = chain(inputs, self.chunks[chunk].leaves_once())
+        if any(x.requires_grad for x in learning):
+            raise RequestError(
+                "the loss has no graph, so nothing would be learned from it; let "
+                "loss_fn compute it from the outputs by torch, without detach(), "
+                "item(), argmax() or no_grad()"
+            )
+
     def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
         value: object = as_value(inputs)
         held = self.chunks[chunk]
@@ -294,6 +309,8 @@ class Stage:
             if self.outputs is not None:
                 self.outputs[microbatch] = map_tensors(value, Tensor.detach)
             value = self.loss(value, microbatch)
+            if not value.requires_grad and torch.is_grad_enabled():
+                self._refuse_without_graph(chunk, inputs)
         if isinstance(value, Tensor):
             outputs: Tensors = ready((value,))
         else:

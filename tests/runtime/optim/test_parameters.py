@@ -127,6 +127,6 @@ def test_optimizers_of_a_list_are_found_by_schedulers_and_hooks() -> None:
 
 
 def test_a_builder_that_gives_no_optimizer_is_refused() -> None:
-    assert "gave a NoneType; let it return an optimizer, or a list" in refusal(
+    assert "gave a NoneType; let it return an optimizer, a list" in refusal(
         make_pipeline, "ZBH1", 2, optimizer=lambda parameters: None
     )

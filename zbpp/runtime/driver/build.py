@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
+from torch import nn
 
 from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Value, What
 from zbpp.core.collectives.sharding import Shard
@@ -17,7 +19,9 @@ from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.graphed.device import pools_on
 from zbpp.runtime.graphed.stage import GraphedStage
-from zbpp.runtime.optim.stage_optimizer import MakeOptimizer, StageOptimizer
+from zbpp.runtime.optim.make import MakeOptimizer
+from zbpp.runtime.optim.optimizers import OwnName
+from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.stage import bind_parallel
@@ -36,6 +40,7 @@ class StageOptions:
 
     loss_fn: LossFn
     optimizer: MakeOptimizer | None
+    own_name: OwnName
     rules: StepRules
     device: torch.device
     autocast: torch.dtype | None
@@ -120,7 +125,8 @@ def build_executors(
     built = build_chunks(model, ranges, held, knows_ties=knows_ties, own_name=own_name)
     chunks = {chunk.index: chunk for chunk in built}
     for chunk in built:
-        for layer in chunk.layers:
+        for index, layer in chunk.numbered():
+            _refuse_meta(layer, index, options.device)
             layer.to(options.device)
     bound = bind_ties(
         plan,
@@ -165,6 +171,7 @@ def build_executors(
             make_optimizer=options.optimizer,
             n_layers=ranges[-1].stop,
             rules=options.rules,
+            own_name=options.own_name,
             background=transport.background,
             is_reporter=stage == 0,
         )
@@ -181,3 +188,20 @@ def build_executors(
             executor.stream = transport.stream = StageStream(options.device)
     share_first_bits(executors, plan)
     return executors
+
+
+def _refuse_meta(layer: nn.Module, index: int, device: torch.device) -> None:
+    """Refuse a layer without weights on a device that computes.
+
+    Raises:
+        RequestError: names its first such tensor.
+    """
+    if device.type == "meta":
+        return
+    for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
+        if tensor.is_meta:
+            raise RequestError(
+                f"layers.{index}.{name} is on the meta device, which holds no numbers; "
+                "give a builder that makes a range of layers with their weights, or "
+                "zbpp.cut(model, blocks, weights=...)"
+            )

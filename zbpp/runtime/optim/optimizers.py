@@ -1,13 +1,12 @@
 """The optimizers of one stage, built, stepped and rolled back as if they were one."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import RequestError
 from zbpp.runtime.optim.log_messages import warn_unstepped
+from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.param_groups import GroupValues, parameters_of
 from zbpp.runtime.optim.rollback.buckets import treats_numbers_apart
 from zbpp.runtime.optim.rollback.choose import RollbackChooser
@@ -17,11 +16,10 @@ from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import is_sharded
 from zbpp.runtime.support.torch_internals import has_step_hooks, mark_called
 
-__all__ = ["JointRollback", "MakeOptimizer", "StageOptimizers"]
+__all__ = ["JointRollback", "MakeOptimizer", "OwnName", "StageOptimizers"]
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizers]
-"""Called with one stage's parameters, also frozen ones; gives one optimizer or more."""
+OwnName = Callable[[int, str], str]
+"""From a layer's index and a name in it to the model's own name of a parameter."""
 
 
 class StageOptimizers:
@@ -31,6 +29,7 @@ class StageOptimizers:
         stage: whose parameters are stepped.
         make_optimizer: builds one or several; None: gradients are the caller's.
         rules: how steps are taken.
+        own_name: names the parameters to a builder that asks for names.
         is_reporter: whether it says what concerns all stages.
 
     Raises:
@@ -44,11 +43,15 @@ class StageOptimizers:
         make_optimizer: MakeOptimizer | None,
         rules: StepRules,
         *,
+        own_name: OwnName,
         is_reporter: bool,
     ) -> None:
         self._stage = stage
         self._leaves_gradients = make_optimizer is None
-        self.all = _build(make_optimizer, list(_can_learn(stage)))
+        named = list(_named(stage, own_name))
+        self.all: list[torch.optim.Optimizer] = []
+        if make_optimizer is not None and named:
+            self.all = made_optimizers(make_optimizer, named)
         self._rollbacks = [
             RollbackChooser(optimizer, rules, is_reporter=is_reporter)
             for optimizer in self.all
@@ -182,25 +185,21 @@ def _skip() -> None:
 
 def _can_learn(stage: Stage) -> Iterator[nn.Parameter]:
     """The parameters that may have gradients, each once; frozen ones may thaw."""
+    return (p for _, _, p in _learning(stage))
+
+
+def _learning(stage: Stage) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """The same with their layers, and their global names."""
     seen: set[Tensor] = set(stage.ties.aliases)
-    for chunk in stage.chunks.values():
-        for p in chunk.parameters():
-            if p not in seen and (p.is_floating_point() or p.is_complex()):
-                seen.add(p)
-                yield p
+    for layer, name, p in stage.named_stepped():
+        if p not in seen and (p.is_floating_point() or p.is_complex()):
+            seen.add(p)
+            yield layer, name, p
 
 
-def _build(
-    make_optimizer: MakeOptimizer | None, parameters: list[nn.Parameter]
-) -> list[torch.optim.Optimizer]:
-    if make_optimizer is None or not parameters:
-        return []
-    made = make_optimizer(parameters)
-    found: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
-    for one in found:
-        if not hasattr(one, "param_groups"):
-            raise RequestError(
-                f"the optimizer's builder gave a {type(one).__name__}; let it return "
-                "an optimizer, or a list of optimizers"
-            )
-    return found
+def _named(stage: Stage, own_name: OwnName) -> Iterator[tuple[str, nn.Parameter]]:
+    """The same by the model's own names; a tied one has that of its first holder."""
+    first = {place: tie[0] for tie in stage.ties.plan.ties for place in tie}
+    for layer, name, p in _learning(stage):
+        place = layer, name.removeprefix(f"layers.{layer}.")
+        yield own_name(*first.get(place, place)), p

@@ -22,7 +22,7 @@ from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.decision import Decision, StepSums, clip_factor, decide
 from zbpp.runtime.optim.log_messages import warn_barrier_fallback
 from zbpp.runtime.optim.norms import NonFiniteFinder, multiply_gradients
-from zbpp.runtime.optim.optimizers import MakeOptimizer, StageOptimizers
+from zbpp.runtime.optim.optimizers import MakeOptimizer, OwnName, StageOptimizers
 from zbpp.runtime.optim.param_groups import GroupValues
 from zbpp.runtime.optim.result import StepResult
 from zbpp.runtime.optim.rollback.recompute import Rollback
@@ -61,6 +61,7 @@ class StageOptimizer:
         make_optimizer: builds one or several; None leaves gradients to the caller.
         n_layers: layers of the whole model.
         rules: how steps are taken.
+        own_name: the model's own names of parameters.
         background: when this stage waits for messages.
         is_reporter: whether it says what concerns all stages.
     """
@@ -72,6 +73,7 @@ class StageOptimizer:
         make_optimizer: MakeOptimizer | None,
         n_layers: int,
         rules: StepRules,
+        own_name: OwnName,
         background: BackgroundWork,
         is_reporter: bool = False,
     ) -> None:
@@ -81,7 +83,9 @@ class StageOptimizer:
         self._rules = rules
         self._background = background
         self.optimizers = StageOptimizers(
-            stage, make_optimizer, rules, is_reporter=is_reporter
+            *(stage, make_optimizer, rules),
+            own_name=own_name,
+            is_reporter=is_reporter,
         )
         self._untouched = Untouched(stage, self.optimizers)
         self.speculates = rules.post_validation
