@@ -248,7 +248,6 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         self._executors = build_executors(
             model_to_build(model, self.layered),
             *(self._ties, transports, options, place),
-            timeout_s=timeout_s,
             knows_ties=ties is not None or self.layered.build is not model,
         )
         given = (self.schedule, self._executors, place, shard, self._ties.chunks)

@@ -205,7 +205,7 @@ def test_a_batch_that_does_not_fit_is_forgotten_once_one_fits(pool: Pool) -> Non
 def test_the_earliest_of_several_causes_is_the_culprit() -> None:
     notes = {
         0: Note("step 1", "in 0F0: OSError", order=3),
-        1: Note("step 1", lost=0, order=1),
+        1: Note("step 1", lost=[0], order=1),
         2: Note("step 1", "in 2F0: OSError", order=2),
     }
     assert blame(notes, [10, 11, 12])[0] == "rank 12 failed first, in 2F0: OSError"
@@ -232,14 +232,13 @@ class _HungStore:
 def test_a_store_that_is_gone_hides_nothing() -> None:
     notes = FailureNotes(_GoneStore(), 0, [0, 1])
     assert notes.report(OSError("disk full"), "step 1") == ""
-    assert notes.explain(1, "step 1") == ""
+    assert notes.explain([1], "step 1", patience_s=0.1) == ""
 
 
 def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_STORE_S", 0.1)
-    monkeypatch.setattr(failures, "_PATIENCE_S", 0.1)
     store = _HungStore()
     notes = FailureNotes(store, 0, [0, 1])
     assert notes.report(OSError("disk full"), "step 1") == ""
-    assert notes.explain(1, "step 1") == ""
+    assert notes.explain([1], "step 1", patience_s=0.1) == ""
     store.answers.set()

@@ -96,7 +96,6 @@ def build_executors(
     place: Place,
     *,
     knows_ties: bool = False,
-    timeout_s: float = 60.0,
 ) -> dict[int, Executor]:
     """Build the layers, the optimizer and the executor of each local stage.
 
@@ -107,7 +106,6 @@ def build_executors(
         options: of every stage.
         place: of this process.
         knows_ties: the plan's ties are all, so a builder is not watched for more.
-        timeout_s: for collectives of replicas.
 
     Raises:
         RequestError: the builder or the sharing of parameters is wrong.
@@ -138,7 +136,7 @@ def build_executors(
                 "only be replicated; give shard='none', or untie them"
             )
         own, collectives = bind_parallel(
-            *(own, place, options.shard, timeout_s),
+            *(own, place, options.shard),
             tied=shared,
             alternating=options.alternating_buffers,
         )
