@@ -107,7 +107,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         memory: likewise; a text as ``"16GiB"``, or a number, is the limit of a stage.
         watch: when to plan again from what steps take, with the same results; None or
             True: for ``"auto"``, after the first steps and when costs drift; False: no.
-        device: where the layers live; None: this process's GPU, else the CPU.
+        device: where the layers live; ``"cuda"``: this process's GPU; None: that, or
+            the CPU where there is none.
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
         compile: compile each layer by itself, ``"blocks"``, or whole ``"chunks"``,
             but for layers that are seeded, recomputed or tied; see docs/compile.md.
@@ -125,8 +126,9 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
             or ``"parameters"`` as well; ``"none"``: each holds all.
         alternating_buffers: for ``shard="parameters"``; see docs/data_parallel.md.
-        timeout_s: how long a stage waits for another before it gives up.
-        first_timeout_s: the same in the first step; None: ten times as long.
+        timeout_s: how long a stage waits for another before it gives up; longer than
+            whatever one rank alone may have to do: compile, evaluate, load.
+        first_timeout_s: the same at the start and in the first step; None: timeout_s.
 
     Raises:
         RequestError: the model, the schedule and the stages do not fit together.
@@ -169,11 +171,11 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         mesh: DeviceMesh | None = None,
         shard: Shard = "none",
         alternating_buffers: bool = False,
-        timeout_s: float = 60.0,
+        timeout_s: float = 600.0,
         first_timeout_s: float | None = None,
     ) -> None:
-        first_timeout_s = first_timeout_s or 10 * timeout_s
-        self.device = torch.device(device) if device else own_device()
+        first_timeout_s = first_timeout_s or timeout_s
+        self.device = own_device(device)
         initialise(self.device, timeout_s=first_timeout_s)
         self.place = place = find_place(mesh, group, n_stages=n_stages)
         self.rank, self.n_ranks = place.rank, place.n_ranks

@@ -86,7 +86,7 @@ def change_shapes() -> str:
     layers = [nn.Sequential(nn.Identity(), Shorter()), nn.Linear(4, 4)]
     pipeline = Pipeline(
         layers, loss_fn=nn.functional.mse_loss, optimizer=None, schedule="1F1B",
-        n_microbatches=2, timeout_s=5,
+        n_microbatches=2,
     )  # fmt: skip
     long, short = torch.ones(4, 2, 4), -torch.ones(4, 2, 4)
     pipeline.step(long, long)

@@ -136,7 +136,7 @@ def test_under_torchrun_no_other_rank_is_blamed(tmp_path: Path, how: str) -> Non
 
 
 def evaluate_alone() -> str:
-    pipeline = make_pipeline("1F1B", None, timeout_s=5, first_timeout_s=60)
+    pipeline = make_pipeline("1F1B", None, timeout_s=5, first_timeout_s=100)
     pipeline.step(*batch(0))
     try:
         if pipeline.rank == 0:
