@@ -260,7 +260,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             weigh=weigh or self.layered.weigh,
         )
         self._lifecycle = Lifecycle(self._executors.values())
-        weakref.finalize(self, self._lifecycle.end)
+        finalizer = weakref.finalize(self, self._lifecycle.let_go)
+        finalizer.atexit = False  # then transports wait a little for the others
         self._lifecycle.hooks = settle_before_access(
             (layer for _, layer in self._layers()),
             *(self.optimizers, self._lifecycle.synchronize),

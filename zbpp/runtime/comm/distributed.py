@@ -12,8 +12,12 @@ stages may share a GPU). With NCCL each channel has a communicator of its own.
 All groups are this pipeline's own: others may run beside it or after it.
 """
 
+import atexit
+import logging
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -44,9 +48,12 @@ from zbpp.runtime.support.streams import HostCopy
 
 __all__ = ["DistributedTransport"]
 
+_log = logging.getLogger("zbpp")
+
 _SUM_PATIENCE_S = 10.0  # before others are told: for the end of their last step
 _SUM_POLL_S = 0.01
 _NOTHING_COMES_S = 0.05  # once the connections are broken
+_EXIT_PATIENCE_S = 10.0  # where a script has not called close
 _PATIENCE_S = 2.0  # for the notes of stages that see the connections break
 
 
@@ -118,6 +125,8 @@ class DistributedTransport(Messages):
         self.doing = "the start"
         self._has_failed = False
         self._sum: PendingSum | None = None
+        self._n_sent = 0
+        """Tensors that were sent before the last sum began."""
         on = device if nccl else torch.device("cpu")
         super().__init__(
             Wire(stage, channels, on, waits, self._lost),
@@ -130,6 +139,7 @@ class DistributedTransport(Messages):
             device=device,
         )
         self._limit_waits(first_timeout_s)
+        _open.add(self)
 
     def _limit_waits(self, seconds: float) -> None:
         """Set the time-out of messages, and with gloo of the peers' collectives.
@@ -240,7 +250,8 @@ class DistributedTransport(Messages):
             copy = self._waits.copy_after(work, vector)
         except RuntimeError as error:
             raise self._lost("could not begin a sum with", None, error) from error
-        self._sum = PendingSum(work, copy, partial(self._finish_sum, self._wire.n_sent))
+        self._n_sent = self._wire.n_sent
+        self._sum = PendingSum(work, copy, partial(self._finish_sum, self._n_sent))
         return self._sum
 
     def _finish_sum(
@@ -310,11 +321,51 @@ class DistributedTransport(Messages):
         """Wait until all sends have left."""
         self._wire.flush()
 
+    def let_go(self) -> None:
+        """End without waiting for anyone: nobody will call this transport any more.
+
+        The others may still need what it has begun. Then its groups stay until that is
+        done, which is looked up whenever a pipeline is dropped, or Python ends.
+        """
+        if self._has_failed:
+            return
+        _left_open.add(self)
+        for transport in [*_left_open]:
+            if transport._is_idle():
+                transport.close()
+        if self in _left_open:
+            _log.warning(
+                "stage %d: a Pipeline was dropped before its last messages and sums "
+                "had ended; call close(), or write `with zbpp.Pipeline(...)`",
+                self.stage,
+            )
+
+    def _is_idle(self) -> bool:
+        """True if the others need nothing more of this process; waits for nothing.
+
+        With NCCL a send may have left and not arrived: only `close` can know.
+        """
+        if self._nccl or (self._sum is not None and not self._sum.done()):
+            return False
+        self._wire.let_go(self._n_sent)  # the sum is there, so they have been received
+        return self._wire.has_left
+
+    def _end_at_exit(self) -> None:
+        """Wait a little for what others need, and end; Python does."""
+        self._waits.timeout_s = min(_EXIT_PATIENCE_S, self._waits.timeout_s)
+        with suppress(PeerError):
+            if self._sum is not None:
+                self._sum.result()
+            self.flush()
+            self.close()
+
     def close(self) -> None:
         """End the groups and, with their last references, gloo's threads.
 
         A thread that still lets go of a tensor when Python ends aborts the process.
         """
+        _open.discard(self)
+        _left_open.discard(self)
         for group in self._groups():
             group.shutdown()
         self._wire.close()
@@ -327,6 +378,18 @@ class DistributedTransport(Messages):
         if self._replicas is not None:
             groups.append(self._replicas)
         return list(dict.fromkeys(groups))
+
+
+_open: "weakref.WeakSet[DistributedTransport]" = weakref.WeakSet()
+_left_open: set[DistributedTransport] = set()
+"""Those of pipelines that were dropped while others still needed something of them."""
+
+
+@atexit.register
+def _end_all() -> None:
+    for transport in [*_open]:
+        if not transport._has_failed:
+            transport._end_at_exit()
 
 
 def _ranks_of(group: dist.ProcessGroup) -> list[int]:

@@ -112,6 +112,11 @@ class Wire:
             else:
                 self._finish_oldest("the end of the step to hand")
 
+    @property
+    def has_left(self) -> bool:
+        """True if no send is under way, as far as is known without a wait."""
+        return not self._outgoing
+
     def flush(self) -> None:
         """Wait on the host until all sends have left."""
         while self._outgoing:
