@@ -49,8 +49,8 @@ ROOMS = {
     },
     "zbpp.runtime.optim": {
         *("zbpp.runtime.optim", "zbpp.runtime.support", "zbpp.core"),
-        *("zbpp.runtime.comm.transport", "zbpp.runtime.stage"),
-        "zbpp.runtime.comm.peers",
+        *("zbpp.runtime.comm.transport", "zbpp.runtime.comm.peers"),
+        *("zbpp.runtime.stage", "zbpp.runtime.chunk"),
     },
     "zbpp.runtime.parallel": {
         *("zbpp.runtime.parallel", "zbpp.runtime.support", "zbpp.core"),

@@ -25,7 +25,7 @@ TIMEOUT_S = 600
 """A run that waited for this would not end within `PATIENCE_S`: it saw the failure."""
 
 PATIENCE_S = 200
-SHORT_TIMEOUT_S = 4
+SHORT_TIMEOUT_S = 20
 TRAIN = (
     sys.executable, "-m", "zbpp", "train", "--stages", "2", "--steps", "100000",
     "--log_every", "1", "--microbatches", "4",

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tyro
@@ -20,7 +21,7 @@ from zbpp.training.setup import (
     schedule_of,
 )
 from zbpp.training.splits import layers_of, run_split, sleeping_layers, split_layers
-from zbpp.training.start import _for_world
+from zbpp.training.start import _for_world, start
 
 
 def test_the_flags_load_no_torch():
@@ -136,6 +137,17 @@ def test_torchrun_decides_how_many_stages_there_are():
     assert _for_world(Train(data_parallel=2), 6).stages == 3
     with pytest.raises(RequestError, match=r"--data_parallel is 4 .* a multiple"):
         _for_world(Train(data_parallel=4), 6)
+
+
+def test_processes_wait_for_one_another_as_long_as_was_asked(monkeypatch):
+    waits = []
+    monkeypatch.setattr(
+        "zbpp.training.start.launch",
+        lambda *_, timeout_s, **__: waits.append(timeout_s),
+    )
+    monkeypatch.delenv("RANK", raising=False)
+    start(Train(stages=2, timeout_s=8.0, data=Path(__file__)))
+    assert waits == [8.0]
 
 
 def test_devices(monkeypatch):

@@ -68,7 +68,7 @@ def read(metrics: Path) -> Outcome:
 
 def flags(**changed: object) -> list[str]:
     """The tiny run's flags for a command line, in processes."""
-    chosen = vars(TINY) | {"transport": "processes", "timeout_s": 20.0} | changed
+    chosen = vars(TINY) | {"transport": "processes", "timeout_s": 150.0} | changed
     return [_flag(k, v) for k, v in chosen.items() if v is not None]
 
 

@@ -45,7 +45,7 @@ def run_bench(request: BenchRequest) -> int:
     device = asked_device("cpu" if request.emulate is not None else request.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as in training: the processes share the cores
-    initialise(device, timeout_s=10 * request.timeout_s)
+    initialise(device, timeout_s=request.timeout_s)
     field = Field(request, device, _batch(request))
     schedules = {
         name: resolved(field, name)

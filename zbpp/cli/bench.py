@@ -96,9 +96,10 @@ class Bench:
     seed: int = 0
     """Of the initial weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if there is a GPU for every process of this machine."""
-    timeout_s: float = 60.0
-    """Seconds that a stage waits for another one before it gives up."""
+    """auto: CUDA where there is a GPU; processes share what there are too few of."""
+    timeout_s: float = 600.0
+    """Seconds that a stage waits for another one before it gives up, also at the
+    start."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object instead of the table."""
 

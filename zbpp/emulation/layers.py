@@ -279,6 +279,10 @@ class DelayedTransport:
         """Wait until all sends have left."""
         self._inner.flush()
 
+    def let_go(self) -> None:
+        """The pipeline was dropped: end without waiting for other processes."""
+        self._inner.let_go()
+
     def close(self) -> None:
         """Give back what the transport holds."""
         self._inner.close()

@@ -104,7 +104,7 @@ def emulate(
     *,
     layers: LayerCosts | None = None,
     n_steps: int,
-    timeout_s: float = 60.0,
+    timeout_s: float = 600.0,
     post_validation: bool | None = None,
 ) -> Emulation:
     """Run a schedule on sleeping layers (every rank must call).
@@ -166,7 +166,7 @@ def emulated_pipeline(
     costs: Costs,
     *,
     layers: LayerCosts | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 600.0,
     post_validation: bool | None = None,
 ) -> Pipeline:
     """Make a pipeline of layers that sleep, one a chunk; arguments as for `emulate`.

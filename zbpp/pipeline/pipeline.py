@@ -111,7 +111,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
         memory: likewise; a text as ``"16GiB"``, or a number, is the limit of a stage.
         watch: when to plan again from what steps take, with the same results; None or
             True: for ``"auto"``, after the first steps and when costs drift; False: no.
-        device: where the layers live; None: this process's GPU, else the CPU.
+        device: where the layers live; ``"cuda"``: this process's GPU; None: that, or
+            the CPU where there is none.
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
         compile: compile each layer by itself, ``"blocks"``, or whole ``"chunks"``,
             but for layers that are seeded, recomputed or tied; see docs/compile.md.
@@ -129,8 +130,9 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
         shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
             or ``"parameters"`` as well; ``"none"``: each holds all.
         alternating_buffers: for ``shard="parameters"``; see docs/data_parallel.md.
-        timeout_s: how long a stage waits for another before it gives up.
-        first_timeout_s: the same in the first step; None: ten times as long.
+        timeout_s: how long a stage waits for another before it gives up; longer than
+            whatever one rank alone may have to do: compile, evaluate, load.
+        first_timeout_s: the same at the start and in the first step; None: timeout_s.
 
     Raises:
         RequestError: the model, the schedule and the stages do not fit together.
@@ -173,7 +175,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
         mesh: DeviceMesh | None = None,
         shard: Shard = "none",
         alternating_buffers: bool = False,
-        timeout_s: float = 60.0,
+        timeout_s: float = 600.0,
         first_timeout_s: float | None = None,
     ) -> None:
         check_optimizer(optimizer)
@@ -192,9 +194,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             loss_scale=loss_scale,
             seed=seed,
         )
-        if first_timeout_s is None:
-            first_timeout_s = 10 * timeout_s
-        self.device = checked_device(device) if device else own_device()
+        first_timeout_s = first_timeout_s or timeout_s
+        self.device = own_device(None if device is None else checked_device(device))
         initialise(self.device, timeout_s=first_timeout_s)
         self.place = place = find_place(mesh, group, n_stages=n_stages)
         self.rank, self.n_ranks = place.rank, place.n_ranks
@@ -280,8 +281,6 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
         self._executors = build_executors(
             model_to_build(model, self.layered),
             *(self._ties, transports, options, place),
-            timeout_s=timeout_s,
-            own_name=own_name,
             knows_ties=ties is not None or self.layered.build is not model,
         )
         self.schedule, self._programs = with_collectives(
@@ -298,7 +297,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             weigh=weigh or self.layered.weigh,
         )
         self._lifecycle = Lifecycle(self._executors.values())
-        weakref.finalize(self, self._lifecycle.end)
+        finalizer = weakref.finalize(self, self._lifecycle.let_go)
+        finalizer.atexit = False  # then transports wait a little for the others
         self._lifecycle.hooks = settle_before_access(
             (layer for _, layer in self._layers()),
             *(self.optimizers, self._lifecycle.synchronize),

@@ -14,6 +14,7 @@ layers and the chunk would be a small one of large numbers, which noise can turn
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn

@@ -33,12 +33,12 @@ from zbpp.core import (
     Step,
 )
 from zbpp.runtime.bound import BoundProgram, Call, StageParts
-from zbpp.runtime.comm.private_group import is_broken
 from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.error_notes import note_pass
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.collectives import is_broken
 from zbpp.runtime.support.fault_injection import requested_fault
 from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.support.torch_internals import profiling

@@ -86,7 +86,7 @@ def mesh_of(options: Train, n_stages: int) -> DeviceMesh | None:
         data_parallel=options.data_parallel,
         tensor_parallel=options.tensor_parallel,
         device=device_of(options),
-        timeout_s=10 * options.timeout_s,
+        timeout_s=options.timeout_s,
     )
 
 

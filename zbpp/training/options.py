@@ -109,11 +109,12 @@ class RunOptions:
     """Gradients to the last bit alike in all modes; --no_exact_sums is a few per cent
     faster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if there is a GPU for every process of this machine."""
+    """auto: CUDA where there is a GPU; processes share what there are too few of."""
     transport: Literal["processes", "local"] = "processes"
     """local: all stages in this process, one after the other."""
-    timeout_s: float = 60.0
-    """Seconds that a stage waits for another one before it gives up."""
+    timeout_s: float = 600.0
+    """Seconds that a stage waits for another one before it gives up, also at the
+    start."""
 
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches", "microbatch_size", "seq"):

@@ -77,6 +77,7 @@ def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
                 (options, schedule),
                 schedule.n_stages * options.n_peers,
                 device=device,
+                timeout_s=options.timeout_s,
                 stops_itself=options.save_dir is not None,
                 preload=_STORAGE if options.save_dir is not None else (),
             )

@@ -191,7 +191,7 @@ def data_parallel() -> dict[str, str]:
                 )
         else:
             with pytest.raises(RequestError, match="give the mesh"):
-                bind_parallel(chunks, Place(None, (0,), 0, 1), "none", 1.0)
+                bind_parallel(chunks, Place(None, (0,), 0, 1), "none")
     outside = DistributedDataParallel(SplitModule(nn.Linear(6, 6)))
     with pytest.raises(RequestError) as refused:
         outside(torch.randn(4, 6))

@@ -1,9 +1,8 @@
 """Stages as processes give the same bits as stages in one process."""
 
-import sys
-import time
-from contextlib import suppress
-from pathlib import Path
+import gc
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.comm.transport import LocalTransport
+from zbpp.runtime.optim.patience import Patience
 
 pytestmark = pytest.mark.dist
 
@@ -86,7 +86,7 @@ def change_shapes() -> str:
     layers = [nn.Sequential(nn.Identity(), Shorter()), nn.Linear(4, 4)]
     pipeline = Pipeline(
         layers, loss_fn=nn.functional.mse_loss, optimizer=None, schedule="1F1B",
-        n_microbatches=2, timeout_s=5,
+        n_microbatches=2,
     )  # fmt: skip
     long, short = torch.ones(4, 2, 4), -torch.ones(4, 2, 4)
     pipeline.step(long, long)
@@ -167,39 +167,69 @@ def test_two_pipelines_side_by_side_in_groups_of_their_own(pool: Pool) -> None:
         assert losses == expected
 
 
-def count_threads_of_gloo() -> list[int]:
-    """Before a pipeline, with it, and when it is closed or forgotten."""
-
-    def count() -> int:
-        names = []
-        for thread in Path("/proc/self/task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                names.append((thread / "comm").read_text())
-        return names.count("pt_gloo_runloop\n")
-
-    counts, kept = [count()], []
-    for end in (Pipeline.close, lambda pipeline: pipeline._lifecycle.end()):
-        pipeline = make_pipeline("ZBV", None)
-        pipeline.step(*batch(0))
-        counts.append(count())
-        end(pipeline)
-        deadline = time.monotonic() + 5.0  # Linux lists a thread a moment after its end
-        while count() > counts[0] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        counts.append(count())
-        kept.append(pipeline)  # as a script keeps it until Python ends
-    return counts
+def groups_left(closes: bool) -> tuple[bool, bool]:
+    """Whether groups of a pipeline are there, before its end and after."""
+    pipeline = make_pipeline("ZBV", None)
+    pipeline.step(*batch(0))
+    pipeline.synchronize()
+    (executor,) = pipeline._executors.values()
+    groups = [weakref.ref(group) for group in executor.transport._groups()]
+    before = all(group() is not None for group in groups)
+    del executor
+    if closes:
+        pipeline.close()  # a script keeps it until Python ends
+    else:
+        del pipeline
+    gc.collect()
+    return before, any(group() is not None for group in groups)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_a_closed_pipeline_leaves_no_thread(pool: Pool) -> None:
-    """A thread that lets go of a tensor while Python ends aborts the process."""
-    for before, with_one, closed, with_other, ended in pool.run(
-        count_threads_of_gloo, 2
-    ):
-        assert with_one > before
-        assert with_other > before
-        assert closed == ended == before
+def close_it_and_drop_it() -> list[tuple[bool, bool]]:
+    return [groups_left(closes) for closes in (True, False)]
+
+
+def test_a_pipeline_that_is_closed_or_dropped_leaves_no_group(pool: Pool) -> None:
+    """A thread of a group that lets go of a tensor while Python ends aborts the
+    process; a group joins its threads when the last reference to it goes."""
+    for counts in pool.run(close_it_and_drop_it, 2):
+        assert counts == [(True, False)] * 2
+
+
+def drop_it_while_the_other_stage_is_late() -> str:
+    """Stage 1 begins the last sum only when stage 0 has dropped its pipeline."""
+    pipeline = make_pipeline(
+        "ZBH1",
+        None,
+        post_validation=True,
+        patience=Patience(failures=11),
+        timeout_s=5.0,
+        first_timeout_s=100.0,
+    )
+    store = dist.distributed_c10d._get_default_store()
+    pipeline.step(*batch(0))
+    if pipeline.rank == 0:
+        pipeline.step(*batch(1))
+        del pipeline
+        gc.collect()
+        store.set("stage 0 has dropped it", "")
+        return "dropped"
+    (executor,) = pipeline._executors.values()
+    reduce = executor.optimizer.reduce
+
+    def reduce_late(transport: Any) -> None:
+        store.wait(["stage 0 has dropped it"])
+        reduce(transport)
+
+    executor.optimizer.reduce = reduce_late
+    loss = pipeline.step(*batch(1)).loss
+    return f"loss {loss}"
+
+
+def test_a_pipeline_that_is_dropped_waits_for_nobody(pool: Pool) -> None:
+    """And what the others still need of it comes."""
+    expected = train("1F1B", 1)[0]
+    words = pool.run(drop_it_while_the_other_stage_is_late, 2)
+    assert words == ["dropped", f"loss {expected[1][0]}"]
 
 
 def test_both_transports_have_the_same_methods() -> None:

@@ -33,6 +33,7 @@ class Played:
         self.log: list[tuple[str, str, str]] = []
         self.stream = "jobs"
         self.is_late = False
+        self.error: RuntimeError | None = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -68,8 +69,13 @@ class PlayedWork:
     def is_completed(self) -> bool:
         return not self._group.is_late
 
+    def exception(self) -> RuntimeError | None:
+        return self._group.error
 
-def lost(what: str, peer: int | None, error: RuntimeError) -> PeerError:
+
+def lost(
+    what: str, peer: int | None, error: BaseException, *, is_late: bool = False
+) -> PeerError:
     return PeerError(f"stage 1 {what} {peer}: {error}")
 
 
@@ -172,3 +178,59 @@ def test_a_message_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) 
     group.is_late = True
     with pytest.raises(PeerError, match=r"waits at 1F0 for .* from 0: timed out"):
         messages.receive(activation(0), forward(0))
+
+
+@pytest.mark.parametrize("step_on", [False, True])
+def test_a_message_that_has_failed_is_not_taken_for_one_that_has_come(
+    monkeypatch: pytest.MonkeyPatch, step_on: bool
+) -> None:
+    """NCCL calls a failed work completed too; nobody has written to its tensor.
+
+    The control is `test_a_sum_goes_to_the_host_beside_the_jobs`: no exception, a sum.
+    """
+    group, waits, messages = stage_1(monkeypatch)
+    messages.begin(Opening(2))
+    messages.post(activation(0), 0, like(10))
+    messages.post(activation(1), 0, like(11))
+    messages.receive(activation(0), forward(0))
+    group.error = RuntimeError("NCCL communicator was aborted")
+    with pytest.raises(PeerError, match="communicator was aborted") as caught:
+        if step_on:  # the next message finds it out, or the next sum
+            messages.receive(activation(1), forward(1))
+        else:
+            vector = torch.ones(3)
+            work: Any = group.allreduce([vector])
+            PendingSum(work, waits.copy_after(work, vector), waits.finish).result()
+    assert caught.value.__cause__ is group.error
+
+
+class SlowWork:
+    """A send that has left after the host has asked for it some times."""
+
+    def __init__(self, n_asks: int) -> None:
+        self.n_asks = n_asks
+
+    def wait(self, *limit: object) -> None:
+        assert not limit, "NCCL holds up the host where a limit is given"
+
+    def is_completed(self) -> bool:
+        self.n_asks -= 1
+        return self.n_asks <= 0
+
+    def exception(self) -> None:
+        return None
+
+
+def test_the_end_waits_on_the_host_until_all_sends_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, _, messages = stage_1(monkeypatch)
+    works = [SlowWork(20), SlowWork(30)]
+    left = iter(works)
+    monkeypatch.setattr(group, "send", lambda *_: next(left))
+    messages.begin(None)
+    for microbatch in range(2):
+        gradient = Value(What.GRADIENT, 1, microbatch)
+        messages.send(gradient, like(10), 0)
+    messages._wire.flush()
+    assert all(work.n_asks <= 0 for work in works)

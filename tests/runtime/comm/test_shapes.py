@@ -97,7 +97,7 @@ def forget_a_change() -> str:
     known = Shapes.number
     Shapes.number = lambda self, inputs: [0] * (len(inputs) + 1)
     try:
-        pipeline = make("1F1B", None, timeout_s=5)
+        pipeline = make("1F1B", None, timeout_s=5, first_timeout_s=100)
         assert len({masked_model.batch(s)["labels"].shape for s in range(2)}) == 2
         pipeline.step(*cut(masked_model.batch(0)))
         pipeline.step(*cut(masked_model.batch(1)))

@@ -101,7 +101,9 @@ def test_one_rank_may_look_while_the_others_go_on(pool: Pool, mode: str) -> None
 
 def wait_at_v() -> str:
     """Rank 1 has sent all gradients, and then hangs until rank 0 has ended."""
-    pipeline = make_pipeline("ZBH1", None, timeout_s=4.0, patience=ALWAYS)
+    pipeline = make_pipeline(
+        "ZBH1", None, timeout_s=4.0, first_timeout_s=100.0, patience=ALWAYS
+    )
     store = dist.distributed_c10d._get_default_store()
     pipeline.step(*tokens(0))
     if pipeline.rank == 1:

@@ -89,7 +89,7 @@ def train_sharded(mode: str, kind: str, rollback: str, validated: bool) -> Any:
         parallelize_module(layer, mesh["tp"], plan)
     found = train(
         model, kind, schedule=mode, rollback=rollback, post_validation=validated,
-        group=mesh["pp"].get_group(), timeout_s=20,
+        group=mesh["pp"].get_group(), timeout_s=100,
     )  # fmt: skip
     dist.barrier()
     return found

@@ -57,17 +57,20 @@ def test_requests_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "words", "shard"),
     [
-        ("kill:3:2:1F2", "rank 3 was killed by SIGKILL"),
-        ("stop:1:2:0B1", "rank 1 has left no word"),
+        ("kill:3:2:1F2", "rank 3 was killed by SIGKILL", "optimizer"),
+        ("stop:1:2:0B1", "; rank 1 has left no word", "optimizer"),
+        ("stop:0:2:0REDUCE_GRAD", "; rank 0 has left no word", "none"),
+        ("stop:0:2:0REDUCE_GRAD", "; rank 0 has left no word", "parameters"),
     ],
 )
 def test_a_failing_replica_ends_all_with_one_line(
-    fault: str, words: str, text: Path
+    fault: str, words: str, shard: str, text: Path
 ) -> None:
-    flags = {**SIZES, "stages": 2, "data_parallel": 2, "shard": "optimizer"}
-    flags |= {"microbatches": 4, "steps": 50, "timeout_s": 5, "data": text}
+    """A rank that hangs is named, and none that waits for it."""
+    flags = {**SIZES, "stages": 2, "data_parallel": 2, "shard": shard}
+    flags |= {"microbatches": 4, "steps": 50, "timeout_s": 20, "data": text}
     command = [sys.executable, "-m", "zbpp", "train"]
     command += [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
     process = subprocess.Popen(

@@ -12,8 +12,12 @@ stages may share a GPU). With NCCL each channel has a communicator of its own.
 All groups are this pipeline's own: others may run beside it or after it.
 """
 
+import atexit
+import logging
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -33,20 +37,24 @@ from zbpp.runtime.comm.private_group import (
     break_connections,
     gather_objects,
     open_group,
-    uses_nccl,
 )
 from zbpp.runtime.comm.transport import Opening
 from zbpp.runtime.comm.waits import Waits, Words
 from zbpp.runtime.comm.wire import Wire
 from zbpp.runtime.support.background import BackgroundWork
+from zbpp.runtime.support.collectives import uses_nccl
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.streams import HostCopy
 
 __all__ = ["DistributedTransport"]
 
+_log = logging.getLogger("zbpp")
+
 _SUM_PATIENCE_S = 10.0  # before others are told: for the end of their last step
 _SUM_POLL_S = 0.01
 _NOTHING_COMES_S = 0.05  # once the connections are broken
+_EXIT_PATIENCE_S = 10.0  # where a script has not called close
+_PATIENCE_S = 2.0  # for the notes of stages that see the connections break
 
 
 class DistributedTransport(Messages):
@@ -62,7 +70,8 @@ class DistributedTransport(Messages):
         timeout_s: how long any wait may last after the first step.
         first_timeout_s: the same for the first step (imports, compilation).
         peers: processes of the same stage.
-        sides: groups of this process with them; they are broken after a failure.
+        sides: groups of this process with them; with gloo their collectives wait no
+            longer than messages do, and after a failure they are broken.
 
     Raises:
         PeerError: a peer died, or did not send or receive in time.
@@ -88,7 +97,7 @@ class DistributedTransport(Messages):
         self.stage = stage = pipeline.index(dist.get_rank(everyone))
         self.peers = peers
         self._pipeline, self._sides = pipeline, sides
-        self._nccl = self.on_device = nccl = uses_nccl(everyone)
+        self._nccl = self.on_device = nccl = uses_nccl(everyone, device)
         self._steady_timeout_s = timeout_s
         waits = Waits(
             nccl=nccl, device=device, timeout_s=first_timeout_s, lost=self._lost
@@ -111,11 +120,13 @@ class DistributedTransport(Messages):
             raise PeerError(
                 f"stage {stage} does not reach the others at the start: {error}"
             ) from error
-        ranks = dist.get_process_group_ranks(everyone)
+        ranks = _ranks_of(everyone)
         self._notes = FailureNotes(store, dist.get_rank(everyone), ranks)
         self.doing = "the start"
         self._has_failed = False
         self._sum: PendingSum | None = None
+        self._n_sent = 0
+        """Tensors that were sent before the last sum began."""
         on = device if nccl else torch.device("cpu")
         super().__init__(
             Wire(stage, channels, on, waits, self._lost),
@@ -127,6 +138,18 @@ class DistributedTransport(Messages):
             followers=[t for t, source in enumerate(sources) if source == stage],
             device=device,
         )
+        self._limit_waits(first_timeout_s)
+        _open.add(self)
+
+    def _limit_waits(self, seconds: float) -> None:
+        """Set the time-out of messages, and with gloo of the peers' collectives.
+
+        NCCL's cannot be waited for so: its time-out would end the process.
+        """
+        self._waits.timeout_s = seconds
+        if not self._nccl:
+            for group in self._sides:
+                group.set_timeout(timedelta(seconds=seconds))
 
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation: headers tell the shapes of all its values."""
@@ -141,20 +164,17 @@ class DistributedTransport(Messages):
         self,
         what: str,
         peer: int | None,
-        error: RuntimeError,
-        who: str = "the other stages",
+        error: BaseException,
+        *,
+        is_late: bool = False,
     ) -> PeerError:
-        who = who if peer is None else f"stage {peer}"
-        why = "the connection broke"
-        if self._has_failed:
-            why = "the connections were given up after the first failure"
-        elif "imed out" in str(error) or "imeout" in str(error):
+        lost = [] if peer is None else [self._pipeline[peer]]
+        who = "the other stages" if peer is None else f"stage {peer}"
+        why, patience_s = "the connection broke", _PATIENCE_S
+        if is_late:
             why = f"no answer in {self._waits.timeout_s:g} s"
-        lost = None if peer is None else self._pipeline[peer]
-        if not self._has_failed and (first := self._notes.explain(lost, self.doing)):
-            why += f"; {first}"
-        self._cut_off()
-        return PeerError(f"stage {self.stage} {what} {who}: {why}")
+            patience_s = self._late_patience_s
+        return self._failure(f"{what} {who}", lost, why, patience_s)
 
     def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
         """The error for a collective of this stage's peers that has broken.
@@ -163,7 +183,27 @@ class DistributedTransport(Messages):
             job: it was in.
             error: of the collective.
         """
-        return self._lost(f"waits in {job} for", None, error, who="its replicas")
+        lost = {rank for side in self._sides for rank in _ranks_of(side)}
+        lost.discard(self._pipeline[self.stage])
+        why = "they have not ended a collective"
+        what = f"waits in {job} for its replicas"
+        return self._failure(what, sorted(lost), why, self._late_patience_s)
+
+    @property
+    def _late_patience_s(self) -> float:
+        """For stages that began to wait later than this one, by a part of a step."""
+        return max(_PATIENCE_S, 0.1 * self._waits.timeout_s)
+
+    def _failure(
+        self, what: str, lost: Sequence[int], why: str, patience_s: float
+    ) -> PeerError:
+        """Find out who failed first, and break the connections."""
+        if self._has_failed:
+            why = "the connections were given up after the first failure"
+        elif first := self._notes.explain(lost, self.doing, patience_s=patience_s):
+            why += f"; {first}"
+        self._cut_off()
+        return PeerError(f"stage {self.stage} {what}: {why}")
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other stages why this one stops, or cannot begin a step.
@@ -191,11 +231,16 @@ class DistributedTransport(Messages):
             time.sleep(_SUM_POLL_S)
 
     def _cut_off(self) -> None:
-        if not self._has_failed and not self._nccl:
-            for group in (*self._groups(), *self._sides):
-                break_connections(cast("PrivateGroup", group))
-            self._waits.timeout_s = _NOTHING_COMES_S
+        """Let the others fail at once, and nothing here wait for them any more."""
+        if self._has_failed:
+            return
         self._has_failed = True
+        for group in (*self._groups(), *self._sides):
+            if self._nccl and group is not self._replicas:
+                _backend_of(group, self._device).abort()
+            else:
+                break_connections(cast("PrivateGroup", group))
+        self._waits.timeout_s = _NOTHING_COMES_S
 
     def reduce(self, vector: Tensor) -> PendingSum:
         """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
@@ -205,7 +250,8 @@ class DistributedTransport(Messages):
             copy = self._waits.copy_after(work, vector)
         except RuntimeError as error:
             raise self._lost("could not begin a sum with", None, error) from error
-        self._sum = PendingSum(work, copy, partial(self._finish_sum, self._wire.n_sent))
+        self._n_sent = self._wire.n_sent
+        self._sum = PendingSum(work, copy, partial(self._finish_sum, self._n_sent))
         return self._sum
 
     def _finish_sum(
@@ -265,25 +311,92 @@ class DistributedTransport(Messages):
         They are let go then, or here: gloo calls no send completed before one waits for
         it.
         """
-        if self._opening is not None:
-            self._waits.timeout_s = self._steady_timeout_s
+        is_first = self._waits.timeout_s != self._steady_timeout_s
+        if self._opening is not None and is_first:
+            self._limit_waits(self._steady_timeout_s)
         super().end()
 
     def flush(self) -> None:
         """Wait until all sends have left."""
         self._wire.flush()
 
+    def let_go(self) -> None:
+        """End without waiting for anyone: nobody will call this transport any more.
+
+        The others may still need what it has begun. Then its groups stay until that is
+        done, which is looked up whenever a pipeline is dropped, or Python ends.
+        """
+        if self._has_failed:
+            return
+        _left_open.add(self)
+        for transport in [*_left_open]:
+            if transport._is_idle():
+                transport.close()
+        if self in _left_open:
+            _log.warning(
+                "stage %d: a Pipeline was dropped before its last messages and sums "
+                "had ended; call close(), or write `with zbpp.Pipeline(...)`",
+                self.stage,
+            )
+
+    def _is_idle(self) -> bool:
+        """True if the others need nothing more of this process; waits for nothing.
+
+        With NCCL a send may have left and not arrived: only `close` can know.
+        """
+        if self._nccl or (self._sum is not None and not self._sum.done()):
+            return False
+        self._wire.let_go(self._n_sent)  # the sum is there, so they have been received
+        return self._wire.has_left
+
+    def _end_at_exit(self) -> None:
+        """Wait a little for what others need, and end; Python does."""
+        self._waits.timeout_s = min(_EXIT_PATIENCE_S, self._waits.timeout_s)
+        with suppress(PeerError):
+            if self._sum is not None:
+                self._sum.result()
+            self.flush()
+            self.close()
+
     def close(self) -> None:
         """End the groups and, with their last references, gloo's threads.
 
         A thread that still lets go of a tensor when Python ends aborts the process.
         """
+        _open.discard(self)
+        _left_open.discard(self)
         for group in self._groups():
             group.shutdown()
         self._wire.close()
         del self._all
         self._replicas = None
 
-    def _groups(self) -> set[PrivateGroup]:
-        groups = {self._all, *(c.group for c in self._wire.channels.values())}
-        return groups if self._replicas is None else groups | {self._replicas}
+    def _groups(self) -> list[PrivateGroup]:
+        """The groups that are open, in an order that is the same on all members."""
+        groups = [self._all, *(c.group for c in self._wire.channels.values())]
+        if self._replicas is not None:
+            groups.append(self._replicas)
+        return list(dict.fromkeys(groups))
+
+
+_open: "weakref.WeakSet[DistributedTransport]" = weakref.WeakSet()
+_left_open: set[DistributedTransport] = set()
+"""Those of pipelines that were dropped while others still needed something of them."""
+
+
+@atexit.register
+def _end_all() -> None:
+    for transport in [*_open]:
+        if not transport._has_failed:
+            transport._end_at_exit()
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def _backend_of(group: Any, device: torch.device) -> Any:
+    """A group of torch's holds a backend for each kind of device; ours are backends."""
+    if isinstance(group, dist.ProcessGroup):
+        return group._get_backend(device)
+    return group

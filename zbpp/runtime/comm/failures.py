@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 __all__ = ["FailureNotes", "Note", "blame"]
 
 _LOOK_S = 0.05  # a peer breaks its connections just after it has written
-_PATIENCE_S = 2.0  # for the notes of stages that wait as long as this one
 _STORE_S = 2.0  # beyond that: for a store that may be gone
 _POLL_S = 0.02
 _LONGEST = 300  # letters of another stage's error
@@ -33,13 +32,13 @@ class Note:
     Args:
         doing: what it was called for, say ``step 3``.
         cause: its own error; None: it has lost another stage.
-        lost: the stage that it has lost; None: some stage, at a collective.
+        lost: ranks that it has waited for; all of them, unless it is known better.
         order: a later note has a larger number.
     """
 
     doing: str
     cause: str | None = None
-    lost: int | None = None
+    lost: Sequence[int] = ()
     order: int = 0
 
 
@@ -50,9 +49,9 @@ def blame(notes: Mapping[int, Note], ranks: Sequence[int]) -> tuple[str, bool]:
         notes: of the stages that have written.
         ranks: of the stages, as the launcher counts them.
 
-    >>> blame({0: Note("step 3", lost=1), 1: Note("step 3", "in 1F0: OSError")}, [0, 1])
+    >>> blame({0: Note("3", lost=[1]), 1: Note("3", "in 1F0: OSError")}, [0, 1])
     ('rank 1 failed first, in 1F0: OSError', True)
-    >>> blame({0: Note("step 3", lost=1), 1: Note("step 3", lost=2)}, [0, 1, 2])[0]
+    >>> blame({0: Note("3", lost=[1]), 1: Note("3", lost=[2])}, [0, 1, 2])[0]
     'rank 2 has left no word: it was killed, hangs, or has left the loop'
     """
     causes = {stage: note for stage, note in notes.items() if note.cause}
@@ -60,7 +59,7 @@ def blame(notes: Mapping[int, Note], ranks: Sequence[int]) -> tuple[str, bool]:
         first = min(causes, key=lambda stage: causes[stage].order)
         return f"rank {ranks[first]} failed first, {causes[first].cause}", True
     silent = [stage for stage in range(len(ranks)) if stage not in notes]
-    lost = {note.lost for note in notes.values()}
+    lost = {stage for note in notes.values() for stage in note.lost}
     suspects = [stage for stage in silent if stage in lost] or silent
     if suspects:
         who = ", ".join(str(ranks[stage]) for stage in suspects)
@@ -97,8 +96,14 @@ class FailureNotes:
         cause = f"{where}: {text[:_LONGEST]}"
         return self._within(_STORE_S, lambda: self._write(Note(doing, cause))) or ""
 
-    def explain(self, lost: int | None, doing: str) -> str:
-        """Write down that another stage is lost; say which was the first to fail."""
+    def explain(self, lost: Sequence[int], doing: str, *, patience_s: float) -> str:
+        """Write down that other stages are lost; say which was the first to fail.
+
+        Args:
+            lost: ranks that this stage has waited for.
+            doing: what it was called for.
+            patience_s: how long to wait for the notes of stages that have lost it too.
+        """
 
         def look() -> str:
             self._write(Note(doing, lost=lost))
@@ -106,11 +111,11 @@ class FailureNotes:
             while True:
                 text, is_certain = blame(self._read(), self._ranks)
                 waited = time.monotonic() - start
-                if waited > _PATIENCE_S or (is_certain and waited > _LOOK_S):
+                if waited > patience_s or (is_certain and waited > _LOOK_S):
                     return text
                 time.sleep(_POLL_S)
 
-        return self._within(_PATIENCE_S + _STORE_S, look) or ""
+        return self._within(patience_s + _STORE_S, look) or ""
 
     def withdraw(self) -> None:
         """Take back what this stage has written: it goes on."""

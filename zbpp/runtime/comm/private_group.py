@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbpp.runtime.support.collectives import uses_nccl
+
 __all__ = [
     "PrivateGroup",
     "break_connections",
     "draw_name",
     "gather_objects",
-    "is_broken",
     "open_group",
-    "uses_nccl",
 ]
 
 _NO_TAG = 2**31 - 1
@@ -55,13 +55,11 @@ class PrivateGroup(Protocol):
     def monitored_barrier(self, timeout: timedelta) -> None:
         """Wait for all members; gloo only."""
 
+    def abort(self) -> None:
+        """End what is under way, here and on the other members."""
+
     def shutdown(self) -> None:
         """End the connections and threads."""
-
-
-def uses_nccl(group: dist.ProcessGroup) -> bool:
-    """True if tensors of the group travel by NCCL."""
-    return bool(dist.get_backend(group) == "nccl")
 
 
 def draw_name(group: dist.ProcessGroup, wire: torch.device, *, timeout_s: float) -> str:
@@ -75,8 +73,9 @@ def draw_name(group: dist.ProcessGroup, wire: torch.device, *, timeout_s: float)
     Raises:
         RuntimeError: a member did not come.
     """
-    if dist.get_backend(group) == "gloo":
-        dist.monitored_barrier(group, timeout=timedelta(seconds=timeout_s))
+    if not uses_nccl(group, wire):
+        gloo = cast("PrivateGroup", group._get_backend(wire))
+        gloo.monitored_barrier(timedelta(seconds=timeout_s))
     number = torch.tensor([secrets.randbits(62)], device=wire)
     dist.broadcast(number, group=group, group_src=0)
     return f"zbpp_{int(number):x}"
@@ -110,7 +109,9 @@ def open_group(
         # communicator, which all of the world must do together.
         # Of high priority: a message need not wait until a large job has ended.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout
+        # Twice as long as this house waits: NCCL's watchdog would end the process
+        # without a word of which rank is missing.
+        options._timeout = 2 * timeout
         group = dist.ProcessGroupNCCL(store, rank, len(members), options)
     else:
         group = dist.ProcessGroupGloo(store, rank, len(members), timeout)
@@ -132,16 +133,6 @@ def gather_objects(group: PrivateGroup, thing: Any, wire: torch.device) -> list[
         pickle.loads(row[:count].cpu().numpy().tobytes())
         for row, count in zip(rows, counts, strict=True)
     ]
-
-
-def is_broken(error: BaseException) -> bool:
-    """True for an error of a collective that another process has not ended.
-
-    Torch has no class of its own for all of them.
-    """
-    if isinstance(error, dist.DistError):
-        return True
-    return type(error) is RuntimeError and "gloo" in str(error)
 
 
 def break_connections(group: PrivateGroup) -> None:

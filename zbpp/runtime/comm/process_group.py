@@ -1,7 +1,9 @@
 """Join the processes of a pipeline: device, process group, fresh store per restart."""
 
+import logging
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -9,40 +11,57 @@ import torch
 import torch.distributed as dist
 
 from zbpp.core import RequestError
+from zbpp.runtime.support.errors import PeerError
 
-__all__ = ["asked_device", "initialise", "own_device", "place_in"]
+__all__ = [
+    "asked_device",
+    "backend_for",
+    "call_roll",
+    "initialise",
+    "own_device",
+    "place_in",
+]
+
+_log = logging.getLogger("zbpp")
 
 
-def own_device() -> torch.device:
-    """This process's GPU, or the CPU where the machine has too few GPUs or none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
-        return torch.device("cpu")
-    return torch.device("cuda", local)
+def own_device(asked: torch.device | str | None = None) -> torch.device:
+    """Return this process's device, a GPU with its index.
 
-
-def asked_device(name: str) -> torch.device:
-    """Return this process's device for ``--device``, a GPU with its index.
-
-    To be asked before the process group is made: NCCL takes the current GPU. With
-    ``cuda`` and too few GPUs, processes share them: slow, but a way to test.
+    To be asked before the process group is made: NCCL takes the current GPU. It is the
+    one that the script has made current, else that of ``LOCAL_RANK`` among those that
+    the process sees: Slurm and Ray show each process its own alone, as number 0. Where
+    processes see fewer GPUs than they need, they share them.
 
     Args:
-        name: "auto" (see `own_device`), "cpu" or "cuda".
+        asked: ``"cuda"`` is this process's GPU; None: that, or the CPU where there is
+            none.
 
     Raises:
         RequestError: there is no GPU, or torch is built without CUDA.
     """
-    if name == "auto":
-        return own_device()
-    if name != "cuda":
-        return torch.device(name)
-    if not torch.cuda.is_available():
-        raise RequestError("--device cuda: torch finds no GPU; see `zbpp doctor`")
+    has_gpu = torch.cuda.is_available()
+    device = torch.device(asked or ("cuda" if has_gpu else "cpu"))
+    if device.type != "cuda" or device.index is not None:
+        return device
+    if not has_gpu:
+        raise RequestError("device cuda: torch finds no GPU; see `zbpp doctor`")
+    if torch.cuda.is_initialized() and (current := torch.cuda.current_device()):
+        return torch.device("cuda", current)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", local % torch.cuda.device_count())
+
+
+def asked_device(name: str) -> torch.device:
+    """Return this process's device for ``--device``.
+
+    Args:
+        name: "auto", "cpu" or "cuda"; see `own_device`.
+
+    Raises:
+        RequestError: there is no GPU, or torch is built without CUDA.
+    """
+    return own_device(None if name == "auto" else name)
 
 
 def place_in(
@@ -66,42 +85,110 @@ def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> 
 
     Args:
         device: NCCL serves GPUs of their own, gloo everything else.
-        timeout_s: for operations that have no time-out of their own.
+        timeout_s: how long to wait for the other processes, and for operations that
+            have no time-out of their own.
         store: of `torch.distributed`, where the processes meet; None: torchrun's,
             under a name of its own for each restart, as the addresses of a dead
             attempt would be stale.
+
+    Raises:
+        PeerError: a process has not come.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     n_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized() or (n_processes == 1 and store is None):
         return
-    timeout = timedelta(seconds=timeout_s)
-    if store is None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        main_store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=timeout_s)
+    store = store or _launchers_store(n_processes, timeout)
+    gpus = call_roll(store, rank, n_processes, _gpu_name(device), timeout_s)
+    try:
+        dist.init_process_group(
+            backend=backend_for(gpus),
+            store=store,
+            rank=rank,
             world_size=n_processes,
-            is_master=_serves_store(),
             timeout=timeout,
         )
-        name = f"zbpp_attempt_{attempt}"
-        store = dist.PrefixStore(name, main_store)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        backend=_backend(device),
-        store=store,
-        rank=int(os.environ["RANK"]),
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {rank} does not reach the others at the start: {error}"
+        ) from error
+
+
+def _launchers_store(n_processes: int, timeout: timedelta) -> Any:
+    """The store that torchrun or rank 0 serves, under a name for this attempt."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    main_store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
         world_size=n_processes,
+        is_master=_serves_store(),
         timeout=timeout,
+        wait_for_workers=False,  # `call_roll` does, and names those that do not come
     )
+    name = f"zbpp_attempt_{attempt}"
+    return dist.PrefixStore(name, main_store)  # type: ignore[attr-defined]
 
 
-def _backend(device: torch.device) -> str:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.type == "cuda" and local <= torch.cuda.device_count():
-        return "nccl"
-    return "gloo"
+def call_roll(
+    store: Any, rank: int, n_processes: int, gpu: str, timeout_s: float
+) -> list[str]:
+    """Wait until all processes have come to the store; all must call.
+
+    Args:
+        store: where they meet.
+        rank: of this process.
+        n_processes: how many must come.
+        gpu: name of this process's; empty: it has none.
+        timeout_s: how long to wait for the others.
+
+    Returns:
+        The names of all processes' GPUs, by rank.
+
+    Raises:
+        PeerError: a process has not come; it is named.
+    """
+    keys = [f"gpu_of_{number}" for number in range(n_processes)]
+    store.set(keys[rank], gpu)
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        plural = "s" * (len(missing) > 1)
+        raise PeerError(
+            f"rank {rank} waits at the start for rank{plural} "
+            f"{', '.join(map(str, missing))}: no answer in {timeout_s:g} s"
+        ) from error
+    return [store.get(key).decode() for key in keys]
+
+
+def backend_for(gpus: Sequence[str]) -> str:
+    """Return NCCL's name where each process has a GPU of its own, else gloo's.
+
+    Args:
+        gpus: names of the processes' GPUs; empty: a process has none.
+
+    >>> backend_for(["GPU-1a", "GPU-2b"]), backend_for(["GPU-1a", "GPU-1a"])
+    ('nccl', 'gloo')
+    """
+    if "" in gpus:
+        return "gloo"
+    if len(set(gpus)) < len(gpus):
+        _log.warning(
+            "%d processes share %d GPUs: messages go through host memory; start as "
+            "many processes as there are GPUs",
+            len(gpus),
+            len(set(gpus)),
+        )
+        return "gloo"
+    return "nccl"
+
+
+def _gpu_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _serves_store() -> bool:

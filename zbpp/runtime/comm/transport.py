@@ -116,6 +116,9 @@ class Transport(Protocol):
     def flush(self) -> None:
         """Wait until all sends have left."""
 
+    def let_go(self) -> None:
+        """The pipeline was dropped: end without waiting for other processes."""
+
     def close(self) -> None:
         """Give back what the transport holds."""
 
@@ -252,6 +255,9 @@ class LocalTransport:
 
     def flush(self) -> None:
         """Nothing to wait for: a message has left when it is sent."""
+
+    def let_go(self) -> None:
+        """Nothing to give back."""
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -6,9 +6,9 @@ value: a time-out of NCCL's own would hold it up at every message.
 
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,34 @@ from torch import Tensor
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.streams import HostCopy, SideStream
 
-__all__ = ["Waits", "Words"]
+__all__ = ["Lost", "Waits", "Words"]
 
 Words = tuple[object, ...]
 """Of what is waited for; they are put together if it does not come."""
+
+_POLL_S = 1e-4
+_ROUNDED_S = 1e-3  # gloo counts a time-out in whole milliseconds
+
+
+class Lost(Protocol):
+    """Makes the error of a message or sum that does not come."""
+
+    def __call__(
+        self,
+        what: str,
+        peer: int | None,
+        error: BaseException,
+        *,
+        is_late: bool = False,
+    ) -> PeerError:
+        """Return the error.
+
+        Args:
+            what: waits or could not begin.
+            peer: the stage that was waited for; None: all.
+            error: the cause.
+            is_late: the time-out has passed; else the connection broke.
+        """
 
 
 class Waits:
@@ -30,8 +54,7 @@ class Waits:
         nccl: gloo if False.
         device: of this process.
         timeout_s: how long a wait may last; may be set later.
-        lost: makes the error of a wait, from its words, the peer (None: all) and the
-            cause.
+        lost: makes the error of a wait.
     """
 
     def __init__(
@@ -40,7 +63,7 @@ class Waits:
         nccl: bool,
         device: torch.device,
         timeout_s: float,
-        lost: Callable[[str, int | None, RuntimeError], PeerError],
+        lost: Lost,
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._nccl = nccl
@@ -63,31 +86,48 @@ class Waits:
         Raises:
             PeerError: it did not come.
         """
+        if self._nccl:
+            work.wait()
+            while self._unconfirmed and self._has_come(*self._unconfirmed[0]):
+                self._unconfirmed.popleft()
+            self._unconfirmed.append((work, what, peer))
+            return
+        start = time.monotonic()
         try:
-            if self._nccl:
-                work.wait()
-                while self._unconfirmed and self._unconfirmed[0][0].is_completed():
-                    self._unconfirmed.popleft()
-                self._unconfirmed.append((work, what, peer))
-            else:
-                work.wait(self._timeout)
+            work.wait(self._timeout)
         except RuntimeError as error:
-            raise self._lost(_text(what), peer, error) from error
+            is_late = time.monotonic() - start + _ROUNDED_S >= self.timeout_s
+            raise self._lost(_text(what), peer, error, is_late=is_late) from error
 
-    def confirm(self, last: dist.Work) -> None:
-        """Wait on the host until a message has come; name the oldest late one.
+    def _has_come(self, work: dist.Work, what: Words, peer: int | None) -> bool:
+        """Ask NCCL, whose work is also completed when it has failed.
 
         Raises:
-            PeerError: it did not come.
+            PeerError: it has failed, so that nothing has been written to its tensor.
+        """
+        if not work.is_completed():
+            return False
+        error = work.exception()
+        if error is not None:
+            raise self._lost(_text(what), peer, error) from error
+        return True
+
+    def confirm(self, last: dist.Work) -> None:
+        """Wait on the host until the last message that was waited for has come.
+
+        Raises:
+            PeerError: a message did not come; the oldest late one is named.
         """
         deadline = time.monotonic() + self.timeout_s
         while self._nccl and not last.is_completed():
             if time.monotonic() > deadline:
                 late = RuntimeError("timed out")
                 for work, what, peer in self._unconfirmed:
-                    if not work.is_completed():
-                        raise self._lost(_text(what), peer, late)
-            time.sleep(1e-4)
+                    if not self._has_come(work, what, peer):
+                        raise self._lost(_text(what), peer, late, is_late=True)
+            time.sleep(_POLL_S)
+        for waiting in self._unconfirmed:
+            self._has_come(*waiting)
 
     def aside(self) -> AbstractContextManager[object]:
         """Within this, what is begun waits for no job: NCCL's on a stream of its own.

@@ -1,7 +1,7 @@
 """Single tensors on their way between two stages, told apart by tags."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from zbpp.core import Message
 from zbpp.runtime.comm.channels import Channel, Port
-from zbpp.runtime.comm.waits import Waits
-from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime.comm.waits import Lost, Waits
 
 __all__ = ["Wire"]
 
@@ -23,7 +22,7 @@ class Wire:
         channels: by (sending stage, receiving stage).
         device: that tensors must be on.
         waits: of the stage.
-        lost: makes the error of a message, from its words, the peer and the cause.
+        lost: makes the error of a message.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class Wire:
         channels: Mapping[tuple[int, int], Channel],
         device: torch.device,
         waits: Waits,
-        lost: Callable[[str, int | None, RuntimeError], PeerError],
+        lost: Lost,
     ) -> None:
         self.channels = channels
         self.device = device
@@ -113,10 +112,17 @@ class Wire:
             else:
                 self._finish_oldest("the end of the step to hand")
 
+    @property
+    def has_left(self) -> bool:
+        """True if no send is under way, as far as is known without a wait."""
+        return not self._outgoing
+
     def flush(self) -> None:
-        """Wait for all sends."""
+        """Wait on the host until all sends have left."""
         while self._outgoing:
+            work = self._outgoing[0][0]
             self._finish_oldest("the end to hand")
+            self._waits.confirm(work)
 
     def close(self) -> None:
         """Let the groups of the channels go."""

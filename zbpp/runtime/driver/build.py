@@ -10,7 +10,7 @@ from torch import nn
 
 from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Value, What
 from zbpp.core.collectives.sharding import Shard
-from zbpp.runtime.chunk import OwnName, layer_name
+from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.distributed import DistributedTransport
 from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport
 from zbpp.runtime.compiled.layers import Compiling
@@ -20,7 +20,6 @@ from zbpp.runtime.executor import Executor
 from zbpp.runtime.graphed.device import pools_on
 from zbpp.runtime.graphed.stage import GraphedStage
 from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.optim.optimizers import OwnName
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.parallel.mesh import Place
@@ -102,8 +101,6 @@ def build_executors(
     place: Place,
     *,
     knows_ties: bool = False,
-    timeout_s: float = 60.0,
-    own_name: OwnName = layer_name,
 ) -> dict[int, Executor]:
     """Build the layers, the optimizer and the executor of each local stage.
 
@@ -114,15 +111,15 @@ def build_executors(
         options: of every stage.
         place: of this process.
         knows_ties: the plan's ties are all, so a builder is not watched for more.
-        timeout_s: for collectives of replicas.
-        own_name: of the model's parameters.
 
     Raises:
         RequestError: the builder or the sharing of parameters is wrong.
     """
     placement, ranges = plan.placement, plan.ranges
     held = [chunk for stage in transports for chunk in placement.chunks_of[stage]]
-    built = build_chunks(model, ranges, held, knows_ties=knows_ties, own_name=own_name)
+    built = build_chunks(
+        model, ranges, held, knows_ties=knows_ties, own_name=options.own_name
+    )
     chunks = {chunk.index: chunk for chunk in built}
     for chunk in built:
         for index, layer in chunk.numbered():
@@ -147,7 +144,7 @@ def build_executors(
                 "only be replicated; give shard='none', or untie them"
             )
         own, collectives = bind_parallel(
-            *(own, place, options.shard, timeout_s),
+            *(own, place, options.shard),
             tied=shared,
             alternating=options.alternating_buffers,
         )

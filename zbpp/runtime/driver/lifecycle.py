@@ -1,11 +1,11 @@
 """The life of a pipeline: no step after a failure, none left unvalidated."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from zbpp.runtime.driver.state_access import AccessHooks
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.support.errors import PeerError, torn_step
+from zbpp.runtime.support.errors import torn_step
 
 __all__ = ["Lifecycle"]
 
@@ -80,17 +80,13 @@ class Lifecycle:
             executor.transport.flush()
             executor.transport.close()
 
-    def end(self) -> None:
-        """At the end of the process, a script may have forgotten to close.
+    def let_go(self) -> None:
+        """The pipeline was dropped without `close`: wait for nobody.
 
-        Other stages still need our last messages and our part of the last sum; if they
-        are gone, nobody is left to be told.
+        Python may call this at any time, in any thread.
         """
         if self._ended is not None:
             return
-        self._ended = "the pipeline has ended"
-        with suppress(PeerError):
-            for executor in self._executors:
-                executor.optimizer.wait()
-                executor.transport.flush()
-                executor.transport.close()
+        self._ended = "the pipeline was dropped"
+        for executor in self._executors:
+            executor.transport.let_go()

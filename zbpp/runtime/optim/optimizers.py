@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.optim.log_messages import warn_unstepped
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.param_groups import GroupValues, parameters_of
@@ -16,10 +17,7 @@ from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import is_sharded
 from zbpp.runtime.support.torch_internals import has_step_hooks, mark_called
 
-__all__ = ["JointRollback", "MakeOptimizer", "OwnName", "StageOptimizers"]
-
-OwnName = Callable[[int, str], str]
-"""From a layer's index and a name in it to the model's own name of a parameter."""
+__all__ = ["JointRollback", "MakeOptimizer", "StageOptimizers"]
 
 
 class StageOptimizers:

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zbpp.core import Job
+from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.decision import Decision, StepSums, clip_factor, decide
 from zbpp.runtime.optim.log_messages import warn_barrier_fallback
 from zbpp.runtime.optim.norms import NonFiniteFinder, multiply_gradients
-from zbpp.runtime.optim.optimizers import MakeOptimizer, OwnName, StageOptimizers
+from zbpp.runtime.optim.optimizers import MakeOptimizer, StageOptimizers
 from zbpp.runtime.optim.param_groups import GroupValues
 from zbpp.runtime.optim.result import StepResult
 from zbpp.runtime.optim.rollback.recompute import Rollback

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.runtime.parallel.turns import GradientTurn, ParameterTurn
+from zbpp.runtime.support.collectives import noting_broken
 from zbpp.runtime.support.fsdp_internals import Unit
 
 __all__ = ["AlternatingBuffers", "Turn"]
@@ -208,7 +209,8 @@ class _Gathering(dist.Work):
 
     def wait(self, *limit: Any, **named: Any) -> bool:
         """Wait, and say so."""
-        done = self._work.wait(*limit, **named)
+        with noting_broken():
+            done = self._work.wait(*limit, **named)
         self._turn.arrived()
         return bool(done)
 

@@ -99,7 +99,7 @@ def make_mesh(
     Raises:
         RequestError: the sizes do not multiply to the number of processes.
     """
-    here = torch.device(device) if device else own_device()
+    here = own_device(device)
     initialise(here, timeout_s=timeout_s)
     if data_parallel % replicate:
         raise RequestError(

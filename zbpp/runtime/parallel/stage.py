@@ -260,7 +260,6 @@ def bind_parallel(
     chunks: Sequence[Chunk],
     place: Place,
     shard: Shard,
-    timeout_s: float,
     tied: Sequence[nn.Parameter] = (),
     *,
     alternating: bool = False,
@@ -273,7 +272,6 @@ def bind_parallel(
         chunks: of the stage, on their device.
         place: of this process.
         shard: how layers are wrapped that are not.
-        timeout_s: for sums.
         tied: parameters that other layers hold too, as this stage steps them.
         alternating: gather and reduce in `AlternatingBuffers`.
 
@@ -314,7 +312,7 @@ def bind_parallel(
         found = []
         for index, layer in chunk.numbered():
             alike = {*tied, *chunk.leaves.get(index, ())}
-            one, its = _bind_layer(index, layer, groups, timeout_s, alike)
+            one, its = _bind_layer(index, layer, groups, alike)
             shards |= its
             found.append(one)
         layers[chunk.index] = found
@@ -331,7 +329,7 @@ def bind_parallel(
     return bound, Collectives(
         layers,
         reduces=often if groups else "none",
-        tied=Buckets(tied, groups, lambda: timeout_s) if groups and tied else None,
+        tied=Buckets(tied, groups) if groups and tied else None,
         buffers=buffers,
     )
 
@@ -344,7 +342,6 @@ def _bind_layer(
     index: int,
     layer: nn.Module,
     groups: Sequence[dist.ProcessGroup],
-    timeout_s: float,
     tied: Collection[nn.Parameter],
 ) -> tuple[_Layer, dict[nn.Parameter, nn.Parameter]]:
     modules = list(units_in(layer))
@@ -359,6 +356,6 @@ def _bind_layer(
         unit.module.reshard()
     buckets = None
     if groups and others:
-        buckets = Buckets(others, groups, lambda: timeout_s)
+        buckets = Buckets(others, groups)
     summed = [*shards.values(), *(others if buckets is not None else ())]
     return _Layer(index, units, buckets, summed), shards

@@ -1,0 +1,71 @@
+"""The backend that moves a device's tensors, and collectives that never end.
+
+A collective breaks where another process has died or hangs. Torch has no class for
+most of these errors, and their texts differ by place and version, so it counts where an
+error was raised. A layer's own error is never taken for one.
+"""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from zbpp.core import RequestError
+
+__all__ = ["BrokenCollective", "is_broken", "noting_broken", "uses_nccl"]
+
+_RAISE_BROKEN = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+)
+"""Modules of torch that begin collectives and wait for them, and do no more."""
+
+
+class BrokenCollective(RuntimeError):
+    """Another process has not ended a collective."""
+
+
+@contextmanager
+def noting_broken() -> Iterator[None]:
+    """Within this, code only waits for collectives: an error says that one has broken.
+
+    Raises:
+        BrokenCollective: another process has not ended it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise BrokenCollective(str(error)) from error
+
+
+def is_broken(error: RuntimeError) -> bool:
+    """True for the error of a collective that another process has not ended."""
+    if isinstance(error, (dist.DistError, BrokenCollective)):
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if type(error) is not RuntimeError or not frames:
+        return False
+    innermost = frames[-1]
+    module = innermost.f_globals.get("__name__")
+    if module == "torch._ops":  # an operator: functional collectives wait in one
+        return "c10d" in str(innermost.f_locals.get("self"))
+    return module in _RAISE_BROKEN
+
+
+def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """True if a device's tensors travel by NCCL; a group may have several backends.
+
+    Raises:
+        RequestError: the group has no backend for the device.
+    """
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError as error:
+        raise RequestError(
+            f"the process group cannot move tensors of {device}: {error}; "
+            "torch.distributed.init_process_group() without a backend can"
+        ) from error
+    return bool(backend.name() == "nccl")
