@@ -1,6 +1,6 @@
 """The optimizers of one stage, built, stepped and rolled back as if they were one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
