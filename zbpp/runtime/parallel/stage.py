@@ -320,7 +320,11 @@ def bind_parallel(
         for index, layer in chunk.numbered():
             alike = {*tied, *chunk.leaves.get(index, ())}
             one, its = _bind_layer(
-                *(index, layer, groups, timeout_s, alike),
+                index,
+                layer,
+                groups,
+                timeout_s,
+                alike,
                 sums_each=reduces_every(shard),
             )
             shards |= its
