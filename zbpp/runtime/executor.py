@@ -225,7 +225,7 @@ class Executor(StageParts):
         self.collectives.sum_tied()
 
     def _reduce(self) -> None:
-        self.collectives.drop_unused(self.transport.add_over_replicas)
+        self.collectives.end_sums(self.transport.add_over_replicas)
         start, self._norms_began = self._norms_began or self.times.now(), None
         self.optimizer.reduce(self.transport)
         self.times.norms.append((start, self.times.now()))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pool import Pool
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import zbpp
 from zbpp.checkpoint.shards import whole
@@ -148,6 +149,43 @@ def test_unused_parameters_count_as_zeros(pool: Pool) -> None:
             ("ZBH1", "none", "no layer", {}),
         ],
     )
+
+
+def train_partly(shard: Any) -> list[Tensor]:
+    """One stage whose layers come wrapped in part, so that `shard` leaves the rest."""
+    mesh = zbpp.mesh(stages=1, data_parallel=2)
+    made = partly()
+    for layer in made:
+        fully_shard(layer[0], mesh=mesh["dp"])
+    with zbpp.Pipeline(
+        made,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        schedule="ZBH1",
+        n_microbatches=2,
+        mesh=mesh,
+        shard=shard,
+    ) as pipeline:
+        x = torch.ones(8, WIDTH).cumsum(0).tensor_split(2)[pipeline.place.replica]
+        pipeline.step(x, x)
+        pipeline.synchronize()
+        return [layer[1].weight.detach().clone() for layer in made]
+
+
+def partly() -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    two = [(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return [nn.Sequential(*linears) for linears in two]
+
+
+def test_layers_wrapped_in_part_are_summed_once(pool: Pool) -> None:
+    model = nn.Sequential(*partly())
+    x = torch.ones(8, WIDTH).cumsum(0)
+    nn.functional.mse_loss(model(x), x).backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    for found in pool.run(train_partly, 2, "gradients"):
+        for p, layer in zip(found, model, strict=True):
+            torch.testing.assert_close(p, layer[1].weight, rtol=1e-5, atol=1e-6)
 
 
 SHARDS = ("none", "optimizer", "gradients", "parameters")

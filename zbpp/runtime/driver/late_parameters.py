@@ -69,11 +69,12 @@ class LateParameters:
 
     def _look(self) -> None:
         """Remember the parameters and the modules of each module."""
-        modules = [
+        modules: list[Any] = [
             module
             for _, layer in self._executor.stage.numbered()
             for module in layer.modules()
         ]
-        tables = [table for x in modules for table in (x._parameters, x._modules)]
-        self._tables: list[dict[str, Any]] = tables
-        self._seen = tuple(chain.from_iterable(map(dict.values, tables)))
+        self._tables: list[dict[str, Any]] = [
+            table for x in modules for table in (x._parameters, x._modules)
+        ]
+        self._seen = tuple(chain.from_iterable(map(dict.values, self._tables)))

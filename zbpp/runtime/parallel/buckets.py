@@ -36,16 +36,23 @@ class Buckets:
     Args:
         parameters: of the layer.
         groups: processes that hold replicas, by dimension of the mesh.
+        sums_each: every micro-batch is summed by itself, and kept apart until
+            `put_back`: the next one's gradients must not be added to it.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         groups: Sequence[dist.ProcessGroup],
+        *,
+        sums_each: bool = False,
     ) -> None:
         self._parameters = parameters
         self._groups = groups
         self._sums: list[_Sum] = []
+        self._sums_each = sums_each
+        self._taken: list[tuple[nn.Parameter, Tensor]] = []
+        self._totals: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
     def reduce(self) -> list[nn.Parameter]:
@@ -72,6 +79,10 @@ class Buckets:
             flat = torch.cat([x.reshape(-1) for x in targets])
             work = dist.all_reduce(flat, group=first, async_op=True)
             self._sums.append(_Sum(flat, targets, work, rest))
+        for p in self._parameters if self._sums_each else ():
+            if p.grad is not None:
+                self._taken.append((p, p.grad))
+                p.grad = None
         return unused
 
     @torch.no_grad()
@@ -86,3 +97,15 @@ class Buckets:
             for target, piece in zip(one.targets, pieces, strict=True):
                 target.copy_(piece.view_as(target))
         self._sums = []
+        for p, gradient in self._taken:
+            if p in self._totals:
+                self._totals[p].add_(gradient)
+            else:
+                self._totals[p] = gradient
+        self._taken = []
+
+    def put_back(self) -> None:
+        """Give the parameters the totals of all micro-batches that are kept apart."""
+        for p, total in self._totals.items():
+            p.grad = total
+        self._totals = {}

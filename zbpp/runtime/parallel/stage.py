@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -155,16 +156,20 @@ class Collectives:
             self.reduce(chunk)
 
     @torch.no_grad()
-    def drop_unused(self, add: Callable[[Tensor], Reduction | None]) -> None:
-        """Leave no gradient to parameters that no replica has used; all must call.
+    def end_sums(self, add: Callable[[Tensor], Reduction | None]) -> None:
+        """All sums of a step are there: leave every gradient where it belongs.
 
-        This process waits for the others only if it has not used one itself.
+        Parameters that no replica has used get none. All replicas must call; this one
+        waits for the others only if it has left a parameter unused itself.
 
         Args:
             add: starts to add numbers of all replicas.
         """
         if self._reduces == "none" or not self._parameters:
             return
+        for layer in chain.from_iterable(self._layers.values()):
+            if layer.buckets is not None:
+                layer.buckets.put_back()
         unused = set[nn.Parameter]().union(*self._unused.values())
         self._unused = {}
         uses = torch.ones(len(self._parameters), dtype=torch.float64)
@@ -312,7 +317,9 @@ def bind_parallel(
         found = []
         for index, layer in chunk.numbered():
             alike = {*tied, *chunk.leaves.get(index, ())}
-            one, its = _bind_layer(index, layer, groups, alike)
+            one, its = _bind_layer(
+                index, layer, groups, alike, sums_each=reduces_every(shard)
+            )
             shards |= its
             found.append(one)
         layers[chunk.index] = found
@@ -343,6 +350,8 @@ def _bind_layer(
     layer: nn.Module,
     groups: Sequence[dist.ProcessGroup],
     tied: Collection[nn.Parameter],
+    *,
+    sums_each: bool,
 ) -> tuple[_Layer, dict[nn.Parameter, nn.Parameter]]:
     modules = list(units_in(layer))
     held = {p for module in modules for p in managed(module)}
@@ -356,6 +365,6 @@ def _bind_layer(
         unit.module.reshard()
     buckets = None
     if groups and others:
-        buckets = Buckets(others, groups)
+        buckets = Buckets(others, groups, sums_each=sums_each)
     summed = [*shards.values(), *(others if buckets is not None else ())]
     return _Layer(index, units, buckets, summed), shards

@@ -51,7 +51,7 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in _dense_parts(own_shard(tensor)):
         weights = _weights(part.device)
-        for block in bits(part).split(_BLOCK):
+        for block in torch.split(bits(part), _BLOCK):
             n_rows, n_left = divmod(len(block), _COLUMNS)
             rows = block[: n_rows * _COLUMNS].view(n_rows, _COLUMNS)
             columns = rows.sum(dim=0, dtype=torch.int64)
