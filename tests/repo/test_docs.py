@@ -58,7 +58,7 @@ def test_all_pages_are_there():
     assert names == {
         *("modes", "planning", "profiling", "simulating", "post_validation", "memory"),
         *("checkpoints", "split_backward", "your_script", "limits", "formats"),
-        *("models", "benchmarking", "gpus", "data_parallel", "compile"),
+        *("coming_from", "models", "benchmarking", "gpus", "data_parallel", "compile"),
     }
     for page in DOCS:
         assert f"({page.name})" in README.text, "the README links every page"

@@ -1,12 +1,15 @@
 """One training step of a pipeline."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zbpp.core import Program, Schedule
+from zbpp.core import PassKind, Program, Schedule
 from zbpp.pipeline.exhausted import memory_explained
+from zbpp.pipeline.reports import summarize_split
 from zbpp.planning.resolve_layers import Chosen
+from zbpp.runtime.backward.causes import NO_WEIGHT
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.lifecycle import Lifecycle
@@ -15,6 +18,8 @@ from zbpp.runtime.microbatches import Batch
 from zbpp.runtime.optim.result import StepResult
 
 __all__ = ["Stepping"]
+
+_IN_B = f"B: {NO_WEIGHT}"
 
 
 class Stepping:
@@ -30,6 +35,7 @@ class Stepping:
     _watcher: Any
     _knows_metrics = False
     """All processes have heard which metrics ``loss_fn`` returns."""
+    _is_split_known = False
 
     if TYPE_CHECKING:
 
@@ -80,6 +86,9 @@ class Stepping:
             self._count_torn_step(error)
             raise
         self._n_steps += 1
+        if not self._is_split_known:
+            self._is_split_known = True
+            warn_of_split(self._executors, self.schedule)
         result = next(iter(self._executors.values())).optimizer.result
         assert result is not None
         if not self._knows_metrics:
@@ -105,3 +114,27 @@ class Stepping:
                 f"is that after {self._n_steps} steps; step learning-rate schedulers "
                 "for it before you save"
             )
+
+
+def warn_of_split(executors: Mapping[int, Executor], schedule: Schedule) -> None:
+    """Warn once where W has less to do than is kept in B for a reason to be mended.
+
+    Embeddings, norms and biases do not count: nothing of theirs could wait.
+
+    Args:
+        executors: of this process, which have run a step.
+        schedule: of the step.
+    """
+    if not schedule.runs(PassKind.W):
+        return
+    where = calls.report_split(executors)
+    leaves = [leaf for e in executors.values() for leaf in e.stage.named_leaves()]
+    sizes = {name: p.numel() for _, name, p in leaves}
+    in_w = sum(sizes[name] for name, text in where.items() if text == "W")
+    kept = sum(sizes[name] for name, text in where.items() if text not in ("W", _IN_B))
+    if in_w < kept:
+        warnings.warn(
+            f"{schedule.name} gains little here: {summarize_split(where, sizes)}; "
+            "pipeline.split_report() names them, and '1F1B' is as fast",
+            stacklevel=3,
+        )

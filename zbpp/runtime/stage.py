@@ -262,7 +262,7 @@ class Stage:
         if gradients is None:
             gradients = self.loss.gradients(saved.ends, microbatch, self.loss_scale)
         if chunk not in self.where:
-            self.where[chunk] = saved.graph.report()
+            self.where[chunk] = saved.graph.report(self.chunks[chunk].leaves_once())
         found = run(microbatch, saved.graph, gradients)
         self.defers = self.defers or saved.graph.defers()
         asked = saved.asked

@@ -44,7 +44,7 @@ class MicrobatchGraph(Protocol):
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """B and W at once."""
 
-    def report(self) -> dict[Tensor, str]:
+    def report(self, parameters: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """Say where each gradient is computed."""
 
     def in_b(self) -> list[Tensor]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from zbpp.runtime.backward.causes import NO_WEIGHT
 from zbpp.runtime.backward.deferred_product import (
     Product,
     Site,
@@ -48,7 +49,10 @@ from zbpp.runtime.support.autograd_internals import (
 from zbpp.runtime.support.compile_internals import is_compiled
 from zbpp.runtime.support.torch_internals import is_fake
 
-__all__ = ["SplitPlan", "plan_split"]
+__all__ = ["REENTRANT", "SplitPlan", "node_of", "plan_split"]
+
+REENTRANT = "reentrant checkpoint"
+"""The reason of all leaves of a graph that has one."""
 
 _REENTRANT = "CheckpointFunctionBackward"
 
@@ -84,10 +88,8 @@ class SplitPlan(NamedTuple):
         """Give for each leaf ``"W"``, or ``"B: "`` and the reason."""
         found = dict.fromkeys(self.waiting, "W")
         for leaf in self.leaves:
-            reason = self.reasons.get(id(leaf), "no product's weight")
-            found[leaf] = (
-                f"B: {'reentrant checkpoint' if self.is_reentrant else reason}"
-            )
+            reason = self.reasons.get(id(leaf), NO_WEIGHT)
+            found[leaf] = f"B: {REENTRANT if self.is_reentrant else reason}"
         return found
 
 
@@ -104,7 +106,7 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
     inputs = list(inputs)
     kept = {id(x) for x in inputs}
     first: dict[Any, None] = {x.grad_fn: None for x in inputs if not x.is_leaf}
-    graph = _walk((_node_of(root) for root in roots), first)
+    graph = _walk((node_of(root) for root in roots), first)
     if first:
         check_cut(graph.uses, first, is_reentrant=graph.is_reentrant)
     products: list[Site] = []
@@ -137,7 +139,8 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
     )
 
 
-def _node_of(end: End) -> Node:
+def node_of(end: End) -> Node:
+    """The node that made an output."""
     edge = end if isinstance(end, GradientEdge) else get_gradient_edge(end)
     return edge.node
 

@@ -33,10 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.runtime.backward.causes import NO_WEIGHT, causes_in_b
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.ends import End, alias_of, end_of, fitting
 from zbpp.runtime.backward.engine import run_b, run_cut_b, run_full
-from zbpp.runtime.backward.graph import SplitPlan, plan_split
+from zbpp.runtime.backward.graph import REENTRANT, SplitPlan, node_of, plan_split
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.remembered import PlanMemory
@@ -94,18 +95,31 @@ class SplitGraph:
         """The function's result, its tensors detached; set by `split_forward`."""
         watch.look()
 
-    def report(self) -> dict[Tensor, str]:
+    def report(self, parameters: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """Say where each gradient is computed: ``"W"``, or ``"B: "`` and why.
 
         To be asked before B. Nothing of it is kept: leaves' nodes live on where a plan
         is, and the look at their hooks makes each cost a full backward a microsecond.
+
+        Args:
+            parameters: of the function, which a reentrant checkpoint hides.
 
         Raises:
             RequestError: B cannot stop at an input that is no leaf, see `plan_split`.
         """
         watch.look()
         inputs = {id(x) for x in self._inputs}
-        where = plan_split(self._ends, self._inputs).where()
+        plan = plan_split(self._ends, self._inputs)
+        where = plan.where()
+        if plan.is_reentrant:
+            learning = (p for p in parameters if p.requires_grad)
+            where = {**dict.fromkeys(learning, f"B: {REENTRANT}"), **where}
+        in_b = f"B: {NO_WEIGHT}"
+        if in_b in where.values():
+            causes = causes_in_b(map(node_of, self._ends), inputs)
+            for p, cause in causes.items():
+                if where.get(p) == in_b:
+                    where[p] = f"B: {cause}"
         return {p: text for p, text in where.items() if id(p) not in inputs}
 
     def in_b(self) -> list[Tensor]:

@@ -177,7 +177,7 @@ class Slot:
         self.backward_weight()
         return found
 
-    def report(self) -> dict[Tensor, str]:
+    def report(self, parameters: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """See `SplitGraph.report`."""
         return self._where
 

@@ -77,7 +77,7 @@ def made_optimizers(
                 "times in a step, which a pipeline computes once; choose an optimizer "
                 "whose step() needs none"
             )
-    names = {p: name for name, p in named}
+    names: dict[Tensor, str] = {p: name for name, p in named}
     _refuse_expanded(names, (p for one in found for p in parameters_of(one)))
     return found
 
