@@ -70,7 +70,7 @@ def test_bytes_for_costs_in_another_unit_are_refused(capsys):
     flags = ["show", "--pipeline_schedule_mode", "ZBV", *SIZES]
     code, _, error = run(capsys, *flags, "--memory_limit", "14GiB")
     assert code == 2
-    assert "the memories of the costs are no bytes" in error
+    assert "nothing says that the memories of the costs are bytes" in error
     assert run(capsys, *flags, "--memory_limit", "14")[0] == 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zbpp.bench.names import OURS, peer_placement, split_name
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule, read_costs
+from zbpp.core.costs.limits import with_limit
 from zbpp.modes import is_auto, plan
 
 if TYPE_CHECKING:
@@ -66,9 +67,7 @@ def costs_of(request: BenchRequest) -> tuple[Costs, MemoryModel] | None:
     if path is None:
         return None
     costs, memory = read_costs(path)
-    if request.memory_limit is not None:
-        memory = replace(memory, limit=request.memory_limit)
-    return costs, memory
+    return costs, with_limit(memory, request.memory_limit, name="--memory_limit")
 
 
 def planned(request: BenchRequest) -> BenchRequest:

@@ -194,8 +194,12 @@ class _Writer:
             if self.rank == 0:
                 self._publish(self._parts())
         except BaseException as error:
+            failed = self.partial / f"failed-{self.rank}"
             with suppress(OSError):
-                (self.partial / f"failed-{self.rank}").write_text(str(error))
+                try:
+                    write_durably(failed, str(error))
+                except OSError:  # a full disk still takes a name
+                    failed.touch()
             if self.rank == 0:
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise

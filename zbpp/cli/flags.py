@@ -1,6 +1,6 @@
 """The flags that most commands share, and the schedules and costs that they name."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +13,11 @@ from zbpp.core import (
     RequestError,
     Schedule,
     Timeline,
-    format_memory,
     read_costs,
     read_layers,
     recomputed,
 )
+from zbpp.core.costs.limits import with_limit
 from zbpp.modes import canonical, is_file, plan
 from zbpp.planning.data_parallel import Shard, replicated, with_gathers
 from zbpp.planning.layer_plans import parse_split, plan_layers
@@ -73,9 +73,7 @@ class CommonFlags:
         costs, memory = Costs(), MemoryModel()
         if self.costs is not None:
             costs, memory = read_costs(self.costs)
-        if self.memory_limit is not None:
-            _check_unit(self.memory_limit, memory)
-            memory = replace(memory, limit=self.memory_limit)
+        memory = with_limit(memory, self.memory_limit, name="--memory_limit")
         n, shard = self.data_parallel, self.shard
         return with_gathers(costs, data_parallel=n, shard=shard), memory
 
@@ -98,27 +96,10 @@ class CommonFlags:
                 "--costs and --layers are both given; the costs of chunks follow from "
                 "those of layers: leave --costs out"
             )
-        layers = read_layers(self.layers)
-        if self.memory_limit is not None:
-            _check_unit(self.memory_limit, layers)
-            layers = replace(layers, limit=self.memory_limit)
-        return with_replicas(layers, self.data_parallel, self.shard)
-
-
-def _check_unit(limit: float, memory: MemoryModel | LayerCosts) -> None:
-    """Refuse a limit in bytes for memories that are surely none."""
-    values = (memory.m_b, memory.m_w, memory.m_fixed, memory.peak_f, memory.peak_b)
-    numbers = [
-        number
-        for value in values
-        for number in (value if isinstance(value, tuple) else [value or 0.0])
-    ]
-    if limit >= 2**20 and max(numbers) < 2**10:
-        raise RequestError(
-            f"--memory_limit is {format_memory(limit)}, but the memories of the costs "
-            f"are no bytes: the largest is {max(numbers):g}; give m_b and m_w in bytes "
-            "(--costs), or the limit in their unit"
+        layers = with_limit(
+            read_layers(self.layers), self.memory_limit, name="--memory_limit"
         )
+        return with_replicas(layers, self.data_parallel, self.shard)
 
 
 @dataclass(frozen=True, kw_only=True)

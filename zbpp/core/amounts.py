@@ -1,16 +1,17 @@
 """Amounts of memory as text.
 
-A memory has the unit of the costs: M_B, GB, or bytes. Costs do not name it, so it is
+A memory has the unit of the costs: M_B, GB, or bytes. For pictures and tables it is
 told by size: where an amount of 2**20 or more is among those that are shown together,
-all of them are bytes. (Nobody counts a million of M_B.)
+all of them are bytes. What may be compared with what: `zbpp.core.costs.limits`.
 """
 
 import math
 from collections.abc import Iterable
 
-__all__ = ["format_bytes", "format_memory"]
+__all__ = ["BYTES_FROM", "format_bytes", "format_memory"]
 
-_BYTES_FROM = 2**20
+BYTES_FROM = 2**20
+"""Nobody counts so many of M_B."""
 _POWERS = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
 
 
@@ -43,6 +44,6 @@ def format_memory(
     ('8', '3.00 GiB', '512 B')
     """
     finite = [abs(one) for one in (amount, *among) if math.isfinite(one)]
-    if max(finite, default=0.0) >= _BYTES_FROM and math.isfinite(amount):
+    if max(finite, default=0.0) >= BYTES_FROM and math.isfinite(amount):
         return format_bytes(amount, round_up=round_up)
     return f"{amount:g}"

@@ -200,6 +200,7 @@ def stage_costs(
         peak_bw=tuple(float(c.peak_bw) for c in chunks),
         peak_o=tuple(peak_o),
         m_r=tuple(map(float, m_r)),
+        memory_unit="bytes",
     )
 
 

@@ -143,6 +143,7 @@ def costs_of_layers(
         if memory.n_layers > 1
         else 0.0,
         parameters=_floats(parameters),
+        memory_unit="bytes",
     )
 
 

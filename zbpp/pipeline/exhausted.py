@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
 from zbpp.core import MemoryModel, PassKind, Schedule, format_bytes, peaks
+from zbpp.core.costs.limits import is_in_bytes
 from zbpp.memory.api import most_that_fits
 from zbpp.modes.auto import promised_memory
 from zbpp.planning.resolve_layers import Chosen
@@ -23,11 +25,8 @@ from zbpp.runtime.microbatches import count_samples
 
 __all__ = ["Room", "explain", "largest_that_fits", "memory_explained"]
 
-_BYTES = 1e4
-"""A micro-batch of a stage takes more bytes than this, and fewer of any other unit."""
 
-
-_CONSTANT = ("limit", "m_fixed", "peak_o")
+_CONSTANT = ("limit", "m_fixed", "peak_o", "memory_unit")
 _PARTS = 1000
 """Of a micro-batch whose samples are not known."""
 
@@ -108,7 +107,7 @@ def explain(
     """
     stages = [one.stage for one in held]
     lines = ["out of memory: " + "; ".join(one.text for one in held)]
-    if memory is not None and _in_bytes(memory):
+    if memory is not None and is_in_bytes(memory):
         most = peaks(schedule.orders, memory.on(schedule.placement))
         estimated = ", ".join(f"stage {s} {format_bytes(most[s])}" for s in stages)
         lines.append(f"estimated for {schedule.name}: {estimated}")
@@ -164,7 +163,7 @@ def _with_share(memory: MemoryModel, share: float) -> MemoryModel:
             return tuple(share * one for one in value)
         return share * value
 
-    smaller = {
+    smaller: dict[str, Any] = {
         field.name: scaled(value)
         for field in fields(memory)
         if field.name not in _CONSTANT
@@ -206,8 +205,3 @@ def _in_flight(schedule: Schedule) -> list[float]:
     m_w = 0.0 if schedule.runs(PassKind.BW) else 0.5
     kept_by_b = MemoryModel(m_b=1.0, m_w=m_w)
     return peaks(schedule.orders, kept_by_b.on(schedule.placement))
-
-
-def _in_bytes(memory: MemoryModel) -> bool:
-    m_b = memory.m_b
-    return max(m_b if isinstance(m_b, tuple) else (m_b,)) > _BYTES

@@ -13,10 +13,10 @@ from zbpp.core import (
     Placement,
     RequestError,
     Schedule,
-    format_bytes,
     read_layers,
     recomputed,
 )
+from zbpp.core.costs.limits import check_unit, with_limit
 from zbpp.modes import is_auto, is_file
 from zbpp.planning.choose import choose
 from zbpp.planning.layer_plans import plan_layers
@@ -24,13 +24,12 @@ from zbpp.planning.recompute_plans import plan_recomputed, with_recompute
 from zbpp.planning.resolve import choose_schedule, count_stages
 from zbpp.schedules import Recomputing, Split, even_split
 
-__all__ = ["Chosen", "LayersOf", "check_unit", "choose_split", "split_of"]
+__all__ = ["Chosen", "LayersOf", "choose_split", "split_of"]
 
 LayersOf = LayerCosts | str | Path
 """Costs per layer, or a file of them."""
 
 _log = logging.getLogger("zbpp")
-_BYTES, _NO_BYTES = 2**20, 2**10
 
 
 @dataclass(frozen=True)
@@ -136,22 +135,6 @@ def choose_split(
     return Chosen(planned.schedule, planned.costs, planned.memory, planned.split, line)
 
 
-def check_unit(memory: MemoryModel) -> None:
-    """Refuse a limit in bytes where nothing says what passes hold in bytes.
-
-    Raises:
-        RequestError: the limit is one of bytes, and m_b is not.
-    """
-    limit = memory.limit if isinstance(memory.limit, tuple) else (memory.limit or 0.0,)
-    m_b = memory.m_b if isinstance(memory.m_b, tuple) else (memory.m_b,)
-    if max(limit) >= _BYTES and max(m_b) < _NO_BYTES:
-        raise RequestError(
-            f"the memory limit is {format_bytes(max(limit))}, but a forward leaves "
-            f"{max(m_b):g}, which are no bytes; give example= or layers=, or memory= "
-            "with m_b and m_w in bytes"
-        )
-
-
 def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]:
     """Layers of each chunk where there are no costs per layer.
 
@@ -209,6 +192,5 @@ def _checked(layers: LayersOf, n_layers: int, memory: MemoryModel | None) -> Lay
             f"there are costs of {layers.n_layers} layers, but the model has "
             f"{n_layers}; measure this model"
         )
-    if memory is not None and layers.limit is None:
-        layers = replace(layers, limit=memory.limit)
-    return layers
+    limit = memory.limit if memory is not None and layers.limit is None else None
+    return with_limit(layers, limit)

@@ -107,7 +107,7 @@ def join(
     )
 
 
-def _replica_link(found: Iterable[CollectiveTimes | None]) -> dict[str, float]:
+def _replica_link(found: Iterable[CollectiveTimes | None]) -> dict[str, Any]:
     """The slowest link between replicas, for costs of layers."""
     links = [one.link for one in found if one is not None and one.link is not None]
     if not links:

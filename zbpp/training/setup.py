@@ -14,12 +14,12 @@ from zbpp.core import (
     read_costs,
     recomputed,
 )
+from zbpp.core.costs.limits import is_limit_in_bytes, with_limit
 from zbpp.core.measured import not_told_apart
 from zbpp.models.configs.text_model import TextModel
 from zbpp.modes import is_auto, is_file, plan
 from zbpp.planning.layer_plans import plan_layers, recomputed_of
 from zbpp.planning.recompute_plans import plan_recomputed
-from zbpp.planning.resolve_layers import check_unit
 from zbpp.runtime.comm.process_group import asked_device
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
@@ -45,7 +45,6 @@ __all__ = [
 
 _STAGES = 2
 _MICROBATCHES = 8
-_LEAST_BYTES = 2**20  # of a limit; fewer are M_B
 
 
 def model_of(options: Train) -> TextModel:
@@ -98,8 +97,10 @@ def costs_of(
             )
     path = options.costs or options.emulate
     costs, memory = (Costs(), MemoryModel()) if path is None else read_costs(path)
-    if options.memory_limit is not None:
+    if measures_first(options):  # in bytes, as what will be measured
         memory = replace(memory, limit=options.memory_limit)
+    else:
+        memory = with_limit(memory, options.memory_limit, name="--memory_limit")
     return (costs, memory) if schedule is None else recomputed(costs, memory, schedule)
 
 
@@ -132,7 +133,6 @@ def schedule_of(options: Train) -> Schedule:
     recompute = asked_recompute(options)
     if measures_first(options):
         mode, memory, recompute = SAFE_MODE, MemoryModel(), None
-    check_unit(memory)
     if recompute is not None:
         emulated = options.emulate is not None
         return plan_recomputed(
@@ -161,7 +161,7 @@ def measures_first(options: Train) -> bool:
     """
     given = (options.costs, options.layers, options.emulate)
     limit = options.memory_limit
-    in_bytes = limit is None or limit >= _LEAST_BYTES
+    in_bytes = limit is None or is_limit_in_bytes(limit)
     return is_auto(options.pipeline_schedule_mode) and given == (None,) * 3 and in_bytes
 
 

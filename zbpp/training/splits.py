@@ -1,7 +1,5 @@
 """The layers of each chunk in a run, and the costs per layer that say them."""
 
-from dataclasses import replace
-
 from zbpp.core import (
     LayerCosts,
     Placement,
@@ -10,6 +8,7 @@ from zbpp.core import (
     is_layers_file,
     read_layers,
 )
+from zbpp.core.costs.limits import with_limit
 from zbpp.models.configs.text_model import TextModel
 from zbpp.planning.layer_plans import parse_split
 from zbpp.planning.recompute_plans import parse_recompute
@@ -55,9 +54,9 @@ def layers_of(options: Train, n_layers: int) -> LayerCosts | None:
                 f"model has {n_layers} (--n_blocks, embedding and head); profile this "
                 "model"
             )
-    if layers is not None and options.memory_limit is not None:
-        layers = replace(layers, limit=options.memory_limit)
-    return layers
+    if layers is None:
+        return None
+    return with_limit(layers, options.memory_limit, name="--memory_limit")
 
 
 def sleeping_layers(options: Train) -> LayerCosts | None:

@@ -13,6 +13,7 @@ from zbpp.cli.summary import short_memory
 from zbpp.cli.user_model import load_model
 from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs
 from zbpp.core.costs import chunk_layers
+from zbpp.core.costs.limits import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replica_costs import Network, network_of
 from zbpp.training.options import MemoryText
@@ -139,8 +140,7 @@ class MeshFlags(CommonFlags):
         """
         assert self.costs is not None
         costs, memory = read_costs(self.costs)
-        if self.memory_limit is not None:
-            memory = replace(memory, limit=self.memory_limit)
+        memory = with_limit(memory, self.memory_limit, name="--memory_limit")
         values = (costs.f, costs.b, costs.w, memory.m_b, memory.m_w, memory.m_fixed)
         lengths = {len(value) for value in values if isinstance(value, tuple)}
         if len(lengths) != 1:

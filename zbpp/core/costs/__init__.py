@@ -7,6 +7,7 @@ collectives    times of gathers and sums among replicas, by formula; ZeRO's byte
 memory_model   MemoryModel: what passes leave and need; ChunkMemory: per chunk
 layers         LayerCosts: times and memories per layer, for any split
 chunk_layers   costs of chunks, dealt to their layers
+limits         limits beside memories: in bytes, or in the costs' own unit
 units          amounts of memory as people write them
 """
 

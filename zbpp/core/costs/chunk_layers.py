@@ -107,6 +107,7 @@ def chunk_layers(
         reduction=costs.reduction,
         validation=costs.validation,
         limit=memory.limit,
+        memory_unit=memory.memory_unit,
         all_gather=gathers,
         reduce_scatter=dealt("reduce_scatter", costs.reduce_scatter),
     )

@@ -19,7 +19,14 @@ import math
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
-__all__ = ["MOST_LIMIT", "PerChunk", "check_numbers", "deal_limit", "per_chunk"]
+__all__ = [
+    "MOST_LIMIT",
+    "PerChunk",
+    "check_memory_unit",
+    "check_numbers",
+    "deal_limit",
+    "per_chunk",
+]
 
 PerChunk = float | tuple[float, ...]
 """A whole stage's value, or one value per stage or per chunk."""
@@ -45,6 +52,18 @@ def check_numbers(name: str, value: PerChunk, *, most: float = _MOST) -> None:
                 f"{name} is {number!r:.40}; take another unit: it must be 0, or at "
                 f"least {_LEAST:g} and at most {most:g}"
             )
+
+
+def check_memory_unit(unit: str | None) -> None:
+    """Refuse a unit of memory that is not known.
+
+    Raises:
+        RequestError: it names the unit.
+    """
+    if unit not in (None, "bytes"):
+        raise RequestError(
+            f"memory_unit is {unit!r}; write 'bytes', or leave it out for any one unit"
+        )
 
 
 def per_chunk(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:

@@ -16,7 +16,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
-from zbpp.core.costs.dealing import MOST_LIMIT, PerChunk, check_numbers
+from zbpp.core.costs.dealing import (
+    MOST_LIMIT,
+    PerChunk,
+    check_memory_unit,
+    check_numbers,
+)
 from zbpp.core.costs.links import edge_delays
 from zbpp.core.costs.memory_model import MemoryModel
 from zbpp.core.costs.times import Costs
@@ -57,6 +62,7 @@ class LayerCosts:
         loss: time of the loss, a part of the last layer's F; its backward, and its
             memory, are in b, m_b, m_w and the peaks of the last layer.
         limit: memory of a stage, as in `MemoryModel`.
+        memory_unit: as there.
         parameters: memory of the parameters, a part of m_fixed; so much, and as much of
             gradients, do replicas of a stage exchange.
         replica_bandwidth: bytes in a unit of time between replicas; None: bandwidth.
@@ -97,13 +103,15 @@ class LayerCosts:
     replica_bandwidth: float | None = None
     replica_delay: float = 0.0
     send_occupies: PerLayer = 0.0
+    memory_unit: str | None = None
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:
             raise RequestError(f"n_layers is {self.n_layers}; it must be at least 1")
+        check_memory_unit(self.memory_unit)
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None or field.name == "n_layers":
+            if value is None or field.name in ("n_layers", "memory_unit"):
                 continue
             if field.name == "limit":
                 check_numbers("memory_limit", value, most=MOST_LIMIT)
@@ -133,7 +141,8 @@ class LayerCosts:
             raise RequestError(
                 f"times are of {self.n_layers} layers, memories of {other.n_layers}"
             )
-        return replace(self, **{name: getattr(other, name) for name in _MEMORIES})
+        names = (*_MEMORIES, "memory_unit")
+        return replace(self, **{name: getattr(other, name) for name in names})
 
     def of(self, name: str) -> tuple[float, ...]:
         """One entry per layer; peaks that are not given follow from the rest."""
@@ -270,6 +279,7 @@ class LayerCosts:
             m_b=tuple(sum(left[i] for i in own) for own in chunks),
             m_w=tuple(sum(m_w[i] for i in own) for own in chunks),
             limit=self.limit,
+            memory_unit=self.memory_unit,
             m_fixed=tuple(sum(fixed[i] for i in own) for own in chunks),
             peak_f=tuple(_peak(own, in_f, left) for own in chunks),
             peak_b=tuple(_peak(own[::-1], in_b, change) for own in chunks),

@@ -28,6 +28,7 @@ from typing import assert_never
 from zbpp.core.costs.dealing import (
     MOST_LIMIT,
     PerChunk,
+    check_memory_unit,
     check_numbers,
     deal_limit,
     per_chunk,
@@ -57,6 +58,7 @@ class MemoryModel:
         peak_w: the same of W; None: 0.
         peak_bw: the same of BW; None: that of B, then W.
         peak_o: the same of an optimizer step, summed over the chunks of a stage.
+        memory_unit: "bytes", or None: any one unit, such as M_B.
         m_r: what F leaves of a chunk that is recomputed (`recomputed`); None: it
             cannot be.
 
@@ -74,8 +76,10 @@ class MemoryModel:
     peak_bw: PerChunk | None = None
     peak_o: PerChunk = 0.0
     m_r: PerChunk | None = None
+    memory_unit: str | None = None
 
     def __post_init__(self) -> None:
+        check_memory_unit(self.memory_unit)
         for name in ("m_b", "m_w", "m_fixed", "peak_o", *_PEAKS, "m_r"):
             value = getattr(self, name)
             if value is not None:

@@ -14,6 +14,7 @@ from zbpp.core.files.json_text import (
     object_of,
     read,
     refuse_unknown,
+    unit_of,
 )
 
 __all__ = ["parse_costs", "read_costs", "write_costs"]
@@ -26,6 +27,7 @@ _LATER_MEMORY_KEYS = (
 _ONE_NUMBER = ("loss", "reduction", "validation")
 _LATER_KEYS = (*_ONE_NUMBER, "splits", "all_gather", "reduce_scatter", "send_occupies")
 """Written only where they say something."""
+_UNIT_KEY = "memory_unit"
 _DEFAULTS, _NO_LIMIT = Costs(), MemoryModel()
 
 
@@ -44,6 +46,8 @@ def write_costs(costs: Costs, memory: MemoryModel, path: str | Path) -> None:
         value = getattr(memory, key)
         if value != getattr(_NO_LIMIT, key):
             data[key] = value
+    if memory.memory_unit is not None:
+        data[_UNIT_KEY] = memory.memory_unit
     Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
 
 
@@ -83,7 +87,8 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     m_r           memory that F leaves of a chunk that is recomputed       none is
     ============  =======================================================  =======
 
-    Memories have any unit, or are texts such as "40GiB", in bytes. The model is drawn
+    Memories have any one unit, or are texts such as "40GiB", in bytes, or numbers of
+    them: then ``memory_unit`` is "bytes". The model is drawn
     in `zbpp.core.costs.memory_model`.
 
     Raises:
@@ -91,11 +96,13 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     """
     data = object_of(text, source)
     memory_keys = {**_MEMORY_KEYS, **{key: key for key in _LATER_MEMORY_KEYS}}
-    refuse_unknown(source, data, (*_TIME_KEYS, *memory_keys, *_LATER_KEYS))
+    refuse_unknown(source, data, (*_TIME_KEYS, *memory_keys, *_LATER_KEYS, _UNIT_KEY))
+    unit = data.get(_UNIT_KEY)
     values: dict[str, Any] = {
         key: (memories if key in memory_keys else numbers)(source, key, value)
         for key, value in data.items()
-        if key != "splits" and not (key == "memory_limit" and value is None)
+        if key not in ("splits", _UNIT_KEY)
+        and not (key == "memory_limit" and value is None)
     }
     for key in _ONE_NUMBER:
         if isinstance(values.get(key), tuple):
@@ -110,7 +117,8 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
                 field: values[key]
                 for key, field in memory_keys.items()
                 if key in values
-            }
+            },
+            memory_unit=unit_of(unit, values, set(memory_keys) - {"memory_limit"}),
         )
     except RequestError as error:
         fail(source, str(error))

@@ -15,6 +15,7 @@ from zbpp.core.files.json_text import (
     object_of,
     read,
     refuse_unknown,
+    unit_of,
 )
 
 __all__ = ["is_layers_file", "parse_layers", "read_layers", "write_layers"]
@@ -27,6 +28,7 @@ _MEMORIES = {
     *("m_b", "m_w", "m_fixed", "m_r", "message", "memory_limit", "parameters"),
     *("peak_f", "peak_b", "peak_w", "peak_o", "peak_r"),
 }
+_OWN_MEMORIES = _MEMORIES - {"memory_limit", "message"}
 _ONE_NUMBER = (
     *("loss", "pass_f", "pass_b", "pass_w", "reduction", "validation"),
     *("replica_bandwidth", "replica_delay"),
@@ -77,7 +79,7 @@ def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
     values: dict[str, Any] = {
         _FIELD_OF[key]: (memories if key in _MEMORIES else numbers)(source, key, value)
         for key, value in data.items()
-        if value is not None and key != "n_layers"
+        if value is not None and key not in ("n_layers", "memory_unit")
     }
     for key in _ONE_NUMBER:
         if isinstance(values.get(key), tuple):
@@ -90,6 +92,10 @@ def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
             fail(source, "n_layers is missing, and there is no list to tell it by")
         n_layers = max(lists)
     try:
-        return LayerCosts(n_layers=n_layers, **values)
+        return LayerCosts(
+            n_layers=n_layers,
+            memory_unit=unit_of(data.get("memory_unit"), values, _OWN_MEMORIES),
+            **values,
+        )
     except RequestError as error:
         fail(source, str(error))

@@ -1,0 +1,74 @@
+"""A limit in bytes goes with memories in bytes; nothing is guessed in silence."""
+
+import json
+
+import pytest
+
+from zbpp.core import (
+    MemoryModel,
+    RequestError,
+    parse_costs,
+    parse_layers,
+    parse_memory,
+    write_costs,
+    write_layers,
+)
+from zbpp.core.costs.limits import check_unit, with_limit
+
+LIMIT = parse_memory("16GiB")
+SMALL = {"m_b": 20000, "m_w": 8000}
+"""Bytes of a tiny model, or megabytes of a large one."""
+
+
+def costs(**data: object) -> MemoryModel:
+    return parse_costs(json.dumps(data))[1]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {**SMALL, "memory_unit": "bytes"},
+        {"m_b": "20kB", "m_w": 8000},
+        {"m_b": 2**21, "m_w": 1},  # as files before the key
+    ],
+)
+def test_memories_in_bytes_take_a_limit_in_bytes(said: dict[str, object]) -> None:
+    assert with_limit(costs(**said), LIMIT).limit == 2.0**34
+    layers = parse_layers(json.dumps({"n_layers": 2, **said}))
+    assert with_limit(layers, LIMIT).limit == 2.0**34
+
+
+def test_a_limit_in_bytes_is_refused_where_the_unit_is_not_known() -> None:
+    for held in (costs(**SMALL), parse_layers(json.dumps({"n_layers": 2, **SMALL}))):
+        with pytest.raises(RequestError, match='add "memory_unit": "bytes" to the'):
+            with_limit(held, LIMIT)
+        assert with_limit(held, 2.0**34).limit == 2.0**34, "a number has their unit"
+    own = costs(**SMALL, memory_limit="16GiB")
+    with pytest.raises(RequestError, match=r"memory_limit is 16\.0 GiB, but nothing"):
+        with_limit(own, None)
+    assert with_limit(costs(**SMALL, memory_limit=1e30), None).limit == 1e30
+
+
+def test_a_number_beyond_any_use_is_taken_for_bytes_and_refused() -> None:
+    with pytest.raises(RequestError, match="largest is 1;"):
+        check_unit(MemoryModel(limit=2.0**34))
+    check_unit(MemoryModel(limit=2.0**34, m_b=2.0**18))  # the control: kilobytes
+
+
+def test_the_unit_is_written_and_read(tmp_path) -> None:
+    told, untold = costs(**SMALL, memory_unit="bytes"), costs(**SMALL)
+    for memory in (told, untold):
+        write_costs(parse_costs("{}")[0], memory, tmp_path / "costs.json")
+        text = (tmp_path / "costs.json").read_text()
+        assert parse_costs(text)[1] == memory
+        assert ("memory_unit" in text) == (memory is told)
+    layers = parse_layers(json.dumps({"n_layers": 2, "m_b": "1GiB"}))
+    write_layers(layers, tmp_path / "layers.json")
+    assert parse_layers((tmp_path / "layers.json").read_text()) == layers
+    for parse in (parse_costs, parse_layers):
+        with pytest.raises(RequestError, match="memory_unit is 'GB'; write 'bytes'"):
+            parse(
+                '{"n_layers": 2, "memory_unit": "GB"}'.replace(
+                    '"n_layers": 2, ' if parse is parse_costs else "\0", ""
+                )
+            )
