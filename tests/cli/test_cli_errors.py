@@ -158,7 +158,7 @@ def test_a_closed_output_is_no_error():
 def test_a_reader_that_has_left_before_anything_is_printed_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "zbpp", "show", *ZBH1]
+    command = [sys.executable, "-m", "zbpp", "compare", *SIZES]
     with os.fdopen(writing) as pipe:
         done = subprocess.run(
             command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=200
