@@ -1,6 +1,7 @@
 """The zbpp command where something is wrong or missing, and its exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -151,6 +152,17 @@ def test_a_closed_output_is_no_error():
     words = [sys.executable, "-m", "zbpp", "show", *ZBH1]
     command = ["bash", "-c", '"$@" >&-', "bash", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_has_left_before_anything_is_printed_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "zbpp", "compare", *SIZES]
+    with os.fdopen(writing) as pipe:
+        done = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=200
+        )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -137,13 +137,16 @@ def run_script(path: Path, *arguments: str) -> None:
         sys.argv = before
 
 
-def shown_lines(page: Page) -> Iterator[tuple[list[str], list[str]]]:
-    """Commands whose output is shown, and the lines that are shown of it."""
+def shown_lines(
+    page: Page, program: str = "zbpp"
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Commands of a program whose output is shown, and the lines shown of it."""
     for block in page.blocks("text"):
         first, *lines = block.text.splitlines()
-        program, *words = shlex.split(first.removeprefix("$ "))
-        assert first.startswith("$ ") and program == "zbpp", first
-        yield words, lines
+        ran, *words = shlex.split(first.removeprefix("$ "))
+        assert first.startswith("$ ") and ran in ("zbpp", "python"), first
+        if ran == program:
+            yield words, lines
 
 
 def parse_data(page: Page) -> int:

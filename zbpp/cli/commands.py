@@ -184,7 +184,7 @@ def _parse(words: Sequence[str]) -> Any:
     if name in ("-h", "--help"):
         short = ", ".join(f"{short} is {flag}" for short, flag in SHORT.items())
         tyro.extras.subcommand_cli_from_dict(
-            _COMMANDS,
+            {**_COMMANDS},
             prog="zbpp",
             description="Plan, simulate and run zero-bubble pipeline schedules. "
             f"In all commands {short}; a mode or a schedule file may stand bare.",

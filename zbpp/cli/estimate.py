@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from zbpp.cli.flags import shown_as
-from zbpp.cli.outputs import check_outputs
+from zbpp.cli.outputs import Terminal, check_outputs
 from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import (
     Costs,
@@ -277,7 +276,7 @@ def _print(found: "Estimate", limit: float | None, largest: dict[str, int]) -> N
             name = mode if index == 0 else ""
             table.add_row(name, str(index), *cells, f"{stage.peak / size:.2f}{fits}")
         table.add_section()
-    Console(highlight=False, width=120).print(table)
+    Terminal(highlight=False, width=120).print(table)
     for mode, reason in found.refused.items():
         print(f"{mode}: {reason}")
     how = f"compiled {found.compiled}" if found.compiled else "no compiler"

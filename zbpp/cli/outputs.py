@@ -1,12 +1,22 @@
-"""The files that a command writes: checked before it computes, written at its end."""
+"""What a command writes: files, checked before it computes anything, and tables."""
 
 import os
 from pathlib import Path
 
+from rich.console import Console
+
 from zbpp.core import RequestError
 from zbpp.simulator.plot import picture_suffix
 
-__all__ = ["check_outputs", "check_picture", "write_text"]
+__all__ = ["Terminal", "check_outputs", "check_picture", "write_text"]
+
+
+class Terminal(Console):
+    """Prints tables."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave the error to `main`: a reader that has seen enough is none."""
+        raise
 
 
 def check_outputs(**paths: Path | None) -> None:

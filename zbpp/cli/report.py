@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-from rich.console import Console
 from rich.table import Table
 
+from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
 from zbpp.core import (
     Collective,
@@ -201,8 +201,8 @@ def _comparison_table(
     return table
 
 
-def _console() -> Console:
-    return Console(width=_terminal_width(), highlight=False)
+def _console() -> Terminal:
+    return Terminal(width=_terminal_width(), highlight=False)
 
 
 def _terminal_width() -> int:

@@ -9,9 +9,9 @@ loss, and runs one forward.
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from zbpp.cli.outputs import Terminal
 from zbpp.cli.user_model import UserModel, call_builder, load_model
 from zbpp.core import RequestError
 from zbpp.training.options import HF
@@ -130,5 +130,5 @@ def print_split(name: str, *, compile: bool = False) -> None:
     table = Table("parameter", "shape", "gradient computed in")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    Terminal(highlight=False).print(table)
     print(summary)

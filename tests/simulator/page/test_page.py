@@ -200,11 +200,12 @@ def test_a_page_needs_nothing_else():
     assert "zbpp plot ZBV --out &#x27;x y.html&#x27;" in text
 
 
-def test_names_cannot_break_out_of_the_page():
-    evil = "</script><b>&"
+@pytest.mark.parametrize("evil", ["</script><b>&", "<!--<script>", "a<!--b-->"])
+def test_names_cannot_break_out_of_the_page(evil):
     text = page_text([replace(entry_of("1F1B"), name=evil, group=evil)], title=evil)
     before, _, after = re.split(r"(<script .*?</script>)", text, maxsplit=1)
-    assert text.count("</script>") == 2 and "<b>" not in before + after
+    assert text.count("</script>") == 2 and text.count("<script") == 2
+    assert "<!--" not in text and "<b>" not in before + after
     (panel,) = page_data(text)["panels"]
     assert panel["name"] == evil
     with pytest.raises(RequestError, match="holds no page"):

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from zbpp.cli.outputs import Terminal
 from zbpp.cli.pictures.several import paths_in
 from zbpp.core import Check, Costs, MemoryModel, Pass, RequestError, Schedule, Timeline
 from zbpp.core.timeline import extent
@@ -152,7 +152,7 @@ def print_runs(runs: Sequence[Run]) -> None:
                 for name, form in _FIGURES.items()
             ),
         )
-    Console(highlight=False).print(table)
+    Terminal(highlight=False).print(table)
 
 
 def _both(data: dict[str, Any], name: str, form: str) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from zbpp.cli.flags import CommonFlags, shown_as
+from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
 from zbpp.cli.user_model import load_model
 from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs
@@ -77,7 +77,7 @@ class MeshFlags(CommonFlags):
             print(json.dumps({"best": best.name, "meshes": [_data(m) for m in found]}))
             return
         title = f"{self.devices} devices, {n_microbatches} micro-batches, shard "
-        Console(highlight=False).print(_table(found, best, f"{title}{self.shard}"))
+        Terminal(highlight=False).print(_table(found, best, f"{title}{self.shard}"))
         for one in found:
             if one.plan is None:
                 print(f"{one.name}: {one.reason}")
