@@ -136,3 +136,25 @@ def test_outputs_come_in_the_order_of_the_batch_and_only_if_asked_for(mode):
         assert pipeline.step(inputs, targets).outputs is None
         held = [one.stage.outputs for one in pipeline._executors.values()]
         assert held == [None, None]
+
+
+def in_two_processes(mode: str) -> list[tuple[float, dict[str, float], object]]:
+    """Loss, metrics and outputs of each step; run in a worker."""
+    given = {"optimizer": adamw, "n_microbatches": M, "schedule": mode}
+    pipeline = zbpp.Pipeline(layers(), loss_fn=with_metrics, **given)
+    results = [pipeline.step(*batch(i), return_outputs=i == 1) for i in range(STEPS)]
+    found = [(r.loss, r.metrics, r.outputs) for r in results]
+    pipeline.close()
+    return found
+
+
+@pytest.mark.dist
+def test_all_processes_know_the_metrics_and_the_last_one_the_outputs(pool):
+    with pipeline_of(with_metrics, "ZBH1") as pipeline:
+        here = [pipeline.step(*batch(i), return_outputs=i == 1) for i in range(STEPS)]
+        expected = [(r.loss, r.metrics) for r in here]
+    first, last = pool.run(in_two_processes, 2, "ZBH1")
+    assert [row[:2] for row in first] == [row[:2] for row in last] == expected
+    assert [row[2] for row in first] == [None] * STEPS
+    assert last[0][2] is last[2][2] is None
+    assert torch.equal(last[1][2], here[1].outputs)

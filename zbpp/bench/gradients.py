@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zbpp.bench.contender import gather
 from zbpp.bench.micro import StepBatch
+from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.support.pytree import map_tensors
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ def plain_gradients(
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             for layer in layers:
                 value = layer(value)
-            loss = loaded.loss_fn(value, here(targets)) if loaded.loss_fn else value
-        (loss / len(batch.inputs)).backward()
+            if loaded.loss_fn is not None:
+                value = loss_alone(loaded.loss_fn)(value, here(targets))
+        (value / len(batch.inputs)).backward()
     return noted(
         {
             name: p.grad

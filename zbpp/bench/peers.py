@@ -24,6 +24,7 @@ from zbpp.bench.request import costs_of
 from zbpp.bench.sleeping import sleeping_chunks, sleeping_loss
 from zbpp.core import Placement, RequestError
 from zbpp.emulation.run import sleeping_optimizer
+from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.ties.find import find_ties
@@ -163,7 +164,8 @@ def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
     else:
         loaded = field.model()
         chunks = _chunks(contender, loaded, placement, field)
-        loss, targets = loaded.loss_fn or own_loss, field.batch.targets
+        loss = loss_alone(loaded.loss_fn or own_loss)
+        targets = field.batch.targets
         learn_structures(chunks, placement, inputs[0], field.device)
     last = chunks.get(placement.n_chunks - 1)
     times = PeerTimes(field.device, dist.get_rank())

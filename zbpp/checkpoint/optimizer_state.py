@@ -25,16 +25,21 @@ _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Options about the way to compute: those of the present run stay."""
 
 
-def optimizer_state(owned: Owned, *, saved: bool = False) -> dict[str, list[Any]]:
+def optimizer_state(
+    owned: Owned, *, saved: bool = False, trainable_only: bool = False
+) -> dict[str, list[Any]]:
     """State and options of every parameter that an optimizer steps.
 
     Args:
         owned: layers and optimizers.
         saved: leave out what another stage saves.
+        trainable_only: leave out frozen parameters.
     """
     found: dict[str, list[Any]] = {}
     for optimizer, group, p in _stepped(owned):
         slot = owned.name_of(p)
+        if trainable_only and not p.requires_grad:
+            continue
         if (slot.saves or not saved) and not slot.is_copy:
             found.setdefault(slot.name, []).append(
                 {
@@ -47,9 +52,19 @@ def optimizer_state(owned: Owned, *, saved: bool = False) -> dict[str, list[Any]
 
 
 def check_optimizers(
-    owned: Owned, entries: Entries, aliases: Mapping[str, str]
+    owned: Owned,
+    entries: Entries,
+    aliases: Mapping[str, str],
+    *,
+    trainable_only: bool = False,
 ) -> tuple[set[str], list[str]]:
     """Compare a state with the optimizers.
+
+    Args:
+        owned: layers and optimizers.
+        entries: of the state.
+        aliases: other names of tied tensors.
+        trainable_only: frozen parameters need not be in it.
 
     Returns:
         Names in the state that were used, and words about what does not fit.
@@ -61,6 +76,8 @@ def check_optimizers(
         for p in group["params"]:
             name = owned.name_of(p).name
             given = find.of(optimizer, p)
+            if given is None and trainable_only and not p.requires_grad:
+                continue
             if given is None:
                 wrong.append(f"the optimizer's state of {name} is missing")
                 continue
@@ -88,7 +105,8 @@ def load_optimizers(owned: Owned, entries: Entries, aliases: Mapping[str, str]) 
     for optimizer, group in _groups(owned):
         for p in group["params"]:
             given = find.of(optimizer, p)
-            assert given is not None
+            if given is None:  # frozen, and not saved
+                continue
             state = {k: _placed(v, p, group) for k, v in given["state"].items()}
             if state:
                 optimizer.state[p] = state

@@ -43,6 +43,11 @@ class Slot:
     set_extra: Callable[[Any], None] | None = None
     is_copy: bool = False
 
+    @property
+    def is_trainable(self) -> bool:
+        """True for a parameter that is not frozen."""
+        return isinstance(self.value, Tensor) and self.value.requires_grad
+
 
 class Owned:
     """The modules and optimizers of one process.
@@ -147,7 +152,11 @@ def model_state(owned: Owned) -> dict[str, Any]:
 
 
 def check_model(
-    owned: Owned, model: Mapping[str, Any], aliases: Mapping[str, str]
+    owned: Owned,
+    model: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    *,
+    trainable_only: bool = False,
 ) -> tuple[set[str], list[str]]:
     """Compare a state with the model.
 
@@ -155,6 +164,7 @@ def check_model(
         owned: to be loaded.
         model: a state, by own names, for these layers or for more.
         aliases: other names of tied tensors.
+        trainable_only: nothing else needs to be in the state.
 
     Returns:
         Names in the state that were used, and words about what does not fit.
@@ -162,6 +172,8 @@ def check_model(
     used, wrong = set[str](), list[str]()
     for slot in owned.slots:
         found = _given(slot, model, aliases)
+        if found is None and trainable_only and not slot.is_trainable:
+            continue
         if found is None:
             wrong.append(f"{slot.own} is missing")
             continue
@@ -196,7 +208,8 @@ def load_model(
     with torch.no_grad():
         for slot in owned.slots:
             found = _given(slot, model, aliases)
-            assert found is not None
+            if found is None:  # frozen, and not saved
+                continue
             if slot.set_extra is not None:
                 slot.set_extra(model[min(found)])
             else:

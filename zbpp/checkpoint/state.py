@@ -42,6 +42,7 @@ __all__ = [
 
 State = dict[str, Any]
 _MODEL, _OPTIMIZER = "model", "optimizer"
+_TRAINABLE_ONLY = "trainable_only"
 _SHOWN = 8  # misfits that an error tells
 
 
@@ -65,10 +66,12 @@ def take_snapshot(
     step: int,
     extra: Mapping[str, Any],
     saves: bool = True,
+    trainable_only: bool = False,
 ) -> Snapshot:
     """Collect what this process saves: each tensor once among all, and whole.
 
     Those that hold parts of the same tensors must all call; one of them ``saves``.
+    ``trainable_only`` leaves out frozen parameters and all buffers.
 
     Raises:
         RequestError: a part of the state is nothing that a checkpoint can hold.
@@ -83,7 +86,7 @@ def take_snapshot(
 
     for slot in owned.slots:
         where = f"{_MODEL}/{slot.name}"
-        if not slot.saves:
+        if not slot.saves or (trainable_only and not slot.is_trainable):
             continue
         if isinstance(slot.value, Tensor):
             put(where, slot.value.detach())
@@ -91,7 +94,9 @@ def take_snapshot(
             values["extra_states"][slot.name] = encode(slot.value, where, put)
     values[_OPTIMIZER] = {
         name: encode(entries, f"{_OPTIMIZER}/{name}", put)
-        for name, entries in optimizer_state(owned, saved=True).items()
+        for name, entries in optimizer_state(
+            owned, saved=True, trainable_only=trainable_only
+        ).items()
     }
     values["schedulers"] = [
         encode(one, f"schedulers/{'+'.join(one['groups'][0][:1])}/{one['place']}", put)
@@ -101,7 +106,9 @@ def take_snapshot(
         values = {}
     values["run"] = encode(dict(run), "run", put)
     values["extra"] = encode(dict(extra), "extra", put)
-    return Snapshot(step, tensors, values, owned.aliases() if saves else {}, about)
+    aliases = owned.aliases() if saves else {}
+    about = {**about, _TRAINABLE_ONLY: trainable_only}
+    return Snapshot(step, tensors, values, aliases, about)
 
 
 def read_state(
@@ -156,6 +163,7 @@ def read_state(
         "step": manifest.step,
         _MODEL: {name: tensors[key] for name, key in held.items()},
         "aliases": dict(aliases),
+        _TRAINABLE_ONLY: bool(manifest.run.get(_TRAINABLE_ONLY)),
     }
     state[_MODEL] |= found.pop("extra_states")
     return state | found
@@ -214,11 +222,16 @@ def check_state(owned: Owned, state: State, *, model_only: bool = False) -> Chec
             "pipeline.state_dict() returns"
         )
     checked = Checked()
-    checked.used[_MODEL], checked.wrong = check_model(owned, state[_MODEL], aliases)
+    trainable_only = bool(state.get(_TRAINABLE_ONLY))
+    checked.used[_MODEL], checked.wrong = check_model(
+        owned, state[_MODEL], aliases, trainable_only=trainable_only
+    )
     if model_only:
         return checked
     entries = state.get(_OPTIMIZER, {})
-    checked.used[_OPTIMIZER], wrong = check_optimizers(owned, entries, aliases)
+    checked.used[_OPTIMIZER], wrong = check_optimizers(
+        owned, entries, aliases, trainable_only=trainable_only
+    )
     checked.schedulers, its = fit_schedulers(owned, state.get("schedulers", []))
     checked.wrong += wrong + its
     return checked

@@ -285,7 +285,7 @@ def tensors_of(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _watched_loss(loss_fn: LossFn, recorder: Recorder) -> LossFn:
-    def loss(*args: Any) -> Tensor:
+    def loss(*args: Any) -> Any:
         value = loss_fn(*args)
         recorder.tail()
         return value

@@ -265,7 +265,8 @@ class Plan:
             device: of the hidden state.
         """
         self._last = None  # to run once more, and be followed
-        with FollowsMadeUp(self.frame.site) as followed:
+        followed = FollowsMadeUp(self.frame.site)
+        with followed:
             calls = self.calls(batch, device).calls
         return followed.is_needed or followed.follows(calls)
 

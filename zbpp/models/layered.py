@@ -5,16 +5,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zbpp.runtime.chunk import OwnName, layer_name
 from zbpp.runtime.microbatches import CutBatch, Weigh
 from zbpp.runtime.stage import LossFn
 from zbpp.runtime.ties.plan import Tie
 
 __all__ = ["Layered", "Tie", "layer_name"]
-
-
-def layer_name(layer: int, name: str) -> str:
-    """Name of a parameter or buffer where the model has no name of its own for it."""
-    return f"layers.{layer}.{name}"
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Layered:
 
     n_layers: int
     build: Callable[[range], Sequence[nn.Module]]
-    own_name: Callable[[int, str], str] = layer_name
+    own_name: OwnName = layer_name
     ties: tuple[Tie, ...] = ()
     buffers: tuple[Tie, ...] = ()
     loss_fn: LossFn | None = None

@@ -230,7 +230,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
         placement = self.schedule.placement
         self.split = partition_layers(self.n_layers, placement.n_chunks, chosen.split)
         shared = check_ties({*self.layered.ties, *(ties or ())}, self.n_layers)
-        self._ties = TiePlan(shared, self.split, placement)
+        own_name = self.layered.own_name
+        self._ties = TiePlan(shared, self.split, placement, own_name)
         self._programs = lower(self.schedule, ties=self._ties.chunks)
         transports = make_transports(
             *(self._programs, place, self.device),
@@ -249,6 +250,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports):
             model_to_build(model, self.layered),
             *(self._ties, transports, options, place),
             timeout_s=timeout_s,
+            own_name=own_name,
             knows_ties=ties is not None or self.layered.build is not model,
         )
         given = (self.schedule, self._executors, place, shard, self._ties.chunks)

@@ -126,6 +126,7 @@ class Checkpoints:
         keep: int | None = None,
         extra: Mapping[str, Any] | None = None,
         wait: bool = False,
+        trainable_only: bool = False,
     ) -> None:
         """Save a checkpoint while the run goes on (every rank must call).
 
@@ -140,6 +141,9 @@ class Checkpoints:
             extra: numbers, texts, tensors and containers of them, which `load` returns:
                 the place in the data, for instance. Rank 0's counts.
             wait: return when it is on the disk.
+            trainable_only: leave out frozen parameters, their optimizer state, and all
+                buffers: such a checkpoint, of a LoRA for instance, is loaded onto a
+                model that has them already.
 
         Raises:
             CheckpointError: the folder cannot be written; with ``wait``, or it failed.
@@ -155,6 +159,7 @@ class Checkpoints:
                     step=self._n_steps,
                     extra=extra or {},
                     saves=self.place.peers.row == 0,
+                    trainable_only=trainable_only,
                 )
             except RequestError as error:
                 snapshot = str(error)

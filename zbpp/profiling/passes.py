@@ -14,9 +14,10 @@ layers and the chunk would be a small one of large numbers, which noise can turn
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zbpp.profiling.capture import Given, begin, fresh, stage_like
 from zbpp.profiling.stopwatch import Stopwatch
@@ -182,7 +183,7 @@ class PassTiming:
         given = self._given.of_chunk.get(index)
         self._whole.forward(index, 0, None if given is None else fresh(given))
 
-    def _timed_loss(self, *args: object) -> Tensor:
+    def _timed_loss(self, *args: object) -> Any:
         return self._watch.time(
             ("loss", "layer", self._last["layer"]), self._options.loss_fn, *args
         )

@@ -6,7 +6,17 @@ from functools import cached_property
 
 from torch import nn
 
-__all__ = ["Chunk"]
+from zbpp.runtime.error_notes import note_layer
+
+__all__ = ["Chunk", "OwnName", "layer_name"]
+
+OwnName = Callable[[int, str], str]
+"""From a layer's index and a name in it to the model's own name."""
+
+
+def layer_name(layer: int, name: str) -> str:
+    """Name of a parameter or buffer where the model has no name of its own for it."""
+    return f"layers.{layer}.{name}"
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,7 @@ class Chunk:
         shards: of leaves that are gathered for the forwards, the parameter with this
             process's part, which is stepped.
         widen: adds gradients of fewer bits to their sums; None: all have those of sums.
+        own_name: gives parameters the names that users see.
     """
 
     index: int
@@ -35,6 +46,7 @@ class Chunk:
     whole: Callable[[object], object] | None = None
     shards: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     widen: Callable[[], None] | None = None
+    own_name: OwnName = layer_name
 
     def leaves_once(self) -> Iterator[nn.Parameter]:
         """Every leaf of the forwards' graphs, once."""
@@ -45,21 +57,27 @@ class Chunk:
         return iter(dict.fromkeys(p for *_, p in self.all_stepped()))
 
     def all_stepped(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, global name and parameter, as the optimizer has it."""
+        """Layer, the model's own name and parameter, as the optimizer has it."""
         for index, name, leaf in self.all_leaves():
             yield index, name, self.shards.get(leaf, leaf)
 
     def all_leaves(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, global name and parameter, as the forwards use it."""
+        """Layer, the model's own name and parameter, as the forwards use it."""
         for index, _ in self.numbered():
             yield from ((index, *pair) for pair in self.named_leaves(index))
 
     def named_leaves(self, index: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """Global names and parameters of a layer, as its forwards use them."""
+        """The model's own names and parameters of a layer, as its forwards use them."""
         instead = {**self._gathered, **self.leaves.get(index, {})}
         layer = self.layers[index - self.first]
-        for name, p in layer.named_parameters(prefix=f"layers.{index}"):
-            yield name, instead.get(p, p)
+        for name, p in layer.named_parameters():
+            yield self.own_name(index, name), instead.get(p, p)
+
+    def name_of(self, index: int, path: str = "") -> str:
+        """The model's own name of a layer, or of a module in it."""
+        name = self.own_name(index, f"{path}.").rstrip(".")
+        is_unnamed = not name or name.isdigit()
+        return f"layers.{index}" if is_unnamed else name
 
     def numbered(self) -> Iterator[tuple[int, nn.Module]]:
         """Global index and layer."""
@@ -98,5 +116,10 @@ class Chunk:
         for index in own:
             if before is not None:
                 before(index)
-            value = (instead.get(index) or self.call(index))(value)
+            try:
+                value = (instead.get(index) or self.call(index))(value)
+            except Exception as error:
+                layer = self.layers[index - self.first]
+                note_layer(error, index, layer, value, self.name_of)
+                raise
         return value

@@ -27,6 +27,7 @@ from zbpp.core import (
     Collective,
     CollectiveKind,
     Job,
+    Pass,
     Program,
     Reduce,
     Step,
@@ -34,6 +35,7 @@ from zbpp.core import (
 from zbpp.runtime.bound import BoundProgram, Call, StageParts
 from zbpp.runtime.comm.private_group import is_broken
 from zbpp.runtime.comm.transport import Opening, Transport
+from zbpp.runtime.error_notes import note_pass
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.stage import Stage
@@ -159,6 +161,10 @@ class Executor(StageParts):
                     lost = self.transport.lost_peer(str(instruction), error)
                     raise lost from error
                 error.add_note(f"in {instruction}")
+                if isinstance(instruction, Pass):
+                    chunk = self.stage.chunks[instruction.chunk]
+                    layers = list(chunk.numbered())
+                    note_pass(error, instruction, layers, chunk.name_of)
                 raise
 
     def _replay_forwards(self, job: Check, bound: BoundProgram) -> Iterator[None]:

@@ -12,7 +12,7 @@ from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.streams import sent_ahead
 from zbpp.runtime.uploads import Uploads
 
-__all__ = ["Loss", "LossFn", "Metrics", "names_text"]
+__all__ = ["Loss", "LossFn", "Metrics", "loss_alone", "names_text"]
 
 Metrics = Mapping[str, Tensor | float]
 """Scalars of one micro-batch by name, averaged as the loss is."""
@@ -80,11 +80,12 @@ class Loss:
             RequestError: it is no scalar tensor.
         """
         assert self.targets is not None
+        loss: object
         if not self.counts(microbatch):
             loss = _nothing(outputs, self._device)
         else:
             loss = self._loss_fn(outputs, self.take(microbatch))
-            if isinstance(loss, tuple) and len(loss) == 2:
+            if type(loss) is tuple and len(loss) == 2:
                 loss, metrics = loss
                 self.metrics[microbatch] = _numbers(metrics)
             self._check_names(self.metrics.get(microbatch, {}))
@@ -166,9 +167,23 @@ class Loss:
         if not any(isinstance(value, Tensor) for value in values):
             numbers = torch.tensor(values, dtype=torch.float64)
             return sent_ahead(numbers, self._device)
-        return torch.stack(
-            [torch.as_tensor(x).double().to(self._device) for x in values]
-        )
+        return torch.stack([self._there(value) for value in values])
+
+    def _there(self, value: Tensor | float) -> Tensor:
+        """A scalar on the device, without a wait for it."""
+        if isinstance(value, Tensor) and value.device.type == self._device.type:
+            return value.double()
+        return sent_ahead(torch.as_tensor(value).double(), self._device)
+
+
+def loss_alone(loss_fn: LossFn) -> Callable[..., Tensor]:
+    """The same loss without metrics."""
+
+    def loss(outputs: object, targets: object) -> Tensor:
+        returned = loss_fn(outputs, targets)
+        return returned[0] if isinstance(returned, tuple) else returned
+
+    return loss
 
 
 def names_text(names: Iterable[str]) -> str:

@@ -1,11 +1,12 @@
 """Deal the layers of a model to chunks, and build only those that are needed here."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.chunk import Chunk, OwnName, layer_name
 from zbpp.runtime.ties.find import BuilderWatch, refuse_sharing
 
 __all__ = ["Model", "build_chunks", "count_layers", "partition_layers"]
@@ -78,6 +79,7 @@ def build_chunks(
     held: Sequence[int],
     *,
     knows_ties: bool = False,
+    own_name: OwnName = layer_name,
 ) -> list[Chunk]:
     """Make the chunks of one stage.
 
@@ -86,25 +88,29 @@ def build_chunks(
         ranges: layers of each chunk.
         held: the chunks of this process.
         knows_ties: the caller has said which parameters layers share.
+        own_name: of the model's parameters.
 
     Raises:
         RequestError: a builder returns a wrong number of layers, or layers of
             different chunks share a parameter that nobody has named.
     """
+    chunk_of = partial(_chunk, own_name=own_name)
     if isinstance(model, _LAYERS):
-        return [_chunk(i, ranges[i], [model[n] for n in ranges[i]]) for i in held]
+        return [chunk_of(i, ranges[i], [model[n] for n in ranges[i]]) for i in held]
     if knows_ties:
-        return [_chunk(i, ranges[i], model(ranges[i])) for i in held]
+        return [chunk_of(i, ranges[i], model(ranges[i])) for i in held]
     watch = BuilderWatch(model)
-    chunks = [_chunk(i, ranges[i], watch.layers(ranges[i])) for i in held]
+    chunks = [chunk_of(i, ranges[i], watch.layers(ranges[i])) for i in held]
     refuse_sharing((c.index, *one) for c in chunks for one in c.numbered())
     watch.check(ranges)
     return chunks
 
 
-def _chunk(index: int, layers: range, built: Sequence[nn.Module]) -> Chunk:
+def _chunk(
+    index: int, layers: range, built: Sequence[nn.Module], *, own_name: OwnName
+) -> Chunk:
     if len(built) != len(layers):
         raise RequestError(
             f"the builder made {len(built)} layers for {layers}, not {len(layers)}"
         )
-    return Chunk(index, layers.start, tuple(built))
+    return Chunk(index, layers.start, tuple(built), own_name=own_name)

@@ -116,7 +116,7 @@ def recomputed_of(
         device: where they run.
     """
     return {
-        index: Recomputed(layer, f"layers.{index}", device, chunk.call(index))
+        index: Recomputed(layer, chunk.name_of(index), device, chunk.call(index))
         for chunk in chunks
         for index, layer in chunk.numbered()
         if index in layers

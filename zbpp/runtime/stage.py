@@ -76,8 +76,9 @@ class Stage:
         ties: StageTies | None = None,
     ) -> None:
         self.chunks: Mapping[int, Chunk] = {chunk.index: chunk for chunk in chunks}
-        for index, layer in self.numbered():
-            check_module(layer, f"layers.{index}", on_mesh=True)
+        for chunk in chunks:
+            for index, layer in chunk.numbered():
+                check_module(layer, chunk.name_of(index), on_mesh=True)
         self._last = n_chunks - 1
         self._uploads, targets = uploads_to(device)
         self.loss = Loss(loss_fn, device, targets)
@@ -109,11 +110,11 @@ class Stage:
         return chain.from_iterable(chunk.numbered() for chunk in self.chunks.values())
 
     def named_leaves(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, global name and parameter, as the forwards use it."""
+        """Layer, the model's own name and parameter, as the forwards use it."""
         return chain.from_iterable(chunk.all_leaves() for chunk in self.chunks.values())
 
     def named_stepped(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Layer, global name and parameter, as the optimizer has it."""
+        """Layer, the model's own name and parameter, as the optimizer has it."""
         return chain.from_iterable(c.all_stepped() for c in self.chunks.values())
 
     @property

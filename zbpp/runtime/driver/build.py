@@ -8,6 +8,7 @@ import torch
 
 from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Value, What
 from zbpp.core.collectives.sharding import Shard
+from zbpp.runtime.chunk import OwnName, layer_name
 from zbpp.runtime.comm.distributed import DistributedTransport
 from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport
 from zbpp.runtime.compiled.layers import Compiling
@@ -97,6 +98,7 @@ def build_executors(
     *,
     knows_ties: bool = False,
     timeout_s: float = 60.0,
+    own_name: OwnName = layer_name,
 ) -> dict[int, Executor]:
     """Build the layers, the optimizer and the executor of each local stage.
 
@@ -108,13 +110,14 @@ def build_executors(
         place: of this process.
         knows_ties: the plan's ties are all, so a builder is not watched for more.
         timeout_s: for collectives of replicas.
+        own_name: of the model's parameters.
 
     Raises:
         RequestError: the builder or the sharing of parameters is wrong.
     """
     placement, ranges = plan.placement, plan.ranges
     held = [chunk for stage in transports for chunk in placement.chunks_of[stage]]
-    built = build_chunks(model, ranges, held, knows_ties=knows_ties)
+    built = build_chunks(model, ranges, held, knows_ties=knows_ties, own_name=own_name)
     chunks = {chunk.index: chunk for chunk in built}
     for chunk in built:
         for layer in chunk.layers:

@@ -134,10 +134,11 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def parameter_names(stage: Stage) -> dict[int, list[str]]:
-    """Global names of the parameters of each layer, in the layer's order."""
+    """The model's own names of the parameters of each layer, in the layer's order."""
     return {
-        index: [name for name, _ in layer.named_parameters(prefix=f"layers.{index}")]
-        for index, layer in stage.numbered()
+        index: [name for name, _ in chunk.named_leaves(index)]
+        for chunk in stage.chunks.values()
+        for index, _ in chunk.numbered()
     }
 
 

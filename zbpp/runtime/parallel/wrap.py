@@ -65,8 +65,9 @@ def check_bare(chunks: Iterable[Chunk]) -> None:
         for index, layer in chunk.numbered():
             if any(units_in(layer)):
                 raise RequestError(
-                    f"layers.{index} is wrapped already, and alternating_buffers are "
-                    "for layers that shard='parameters' wraps; hand over the bare layer"
+                    f"{chunk.name_of(index)} is wrapped already, and "
+                    "alternating_buffers are for layers that shard='parameters' "
+                    "wraps; hand over the bare layer"
                 )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zbpp.core import Placement, RequestError
+from zbpp.runtime.chunk import OwnName, layer_name
 
 __all__ = ["NO_TIES", "Tie", "TiePlan", "check_ties", "first_names"]
 
@@ -60,11 +61,13 @@ class TiePlan:
         ties: in layer order, see `check_ties`.
         ranges: layers of each chunk.
         placement: of the chunks.
+        own_name: gives parameters the names that users see.
     """
 
     ties: tuple[Tie, ...]
     ranges: tuple[range, ...]
     placement: Placement
+    own_name: OwnName = layer_name
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
@@ -99,7 +102,7 @@ class TiePlan:
 
     def name(self, tie: int) -> str:
         """Name a tie for a message to the user."""
-        return " = ".join(f"layers.{layer}.{name}" for layer, name in self.ties[tie])
+        return " = ".join(self.own_name(*place) for place in self.ties[tie])
 
     def compare(self, numbers: Sequence[float]) -> str | None:
         """Say which copies differ by what their stages have told, None if none do."""
