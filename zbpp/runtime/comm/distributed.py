@@ -88,7 +88,7 @@ class DistributedTransport(Messages):
         self.stage = stage = pipeline.index(dist.get_rank(everyone))
         self.peers = peers
         self._pipeline, self._sides = pipeline, sides
-        self._nccl = self.on_device = nccl = uses_nccl(everyone)
+        self._nccl = nccl = uses_nccl(everyone)
         self._steady_timeout_s = timeout_s
         waits = Waits(
             nccl=nccl, device=device, timeout_s=first_timeout_s, lost=self._lost
@@ -127,6 +127,11 @@ class DistributedTransport(Messages):
             followers=[t for t, source in enumerate(sources) if source == stage],
             device=device,
         )
+
+    @property
+    def on_device(self) -> bool:
+        """True if a receive occupies the device until its value comes."""
+        return self._nccl
 
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation: headers tell the shapes of all its values."""
