@@ -16,6 +16,7 @@ from small_model import batch, make_pipeline
 from tape import TapePool
 
 from zbpp.runtime.comm.channels import Port
+from zbpp.runtime.comm.distributed import DistributedTransport
 
 N_STEPS = 4
 PATIENCE = timedelta(seconds=5)
@@ -55,10 +56,8 @@ class WaitingPool(TapePool):
 def train(mode: str) -> tuple[list[float], int]:
     pools = patch("zbpp.runtime.driver.build.pools_on", lambda device: WaitingPool)
     port = patch.object(Port, "start", lambda *a, **k: Once(START(*a, **k)))
-    with pools, port, make_pipeline(mode, None, cuda_graphs=True) as pipeline:
-        for executor in pipeline._executors.values():
-            executor.transport.on_device = True  # as NCCL's are
-        pipeline.switch(pipeline.schedule)  # its programs are made again
+    nccl = patch.object(DistributedTransport, "on_device", True)
+    with pools, port, nccl, make_pipeline(mode, None, cuda_graphs=True) as pipeline:
         losses = [pipeline.step(*batch(i)).loss for i in range(N_STEPS)]
         assert not any(pipeline.graph_report().values())
     return losses, WaitingPool.n_waits

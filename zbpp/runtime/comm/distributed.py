@@ -97,7 +97,7 @@ class DistributedTransport(Messages):
         self.stage = stage = pipeline.index(dist.get_rank(everyone))
         self.peers = peers
         self._pipeline, self._sides = pipeline, sides
-        self._nccl = self.on_device = nccl = uses_nccl(everyone, device)
+        self._nccl = nccl = uses_nccl(everyone, device)
         self._steady_timeout_s = timeout_s
         waits = Waits(
             nccl=nccl, device=device, timeout_s=first_timeout_s, lost=self._lost
@@ -150,6 +150,11 @@ class DistributedTransport(Messages):
         if not self._nccl:
             for group in self._sides:
                 group.set_timeout(timedelta(seconds=seconds))
+
+    @property
+    def on_device(self) -> bool:
+        """True if a receive occupies the device until its value comes."""
+        return self._nccl
 
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation: headers tell the shapes of all its values."""

@@ -68,8 +68,9 @@ class Transport(Protocol):
     is_local: bool
     """Values come from stages of this process, so that `ready` has to be asked."""
 
-    on_device: bool
-    """A receive occupies the device from when it is posted until its value comes."""
+    @property
+    def on_device(self) -> bool:
+        """True if a receive occupies the device until its value comes."""
 
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation if there is no opening."""
