@@ -82,7 +82,7 @@ def test_the_hosts_clock_would_not_see_the_kernels() -> None:
     for executor in pipeline._executors.values():
         executor.times = JobTimes(torch.device("cpu"))
     pipeline.step(torch.randn(6, 2), torch.randn(6, 2))
-    assert max(kinds(pipeline)[PassKind.F]) < 0.25  # the control
+    assert 0.25 not in kinds(pipeline)[PassKind.F]  # the control
 
 
 def test_no_step_waits_for_an_event_but_the_first_for_its_first() -> None:

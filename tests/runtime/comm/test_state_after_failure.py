@@ -1,10 +1,10 @@
 """A stage that fails in its speculative step may still ask for a whole state."""
 
-import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool
 from small_model import batch, make_pipeline
 from torch import Tensor
@@ -23,19 +23,25 @@ def weight_of(pipeline: Pipeline) -> Tensor:
 
 
 def fail_before_the_other_sums(waits: bool) -> Tensor | str:
-    """Stage 0 fails in O of step 1, whose sum stage 1 begins a second later."""
+    """Stage 0 fails in O of step 1, whose sum stage 1 begins after that."""
     pipeline = make_pipeline("ZBH1", None, post_validation=True, **SETTINGS)
     pipeline.step(*batch(0))
     executor = pipeline._executors[pipeline.rank]
     reduce = executor.optimizer.reduce
+    end_sum = DistributedTransport._end_sum
+    store = dist.distributed_c10d._get_default_store()
 
     def reduce_late(on: Any) -> None:
-        time.sleep(1.0)
+        store.wait(["stage 0 has failed"])
         reduce(on)
 
+    def end(transport: DistributedTransport) -> None:
+        if waits:
+            store.set("stage 0 has failed", "")
+            end_sum(transport)
+
     with pytest.MonkeyPatch.context() as patch:
-        if not waits:
-            patch.setattr(DistributedTransport, "_end_sum", lambda self: None)
+        patch.setattr(DistributedTransport, "_end_sum", end)
         if pipeline.rank == 0:
             executor._fault = Fault("raise", 0, 1, "O")
         else:
@@ -48,6 +54,9 @@ def fail_before_the_other_sums(waits: bool) -> Tensor | str:
                 return weight_of(pipeline)
             except PeerError as error:
                 return f"{error}; {error_that_came_first(error) is first}"
+        finally:
+            if pipeline.rank == 0:
+                store.set("stage 0 has failed", "")
 
 
 @pytest.mark.dist

@@ -165,14 +165,7 @@ class DistributedTransport(Messages):
         """Return True: a receive waits for another process."""
         return True
 
-    def _lost(
-        self,
-        what: str,
-        peer: int | None,
-        error: BaseException,
-        *,
-        is_late: bool = False,
-    ) -> PeerError:
+    def _lost(self, what: str, peer: int | None, *, is_late: bool = False) -> PeerError:
         lost = [] if peer is None else [self._pipeline[peer]]
         who = "the other stages" if peer is None else f"stage {peer}"
         why, patience_s = "the connection broke", _PATIENCE_S
@@ -254,7 +247,7 @@ class DistributedTransport(Messages):
             work = self._all.allreduce([vector])
             copy = self._waits.copy_after(work, vector)
         except RuntimeError as error:
-            raise self._lost("could not begin a sum with", None, error) from error
+            raise self._lost("could not begin a sum with", None) from error
         self._n_sent = self._wire.n_sent
         self._sum = PendingSum(work, copy, partial(self._finish_sum, self._n_sent))
         return self._sum
@@ -276,7 +269,7 @@ class DistributedTransport(Messages):
         try:
             work = self._replicas.allreduce([numbers])
         except RuntimeError as error:
-            raise self._lost("could not begin a sum with", None, error) from error
+            raise self._lost("could not begin a sum with", None) from error
         return PendingSum(work, HostCopy(numbers), self._waits.finish)
 
     def gather(self, thing: Any) -> list[Any]:
@@ -286,7 +279,7 @@ class DistributedTransport(Messages):
                 self._all.monitored_barrier(timedelta(seconds=self._waits.timeout_s))
             return gather_objects(self._all, thing, self._on)
         except RuntimeError as error:
-            raise self._lost("waits at a gather for", None, error) from error
+            raise self._lost("waits at a gather for", None) from error
 
     def gather_pipeline(self, thing: Any) -> list[Any]:
         """Give every process the things of its pipeline, by stage; all must call."""

@@ -30,19 +30,13 @@ class Lost(Protocol):
     """Makes the error of a message or sum that does not come."""
 
     def __call__(
-        self,
-        what: str,
-        peer: int | None,
-        error: BaseException,
-        *,
-        is_late: bool = False,
+        self, what: str, peer: int | None, *, is_late: bool = False
     ) -> PeerError:
         """Return the error.
 
         Args:
             what: waits or could not begin.
             peer: the stage that was waited for; None: all.
-            error: the cause.
             is_late: the time-out has passed; else the connection broke.
         """
 
@@ -86,18 +80,19 @@ class Waits:
         Raises:
             PeerError: it did not come.
         """
+        start = time.monotonic()
+        try:
+            if self._nccl:
+                work.wait()
+            else:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            is_late = time.monotonic() - start + _ROUNDED_S >= self.timeout_s
+            raise self._lost(_text(what), peer, is_late=is_late) from error
         if self._nccl:
-            work.wait()
             while self._unconfirmed and self._has_come(*self._unconfirmed[0]):
                 self._unconfirmed.popleft()
             self._unconfirmed.append((work, what, peer))
-            return
-        start = time.monotonic()
-        try:
-            work.wait(self._timeout)
-        except RuntimeError as error:
-            is_late = time.monotonic() - start + _ROUNDED_S >= self.timeout_s
-            raise self._lost(_text(what), peer, error, is_late=is_late) from error
 
     def _has_come(self, work: dist.Work, what: Words, peer: int | None) -> bool:
         """Ask NCCL, whose work is also completed when it has failed.
@@ -109,7 +104,7 @@ class Waits:
             return False
         error = work.exception()
         if error is not None:
-            raise self._lost(_text(what), peer, error) from error
+            raise self._lost(_text(what), peer) from error
         return True
 
     def confirm(self, last: dist.Work) -> None:
@@ -121,10 +116,9 @@ class Waits:
         deadline = time.monotonic() + self.timeout_s
         while self._nccl and not last.is_completed():
             if time.monotonic() > deadline:
-                late = RuntimeError("timed out")
                 for work, what, peer in self._unconfirmed:
                     if not self._has_come(work, what, peer):
-                        raise self._lost(_text(what), peer, late, is_late=True)
+                        raise self._lost(_text(what), peer, is_late=True)
             time.sleep(_POLL_S)
         for waiting in self._unconfirmed:
             self._has_come(*waiting)

@@ -70,7 +70,7 @@ class Wire:
         try:
             work = port.start(tensor, slot, training=self.training)
         except RuntimeError as error:
-            raise self._lost(f"could not send {value} to", peer, error) from error
+            raise self._lost(f"could not send {value} to", peer) from error
         self._outgoing.append((work, tensor, value, peer))
         self._drop_finished()
 
@@ -90,7 +90,7 @@ class Wire:
         try:
             return port.start(buffer, slot, training=self.training)
         except RuntimeError as error:
-            raise self._lost(f"could not receive {value} from", peer, error) from error
+            raise self._lost(f"could not receive {value} from", peer) from error
 
     def _drop_finished(self) -> None:
         """Let go what has left; gloo calls none completed before one waits for it."""
