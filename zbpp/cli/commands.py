@@ -182,14 +182,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             use_underscores=True,
         )
         command.run()
-        sys.stdout.flush()
+        print(end="", flush=True)  # stdout may be closed, and then be None
     except RequestError as error:
         print(f"zbpp: {error}", file=sys.stderr)
         return 2
     except WorkerError as error:
         print(f"zbpp: {error}", file=sys.stderr, flush=True)
         if arguments is None:  # tearing torch down would take most of a second
-            sys.stdout.flush()
+            print(end="", flush=True)
             os._exit(1)
         return 1
     except KeyboardInterrupt:
