@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from zbpp.checkpoint import CheckpointError
-from zbpp.core import RequestError
+from zbpp.core import RequestError, WorkerError
 from zbpp.runtime.driver.stop_request import StopRequest
 from zbpp.training.options import Train
 from zbpp.training.start import start
@@ -278,20 +278,74 @@ def test_a_killed_run_ends_like_an_undisturbed_one(
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)]
+    ("number", "code", "to_group"),
+    [
+        (signal.SIGTERM, 143, False),
+        (signal.SIGTERM, 143, True),
+        (signal.SIGINT, 0, False),
+    ],
 )
 def test_a_signal_saves_and_leaves_no_process(
-    number, code, undisturbed, tmp_path
+    number, code, to_group, undisturbed, tmp_path
 ) -> None:
     process = subprocess.Popen(
-        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     begun(process, tmp_path, 6)
     children = workers(process, "")
-    process.send_signal(number)
+    if to_group:  # also to the workers, and to the process that forks them
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == code, out
     assert "by a signal, and saved in" in out
     assert all(has_ended(child) for child in children)
     subprocess.run(command(tmp_path), check=True, capture_output=True, timeout=300)
     assert steps_of(tmp_path / "metrics.jsonl") == undisturbed
+
+
+# What cannot be written.
+
+
+def test_a_second_run_in_a_folder_is_refused(tmp_path) -> None:
+    from zbpp.checkpoint.lock import locked
+
+    options = replace(TINY, steps=1, save_dir=tmp_path / "run")
+    refused = pytest.raises(RequestError, match="--save_dir: another run saves")
+    with locked(tmp_path / "run"), refused:
+        start(options)
+    start(options)
+
+
+def test_a_run_that_could_not_save_its_end_says_so(tmp_path, monkeypatch) -> None:
+    from zbpp.pipeline import Pipeline
+
+    def full(pipeline, folder, **more):
+        raise CheckpointError("cannot write: No space left on device")
+
+    monkeypatch.setattr(Pipeline, "save", full)
+    options = replace(TINY, steps=1, save_dir=tmp_path / "run")
+    with pytest.raises(WorkerError, match="ended after step 1, but cannot write: No"):
+        start(options)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk to write to")
+def test_a_full_disk_for_metrics_loses_no_training(tmp_path, whole) -> None:
+    options = replace(TINY, metrics=Path("/dev/full"), save_dir=tmp_path / "run")
+    with pytest.raises(WorkerError, match=r"step 5, but --metrics .*No space left"):
+        start(options)
+    assert saved(options.save_dir) == ["step-00000005"]
+
+
+def test_damaged_metrics_end_where_they_are_torn(tmp_path) -> None:
+    from zbpp.training.log import _lines_of_steps
+
+    path = tmp_path / "metrics.jsonl"
+    for torn in (b"[1]\n", b"\xff\xfe\n", b"7\n", b"{\n", b"[" * 9999 + b"\n"):
+        path.write_bytes(b'{"step": 1}\n{"final": true}\n{"step": 2}\n' + torn)
+        assert _lines_of_steps(path, 5) == ['{"step": 1}\n', '{"step": 2}\n']

@@ -1,5 +1,8 @@
 """A training is planned once, wherever it is started."""
 
+import subprocess
+import sys
+
 import pytest
 
 from zbpp.modes import plan
@@ -38,3 +41,24 @@ def test_a_process_of_torchrun_plans_once(monkeypatch, plans):
     starting.start(Train(steps=1))
     (schedule,) = plans
     assert handed[0][1] is schedule and handed[1] == 0
+
+
+def test_a_worker_ends_when_its_starter_is_gone() -> None:
+    """As torchrun's agent may be killed; the worker holds the pipe until its end."""
+    worker = (
+        "import sys, time\n"
+        "from zbpp.training.launch import leave_with_parent\n"
+        "leave_with_parent(poll_s=0.01)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    starter = (
+        "import subprocess, sys\n"
+        f"run = subprocess.Popen([sys.executable, '-c', {worker!r}],\n"
+        "                       stdout=subprocess.PIPE)\n"
+        "run.stdout.readline()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", starter], stderr=subprocess.PIPE, text=True, timeout=200
+    )
+    assert "that has started it is gone; it ends" in ended.stderr

@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WorkerError as error:
         print(f"zbpp: {error}", file=sys.stderr, flush=True)
         if arguments is None:  # tearing torch down would take most of a second
-            sys.stdout.flush()
+            print(end="", flush=True)
             os._exit(1)
         return 1
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -33,7 +34,7 @@ from zbpp.core import RequestError, WorkerError
 from zbpp.runtime.comm.process_group import asked_device, initialise, use_loopback
 from zbpp.runtime.support.errors import PeerError
 
-__all__ = ["error_that_came_first", "fail", "launch"]
+__all__ = ["error_that_came_first", "fail", "launch", "leave_with_parent"]
 
 _PATIENCE_S = 0.3  # how long a victim's report waits for that of the cause
 
@@ -77,6 +78,8 @@ def launch(
     try:
         with _killed_at_exit(processes, stop_themselves=stops_itself) as stopped:
             for process in processes:
+                if stopped:  # a worker that is started now would not hear of it
+                    raise SystemExit(128 + stopped[0])
                 process.start()
             failed = _first_failure(processes, reports)
     finally:
@@ -103,7 +106,22 @@ def _process_context(
     on_cpu = device == "cpu" or not torch.cuda.is_available()
     compiler = ["torch._dynamo"] if on_cpu else []
     context.set_forkserver_preload(["zbpp.pipeline", *compiler, *preload])
+    _start_fork_server()
     return context
+
+
+def _start_fork_server() -> None:
+    """Start the fork server so that SIGTERM to the whole process group spares it.
+
+    Workers could not be told from dead ones without it. It inherits the blocked signal;
+    `_work` unblocks it.
+    """
+    resource_tracker.ensure_running()  # it would unblock SIGTERM here
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _first_failure(processes: list[Any], reports: Path) -> Exception | None:
@@ -168,6 +186,8 @@ def _work(
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it and ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -198,12 +218,13 @@ def fail(error: BaseException, *, rank: int, reports: Path | None = None) -> NoR
     first = error_that_came_first(error)
     message = " ".join([f"{type(first).__name__}: {first}", *_notes(first)])
     request = isinstance(first, RequestError)
-    if request or isinstance(first, PeerError):
+    is_clear = isinstance(first, RequestError | PeerError | WorkerError)
+    if is_clear:
         message = str(first)
     if first is not error:
         message += f"; and then {type(error).__name__}: {error}"
     if reports is None:
-        if not request and not isinstance(first, PeerError):
+        if not is_clear:
             traceback.print_exception(error)
         print(f"zbpp: rank {rank}: {message}", file=sys.stderr)
     else:
@@ -220,7 +241,7 @@ def fail(error: BaseException, *, rank: int, reports: Path | None = None) -> NoR
         draft = reports / f"rank{rank}.draft"
         draft.write_text(json.dumps(report))
         draft.rename(reports / f"rank{rank}.json")  # readers see all of it or nothing
-    sys.stdout.flush()
+    print(end="", flush=True)  # stdout may be closed, and then be None
     sys.stderr.flush()
     os._exit(2 if request else 1)
 
@@ -245,6 +266,27 @@ def _die_with_parent() -> None:
 
     def watch() -> None:
         wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="zbpp parent watch", daemon=True).start()
+
+
+def leave_with_parent(poll_s: float = 1.0) -> None:
+    """Leave when the process that has started this one is gone: torchrun's agent.
+
+    The other ranks then lose this one, and are started again where that was asked for.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(poll_s)
+        print(
+            f"zbpp: rank {os.environ.get('RANK')}: the process {parent} that has "
+            "started it is gone; it ends",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
     threading.Thread(target=watch, name="zbpp parent watch", daemon=True).start()

@@ -3,10 +3,11 @@
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self, TextIO
@@ -19,9 +20,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from zbpp.core import RequestError
+
 __all__ = ["Record", "Recorder", "Result", "log_line", "resident_memory_gib"]
 
 _GIB = 2**30
+_LOG = logging.getLogger("zbpp")
 
 
 class Result(Protocol):
@@ -137,13 +141,20 @@ class Recorder:
         self._times = [0.0]  # when the run began, then when each step was issued
         self._logged = first  # last step with a log line
         self._rollbacks = self._skipped = 0  # so far
+        self.problems: list[str] = []
+        """Words about what could not be written."""
 
     def __enter__(self) -> Self:
         if self._enabled and self._path is not None:
-            lines = _lines_of_steps(self._path, self._first)
-            self._metrics = self._path.open("w", encoding="utf-8", buffering=1)
-            self._metrics.writelines(lines)
-        if self._enabled and sys.stdout.isatty():
+            try:
+                lines = _lines_of_steps(self._path, self._first)
+                self._metrics = self._path.open("w", encoding="utf-8", buffering=1)
+            except OSError as error:
+                raise RequestError(
+                    f"--metrics {self._path}: cannot be written: {error.strerror}"
+                ) from error
+            self._write("".join(lines))
+        if self._enabled and sys.stdout is not None and sys.stdout.isatty():
             self._bar = Progress(
                 BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
                 TimeRemainingColumn(), transient=True,
@@ -178,14 +189,18 @@ class Recorder:
         """Write the last line of the metrics file, with sums over the run."""
         speed = (len(self._times) - 1) * self._tokens / (self.seconds or math.inf)
         counts = {"rollbacks": self._rollbacks, "skipped": self._skipped}
-        self._write(_json({"final": True, **results, "tokens_per_s": speed, **counts}))
+        line = _json({"final": True, **results, "tokens_per_s": speed, **counts})
+        self._write(line + "\n")
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
         elif self._enabled:
-            print(line, flush=True)
+            try:
+                print(line, flush=True)
+            except BrokenPipeError:  # the reader, such as head, has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
@@ -208,7 +223,7 @@ class Recorder:
         self._rollbacks += result.rollbacks
         self._skipped += result.skipped
         if self._metrics is not None:
-            self._write(self._record(step, result, since=step - 1).as_json())
+            self._write(self._record(step, result, since=step - 1).as_json() + "\n")
         ends = (self._first + 1, self._steps)
         if step in ends or step % self._log_every == 0:
             record = self._record(step, result, since=self._logged)
@@ -236,9 +251,27 @@ class Recorder:
             skipped=result.skipped,
         )
 
-    def _write(self, line: str) -> None:
-        if self._metrics is not None:
-            self._metrics.write(line + "\n")
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Within this a file is written; that it cannot be ends no training."""
+        try:
+            yield
+        except OSError as error:
+            words = f"{what} cannot be written: {error.strerror}"
+            self.problems.append(words)
+            _LOG.warning("%s; the run goes on", words)
+
+    def _write(self, text: str) -> None:
+        """Write to the metrics file; a full disk ends no training."""
+        if self._metrics is None:
+            return
+        n_problems = len(self.problems)
+        with self.writing(f"--metrics {self._path}"):
+            self._metrics.write(text)
+        if len(self.problems) > n_problems:
+            with suppress(OSError):  # it flushes what could not be written
+                self._metrics.close()
+            self._metrics = None
 
 
 class _Hearing(logging.Handler):
@@ -255,12 +288,15 @@ def _lines_of_steps(path: Path, last: int) -> list[str]:
     kept: list[str] = []
     if last == 0 or not path.exists():
         return kept
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines(keepends=True):
         try:
-            step = json.loads(line).get("step")
-        except ValueError:
+            step = json.loads(line)["step"]
+        except KeyError:  # the last line of a run
+            continue
+        except (ValueError, TypeError, RecursionError):
             break
-        if step is not None and step <= last:
+        if isinstance(step, int) and step <= last:
             kept.append(line)
     return kept
 

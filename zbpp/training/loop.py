@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from zbpp.core import RequestError, Schedule, write_costs
+from zbpp.core import RequestError, Schedule, WorkerError, write_costs
 from zbpp.models.configs.text_model import TextModel
 from zbpp.models.layered import layer_name
 from zbpp.pipeline import Pipeline
@@ -24,7 +24,7 @@ from zbpp.training.estimate import estimate_layers, memory_of
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
-from zbpp.training.resume import RunSaver
+from zbpp.training.resume import RunSaver, folder_of_one_run
 from zbpp.training.setup import costs_of, measures_first, model_of
 
 __all__ = ["train"]
@@ -44,9 +44,12 @@ def train(options: Train, schedule: Schedule) -> int:
     """
     torch.set_num_threads(1)  # more threads would add numbers in another order
     pipeline = build_pipeline(options, schedule)
-    with stop_requests(
-        pipeline.n_ranks, enabled=options.save_dir is not None
-    ) as request:
+    with (
+        folder_of_one_run(pipeline, options.save_dir),
+        stop_requests(
+            pipeline.n_ranks, enabled=options.save_dir is not None
+        ) as request,
+    ):
         return _train(pipeline, options, request)
 
 
@@ -83,14 +86,29 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
         )
         recorder.finish_steps()
         saver.finish()
-        if stopped:
+        if not stopped:
+            _conclude(pipeline, options, model, corpus, recorder)
+        elif saver.problem is None:
             recorder.say(
                 f"stopped after step {pipeline.n_steps} by a signal, and saved in "
                 f"{options.save_dir}; --resume auto goes on from there"
             )
-        else:
-            _conclude(pipeline, options, model, corpus, recorder)
+        _tell_problems(pipeline, recorder, saver)
     return request.exit_code if stopped and request is not None else 0
+
+
+def _tell_problems(pipeline: Pipeline, recorder: Recorder, saver: RunSaver) -> None:
+    """End every rank by an error if something was not written.
+
+    Raises:
+        WorkerError: it names all that is missing.
+    """
+    problems = [*recorder.problems, *([saver.problem] if saver.problem else [])]
+    words = pipeline.gather("; ".join(problems))[0]
+    if words:
+        raise WorkerError(
+            f"the training ended after step {pipeline.n_steps}, but {words}"
+        )
 
 
 def _load(pipeline: Pipeline, options: Train) -> tuple[Corpus | None, str, str]:
@@ -223,7 +241,7 @@ def _conclude(
     pipeline.synchronize()
     prediction = None
     if recorder.seconds > 0:  # else there was no step left to do
-        _trace(pipeline, options)
+        _trace(pipeline, options, recorder)
         prediction = _predict(pipeline, options, recorder).as_dict()
     val_loss = pipeline.evaluate(inputs, targets, n_microbatches=n)
     parts = pipeline.gather(fingerprints(pipeline.named_parameters()))
@@ -242,12 +260,13 @@ def _conclude(
     )
 
 
-def _trace(pipeline: Pipeline, options: Train) -> None:
+def _trace(pipeline: Pipeline, options: Train, recorder: Recorder) -> None:
     """Write the last step's timeline, if it was asked for (every rank must call)."""
     if options.trace is not None:
         timeline = pipeline.timeline()
         if pipeline.rank == 0:
-            write_trace([timeline], options.trace, microseconds_per_unit=1e6)
+            with recorder.writing(f"--trace {options.trace}"):
+                write_trace([timeline], options.trace, microseconds_per_unit=1e6)
 
 
 def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Prediction:
@@ -269,7 +288,8 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
         costs = pipeline.measured_costs(_WINDOW)
         if pipeline.rank == 0:
             assert memory is not None
-            write_costs(costs, memory, options.costs_out)
+            with recorder.writing(f"--costs_out {options.costs_out}"):
+                write_costs(costs, memory, options.costs_out)
     prediction = pipeline.prediction(planned, memory, n=_WINDOW)
     recorder.say(prediction.line)
     return prediction

@@ -6,18 +6,20 @@ what a step draws depends on the seed and the step alone.
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zbpp.checkpoint import CheckpointError, newest
 from zbpp.checkpoint.folder import last_step
+from zbpp.checkpoint.lock import locked
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.training.options import Train
 
-__all__ = ["RunSaver", "check_saving", "resumed"]
+__all__ = ["RunSaver", "check_saving", "folder_of_one_run", "resumed"]
 
 _LOG = logging.getLogger("zbpp")
 
@@ -62,6 +64,25 @@ def _has_checkpoint(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("step-*/manifest.json"))
 
 
+@contextmanager
+def folder_of_one_run(pipeline: Pipeline, folder: Path | None) -> Iterator[None]:
+    """Hold the folder that a run saves in (every rank must call).
+
+    Raises:
+        RequestError: another run holds it.
+    """
+    with ExitStack() as stack:
+        words = None
+        if folder is not None and pipeline.rank == 0:
+            try:
+                stack.enter_context(locked(folder))
+            except CheckpointError as error:
+                words = f"--save_dir: {error}"
+        if folder is not None and (words := pipeline.gather(words)[0]):
+            raise RequestError(words)
+        yield
+
+
 class RunSaver:
     """Saves and loads of one run; every rank makes the same calls.
 
@@ -84,6 +105,8 @@ class RunSaver:
         self._per_step = samples
         self._samples = 0
         self._saved: int | None = None
+        self.problem: str | None = None
+        """Words about the last save, if it has failed."""
         self._same: dict[str, Any] = {"seed": options.seed, **same}
 
     def resume(self) -> str | None:
@@ -169,7 +192,9 @@ class RunSaver:
             self._tell(error)
         else:
             self._saved = self._pipeline.n_steps
+            self.problem = None
 
     def _tell(self, error: CheckpointError) -> None:
+        self.problem = str(error)
         if self._pipeline.rank == 0:
             _LOG.warning("%s; the run goes on", error)

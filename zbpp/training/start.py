@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zbpp.core import RequestError, Schedule, WorkerError
 from zbpp.training.emulated import run_emulated
-from zbpp.training.launch import fail, launch
+from zbpp.training.launch import fail, launch, leave_with_parent
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.resume import resumed
@@ -91,6 +91,7 @@ def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
 
 def _join(worker: Worker, options: Train) -> None:
     """Be one of torchrun's processes; a failure ends this process."""
+    leave_with_parent()
     try:
         options = _for_world(options, int(os.environ["WORLD_SIZE"]))
         code = worker(options, schedule_of(options)) or 0
@@ -98,7 +99,7 @@ def _join(worker: Worker, options: Train) -> None:
             dist.barrier()
     except BaseException as error:
         fail(error, rank=int(os.environ["RANK"]))
-    sys.stdout.flush()
+    print(end="", flush=True)
     os._exit(code)  # an orderly end has been seen to abort in torch's own threads
 
 

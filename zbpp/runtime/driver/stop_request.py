@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,7 +32,7 @@ class StopRequest:
         rank: of this process.
     """
 
-    def __init__(self, store: dist.Store | None = None, rank: int = 0) -> None:
+    def __init__(self, store: Any = None, rank: int = 0) -> None:
         self._store = store
         self._key = _KEY
         if store is not None:
