@@ -197,7 +197,7 @@ def _check_entries(found: Mapping[str, Any]) -> None:
             raise RequestError(f"the optimizer's state of {name} is no list")
         for entry in entries:
             _refuse(misfit(entry, one, f"the optimizer's state of {name}"))
-    expected = {"schedulers": [], "run": {}, "extra": {}}
+    expected: dict[str, Any] = {"schedulers": [], "run": {}, "extra": {}}
     _refuse(misfit({n: found[n] for n in expected}, expected, "the state"))
     for number, scheduler in enumerate(found["schedulers"]):
         where = f"the state of scheduler {number}"
