@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a split of another model": (lambda: made(split=[1, 2]), r"split \[1, 2\] must"),
     "a split's name": (lambda: made(split="equal"), "split is 'equal'; choose"),
     "a split without costs": (lambda: made(split="balanced"), "give layers="),
-    "bytes without costs": (lambda: made(memory="16GiB"), "give example= or layers="),
+    "bytes without costs": (lambda: made(memory="16GiB"), "or example= of zbpp"),
     "a unit's typo": (lambda: made(memory="16 gigs"), "16 gigs"),
     # numbers
     "no time": (lambda: made(timeout_s=0), "timeout_s is 0; give seconds, above 0"),

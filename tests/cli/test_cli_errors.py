@@ -90,8 +90,8 @@ def test_numbers_whose_sums_overflow_are_refused(tmp_path, capsys, mode, key, va
     assert main(["show", mode, *SIZES, "--costs", str(path)]) == 2
     error = capsys.readouterr().err
     assert error == (
-        f"zbpp: {path}: {key} is {value!r}; take another unit: it must be at most "
-        "1e+100\n"
+        f"zbpp: {path}: {key} is {value!r}; take another unit: it must be 0, or at "
+        "least 1e-100 and at most 1e+100\n"
     )
 
 

@@ -24,7 +24,7 @@ def cases(draw):
     if draw(st.booleans()):
         schedule = post_validated(schedule)
     n_chunks = schedule.placement.n_chunks
-    time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
+    time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-9, 10.0))
     times = st.tuples(*[time] * n_chunks)
     costs = Costs(
         *(draw(times), draw(times), draw(times), draw(time), draw(times)),

@@ -129,7 +129,7 @@ def test_the_time_of_v_is_added_where_the_step_has_no_slack():
     assert steady_step_time(schedule, Costs(validation=0.5)) == near(24.5)
 
 
-time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 10.0))
+time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-9, 10.0))
 MODE = st.sampled_from(sorted(MODES))
 near_equal = st.sampled_from([1.0, 1.001, 1.0001, 0.9999, 1.1])
 

@@ -59,7 +59,7 @@ def test_what_fits_no_stage_is_refused_with_the_sizes():
 
 
 def test_a_fixed_mode_needs_costs_in_bytes_for_a_limit_in_bytes():
-    with pytest.raises(RequestError, match="which are no bytes"):
+    with pytest.raises(RequestError, match="nothing says that the memories"):
         start(replace(TINY, memory_limit=2.0**30))
 
 

@@ -121,7 +121,7 @@ def test_the_limit_holds_for_what_is_estimated_in_bytes() -> None:
 
 def test_a_limit_in_bytes_needs_memories_in_bytes() -> None:
     text = refusal(partial(make_pipeline, "auto", 2, memory="1GiB"))
-    assert "the memory limit is 1.00 GiB, but a forward leaves 1" in text
+    assert "memory_limit is 1.00 GiB, but nothing says" in text
 
 
 def test_an_example_must_be_a_pair() -> None:

@@ -141,6 +141,16 @@ class Reports:
         """
         return calls.report_split(self._executors)
 
+    def split_summary(self) -> str:
+        """One line about `split_report` on all processes (every rank must call)."""
+        where: dict[str, str] = {}
+        sizes: dict[str, int] = {}
+        own = self.split_report(), calls.leaf_sizes(self._executors)
+        for reasons, counts in self.gather(own):
+            where |= reasons
+            sizes |= counts
+        return summarize_split(where, sizes)
+
     def graph_report(self) -> dict[int, str]:
         """Say of each chunk of this process whether its passes are CUDA graphs.
 

@@ -128,8 +128,7 @@ def warn_of_split(executors: Mapping[int, Executor], schedule: Schedule) -> None
     if not schedule.runs(PassKind.W):
         return
     where = calls.report_split(executors)
-    leaves = [leaf for e in executors.values() for leaf in e.stage.named_leaves()]
-    sizes = {name: p.numel() for _, name, p in leaves}
+    sizes = calls.leaf_sizes(executors)
     in_w = sum(sizes[name] for name, text in where.items() if text == "W")
     kept = sum(sizes[name] for name, text in where.items() if text not in ("W", _IN_B))
     if in_w < kept:

@@ -14,7 +14,6 @@ from zbpp.core import RequestError, Schedule, WorkerError, write_costs
 from zbpp.models.configs.text_model import TextModel
 from zbpp.models.layered import layer_name
 from zbpp.pipeline import Pipeline
-from zbpp.pipeline.reports import summarize_split
 from zbpp.profiling.prediction import Prediction
 from zbpp.runtime.driver.stop_request import StopRequest, stop_requests
 from zbpp.simulator import bubble_rate, simulate, write_trace
@@ -189,24 +188,13 @@ def _run_steps(
             inputs, targets = model.batch(*_share(pipeline, batch))
         recorder.add(pipeline.step(inputs, targets))
         if step == first:
-            recorder.say(_describe_split(pipeline))
+            recorder.say(f"backward: {pipeline.split_summary()}")
         if options.cuda_graphs and step == first + 2:
             recorder.say(_describe_graphs(pipeline))
         for rate in rates:
             rate.step()
         saver.after_step(recorder.finish_steps)
     return False
-
-
-def _describe_split(pipeline: Pipeline) -> str:
-    """One line about the gradients that wait for W (every rank must call)."""
-    sizes = {name: p.numel() for name, p in pipeline.named_parameters()}
-    where: dict[str, str] = {}
-    counts: dict[str, int] = {}
-    for one in pipeline.gather((pipeline.split_report(), sizes)):
-        where |= one[0]
-        counts |= one[1]
-    return f"backward: {summarize_split(where, counts)}"
 
 
 def _describe_graphs(pipeline: Pipeline) -> str:

@@ -1,5 +1,6 @@
 """Compiled modules split: what waits for W, and the bits of all gradients."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -52,8 +53,8 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch, *, like: Any) -> None:
     waiting: set[Tensor] = set()
     report = SplitGraph.report
 
-    def note(graph: SplitGraph) -> dict[Tensor, str]:
-        where = report(graph)
+    def note(graph: SplitGraph, *parameters: Iterable[Tensor]) -> dict[Tensor, str]:
+        where = report(graph, *parameters)
         waiting.update(p for p, text in where.items() if text == "W")
         return where
 

@@ -3,6 +3,7 @@
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -205,6 +206,12 @@ def report_split(executors: Executors) -> dict[str, str]:
             if p in where:
                 found[name] = where[p]
     return found
+
+
+def leaf_sizes(executors: Executors) -> dict[str, int]:
+    """Elements of each parameter, by the names of `report_split`."""
+    leaves = chain.from_iterable(e.stage.named_leaves() for e in executors.values())
+    return {name: p.numel() for _, name, p in leaves}
 
 
 def gather_splits(executors: Executors) -> list[bool]:

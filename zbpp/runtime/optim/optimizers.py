@@ -197,7 +197,7 @@ def _learning(stage: Stage) -> Iterator[tuple[int, str, nn.Parameter]]:
 
 def _named(stage: Stage, own_name: OwnName) -> Iterator[tuple[str, nn.Parameter]]:
     """The same by the model's own names; a tied one has that of its first holder."""
-    first = {place: tie[0] for tie in stage.ties.plan.ties for place in tie}
-    for layer, name, p in _learning(stage):
-        place = layer, name.removeprefix(f"layers.{layer}.")
-        yield own_name(*first.get(place, place)), p
+    ties = stage.ties.plan.ties
+    first = {own_name(*place): own_name(*tie[0]) for tie in ties for place in tie}
+    for _, name, p in _learning(stage):
+        yield first.get(name, name), p
