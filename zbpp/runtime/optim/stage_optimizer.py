@@ -194,8 +194,9 @@ class StageOptimizer:
             pending.stepped = rollback
             for values in pending.values:
                 values.end()
-            self._stage.ties.note_write()
             self._background.offer(self._keep(pending, rollback))
+        # also where nothing is stepped yet: others' copies have been refreshed by now
+        self._stage.ties.note_write()
         pending.gradients = [(p, p.grad) for p in self.optimizers.parameters()]
         self.optimizers.zero_grad()  # the caller might do so too
 
