@@ -137,12 +137,13 @@ def test_under_torchrun_no_other_rank_is_blamed(tmp_path: Path, how: str) -> Non
 
 def evaluate_alone() -> str:
     pipeline = make_pipeline("1F1B", None, timeout_s=5, first_timeout_s=100)
-    pipeline.step(*batch(0))
+    for step in range(3):  # in which stages tell one another what they were handed
+        pipeline.step(*batch(step))
     try:
         if pipeline.rank == 0:
-            pipeline.evaluate(*batch(1))
+            pipeline.evaluate(*batch(3))
         else:
-            pipeline.step(*batch(1))
+            pipeline.step(*batch(3))
     except PeerError as error:
         return str(error)
     return "nothing"
@@ -152,7 +153,7 @@ def evaluate_alone() -> str:
 def test_one_rank_that_evaluates_alone(pool: Pool) -> None:
     """It would have handed the other one an activation that fits."""
     for message in pool.run(evaluate_alone, 2):
-        assert "all ranks wait (rank 0: evaluate, rank 1: step 1)" in message
+        assert "all ranks wait (rank 0: evaluate, rank 1: step 3)" in message
 
 
 def evaluate_while_another_sleeps() -> str:

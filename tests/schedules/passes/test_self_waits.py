@@ -103,8 +103,11 @@ def check(mode: str, n_stages: int, n_microbatches: int) -> int:
     for one, costs in product(schedules, COSTS):
         programs = lower(one, costs=costs, on_device=True)
         assert not find_self_waits(programs)
-        if costs == Costs():  # as many buffers as where all are posted two jobs ahead
-            assert max_posted(programs, one) <= max_posted(lower(one), one) + 1
+        if costs == Costs():
+            # VPP's values come long before they are read; what waits in a buffer here
+            # waits with its sender where receives are posted two jobs ahead
+            more = max_posted(programs, one) - max_posted(lower(one), one)
+            assert more <= (n_stages - 1 if mode == "VPP" else 1)
     return len(schedules) * len(COSTS)
 
 

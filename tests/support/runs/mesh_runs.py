@@ -186,6 +186,7 @@ def train(
             n_microbatches=N_MICROBATCHES // data_parallel,
             clip_grad_norm=_clip(large),
             mesh=mesh,
+            n_stages=1 if mesh is None else None,
             shard=shard,
             patience=patience,
             **more,
