@@ -143,7 +143,8 @@ def cut(
         return _below(
             prefix,
             cut(
-                *(base, blocks),
+                base,
+                blocks,
                 before=before,
                 after=after,
                 example=example,

@@ -144,7 +144,9 @@ def build_executors(
                 "only be replicated; give shard='none', or untie them"
             )
         own, collectives = bind_parallel(
-            *(own, place, options.shard),
+            own,
+            place,
+            options.shard,
             tied=shared,
             alternating=options.alternating_buffers,
         )

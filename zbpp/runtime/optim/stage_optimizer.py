@@ -84,7 +84,9 @@ class StageOptimizer:
         self._rules = rules
         self._background = background
         self.optimizers = StageOptimizers(
-            *(stage, make_optimizer, rules),
+            stage,
+            make_optimizer,
+            rules,
             own_name=own_name,
             is_reporter=is_reporter,
         )

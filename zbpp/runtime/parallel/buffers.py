@@ -55,7 +55,9 @@ class AlternatingBuffers:
             for place, (index, unit) in enumerate(own):
                 at = place % 2
                 turn = Turn(
-                    *(index, unit, self._shared),
+                    index,
+                    unit,
+                    self._shared,
                     (self._parameters[at], self._gradients[at]),
                     *turns[at],
                 )
