@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -178,6 +179,16 @@ def test_a_reader_that_leaves_early_is_no_error():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "ZBV: 40 stages, 90 micro-batches\n"
+
+
+def test_a_full_disk_is_told_in_a_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "zbpp", "show", *ZBH1],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=200,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert re.fullmatch(r"zbpp: the output is lost: .*No space left.*\n", done.stderr)
 
 
 @pytest.mark.parametrize("command", ["plan", "show", "trace", "compare"])

@@ -4,6 +4,7 @@ Every flag may be written with hyphens or underscores. Exit codes: 0 done, 2 the
 request was wrong or cannot be met, 1 a fault of ours or of the machine.
 """
 
+import errno
 import json
 import os
 import sys
@@ -233,4 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"zbpp: the output is lost: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pool import Pool
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zbpp
 
@@ -40,8 +41,11 @@ def outcome(case: Case) -> str:
         shard=case.get("shard", "none"),
     )
     if case.get("loads"):
+        weight = layers[1].weight
+        if isinstance(weight, DTensor):
+            first = distribute_tensor(first, weight.device_mesh, weight.placements)
         with torch.no_grad():
-            layers[1].weight.copy_(first)
+            weight.copy_(first)
     n = 0
     try:
         for n in range(STEPS):
@@ -78,6 +82,13 @@ REFUSED: list[tuple[Case, str]] = [
         r"step 0: layers\.1\.weight: parameters that differ between the replicas on "
         r"ranks 0 and 1, .* group=",
     ),
+    *(
+        (
+            {"mesh": "data_parallel", "parameters": "dp", "shard": shard},
+            r"step 0: layers\.1\.weight: parameters that differ between the replicas",
+        )
+        for shard in ("optimizer", "parameters")
+    ),
     (
         {"mesh": "tensor_parallel", "parameters": "tp"},
         r"step 0: layers\.1\.weight: plain parameters that differ .* 'tp', .*DTensors",
@@ -103,6 +114,7 @@ FINE: list[Case] = [
     {"mesh": "data_parallel", "inputs": "dp", "targets": "dp"},
     {"mesh": "data_parallel", "parameters": "dp", "loads": True},
     {"mesh": "data_parallel", "shard": "gradients"},
+    {"mesh": "data_parallel", "shard": "parameters", "parameters": "dp", "loads": True},
 ]
 FINE_OF_TWO: list[Case] = [
     {"inputs": "pp"},  # augmented where they are read

@@ -17,6 +17,7 @@ from zbpp.core import RequestError
 from zbpp.runtime.comm.peers import Peers
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, check_samples
+from zbpp.runtime.parallel.wrap import Unsharded
 from zbpp.runtime.support.fingerprint import fingerprints
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded, local_part
@@ -77,18 +78,30 @@ def describe_batch(batch: Batch) -> Look | None:
 def describe_parameters(
     executors: Mapping[int, Executor], peers: Peers
 ) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """The parameters of this process, but for those dealt over another mesh."""
+    """The parameters of this process, but for those dealt over another mesh.
+
+    What ``shard`` has dealt out counts as it was before, unless it was loaded since:
+    its parts cannot be compared.
+    """
     held: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
+    before: dict[str, Unsharded] = {}
     for executor in executors.values():
+        unsharded = executor.collectives.unsharded
         for _, name, p in executor.stage.named_stepped():
             dims = local_part(p).names
             if peers.knows(dims):
                 held[name] = p, dims
+                if p in unsharded:
+                    before[name] = unsharded[p]
     numbers = fingerprints(p for p, _ in held.values())
-    return {
+    described = {
         name: (number, dims)
         for (name, (_, dims)), number in zip(held.items(), numbers, strict=True)
     }
+    for name, then in before.items():
+        if described[name][0] == then.part:
+            described[name] = then.fingerprint, then.dims
+    return described
 
 
 def has_plain(executors: Mapping[int, Executor]) -> bool:

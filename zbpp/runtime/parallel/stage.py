@@ -36,7 +36,7 @@ from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import AlternatingBuffers
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
 from zbpp.runtime.parallel.progress import LayerProgress, LayerSums, SumsByJobs
-from zbpp.runtime.parallel.wrap import check_bare, wrap
+from zbpp.runtime.parallel.wrap import Unsharded, check_bare, wrap
 from zbpp.runtime.support.fsdp_internals import Unit, managed, units_in
 from zbpp.runtime.support.fsdp_widening import widening_of
 
@@ -64,6 +64,7 @@ class Collectives:
         reduces: after which W's of a chunk its gradients are reduced.
         tied: parameters whose gradients other stages add to first.
         buffers: that layers are gathered and reduced in; None: their own.
+        unsharded: what parameters were before ``shard`` dealt them out.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Collectives:
         reduces: Literal["none", "last", "every"] = "none",
         tied: Buckets | None = None,
         buffers: AlternatingBuffers | None = None,
+        unsharded: Mapping[nn.Parameter, Unsharded] | None = None,
     ) -> None:
         self._layers = layers
         self.buffers = buffers
+        self.unsharded = unsharded or {}
         self._reduces = reduces
         self._tied = tied
         self._n_begun: dict[int, int] = {}
@@ -288,7 +291,8 @@ def bind_parallel(
     """
     if alternating:
         check_bare(chunks)
-    wrap((layer for chunk in chunks for layer in chunk.layers), place, shard)
+    every_layer = (layer for chunk in chunks for layer in chunk.layers)
+    unsharded = wrap(every_layer, place, shard)
     wrapped = [
         module
         for chunk in chunks
@@ -338,6 +342,7 @@ def bind_parallel(
         reduces=often if groups else "none",
         tied=Buckets(tied, groups) if groups and tied else None,
         buffers=buffers,
+        unsharded=unsharded,
     )
 
 

@@ -8,6 +8,7 @@ parameters   parameters whole for a pass only (ZeRO 3)
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -15,9 +16,29 @@ from zbpp.core import RequestError
 from zbpp.core.collectives.sharding import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.mesh import Place, data_mesh
+from zbpp.runtime.support.fingerprint import fingerprints
 from zbpp.runtime.support.fsdp_internals import units_in
+from zbpp.runtime.support.sharded import local_part
 
-__all__ = ["check_bare", "check_shard", "wrap"]
+__all__ = ["Unsharded", "check_bare", "check_shard", "wrap"]
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """What a parameter was before it was dealt out over the replicas.
+
+    Each replica keeps its part of its own values: of replicas that began with other
+    values a patchwork would be trained.
+
+    Args:
+        fingerprint: of the bits that this process held.
+        dims: dimensions of the mesh that it was dealt over by then.
+        part: fingerprint of the part that is left; another one: it was loaded since.
+    """
+
+    fingerprint: int
+    dims: tuple[str, ...]
+    part: int
 
 
 def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
@@ -71,20 +92,34 @@ def check_bare(chunks: Iterable[Chunk]) -> None:
                 )
 
 
-def wrap(layers: Iterable[nn.Module], place: Place, shard: str) -> None:
+def wrap(
+    layers: Iterable[nn.Module], place: Place, shard: str
+) -> dict[nn.Parameter, Unsharded]:
     """Shard the layers that have parameters and are not wrapped yet.
 
     Args:
         layers: on their device.
         place: of this process.
         shard: see above.
+
+    Returns:
+        What the sharded parameters were before.
     """
     if shard == "none" or place.mesh is None:
-        return
+        return {}
     from torch.distributed.fsdp import fully_shard
 
     mesh = data_mesh(place.mesh)
     assert mesh is not None
-    for layer in layers:
-        if any(True for _ in layer.parameters()) and not any(units_in(layer)):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=shard == "parameters")
+    to_wrap = [
+        layer
+        for layer in dict.fromkeys(layers)
+        if any(True for _ in layer.parameters()) and not any(units_in(layer))
+    ]
+    whole = [p for layer in to_wrap for p in layer.parameters()]
+    numbers, dims = fingerprints(whole), [local_part(p).names for p in whole]
+    for layer in to_wrap:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=shard == "parameters")
+    parts = [p for layer in to_wrap for p in layer.parameters()]
+    rows = zip(parts, numbers, dims, fingerprints(parts), strict=True)
+    return {p: Unsharded(number, names, part) for p, number, names, part in rows}
