@@ -1,0 +1,115 @@
+"""A simulated GPU, in the place that a CPU build of torch leaves empty for CUDA.
+
+    python -m simgpu -m pytest tests/simgpu        (`make test-simgpu`)
+
+It must be loaded before torch, so it is for processes of its own. In the order of
+reading: `device/sim.h` (streams, events, memory, the checker for races),
+`device/kernels.cpp` (the CPU's kernels, later), `device/module.cpp` (a simulated NCCL),
+`cuda.py` (torch.cuda on top), `jobs.py` (reports name zbpp's jobs), `circles.py`.
+
+What it finds: accesses that nothing orders, memory handed out too early, host reads and
+writes of pinned memory under way, waits of the host, leaks, circles of waits. What it
+cannot show: speed, kernels of GPUs, and NCCL's own buffers.
+"""
+
+import ctypes
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from simgpu.build import built
+
+if "torch" in sys.modules:
+    raise ImportError("simgpu takes the place of CUDA: import it before torch")
+
+_folder: Path = built()
+ctypes.CDLL(str(_folder / "libsimgpu.so"), mode=ctypes.RTLD_GLOBAL)
+
+import torch  # noqa: E402
+
+_spec = importlib.util.spec_from_file_location("_simgpu", _folder / "_simgpu.so")
+assert _spec is not None and _spec.loader is not None
+native: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(native)
+
+from simgpu import cuda  # noqa: E402
+
+cuda.install(native)
+
+__all__ = [
+    "DEVICE",
+    "POLICIES",
+    "begin",
+    "counts",
+    "digest",
+    "live",
+    "native",
+    "reports",
+    "use_processes",
+    "waits",
+]
+
+DEVICE = torch.device("cuda", 0)
+POLICIES = {"lazy": 0, "random": 1, "eager": 2}
+
+
+def begin(policy: str = "lazy", seed: int = 0, **settings: float) -> None:
+    """Wait for all that is under way, forget what was found, and begin anew.
+
+    Args:
+        policy: when operations run: "lazy", when somebody must wait for them; "random";
+            "eager", at once, as in a simulation that knows no streams.
+        seed: of the policy, and of what the host is told by events.
+        settings: others: ``queues``, ``n_streams``, ``n_running``, ``patience_s``, ...
+    """
+    native.synchronize()
+    native.clear()
+    native.label("")
+    native.seed(seed)
+    native.configure("policy", POLICIES[policy])
+    for name, value in settings.items():
+        native.configure(name, value)
+
+
+def reports() -> list[str]:
+    """What was done wrong, in words: both accesses, jobs, streams and lines."""
+    texts: list[str] = native.reports()
+    return texts
+
+
+def counts() -> dict[str, int]:
+    """How many launches, queries, races and calls that hold up the host there were."""
+    numbers: dict[str, int] = native.counts()
+    return numbers
+
+
+def waits() -> dict[tuple[str, str, str], int]:
+    """How often the host has waited: for what, in which job, at which line."""
+    numbers: dict[tuple[str, str, str], int] = native.waits()
+    return numbers
+
+
+def live() -> list[str]:
+    """What is allocated: bytes, the job and the line."""
+    texts: list[str] = native.live()
+    return texts
+
+
+def digest() -> int:
+    """A number for all that the host has launched, and was told when it asked."""
+    number: int = native.digest()
+    return number
+
+
+def use_processes(folder: str, rank: int, *, rendezvous: bool = True) -> None:
+    """Put the simulated NCCL in the place of torch's; streams run by themselves now.
+
+    Args:
+        folder: where all processes put their messages, and their state when stuck.
+        rank: of this process: it makes the device's name its own.
+        rendezvous: a send ends when its receive runs; else it is buffered.
+    """
+    native.use_processes(folder, f"{folder}/stuck_{rank}.json", rendezvous)
+    cuda.name_device(f"simulated-{rank}")
+    cuda.install_nccl(native)

@@ -1,0 +1,200 @@
+"""`torch.cuda` on the simulated device: what a CPU build has no functions for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_TOTAL_BYTES = 2**34
+_native: Any = None
+_properties = SimpleNamespace(
+    name="simulated GPU", uuid="simulated-0", total_memory=_TOTAL_BYTES, major=9, minor=0,
+    multi_processor_count=1, gcnArchName="",
+)  # fmt: skip
+
+
+class Stream(torch.Stream):
+    """As `torch.cuda.Stream`."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: int) -> "Stream":
+        if "stream_id" in ids:
+            return super().__new__(cls, **ids)
+        return super().__new__(cls, device="cuda", priority=priority)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Any = None) -> Any:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, torch.Stream) and self.stream_id == other.stream_id
+
+
+class Event:
+    """As `torch.cuda.Event`; torch's own event takes no subclass."""
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        self._event = torch.Event("cuda", enable_timing=enable_timing)
+        self.query = self._event.query
+        self.synchronize = self._event.synchronize
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        self._event.record(current_stream() if stream is None else stream)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        self._event.wait(current_stream() if stream is None else stream)
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        return self._event.elapsed_time(end_event._event)
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _stream(_native.current_stream())
+
+
+def default_stream(device: Any = None) -> Stream:
+    return _stream(0)
+
+
+def _stream(number: int) -> Stream:
+    kind = torch._C._autograd.DeviceType.CUDA.value
+    return Stream(stream_id=number, device_index=0, device_type=kind)
+
+
+@contextmanager
+def stream(to: torch.Stream | None) -> Iterator[None]:
+    if to is None:
+        yield
+        return
+    before = current_stream()
+    torch.accelerator.set_stream(to)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+_pools = count(1)
+
+
+class CUDAGraph:
+    """As `torch.cuda.CUDAGraph`: a queue that is written down, and launched again."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._graph: Any = None
+        self._pool = 0
+
+    def capture_begin(self, pool: int | None = None, **_: Any) -> None:
+        self._pool = next(_pools) if pool is None else pool
+        self._stream = current_stream().stream_id
+        _native.capture_begin(self._stream, self._pool)
+
+    def capture_end(self) -> None:
+        self._graph = _native.capture_end(self._stream)
+
+    def replay(self) -> None:
+        self._graph.replay(current_stream().stream_id)
+
+    def pool(self) -> int:
+        return self._pool
+
+    def reset(self) -> None:
+        self._graph = None
+
+
+def name_device(uuid: str) -> None:
+    """Tell this process's device from those of others."""
+    _properties.uuid = uuid
+
+
+def install(native: Any) -> None:
+    """Give `torch.cuda` its functions."""
+    global _native
+    _native = native
+    memory = native.memory
+    functions: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": lambda: next(_pools),
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "stream": stream,
+        "set_stream": torch.accelerator.set_stream,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "_is_compiled": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: native.synchronize(),
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda device=None: memory()["allocated"],
+        "max_memory_allocated": lambda device=None: memory()["peak"],
+        "memory_reserved": lambda device=None: memory()["reserved"],
+        "max_memory_reserved": lambda device=None: memory()["reserved"],
+        "reset_peak_memory_stats": lambda device=None: native.reset_peak(),
+        "mem_get_info": lambda device=None: (
+            _TOTAL_BYTES - memory()["reserved"],
+            _TOTAL_BYTES,
+        ),
+        "get_device_properties": lambda device=None: _properties,
+        "get_device_name": lambda device=None: _properties.name,
+        "get_device_capability": lambda device=None: (9, 0),
+        "set_sync_debug_mode": _set_sync_debug_mode,
+        "is_current_stream_capturing": lambda: native.is_capturing(
+            native.current_stream()
+        ),
+        "default_generators": (native.default_generator(),),
+    }
+    for name, function in functions.items():
+        setattr(torch.cuda, name, function)
+    random: Any = torch.cuda.random
+    random._lazy_init = lambda: None
+    random.device_count, random.current_device = (lambda: 1), (lambda: 0)
+    c: Any = torch._C
+    c._cuda_getDeviceCount = lambda: 1
+    c._cuda_synchronize = native.synchronize
+    c._cuda_getCurrentRawStream = lambda device: native.current_stream()
+    c._host_emptyCache = lambda *_: None
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    number = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)
+    _native.configure("sync_mode", float(number))
+
+
+def install_nccl(native: Any) -> None:
+    """Give `torch.distributed` the simulated NCCL."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    group: Any = native.ProcessGroupNCCL
+    places: list[Any] = [dist, c10d]
+    for place in places:
+        place.ProcessGroupNCCL = group
+    places[1]._NCCL_AVAILABLE = True
