@@ -13,6 +13,7 @@ cannot show: speed, kernels of GPUs, and NCCL's own buffers.
 """
 
 import ctypes
+import gc
 import importlib.util
 import sys
 from pathlib import Path
@@ -63,13 +64,12 @@ def begin(policy: str = "lazy", seed: int = 0, **settings: float) -> None:
         seed: of the policy, and of what the host is told by events.
         settings: others: ``queues``, ``n_streams``, ``n_running``, ``patience_s``, ...
     """
+    gc.collect()
     native.synchronize()
-    native.clear()
-    native.label("")
-    native.seed(seed)
     native.configure("policy", POLICIES[policy])
     for name, value in settings.items():
         native.configure(name, value)
+    native.begin(seed)
 
 
 def reports() -> list[str]:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from simgpu import native
-
 from zbpp.runtime.bound import BoundProgram, Call
 
 

@@ -447,13 +447,14 @@ PYBIND11_MODULE(_simgpu, m) {
   auto& s = Sim::get();
 
   m.def("configure", &configure, no_gil);
-  m.def("seed", [&](uint64_t number) { s.seed(number); }, no_gil);
-  m.def("clear", [&] { s.clear(); }, no_gil);
+  m.def("begin", [&](uint64_t seed) { s.begin(seed); }, no_gil);
   m.def("label", [&](const std::string& text) {
     std::lock_guard<std::recursive_mutex> lock(s.mutex);
     s.set_label(text);
   }, no_gil);
   m.def("reports", [&] { return s.reports; });
+  m.def("allocate", [&](size_t bytes) { return (uintptr_t)s.allocate(bytes, false); }, no_gil);
+  m.def("free", [&](uintptr_t address) { s.free((void*)address); }, no_gil);
   m.def("live", [&] { return s.live(); }, no_gil);
   m.def("counts", [&] { return s.counts; });
   m.def("waits", [&] {

@@ -104,7 +104,7 @@ enum class Policy { lazy, random, eager };
 struct Settings {
   Policy policy = Policy::lazy;
   int queues = 0;       // hardware queues that streams share; 0: one for each stream
-  int n_streams = 0;    // that there are to hand out; 0: any number
+  int n_streams = 32;   // that there are to hand out, in turns
   int n_running = 0;    // operations that may run at the same time; 0: any number
   bool checks = true, poisons = true, reuses = true, knows_sites = true;
   int sync_mode = 0;  // 2: calls that hold up the host are errors
@@ -150,8 +150,7 @@ class Sim {
   void held_up(const char* what);  // a call that holds up the host
   void note(const std::string& what) { counts[what]++; }
   void set_label(const std::string& text) { label_ = names.number(text); }
-  void seed(uint64_t number);
-  void clear();
+  void begin(uint64_t seed);  // all is done and forgotten; one seed gives one run
 
   Settings settings;
   Names names;

@@ -50,22 +50,23 @@ Sim& Sim::get() {
   static Sim* only = [] {
     auto* made = new Sim();
     made->stream(0);
-    made->seed(0);
+    made->begin(0);
     return made;
   }();
   return *only;
 }
 
-void Sim::seed(uint64_t number) {
+void Sim::begin(uint64_t seed) {
+  wait_all();
   Lock lock(mutex);
-  draws_.seed(2 * number);
-  order_.seed(2 * number + 1);
-}
-
-void Sim::clear() {
-  Lock lock(mutex);
+  while (!freed_.empty()) look_at_freed();
+  stream(settings.n_streams);
+  next_stream_ = 0;
+  draws_.seed(2 * seed);
+  order_.seed(2 * seed + 1);
   reports.clear(), said_.clear(), counts.clear(), waits.clear();
   digest = 0;
+  label_ = 0;
   is_stuck_ = false;
 }
 
@@ -94,12 +95,8 @@ int Sim::exchange(int id) {
 
 int Sim::new_stream() {
   Lock lock(mutex);
-  int n = settings.n_streams;
-  if (n > 0 && (int)streams_.size() > n) {  // as CUDA does, in turns
-    next_stream_ = next_stream_ % n + 1;
-    return next_stream_;
-  }
-  return stream((int)streams_.size()).id;
+  next_stream_ = next_stream_ % settings.n_streams + 1;
+  return stream(next_stream_).id;
 }
 
 static void join(Clock& into, const Clock& from) {
