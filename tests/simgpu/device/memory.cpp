@@ -218,14 +218,26 @@ void Sim::free(void* ptr) {
   }
   if (!block->is_host) allocated -= block->size;
   block->is_live = false;
-  for (int id : block->used_on) {
+  freed_.push_back(block);
+  if (record_uses(*block) && block->pending.empty()) {
+    freed_.pop_back();
+    give_back(block);
+  }
+}
+
+// Notes what other streams have been given that may use a block; not while one captures,
+// as an event of a capture is none: then it is done later, as CUDA's allocator does.
+bool Sim::record_uses(Block& block) {
+  if (block.used_on.empty()) return true;
+  for (const auto& s : streams_)
+    if (s->capture) return false;
+  for (int id : block.used_on) {
     Event event;
     record(event, id);
-    block->pending.push_back(event);
+    block.pending.push_back(event);
   }
-  block->used_on.clear();
-  if (block->pending.empty()) give_back(block);
-  else freed_.push_back(block);
+  block.used_on.clear();
+  return true;
 }
 
 void Sim::look_at_freed() {
@@ -238,6 +250,7 @@ void Sim::look_at_freed() {
     return s.done >= event.number;
   };
   auto is_free = [&](Block* block) {
+    if (!record_uses(*block)) return false;
     auto& events = block->pending;
     while (!events.empty() && is_over(events.back())) {
       const Clock& clock = events.back().clock;
@@ -254,7 +267,8 @@ void Sim::look_at_freed() {
 void Sim::give_back(Block* block) {
   // What a capture has allocated, and is freed after it, only its pool's next capture
   // takes: until then its graphs may read what they have written there.
-  const bool after_capture = block->pool != 0 && !stream(block->stream).capture;
+  const Stream& s = stream(std::max(block->stream, 0));
+  const bool after_capture = block->pool != 0 && !(s.capture && s.pool == block->pool);
   if (!block->is_host && settings.poisons && !after_capture) {
     Operation poison;
     poison.name = "free";

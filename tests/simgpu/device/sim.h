@@ -180,6 +180,7 @@ class Sim {
   void host_learns(int id, uint64_t number, const Clock& clock);
   bool ends_by_others(int id, uint64_t number);
   void write_state();
+  bool record_uses(Block& block);
   void give_back(Block* block);
   void look_at_freed();
   void protect(Block& block);
