@@ -163,6 +163,7 @@ void* Sim::allocate(size_t bytes, bool is_host) {
   const size_t size = (bytes + unit - 1) / unit * unit;
   const int id = is_host ? -1 : current();
   const uint64_t pool = is_host ? 0 : stream(id).pool;
+  if (!is_host) poison_freed(stream(id));
   auto& free = free_[{is_host, id, pool}];
   Block* block = nullptr;
   auto found = free.lower_bound(size);
@@ -218,14 +219,26 @@ void Sim::free(void* ptr) {
   }
   if (!block->is_host) allocated -= block->size;
   block->is_live = false;
-  for (int id : block->used_on) {
+  freed_.push_back(block);
+  if (record_uses(*block) && block->pending.empty()) {
+    freed_.pop_back();
+    give_back(block);
+  }
+}
+
+// Notes what other streams have been given that may use a block; not while one captures,
+// as an event of a capture is none: then it is done later, as CUDA's allocator does.
+bool Sim::record_uses(Block& block) {
+  if (block.used_on.empty()) return true;
+  for (const auto& s : streams_)
+    if (s->capture) return false;
+  for (int id : block.used_on) {
     Event event;
     record(event, id);
-    block->pending.push_back(event);
+    block.pending.push_back(event);
   }
-  block->used_on.clear();
-  if (block->pending.empty()) give_back(block);
-  else freed_.push_back(block);
+  block.used_on.clear();
+  return true;
 }
 
 void Sim::look_at_freed() {
@@ -239,6 +252,7 @@ void Sim::look_at_freed() {
     return demand(event.stream, event.number);
   };
   auto is_free = [&](Block* block) {
+    if (!record_uses(*block)) return false;
     auto& events = block->pending;
     while (!events.empty() && is_over(events.back())) {
       const Clock& clock = events.back().clock;
@@ -255,7 +269,8 @@ void Sim::look_at_freed() {
 void Sim::give_back(Block* block) {
   // What a capture has allocated, and is freed after it, only its pool's next capture
   // takes: until then its graphs may read what they have written there.
-  const bool after_capture = block->pool != 0 && !stream(block->stream).capture;
+  Stream& s = stream(std::max(block->stream, 0));
+  const bool after_capture = block->pool != 0 && !(s.capture && s.pool == block->pool);
   if (!block->is_host && settings.poisons && !after_capture) {
     Operation poison;
     poison.name = "free";
@@ -264,7 +279,7 @@ void Sim::give_back(Block* block) {
       std::memset(at, kNoNumber, size);
       return true;
     };
-    enqueue(block->stream, std::move(poison), /*during_capture=*/block->pool == 0);
+    s.poisons.emplace_back(std::move(poison), /*during_capture=*/block->pool == 0);
   }
   free_[{block->is_host, block->stream, block->pool}].insert({block->size, block});
 }

@@ -47,6 +47,7 @@ struct Operation {
   std::string message;  // what it exchanges with other processes; all ends say the same
   std::vector<int> members;  // processes that it is exchanged with
   bool needs_others = false;
+  bool only_orders = false;  // an event, or a wait for one
   bool started = false;
   int label = 0, site = 0;
   double launched_s = 0;
@@ -73,6 +74,7 @@ struct Stream {
   uint64_t others_from = 0;  // from here on it ends when other processes let it; 0: none
   Clock clock;
   double time_s = 0;
+  std::vector<std::pair<Operation, bool>> poisons;  // of freed blocks; for a capture or not
   std::shared_ptr<Graph> capture;
   uint64_t pool = 0;
 };
@@ -181,11 +183,13 @@ class Sim {
   bool run_head(Stream& stream);
   bool demand(int id, uint64_t number);
   void wait_for(int id, uint64_t number, const Clock& clock, const char* what);
+  void poison_freed(Stream& stream);
   void after_launch();
   void host_learns(int id, uint64_t number, const Clock& clock);
   bool ends_by_others(int id, uint64_t number);
   bool comes_from_others(Event& event);
   void write_state();
+  bool record_uses(Block& block);
   void give_back(Block* block);
   void look_at_freed();
   void protect(Block& block);
