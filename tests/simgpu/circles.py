@@ -1,14 +1,14 @@
 """Find the circle of waits of processes that are stuck, and say it in words.
 
 Each rank has written ``stuck_<rank>.json``: what its host waits for, what its streams
-have under way. What waits for what is a graph:
+have under way. Only the heads of streams wait for others, and hosts:
 
-    host of a rank     -> the operation that it waits for
-    operation          -> the head of its stream
-    head that waits    -> the operation of another stream that its event marks
-    head in a queue    -> the front of the hardware queue, which holds up what is behind
-    head, no room      -> all that run
-    message under way  -> its other end; or the host that has not launched this yet
+    host               waits for the stream that it waits for
+    head that waits    for the stream that its event is on
+    head in a queue    for the stream at the front of the hardware queue
+    head, no room      for the streams whose heads run
+    message under way  for the streams of its other ends; or the hosts that have yet to
+                       launch these
 """
 
 import json
@@ -20,16 +20,15 @@ import networkx as nx
 __all__ = ["explain", "find_circle"]
 
 State = dict[str, Any]
-Node = tuple[int, int, int]
-"""Rank, stream, number of an operation; the host's stream is -1."""
+Node = tuple[int, int]
+"""Rank and stream, in the name of its head; -1: the rank's host."""
 
 
 def explain(folder: Path) -> list[str]:
     """Say what the processes that wrote their states into the folder wait for."""
-    files = sorted(folder.glob("stuck_*.json"))
     states = {
         int(file.stem.removeprefix("stuck_")): json.loads(file.read_text("utf-8"))
-        for file in files
+        for file in sorted(folder.glob("stuck_*.json"))
     }
     if not states:
         return []
@@ -41,99 +40,85 @@ def explain(folder: Path) -> list[str]:
         for rank, state in states.items()
         for host in state["hosts"]
     ]
-    return [f"stuck, without a circle; ranks {[*states]} told their state:", *hosts]
+    return [f"no circle; of what ranks {[*states]} wait for:", *hosts]
 
 
 def find_circle(states: dict[int, State]) -> list[str]:
     """Return a line for each wait on a circle; empty: there is none."""
-    graph = _graph(states)
+    graph = nx.DiGraph()
+    for rank, state in states.items():
+        for host in state["hosts"]:
+            if _is_under_way(state, host["stream"], host["number"]):
+                graph.add_edge((rank, -1), (rank, host["stream"]), why="waits for")
+        for stream in state["streams"]:
+            for awaited, why in _waits_of_head(states, rank, stream):
+                graph.add_edge((rank, stream["id"]), awaited, why=why)
     try:
         edges = nx.find_cycle(graph)
     except nx.NetworkXNoCycle:
         return []
     return [
-        f"{_name(states, waiting)} {graph.edges[waiting, awaited]['why']} "
-        f"{_name(states, awaited)}"
-        for waiting, awaited in edges
+        f"{_place(node)}: {_head(states, node)} {graph.edges[node, awaited]['why']} "
+        f"{_place(awaited)}"
+        for node, awaited in edges
     ]
-
-
-def _graph(states: dict[int, State]) -> nx.DiGraph:
-    graph = nx.DiGraph()
-    for rank, state in states.items():
-        done = {stream["id"]: stream["done"] for stream in state["streams"]}
-        for host in state["hosts"]:
-            stream, number = host["stream"], host["number"]
-            if stream in done and number > done[stream]:
-                graph.add_edge((rank, -1, 0), (rank, stream, number), why="waits for")
-        for stream in state["streams"]:
-            head, *others = stream["operations"]
-            first = (rank, stream["id"], head["number"])
-            for operation in others:
-                behind = (rank, stream["id"], operation["number"])
-                graph.add_edge(behind, first, why="is on its stream behind")
-            for awaited, why in _waits_of_head(states, rank, stream["id"], head):
-                graph.add_edge(first, awaited, why=why)
-    return graph
 
 
 def _waits_of_head(
-    states: dict[int, State], rank: int, stream: int, head: State
+    states: dict[int, State], rank: int, stream: State
 ) -> list[tuple[Node, str]]:
-    state = states[rank]
-    done = {other["id"]: other["done"] for other in state["streams"]}
+    state, head = states[rank], stream["operations"][0]
     if head["started"]:
         return _other_ends(states, rank, head) if head["message"] else []
-    awaited, number = head["wait_stream"], head["wait_number"]
-    if awaited in done and number > done[awaited]:
-        return [((rank, awaited, number), "waits for")]
+    if _is_under_way(state, head["wait_stream"], head["wait_number"]):
+        return [((rank, head["wait_stream"]), "waits for")]
     if queues := state["queues"]:
-        front = queues[stream % len(queues)]
-        if front and front != [stream, head["number"]]:
-            return [((rank, *front), "is in its hardware queue behind")]
+        front = queues[stream["id"] % len(queues)]
+        if front and front != [stream["id"], head["number"]]:
+            return [((rank, front[0]), "is in its hardware queue behind")]
     return [
-        ((rank, other["id"], running["number"]), "finds no room beside")
+        ((rank, other["id"]), "finds no room beside")
         for other in state["streams"]
-        for running in other["operations"][:1]
-        if state["n_running"] and running["started"]
+        if state["n_running"] and other["operations"][0]["started"]
     ]
 
 
+def _is_under_way(state: State, stream: int, number: int) -> bool:
+    return any(s["id"] == stream and s["done"] < number for s in state["streams"])
+
+
 def _other_ends(
-    states: dict[int, State], rank: int, message: State
+    states: dict[int, State], rank: int, head: State
 ) -> list[tuple[Node, str]]:
-    found = []
-    for member in message["members"]:
+    """Where the other members of a message or collective are that have not begun it."""
+    ends: list[tuple[Node, str]] = []
+    for member in head["members"]:
         if member == rank or member not in states:
             continue
-        end = _end_on(states, member, message["message"])
-        if end is None:
-            found.append(((member, -1, 0), "waits for a launch by"))
-        elif not end[1]:
-            found.append((end[0], "waits for its other end,"))
-    return found
+        there = [
+            (stream["id"], operation)
+            for stream in states[member]["streams"]
+            for operation in stream["operations"]
+            if operation["message"] == head["message"]
+        ]
+        if not there:
+            ends.append(((member, -1), "waits for a launch by"))
+        for stream, operation in there:
+            if not operation["started"]:
+                ends.append(((member, stream), "waits for its other end on"))
+    return ends
 
 
-def _end_on(
-    states: dict[int, State], rank: int, message: str
-) -> tuple[Node, bool] | None:
-    """The operation with this message on a rank, and if it has started."""
-    for stream in states[rank]["streams"]:
-        for operation in stream["operations"]:
-            if operation["message"] == message:
-                node = (rank, stream["id"], operation["number"])
-                return node, operation["started"]
-    return None
+def _place(node: Node) -> str:
+    rank, stream = node
+    return f"rank {rank}, " + (f"stream {stream}" if stream >= 0 else "the host")
 
 
-def _name(states: dict[int, State], node: Node) -> str:
-    rank, stream, number = node
+def _head(states: dict[int, State], node: Node) -> str:
+    rank, stream = node
     if stream < 0:
-        hosts = states[rank]["hosts"]
-        jobs = " and ".join(f"[{host['label']}]" for host in hosts)
-        return f"rank {rank}: the host in {jobs}"
-    (row,) = (x for x in states[rank]["streams"] if x["id"] == stream)
-    (operation,) = (x for x in row["operations"] if x["number"] == number)
-    return (
-        f"rank {rank}: {operation['name']} in [{operation['label']}] on stream {stream}"
-    )
+        labels = [f"[{host['label']}]" for host in states[rank]["hosts"]]
+        return f"in {' and '.join(labels) or 'a loop of its own'}"
+    (row,) = (row for row in states[rank]["streams"] if row["id"] == stream)
+    head = row["operations"][0]
+    return f"{head['name']} in [{head['label']}]"

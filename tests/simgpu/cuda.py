@@ -181,6 +181,17 @@ def install(native: Any) -> None:
     c._cuda_synchronize = native.synchronize
     c._cuda_getCurrentRawStream = lambda device: native.current_stream()
     c._host_emptyCache = lambda *_: None
+    storages: Any = torch.UntypedStorage
+    resize_on_cpu = storages.resize_
+
+    def resize(storage: Any, n_bytes: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize_on_cpu(storage, n_bytes)
+        whole = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+        native.resize_storage(whole, n_bytes)
+        return storage
+
+    storages.resize_ = resize
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:

@@ -494,6 +494,16 @@ PYBIND11_MODULE(_simgpu, m) {
       .def("replay", [&](const sim::Graph& graph, int stream) { s.replay(graph, stream); }, no_gil);
   m.def("capture_begin", [&](int stream, uint64_t pool) { s.capture_begin(stream, pool); }, no_gil);
   m.def("capture_end", [&](int stream) { return s.capture_end(stream); }, no_gil);
+  // torch does this itself in builds for CUDA only; fully_shard frees and refills by it.
+  m.def("resize_storage", [](const Tensor& whole, int64_t n_bytes) {
+    auto* storage = whole.storage().unsafeGetStorageImpl();
+    if (n_bytes > 0) {
+      whole.resize_({n_bytes});
+    } else {
+      storage->set_data_ptr_noswap(c10::DataPtr(nullptr, sim::kOnly));
+      storage->set_nbytes(0);
+    }
+  }, no_gil);
   m.def("is_capturing", [&](int stream) { return s.is_capturing(stream); });
 
   m.def("use_processes", [&](const std::string& files, int number) {

@@ -275,7 +275,7 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
       since = now_s();
       continue;
     }
-    if (now_s() - since > settings.patience_s) {
+    if (is_stuck_ || now_s() - since > settings.patience_s) {
       write_state();
       throw std::runtime_error(
           "the simulated device is stuck: the host waits in [" + names.text(label_) +
@@ -357,6 +357,7 @@ bool Sim::comes_from_others(Event& event) {
   if (event.polled_at != n_launched_) event.polls = 0;
   event.polled_at = n_launched_;
   if (++event.polls <= kPollsInVain) return false;
+  if (is_stuck_) throw std::runtime_error("the simulated device is stuck");
   waiting_[t_host] = {"an event that it asks for", event.stream, event.number, label_};
   const double until_s = now_s() + kAnswerS;
   while (stream(event.stream).done < event.number) {
