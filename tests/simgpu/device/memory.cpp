@@ -234,7 +234,7 @@ bool Sim::record_uses(Block& block) {
     if (s->capture) return false;
   for (int id : block.used_on) {
     Event event;
-    record(event, id);
+    record(event, id, /*by_allocator=*/true);
     block.pending.push_back(event);
   }
   block.used_on.clear();
@@ -274,6 +274,7 @@ void Sim::give_back(Block* block) {
   if (!block->is_host && settings.poisons && !after_capture) {
     Operation poison;
     poison.name = "free";
+    poison.by_allocator = true;
     poison.touches = {{block->ptr, block->ptr + block->size, true}};
     poison.run = [at = (void*)block->ptr, size = block->size] {
       std::memset(at, kNoNumber, size);

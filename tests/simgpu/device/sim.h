@@ -48,6 +48,7 @@ struct Operation {
   std::vector<int> members;  // processes that it is exchanged with
   bool needs_others = false;
   bool only_orders = false;  // an event, or a wait for one
+  bool by_allocator = false;  // whenever a thread of the host lets memory go
   bool started = false;
   int label = 0, site = 0;
   double launched_s = 0;
@@ -127,7 +128,7 @@ class Sim {
   int exchange(int stream);
   int new_stream();
   void launch(int stream, Operation operation);
-  void record(Event& event, int stream);
+  void record(Event& event, int stream, bool by_allocator = false);
   void block(const Event& event, int stream);
   bool query(Event& event);
   bool query_stream(int stream);

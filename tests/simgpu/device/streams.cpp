@@ -143,7 +143,7 @@ uint64_t Sim::enqueue(int id, Operation operation, bool during_capture) {
        (operation.wait_stream >= 0 && ends_by_others(operation.wait_stream, operation.wait_number))))
     s.others_from = number;
   last_launch_s_ = operation.launched_s = now_s();
-  mix(operation.name, 31 * id + operation.label);
+  if (!operation.by_allocator) mix(operation.name, 31 * id + operation.label);
   if (settings.checks) check(id, number, operation);
   if (settings.queues > 0) {
     queues_.resize(settings.queues);
@@ -292,7 +292,7 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
     }
 }
 
-void Sim::record(Event& event, int id) {
+void Sim::record(Event& event, int id, bool by_allocator) {
   Lock lock(mutex);
   event.polls = 0;
   if (stream(id).capture) {
@@ -303,6 +303,7 @@ void Sim::record(Event& event, int id) {
   Operation mark;
   mark.name = "event";
   mark.only_orders = true;
+  mark.by_allocator = by_allocator;
   mark.run = [this, id, time_s] {
     *time_s = stream(id).time_s;
     return true;
