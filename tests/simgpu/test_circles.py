@@ -79,6 +79,7 @@ def circle_of(pool: SimulatedPool, n: int, function: Any, *args: Any) -> str:
 
 def test_one_communicator_for_both_directions(pool: SimulatedPool) -> None:
     import time
+
     t = time.time()
     circle = circle_of(pool, 2, shared_communicator, "1F1B")
     print(time.time() - t, circle)
@@ -87,12 +88,15 @@ def test_one_communicator_for_both_directions(pool: SimulatedPool) -> None:
 @pytest.mark.parametrize("mode", ["1F1B"])
 def test_one_hardware_queue(pool: SimulatedPool, mode: str) -> None:
     import time
+
     t = time.time()
     circle = circle_of(pool, 2, with_limits, mode, {"queues": 1})
     print(time.time() - t, circle)
 
+
 def test_room_for_one_kernel(pool: SimulatedPool) -> None:
     import time
+
     t = time.time()
     circle = circle_of(pool, 2, with_limits, "1F1B", {"n_running": 1})
     print(time.time() - t, circle)

@@ -186,7 +186,7 @@ class Sim {
   void wait_for(int id, uint64_t number, const Clock& clock, const char* what);
   void poison_freed(Stream& stream);
   void after_launch();
-  void host_learns(int id, uint64_t number, const Clock& clock);
+  void host_learns(const Clock& clock);
   bool ends_by_others(int id, uint64_t number);
   bool comes_from_others(Event& event);
   void write_state();

@@ -255,12 +255,15 @@ bool Sim::pump() {
   return false;
 }
 
-void Sim::host_learns(int id, uint64_t number, const Clock& clock) {
-  Stream& s = stream(id);
-  if (number > s.seen) s.seen = number;
-  if (s.others_from != 0 && s.others_from <= s.seen)
-    s.others_from = s.launched > s.seen ? s.seen + 1 : 0;
+void Sim::host_learns(const Clock& clock) {
   join(host_, clock);
+  for (size_t i = 0; i < clock.size(); i++) {
+    Stream& s = *streams_[i];
+    if (clock[i] <= s.seen) continue;
+    s.seen = clock[i];
+    if (s.others_from != 0 && s.others_from <= s.seen)
+      s.others_from = s.launched > s.seen ? s.seen + 1 : 0;
+  }
   for (auto at = protected_.begin(); at != protected_.end();) protect(**at++);
 }
 
@@ -286,7 +289,7 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
     lock.lock();
   }
   waiting_.erase(t_host);
-  host_learns(id, number, clock);
+  host_learns(clock);
   if (settings.policy == Policy::random)
     while (order_() % 2 == 0 && progress()) {
     }
@@ -350,7 +353,7 @@ bool Sim::query(Event& event) {
     is_done = demand(event.stream, event.number);
   }
   mix("query", is_done);
-  if (is_done) host_learns(event.stream, event.number, event.clock);
+  if (is_done) host_learns(event.clock);
   return is_done;
 }
 
