@@ -140,6 +140,8 @@ def account(stage: int, executor: Executor) -> Held:
     optimizers = executor.optimizer.optimizers.all
     device = executor.stage.device
     on_gpu = runs_ahead(device)
+    held = torch.accelerator.memory_allocated
+    total = held(device) if on_gpu else peak_held(device)
     parameters = [p for layer in layers for p in layer.parameters()]
     return Held(
         stage=stage,
@@ -147,9 +149,7 @@ def account(stage: int, executor: Executor) -> Held:
         gradients=_bytes(p.grad for p in parameters if p.grad is not None),
         optimizer=_bytes(t for one in optimizers for t in tensors_in(dict(one.state))),
         buffers=_bytes(b for layer in layers for b in layer.buffers()),
-        total=torch.accelerator.memory_allocated(device)
-        if on_gpu
-        else peak_held(device),
+        total=total,
         in_flight=executor.stage.n_in_flight,
         exact=on_gpu,
     )

@@ -279,9 +279,8 @@ class DistributedTransport(Messages):
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""
         try:
-            if (
-                not self._on_device
-            ):  # waits no longer than a step does, unlike the gather
+            if not self._on_device:
+                # It waits no longer than a step does, unlike the gather.
                 self._all.monitored_barrier(timedelta(seconds=self._waits.timeout_s))
             return gather_objects(self._all, thing, self._on)
         except RuntimeError as error:
