@@ -7,10 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from simgpu.circles import find_circle
+
 from simgpu.process_runs import small
 from simgpu.processes import Found, SimulatedPool, watched
-
 from zbpp.runtime.comm import channels
 from zbpp.runtime.comm.private_group import open_group
 

@@ -5,18 +5,17 @@ in an order of their own: theirs is 1F1B in the same processes.
 """
 
 import os
-import signal
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from simgpu.process_runs import Case, Trained, all_of, small
-from simgpu.processes import Found, SimulatedPool, watched
 from small_model import N_LAYERS, assert_same
 
 import simgpu
+from simgpu.process_runs import Case, Trained, all_of, small
+from simgpu.processes import Found, SimulatedPool, watched
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
 TIED = {"ties": [((0, "weight"), (N_LAYERS - 1, "weight"))]}
