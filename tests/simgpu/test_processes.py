@@ -7,6 +7,7 @@ in an order of their own: theirs is 1F1B in the same processes.
 import os
 from collections.abc import Iterator
 from functools import cache, partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -19,8 +20,7 @@ from simgpu.processes import Found, SimulatedPool, watched
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
 TIED = {"ties": [((0, "weight"), (N_LAYERS - 1, "weight"))]}
-SETTINGS: tuple[dict[str, float], ...] = (
-    {},
+LIMITS: tuple[dict[str, float], ...] = (
     {"rendezvous": 0},
     {"queues": 8},
     {"queues": 2},
@@ -95,9 +95,13 @@ def test_four_stages_with_delays_and_few_queues(pool: SimulatedPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
-def test_policies_and_seeds(pool: SimulatedPool, mode: str, n: int) -> None:
+def test_seeds_and_delays(pool: SimulatedPool, mode: str, n: int) -> None:
+    """20 seeds for each mode and number of processes: 240 runs."""
     cases = [small_case(mode, policy) for policy in ("lazy", "eager")]
-    cases += [small_case(mode, "random", seed) for seed in range(20)]
+    cases += [
+        small_case(mode, "random", seed, delay_s=DELAY_S, rendezvous=seed % 4 > 0)
+        for seed in range(20)
+    ]
     check_small(pool, n, cases)
 
 
@@ -105,18 +109,8 @@ def test_policies_and_seeds(pool: SimulatedPool, mode: str, n: int) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_limits_of_the_device(pool: SimulatedPool, mode: str, n: int) -> None:
-    policies = ("lazy", "random", "eager")
-    cases = [small_case(mode, p, **s) for p in policies for s in SETTINGS]
-    check_small(pool, n, cases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("mode", MODES)
-def test_delays_drawn_at_random(pool: SimulatedPool, mode: str, n: int) -> None:
-    """17 seeds for each mode and number: 204 runs."""
-    more = {"delay_s": DELAY_S}
-    cases = [small_case(mode, "random", 100 + seed, **more) for seed in range(17)]
+    policies = cycle(("lazy", "random", "eager"))
+    cases = [small_case(mode, next(policies), **limits) for limits in LIMITS]
     check_small(pool, n, cases)
 
 
@@ -189,33 +183,51 @@ def test_replicas_that_save_and_switch(
 
 
 def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
-    more = {"delay_s": DELAY_S}
-    cases = [small_case("ZBV", "random", seed, **more) for seed in (7, 7, 8)]
-    first, again, other = run(pool, 2, cases)
-    digests = [[found.digest for found in ranks] for ranks in (first, again, other)]
-    assert digests[0] == digests[1] != digests[2]
+    """Whatever other processes take for it."""
+    cases = [small_case("ZBV", "random", 7, delay_s=x) for x in (0, DELAY_S, DELAY_S)]
+    cases.append(("small", ("ZBV",), {"recompute": "all"}, cases[0][3]))
+    *digests, control = (
+        [found.digest for found in ranks] for ranks in run(pool, 2, cases)
+    )
+    assert digests[0] == digests[1] == digests[2] != control
 
 
-def killed(mode: str) -> None:
-    """Rank 1 is gone in its second step."""
-    if os.environ["RANK"] == "1":
-        os.environ["ZBPP_FAULT"] = "kill:1:1:1F2"
-    watched(partial(small, mode, timeout_s=2.0, first_timeout_s=30.0))
+def struck(fault: str) -> None:
+    """Rank 1 comes to harm in its second step."""
+    os.environ["ZBPP_FAULT"] = fault
+    watched(partial(small, "1F1B", timeout_s=2.0, first_timeout_s=30.0))
 
 
-def test_a_killed_peer_is_named(pool: SimulatedPool) -> None:
-    with pytest.raises(AssertionError) as ends:
-        pool.run(killed, 2, "1F1B", timeout_s=60)
-    print(ends.value)
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill", "rank 1 has left no word"),
+        pytest.param("stop", "rank 1 has left no word", marks=pytest.mark.slow),
+        pytest.param("raise", "rank 1 failed first, in 1F2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_peer_is_named(pool: SimulatedPool, fault: str, words: str) -> None:
+    place = r"PeerError: stage 0 waits at \w+ for .* from stage 1: "
+    with pytest.raises(AssertionError, match=f"{place}.*{words}"):
+        pool.run(struck, 2, f"{fault}:1:1:1F2", timeout_s=60)
 
 
-def failing(mode: str, fails_at: int) -> None:
+def failing(fails_at: int) -> None:
+    """A message or collective of rank 0 ends with an error, as if a cable were cut."""
     at = fails_at if os.environ["RANK"] == "0" else 0
-    watched(partial(small, mode, timeout_s=5.0), fails_at=at)
+    watched(partial(small, "1F1B", timeout_s=2.0, first_timeout_s=30.0), fails_at=at)
 
 
-@pytest.mark.parametrize("fails_at", [40])
-def test_an_error_of_nccl_is_told(pool: SimulatedPool, fails_at: int) -> None:
+@pytest.mark.parametrize(
+    ("fails_at", "what"),
+    [(40, "allreduce"), pytest.param(50, "receive", marks=pytest.mark.slow)],
+)
+def test_an_error_of_nccl_is_told(
+    pool: SimulatedPool, fails_at: int, what: str
+) -> None:
     with pytest.raises(AssertionError) as ends:
-        pool.run(failing, 2, "1F1B", fails_at, timeout_s=60)
-    print(ends.value)
+        pool.run(failing, 2, fails_at, timeout_s=60)
+    text = str(ends.value)
+    assert f"DistBackendError: NCCL: {what} " in text
+    assert "PeerError: stage 0 waits at " in text
+    print(text)

@@ -19,6 +19,8 @@ using Lock = std::unique_lock<std::recursive_mutex>;
 thread_local int t_current = 0;
 std::atomic<int> n_threads{0};
 thread_local const int t_host = n_threads++;
+thread_local int t_polls = 0;  // of this host's thread, in vain, with no launch in between
+thread_local uint64_t t_polled_at = 0;
 
 // What the host is told must not depend on how fast other processes are. So an event that
 // they decide is not ready until the host has waited for it; or until it does nothing
@@ -297,7 +299,6 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
 
 void Sim::record(Event& event, int id, bool by_allocator) {
   Lock lock(mutex);
-  event.polls = 0;
   if (stream(id).capture) {
     event.stream = Event::captured;
     return;
@@ -337,7 +338,7 @@ void Sim::block(const Event& event, int id) {
   join(s.clock, event.clock);
 }
 
-bool Sim::query(Event& event) {
+bool Sim::query(const Event& event) {
   Lock lock(mutex);
   if (event.stream < 0) return true;
   counts["queries"]++;
@@ -357,10 +358,10 @@ bool Sim::query(Event& event) {
   return is_done;
 }
 
-bool Sim::comes_from_others(Event& event) {
-  if (event.polled_at != n_launched_) event.polls = 0;
-  event.polled_at = n_launched_;
-  if (++event.polls <= kPollsInVain) return false;
+bool Sim::comes_from_others(const Event& event) {
+  if (t_polled_at != n_launched_) t_polls = 0;
+  t_polled_at = n_launched_;
+  if (++t_polls <= kPollsInVain) return false;
   if (is_stuck_) throw std::runtime_error("the simulated device is stuck");
   waiting_[t_host] = {"an event that it asks for", event.stream, event.number, label_};
   const double until_s = now_s() + kAnswerS;
@@ -381,8 +382,6 @@ bool Sim::query_stream(int id) {
   event.stream = id;
   event.number = stream(id).launched;
   event.clock = stream(id).clock;
-  event.polls = kPollsInVain;
-  event.polled_at = n_launched_;
   lock.unlock();
   return query(event);
 }
