@@ -135,7 +135,7 @@ class Waits:
 
         NCCL keeps a tensor only until its work is waited for, and lets go of it there.
         """
-        if self._nccl:
+        if self._on_device:
             self._side.hand_over(tensor)
 
     def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
