@@ -171,6 +171,7 @@ def install(native: Any) -> None:
     c: Any = torch._C
     c._cuda_getDeviceCount = lambda: 1
     c._cuda_synchronize = native.synchronize
+    c._cuda_sleep = native.spin
     c._cuda_getCurrentRawStream = lambda device: native.current_stream()
     c._host_emptyCache = lambda *_: None
     storages: Any = torch.UntypedStorage

@@ -473,6 +473,17 @@ PYBIND11_MODULE(_simgpu, m) {
     s.set_label(text);
   }, no_gil);
   m.def("reports", [&] { return s.reports; });
+  m.def("spin", [&](int64_t cycles) {  // of a clock of 1 GHz
+    sim::Operation operation;
+    operation.name = "spin";
+    operation.run = [cycles] {
+      const double end_s = sim::now_s() + 1e-9 * (double)cycles;
+      while (sim::now_s() < end_s) {
+      }
+      return true;
+    };
+    s.launch(s.current(), std::move(operation));
+  }, no_gil);
   m.def("allocate", [&](size_t bytes) { return (uintptr_t)s.allocate(bytes, false); }, no_gil);
   m.def("free", [&](uintptr_t address) { s.free((void*)address); }, no_gil);
   m.def("live", [&] { return s.live(); }, no_gil);
