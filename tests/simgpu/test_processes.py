@@ -4,7 +4,10 @@ The reference of the small model is FThenB on one stage of the same device. Repl
 in an order of their own: theirs is 1F1B in the same processes.
 """
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import cycle
@@ -230,4 +233,16 @@ def test_an_error_of_nccl_is_told(
     text = str(ends.value)
     assert f"DistBackendError: NCCL: {what} " in text
     assert "PeerError: stage 0 waits at " in text
-    print(text)
+
+
+@pytest.mark.slow
+def test_the_environment_says_how_many_queues_there_are() -> None:
+    script = (
+        "import simgpu, torch; torch.ones(1, device='cuda'); "
+        "print(simgpu.native.state())"
+    )
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert len(json.loads(done.stdout)["queues"]) == 3, done.stderr

@@ -114,7 +114,7 @@ struct Settings {
   double patience_s = 30;
   double delay_s = 0;  // messages and collectives take so long at most, drawn at random
   int fails_at = 0;    // counts down with messages and collectives: the last one fails
-  bool is_one_of_many = false;  // other processes have such devices
+  int n_processes = 1;  // that have such devices
 };
 
 class Sim {
@@ -165,7 +165,8 @@ class Sim {
   std::map<std::tuple<std::string, int, int>, int64_t> waits;  // what, label, site
   std::vector<std::string> reports;
   uint64_t digest = 0;  // of all that the host has done, and has been told
-  std::string stuck_file;  // where the state goes when nothing moves
+  std::string stuck_files;  // where processes write their states when nothing moves
+  int process = 0;          // this one's number
   int64_t allocated = 0, peak = 0, reserved = 0;
   std::recursive_mutex mutex;
 
@@ -187,7 +188,9 @@ class Sim {
   void host_learns(const Clock& clock);
   bool ends_by_others(int id, uint64_t number);
   bool comes_from_others(const Event& event);
-  void write_state();
+  bool is_stuck();
+  std::string stuck_file(int number) const;
+  void moves();
   bool record_uses(Block& block);
   void give_back(Block* block);
   void look_at_freed();
@@ -207,7 +210,7 @@ class Sim {
   int n_running_ = 0, next_stream_ = 0, label_ = 0;
   uint64_t n_launched_ = 0;
   double last_launch_s_ = 0, last_progress_s_ = 0;
-  bool is_stuck_ = false;
+  bool has_told_ = false, is_stuck_ = false;  // this process; all of them
 };
 
 double now_s();

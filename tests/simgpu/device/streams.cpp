@@ -1,6 +1,8 @@
 // What runs when: launches, events, the host's waits, and graphs.
 #include "sim.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -80,6 +82,7 @@ void Sim::begin(uint64_t seed) {
   digest = 0;
   label_ = 0;
   is_stuck_ = false;
+  moves();
 }
 
 // To be called without the lock: a thread that holds Python's may wait for this one.
@@ -156,6 +159,7 @@ uint64_t Sim::enqueue(int id, Operation operation, bool during_capture) {
   counts["launches"]++;
   n_launched_++;
   waiting_.erase(t_host);
+  moves();
   after_launch();
   return number;
 }
@@ -223,6 +227,7 @@ bool Sim::run_head(Stream& s) {
   s.queue.pop_front();
   protect_touched(ended, false);
   last_progress_s_ = now_s();
+  moves();
   return true;
 }
 
@@ -253,7 +258,7 @@ bool Sim::pump() {
       streams_.begin(), streams_.end(), [](auto& s) { return s->queue.empty(); });
   if (is_idle) last_progress_s_ = now;
   const double since = std::max(last_progress_s_, last_launch_s_);
-  if (!is_idle && now - since > settings.patience_s) write_state();
+  if (!is_idle && now - since > settings.patience_s) is_stuck();
   return false;
 }
 
@@ -280,12 +285,13 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
       since = now_s();
       continue;
     }
-    if (is_stuck_ || now_s() - since > settings.patience_s) {
-      write_state();
-      throw std::runtime_error(
-          "the simulated device is stuck: the host waits in [" + names.text(label_) +
-          "] for " + what + " of stream " + std::to_string(id) + "\n" + state());
-    }
+    // A wait for a process that is gone has no other end.
+    const double waited_s = now_s() - since, patience_s = settings.patience_s;
+    if (waited_s > patience_s * (settings.n_processes > 1 ? 4 : 1) ||
+        (waited_s > patience_s && is_stuck()))
+      throw std::runtime_error("the simulated device is stuck: the host waits in [" +
+                               names.text(label_) + "] for " + what + " of stream " +
+                               std::to_string(id) + "\n" + state());
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::microseconds(100));
     lock.lock();
@@ -344,7 +350,7 @@ bool Sim::query(const Event& event) {
   counts["queries"]++;
   Stream& s = stream(event.stream);
   bool is_done = s.seen >= event.number;
-  const bool by_others = settings.is_one_of_many && ends_by_others(event.stream, event.number);
+  const bool by_others = settings.n_processes > 1 && ends_by_others(event.stream, event.number);
   if (!is_done && by_others) {
     is_done = comes_from_others(event);
     if (!is_done) return false;
@@ -464,10 +470,27 @@ std::string Sim::state() {
   return text.str();
 }
 
-void Sim::write_state() {
-  if (is_stuck_ || stuck_file.empty()) return;
-  is_stuck_ = true;
-  std::ofstream(stuck_file) << state();
+std::string Sim::stuck_file(int number) const {
+  return stuck_files + std::to_string(number) + ".json";
+}
+
+// A process that nothing moves in says so, and takes it back; none is slow where all do.
+bool Sim::is_stuck() {
+  if (is_stuck_ || stuck_files.empty()) return is_stuck_;
+  if (!has_told_) {
+    const std::string part = stuck_file(process) + ".part";
+    std::ofstream(part) << state();
+    std::rename(part.c_str(), stuck_file(process).c_str());
+    has_told_ = true;
+  }
+  for (int i = 0; i < settings.n_processes; i++)
+    if (access(stuck_file(i).c_str(), F_OK) != 0) return false;
+  return is_stuck_ = true;
+}
+
+void Sim::moves() {
+  if (has_told_ && !is_stuck_) unlink(stuck_file(process).c_str());
+  has_told_ = false;
 }
 
 // ---- Graphs: queues that are written down once, and launched again.
