@@ -95,6 +95,12 @@ def test_four_stages_with_delays_and_few_queues(pool: SimulatedPool) -> None:
     check_small(pool, 4, [small_case("VPP", "random", 2, **more)])
 
 
+def test_tied_ends(pool: SimulatedPool) -> None:
+    """What is sent at the start may be stepped before it has left."""
+    case: Case = ("small", ("ZBH1",), TIED, {"policy": "random", "seed": 4})
+    check_small(pool, 2, [case], tied=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("mode", MODES)

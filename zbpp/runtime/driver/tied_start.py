@@ -26,7 +26,8 @@ def share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
         first, *others = plan.stages(tie)
         value = TiedGradient(tie, chunks[0])
         if first in executors:
-            own = executors[first].stage.ties.held[tie].own.detach()
+            # A copy: the first step, or a load, may write before it has left.
+            own = executors[first].stage.ties.held[tie].own.detach().clone()
             for peer in others:
                 executors[first].transport.send(value, (own,), peer)
         for stage in others:
