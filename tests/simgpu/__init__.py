@@ -106,13 +106,14 @@ def digest() -> int:
     return number
 
 
-def use_processes(folder: str, rank: int) -> None:
+def use_processes(folder: str, rank: int, n: int) -> None:
     """Put the simulated NCCL in the place of torch's; streams run by themselves now.
 
     Args:
         folder: where all processes put their messages, and their state when stuck.
         rank: of this process: it makes the device's name its own.
+        n: how many processes there are.
     """
-    native.use_processes(folder, rank)
+    native.use_processes(folder, rank, n)
     cuda.name_device(f"simulated-{rank}")
     cuda.install_nccl(native)

@@ -1,6 +1,7 @@
 """Runs in several processes, each with a simulated device, over a simulated NCCL."""
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from simgpu.jobs import name_jobs
 __all__ = ["Found", "SimulatedPool", "watched"]
 
 DEFAULTS: dict[str, float] = {
-    "queues": 0,
+    "queues": float(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "0")),
     "n_streams": 32,
     "n_running": 0,
     "patience_s": 30.0,
@@ -39,10 +40,10 @@ class SimulatedPool(Pool):
         return circles.explain(folder)
 
 
-def prepare(folder: str, rank: int) -> None:
+def prepare(folder: str, rank: int, n: int) -> None:
     """Let this process be a rank, with its messages in a folder."""
     global _has_names
-    simgpu.use_processes(folder, rank)
+    simgpu.use_processes(folder, rank, n)
     if not _has_names:
         name_jobs()
         _has_names = True

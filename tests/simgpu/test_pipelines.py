@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any
 
 import pytest
-import simgpu
 import torch
-from simgpu.jobs import name_jobs
 from small_model import N_LAYERS, assert_same, batch, build, make_pipeline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import simgpu
+from simgpu.jobs import name_jobs
 from zbpp import plan
 from zbpp.runtime.optim.patience import Patience
 

@@ -21,7 +21,7 @@ AFTER_ERROR_S = 10.0
 PRELOAD = ["zbpp.pipeline", "zbpp.checkpoint.storage", "torch._dynamo"]
 """For all processes that a session forks; the first one to ask says what it is."""
 
-Prepare = Callable[[str, int], None]
+Prepare = Callable[[str, int, int], None]
 
 _modules: dict[str, Any] = {}
 
@@ -32,7 +32,8 @@ class Pool:
     Args:
         preload: what the processes import before all else.
         device: of each process; zbpp chooses the backend for it.
-        prepare: called with a folder of the run and the rank before the group is made.
+        prepare: called with a folder of the run, the rank and how many there are, before
+            the group is made.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ def _serve(pipe: Any, device: str, prepare: Prepare | None) -> None:
         result, error = None, None
         try:
             if prepare is not None:
-                prepare(folder, rank)
+                prepare(folder, rank, n)
             store = dist.FileStore(f"{folder}/store", n)
             initialise(torch.device(device), timeout_s=PATIENCE_S, store=store)
             barrier()  # a rank that is done at once must not leave the others

@@ -84,8 +84,6 @@ struct Event {
   static constexpr int never = -1, captured = -2;
   int stream = never;
   uint64_t number = 0;
-  int polls = 0;           // in vain, with no launch in between
-  uint64_t polled_at = 0;  // when so much had been launched
   Clock clock;
   std::shared_ptr<double> time_s;
 };
@@ -116,7 +114,7 @@ struct Settings {
   double patience_s = 30;
   double delay_s = 0;  // messages and collectives take so long at most, drawn at random
   int fails_at = 0;    // counts down with messages and collectives: the last one fails
-  bool is_one_of_many = false;  // other processes have such devices
+  int n_processes = 1;  // that have such devices
 };
 
 class Sim {
@@ -130,7 +128,7 @@ class Sim {
   void launch(int stream, Operation operation);
   void record(Event& event, int stream, bool by_allocator = false);
   void block(const Event& event, int stream);
-  bool query(Event& event);
+  bool query(const Event& event);
   bool query_stream(int stream);
   void wait_event(const Event& event, const char* what);
   void wait_stream(int stream, const char* what);
@@ -167,7 +165,8 @@ class Sim {
   std::map<std::tuple<std::string, int, int>, int64_t> waits;  // what, label, site
   std::vector<std::string> reports;
   uint64_t digest = 0;  // of all that the host has done, and has been told
-  std::string stuck_file;  // where the state goes when nothing moves
+  std::string stuck_files;  // where processes write their states when nothing moves
+  int process = 0;          // this one's number
   int64_t allocated = 0, peak = 0, reserved = 0;
   std::recursive_mutex mutex;
 
@@ -186,10 +185,12 @@ class Sim {
   void wait_for(int id, uint64_t number, const Clock& clock, const char* what);
   void poison_freed(Stream& stream);
   void after_launch();
-  void host_learns(int id, uint64_t number, const Clock& clock);
+  void host_learns(const Clock& clock);
   bool ends_by_others(int id, uint64_t number);
-  bool comes_from_others(Event& event);
-  void write_state();
+  bool comes_from_others(const Event& event);
+  bool is_stuck();
+  std::string stuck_file(int number) const;
+  void moves();
   bool record_uses(Block& block);
   void give_back(Block* block);
   void look_at_freed();
@@ -209,7 +210,7 @@ class Sim {
   int n_running_ = 0, next_stream_ = 0, label_ = 0;
   uint64_t n_launched_ = 0;
   double last_launch_s_ = 0, last_progress_s_ = 0;
-  bool is_stuck_ = false;
+  bool has_told_ = false, is_stuck_ = false;  // this process; all of them
 };
 
 double now_s();

@@ -1,6 +1,8 @@
 // What runs when: launches, events, the host's waits, and graphs.
 #include "sim.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -19,6 +21,8 @@ using Lock = std::unique_lock<std::recursive_mutex>;
 thread_local int t_current = 0;
 std::atomic<int> n_threads{0};
 thread_local const int t_host = n_threads++;
+thread_local int t_polls = 0;  // of this host's thread, in vain, with no launch in between
+thread_local uint64_t t_polled_at = 0;
 
 // What the host is told must not depend on how fast other processes are. So an event that
 // they decide is not ready until the host has waited for it; or until it does nothing
@@ -78,6 +82,7 @@ void Sim::begin(uint64_t seed) {
   digest = 0;
   label_ = 0;
   is_stuck_ = false;
+  moves();
 }
 
 // To be called without the lock: a thread that holds Python's may wait for this one.
@@ -154,6 +159,7 @@ uint64_t Sim::enqueue(int id, Operation operation, bool during_capture) {
   counts["launches"]++;
   n_launched_++;
   waiting_.erase(t_host);
+  moves();
   after_launch();
   return number;
 }
@@ -221,6 +227,7 @@ bool Sim::run_head(Stream& s) {
   s.queue.pop_front();
   protect_touched(ended, false);
   last_progress_s_ = now_s();
+  moves();
   return true;
 }
 
@@ -251,16 +258,19 @@ bool Sim::pump() {
       streams_.begin(), streams_.end(), [](auto& s) { return s->queue.empty(); });
   if (is_idle) last_progress_s_ = now;
   const double since = std::max(last_progress_s_, last_launch_s_);
-  if (!is_idle && now - since > settings.patience_s) write_state();
+  if (!is_idle && now - since > settings.patience_s) is_stuck();
   return false;
 }
 
-void Sim::host_learns(int id, uint64_t number, const Clock& clock) {
-  Stream& s = stream(id);
-  if (number > s.seen) s.seen = number;
-  if (s.others_from != 0 && s.others_from <= s.seen)
-    s.others_from = s.launched > s.seen ? s.seen + 1 : 0;
+void Sim::host_learns(const Clock& clock) {
   join(host_, clock);
+  for (size_t i = 0; i < clock.size(); i++) {
+    Stream& s = *streams_[i];
+    if (clock[i] <= s.seen) continue;
+    s.seen = clock[i];
+    if (s.others_from != 0 && s.others_from <= s.seen)
+      s.others_from = s.launched > s.seen ? s.seen + 1 : 0;
+  }
   for (auto at = protected_.begin(); at != protected_.end();) protect(**at++);
 }
 
@@ -275,18 +285,19 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
       since = now_s();
       continue;
     }
-    if (is_stuck_ || now_s() - since > settings.patience_s) {
-      write_state();
-      throw std::runtime_error(
-          "the simulated device is stuck: the host waits in [" + names.text(label_) +
-          "] for " + what + " of stream " + std::to_string(id) + "\n" + state());
-    }
+    // A wait for a process that is gone has no other end.
+    const double waited_s = now_s() - since, patience_s = settings.patience_s;
+    if (waited_s > patience_s * (settings.n_processes > 1 ? 4 : 1) ||
+        (waited_s > patience_s && is_stuck()))
+      throw std::runtime_error("the simulated device is stuck: the host waits in [" +
+                               names.text(label_) + "] for " + what + " of stream " +
+                               std::to_string(id) + "\n" + state());
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::microseconds(100));
     lock.lock();
   }
   waiting_.erase(t_host);
-  host_learns(id, number, clock);
+  host_learns(clock);
   if (settings.policy == Policy::random)
     while (order_() % 2 == 0 && progress()) {
     }
@@ -294,7 +305,6 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
 
 void Sim::record(Event& event, int id, bool by_allocator) {
   Lock lock(mutex);
-  event.polls = 0;
   if (stream(id).capture) {
     event.stream = Event::captured;
     return;
@@ -334,13 +344,13 @@ void Sim::block(const Event& event, int id) {
   join(s.clock, event.clock);
 }
 
-bool Sim::query(Event& event) {
+bool Sim::query(const Event& event) {
   Lock lock(mutex);
   if (event.stream < 0) return true;
   counts["queries"]++;
   Stream& s = stream(event.stream);
   bool is_done = s.seen >= event.number;
-  const bool by_others = settings.is_one_of_many && ends_by_others(event.stream, event.number);
+  const bool by_others = settings.n_processes > 1 && ends_by_others(event.stream, event.number);
   if (!is_done && by_others) {
     is_done = comes_from_others(event);
     if (!is_done) return false;
@@ -350,14 +360,14 @@ bool Sim::query(Event& event) {
     is_done = demand(event.stream, event.number);
   }
   mix("query", is_done);
-  if (is_done) host_learns(event.stream, event.number, event.clock);
+  if (is_done) host_learns(event.clock);
   return is_done;
 }
 
-bool Sim::comes_from_others(Event& event) {
-  if (event.polled_at != n_launched_) event.polls = 0;
-  event.polled_at = n_launched_;
-  if (++event.polls <= kPollsInVain) return false;
+bool Sim::comes_from_others(const Event& event) {
+  if (t_polled_at != n_launched_) t_polls = 0;
+  t_polled_at = n_launched_;
+  if (++t_polls <= kPollsInVain) return false;
   if (is_stuck_) throw std::runtime_error("the simulated device is stuck");
   waiting_[t_host] = {"an event that it asks for", event.stream, event.number, label_};
   const double until_s = now_s() + kAnswerS;
@@ -378,8 +388,6 @@ bool Sim::query_stream(int id) {
   event.stream = id;
   event.number = stream(id).launched;
   event.clock = stream(id).clock;
-  event.polls = kPollsInVain;
-  event.polled_at = n_launched_;
   lock.unlock();
   return query(event);
 }
@@ -462,10 +470,27 @@ std::string Sim::state() {
   return text.str();
 }
 
-void Sim::write_state() {
-  if (is_stuck_ || stuck_file.empty()) return;
-  is_stuck_ = true;
-  std::ofstream(stuck_file) << state();
+std::string Sim::stuck_file(int number) const {
+  return stuck_files + std::to_string(number) + ".json";
+}
+
+// A process that nothing moves in says so, and takes it back; none is slow where all do.
+bool Sim::is_stuck() {
+  if (is_stuck_ || stuck_files.empty()) return is_stuck_;
+  if (!has_told_) {
+    const std::string part = stuck_file(process) + ".part";
+    std::ofstream(part) << state();
+    std::rename(part.c_str(), stuck_file(process).c_str());
+    has_told_ = true;
+  }
+  for (int i = 0; i < settings.n_processes; i++)
+    if (access(stuck_file(i).c_str(), F_OK) != 0) return false;
+  return is_stuck_ = true;
+}
+
+void Sim::moves() {
+  if (has_told_ && !is_stuck_) unlink(stuck_file(process).c_str());
+  has_told_ = false;
 }
 
 // ---- Graphs: queues that are written down once, and launched again.

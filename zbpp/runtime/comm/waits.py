@@ -133,7 +133,7 @@ class Waits:
     def hand_over(self, tensor: Tensor) -> None:
         """Let a tensor that was made aside be freed on the current stream.
 
-        NCCL keeps a tensor only until its work is waited for, and lets go of it there.
+        A backend may keep it until its work is waited for, and let go of it there.
         """
         if self._on_device:
             self._side.hand_over(tensor)
