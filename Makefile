@@ -7,7 +7,10 @@ READY := $(VENV)/.ready
 # Tests run side by side; `make test ARGS="-n 0"` runs them in one process.
 SPREAD := -n 2 --dist worksteal
 
-.PHONY: train test test-slow check format gpu clean
+# Programs that find this first have a GPU that is simulated: tests/simgpu.
+SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
+
+.PHONY: train test test-slow test-simgpu check format gpu gpu-simulated clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -17,6 +20,12 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow --durations 20 $(SPREAD) $(ARGS)
+	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
+
+# Built by g++ for the installed torch, once.
+test-simgpu: $(READY)
+	@$(SIMULATED) $(BIN)/python -c "" # one builds it, not two at once
+	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -34,6 +43,10 @@ gpu:
 	rm -rf build/gpu
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/gpu .
 	PYTHONPATH=build/gpu $(PYTHON) benchmarks/gpu $(ARGS)
+
+# The same as a dry run: figures of a simulated GPU claim nothing.
+gpu-simulated: $(READY)
+	$(SIMULATED) $(BIN)/python benchmarks/gpu --out build/gpu-simulated $(ARGS)
 
 # The virtual environment; on a CPU machine the constraint keeps the CUDA build away.
 $(READY): pyproject.toml setup.py constraints/cpu.txt $(wildcard schedules/planner/compiled/*.[ch])

@@ -2,7 +2,8 @@
 
     make gpu                                        all of it
     python benchmarks/gpu --only memory             a part
-    python benchmarks/gpu --device cpu --out DIR    a dry run: tiny sizes, no claims
+    make gpu-simulated                              a dry run: tiny sizes, no claims
+    python benchmarks/gpu --device cpu --out DIR    another, on the CPU
 
     checks      tests marked gpu
     split       B + W against one full backward
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.look import look
+from gpu.look import is_real, look
 from gpu.table import Sizes, markdown
 
 __all__ = ["main"]
@@ -85,7 +86,7 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
 
 def _measure(part: str, device: torch.device) -> list[dict[str, Any]]:
     """Tables of one part, measured here."""
-    sizes = Sizes(device, is_tiny=device.type == "cpu")
+    sizes = Sizes(device, is_tiny=not is_real(device))
     if sizes.is_tiny:
         torch.set_num_threads(1)
     measured = importlib.import_module(f"gpu.{part}").measure(sizes)

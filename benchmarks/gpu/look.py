@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["look"]
+__all__ = ["is_real", "look"]
 
 
 def look() -> int:
@@ -11,6 +11,12 @@ def look() -> int:
         return 0
     print(
         "gpu day: torch finds no GPU here, so nothing is measured; a dry run is "
-        "`python benchmarks/gpu --device cpu --out DIR`"
+        "`make gpu-simulated`"
     )
     return 2
+
+
+def is_real(device: torch.device) -> bool:
+    """True if times and kernels on it are those of a GPU, not of a simulated one."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return bool(name) and not name.startswith("simulated")

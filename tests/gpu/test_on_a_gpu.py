@@ -27,6 +27,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 GPU = torch.device("cuda", 0)
+of_kernels = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_name().startswith("simulated"),
+    reason="needs the kernels and times of a GPU, not of a simulated one",
+)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # same bits on all streams
 
 
@@ -107,6 +111,7 @@ def test_no_step_waits_for_the_gpu(
             torch.ones(1, device=GPU).item()  # the control
 
 
+@of_kernels
 def test_jobs_take_the_time_of_their_kernels() -> None:
     from gpu.clock import spin_cycles_per_s
     from gpu.pipelines import SpinningLayer
@@ -136,6 +141,7 @@ def test_jobs_take_the_time_of_their_kernels() -> None:
         assert sorted(own)[4] == pytest.approx(job_s, rel=0.1), kind
 
 
+@of_kernels
 def test_micro_batches_come_from_pinned_memory_while_the_gpu_computes() -> None:
     from gpu.clock import spin
 
@@ -156,6 +162,7 @@ def test_micro_batches_come_from_pinned_memory_while_the_gpu_computes() -> None:
         assert x.device == GPU and float(copy.read()) == i * 2**20
 
 
+@of_kernels
 def test_estimates_of_memory_are_within_5_per_cent() -> None:
     from gpu.memory import errors
     from gpu.table import Sizes
