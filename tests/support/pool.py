@@ -32,8 +32,8 @@ class Pool:
     Args:
         preload: what the processes import before all else.
         device: of each process; zbpp chooses the backend for it.
-        prepare: called with a folder of the run, the rank and how many there are, before
-            the group is made.
+        prepare: called with a folder of the run, the rank, and how many there are,
+            before the group is made.
     """
 
     def __init__(
