@@ -248,7 +248,7 @@ void Sim::look_at_freed() {
     Stream& s = stream(event.stream);
     if (s.seen >= event.number) return true;
     if (ends_by_others(event.stream, event.number)) return false;
-    if (settings.policy != Policy::eager && draws_() % 4 != 0) return false;
+    if (settings.policy != Policy::eager && looks_() % 4 != 0) return false;
     return demand(event.stream, event.number);
   };
   auto is_free = [&](Block* block) {

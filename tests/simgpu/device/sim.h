@@ -206,7 +206,8 @@ class Sim {
   std::vector<Block*> freed_;  // that another stream may still use
   std::set<std::string> said_;
   std::map<int, std::tuple<std::string, int, uint64_t, int>> waiting_;  // by host's thread
-  std::mt19937_64 draws_, order_, delays_;  // what the host is told; what runs when
+  std::mt19937_64 draws_, order_;   // what the host is told; what runs when
+  std::mt19937_64 looks_, delays_;  // when the allocator looks; when messages come
   int n_running_ = 0, next_stream_ = 0, label_ = 0;
   uint64_t n_launched_ = 0;
   double last_launch_s_ = 0, last_progress_s_ = 0;

@@ -75,8 +75,9 @@ void Sim::begin(uint64_t seed) {
   Lock lock(mutex);
   stream(settings.n_streams);
   next_stream_ = 0;
-  draws_.seed(2 * seed);
-  order_.seed(2 * seed + 1);
+  draws_.seed(3 * seed);
+  order_.seed(3 * seed + 1);
+  looks_.seed(3 * seed + 2);
   delays_.seed(~seed);
   reports.clear(), said_.clear(), counts.clear(), waits.clear();
   digest = 0;
