@@ -1,9 +1,9 @@
 """Small trainings on the simulated device, and the same ones by FThenB on one stage.
 
-A scenario is what a user's script does beside its steps: it changes its batches as soon
-as a step has begun, makes them on the GPU, evaluates, reads times or gradients. What the
-host must not wait for is watched: from the fourth step on a call that holds it up is an
-error, and `Outcome.waits` notes where it has waited for events.
+A scenario is what a user's script does beside its steps: it changes its batches as
+soon as a step has begun, makes them on the GPU, evaluates, reads times or gradients.
+What the host must not wait for is watched: from the fourth step on a call that holds it
+up is an error, and `Outcome.waits` notes where it has waited for events.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import simgpu
 import torch
-from small_model import batch, build, loss_fn, make_pipeline
+from small_model import N_LAYERS, batch, build, loss_fn, make_pipeline
 from torch import Tensor, nn
 
+import simgpu
 import zbpp
 from zbpp.runtime.optim.patience import Patience
 
@@ -32,8 +32,8 @@ class Outcome:
 
     numbers: dict[str, Any] = field(default_factory=dict)
     """All of it must be equal to the last bit."""
-    waits: set[tuple[str, str]] = field(default_factory=set)
-    """In the steps after the warm-up: for what the host has waited, and where."""
+    waits: set[tuple[str, str, str]] = field(default_factory=set)
+    """After the warm-up: for what the host has waited, in which job and where."""
 
     def add(self, other: "Outcome") -> None:
         """Take in what another process has found."""
@@ -52,6 +52,8 @@ class Scenario:
         how: settings that must change no bit.
         alike: settings of the reference as well.
         n_processes: that train; 1: all stages are in one.
+        is_own_reference: several processes add up in another order than one: the
+            reference is the same training, where everything runs at once.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Scenario:
     how: Mapping[str, Any] = field(default_factory=dict)
     alike: Mapping[str, Any] = field(default_factory=dict)
     n_processes: int = 1
+    is_own_reference: bool = False
 
     def run(self) -> Outcome:
         """Train, in each of the processes."""
@@ -68,6 +71,8 @@ class Scenario:
 
     def reference(self) -> Outcome:
         """Train in one process, on one stage and stream."""
+        if self.is_own_reference:
+            return self.run()
         return self.train("FThenB", 1, **self.alike)
 
 
@@ -90,7 +95,7 @@ def _is_same(left: Any, right: Any) -> bool:
 @contextmanager
 def steady(outcome: Outcome, *, watches: bool = True) -> Iterator[None]:
     """Within this no call may hold up the host, and its waits are noted."""
-    before = simgpu.waits()
+    before, copies = simgpu.waits(), _copies_in_vain()
     if watches:
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -98,10 +103,16 @@ def steady(outcome: Outcome, *, watches: bool = True) -> Iterator[None]:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     outcome.waits |= {
-        (what, site.partition(":")[0] + " " + site.rpartition(" ")[2])
+        (what, job, site.partition(":")[0] + " " + site.rpartition(" ")[2])
         for (what, job, site), n in simgpu.waits().items()
         if n > before.get((what, job, site), 0)
     }
+    if _copies_in_vain() > copies:
+        outcome.waits.add(("a copy of memory that is not pinned", "", ""))
+
+
+def _copies_in_vain() -> int:
+    return sum(n for name, n in simgpu.counts().items() if "not pinned" in name)
 
 
 def foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -257,6 +268,27 @@ def dropping(layers: range) -> list[nn.Module]:
     return build(layers, dropout=0.3)
 
 
+def on_mesh(mode: str, n_stages: int | None, *, size: int = 1, **more: Any) -> Outcome:
+    """Two replicas, each with its share of the batch, that hold parts of all layers."""
+    mesh = zbpp.mesh(stages=size, data_parallel=2)
+    settings: dict[str, Any] = {"mesh": mesh, "model": build(range(N_LAYERS))}
+    outcome, trained = Outcome(), pipeline(mode, n_stages, **(settings | more))
+    replica, results = mesh.get_local_rank("dp"), []
+    for step in range(N_STEPS):
+        x, y = (t.tensor_split(2)[replica] for t in batch(step, samples=24))
+        if step < WARM_UP:
+            results.append(trained.step(x, y))
+        else:
+            with steady(outcome):
+                results.append(trained.step(x, y))
+    note_results(outcome, results)
+    for name, parameter in trained.named_parameters():
+        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        outcome.numbers[f"{name} of replica {replica}"] = own.detach().cpu()
+    trained.close()
+    return outcome
+
+
 STREAMS = {"stage_streams": True}
 GRAPHS = {"cuda_graphs": True}
 DROPOUT = {"model": dropping, "seed": 3}
@@ -278,4 +310,16 @@ ONE_PROCESS = [
         "VPP streams, snapshots", from_host, "VPP", {**STREAMS, "rollback": "snapshot"}
     ),
 ]
-TWO_PROCESSES: list[Scenario] = []
+SHARDS = {"shard": "parameters"}
+TWO_PROCESSES = [
+    Scenario("ZBV, 2 processes", from_host, "ZBV", n_processes=2),
+    Scenario("1F1B, 2 processes", from_gpu, "1F1B", n_processes=2),
+    *(
+        Scenario(name, on_mesh, "1F1B", alike=how, n_processes=2, is_own_reference=True)
+        for name, how in {
+            "mesh of replicas": {},
+            "mesh of shards": SHARDS,
+            "mesh of shards, buffers": SHARDS | {"alternating_buffers": True},
+        }.items()
+    ),
+]
