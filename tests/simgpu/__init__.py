@@ -65,6 +65,8 @@ def begin(policy: str = "lazy", seed: int = 0, **settings: float) -> None:
         settings: others: ``queues``, ``n_streams``, ``n_running``, ``patience_s``, ...
     """
     gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()  # modules stay; looking them through costs more than most runs
     native.synchronize()
     native.configure("policy", POLICIES[policy])
     for name, value in settings.items():

@@ -163,6 +163,7 @@ void* Sim::allocate(size_t bytes, bool is_host) {
   const size_t size = (bytes + unit - 1) / unit * unit;
   const int id = is_host ? -1 : current();
   const uint64_t pool = is_host ? 0 : stream(id).pool;
+  if (!is_host) poison_freed(stream(id));
   auto& free = free_[{is_host, id, pool}];
   Block* block = nullptr;
   auto found = free.lower_bound(size);
@@ -233,7 +234,7 @@ bool Sim::record_uses(Block& block) {
     if (s->capture) return false;
   for (int id : block.used_on) {
     Event event;
-    record(event, id);
+    record(event, id, /*by_allocator=*/true);
     block.pending.push_back(event);
   }
   block.used_on.clear();
@@ -267,17 +268,18 @@ void Sim::look_at_freed() {
 void Sim::give_back(Block* block) {
   // What a capture has allocated, and is freed after it, only its pool's next capture
   // takes: until then its graphs may read what they have written there.
-  const Stream& s = stream(std::max(block->stream, 0));
+  Stream& s = stream(std::max(block->stream, 0));
   const bool after_capture = block->pool != 0 && !(s.capture && s.pool == block->pool);
   if (!block->is_host && settings.poisons && !after_capture) {
     Operation poison;
     poison.name = "free";
+    poison.by_allocator = true;
     poison.touches = {{block->ptr, block->ptr + block->size, true}};
     poison.run = [at = (void*)block->ptr, size = block->size] {
       std::memset(at, kNoNumber, size);
       return true;
     };
-    enqueue(block->stream, std::move(poison), /*during_capture=*/block->pool == 0);
+    s.poisons.emplace_back(std::move(poison), /*during_capture=*/block->pool == 0);
   }
   free_[{block->is_host, block->stream, block->pool}].insert({block->size, block});
 }

@@ -46,6 +46,8 @@ struct Operation {
   uint64_t wait_number = 0;
   std::string message;  // what it exchanges with another process; both ends say the same
   bool needs_others = false;
+  bool only_orders = false;  // an event, or a wait for one
+  bool by_allocator = false;  // whenever a thread of the host lets memory go
   bool started = false;
   int label = 0, site = 0;
   double launched_s = 0;
@@ -72,6 +74,7 @@ struct Stream {
   uint64_t others_from = 0;  // from here on it ends when other processes let it; 0: none
   Clock clock;
   double time_s = 0;
+  std::vector<std::pair<Operation, bool>> poisons;  // of freed blocks; for a capture or not
   std::shared_ptr<Graph> capture;
   uint64_t pool = 0;
 };
@@ -121,7 +124,7 @@ class Sim {
   int exchange(int stream);
   int new_stream();
   void launch(int stream, Operation operation);
-  void record(Event& event, int stream);
+  void record(Event& event, int stream, bool by_allocator = false);
   void block(const Event& event, int stream);
   bool query(Event& event);
   bool query_stream(int stream);
@@ -176,6 +179,7 @@ class Sim {
   bool run_head(Stream& stream);
   bool demand(int id, uint64_t number);
   void wait_for(int id, uint64_t number, const Clock& clock, const char* what);
+  void poison_freed(Stream& stream);
   void after_launch();
   void host_learns(int id, uint64_t number, const Clock& clock);
   bool ends_by_others(int id, uint64_t number);

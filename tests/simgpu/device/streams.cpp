@@ -8,6 +8,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 namespace sim {
 
@@ -58,8 +59,13 @@ Sim& Sim::get() {
 
 void Sim::begin(uint64_t seed) {
   wait_all();
+  {
+    Lock lock(mutex);
+    while (!freed_.empty()) look_at_freed();
+    for (auto& s : streams_) poison_freed(*s);
+  }
+  wait_all();
   Lock lock(mutex);
-  while (!freed_.empty()) look_at_freed();
   stream(settings.n_streams);
   next_stream_ = 0;
   draws_.seed(2 * seed);
@@ -113,6 +119,7 @@ void Sim::launch(int id, Operation operation) {
 
 uint64_t Sim::enqueue(int id, Operation operation, bool during_capture) {
   Stream& s = stream(id);
+  if (!operation.only_orders) poison_freed(s);
   operation.label = label_;
   if (s.capture && !during_capture) {
     s.capture->operations.push_back(std::move(operation));
@@ -127,7 +134,7 @@ uint64_t Sim::enqueue(int id, Operation operation, bool during_capture) {
        (operation.wait_stream >= 0 && ends_by_others(operation.wait_stream, operation.wait_number))))
     s.others_from = number;
   last_launch_s_ = operation.launched_s = now_s();
-  mix(operation.name, 31 * id + operation.label);
+  if (!operation.by_allocator) mix(operation.name, 31 * id + operation.label);
   if (settings.checks) check(id, number, operation);
   if (settings.queues > 0) {
     queues_.resize(settings.queues);
@@ -143,6 +150,13 @@ uint64_t Sim::enqueue(int id, Operation operation, bool during_capture) {
 bool Sim::ends_by_others(int id, uint64_t number) {
   Stream& s = stream(id);
   return s.others_from != 0 && s.others_from <= number && s.seen < number;
+}
+
+// A stream may use freed memory again from its next operation on: this is when others must
+// have done with it, and when it is spoiled for those that have not.
+void Sim::poison_freed(Stream& s) {
+  for (auto& [operation, during_capture] : std::exchange(s.poisons, {}))
+    enqueue(s.id, std::move(operation), during_capture);
 }
 
 void Sim::after_launch() {
@@ -267,7 +281,7 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
     }
 }
 
-void Sim::record(Event& event, int id) {
+void Sim::record(Event& event, int id, bool by_allocator) {
   Lock lock(mutex);
   event.polls = 0;
   if (stream(id).capture) {
@@ -277,6 +291,8 @@ void Sim::record(Event& event, int id) {
   auto time_s = std::make_shared<double>(0.0);
   Operation mark;
   mark.name = "event";
+  mark.only_orders = true;
+  mark.by_allocator = by_allocator;
   mark.run = [this, id, time_s] {
     *time_s = stream(id).time_s;
     return true;
@@ -299,6 +315,7 @@ void Sim::block(const Event& event, int id) {
   if (event.stream != id) {
     Operation wait;
     wait.name = "wait";
+    wait.only_orders = true;
     wait.wait_stream = event.stream;
     wait.wait_number = event.number;
     enqueue(id, std::move(wait));
@@ -433,6 +450,7 @@ void Sim::capture_begin(int id, uint64_t pool) {
 std::shared_ptr<Graph> Sim::capture_end(int id) {
   Lock lock(mutex);
   Stream& s = stream(id);
+  poison_freed(s);
   s.pool = 0;
   return std::move(s.capture);
 }
