@@ -104,14 +104,13 @@ def digest() -> int:
     return number
 
 
-def use_processes(folder: str, rank: int, *, rendezvous: bool = True) -> None:
+def use_processes(folder: str, rank: int) -> None:
     """Put the simulated NCCL in the place of torch's; streams run by themselves now.
 
     Args:
         folder: where all processes put their messages, and their state when stuck.
         rank: of this process: it makes the device's name its own.
-        rendezvous: a send ends when its receive runs; else it is buffered.
     """
-    native.use_processes(folder, f"{folder}/stuck_{rank}.json", rendezvous)
+    native.use_processes(folder, rank)
     cuda.name_device(f"simulated-{rank}")
     cuda.install_nccl(native)

@@ -47,27 +47,19 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """As `torch.cuda.Event`; torch's own event takes no subclass."""
+    """As `torch.cuda.Event`: makes torch's own, which takes no subclass.
 
-    def __init__(
-        self,
+    Torch's functions read an event's memory, and do not ask what it is.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls,
         enable_timing: bool = False,
         blocking: bool = False,
         interprocess: bool = False,
         external: bool = False,
-    ) -> None:
-        self._event = torch.Event("cuda", enable_timing=enable_timing)
-        self.query = self._event.query
-        self.synchronize = self._event.synchronize
-
-    def record(self, stream: torch.Stream | None = None) -> None:
-        self._event.record(current_stream() if stream is None else stream)
-
-    def wait(self, stream: torch.Stream | None = None) -> None:
-        self._event.wait(current_stream() if stream is None else stream)
-
-    def elapsed_time(self, end_event: "Event") -> float:
-        return self._event.elapsed_time(end_event._event)
+    ) -> torch.Event:
+        return torch.Event("cuda:0", enable_timing=enable_timing)
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -181,6 +173,17 @@ def install(native: Any) -> None:
     c._cuda_synchronize = native.synchronize
     c._cuda_getCurrentRawStream = lambda device: native.current_stream()
     c._host_emptyCache = lambda *_: None
+    storages: Any = torch.UntypedStorage
+    resize_on_cpu = storages.resize_
+
+    def resize(storage: Any, n_bytes: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize_on_cpu(storage, n_bytes)
+        whole = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+        native.resize_storage(whole, n_bytes)
+        return storage
+
+    storages.resize_ = resize
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:

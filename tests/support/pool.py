@@ -6,7 +6,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,31 @@ AFTER_ERROR_S = 10.0
 PRELOAD = ["zbpp.pipeline", "zbpp.checkpoint.storage", "torch._dynamo"]
 """For all processes that a session forks; the first one to ask says what it is."""
 
+Prepare = Callable[[str, int], None]
+
 _modules: dict[str, Any] = {}
 
 
 class Pool:
-    """Runs a test's function in n processes that form a gloo group."""
+    """Runs a test's function in n processes that form a process group.
 
-    def __init__(self) -> None:
+    Args:
+        preload: what the processes import before all else.
+        device: of each process; zbpp chooses the backend for it.
+        prepare: called with a folder of the run and the rank before the group is made.
+    """
+
+    def __init__(
+        self,
+        preload: Sequence[str] = (),
+        *,
+        device: str = "cpu",
+        prepare: Prepare | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*preload, *PRELOAD])
         self._context = context
+        self._place = device, prepare
         self._workers: list[tuple[Any, Any]] = []
 
     def run(
@@ -48,13 +64,18 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(n):
                 source = (function.__code__.co_filename, function.__qualname__)
-                store = str(Path(folder) / "store")
-                self._workers[rank][1].send((*source, args, rank, n, store))
+                self._workers[rank][1].send((*source, args, rank, n, folder))
             answers, errors = self._answers(n, timeout_s)
+            if errors:
+                self.close()
+                errors += self.explain(Path(folder))
         if errors:
-            self.close()
             raise AssertionError("\n".join(errors))
         return [answers[rank] for rank in range(n)]
+
+    def explain(self, folder: Path) -> list[str]:
+        """Say more of a run that has failed, from what it has left in its folder."""
+        return []
 
     def _answers(self, n: int, timeout_s: float) -> tuple[dict[int, Any], list[str]]:
         """By rank; after the first error the others have a few seconds left."""
@@ -79,7 +100,9 @@ class Pool:
     def _start(self, n: int) -> None:
         while len(self._workers) < n:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(there, *self._place), daemon=True
+            )
             process.start()
             self._workers.append((process, here))
 
@@ -92,7 +115,7 @@ class Pool:
         self._workers.clear()
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, device: str, prepare: Prepare | None) -> None:
     """Run what comes through the pipe, until the process is killed."""
     import torch
     import torch.distributed as dist
@@ -101,16 +124,19 @@ def _serve(pipe: Any) -> None:
 
     torch.set_num_threads(1)
     use_loopback()
+    barrier = partial(dist.barrier, device_ids=None if device == "cpu" else [0])
     while True:
-        file, name, args, rank, n, store_file = pipe.recv()
+        file, name, args, rank, n, folder = pipe.recv()
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n)}
         result, error = None, None
         try:
-            store = dist.FileStore(store_file, n)
-            initialise(torch.device("cpu"), timeout_s=PATIENCE_S, store=store)
-            dist.barrier()  # a rank that is done at once must not leave the others
+            if prepare is not None:
+                prepare(folder, rank)
+            store = dist.FileStore(f"{folder}/store", n)
+            initialise(torch.device(device), timeout_s=PATIENCE_S, store=store)
+            barrier()  # a rank that is done at once must not leave the others
             result = getattr(_load(file), name)(*args)
-            dist.barrier()  # and a rank that is done first must not break the rest
+            barrier()  # and a rank that is done first must not break the rest
         except Exception:
             error = traceback.format_exc()
         finally:

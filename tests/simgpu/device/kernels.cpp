@@ -278,10 +278,20 @@ class Launch {
   }
 
   void launch() {
-    operation_.run = [op = op_, seed = seed_, cpu = cpu_, targets = targets_] {
+    std::vector<size_t> outs;  // kernels may resize them meanwhile: they get their own
+    for (size_t i = 0; i < n_; i++)
+      if (schema_.arguments()[i].is_out() && cpu_[i].isTensor()) outs.push_back(i);
+    operation_.run = [op = op_, seed = seed_, cpu = cpu_, targets = targets_, outs] {
       Stack stack = cpu;
+      std::vector<Tensor> filled;
+      for (size_t i : outs) {
+        const Tensor out = cpu[i].toTensor();
+        filled.push_back(at::empty_strided(out.sizes(), out.strides(), out.options()));
+        stack[i] = filled.back();
+      }
       call(op, seed, stack);
       KernelState state;
+      for (size_t k = 0; k < outs.size(); k++) cpu[outs[k]].toTensor().copy_(filled[k]);
       for (const auto& [j, made] : targets) {
         size_t k = 0;
         for_each(stack[j], [&, &made = made](const Tensor& t) {

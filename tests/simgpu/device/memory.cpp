@@ -246,9 +246,10 @@ void Sim::look_at_freed() {
   // program must not rely on when it looks.
   auto is_over = [&](const Event& event) {
     Stream& s = stream(event.stream);
-    if (ends_by_others(event.stream, event.number)) return s.done >= event.number;
-    if (settings.policy == Policy::eager || order_() % 4 == 0) demand(event.stream, event.number);
-    return s.done >= event.number;
+    if (s.seen >= event.number) return true;
+    if (ends_by_others(event.stream, event.number)) return false;
+    if (settings.policy != Policy::eager && draws_() % 4 != 0) return false;
+    return demand(event.stream, event.number);
   };
   auto is_free = [&](Block* block) {
     if (!record_uses(*block)) return false;

@@ -32,6 +32,7 @@ namespace {
 
 bool is_rendezvous = true;  // a send ends when its receive runs: there are no buffers
 std::string folder = "/dev/shm";
+int process = 0;  // this one's number
 
 void write_file(const std::string& path, const char* data, size_t n) {
   const std::string part = path + ".part";
@@ -95,6 +96,7 @@ struct SimulatedWork final : c10d::Work {
 struct Communicator {
   int stream = 0;
   std::string path;
+  std::vector<int> processes;  // of the members
   uint64_t n_sent = 0, n_received = 0, n_collectives = 0;
 };
 
@@ -115,7 +117,6 @@ struct SimulatedNCCL final : c10d::Backend {
   struct Options final : c10d::Backend::Options {
     Options() : c10d::Backend::Options("nccl") {}
     bool is_high_priority_stream = false;
-    py::object split_from = py::none();
     int split_color = 0;
   };
 
@@ -139,7 +140,7 @@ struct SimulatedNCCL final : c10d::Backend {
     const Tensor t = checked(tensors.at(0));
     const std::string path = pair.path + "_" + std::to_string(rank_) + "_" + std::to_string(pair.n_sent++);
     sim::Operation operation;
-    operation.name = "send to " + std::to_string(to);
+    operation.name = "send to rank " + std::to_string(pair.processes[to > rank_]);
     operation.message = path;
     operation.touches = {sim::touch_of(t, false)};
     operation.run = [at = (const char*)t.data_ptr(), n = t.nbytes(), path, is_written = false]() mutable {
@@ -155,7 +156,7 @@ struct SimulatedNCCL final : c10d::Backend {
     const Tensor t = checked(tensors.at(0));
     const std::string path = pair.path + "_" + std::to_string(from) + "_" + std::to_string(pair.n_received++);
     sim::Operation operation;
-    operation.name = "receive from " + std::to_string(from);
+    operation.name = "receive from rank " + std::to_string(pair.processes[from > rank_]);
     operation.message = path;
     operation.touches = {sim::touch_of(t, true)};
     operation.run = [at = t.data_ptr(), n = t.nbytes(), path] {
@@ -254,11 +255,12 @@ struct SimulatedNCCL final : c10d::Backend {
       std::random_device draw;
       store_->set(base, folder + "/nccl_" + std::to_string(draw()) + std::to_string(draw()));
     }
-    store_->set(base + "/" + std::to_string(rank_), std::string("1"));
+    store_->set(base + "/" + std::to_string(rank_), std::to_string(process));
     Sim::get().host_waits("the members of a communicator, to connect");
-    for (int member : members) store_->get(base + "/" + std::to_string(member));
-    Sim::get().host_waits("");
     Communicator made;
+    for (int member : members)
+      made.processes.push_back(std::stoi(store_->get_to_str(base + "/" + std::to_string(member))));
+    Sim::get().host_waits("");
     made.path = store_->get_to_str(base);
     made.stream = Sim::get().new_stream();
     return communicators_[key] = made;
@@ -276,13 +278,20 @@ struct SimulatedNCCL final : c10d::Backend {
       work->stash = tensors;
     }
     operation.needs_others = true;
+    operation.members = communicator.processes;
+    const bool fails = s.settings.fails_at > 0 && --s.settings.fails_at == 0;
     operation.run = [run = std::move(operation.run), fate = fate_, failure = work->failure,
-                     name = operation.name, began_s = 0.0]() mutable {
-      if (began_s == 0) began_s = sim::now_s();
-      if (!fate->is_aborted && run()) return true;
-      const bool is_late = sim::now_s() - began_s > fate->timeout_s;
-      if (!fate->is_aborted && !is_late) return false;
-      failure->text = "NCCL: " + name + (is_late ? " timed out" : " was aborted");
+                     name = operation.name, delay_s = s.draw_delay_s(), fails, began_s = 0.0]() mutable {
+      const double now_s = sim::now_s();
+      if (began_s == 0) began_s = now_s;
+      if (!fails && !fate->is_aborted) {
+        if (now_s - began_s < delay_s) return false;
+        if (run()) return true;
+      }
+      const bool is_late = now_s - began_s > fate->timeout_s;
+      if (!fails && !fate->is_aborted && !is_late) return false;
+      failure->text = "NCCL: " + name +
+          (fails ? " failed: the connection broke" : is_late ? " timed out" : " was aborted");
       failure->has_failed = true;
       return true;
     };
@@ -435,6 +444,9 @@ void configure(const std::string& name, double value) {
   else if (name == "knows_sites") to.knows_sites = value != 0;
   else if (name == "sync_mode") to.sync_mode = (int)value;
   else if (name == "patience_s") to.patience_s = value;
+  else if (name == "delay_s") to.delay_s = value;
+  else if (name == "fails_at") to.fails_at = (int)value;
+  else if (name == "rendezvous") is_rendezvous = value != 0;
   else TORCH_CHECK(false, "the simulated device has no setting ", name);
 }
 
@@ -482,13 +494,23 @@ PYBIND11_MODULE(_simgpu, m) {
       .def("replay", [&](const sim::Graph& graph, int stream) { s.replay(graph, stream); }, no_gil);
   m.def("capture_begin", [&](int stream, uint64_t pool) { s.capture_begin(stream, pool); }, no_gil);
   m.def("capture_end", [&](int stream) { return s.capture_end(stream); }, no_gil);
+  // torch does this itself in builds for CUDA only; fully_shard frees and refills by it.
+  m.def("resize_storage", [](const Tensor& whole, int64_t n_bytes) {
+    auto* storage = whole.storage().unsafeGetStorageImpl();
+    if (n_bytes > 0) {
+      whole.resize_({n_bytes});
+    } else {
+      storage->set_data_ptr_noswap(c10::DataPtr(nullptr, sim::kOnly));
+      storage->set_nbytes(0);
+    }
+  }, no_gil);
   m.def("is_capturing", [&](int stream) { return s.is_capturing(stream); });
 
-  m.def("use_processes", [&](const std::string& files, const std::string& stuck_file, bool rendezvous) {
+  m.def("use_processes", [&](const std::string& files, int number) {
     folder = files;
-    s.stuck_file = stuck_file;
+    process = number;
+    s.stuck_file = files + "/stuck_" + std::to_string(number) + ".json";
     s.settings.is_one_of_many = true;
-    is_rendezvous = rendezvous;
     start_pump();
   });
   auto group = py::class_<SimulatedNCCL, c10d::Backend, intrusive_ptr<SimulatedNCCL>>(m, "ProcessGroupNCCL");
@@ -501,7 +523,8 @@ PYBIND11_MODULE(_simgpu, m) {
            }),
            py::arg("is_high_priority_stream") = false)
       .def_readwrite("is_high_priority_stream", &Options::is_high_priority_stream)
-      .def_readwrite("split_from", &Options::split_from)
+      .def_property("split_from", [](const Options&) { return py::none(); },
+                    [](Options&, const py::object&) {})  // nothing is split here
       .def_readwrite("split_color", &Options::split_color);
   group.def(py::init<intrusive_ptr<c10d::Store>, int, int, intrusive_ptr<Options>>(), no_gil);
 }

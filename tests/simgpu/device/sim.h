@@ -44,7 +44,8 @@ struct Operation {
   std::vector<Touch> touches;
   int wait_stream = -1;  // waits for that stream's operation number wait_number
   uint64_t wait_number = 0;
-  std::string message;  // what it exchanges with another process; both ends say the same
+  std::string message;  // what it exchanges with other processes; all ends say the same
+  std::vector<int> members;  // processes that it is exchanged with
   bool needs_others = false;
   bool only_orders = false;  // an event, or a wait for one
   bool by_allocator = false;  // whenever a thread of the host lets memory go
@@ -83,7 +84,8 @@ struct Event {
   static constexpr int never = -1, captured = -2;
   int stream = never;
   uint64_t number = 0;
-  int polls = 0;
+  int polls = 0;           // in vain, with no launch in between
+  uint64_t polled_at = 0;  // when so much had been launched
   Clock clock;
   std::shared_ptr<double> time_s;
 };
@@ -112,6 +114,8 @@ struct Settings {
   bool checks = true, poisons = true, reuses = true, knows_sites = true;
   int sync_mode = 0;  // 2: calls that hold up the host are errors
   double patience_s = 30;
+  double delay_s = 0;  // messages and collectives take so long at most, drawn at random
+  int fails_at = 0;    // counts down with messages and collectives: the last one fails
   bool is_one_of_many = false;  // other processes have such devices
 };
 
@@ -154,6 +158,7 @@ class Sim {
   void note(const std::string& what) { counts[what]++; }
   void set_label(const std::string& text) { label_ = names.number(text); }
   void begin(uint64_t seed);  // all is done and forgotten; one seed gives one run
+  double draw_delay_s();
 
   Settings settings;
   Names names;
@@ -183,6 +188,7 @@ class Sim {
   void after_launch();
   void host_learns(int id, uint64_t number, const Clock& clock);
   bool ends_by_others(int id, uint64_t number);
+  bool comes_from_others(Event& event);
   void write_state();
   bool record_uses(Block& block);
   void give_back(Block* block);
@@ -199,8 +205,9 @@ class Sim {
   std::vector<Block*> freed_;  // that another stream may still use
   std::set<std::string> said_;
   std::map<int, std::tuple<std::string, int, uint64_t, int>> waiting_;  // by host's thread
-  std::mt19937_64 draws_, order_;  // what the host is told; what runs when
+  std::mt19937_64 draws_, order_, delays_;  // what the host is told; what runs when
   int n_running_ = 0, next_stream_ = 0, label_ = 0;
+  uint64_t n_launched_ = 0;
   double last_launch_s_ = 0, last_progress_s_ = 0;
   bool is_stuck_ = false;
 };

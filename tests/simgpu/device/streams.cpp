@@ -20,9 +20,11 @@ thread_local int t_current = 0;
 std::atomic<int> n_threads{0};
 thread_local const int t_host = n_threads++;
 
-// An event that other processes decide is not ready the first times that it is asked
-// for: what the host is told then does not depend on how fast they are.
+// What the host is told must not depend on how fast other processes are. So an event that
+// they decide is not ready until the host has waited for it; or until it does nothing
+// but ask: then the answer waits for the event, so long that the host's time-outs work.
 constexpr int kPollsInVain = 3;
+constexpr double kAnswerS = 0.2;
 constexpr double kQuietS = 2e-3;
 
 std::string quoted(const std::string& text) {
@@ -51,6 +53,7 @@ Sim& Sim::get() {
   static Sim* only = [] {
     auto* made = new Sim();
     made->stream(0);
+    if (const char* n = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS")) made->settings.queues = std::atoi(n);
     made->begin(0);
     return made;
   }();
@@ -70,6 +73,7 @@ void Sim::begin(uint64_t seed) {
   next_stream_ = 0;
   draws_.seed(2 * seed);
   order_.seed(2 * seed + 1);
+  delays_.seed(~seed);
   reports.clear(), said_.clear(), counts.clear(), waits.clear();
   digest = 0;
   label_ = 0;
@@ -82,6 +86,11 @@ std::string Sim::site() { return settings.knows_sites && call_site ? call_site()
 void Sim::mix(const std::string& text, uint64_t number) {
   digest = (digest ^ std::hash<std::string>{}(text) ^ number) * 0x9E3779B97F4A7C15ull;
   digest ^= digest >> 29;
+}
+
+double Sim::draw_delay_s() {
+  Lock lock(mutex);
+  return settings.delay_s * (double)(delays_() % 1000) / 1000;
 }
 
 Stream& Sim::stream(int id) {
@@ -143,6 +152,8 @@ uint64_t Sim::enqueue(int id, Operation operation, bool during_capture) {
   s.queue.push_back(std::move(operation));
   protect_touched(s.queue.back(), false);
   counts["launches"]++;
+  n_launched_++;
+  waiting_.erase(t_host);
   after_launch();
   return number;
 }
@@ -236,7 +247,7 @@ bool Sim::pump() {
   if (now - last_launch_s_ < kQuietS) return false;
   if (progress()) return true;
   Lock lock(mutex);
-  const bool is_idle = std::all_of(
+  const bool is_idle = waiting_.empty() && std::all_of(
       streams_.begin(), streams_.end(), [](auto& s) { return s->queue.empty(); });
   if (is_idle) last_progress_s_ = now;
   const double since = std::max(last_progress_s_, last_launch_s_);
@@ -264,7 +275,7 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
       since = now_s();
       continue;
     }
-    if (now_s() - since > settings.patience_s) {
+    if (is_stuck_ || now_s() - since > settings.patience_s) {
       write_state();
       throw std::runtime_error(
           "the simulated device is stuck: the host waits in [" + names.text(label_) +
@@ -329,10 +340,10 @@ bool Sim::query(Event& event) {
   counts["queries"]++;
   Stream& s = stream(event.stream);
   bool is_done = s.seen >= event.number;
-  if (!is_done && ends_by_others(event.stream, event.number) && settings.is_one_of_many) {
-    while (progress()) {
-    }
-    is_done = event.polls++ >= kPollsInVain && s.done >= event.number;
+  const bool by_others = settings.is_one_of_many && ends_by_others(event.stream, event.number);
+  if (!is_done && by_others) {
+    is_done = comes_from_others(event);
+    if (!is_done) return false;
   } else if (!is_done && settings.policy == Policy::eager) {
     is_done = demand(event.stream, event.number);
   } else if (!is_done && draws_() % 4 == 0) {
@@ -343,13 +354,33 @@ bool Sim::query(Event& event) {
   return is_done;
 }
 
+bool Sim::comes_from_others(Event& event) {
+  if (event.polled_at != n_launched_) event.polls = 0;
+  event.polled_at = n_launched_;
+  if (++event.polls <= kPollsInVain) return false;
+  if (is_stuck_) throw std::runtime_error("the simulated device is stuck");
+  waiting_[t_host] = {"an event that it asks for", event.stream, event.number, label_};
+  const double until_s = now_s() + kAnswerS;
+  while (stream(event.stream).done < event.number) {
+    if (progress()) continue;
+    if (now_s() > until_s) return false;
+    mutex.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    mutex.lock();
+  }
+  waiting_.erase(t_host);
+  return true;
+}
+
 bool Sim::query_stream(int id) {
-  Lock lock(mutex);
   Event event;
+  Lock lock(mutex);
   event.stream = id;
   event.number = stream(id).launched;
   event.clock = stream(id).clock;
   event.polls = kPollsInVain;
+  event.polled_at = n_launched_;
+  lock.unlock();
   return query(event);
 }
 
@@ -406,12 +437,12 @@ std::string Sim::state() {
     uint64_t number = s->done;
     for (const Operation& op : s->queue) {
       number++;
-      const bool is_head = number == s->done + 1;
-      if (!is_head && op.message.empty()) continue;
       text << comma << "{\"number\": " << number << ", \"name\": " << quoted(op.name)
            << ", \"label\": " << quoted(names.text(op.label))
            << ", \"site\": " << quoted(names.text(op.site))
-           << ", \"message\": " << quoted(op.message)
+           << ", \"message\": " << quoted(op.message) << ", \"members\": [";
+      for (size_t i = 0; i < op.members.size(); i++) text << (i ? ", " : "") << op.members[i];
+      text << "]"
            << ", \"started\": " << (op.started ? "true" : "false")
            << ", \"wait_stream\": " << op.wait_stream << ", \"wait_number\": " << op.wait_number << "}";
       comma = ", ";

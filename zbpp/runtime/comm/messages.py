@@ -90,10 +90,11 @@ class Messages:
 
     def _tell(self, told: list[int]) -> None:
         """Take what is told of the step, and hand it on."""
-        with self._waits.aside():
-            for peer in self._followers:
+        for peer in self._followers:
+            with self._waits.aside():
                 numbers = sent_ahead(torch.tensor(told), self._on)
                 self._wire.send(_FIRST, numbers, peer, slot=KINDS)
+            self._waits.hand_over(numbers)
         self.shapes.tell(told[1:])
 
     def _listen(self, waiting_for: Words) -> None:

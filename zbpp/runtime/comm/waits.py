@@ -130,6 +130,14 @@ class Waits:
         """
         return self._side.running() if self._nccl else nullcontext()
 
+    def hand_over(self, tensor: Tensor) -> None:
+        """Let a tensor that was made aside be freed on the current stream.
+
+        NCCL keeps a tensor only until its work is waited for, and lets go of it there.
+        """
+        if self._nccl:
+            self._side.hand_over(tensor)
+
     def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
         """Let a buffer go to the host once a message or collective has filled it.
 

@@ -1,0 +1,76 @@
+"""Runs in several processes, each with a simulated device, over a simulated NCCL."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pool import Pool
+
+import simgpu
+from simgpu import circles
+from simgpu.jobs import name_jobs
+
+__all__ = ["Found", "SimulatedPool", "watched"]
+
+DEFAULTS: dict[str, float] = {
+    "queues": 0,
+    "n_streams": 32,
+    "n_running": 0,
+    "patience_s": 30.0,
+    "delay_s": 0.0,
+    "fails_at": 0,
+    "rendezvous": 1,
+}
+"""Settings of the device; what a run does not name is set back to these."""
+
+_has_names = False
+
+
+class SimulatedPool(Pool):
+    """A pool of processes, each with a simulated device of its own; zbpp finds NCCL."""
+
+    def __init__(self) -> None:
+        super().__init__(["simgpu"], device="cuda:0", prepare=prepare)
+
+    def explain(self, folder: Path) -> list[str]:
+        """Name the circle of waits of processes that were stuck."""
+        return circles.explain(folder)
+
+
+def prepare(folder: str, rank: int) -> None:
+    """Let this process be a rank, with its messages in a folder."""
+    global _has_names
+    simgpu.use_processes(folder, rank)
+    if not _has_names:
+        name_jobs()
+        _has_names = True
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a function returned on a rank, and what the device has seen meanwhile."""
+
+    value: Any
+    reports: list[str]
+    counts: dict[str, int]
+    waits: dict[tuple[str, str, str], int]
+    digest: int
+
+
+def watched(
+    function: Callable[..., Any],
+    *args: Any,
+    policy: str = "lazy",
+    seed: int = 0,
+    **settings: float,
+) -> Found:
+    """Call a function on the device in a fresh state, with some settings."""
+    simgpu.begin(policy, seed, **(DEFAULTS | settings))
+    value = function(*args)
+    gc.collect()
+    simgpu.native.synchronize()
+    return Found(
+        value, simgpu.reports(), simgpu.counts(), simgpu.waits(), simgpu.digest()
+    )
