@@ -131,8 +131,8 @@ def pipeline(mode: str, n_stages: int | None, **more: Any) -> zbpp.Pipeline:
         "clip_grad_norm": 0.7,
         "n_microbatches": 4,
         "patience": Patience(failures=99, window=10),
-        "timeout_s": 5.0,
-        "first_timeout_s": 5.0,
+        "timeout_s": 30.0,
+        "first_timeout_s": 20.0,
     }
     return make_pipeline(mode, n_stages, **(settings | more))
 
@@ -289,6 +289,31 @@ def on_mesh(mode: str, n_stages: int | None, *, size: int = 1, **more: Any) -> O
     return outcome
 
 
+class Failing:
+    """A loss that raises in a step."""
+
+    step = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.step == 2:
+            raise ArithmeticError("the loss fails")
+        return loss_fn(outputs, targets)
+
+
+def failing(mode: str, n_stages: int | None, **more: Any) -> Outcome:
+    """A stage fails, and the others learn of it."""
+    settings: dict[str, Any] = {"first_timeout_s": 10.0, "timeout_s": 1.0}
+    loss = Failing()
+    trained = pipeline(mode, n_stages, loss_fn=loss, **(settings | more))
+    error = "none"
+    try:
+        for loss.step in range(N_STEPS):
+            note_results(Outcome(), [trained.step(*batch(loss.step))])
+    except Exception as raised:
+        error = type(raised).__name__
+    return Outcome({f"error of rank {trained.rank}": error})
+
+
 STREAMS = {"stage_streams": True}
 GRAPHS = {"cuda_graphs": True}
 DROPOUT = {"model": dropping, "seed": 3}
@@ -314,6 +339,7 @@ SHARDS = {"shard": "parameters"}
 TWO_PROCESSES = [
     Scenario("ZBV, 2 processes", from_host, "ZBV", n_processes=2),
     Scenario("1F1B, 2 processes", from_gpu, "1F1B", n_processes=2),
+    Scenario("a stage fails", failing, "1F1B", n_processes=2, is_own_reference=True),
     *(
         Scenario(name, on_mesh, "1F1B", alike=how, n_processes=2, is_own_reference=True)
         for name, how in {
