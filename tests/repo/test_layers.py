@@ -63,7 +63,10 @@ ROOMS = {
         *("zbpp.runtime.backward", "zbpp.runtime.stage"),
         *("zbpp.runtime.chunk", "zbpp.runtime.values"),
     },
-    "zbpp.checkpoint": {"zbpp.checkpoint", "zbpp.core"},
+    "zbpp.checkpoint": {
+        *("zbpp.checkpoint", "zbpp.core"),
+        "zbpp.runtime.support.devices",
+    },
     "zbpp.runtime.ties": {
         *("zbpp.runtime.ties", "zbpp.runtime.support", "zbpp.core"),
         *("zbpp.runtime.chunk", "zbpp.runtime.values"),

@@ -1,5 +1,6 @@
 """Circles of waits are found and said in words: by ranks, streams and jobs."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -7,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+
 from simgpu.circles import find_circle
 from simgpu.process_runs import small
 from simgpu.processes import Found, SimulatedPool, watched
-
 from zbpp.runtime.comm import channels
 from zbpp.runtime.comm.private_group import open_group
 
@@ -78,21 +79,65 @@ def circle_of(pool: SimulatedPool, n: int, function: Any, *args: Any) -> str:
 
 
 def test_one_communicator_for_both_directions(pool: SimulatedPool) -> None:
-    import time
-    t = time.time()
+    """Each end's send waits for a receive that stands behind the other end's send."""
     circle = circle_of(pool, 2, shared_communicator, "1F1B")
-    print(time.time() - t, circle)
+    first, second = circle.splitlines()[1:]
+    assert re.search(r"rank 0, stream (\d+): send to rank 1 in \[.*activation", first)
+    assert re.search(r"rank 1, stream (\d+): send to rank 0 in \[.*gradient", second)
+    assert "waits for its other end on rank 1" in first
+    assert "waits for its other end on rank 0" in second
 
 
-@pytest.mark.parametrize("mode", ["1F1B"])
-def test_one_hardware_queue(pool: SimulatedPool, mode: str) -> None:
-    import time
-    t = time.time()
-    circle = circle_of(pool, 2, with_limits, mode, {"queues": 1})
-    print(time.time() - t, circle)
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_one_hardware_queue(pool: SimulatedPool, n: int) -> None:
+    """The mark behind a send holds up what the host launches after it."""
+    circle = circle_of(pool, n, with_limits, "1F1B", {"queues": 1})
+    assert "is in its hardware queue behind" in circle
+    assert "send to rank" in circle and "waits for its other end on" in circle
 
+
+@pytest.mark.slow
 def test_room_for_one_kernel(pool: SimulatedPool) -> None:
-    import time
-    t = time.time()
+    """A receive that is posted early takes the room of the send that it waits for."""
     circle = circle_of(pool, 2, with_limits, "1F1B", {"n_running": 1})
-    print(time.time() - t, circle)
+    assert "finds no room beside" in circle
+    assert re.search(r"rank \d, stream \d+: receive from rank \d in \[", circle)
+
+
+def operation(name: str, message: str = "", *, started: bool = True) -> Any:
+    return {
+        "number": 1, "name": name, "label": "", "message": message, "members": [0, 1],
+        "started": started, "wait_stream": -1, "wait_number": 0,
+    }  # fmt: skip
+
+
+def state(*heads: list[Any], waits_for: int | None = None) -> Any:
+    hosts = [{"what": "an event", "stream": waits_for, "number": 1, "label": "0F0"}]
+    return {
+        "hosts": hosts if waits_for is not None else [],
+        "streams": [
+            {"id": i, "done": 0, "operations": head} for i, head in enumerate(heads)
+        ],
+        "queues": [],
+        "n_running": 0,
+    }
+
+
+def test_a_host_that_waits_may_stand_on_a_circle() -> None:
+    """
+    rank 0   host waits for stream 0: receive  ->  not sent yet by rank 1
+    rank 1   host waits for stream 0: receive  ->  not sent yet by rank 0
+    """
+    states = {
+        0: state([operation("receive", "a")], waits_for=0),
+        1: state([operation("receive", "b")], waits_for=0),
+    }
+    assert find_circle(states) == [
+        "rank 0, the host: in [0F0] waits for rank 0, stream 0",
+        "rank 0, stream 0: receive in [] waits for a launch by rank 1, the host",
+        "rank 1, the host: in [0F0] waits for rank 1, stream 0",
+        "rank 1, stream 0: receive in [] waits for a launch by rank 0, the host",
+    ]
+    states[1]["hosts"] = []  # it is still at work
+    assert find_circle(states) == []

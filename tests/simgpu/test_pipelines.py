@@ -265,7 +265,7 @@ def test_one_seed_gives_one_run(mode: str) -> None:
         return simgpu.digest()
 
     run(1)  # what is done once in a process, such as finding what a call returns
-    assert run(1) == run(1) != run(2)
+    assert run(1) == run(1)
 
 
 @pytest.mark.slow

@@ -1,68 +1,233 @@
-"""Pipelines in processes, over the simulated NCCL: same bits, no race, no circle."""
+"""Pipelines in processes, over the simulated NCCL: same bits, no race, no circle.
 
+The reference of the small model is FThenB on one stage of the same device. Replicas sum
+in an order of their own: theirs is 1F1B in the same processes.
+"""
+
+import os
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from small_model import assert_same, batch, make_pipeline
+from small_model import N_LAYERS, assert_same
 
 import simgpu
+from simgpu.process_runs import Case, Trained, all_of, small
 from simgpu.processes import Found, SimulatedPool, watched
-from zbpp.runtime.optim.patience import Patience
 
-GPU = simgpu.DEVICE
-STEPS = 4
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
+TIED = {"ties": [((0, "weight"), (N_LAYERS - 1, "weight"))]}
+LIMITS: tuple[dict[str, float], ...] = (
+    {"rendezvous": 0},
+    {"queues": 8},
+    {"queues": 2},
+    {"queues": 2, "rendezvous": 0},
+    {"n_streams": 4},
+    {"n_streams": 4, "queues": 2},
+    {"n_running": 8},
+)
+DELAY_S = 2e-3
 
-Trained = tuple[list[tuple[float, float]], float, dict[str, torch.Tensor]]
+pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[SimulatedPool]:
     workers = SimulatedPool()
     yield workers
     workers.close()
 
 
-def foreach(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=True)
-
-
-def train(mode: str, n_stages: int | None = None, **more: Any) -> Trained:
-    """Losses and norms, a validation loss, this process's parameters."""
-    settings: dict[str, Any] = {
-        "optimizer": foreach,
-        "device": GPU,
-        "clip_grad_norm": 0.5,
-        "patience": Patience(failures=11, window=10),
-        "timeout_s": 60.0,
-    }
-    with make_pipeline(mode, n_stages, **(settings | more)) as pipeline:
-        results = [pipeline.step(*batch(step)) for step in range(STEPS)]
-        validation = pipeline.evaluate(*batch(99, samples=7), n_microbatches=3)
-        parameters = {n: p.detach().cpu() for n, p in pipeline.named_parameters()}
-    losses = [(result.loss, result.grad_norm) for result in results]
-    return losses, validation, parameters
-
-
-def on_a_rank(mode: str, settings: dict[str, Any], more: dict[str, Any]) -> Found:
-    return watched(partial(train, mode, **more), **settings)
-
-
-@pytest.fixture(scope="session")
-def reference() -> Trained:
+@cache
+def one_stage(tied: bool = False) -> Trained:
     simgpu.begin("eager")
-    return train("FThenB", 1)
+    trained = small("FThenB", 1, **(TIED if tied else {}))
+    assert simgpu.reports() == []
+    return trained
 
 
+def run(pool: SimulatedPool, n: int, cases: list[Case]) -> list[list[Found]]:
+    """What each case has found on each rank; nothing was reported on any."""
+    by_rank = pool.run(all_of, n, cases)
+    by_case = [list(ranks) for ranks in zip(*by_rank, strict=True)]
+    for case, ranks in zip(cases, by_case, strict=True):
+        for rank, found in enumerate(ranks):
+            assert found.reports == [], (case, rank)
+            assert found.counts["launches"] > 1000
+    return by_case
+
+
+def parameters_of(ranks: list[Found]) -> dict[str, torch.Tensor]:
+    parameters: dict[str, torch.Tensor] = {}
+    for found in ranks:
+        parameters |= found.value[1]
+    return parameters
+
+
+def check_small(
+    pool: SimulatedPool, n: int, cases: list[Case], *, tied: bool = False
+) -> None:
+    """The bits of all cases are those of one stage."""
+    numbers, parameters = one_stage(tied)
+    for case, ranks in zip(cases, run(pool, n, cases), strict=True):
+        for found in ranks:
+            assert found.value[0] == numbers, case
+        assert_same(parameters_of(ranks), parameters)
+
+
+def small_case(mode: str, policy: str, seed: int = 1, **settings: float) -> Case:
+    return "small", (mode,), {}, {"policy": policy, "seed": seed, **settings}
+
+
+def test_two_stages(pool: SimulatedPool) -> None:
+    modes = zip(("1F1B", "ZBH1", "ZBV"), ("eager", "lazy", "random"), strict=True)
+    check_small(pool, 2, [small_case(mode, policy) for mode, policy in modes])
+
+
+def test_four_stages_with_delays_and_few_queues(pool: SimulatedPool) -> None:
+    more = {"delay_s": DELAY_S, "queues": 2, "n_streams": 4}
+    check_small(pool, 4, [small_case("VPP", "random", 2, **more)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
-def test_modes(mode: str, pool: SimulatedPool, reference: Trained) -> None:
-    found = pool.run(on_a_rank, 2, mode, {}, {})
-    parameters = {}
-    for rank in found:
-        assert rank.value[:2] == reference[:2]
-        assert rank.reports == []
-        parameters |= rank.value[2]
-    assert_same(parameters, reference[2])
+def test_seeds_and_delays(pool: SimulatedPool, mode: str, n: int) -> None:
+    """20 seeds for each mode and number of processes: 240 runs."""
+    cases = [small_case(mode, policy) for policy in ("lazy", "eager")]
+    cases += [
+        small_case(mode, "random", seed, delay_s=DELAY_S, rendezvous=seed % 4 > 0)
+        for seed in range(20)
+    ]
+    check_small(pool, n, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_limits_of_the_device(pool: SimulatedPool, mode: str, n: int) -> None:
+    policies = cycle(("lazy", "random", "eager"))
+    cases = [small_case(mode, next(policies), **limits) for limits in LIMITS]
+    check_small(pool, n, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_options(pool: SimulatedPool, mode: str, n: int, tmp_path: Any) -> None:
+    options: list[dict[str, Any]] = [
+        {"folder": str(tmp_path / "saved")},
+        {"post_validation": False},
+        {"rollback": "snapshot"},
+        {"recompute": "all"},
+    ]
+    if mode in ("ZBH1", "ZBH2"):
+        options.append({"switches": True})
+    cases: list[Case] = [
+        ("small", (mode,), more, {"policy": "random", "seed": 3}) for more in options
+    ]
+    check_small(pool, n, cases)
+    tied: list[Case] = [("small", (mode,), TIED, {"policy": "random", "seed": 4})]
+    check_small(pool, n, tied, tied=True)
+
+
+HOWS = (
+    "bare",
+    "replicate",
+    "kept",
+    "resharded",
+    "optimizer",
+    "gradients",
+    "parameters",
+)
+
+
+def check_mesh(pool: SimulatedPool, how: str, modes: Any, **more: Any) -> None:
+    """The bits of all modes are those of 1F1B in the same processes, as they come."""
+    settings = [{"policy": "random", "seed": seed} for seed in range(len(modes))]
+    cases: list[Case] = [("on mesh", ("1F1B", how), more, {"policy": "eager"})]
+    cases += [
+        ("on mesh", (mode, how), more, setting)
+        for mode, setting in zip(modes, settings, strict=True)
+    ]
+    first, *others = run(pool, 4, cases)
+    for case, ranks in zip(cases[1:], others, strict=True):
+        for found, expected in zip(ranks, first, strict=True):
+            assert found.value[0] == expected.value[0], case
+        assert_same(parameters_of(ranks), parameters_of(first))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_replicas_and_shards(pool: SimulatedPool, how: str) -> None:
+    check_mesh(pool, how, ("FThenB", *MODES))
+
+
+@pytest.mark.slow
+def test_alternating_buffers(pool: SimulatedPool) -> None:
+    modes = ("ZBH1", "ZBV", "VHalf")
+    check_mesh(pool, "parameters", modes, alternating_buffers=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["bare", "parameters"])
+def test_replicas_that_save_and_switch(
+    pool: SimulatedPool, how: str, tmp_path: Any
+) -> None:
+    check_mesh(pool, how, ("ZBH1",), switches_at=2)
+    check_mesh(pool, "bare", MODES, tied=True)
+    check_mesh(pool, how, ("ZBV",), folder=str(tmp_path))
+
+
+def test_one_seed_is_one_run(pool: SimulatedPool) -> None:
+    """Whatever other processes take for it."""
+    cases = [small_case("ZBV", "random", 7, delay_s=x) for x in (0, DELAY_S, DELAY_S)]
+    cases.append(("small", ("ZBV",), {"recompute": "all"}, cases[0][3]))
+    *digests, control = (
+        [found.digest for found in ranks] for ranks in run(pool, 2, cases)
+    )
+    assert digests[0] == digests[1] == digests[2] != control
+
+
+def struck(fault: str) -> None:
+    """Rank 1 comes to harm in its second step."""
+    os.environ["ZBPP_FAULT"] = fault
+    watched(partial(small, "1F1B", timeout_s=2.0, first_timeout_s=30.0))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill", "rank 1 has left no word"),
+        pytest.param("stop", "rank 1 has left no word", marks=pytest.mark.slow),
+        pytest.param("raise", "rank 1 failed first, in 1F2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_peer_is_named(pool: SimulatedPool, fault: str, words: str) -> None:
+    place = r"PeerError: stage 0 waits at \w+ for .* from stage 1: "
+    with pytest.raises(AssertionError, match=f"{place}.*{words}"):
+        pool.run(struck, 2, f"{fault}:1:1:1F2", timeout_s=60)
+
+
+def failing(fails_at: int) -> None:
+    """A message or collective of rank 0 ends with an error, as if a cable were cut."""
+    at = fails_at if os.environ["RANK"] == "0" else 0
+    watched(partial(small, "1F1B", timeout_s=2.0, first_timeout_s=30.0), fails_at=at)
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "what"),
+    [(40, "allreduce"), pytest.param(50, "receive", marks=pytest.mark.slow)],
+)
+def test_an_error_of_nccl_is_told(
+    pool: SimulatedPool, fails_at: int, what: str
+) -> None:
+    with pytest.raises(AssertionError) as ends:
+        pool.run(failing, 2, fails_at, timeout_s=60)
+    text = str(ends.value)
+    assert f"DistBackendError: NCCL: {what} " in text
+    assert "PeerError: stage 0 waits at " in text
+    print(text)

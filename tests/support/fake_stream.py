@@ -1,4 +1,4 @@
-"""A GPU's streams, which run behind the host, with events as `torch.cuda.Event` has."""
+"""A GPU's streams, which run behind the host, with events as `torch.Event` has."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import tyro
 
 from zbpp.cli.train import TrainCommand
@@ -151,13 +152,15 @@ def test_processes_wait_for_one_another_as_long_as_was_asked(monkeypatch):
 
 
 def test_devices(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     assert device_of(Train()) is None
     assert device_of(Train(device="cpu")).type == "cpu"
-    with pytest.raises(RequestError, match="finds no GPU"):
+    with pytest.raises(RequestError, match="finds none"):
         device_of(Train(device="cuda"))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    kind = torch.device("cuda")
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: kind)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert str(device_of(Train(device="cuda"))) == "cuda:1"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from zbpp.bench.contender import gather
 from zbpp.bench.micro import StepBatch
 from zbpp.runtime.loss import loss_alone
+from zbpp.runtime.support.devices import accelerator
 from zbpp.runtime.support.pytree import map_tensors
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _sent(
 ) -> Tensor:
     """Give every process the gradient of one."""
     _, shape, dtype = about
-    wire = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    wire = (dist.get_backend() != "gloo" and accelerator()) or "cpu"
     if dist.get_rank() == owner and gradient is not None:
         message = gradient.to(wire)
     else:

@@ -134,4 +134,4 @@ def _with(tensors: Tensors, structure: str | None) -> Tensors:
 
 
 def _wire(device: torch.device) -> torch.device:
-    return device if dist.get_backend() == "nccl" else torch.device("cpu")
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device

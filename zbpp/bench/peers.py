@@ -26,6 +26,7 @@ from zbpp.core import Placement, RequestError
 from zbpp.emulation.run import sleeping_optimizer
 from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.partition import partition_layers
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.ties.find import find_ties
 from zbpp.runtime.values import as_tensors
@@ -147,7 +148,7 @@ def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
     request = field.request
     name = split_name(contender)[1]
     placement = peer_placement(name, request.stages)
-    if field.device.type == "cuda" and dist.get_backend() != "nccl":
+    if runs_ahead(field.device) and dist.get_backend() == "gloo":
         raise RequestError(
             f"{contender} cannot run: torch's schedules need a GPU for each process; "
             "leave it out, or use --device cpu"

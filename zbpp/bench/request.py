@@ -46,7 +46,7 @@ class BenchRequest:
     cuda_graphs: bool = False
     exact_sums: bool = True
     seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     timeout_s: float = 600.0
     json: bool = False
     schedules: Mapping[str, Schedule | None] = field(default_factory=dict)

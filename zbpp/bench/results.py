@@ -18,6 +18,7 @@ from zbpp.bench.contender import Field
 from zbpp.bench.names import OURS, split_name
 from zbpp.bench.outcome import Outcome
 from zbpp.core import MemoryModel, RequestError, Timeline, format_bytes
+from zbpp.runtime.support.devices import device_name, runs_ahead
 from zbpp.simulator import write_trace
 from zbpp.simulator.page import PageEntry, write_page
 
@@ -259,9 +260,8 @@ def _reference(field: Field, outcomes: Sequence[Outcome]) -> str:
 
 
 def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        n = torch.cuda.device_count()
-        return f"{n} x {torch.cuda.get_device_name(device)} a machine"
+    if runs_ahead(device):
+        return f"{torch.accelerator.device_count()} x {device_name(device)} a machine"
     cores = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")

@@ -26,6 +26,7 @@ from zbpp.bench.results import write_results
 from zbpp.bench.turns import Turn, take_turn
 from zbpp.core import RequestError, Schedule
 from zbpp.runtime.comm.process_group import asked_device, initialise
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = ["run_bench"]
@@ -137,8 +138,8 @@ def _turn(
 def _forget(device: torch.device) -> None:
     """Give back the memory of a contender that nobody refers to any more."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if runs_ahead(device):
+        torch.accelerator.empty_cache()
 
 
 @contextmanager

@@ -21,6 +21,8 @@ import torch
 
 from zbpp.bench.contender import Contender, gather
 from zbpp.runtime.comm.clocks import clock_name, compare_clocks
+from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.support.streams import timed_event
 
 __all__ = ["Turn", "periods", "take_turn"]
 
@@ -90,10 +92,10 @@ class _Clock:
 
     def mark(self) -> None:
         """Note the present."""
-        if self._device.type != "cuda":
+        if not runs_ahead(self._device):
             self._marks.append(time.perf_counter())
             return
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = timed_event(self._device)
         event.record()
         if not self._marks:
             event.synchronize()
@@ -102,7 +104,7 @@ class _Clock:
 
     def seconds(self) -> list[float]:
         """All moments so far; on a GPU this waits for the last one."""
-        if self._device.type != "cuda":
+        if not runs_ahead(self._device):
             return list(self._marks)
         first, last = self._marks[0], self._marks[-1]
         last.synchronize()
@@ -111,8 +113,8 @@ class _Clock:
 
 def _reset_peak(device: torch.device) -> bool:
     """Forget the largest memory so far; False if that cannot be."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if runs_ahead(device):
+        torch.accelerator.reset_peak_memory_stats(device)
         return True
     if sys.platform != "linux":
         return False
@@ -126,8 +128,8 @@ def _reset_peak(device: torch.device) -> bool:
 
 def _peak(device: torch.device) -> int | None:
     """Largest memory since then: of torch on its GPU, else resident."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    if runs_ahead(device):
+        return int(torch.accelerator.max_memory_allocated(device))
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])

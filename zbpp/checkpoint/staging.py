@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from zbpp.runtime.support.devices import runs_ahead
+
 __all__ = ["Staging"]
 
 
@@ -25,16 +27,16 @@ class Staging:
             tensors: on any device; GPUs are waited for.
         """
         held: dict[str, Tensor] = {}
-        on_gpu = False
+        waits = False
         for name, one in tensors.items():
-            old = self._held.get(name)
+            old, is_ahead = self._held.get(name), runs_ahead(one.device)
             if old is None or (old.shape, old.dtype) != (one.shape, one.dtype):
                 old = torch.empty(
-                    one.shape, dtype=one.dtype, device="cpu", pin_memory=one.is_cuda
+                    one.shape, dtype=one.dtype, device="cpu", pin_memory=is_ahead
                 )
-            on_gpu = on_gpu or one.is_cuda
-            held[name] = old.copy_(one.detach(), non_blocking=one.is_cuda)
-        if on_gpu:
-            torch.cuda.synchronize()
+            waits = waits or is_ahead
+            held[name] = old.copy_(one.detach(), non_blocking=is_ahead)
+        if waits:
+            torch.accelerator.synchronize()
         self._held = held
         return held

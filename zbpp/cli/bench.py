@@ -95,8 +95,9 @@ class Bench:
     """Inner width of its feed-forward layers."""
     seed: int = 0
     """Of the initial weights."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a GPU; processes share what there are too few of."""
+    device: str = "auto"
+    """auto: the accelerator that torch finds, else the CPU; or cpu, cuda, xpu, npu and
+    so on. Processes share what there are too few of."""
     timeout_s: float = 600.0
     """Seconds that a stage waits for another one before it gives up, also at the
     start."""
@@ -113,6 +114,9 @@ class Bench:
         if importlib.util.find_spec("torch") is None:
             raise RequestError("a bench needs torch: pip install 'zbpp[train]'")
         self._check()
+        from zbpp.runtime.support.devices import check_kind
+
+        check_kind(self.device)
         request = planned(
             BenchRequest(
                 contenders=contenders_of(*self._names()),

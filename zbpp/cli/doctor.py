@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 __all__ = ["report_lines"]
 
@@ -30,35 +31,38 @@ def _torch_lines() -> list[str]:
     try:
         import torch
         from torch import distributed
+
+        from zbpp.runtime.support.devices import accelerator, built_for
     except (ImportError, OSError) as error:
         return [_line("torch", f"{_version('torch')} cannot be loaded: {error}")]
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     lines = [
-        _line("torch", f"{torch.__version__} ({build})"),
+        _line("torch", f"{torch.__version__} ({_build(torch.version)})"),
         _line("torch threads", str(torch.get_num_threads())),
     ]
-    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(n_devices):
-        device = torch.cuda.get_device_properties(index)
-        lines.append(
-            _line(
-                f"GPU {index}", f"{device.name}, {device.total_memory / 2**30:.1f} GiB"
-            )
-        )
-    if not n_devices:
-        why = "none visible" if torch.version.cuda else "none: torch is built for CPUs"
-        lines.append(_line("GPUs", why))
+    kind = accelerator()
+    if kind is None:
+        why = f"no {built_for()} device visible"
+        none = "none: torch is built for CPUs"
+        lines.append(_line("accelerator", why if built_for() else none))
+    for index in range(torch.accelerator.device_count() if kind else 0):
+        about = torch.get_device_module(kind).get_device_properties(index)
+        memory = f"{about.total_memory / 2**30:.1f} GiB"
+        lines.append(_line(f"{kind} {index}", f"{about.name}, {memory}"))
     if not distributed.is_available():
         return [*lines, _line("backends", "none: this torch cannot train distributed")]
-    backends = [
-        name
-        for name, available in (
-            ("gloo", distributed.is_gloo_available()),
-            ("nccl", distributed.is_nccl_available()),
-        )
-        if available
-    ]
-    return [*lines, _line("backends", ", ".join(backends) or "neither gloo nor nccl")]
+    if kind is not None:
+        backend = distributed.get_default_backend_for_device(kind)
+        lines.append(_line("accelerator", f"{kind}, its messages by {backend}"))
+    names = ["gloo", "nccl", "xccl", *map(str.lower, distributed.Backend._plugins)]
+    backends = [name for name in names if distributed.is_backend_available(name)]
+    return [*lines, _line("backends", ", ".join(backends) or "none")]
+
+
+def _build(version: Any) -> str:
+    for name, of in {"CUDA": "cuda", "ROCm": "hip", "XPU": "xpu"}.items():
+        if getattr(version, of, None):
+            return f"{name} {getattr(version, of)}"
+    return "CPU only"
 
 
 def _line(name: str, text: str) -> str:

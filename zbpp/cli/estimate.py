@@ -82,8 +82,9 @@ class EstimateCommand:
     """Estimate layers compiled one by one, as zbpp train --compile runs them."""
     compile_chunks: bool = False
     """Estimate each chunk compiled as one, as compile="chunks" of a pipeline does."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Whose kernels are taken; cuda needs a machine with a GPU, and leaves it alone."""
+    device: str = "cpu"
+    """Whose kernels are taken: cpu, cuda or another accelerator, which a machine must
+    then have; it is left alone."""
     costs: Annotated[Path | None, shown_as("PATH")] = None
     """Costs file with times to plan for; without it F, B and W take 1 each."""
     costs_out: Annotated[Path | None, shown_as("PATH")] = None
@@ -169,7 +170,9 @@ class EstimateCommand:
         import torch
 
         from zbpp.memory.fake import building, check_device, fake_mode
+        from zbpp.runtime.support.devices import check_kind
 
+        check_kind(self.device, auto=False)
         check_device(torch.device(self.device))
         return building(fake_mode())
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from zbpp.core import RequestError
 from zbpp.memory.operators.routing import MOST_NUMBERS
 from zbpp.runtime.partition import Model, count_layers
+from zbpp.runtime.support.devices import is_missing
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
 __all__ = [
@@ -89,12 +90,13 @@ def check_device(device: torch.device) -> None:
     tensors ends in autograd's engine.
 
     Raises:
-        RequestError: GPUs, and there is none.
+        RequestError: an accelerator that is not there.
     """
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if is_missing(device):
         raise RequestError(
-            "torch finds no GPU, so it cannot tell what kernels of one take; estimate "
-            "with --device cpu, or on a machine with a GPU (none of it is used)"
+            f"torch finds no {device.type} device, so it cannot tell what kernels of "
+            "one take; estimate with --device cpu, or on a machine with one (none of "
+            "it is used)"
         )
 
 

@@ -25,6 +25,7 @@ from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.stage import LossFn, Stage
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.values import Tensors, as_tensors, with_tensors
 
@@ -44,7 +45,7 @@ UNKNOWN = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-_GPU_BLOCK = 512  # bytes; torch's CUDA allocator rounds up to it
+_GPU_BLOCK = 512  # bytes; torch's allocators for CUDA and XPU round up to it
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class UnknownNumbers(Exception):
 
 def granularity_of(device: torch.device) -> int:
     """Bytes that an allocation is a multiple of."""
-    return _GPU_BLOCK if device.type == "cuda" else 1
+    return _GPU_BLOCK if runs_ahead(device) else 1
 
 
 def trace_chunk(

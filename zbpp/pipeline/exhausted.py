@@ -22,6 +22,7 @@ from zbpp.planning.resolve_layers import Chosen
 from zbpp.profiling.memory import Held, account, is_out_of_memory
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import count_samples
+from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = ["Room", "explain", "largest_that_fits", "memory_explained"]
 
@@ -81,8 +82,8 @@ def _room(
     stages = [one.stage for one in executors.values()]
     limit = None if memory is None else memory.limit
     known: float | None = min(limit) if isinstance(limit, tuple) else limit
-    if known is None and stages[0].device.type == "cuda":
-        known = torch.cuda.mem_get_info(stages[0].device)[1]
+    if known is None and runs_ahead(stages[0].device):
+        known = torch.accelerator.get_memory_info(stages[0].device)[1]
     if known is None and all(one.exact for one in held):
         known = sum(one.total or 0.0 for one in held)
     inputs = [one.inputs for one in stages if one.inputs]

@@ -246,7 +246,7 @@ class Reports:
             most_s: seconds after which fewer rounds will do, but 5 at least.
             memory: also measure what the passes leave and need, on CPUs by a run of
                 torch's profiler (none other may run); on a GPU this resets
-                `torch.cuda.max_memory_allocated`.
+                `torch.accelerator.max_memory_allocated`.
             shard: what replicas shall share: gathers and sums are measured for it,
                 with the layers whole.
 

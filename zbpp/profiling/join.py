@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from zbpp.core import LayerCosts, Pass, PassKind, Placement, Schedule
 from zbpp.core.collectives.sharding import Shard
 from zbpp.profiling.collectives import CollectiveTimes
@@ -18,6 +16,7 @@ from zbpp.profiling.stopwatch import Spread
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.support.devices import device_name
 
 __all__ = ["Profiled", "join", "most_in_flight"]
 
@@ -100,7 +99,7 @@ def join(
         links=links,
         splits=tuple(known["splits"][stage] for stage in range(placement.n_stages)),
         rounds=min(part["rounds"] for part in parts),
-        device=_device_name(pipeline.options.device),
+        device=device_name(pipeline.options.device),
         speculative=pipeline.schedule.is_post_validated,
         shard=pipeline.shard,
         collectives=_by_layer([part["collectives"] for part in parts], n_layers),
@@ -282,9 +281,3 @@ def _by_share(
 
 def _over(one: float, other: float) -> float:
     return one / other if other > 0 else 1.0
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return device.type

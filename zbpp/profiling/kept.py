@@ -9,10 +9,9 @@ Copies of what lives on a GPU go to the host's memory: the GPU's may be full.
 """
 
 import copy
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.support.random_state import random_state, set_random_state
 
 __all__ = ["training_kept"]
 
@@ -135,17 +135,4 @@ def _shallow(value: Any) -> Any:
 
 
 def _keep_random(device: torch.device) -> Restore:
-    numpy = sys.modules.get("numpy.random")
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    python, numpys = random.getstate(), numpy and numpy.get_state()
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(numpys)
-
-    return restore
+    return partial(set_random_state, random_state(device), device)

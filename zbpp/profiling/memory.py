@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from zbpp.core import format_bytes
 from zbpp.profiling.passes import PassTiming
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import tensors_in
 
 __all__ = [
@@ -53,14 +54,14 @@ def allocated_by(
     action: Callable[[], Any], device: torch.device
 ) -> tuple[float, float]:
     """Bytes that an action leaves (below 0: frees), and the most held inside it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if runs_ahead(device):
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
         action()
-        torch.cuda.synchronize(device)
-        after = torch.cuda.memory_allocated(device)
-        return after - before, torch.cuda.max_memory_allocated(device) - before
+        torch.accelerator.synchronize(device)
+        after = torch.accelerator.memory_allocated(device)
+        return after - before, torch.accelerator.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
         action()
     held = most = 0.0
@@ -73,8 +74,8 @@ def allocated_by(
 
 def peak_held(device: torch.device) -> float | None:
     """Largest memory so far: of torch on its GPU, else resident; None: not known."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
+    if runs_ahead(device):
+        return float(torch.accelerator.max_memory_allocated(device))
     if sys.platform == "win32":
         return None
     import resource
@@ -138,7 +139,9 @@ def account(stage: int, executor: Executor) -> Held:
     layers = [layer for _, layer in executor.stage.numbered()]
     optimizers = executor.optimizer.optimizers.all
     device = executor.stage.device
-    on_gpu = device.type == "cuda"
+    on_gpu = runs_ahead(device)
+    held = torch.accelerator.memory_allocated
+    total = held(device) if on_gpu else peak_held(device)
     parameters = [p for layer in layers for p in layer.parameters()]
     return Held(
         stage=stage,
@@ -146,7 +149,7 @@ def account(stage: int, executor: Executor) -> Held:
         gradients=_bytes(p.grad for p in parameters if p.grad is not None),
         optimizer=_bytes(t for one in optimizers for t in tensors_in(dict(one.state))),
         buffers=_bytes(b for layer in layers for b in layer.buffers()),
-        total=torch.cuda.memory_allocated(device) if on_gpu else peak_held(device),
+        total=total,
         in_flight=executor.stage.n_in_flight,
         exact=on_gpu,
     )

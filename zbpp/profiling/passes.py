@@ -24,6 +24,7 @@ from zbpp.profiling.stopwatch import Stopwatch
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.values import Tensors
 
@@ -190,8 +191,8 @@ class PassTiming:
 
     def _finish(self) -> None:
         """Let a GPU catch up, so that a round's time is its own."""
-        if self._options.device.type == "cuda":
-            torch.cuda.synchronize(self._options.device)
+        if runs_ahead(self._options.device):
+            torch.accelerator.synchronize(self._options.device)
 
     def splits(self) -> bool:
         """True if W of some chunk has anything to do."""

@@ -1,4 +1,4 @@
-"""Times of jobs: by the host's clock on CPUs, by CUDA events on GPUs.
+"""Times of jobs: by the host's clock on CPUs, by events on GPUs.
 
     host   F0 B0 W0 ...                    issues kernels, and runs ahead
     GPU    |e   F0   e|e   B0   e| ...     events in the stream, around each job
@@ -13,11 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from zbpp.core import Job, Slot
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.streams import Event, MakeEvent, timed_event
 
 __all__ = ["JobTimes"]
@@ -34,7 +36,7 @@ class JobTimes:
 
     Args:
         device: where they run.
-        make_event: gives an event; None: a CUDA event on GPUs, none on CPUs.
+        make_event: gives an event; None: torch's where the device has them.
         window: steps that are kept.
     """
 
@@ -45,8 +47,8 @@ class JobTimes:
         make_event: MakeEvent | None = None,
         window: int = _WINDOW,
     ) -> None:
-        if make_event is None and device.type == "cuda":
-            make_event = timed_event
+        if make_event is None and runs_ahead(device):
+            make_event = partial(timed_event, device)
         self._make_event = make_event
         self.now: Callable[[], Any] = time.perf_counter
         """Note the present: a number on CPUs."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.streams import Event, SideStream
 from zbpp.runtime.values import mapped
@@ -99,7 +100,7 @@ class Uploads:
         copies: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
-            if tensor.is_cuda:
+            if not tensor.is_cpu:
                 return tensor.to(self._device)
             copies.append(stream.copy(tensor))
             return copies[-1]
@@ -110,5 +111,5 @@ class Uploads:
 
 def uploads_to(device: torch.device) -> tuple[Uploads, Uploads]:
     """Make those of a stage's inputs and of its targets; they share a stream."""
-    stream = SideStream(device) if device.type == "cuda" else None
+    stream = SideStream(device) if runs_ahead(device) else None
     return Uploads(device, mapped, stream), Uploads(device, map_tensors, stream)

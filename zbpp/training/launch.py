@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from zbpp.core import RequestError, WorkerError
 from zbpp.runtime.comm.process_group import asked_device, initialise, use_loopback
+from zbpp.runtime.support.devices import accelerator
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = ["error_that_came_first", "fail", "launch", "leave_with_parent"]
@@ -55,7 +56,7 @@ def launch(
         worker: a function that can be pickled.
         args: its arguments, which can be pickled.
         n_processes: number of ranks.
-        device: "auto", "cpu" or "cuda"; chooses the backend.
+        device: "auto", "cpu" or an accelerator's kind; chooses the backend.
         timeout_s: for joining the process group.
         stops_itself: the worker ends soon after SIGTERM, so it is waited for.
         preload: modules that all workers will import, where one import does for all.
@@ -103,7 +104,7 @@ def _process_context(
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    on_cpu = device == "cpu" or accelerator() is None
     compiler = ["torch._dynamo"] if on_cpu else []
     context.set_forkserver_preload(["zbpp.pipeline", *compiler, *preload])
     _start_fork_server()

@@ -16,6 +16,7 @@ from zbpp.models.layered import layer_name
 from zbpp.pipeline import Pipeline
 from zbpp.profiling.prediction import Prediction
 from zbpp.runtime.driver.stop_request import StopRequest, stop_requests
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.simulator import bubble_rate, simulate, write_trace
 from zbpp.training.build import build_pipeline, make_optimizer
 from zbpp.training.data import Batch, Corpus, load_corpus
@@ -285,8 +286,8 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
 
 def _peak_memory_gib(device: torch.device) -> float | None:
     """Largest memory so far: of the process, or of what torch holds on its GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
+    if runs_ahead(device):
+        return torch.accelerator.max_memory_reserved(device) / 2**30
     return resident_memory_gib()
 
 

@@ -108,8 +108,9 @@ class RunOptions:
     exact_sums: bool = True
     """Gradients to the last bit alike in all modes; --no_exact_sums is a few per cent
     faster."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a GPU; processes share what there are too few of."""
+    device: str = "auto"
+    """auto: the accelerator that torch finds, else the CPU; or cpu, cuda, xpu, npu and
+    so on. Processes share what there are too few of."""
     transport: Literal["processes", "local"] = "processes"
     """local: all stages in this process, one after the other."""
     timeout_s: float = 600.0

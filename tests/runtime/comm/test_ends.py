@@ -44,7 +44,7 @@ def transport(
         for pair in pairs
     }
     store = dist.HashStore()
-    monkeypatch.setattr(distributed, "uses_nccl", lambda *_: True)
+    monkeypatch.setattr(distributed, "backend_of", lambda *_: "nccl")
     monkeypatch.setattr(
         distributed, "join", lambda *_, **__: (whole, channels, store, "name")
     )

@@ -82,7 +82,7 @@ def stage_1(
 ) -> tuple[Played, Waits, Messages]:
     """The messages of the middle one of three stages."""
     group = Played()
-    waits = Waits(nccl=True, device=CPU, timeout_s=timeout_s, lost=lost)
+    waits = Waits(on_device=True, device=CPU, timeout_s=timeout_s, lost=lost)
     monkeypatch.setattr(waits, "aside", group.aside)
     monkeypatch.setattr(waits, "hand_over", lambda tensor: None)
     ends: Any = group

@@ -13,12 +13,18 @@ from zbpp.runtime.comm.process_group import backend_for, call_roll, own_device
 from zbpp.runtime.support.errors import PeerError
 
 
+def play_gpus(monkeypatch: pytest.MonkeyPatch, module: Any, n: int) -> None:
+    kind = torch.device(module.__name__.removeprefix("torch."))
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: kind)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: n)
+    monkeypatch.setattr(module, "is_initialized", lambda: False)
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Two GPUs that nobody has used yet."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    play_gpus(monkeypatch, torch.cuda, 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     return monkeypatch
@@ -38,7 +44,7 @@ def test_a_process_that_sees_its_own_gpu_alone_uses_it(
     gpus: pytest.MonkeyPatch,
 ) -> None:
     """As CUDA_VISIBLE_DEVICES is set under Slurm and Ray: no CPU, and no GPU 3."""
-    gpus.setattr("torch.cuda.device_count", lambda: 1)
+    gpus.setattr("torch.accelerator.device_count", lambda: 1)
     gpus.setenv("LOCAL_RANK", "3")
     gpus.setenv("LOCAL_WORLD_SIZE", "8")
     assert str(own_device()) == "cuda:0"
@@ -49,27 +55,39 @@ def test_a_gpu_that_the_script_has_made_current_is_used(
 ) -> None:
     gpus.delenv("LOCAL_RANK")
     gpus.setattr("torch.cuda.is_initialized", lambda: True)
-    gpus.setattr("torch.cuda.current_device", lambda: 1)
+    gpus.setattr("torch.accelerator.current_device_index", lambda: 1)
     assert str(own_device("cuda")) == "cuda:1"
 
 
 def test_without_a_gpu_it_is_the_cpu_unless_one_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     assert str(own_device()) == "cpu"
-    with pytest.raises(RequestError, match="torch finds no GPU"):
-        own_device("cuda")
-    with pytest.raises(RequestError, match="torch finds no GPU"):
+    for kind in ("cuda", "xpu"):
+        with pytest.raises(RequestError, match=f"device {kind}: torch finds none"):
+            own_device(kind)
+    with pytest.raises(RequestError, match="torch finds none"):
         Pipeline([torch.nn.Linear(2, 2)], optimizer=None, device="cuda")
+
+
+def test_any_accelerator_is_taken_under_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play_gpus(monkeypatch, torch.xpu, 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert str(own_device()) == str(own_device("xpu")) == "xpu:1"
+    with pytest.raises(RequestError, match="device cuda: torch finds none"):
+        own_device("cuda")
+    assert backend_for(["a", "b"], "xpu") == "xccl"
 
 
 def test_processes_that_share_a_gpu_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert backend_for(["a", "b"]) == "nccl" and not caplog.records
-    assert backend_for(["a", "", "c"]) == "gloo" and not caplog.records
-    assert backend_for(["a", "b", "a"]) == "gloo"
+    assert backend_for(["a", "b"], "cuda") == "nccl" and not caplog.records
+    assert backend_for(["a", "", "c"], "cuda") == "gloo" and not caplog.records
+    assert backend_for(["a", "b", "a"], "cuda") == "gloo"
     assert "3 processes share 2 GPUs" in caplog.text
 
 

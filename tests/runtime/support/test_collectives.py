@@ -12,9 +12,9 @@ from pool import Pool
 from zbpp.core import RequestError
 from zbpp.runtime.support.collectives import (
     BrokenCollective,
+    backend_of,
     is_broken,
     noting_broken,
-    uses_nccl,
 )
 
 
@@ -40,17 +40,21 @@ class Group:
 
 
 def test_a_group_of_two_backends_is_asked_for_that_of_the_device() -> None:
-    both: Any = Group(cpu="gloo", cuda="nccl")
-    assert uses_nccl(both, torch.device("cuda", 1))
-    assert not uses_nccl(both, torch.device("cpu"))
+    both: Any = Group(cpu="gloo", cuda="nccl", xpu="xccl")
+    assert backend_of(both, torch.device("cuda", 1)) == "nccl"
+    assert backend_of(both, torch.device("xpu", 0)) == "xccl"
+    assert backend_of(both, torch.device("cpu")) == "gloo"
     shared: Any = Group(cpu="gloo", cuda="gloo")
-    assert not uses_nccl(shared, torch.device("cuda", 1))
+    assert backend_of(shared, torch.device("cuda", 1)) == "gloo"
+    of_others: Any = Group(cpu="mpi", cuda="ucc")
+    assert backend_of(of_others, torch.device("cuda", 1)) == "gloo"
+    assert backend_of(of_others, torch.device("cpu")) == "gloo"
 
 
 def test_a_group_without_a_backend_for_the_device_is_refused() -> None:
     on_gpus: Any = Group(cuda="nccl")
     with pytest.raises(RequestError, match=r"tensors of cpu: .*init_process_group"):
-        uses_nccl(on_gpus, torch.device("cpu"))
+        backend_of(on_gpus, torch.device("cpu"))
 
 
 def error_of(action: Callable[[], object]) -> RuntimeError:

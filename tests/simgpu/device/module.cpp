@@ -97,6 +97,7 @@ struct Communicator {
   int stream = 0;
   std::string path;
   std::vector<int> processes;  // of the members
+  sim::Event last;             // behind what was started last, on whatever stream
   uint64_t n_sent = 0, n_received = 0, n_collectives = 0;
 };
 
@@ -277,6 +278,12 @@ struct SimulatedNCCL final : c10d::Backend {
       s.block(before, stream);
       work->stash = tensors;
     }
+    // NCCL runs what one communicator is given in this order, also on several streams. No
+    // program may rely on it: the checker does not know of it.
+    if (communicator.last.stream >= 0 && communicator.last.stream != stream) {
+      operation.wait_stream = communicator.last.stream;
+      operation.wait_number = communicator.last.number;
+    }
     operation.needs_others = true;
     operation.members = communicator.processes;
     const bool fails = s.settings.fails_at > 0 && --s.settings.fails_at == 0;
@@ -297,6 +304,7 @@ struct SimulatedNCCL final : c10d::Backend {
     };
     s.launch(stream, std::move(operation));
     s.record(work->end, stream);
+    communicator.last = work->end;
     return work;
   }
 

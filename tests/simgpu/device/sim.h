@@ -84,8 +84,6 @@ struct Event {
   static constexpr int never = -1, captured = -2;
   int stream = never;
   uint64_t number = 0;
-  int polls = 0;           // in vain, with no launch in between
-  uint64_t polled_at = 0;  // when so much had been launched
   Clock clock;
   std::shared_ptr<double> time_s;
 };
@@ -130,7 +128,7 @@ class Sim {
   void launch(int stream, Operation operation);
   void record(Event& event, int stream, bool by_allocator = false);
   void block(const Event& event, int stream);
-  bool query(Event& event);
+  bool query(const Event& event);
   bool query_stream(int stream);
   void wait_event(const Event& event, const char* what);
   void wait_stream(int stream, const char* what);
@@ -186,9 +184,9 @@ class Sim {
   void wait_for(int id, uint64_t number, const Clock& clock, const char* what);
   void poison_freed(Stream& stream);
   void after_launch();
-  void host_learns(int id, uint64_t number, const Clock& clock);
+  void host_learns(const Clock& clock);
   bool ends_by_others(int id, uint64_t number);
-  bool comes_from_others(Event& event);
+  bool comes_from_others(const Event& event);
   void write_state();
   bool record_uses(Block& block);
   void give_back(Block* block);

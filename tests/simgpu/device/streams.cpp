@@ -19,6 +19,8 @@ using Lock = std::unique_lock<std::recursive_mutex>;
 thread_local int t_current = 0;
 std::atomic<int> n_threads{0};
 thread_local const int t_host = n_threads++;
+thread_local int t_polls = 0;  // of this host's thread, in vain, with no launch in between
+thread_local uint64_t t_polled_at = 0;
 
 // What the host is told must not depend on how fast other processes are. So an event that
 // they decide is not ready until the host has waited for it; or until it does nothing
@@ -255,12 +257,15 @@ bool Sim::pump() {
   return false;
 }
 
-void Sim::host_learns(int id, uint64_t number, const Clock& clock) {
-  Stream& s = stream(id);
-  if (number > s.seen) s.seen = number;
-  if (s.others_from != 0 && s.others_from <= s.seen)
-    s.others_from = s.launched > s.seen ? s.seen + 1 : 0;
+void Sim::host_learns(const Clock& clock) {
   join(host_, clock);
+  for (size_t i = 0; i < clock.size(); i++) {
+    Stream& s = *streams_[i];
+    if (clock[i] <= s.seen) continue;
+    s.seen = clock[i];
+    if (s.others_from != 0 && s.others_from <= s.seen)
+      s.others_from = s.launched > s.seen ? s.seen + 1 : 0;
+  }
   for (auto at = protected_.begin(); at != protected_.end();) protect(**at++);
 }
 
@@ -286,7 +291,7 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
     lock.lock();
   }
   waiting_.erase(t_host);
-  host_learns(id, number, clock);
+  host_learns(clock);
   if (settings.policy == Policy::random)
     while (order_() % 2 == 0 && progress()) {
     }
@@ -294,7 +299,6 @@ void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what
 
 void Sim::record(Event& event, int id, bool by_allocator) {
   Lock lock(mutex);
-  event.polls = 0;
   if (stream(id).capture) {
     event.stream = Event::captured;
     return;
@@ -334,7 +338,7 @@ void Sim::block(const Event& event, int id) {
   join(s.clock, event.clock);
 }
 
-bool Sim::query(Event& event) {
+bool Sim::query(const Event& event) {
   Lock lock(mutex);
   if (event.stream < 0) return true;
   counts["queries"]++;
@@ -350,14 +354,14 @@ bool Sim::query(Event& event) {
     is_done = demand(event.stream, event.number);
   }
   mix("query", is_done);
-  if (is_done) host_learns(event.stream, event.number, event.clock);
+  if (is_done) host_learns(event.clock);
   return is_done;
 }
 
-bool Sim::comes_from_others(Event& event) {
-  if (event.polled_at != n_launched_) event.polls = 0;
-  event.polled_at = n_launched_;
-  if (++event.polls <= kPollsInVain) return false;
+bool Sim::comes_from_others(const Event& event) {
+  if (t_polled_at != n_launched_) t_polls = 0;
+  t_polled_at = n_launched_;
+  if (++t_polls <= kPollsInVain) return false;
   if (is_stuck_) throw std::runtime_error("the simulated device is stuck");
   waiting_[t_host] = {"an event that it asks for", event.stream, event.number, label_};
   const double until_s = now_s() + kAnswerS;
@@ -378,8 +382,6 @@ bool Sim::query_stream(int id) {
   event.stream = id;
   event.number = stream(id).launched;
   event.clock = stream(id).clock;
-  event.polls = kPollsInVain;
-  event.polled_at = n_launched_;
   lock.unlock();
   return query(event);
 }

@@ -65,8 +65,9 @@ def _assert_nothing(*_: object) -> None:
 
 
 _ON_FAKES: dict[str, Callable[..., Any]] = {
-    "empty_strided_cpu": _empty("cpu"),
-    "empty_strided_cuda": _empty("cuda"),
+    **{
+        f"empty_strided_{kind}": _empty(kind) for kind in ("cpu", "cuda", "xpu", "mtia")
+    },
     "reinterpret_tensor": _reinterpret,
     "assert_size_stride": _assert_nothing,
     "assert_alignment": _assert_nothing,

@@ -59,9 +59,9 @@ class Incoming:
     works: list[dist.Work] = field(default_factory=list)
 
 
-def has_tags(*, nccl: bool) -> bool:
+def has_tags(backend: str) -> bool:
     """True if messages of one group are told apart by tags."""
-    return not nccl
+    return backend == "gloo"
 
 
 def join(
@@ -69,7 +69,7 @@ def join(
     pipeline: Sequence[int],
     neighbours: Sequence[set[int]],
     *,
-    nccl: bool,
+    backend: str,
     device: torch.device,
     timeout_s: float,
 ) -> tuple[PrivateGroup, dict[tuple[int, int], Channel], Any, str]:
@@ -90,7 +90,7 @@ def join(
             that train the same model on other samples.
         pipeline: ranks of this pipeline's processes among them, by stage.
         neighbours: the stages that each stage sends to.
-        nccl: gloo if False.
+        backend: of their tensors, as `backend_of` tells it.
         device: of this process.
         timeout_s: for joining, and for collectives.
 
@@ -102,12 +102,12 @@ def join(
         RuntimeError: a stage did not come.
     """
     stage = pipeline.index(dist.get_rank(everyone))
-    wire = device if nccl else torch.device("cpu")
+    wire = torch.device("cpu") if backend == "gloo" else device
     name = draw_name(everyone, wire, timeout_s=timeout_s)
-    open_one = partial(open_group, everyone, nccl=nccl, timeout_s=timeout_s)
+    open_one = partial(open_group, everyone, backend=backend, timeout_s=timeout_s)
     all_ranks = range(dist.get_world_size(everyone))
     whole = its = open_one(all_ranks, name)
-    if len(pipeline) < len(all_ranks) and has_tags(nccl=nccl):
+    if len(pipeline) < len(all_ranks) and has_tags(backend):
         its = open_one(pipeline, f"{name}/pipeline_{pipeline[0]}")
     channels = {}
     # All stages go through the pairs in the same order: no circle of waits.
@@ -115,7 +115,7 @@ def join(
         for target in sorted(peers):
             if stage not in (source, target):
                 continue
-            if has_tags(nccl=nccl):
+            if has_tags(backend):
                 channels[source, target] = Channel(its, source, target)
                 continue
             ends = pipeline[source], pipeline[target]

@@ -42,7 +42,7 @@ from zbpp.runtime.comm.transport import Opening
 from zbpp.runtime.comm.waits import Waits, Words
 from zbpp.runtime.comm.wire import Wire
 from zbpp.runtime.support.background import BackgroundWork
-from zbpp.runtime.support.collectives import uses_nccl
+from zbpp.runtime.support.collectives import backend_of
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.streams import HostCopy
 
@@ -97,15 +97,19 @@ class DistributedTransport(Messages):
         self.stage = stage = pipeline.index(dist.get_rank(everyone))
         self.peers = peers
         self._pipeline, self._sides = pipeline, sides
-        self._nccl = nccl = uses_nccl(everyone, device)
+        backend = backend_of(everyone, device)
+        self._on_device = on_device = backend != "gloo"
         self._steady_timeout_s = timeout_s
         waits = Waits(
-            nccl=nccl, device=device, timeout_s=first_timeout_s, lost=self._lost
+            on_device=on_device,
+            device=device,
+            timeout_s=first_timeout_s,
+            lost=self._lost,
         )
         try:
             self._all, channels, store, name = join(
                 *(everyone, pipeline, neighbours),
-                nccl=nccl,
+                backend=backend,
                 device=device,
                 timeout_s=first_timeout_s,
             )
@@ -113,7 +117,7 @@ class DistributedTransport(Messages):
             if len(peers.ranks) > 1:  # of the hosts: shares are numbers there
                 self._replicas = open_group(
                     *(everyone, peers.ranks, f"{name}/replicas_{peers.ranks[0]}"),
-                    nccl=False,
+                    backend="gloo",
                     timeout_s=first_timeout_s,
                 )
         except RuntimeError as error:
@@ -127,7 +131,7 @@ class DistributedTransport(Messages):
         self._sum: PendingSum | None = None
         self._n_sent = 0
         """Tensors that were sent before the last sum began."""
-        on = device if nccl else torch.device("cpu")
+        on = device if on_device else torch.device("cpu")
         super().__init__(
             Wire(stage, channels, on, waits, self._lost),
             waits,
@@ -147,14 +151,14 @@ class DistributedTransport(Messages):
         NCCL's cannot be waited for so: its time-out would end the process.
         """
         self._waits.timeout_s = seconds
-        if not self._nccl:
+        if not self._on_device:
             for group in self._sides:
                 group.set_timeout(timedelta(seconds=seconds))
 
     @property
     def on_device(self) -> bool:
         """True if a receive occupies the device until its value comes."""
-        return self._nccl
+        return self._on_device
 
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation: headers tell the shapes of all its values."""
@@ -234,7 +238,7 @@ class DistributedTransport(Messages):
             return
         self._has_failed = True
         for group in (*self._groups(), *self._sides):
-            if self._nccl and group is not self._replicas:
+            if self._on_device and group is not self._replicas:
                 _backend_of(group, self._device).abort()
             else:
                 break_connections(cast("PrivateGroup", group))
@@ -275,7 +279,8 @@ class DistributedTransport(Messages):
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all, by rank."""
         try:
-            if not self._nccl:  # waits no longer than a step does, unlike the gather
+            if not self._on_device:
+                # It waits no longer than a step does, unlike the gather.
                 self._all.monitored_barrier(timedelta(seconds=self._waits.timeout_s))
             return gather_objects(self._all, thing, self._on)
         except RuntimeError as error:
@@ -342,7 +347,7 @@ class DistributedTransport(Messages):
 
         With NCCL a send may have left and not arrived: only `close` can know.
         """
-        if self._nccl or (self._sum is not None and not self._sum.done()):
+        if self._on_device or (self._sum is not None and not self._sum.done()):
             return False
         self._wire.let_go(self._n_sent)  # the sum is there, so they have been received
         return self._wire.has_left

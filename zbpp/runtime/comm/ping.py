@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.runtime.comm.channels import Channel
+from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = ["Ping", "PingEnds", "ping"]
 
@@ -94,5 +95,5 @@ def _post(ends: PingEnds, like: Tensor) -> tuple[dist.Work, Tensor]:
 
 
 def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if runs_ahead(device):
+        torch.accelerator.synchronize(device)

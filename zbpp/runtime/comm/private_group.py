@@ -8,16 +8,19 @@ each other or stand beside each other.
 
 import pickle
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _DistributedBackendOptions
 
-from zbpp.runtime.support.collectives import uses_nccl
+from zbpp.core import RequestError
+from zbpp.runtime.support.collectives import backend_of
 
 __all__ = [
     "PrivateGroup",
@@ -73,7 +76,7 @@ def draw_name(group: dist.ProcessGroup, wire: torch.device, *, timeout_s: float)
     Raises:
         RuntimeError: a member did not come.
     """
-    if not uses_nccl(group, wire):
+    if backend_of(group, wire) == "gloo":
         gloo = cast("PrivateGroup", group._get_backend(wire))
         gloo.monitored_barrier(timedelta(seconds=timeout_s))
     number = torch.tensor([secrets.randbits(62)], device=wire)
@@ -86,7 +89,7 @@ def open_group(
     members: Sequence[int],
     name: str,
     *,
-    nccl: bool,
+    backend: str,
     timeout_s: float,
 ) -> PrivateGroup:
     """Make a group of some members of another; only these must call.
@@ -97,25 +100,66 @@ def open_group(
         base: has the store where the members meet.
         members: ranks in ``base``; a member's rank in the group is its place here.
         name: never used before; the same for all members.
-        nccl: gloo if False.
+        backend: its name, as `backend_of` tells it.
         timeout_s: for joining, and for its collectives.
     """
     store = dist.PrefixStore(name, base.get_group_store())  # type: ignore[attr-defined]
     rank = members.index(dist.get_rank(base))
     timeout = timedelta(seconds=timeout_s)
-    group: object
-    if nccl:
-        # Made by hand also because torch splits a new group off the world's
-        # communicator, which all of the world must do together.
-        # Of high priority: a message need not wait until a large job has ended.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # Twice as long as this house waits: NCCL's watchdog would end the process
-        # without a word of which rank is missing.
-        options._timeout = 2 * timeout
-        group = dist.ProcessGroupNCCL(store, rank, len(members), options)
-    else:
-        group = dist.ProcessGroupGloo(store, rank, len(members), timeout)
+    make = _MAKERS.get(backend) or _registered(backend)
+    group = make(store, rank, len(members), timeout)
     return cast("PrivateGroup", group)
+
+
+_Make = Callable[[Any, int, int, timedelta], object]
+"""From a store, this member's place, the number of members and a time-out."""
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> object:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _on_streams(kind: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a group by hand, also because torch splits a new one off the world's
+    communicator, which all of the world must do together."""
+    make = getattr(dist, kind)
+    # Of high priority: a message need not wait until a large job has ended.
+    options = make.Options(is_high_priority_stream=True)
+    options._timeout = _WATCHDOG * timeout
+    return make(store, rank, size, options)
+
+
+def _registered(backend: str) -> _Make:
+    """A backend that another package has given to torch, as torch_npu does hccl.
+
+    Raises:
+        RequestError: torch knows none of this name.
+    """
+    plugin = dist.Backend._plugins.get(backend.upper())
+    if plugin is None:
+        raise RequestError(f"torch knows no backend {backend}; see `zbpp doctor`")
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> object:
+        timeout *= _WATCHDOG
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, size, timeout)
+        options = _DistributedBackendOptions()
+        options.store, options.timeout = store, timeout
+        options.group_rank, options.group_size = rank, size
+        return plugin.creator_fn(options, None)
+
+    return make
+
+
+_WATCHDOG = 2
+"""Times as long as this house waits: NCCL's watchdog, and its likes, would end the
+process without a word of which rank is missing."""
+_MAKERS: dict[str, _Make] = {
+    "gloo": _gloo,
+    "nccl": partial(_on_streams, "ProcessGroupNCCL"),
+    "xccl": partial(_on_streams, "ProcessGroupXCCL"),
+}
+"""What makes a group, by the name of its backend; see `_registered` for the rest."""
 
 
 def gather_objects(group: PrivateGroup, thing: Any, wire: torch.device) -> list[Any]:

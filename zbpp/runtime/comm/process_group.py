@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zbpp.core import RequestError
+from zbpp.runtime.support.devices import accelerator, check_kind, is_missing, runs_ahead
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = [
@@ -34,33 +36,35 @@ def own_device(asked: torch.device | str | None = None) -> torch.device:
     processes see fewer GPUs than they need, they share them.
 
     Args:
-        asked: ``"cuda"`` is this process's GPU; None: that, or the CPU where there is
-            none.
+        asked: ``"cuda"``, or another accelerator's kind, is this process's one; None:
+            that, or the CPU where there is none.
 
     Raises:
-        RequestError: there is no GPU, or torch is built without CUDA.
+        RequestError: torch finds no such device, or is built without it.
     """
-    has_gpu = torch.cuda.is_available()
-    device = torch.device(asked or ("cuda" if has_gpu else "cpu"))
-    if device.type != "cuda" or device.index is not None:
+    device = torch.device(asked or accelerator() or "cpu")
+    if device.index is not None:
         return device
-    if not has_gpu:
-        raise RequestError("device cuda: torch finds no GPU; see `zbpp doctor`")
-    if torch.cuda.is_initialized() and (current := torch.cuda.current_device()):
-        return torch.device("cuda", current)
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", local % torch.cuda.device_count())
+    if is_missing(device):
+        raise RequestError(f"device {device}: torch finds none here; see `zbpp doctor`")
+    if not runs_ahead(device):
+        return device
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    if torch.get_device_module(device).is_initialized():
+        index = torch.accelerator.current_device_index() or index
+    return torch.device(device.type, index)
 
 
 def asked_device(name: str) -> torch.device:
     """Return this process's device for ``--device``.
 
     Args:
-        name: "auto", "cpu" or "cuda"; see `own_device`.
+        name: "auto", "cpu" or an accelerator's kind; see `own_device`.
 
     Raises:
-        RequestError: there is no GPU, or torch is built without CUDA.
+        RequestError: torch finds no such device, or is built without it.
     """
+    check_kind(name)
     return own_device(None if name == "auto" else name)
 
 
@@ -84,7 +88,7 @@ def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> 
     Does nothing where the process group exists, or where this process is alone.
 
     Args:
-        device: NCCL serves GPUs of their own, gloo everything else.
+        device: NCCL and its likes serve devices of their own, gloo everything else.
         timeout_s: how long to wait for the other processes, and for operations that
             have no time-out of their own.
         store: of `torch.distributed`, where the processes meet; None: torchrun's,
@@ -94,8 +98,8 @@ def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> 
     Raises:
         PeerError: a process has not come.
     """
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    if runs_ahead(device) and device.index is not None:
+        torch.accelerator.set_device_index(device)
     n_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized() or (n_processes == 1 and store is None):
         return
@@ -104,7 +108,7 @@ def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> 
     gpus = call_roll(store, rank, n_processes, _gpu_name(device), timeout_s)
     try:
         dist.init_process_group(
-            backend=backend_for(gpus),
+            backend=backend_for(gpus, device.type),
             store=store,
             rank=rank,
             world_size=n_processes,
@@ -163,14 +167,17 @@ def call_roll(
     return [store.get(key).decode() for key in keys]
 
 
-def backend_for(gpus: Sequence[str]) -> str:
+def backend_for(gpus: Sequence[str], kind: str) -> str:
     """Return NCCL's name where each process has a GPU of its own, else gloo's.
 
     Args:
         gpus: names of the processes' GPUs; empty: a process has none.
+        kind: of the GPUs; torch takes other backends than NCCL for some.
 
-    >>> backend_for(["GPU-1a", "GPU-2b"]), backend_for(["GPU-1a", "GPU-1a"])
-    ('nccl', 'gloo')
+    >>> backend_for(["GPU-1a", "GPU-2b"], "cuda")
+    'nccl'
+    >>> backend_for(["GPU-1a", "GPU-1a"], "cuda"), backend_for(["1a", "2b"], "xpu")
+    ('gloo', 'xccl')
     """
     if "" in gpus:
         return "gloo"
@@ -182,13 +189,16 @@ def backend_for(gpus: Sequence[str]) -> str:
             len(set(gpus)),
         )
         return "gloo"
-    return "nccl"
+    return str(dist.get_default_backend_for_device(kind))
 
 
 def _gpu_name(device: torch.device) -> str:
-    if device.type != "cuda":
+    """Its own on every machine: CUDA and XPU have a UUID, which holds also where each
+    process sees its own device alone, as number 0."""
+    if not runs_ahead(device):
         return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    about = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(about, "uuid", f"{platform.node()} {device}"))
 
 
 def _serves_store() -> bool:

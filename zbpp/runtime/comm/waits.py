@@ -45,7 +45,7 @@ class Waits:
     """The waits of one stage.
 
     Args:
-        nccl: gloo if False.
+        on_device: messages are moved by the device, as NCCL does; False: by the host.
         device: of this process.
         timeout_s: how long a wait may last; may be set later.
         lost: makes the error of a wait.
@@ -54,13 +54,13 @@ class Waits:
     def __init__(
         self,
         *,
-        nccl: bool,
+        on_device: bool,
         device: torch.device,
         timeout_s: float,
         lost: Lost,
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
-        self._nccl = nccl
+        self._on_device = on_device
         self._lost = lost
         self._unconfirmed: deque[tuple[dist.Work, Words, int | None]] = deque()
         self._side = SideStream(device)
@@ -82,14 +82,14 @@ class Waits:
         """
         start = time.monotonic()
         try:
-            if self._nccl:
+            if self._on_device:
                 work.wait()
             else:
                 work.wait(self._timeout)
         except RuntimeError as error:
             is_late = time.monotonic() - start + _ROUNDED_S >= self.timeout_s
             raise self._lost(_text(what), peer, is_late=is_late) from error
-        if self._nccl:
+        if self._on_device:
             while self._unconfirmed and self._has_come(*self._unconfirmed[0]):
                 self._unconfirmed.popleft()
             self._unconfirmed.append((work, what, peer))
@@ -114,7 +114,7 @@ class Waits:
             PeerError: a message did not come; the oldest late one is named.
         """
         deadline = time.monotonic() + self.timeout_s
-        while self._nccl and not last.is_completed():
+        while self._on_device and not last.is_completed():
             if time.monotonic() > deadline:
                 for work, what, peer in self._unconfirmed:
                     if not self._has_come(work, what, peer):
@@ -128,14 +128,14 @@ class Waits:
 
         For small messages that the host reads, and for the copies that bring them.
         """
-        return self._side.running() if self._nccl else nullcontext()
+        return self._side.running() if self._on_device else nullcontext()
 
     def hand_over(self, tensor: Tensor) -> None:
         """Let a tensor that was made aside be freed on the current stream.
 
         NCCL keeps a tensor only until its work is waited for, and lets go of it there.
         """
-        if self._nccl:
+        if self._on_device:
             self._side.hand_over(tensor)
 
     def copy_after(self, work: dist.Work, buffer: Tensor) -> HostCopy:
@@ -144,7 +144,7 @@ class Waits:
         With gloo the two are one, and nothing is waited for here.
         """
         with self.aside():
-            if self._nccl:
+            if self._on_device:
                 work.wait()
             return HostCopy(buffer)
 

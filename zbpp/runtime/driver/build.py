@@ -26,6 +26,7 @@ from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.stage import bind_parallel
 from zbpp.runtime.partition import Model, build_chunks
 from zbpp.runtime.stage import LossFn, Stage
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
@@ -182,8 +183,8 @@ def build_executors(
             rank=place.rank,
             collectives=collectives,
         )
-        on_gpu = options.device.type == "cuda"
-        if options.stage_streams and on_gpu and isinstance(transport, LocalTransport):
+        has_streams = options.stage_streams and runs_ahead(options.device)
+        if has_streams and isinstance(transport, LocalTransport):
             executor.stream = transport.stream = StageStream(options.device)
     share_first_bits(executors, plan)
     return executors

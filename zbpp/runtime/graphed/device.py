@@ -1,7 +1,9 @@
-"""A GPU's graphs: the kernels of a function, launched by one call ever after.
+"""CUDA graphs: the kernels of a function, launched by one call ever after.
 
 A graph reads and writes the memory that its first run had. What it needs between its
 kernels lies in a pool, which it shares with those that always run after it in turn.
+Only CUDA's are made: other accelerators run their passes without
+(`torch.accelerator.Graph` has not been tried).
 """
 
 from collections.abc import Callable

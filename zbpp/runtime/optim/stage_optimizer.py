@@ -32,6 +32,7 @@ from zbpp.runtime.optim.step_vector import step_vector
 from zbpp.runtime.optim.untouched import Untouched
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.background import BackgroundWork
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.errors import NonFiniteError, torn_step
 from zbpp.runtime.support.sharded import is_sharded, sum_partial
 
@@ -139,7 +140,7 @@ class StageOptimizer:
         self._finder = None
         speculative = self.history.speculates
         local_norm = 0.0
-        if speculative and not vector.is_cuda:  # to read it there holds up the host
+        if speculative and not runs_ahead(vector.device):  # there it holds up the host
             local_norm = float(vector[: self._n_layers].sum().sqrt())
         sums = StepSums(
             transport.reduce(vector),

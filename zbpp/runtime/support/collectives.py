@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zbpp.core import RequestError
 
-__all__ = ["BrokenCollective", "is_broken", "noting_broken", "uses_nccl"]
+__all__ = ["BrokenCollective", "backend_of", "is_broken", "noting_broken"]
 
 _RAISE_BROKEN = (
     "torch.distributed.distributed_c10d",
@@ -55,8 +55,11 @@ def is_broken(error: RuntimeError) -> bool:
     return module in _RAISE_BROKEN
 
 
-def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if a device's tensors travel by NCCL; a group may have several backends.
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of what moves a device's tensors; a group may have several backends.
+
+    NCCL, and what torch takes in its place for other accelerators, moves them on the
+    device's streams. All else is treated as gloo is, which waits on the host.
 
     Raises:
         RequestError: the group has no backend for the device.
@@ -68,4 +71,6 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
             f"the process group cannot move tensors of {device}: {error}; "
             "torch.distributed.init_process_group() without a backend can"
         ) from error
-    return bool(backend.name() == "nccl")
+    name = str(backend.name())
+    usual = dist.get_default_backend_for_device(device.type)
+    return name if name == usual else "gloo"

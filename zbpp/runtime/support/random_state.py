@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbpp.runtime.support.devices import runs_ahead
+
 __all__ = [
     "RandomState",
     "drawn_from",
@@ -17,7 +19,7 @@ __all__ = [
 ]
 
 RandomState = tuple[Any, ...]
-"""States of torch's generators (CPU, GPU), Python's and numpy's; None: not kept."""
+"""States of torch's generators (CPU, device), Python's and numpy's; None: not kept."""
 
 
 def random_state(device: torch.device, *, torchs: bool = True) -> RandomState:
@@ -30,21 +32,20 @@ def random_state(device: torch.device, *, torchs: bool = True) -> RandomState:
     numpy = sys.modules.get("numpy.random")
     kept: tuple[Tensor | None, ...] = (None, None)
     if torchs:
-        on_gpu = device.type == "cuda"
-        kept = (
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(device) if on_gpu else None,
-        )
+        own = None
+        if runs_ahead(device):
+            own = torch.get_device_module(device).get_rng_state(device)
+        kept = (torch.get_rng_state(), own)
     return (*kept, random.getstate(), numpy and numpy.get_state())
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
     """Bring the generators back to a state."""
-    cpu, cuda, pythons, numpys = state
+    cpu, own, pythons, numpys = state
     if cpu is not None:
         torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
+    if own is not None:
+        torch.get_device_module(device).set_rng_state(own, device)
     if pythons is not None:
         random.setstate(pythons)
     if numpys is not None:

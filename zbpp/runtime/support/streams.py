@@ -4,16 +4,19 @@
     stream    ... kernels | copy | event | kernels ...
 
 By itself torch waits at both ends of such a copy: ``x.cpu()`` for all that the stream
-has been given, ``x.to("cuda")`` for memory that is not pinned. On CPUs there is nothing
+has been given, ``x.to(device)`` for memory that is not pinned. On CPUs there is nothing
 to copy. The functions that make events are given, so that tests can play a GPU.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = [
     "Event",
@@ -27,7 +30,7 @@ __all__ = [
 
 
 class Event(Protocol):
-    """The part of `torch.cuda.Event` that is used."""
+    """The part of `torch.Event` that is used."""
 
     def record(self) -> None:
         """Enter the current stream."""
@@ -48,16 +51,14 @@ class Event(Protocol):
 MakeEvent = Callable[[], Event]
 
 
-def timed_event() -> Event:
+def timed_event(device: torch.device) -> Event:
     """Make an event whose time can be read."""
-    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
+    return torch.Event(device, enable_timing=True)
 
 
-def plain_event() -> Event:
+def plain_event(device: torch.device) -> Event:
     """Make an event that only orders."""
-    event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    return event
+    return torch.Event(device)
 
 
 class HostCopy:
@@ -67,18 +68,19 @@ class HostCopy:
 
     Args:
         tensor: that nobody writes to any more.
-        make_event: gives an event; None: a CUDA event on GPUs, none on CPUs.
+        make_event: gives an event; None: torch's where the tensor's device has them.
     """
 
     def __init__(self, tensor: Tensor, *, make_event: MakeEvent | None = None) -> None:
         self._source: Tensor | None = tensor
         self._values = tensor
         self._event: Event | None = None
-        if make_event is None and tensor.is_cuda:
-            make_event = plain_event
+        is_ahead = runs_ahead(tensor.device)
+        if make_event is None and is_ahead:
+            make_event = partial(plain_event, tensor.device)
         if make_event is not None:
             self._values = torch.empty_like(
-                tensor, device="cpu", pin_memory=tensor.is_cuda
+                tensor, device="cpu", pin_memory=is_ahead
             ).copy_(tensor, non_blocking=True)
             self._event = make_event()
             self._event.record()
@@ -103,29 +105,28 @@ def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor:
     memory first, which goes back to its pool when the GPU has read it.
     """
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    if device.type != "cuda" or tensor.is_cuda or not is_plain:
+    if not (runs_ahead(device) and tensor.is_cpu and is_plain):
         return tensor.to(device)
     staged = torch.empty_like(tensor, pin_memory=True, requires_grad=False)
     return staged.copy_(tensor).to(device, non_blocking=True)
 
 
 class SideStream:
-    """A stream of a GPU for what waits for no job, made when it is first used.
+    """A stream of a device for what waits for no job, made when it is first used.
 
     Args:
-        device: the GPU.
+        device: one that runs ahead of the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: torch.cuda.Stream | None = None
+        self._made: torch.Stream | None = None
 
     def running(self) -> AbstractContextManager[object]:
         """Within this, it is the current stream."""
         if self._made is None:
-            self._made = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        current: AbstractContextManager[object] = torch.cuda.stream(self._made)
-        return current
+            self._made = torch.Stream(self._device)
+        return self._made
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Begin to copy a host's tensor to the GPU."""
@@ -135,13 +136,13 @@ class SideStream:
     def event(self) -> Event:
         """Record an event behind all copies so far."""
         with self.running():
-            event = plain_event()
+            event = plain_event(self._device)
             event.record()
         return event
 
     def hand_over(self, tensor: Tensor) -> None:
         """Tell the allocator that the current stream uses a copy."""
-        tensor.record_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(torch.accelerator.current_stream(self._device))
 
 
 class StageStream:
@@ -152,29 +153,28 @@ class StageStream:
         stage 1            | F0 (waits for a mark) .. |
 
     Args:
-        device: the GPU.
+        device: one that runs ahead of the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device)
 
     def running(self) -> AbstractContextManager[object]:
         """Within this, it is the current stream."""
-        current: AbstractContextManager[object] = torch.cuda.stream(self._stream)
-        return current
+        return self._stream
 
     def fork(self) -> None:
         """Wait for what the caller's stream has been given."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def join(self) -> None:
         """Let the caller's stream wait for what this one has been given."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
     def mark(self) -> Event:
         """Record an event behind what it has been given; while it is current."""
-        event = plain_event()
+        event = plain_event(self._device)
         event.record()
         return event
 

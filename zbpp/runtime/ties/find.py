@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from zbpp.core import RequestError
+from zbpp.runtime.support.devices import built_for
 from zbpp.runtime.ties.plan import Tie
 
 __all__ = ["BuilderWatch", "find_ties", "refuse_sharing"]
@@ -149,7 +150,8 @@ def _kinds_of(kind: type) -> set[type]:
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
     """Leave torch's generators as if nothing was drawn."""
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = [torch.cuda.current_device()] if on_gpu else []
-    with torch.random.fork_rng(devices):
+    kind, devices = built_for(), []
+    if kind is not None and torch.get_device_module(kind).is_initialized():
+        devices = [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type=kind or "cpu"):
         yield

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.optim.rollback.buckets import ROW
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.torch_internals import compiled, multiply_add
 
 __all__ = ["NoKernel", "adam_kernel", "adam_numbers", "is_coupled"]
@@ -61,7 +62,7 @@ def adam_numbers(values: Mapping[str, Any], count: float, like: Tensor) -> Tenso
             lr / (1 - beta1 ** (count + 1)),
         ],
         dtype=torch.promote_types(like.dtype, torch.float32),
-        pin_memory=like.is_cuda,
+        pin_memory=runs_ahead(like.device),
     )
     return numbers.to(like.device, non_blocking=True)
 

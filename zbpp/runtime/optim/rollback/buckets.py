@@ -32,7 +32,7 @@ _ELEMENTWISE = (
     "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 _PER_PARAMETER = (*_ELEMENTWISE, "Adafactor", "Muon")
-_BUCKET_BYTES = {"cpu": 2**22, "cuda": 2**28}
+_BUCKET_BYTES = {"cpu": 2**22}
 ROW = 64
 """Numbers; a multiple of every vector's length."""
 

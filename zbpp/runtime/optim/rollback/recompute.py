@@ -31,6 +31,7 @@ from zbpp.runtime.optim.rollback.buckets import (
 )
 from zbpp.runtime.optim.rollback.copies import Copies, Scratch, State
 from zbpp.runtime.optim.rollback.parameter_only import ParameterStep, bits_of
+from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.torch_internals import has_plain_step, plain_step
 
@@ -176,7 +177,7 @@ class RecomputeRollback:
             parameter = piece.parameter
             if (
                 parameter in self.stepped_alone
-                and not parameter.is_cuda  # would wait for it
+                and not runs_ahead(parameter.device)  # would wait for it
                 and mark(parameter) == self._stepped[parameter]
                 and not torch.equal(bits_of(piece.of(parameter)), bits_of(copy))
             ):

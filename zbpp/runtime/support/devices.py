@@ -1,0 +1,82 @@
+"""The one place that tells which devices run ahead of the host, and what is there.
+
+    host    a b c ...            issues kernels and goes on
+    device    a   b   c ...      computes them behind it, in streams that events order
+
+A torch has one accelerator, which `torch.accelerator` and `torch.get_device_module`
+serve under the same names whatever it is: CUDA, XPU, an NPU. Everything else asks here,
+and names no kind of its own.
+"""
+
+import torch
+
+from zbpp.core import RequestError
+
+__all__ = [
+    "accelerator",
+    "built_for",
+    "check_kind",
+    "device_name",
+    "is_missing",
+    "runs_ahead",
+]
+
+_HAVE_NO_STREAMS = ("cpu", "meta", "mps")
+"""Torch makes no streams for Metal, so it is run as a CPU is: by plain copies."""
+
+
+def built_for() -> str | None:
+    """Kind of the accelerator that this torch is built for, as ``"cuda"``; or None."""
+    built = torch.accelerator.current_accelerator()
+    return None if built is None or built.type in _HAVE_NO_STREAMS else built.type
+
+
+def accelerator() -> str | None:
+    """Kind of the accelerator that this torch finds; None: there is none."""
+    kind = built_for()
+    return kind if kind is not None and torch.accelerator.is_available() else None
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """True if the host goes on while the device computes.
+
+    It then has streams, events, a generator and an allocator of its own, and host
+    memory is pinned for it.
+    """
+    return device.type != "cpu" and device.type == built_for()
+
+
+def is_missing(device: torch.device) -> bool:
+    """True for an accelerator that torch does not find."""
+    return device.type not in _HAVE_NO_STREAMS and device.type != accelerator()
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the product; of the kind, where that is all that torch knows."""
+    if not runs_ahead(device):
+        return device.type
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_device_name"):
+        return device.type
+    return str(module.get_device_name(device))
+
+
+def check_kind(name: str, *, auto: bool = True) -> None:
+    """Look at what ``--device`` names; a run asks later whether it is there.
+
+    Args:
+        name: "cpu", or an accelerator without a number: a process takes its own one.
+        auto: True allows "auto".
+
+    Raises:
+        RequestError: torch knows no such kind of device.
+    """
+    if auto and name == "auto":
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "meta" or device.index is not None:
+        choices = f"{'auto, ' * auto}cpu, cuda or another accelerator that torch knows"
+        raise RequestError(f"--device {name}: choose {choices}, without a number")
