@@ -228,6 +228,13 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "all stages on the caller's stream",
     ),
     (
+        "bound.py", "_PassCall.__init__", "compute",
+        "compute if job.kind is not PassKind.W else (lambda tensors, on=__import__("
+        "'torch').cuda: (lambda before: (on.set_stream(on.Stream()), compute(tensors),"
+        " on.set_stream(before))[1])(on.current_stream()))",
+        "W on another stream",
+    ),
+    (
         "graphed/slot.py", "Slot.forward",
         "tuple(map(_copied, self._outputs))", "self._outputs",
         "outputs are the graph's own memory",
@@ -573,25 +580,68 @@ def _judge_processes(scenarios: Sequence[Scenario], net: Net) -> str:
 
 
 def in_order(mutant: Mutant, scenarios: Sequence[Scenario]) -> list[Scenario]:
-    """Those first that are likely to catch it."""
+    """Those that run the code of a mutant; those that were written for it first."""
+    is_of_mesh = mutant.file.startswith(("parallel/", "support/fsdp"))
+    is_far = mutant.file.startswith("comm/") and mutant.file != "comm/transport.py"
 
-    def rank(scenario: Scenario) -> tuple[bool, ...]:
-        far = mutant.file.startswith("comm/") and "transport" not in mutant.file
-        is_sharded = "mesh" in scenario.name
-        is_slow = "a stage" in scenario.name
+    def runs(scenario: Scenario) -> bool:
+        if is_of_mesh or is_far:
+            return scenario.n_processes > 1 and (
+                "mesh" in scenario.name or not is_of_mesh
+            )
+        return "mesh" not in scenario.name
+
+    def is_unlikely(scenario: Scenario) -> tuple[bool, ...]:
         return (
-            is_slow,
-            mutant.file.startswith(("parallel/", "support/fsdp")) != is_sharded,
-            far != (scenario.n_processes > 1),
+            "mesh of shards" in scenario.name and not is_of_mesh,
             mutant.file.startswith("graphed/") != ("graphs" in scenario.name),
             (mutant.file == "job_times.py") != ("times" in scenario.name),
         )
 
-    return sorted(scenarios, key=rank)
+    return sorted(filter(runs, scenarios), key=is_unlikely)
 
 
 EXPLAINED: dict[str, str] = {}
 """By name of a mutant: why nothing can catch it."""
+
+
+MISTAKES = {
+    "take_over without its event": ("StageStream.take_over", "event.wait"),
+    "take_over without record_stream": ("StageStream.take_over", "record_stream"),
+    "join left out": ("StageStream.join", "wait_stream"),
+    "fork left out": ("StageStream.fork", "wait_stream"),
+    "HostCopy read before its event": ("HostCopy.read", "synchronize"),
+    "upload not handed over": ("Uploads.take", "hand_over"),
+    "upload without its wait": ("Uploads.take", "event.wait"),
+    "one pinned buffer for all copies": ("sent_ahead", "one pinned"),
+    "W on another stream": ("_PassCall", "another stream"),
+}
+
+
+def print_mistakes(mutants: Sequence[Mutant], net: Net, scenario: Scenario) -> None:
+    """Print by kind of mistake and policy what sees it."""
+    print(f"of {scenario.name}:\n| mistake | {' | '.join(x for x, _ in POLICIES)} |")
+    for text, (function, what) in MISTAKES.items():
+        (mutant,) = (
+            x for x in mutants if x.function.startswith(function) and what in x.what
+        )
+
+        def judge(mutant: Mutant = mutant) -> list[str]:
+            install(mutant)
+            return [_cell(net, scenario, policy) for policy in POLICIES]
+
+        cells = Fork(judge).result(time.monotonic() + 120.0) or ["died"]
+        print(f"| {text} | {' | '.join(cells)} |", flush=True)
+
+
+def _cell(net: Net, scenario: Scenario, policy: tuple[str, int]) -> str:
+    run = Fork(lambda: run_here(scenario, *policy)).result(time.monotonic() + 30.0)
+    if run is None:
+        return "died"
+    numbers = "error" if run.error else "right"
+    if "numbers" in net.verdict(scenario, run):
+        numbers = "wrong"
+    return f"{len(run.reports) or 'no'} reports, {numbers}"
 
 
 def main() -> int:
@@ -600,6 +650,7 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--scenarios", default="")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--mistakes", action="store_true")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -618,6 +669,10 @@ def main() -> int:
     began = time.monotonic()
     net = make_net(scenarios)
     print(f"the net: {time.monotonic() - began:.0f} s", flush=True)
+    if options.mistakes:
+        for scenario in scenarios:
+            print_mistakes(mutants, net, scenario)
+        return 0
     waiting, running = list(mutants), list[tuple[Mutant, Fork, float]]()
     found: dict[str, str] = {}
     while waiting or running:
