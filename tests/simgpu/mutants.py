@@ -145,7 +145,7 @@ def _by_rules(file: str, function: str, tree: ast.AST) -> Iterator[Mutant]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and _attribute(node.value) in DROPPED:
             n_as_statement.add(id(node.value))
-            yield mutant(node, "without", lambda _: ast.Pass())
+            yield mutant(node, "without", _without)
         elif isinstance(node, ast.With):
             names = [_attribute(item.context_expr) for item in node.items]
             texts = [ast.unparse(item.context_expr) for item in node.items]
@@ -173,6 +173,14 @@ def _of_slots(node: ast.Call, mutant: Callable[..., Mutant]) -> Iterator[Mutant]
         yield mutant(node, "without", lambda _: ast.Constant(None))
     elif _attribute(node) == "clone":
         yield mutant(node, "no copy:", lambda call: call.func.value)
+
+
+def _without(statement: ast.Expr) -> ast.stmt:
+    """Leave out a call; what it is called of, if that is a call too, stays."""
+    called = statement.value
+    assert isinstance(called, ast.Call) and isinstance(called.func, ast.Attribute)
+    before = called.func.value
+    return ast.Expr(before) if isinstance(before, ast.Call) else ast.Pass()
 
 
 def _false(_: Any) -> ast.AST:
@@ -621,6 +629,23 @@ EXPLAINED: dict[str, str] = {
     "comm/waits.py Waits.read: without `with self.aside():`": _SPEED,
     "comm/waits.py Waits.wait: without `work.wait(self._timeout)`": _GLOO,
     "comm/waits.py Waits.read: without `self.wait(work, what, peer)`": _TWICE,
+    "comm/messages.py Messages._block: without `self._waits.wait(work, (job, 'for', "
+    "value, 'from'), peer)`": _TWICE,
+    "comm/messages.py Messages._block: without `self._waits.confirm(work)`": (
+        "`.cpu()` waits too, but has no time-out for a stage that is lost just then"
+    ),
+    "comm/messages.py Messages.end: without `self._wire.finish_older()`": (
+        "`let_go` has done so behind the sum of the step before, if anybody has read it"
+    ),
+    "comm/wire.py Wire.flush: without `self._waits.confirm(work)`": (
+        "when these runs close, the sums of their last steps have been read"
+    ),
+    "comm/channels.py PendingSum.done: not asked: `self._work.is_completed()`": (
+        "the copy's event is behind it"
+    ),
+    "comm/channels.py PendingSum.done: not asked: `self._copy.done()`": (
+        "the host then waits for a copy of few bytes, once all stages have summed"
+    ),
 }
 """By name of a mutant: why nothing can catch it."""
 
@@ -640,7 +665,9 @@ MISTAKES = {
 
 def print_mistakes(mutants: Sequence[Mutant], net: Net, scenario: Scenario) -> None:
     """Print by kind of mistake and policy what sees it."""
-    print(f"of {scenario.name}:\n| mistake | {' | '.join(x for x, _ in POLICIES)} |")
+    print(
+        f"of {scenario.name}:\n| mistake | {' | '.join(x for x, _ in net.policies)} |"
+    )
     for text, (function, what) in MISTAKES.items():
         (mutant,) = (
             x for x in mutants if x.function.startswith(function) and what in x.what
@@ -648,7 +675,7 @@ def print_mistakes(mutants: Sequence[Mutant], net: Net, scenario: Scenario) -> N
 
         def judge(mutant: Mutant = mutant) -> list[str]:
             install(mutant)
-            return [_cell(net, scenario, policy) for policy in POLICIES]
+            return [_cell(net, scenario, policy) for policy in net.policies]
 
         cells = Fork(judge).result(time.monotonic() + 120.0) or ["died"]
         print(f"| {text} | {' | '.join(cells)} |", flush=True)
