@@ -621,6 +621,7 @@ def in_order(mutant: Mutant, scenarios: Sequence[Scenario]) -> list[Scenario]:
 _SPEED = "the order is the same, and only what runs beside it is less"
 _GLOO = "for gloo, where the host waits; with NCCL it is not reached"
 _TWICE = "it is waited for by another line as well: this one is for its time-out"
+_TIMES = "the job waits itself; here that does not count as its time"
 EXPLAINED: dict[str, str] = {
     "support/streams.py SideStream.copy: without `with self.running():`": _SPEED,
     "comm/messages.py Messages.begin: without `with self._waits.aside():`": _SPEED,
@@ -633,6 +634,16 @@ EXPLAINED: dict[str, str] = {
     "value, 'from'), peer)`": _TWICE,
     "comm/messages.py Messages._block: without `self._waits.confirm(work)`": (
         "`.cpu()` waits too, but has no time-out for a stage that is lost just then"
+    ),
+    "executor.py _goes_on: without `with stream.running():`": _SPEED,
+    "executor.py _goes_on: all stages on the caller's stream": _SPEED,
+    "executor.py Executor._step: without `self.optimizer.wait(job)`": _TIMES,
+    "executor.py Executor._check: without `self.optimizer.wait(job)`": _TIMES,
+    "job_times.py JobTimes.begin: without `event.synchronize()`": (
+        "only the place of times on the axis that processes share"
+    ),
+    "graphed/slot.py Slot.backward_input: no copy: `_copied(x)`": (
+        "nobody else holds the gradient, so its memory may be the graph's"
     ),
     "comm/messages.py Messages.end: without `self._wire.finish_older()`": (
         "`let_go` has done so behind the sum of the step before, if anybody has read it"

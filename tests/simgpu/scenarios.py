@@ -186,7 +186,7 @@ class Mixing(nn.Module):
 def from_gpu(mode: str, n_stages: int | None, **more: Any) -> Outcome:
     """Batches that the caller's stream makes before a step, and drops after it."""
     outcome, trained = Outcome(), pipeline(mode, n_stages, **more)
-    mixing, results = Mixing(), []
+    mixing, results, kept = Mixing(), [], []
     raw = [tuple(t.cuda() for t in batch(step)) for step in range(N_STEPS)]
     for step, (x, y) in enumerate(raw):
         inputs, targets = mixing(x), mixing(y)
@@ -195,9 +195,11 @@ def from_gpu(mode: str, n_stages: int | None, **more: Any) -> Outcome:
         else:
             with steady(outcome):
                 results.append(trained.step(inputs, targets))
-        inputs.zero_()  # as the caller's stream comes to it
+        inputs.fill_(step)  # as the caller's stream comes to it
+        kept.append(inputs)
         del inputs, targets
     note_results(outcome, results)
+    outcome.numbers["what the caller has kept"] = torch.stack(kept).cpu()
     note_parameters(outcome, trained)
     trained.close()
     return outcome
@@ -234,6 +236,8 @@ def with_times(mode: str, n_stages: int | None, **more: Any) -> Outcome:
         outcome.numbers[f"no time runs backwards in step {step}"] = all(
             slot.end >= slot.start for slot in slots
         )
+        for executor in trained._executors.values():
+            executor.times.norm_seconds()
     note_results(outcome, results)
     note_parameters(outcome, trained)
     trained.close()
@@ -289,6 +293,17 @@ def on_mesh(mode: str, n_stages: int | None, *, size: int = 1, **more: Any) -> O
     return outcome
 
 
+def closed_at_once(mode: str, n_stages: int | None, **more: Any) -> Outcome:
+    """A pipeline that is closed while its last step is under way."""
+    trained = pipeline(mode, n_stages, **more)
+    parameters = dict(trained.named_parameters())
+    for step in range(N_STEPS):
+        trained.step(*batch(step))
+    trained.close()
+    numbers = {name: p.detach().cpu() for name, p in parameters.items()}
+    return Outcome(numbers)
+
+
 class Failing:
     """A loss that raises in a step."""
 
@@ -330,6 +345,7 @@ ONE_PROCESS = [
     Scenario("1F1B graphs", from_gpu, "1F1B", GRAPHS),
     Scenario("ZBH1 streams, dropout", from_host, "ZBH1", STREAMS, DROPOUT),
     Scenario("ZBH1 streams, times", with_times, "ZBH1", STREAMS),
+    Scenario("ZBV streams, closed at once", closed_at_once, "ZBV", STREAMS),
     Scenario("ZBV streams, loss scale", scaled, "ZBV", STREAMS),
     Scenario(
         "VPP streams, snapshots", from_host, "VPP", {**STREAMS, "rollback": "snapshot"}
@@ -339,6 +355,7 @@ SHARDS = {"shard": "parameters"}
 TWO_PROCESSES = [
     Scenario("ZBV, 2 processes", from_host, "ZBV", n_processes=2),
     Scenario("1F1B, 2 processes", from_gpu, "1F1B", n_processes=2),
+    Scenario("ZBV closed at once", closed_at_once, "ZBV", n_processes=2),
     Scenario("a stage fails", failing, "1F1B", n_processes=2, is_own_reference=True),
     *(
         Scenario(name, on_mesh, "1F1B", alike=how, n_processes=2, is_own_reference=True)
