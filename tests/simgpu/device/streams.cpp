@@ -278,7 +278,7 @@ void Sim::host_learns(const Clock& clock) {
 void Sim::wait_for(int id, uint64_t number, const Clock& clock, const char* what) {
   const std::string where = site();
   Lock lock(mutex);
-  waits[{what, label_, names.number(where)}]++;
+  if (stream(id).seen < number) waits[{what, label_, names.number(where)}]++;
   waiting_[t_host] = {what, id, number, label_};
   double since = now_s();
   while (!demand(id, number)) {

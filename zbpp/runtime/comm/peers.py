@@ -12,7 +12,6 @@ that is not zero: the sum is exact, and rows are added in their order afterwards
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 __all__ = ["ALONE", "Peers"]
@@ -58,7 +57,7 @@ class Peers:
         """This process's row in a table of all, flat."""
         if self.n == 1:
             return vector
-        table = torch.zeros(self.n, len(vector), dtype=vector.dtype).to(vector.device)
+        table = vector.new_zeros(self.n, len(vector))
         table[self.row] = vector
         return table.flatten()
 
