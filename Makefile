@@ -10,7 +10,7 @@ SPREAD := -n 2 --dist worksteal
 # Programs that find this first have a GPU that is simulated: tests/simgpu.
 SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 
-.PHONY: train test test-slow test-simgpu check format gpu gpu-simulated clean
+.PHONY: train test test-slow test-simgpu mutants check format gpu gpu-simulated clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -26,6 +26,10 @@ test-slow: $(READY)
 test-simgpu: $(READY)
 	@$(SIMULATED) $(BIN)/python -c "" # one builds it, not two at once
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
+
+# Mistakes put into the code for GPUs, one at a time: 5 to 10 minutes.
+mutants: $(READY)
+	PYTHONPATH=tests:tests/simgpu:tests/support:tests/support/models $(BIN)/python -m simgpu tests/simgpu/mutants.py $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

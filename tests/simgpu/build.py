@@ -1,4 +1,4 @@
-"""Build the simulated device against the installed torch, once for each state of both."""
+"""Build the simulated device for the installed torch, once for each state of both."""
 
 import hashlib
 import importlib.util

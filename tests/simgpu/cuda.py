@@ -11,8 +11,8 @@ import torch
 _TOTAL_BYTES = 2**34
 _native: Any = None
 _properties = SimpleNamespace(
-    name="simulated GPU", uuid="simulated-0", total_memory=_TOTAL_BYTES, major=9, minor=0,
-    multi_processor_count=1, gcnArchName="",
+    name="simulated GPU", uuid="simulated-0", total_memory=_TOTAL_BYTES,
+    major=9, minor=0, multi_processor_count=1, gcnArchName="",
 )  # fmt: skip
 
 

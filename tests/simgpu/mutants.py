@@ -1,7 +1,6 @@
 """Mistakes put into zbpp's GPU code, one at a time: does a test see each of them?
 
-    PYTHONPATH=tests:tests/support:tests/support/models \\
-        python -m simgpu tests/simgpu/mutants.py [--only TEXT] [--jobs 2]
+    make mutants ARGS="[--only TEXT] [--jobs 2]"
 
 Every wait, event, `record_stream`, stream context, pinned buffer and copy between slots
 of graphs in zbpp/runtime is taken out by rules over the syntax tree, and some are
@@ -49,9 +48,7 @@ ONLY_HOST = {
     "comm/process_group.py",
 }
 """Their waits are for threads and stores of the host, or for times to be measured."""
-AT_THE_END = {
-    *("_end_sum", "_is_idle", "_end_at_exit", "let_go"),
-}
+AT_THE_END = {"_end_sum", "_is_idle", "_end_at_exit", "let_go"}
 """Functions for failures and the end of Python: what they wait for is of the host."""
 
 DROPPED = {

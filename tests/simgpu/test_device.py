@@ -1,4 +1,4 @@
-"""The simulated device itself: every kind of mistake is reported, right code never is."""
+"""The simulated device: every kind of mistake is reported, right code never is."""
 
 from collections.abc import Callable
 from typing import Any

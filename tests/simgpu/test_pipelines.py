@@ -1,7 +1,7 @@
 """Pipelines of one process on the simulated device: same bits, no race, no wait.
 
-The reference of a case is FThenB on one stage of the same device: its kernels may differ
-from the CPU's, as a GPU's do. Processes: `test_processes.py`.
+The reference of a case is FThenB on one stage of the same device: its kernels may
+differ from the CPU's, as a GPU's do. Processes: `test_processes.py`.
 """
 
 from collections.abc import Callable, Iterator
