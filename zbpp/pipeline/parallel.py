@@ -1,6 +1,5 @@
 """Programs of a pipeline's stages, with the collectives of replicas and shards."""
 
-import logging
 import os
 from collections.abc import Mapping
 
@@ -15,11 +14,9 @@ from zbpp.core import (
 from zbpp.core.collectives.sharding import reduces_every
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.mesh import Place
-from zbpp.schedules import add_collectives, find_self_waits, lower
+from zbpp.schedules import add_collectives, lower
 
 __all__ = ["check_one_queue", "with_collectives"]
-
-_log = logging.getLogger("zbpp")
 
 
 def with_collectives(
@@ -60,40 +57,26 @@ def with_collectives(
                 reduces="every" if reduces_every(shard) else "last",
             )
     if transport.on_device:
-        check_one_queue(schedule, ties, os.environ)
+        check_one_queue(os.environ)
     programs = lower(schedule, ties=ties, costs=costs, on_device=transport.on_device)
     return schedule, programs
 
 
-def check_one_queue(
-    schedule: Schedule,
-    ties: tuple[tuple[int, ...], ...],
-    environment: Mapping[str, str],
-) -> None:
-    """Look at schedules of a GPU whose streams all share one hardware queue.
+def check_one_queue(environment: Mapping[str, str]) -> None:
+    """Look whether all streams of a GPU share one hardware queue.
 
-    A job waits there for the messages that were begun before it. Where shapes are new,
-    a receive is posted only when it is read, behind a header: the other end's send may
-    then stop the job that this stage waits for.
+    There a message that waits for its other end holds up whatever is launched after it,
+    and the other end may stand behind such a message too.
 
     Args:
-        schedule: that is to run.
-        ties: chunks of each tied parameter.
-        environment: of the process.
+        environment: of a process whose messages run on the GPU.
 
     Raises:
-        RequestError: stages may wait for each other for ever.
+        RequestError: they do.
     """
-    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
-        return
-    waits = find_self_waits(lower(schedule, ties=ties, ahead=0))
-    if waits:
+    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise RequestError(
-            f"CUDA_DEVICE_MAX_CONNECTIONS is 1, and with {schedule.name} stages may "
-            f"wait for each other for ever in steps with new shapes ({waits[0]}); "
-            "leave the variable unset, set it to 32, or choose 1F1B"
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: a message that waits for its other end "
+            "holds up every job that is launched after it, so that stages may wait for "
+            "each other for ever; leave the variable unset, or set it to 32"
         )
-    _log.warning(
-        "CUDA_DEVICE_MAX_CONNECTIONS is 1: messages may hold up jobs that do not need "
-        "them; leave the variable unset, or set it to 32"
-    )

@@ -16,6 +16,7 @@ from zbpp.runtime.driver.lifecycle import Lifecycle
 from zbpp.runtime.executor import Executor, drive
 from zbpp.runtime.microbatches import Batch
 from zbpp.runtime.optim.result import StepResult
+from zbpp.runtime.support.errors import PeerError
 
 __all__ = ["Stepping"]
 
@@ -107,6 +108,9 @@ class Stepping:
 
     def _count_torn_step(self, error: BaseException) -> None:
         """Count the step that an error ends if the state will be the one after it."""
+        transport = next(iter(self._executors.values())).transport
+        if isinstance(error, PeerError) and transport.on_device:
+            return  # the host was ahead: a gradient that it counts may never come
         if all(executor.optimizer.counts for executor in self._executors.values()):
             self._n_steps += 1
             error.add_note(
