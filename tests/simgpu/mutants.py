@@ -459,7 +459,7 @@ def _run_rank(
 ) -> Run:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(scenario.n_processes)}
     use_loopback()
-    simgpu.use_processes(folder, rank)
+    simgpu.use_processes(folder, rank, scenario.n_processes)
     store = dist.FileStore(f"{folder}/store", scenario.n_processes)
     initialise(simgpu.DEVICE, timeout_s=20.0, store=store)
     return run_here(scenario, policy, seed + rank)
