@@ -183,6 +183,41 @@ def test_a_switch_changes_no_bit() -> None:
     assert run(True) == run(False)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's wait
+@pytest.mark.parametrize("how", STREAMS, ids=str)
+@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV"])
+def test_each_step_may_be_called_under_another_stream(
+    mode: str, how: dict[str, bool]
+) -> None:
+    """As long as the caller orders them, as for every other work of torch's."""
+
+    def run(changes: bool) -> list[float]:
+        simgpu.begin("random", 8)
+        pipeline = make_pipeline(
+            mode, 2, optimizer=adamw, device=simgpu.DEVICE, clip_grad_norm=0.5,
+            patience=SPECULATIVE, **how,
+        )  # fmt: skip
+        losses, here = [], torch.cuda.current_stream()
+        for step in range(4):
+            stream = torch.cuda.Stream() if changes else here
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                losses.append(pipeline.step(*batch(step)).loss)
+            here = stream
+        torch.cuda.current_stream().wait_stream(here)
+        parameters = [p.detach() for _, p in pipeline.named_parameters()]
+        losses.append(float(sum(p.sum() for p in parameters)))
+        assert simgpu.reports() == []
+        with torch.cuda.stream(here):
+            pipeline.step(*batch(4))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sum(p.sum() for p in parameters)
+        assert simgpu.reports(), "the control: nothing orders these two streams"
+        return losses
+
+    assert run(True) == run(False)
+
+
 @contextmanager
 def calls_that_wait_are_errors() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
