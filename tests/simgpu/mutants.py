@@ -288,11 +288,6 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "self._work.is_completed() and self._copy.done()", "self._work.is_completed()",
         "a sum counts as done before it is copied",
     ),
-    (
-        "parallel/turns.py", "_Turn._record_end",
-        "self._ended.record()", "self._ended",
-        "an event of a buffer's turn that is never recorded",
-    ),
 )  # fmt: skip
 
 
@@ -619,6 +614,7 @@ _SPEED = "the order is the same, and only what runs beside it is less"
 _GLOO = "for gloo, where the host waits; with NCCL it is not reached"
 _TWICE = "it is waited for by another line as well: this one is for its time-out"
 _TIMES = "the job waits itself; here that does not count as its time"
+_CODE = "fused Adam's kernel is Inductor's, which writes none for a simulated GPU"
 EXPLAINED: dict[str, str] = {
     "support/streams.py SideStream.copy: without `with self.running():`": _SPEED,
     "comm/messages.py Messages.begin: without `with self._waits.aside():`": _SPEED,
@@ -650,6 +646,27 @@ EXPLAINED: dict[str, str] = {
     ),
     "comm/channels.py PendingSum.done: not asked: `self._work.is_completed()`": (
         "the copy's event is behind it"
+    ),
+    "driver/lifecycle.py Lifecycle.close: without `executor.transport.flush()`": (
+        "when these runs close, the sums of their last steps have been read"
+    ),
+    "optim/rollback/adam_kernel.py adam_numbers: no pin_memory: "
+    "`runs_ahead(like.device)`": _CODE,
+    "optim/rollback/adam_kernel.py adam_numbers: no non_blocking: `True`": _CODE,
+    "parallel/buffers.py Turn.gather: without `gathering.wait()`": (
+        "torch gathers later wherever these runs do"
+    ),
+    "parallel/buffers.py _Gathering.is_completed: not asked: "
+    "`self._work.is_completed()`": "torch does not ask",
+    "optim/stage_optimizer.py StageOptimizer._keep: not asked: `pending.sums.done()`": (
+        "the thread that asks runs on CPUs only"
+    ),
+    "support/fsdp_internals.py Unit.gather_done: without `self.widening.take_over()`": (
+        "only parameters of 16 bits whose sums have 32 are widened"
+    ),
+    "support/fsdp_internals.py Unit.wait: without "
+    "`torch.accelerator.current_stream().wait_event(event)`": (
+        "`finalize_backward` waits for an event behind it"
     ),
     "comm/channels.py PendingSum.done: not asked: `self._copy.done()`": (
         "the host then waits for a copy of few bytes, once all stages have summed"

@@ -361,6 +361,9 @@ TWO_PROCESSES = [
         Scenario(name, on_mesh, "1F1B", alike=how, n_processes=2, is_own_reference=True)
         for name, how in {
             "mesh of replicas": {},
+            "mesh of replicas, tied": {
+                "ties": [((0, "weight"), (N_LAYERS - 1, "weight"))]
+            },
             "mesh of shards": SHARDS,
             "mesh of shards, buffers": SHARDS | {"alternating_buffers": True},
         }.items()

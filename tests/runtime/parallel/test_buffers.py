@@ -21,7 +21,7 @@ BLOCK = 2 * 64 + 4 * (2 * WIDTH + 1) * 4 * WIDTH
 
 
 def _gathered_twice() -> None:
-    turn = ParameterTurn(CPU)
+    turn = ParameterTurn()
     turn.gather("layers.0")
     turn.arrived("layers.0")
     turn.begin("layers.0")
@@ -29,13 +29,13 @@ def _gathered_twice() -> None:
 
 
 def _begun_unwaited() -> None:
-    turn = ParameterTurn(CPU)
+    turn = ParameterTurn()
     turn.gather("layers.2")
     turn.begin("layers.2")
 
 
 def _run_in_anothers() -> None:
-    turn = ParameterTurn(CPU)
+    turn = ParameterTurn()
     turn.gather("layers.0")
     turn.arrived("layers.0")
     turn.begin("layers.0")
@@ -43,13 +43,13 @@ def _run_in_anothers() -> None:
 
 
 def _reduced_unfilled() -> None:
-    turn = GradientTurn(CPU)
+    turn = GradientTurn()
     turn.fill("layers.2")
     turn.reduce("layers.2")
 
 
 def _filled_unreduced() -> None:
-    turn = GradientTurn(CPU)
+    turn = GradientTurn()
     turn.fill("layers.0")
     turn.filled("layers.0")
     turn.reduce("layers.0")
@@ -75,7 +75,7 @@ def test_each_condition_is_checked(
 
 
 def test_turns_in_order_pass() -> None:
-    parameters, gradients = ParameterTurn(CPU), GradientTurn(CPU)
+    parameters, gradients = ParameterTurn(), GradientTurn()
     for layer in ("layers.0", "layers.2", "layers.2"):
         for move in ("gather", "arrived", "begin", "check", "release"):
             getattr(parameters, move)(layer)

@@ -50,7 +50,7 @@ class AlternatingBuffers:
             [torch.zeros(n, dtype=torch.uint8, device=device) for _ in range(2)]
             for n in largest
         )
-        turns = [(ParameterTurn(device), GradientTurn(device)) for _ in range(2)]
+        turns = [(ParameterTurn(), GradientTurn()) for _ in range(2)]
         for chunk, own in layers.items():
             for place, (index, unit) in enumerate(own):
                 at = place % 2

@@ -13,13 +13,11 @@ of YaFSDP, Yandex 2024):
     3  its gradients are reduced only when all of them are in the buffer
     4  others are copied there only when that sum has ended
 
-A step of the order is an event on the device's stream too, which the next step's
-stream waits for; the host checks that each is recorded before it is waited for.
+The host checks the order. On a GPU it needs no events: gathers and sums begin behind
+what their stage's stream has been given, and the stage's stream waits for them.
 """
 
 from enum import Enum, auto
-
-import torch
 
 __all__ = ["GradientTurn", "OrderError", "ParameterTurn"]
 
@@ -52,12 +50,10 @@ class _State(Enum):
 
 
 class _Turn:
-    """One buffer: the layer that has it, how far it is, the end of its last use."""
+    """One buffer: the layer that has it, and how far it is."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._state = _State.FREE
-        self._ended: torch.Event | None = None
         self.owner: str | None = None
 
     def _move(
@@ -72,15 +68,6 @@ class _Turn:
         self._state = after
         self.owner = None if after is _State.FREE else layer
 
-    def _record_end(self) -> None:
-        if self._device.type != "cpu":
-            self._ended = torch.Event(self._device)
-            self._ended.record()
-
-    def _wait_for_end(self) -> None:
-        if self._ended is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._ended)
-
 
 class ParameterTurn(_Turn):
     """A buffer that parameters are gathered into."""
@@ -94,7 +81,6 @@ class ParameterTurn(_Turn):
         """A gather begins, on this stream."""
         what = "its gather begins while the buffer is in use"
         self._move(layer, _State.FREE, _State.FILLING, 1, what)
-        self._wait_for_end()
 
     def arrived(self, layer: str) -> None:
         """This stream has waited for the gather."""
@@ -115,13 +101,11 @@ class ParameterTurn(_Turn):
         """A pass has ended, with all that this stream has been given."""
         what = "it is freed, and its pass has not begun"
         self._move(layer, _State.USED, _State.FREE, 2, what)
-        self._record_end()
 
     def cancel(self) -> None:
         """Forget what was gathered ahead in vain; this stream has waited for it."""
         assert self.is_ahead
         self._state, self.owner = _State.FREE, None
-        self._record_end()
 
 
 class GradientTurn(_Turn):
@@ -131,7 +115,6 @@ class GradientTurn(_Turn):
         """Gradients are copied in, on this stream."""
         what = "its gradients are copied over those of another"
         self._move(layer, _State.FREE, _State.FILLING, 4, what)
-        self._wait_for_end()
 
     def filled(self, layer: str) -> None:
         """All are there, or this stream waits for them."""
@@ -147,4 +130,3 @@ class GradientTurn(_Turn):
         """This stream has had the sum."""
         what = "a sum ends that never began"
         self._move(layer, _State.USED, _State.FREE, 4, what)
-        self._record_end()
