@@ -220,12 +220,6 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "one pinned buffer for all copies",
     ),
     (
-        "uploads.py", "Uploads.take",
-        "self._send(range(microbatch + 1, microbatch + 1 + AHEAD))",
-        "self._sent.setdefault(microbatch, (part, copies, event))",
-        "a copy is used for another forward as well",
-    ),
-    (
         "uploads.py", "Uploads._copied",
         "stream.event() if copies else None", "None",
         "no event behind the copies",
@@ -661,7 +655,7 @@ EXPLAINED: dict[str, str] = {
     "optim/stage_optimizer.py StageOptimizer._keep: not asked: `pending.sums.done()`": (
         "the thread that asks runs on CPUs only"
     ),
-    "support/fsdp_internals.py Unit.gather_done: without `self.widening.take_over()`": (
+    "support/fsdp_internals.py Unit.begin: without `self.widening.take_over()`": (
         "only parameters of 16 bits whose sums have 32 are widened"
     ),
     "support/fsdp_internals.py Unit.wait: without "

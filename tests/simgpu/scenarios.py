@@ -268,6 +268,26 @@ def scaled(mode: str, n_stages: int | None, **more: Any) -> Outcome:
     return outcome
 
 
+class Both(nn.Module):
+    """Layers that hand on two tensors of one shape."""
+
+    def __init__(self, inner: nn.Module, index: int) -> None:
+        super().__init__()
+        self.inner, self.index = inner, index
+
+    def forward(self, given: Any) -> Any:
+        if self.index == 0:
+            return self.inner(given), 0.5 * self.inner(given)
+        x, y = given
+        if self.index == N_LAYERS - 1:
+            return self.inner(x + 0.1 * y)
+        return self.inner(x), y
+
+
+def with_two_tensors(layers: range) -> list[nn.Module]:
+    return [Both(layer, i) for i, layer in zip(layers, build(layers), strict=True)]
+
+
 def dropping(layers: range) -> list[nn.Module]:
     return build(layers, dropout=0.3)
 
@@ -332,6 +352,7 @@ def failing(mode: str, n_stages: int | None, **more: Any) -> Outcome:
 STREAMS = {"stage_streams": True}
 GRAPHS = {"cuda_graphs": True}
 DROPOUT = {"model": dropping, "seed": 3}
+TWO_TENSORS = {"model": with_two_tensors}
 
 ONE_PROCESS = [
     Scenario("ZBV streams", from_host, "ZBV", STREAMS),
@@ -355,6 +376,9 @@ SHARDS = {"shard": "parameters"}
 TWO_PROCESSES = [
     Scenario("ZBV, 2 processes", from_host, "ZBV", n_processes=2),
     Scenario("1F1B, 2 processes", from_gpu, "1F1B", n_processes=2),
+    Scenario(
+        "two tensors, 2 processes", from_host, "ZBH1", alike=TWO_TENSORS, n_processes=2
+    ),
     Scenario("ZBV closed at once", closed_at_once, "ZBV", n_processes=2),
     Scenario("a stage fails", failing, "1F1B", n_processes=2, is_own_reference=True),
     *(
