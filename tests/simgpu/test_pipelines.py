@@ -227,10 +227,10 @@ def calls_that_wait_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("how", [*STREAMS, *GRAPHS], ids=str)
+@pytest.mark.parametrize("how", [*STREAMS, *GRAPHS, {"recompute": "all"}], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_waits_for_the_sum_of_the_norms_only(
-    mode: str, how: dict[str, bool]
+    mode: str, how: dict[str, Any]
 ) -> None:
     simgpu.begin("random", 6)
     pipeline = make_pipeline(

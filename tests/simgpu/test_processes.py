@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import N_LAYERS, assert_same
+from small_model import N_LAYERS, assert_same, batch, make_pipeline
 
 import simgpu
 from simgpu.process_runs import Case, Trained, all_of, small
 from simgpu.processes import Found, SimulatedPool, watched
+from zbpp.runtime.optim.patience import Patience
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VPP", "VHalf")
 TIED = {"ties": [((0, "weight"), (N_LAYERS - 1, "weight"))]}
@@ -42,6 +43,10 @@ def pool() -> Iterator[SimulatedPool]:
     workers = SimulatedPool()
     yield workers
     workers.close()
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
 @cache
@@ -99,6 +104,39 @@ def test_tied_ends(pool: SimulatedPool) -> None:
     """What is sent at the start may be stepped before it has left."""
     case: Case = ("small", ("ZBH1",), TIED, {"policy": "random", "seed": 4})
     check_small(pool, 2, [case], tied=True)
+
+
+def waits_of_steps(mode: str) -> set[tuple[str, str]]:
+    """The jobs and functions in which the host waits, once all is known."""
+    simgpu.begin("random", 3)
+    pipeline = make_pipeline(
+        mode, None, optimizer=fused, device=simgpu.DEVICE, clip_grad_norm=0.5,
+        patience=Patience(failures=11, window=10),
+    )  # fmt: skip
+    for step in range(3):
+        pipeline.step(*batch(step))
+    before = simgpu.waits()
+    torch.cuda.set_sync_debug_mode("error")
+    for step in range(3, 6):
+        pipeline.step(*batch(step))
+    torch.cuda.set_sync_debug_mode("default")
+    waits = {
+        (job.split()[0] if job else "", line.split()[-1])
+        for (what, job, line), n in simgpu.waits().items()
+        if n > before.get((what, job, line), 0)
+    }
+    pipeline.close()
+    return waits
+
+
+@pytest.mark.parametrize(("mode", "job"), [("1F1B", "O"), ("ZBV", "V")])
+def test_the_host_waits_for_the_sum_and_for_the_kinds_only(
+    pool: SimulatedPool, mode: str, job: str
+) -> None:
+    first, second = pool.run(waits_of_steps, 2, mode)
+    assert first == {(job, "read")}
+    assert ("1F0", "read") in second, "the kinds of the micro-batches"
+    assert second <= {("1F0", "read"), (job, "read")}
 
 
 @pytest.mark.slow

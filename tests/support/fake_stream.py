@@ -1,8 +1,5 @@
 """A GPU's streams, which run behind the host, with events as `torch.Event` has."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-
 from torch import Tensor
 
 
@@ -51,39 +48,6 @@ class FakeEvent:
         assert self.query() and end_event.query(), "torch raises here"
         assert self._time_s is not None and end_event._time_s is not None
         return (end_event._time_s - self._time_s) * 1e3
-
-
-class FakeStageStream:
-    """As `StageStream`: notes who is current, and what is taken over from whom."""
-
-    current: int | None = None
-
-    def __init__(self, stage: int, log: list[tuple[object, ...]]) -> None:
-        self.stage = stage
-        self.log = log
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        assert FakeStageStream.current is None, "one stage runs within another"
-        FakeStageStream.current = self.stage
-        try:
-            yield
-        finally:
-            FakeStageStream.current = None
-
-    def fork(self) -> None:
-        self.log.append(("fork", self.stage))
-
-    def join(self) -> None:
-        self.log.append(("join", self.stage))
-
-    def mark(self) -> int:
-        assert FakeStageStream.current == self.stage, "marked elsewhere"
-        return self.stage
-
-    def take_over(self, tensors: Iterable[Tensor], event: int) -> None:
-        assert FakeStageStream.current == self.stage, "taken over elsewhere"
-        self.log.append(("take", event, self.stage, len(list(tensors))))
 
 
 class FakeUploadStream:
