@@ -277,11 +277,6 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "f'{name}/{ends[0]}_to_{ends[1]}'", "f'{name}/{min(ends)}_to_{max(ends)}'",
         "one communicator for both directions",
     ),
-    (
-        "comm/channels.py", "PendingSum.done",
-        "self._work.is_completed() and self._copy.done()", "self._work.is_completed()",
-        "a sum counts as done before it is copied",
-    ),
 )  # fmt: skip
 
 
@@ -628,6 +623,9 @@ EXPLAINED: dict[str, str] = {
     "executor.py Executor._check: without `self.optimizer.wait(job)`": _TIMES,
     "job_times.py JobTimes.begin: without `event.synchronize()`": (
         "only the place of times on the axis that processes share"
+    ),
+    "job_times.py JobTimes.norm_seconds: without `one.norms[-1][1].synchronize()`": (
+        "the host has waited for a sum that is behind it"
     ),
     "graphed/slot.py Slot.backward_input: no copy: `_copied(x)`": (
         "nobody else holds the gradient, so its memory may be the graph's"
