@@ -11,6 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from pool import Pool
 
+# It takes the place of CUDA in processes of its own: `make test-simgpu`.
+collect_ignore = [] if "simgpu" in sys.modules else ["simgpu"]
+
 # One thread a process, in what tests start as well: the tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
