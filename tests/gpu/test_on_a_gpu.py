@@ -2,14 +2,13 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_run import train_to
+from gpu_waits import waits_are_errors
 from small_model import MODES, adamw, assert_same, batch, make_pipeline
 
 from zbpp.core import Pass, PassKind
@@ -83,15 +82,6 @@ def test_processes_that_share_the_gpu_agree_too(
     plain = trained("FThenB", 1, optimizer=adamw)
     assert all(losses == [loss for loss, _ in plain[0]] for losses, _ in parts)
     assert_same(parts[0][1] | parts[1][1], plain[1])
-
-
-@contextmanager
-def waits_are_errors() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])

@@ -51,6 +51,7 @@ __all__ = [
     "reports",
     "use_processes",
     "waits",
+    "waits_since",
 ]
 
 DEVICE = torch.device("cuda", 0)
@@ -92,6 +93,11 @@ def waits() -> dict[tuple[str, str, str], int]:
     """How often the host has waited: for what, in which job, at which line."""
     numbers: dict[tuple[str, str, str], int] = native.waits()
     return numbers
+
+
+def waits_since(before: dict[tuple[str, str, str], int]) -> set[tuple[str, str, str]]:
+    """Those that `waits` tells now and did not tell before, or told fewer of."""
+    return {key for key, n in waits().items() if n > before.get(key, 0)}
 
 
 def live() -> list[str]:

@@ -556,22 +556,21 @@ def judge(mutant: Mutant, net: Net, scenarios: Sequence[Scenario]) -> str:
 
 
 def _judge_alone(scenarios: Sequence[Scenario], net: Net) -> str:
-    def judge() -> str:
-        for scenario in scenarios:
-            for policy in net.policies:
-                shown = net.text(scenario, policy, run_here(scenario, *policy))
-                if shown:
-                    return shown
-        return ""
-
-    verdict: str | None = Fork(judge).result(time.monotonic() + 150.0)
+    fork = Fork(lambda: _first_verdict(scenarios, net, run_here))
+    verdict: str | None = fork.result(time.monotonic() + 150.0)
     return "error | the process has died, or has hung |" if verdict is None else verdict
 
 
 def _judge_processes(scenarios: Sequence[Scenario], net: Net) -> str:
+    return _first_verdict(scenarios, net, run_processes)
+
+
+def _first_verdict(
+    scenarios: Sequence[Scenario], net: Net, run: Callable[..., Run]
+) -> str:
     for scenario in scenarios:
         for policy in net.policies:
-            shown = net.text(scenario, policy, run_processes(scenario, *policy))
+            shown = net.text(scenario, policy, run(scenario, *policy))
             if shown:
                 return shown
     return ""
@@ -718,7 +717,6 @@ def main() -> int:
     parser.add_argument("--mistakes", action="store_true")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     name_jobs()
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

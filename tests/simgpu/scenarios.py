@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from gpu_waits import waits_are_errors
 from small_model import N_LAYERS, batch, build, loss_fn, make_pipeline
 from torch import Tensor, nn
 
@@ -93,19 +94,14 @@ def _is_same(left: Any, right: Any) -> bool:
 
 
 @contextmanager
-def steady(outcome: Outcome, *, watches: bool = True) -> Iterator[None]:
+def steady(outcome: Outcome) -> Iterator[None]:
     """Within this no call may hold up the host, and its waits are noted."""
     before, copies = simgpu.waits(), _copies_in_vain()
-    if watches:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     outcome.waits |= {
         (what, job, site.partition(":")[0] + " " + site.rpartition(" ")[2])
-        for (what, job, site), n in simgpu.waits().items()
-        if n > before.get((what, job, site), 0)
+        for what, job, site in simgpu.waits_since(before)
     }
     if _copies_in_vain() > copies:
         outcome.waits.add(("a copy of memory that is not pinned", "", ""))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_waits import waits_are_errors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -178,10 +179,8 @@ def test_waits_of_the_host_are_counted_with_job_and_line() -> None:
     torch.cuda.synchronize()
     waits = {(what, job) for what, job, _ in simgpu.waits()}
     assert waits == {("item", "0F0"), ("the device", "")}
-    torch.cuda.set_sync_debug_mode("error")
-    with pytest.raises(RuntimeError, match="synchronizing"):
+    with waits_are_errors(), pytest.raises(RuntimeError, match="synchronizing"):
         x.sum().item()
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_host_runs_ahead_until_it_must_wait() -> None:

@@ -4,14 +4,14 @@ The reference of a case is FThenB on one stage of the same device: its kernels m
 differ from the CPU's, as a GPU's do. Processes: `test_processes.py`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from small_model import N_LAYERS, assert_same, batch, build, make_pipeline
+from gpu_waits import waits_are_errors
+from small_model import N_LAYERS, adamw, assert_same, batch, build, make_pipeline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,10 +74,6 @@ def with_blocks(change: Callable[[nn.Module], nn.Module]) -> Callable[..., Any]:
 
 def with_dropout(layers: range) -> list[nn.Module]:
     return build(layers, dropout=0.3)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
@@ -218,15 +214,6 @@ def test_each_step_may_be_called_under_another_stream(
     assert run(True) == run(False)
 
 
-@contextmanager
-def calls_that_wait_are_errors() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("how", [*STREAMS, *GRAPHS, {"recompute": "all"}], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_waits_for_the_sum_of_the_norms_only(
@@ -239,12 +226,12 @@ def test_the_host_waits_for_the_sum_of_the_norms_only(
     for step in range(3):
         pipeline.step(*batch(step))
     before = simgpu.waits()
-    with calls_that_wait_are_errors():
+    with waits_are_errors():
         for step in range(3, 6):
             pipeline.step(*batch(step))
-    waits = {k: n - before.get(k, 0) for k, n in simgpu.waits().items()}
-    jobs = {job.split()[0] for (_, job, _), n in waits.items() if n}
-    lines = {line.split()[-1] for (_, _, line), n in waits.items() if n}
+    waits = simgpu.waits_since(before)
+    jobs = {job.split()[0] for _, job, _ in waits}
+    lines = {line.split()[-1] for _, _, line in waits}
     assert jobs <= {"O", "V"} and lines <= {"read"}, waits
     assert simgpu.reports() == []
     pipeline.close()
@@ -270,7 +257,7 @@ def test_a_layer_that_waits_is_seen() -> None:
     pipeline.step(*batch(0))
     assert any(what == "item" and "F0" in job for what, job, _ in simgpu.waits())
     with (
-        calls_that_wait_are_errors(),
+        waits_are_errors(),
         pytest.raises(RuntimeError, match="synchronizing"),
     ):
         pipeline.step(*batch(1))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_waits import waits_are_errors
 from small_model import N_LAYERS, assert_same, batch, make_pipeline
 
 import simgpu
@@ -116,14 +117,12 @@ def waits_of_steps(mode: str) -> set[tuple[str, str]]:
     for step in range(3):
         pipeline.step(*batch(step))
     before = simgpu.waits()
-    torch.cuda.set_sync_debug_mode("error")
-    for step in range(3, 6):
-        pipeline.step(*batch(step))
-    torch.cuda.set_sync_debug_mode("default")
+    with waits_are_errors():
+        for step in range(3, 6):
+            pipeline.step(*batch(step))
     waits = {
         (job.split()[0] if job else "", line.split()[-1])
-        for (what, job, line), n in simgpu.waits().items()
-        if n > before.get((what, job, line), 0)
+        for _, job, line in simgpu.waits_since(before)
     }
     pipeline.close()
     return waits

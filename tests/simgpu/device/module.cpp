@@ -140,12 +140,9 @@ struct SimulatedNCCL final : c10d::Backend {
   intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int) override {
     auto& pair = communicator_with(to);
     const Tensor t = checked(tensors.at(0));
-    const std::string path = pair.path + "_" + std::to_string(rank_) + "_" + std::to_string(pair.n_sent++);
-    sim::Operation operation;
-    operation.name = "send to rank " + std::to_string(pair.processes[to > rank_]);
-    operation.message = path;
+    auto operation = message("send to rank ", pair, to, rank_, pair.n_sent++);
     operation.touches = {sim::touch_of(t, false)};
-    operation.run = [at = (const char*)t.data_ptr(), n = t.nbytes(), path, is_written = false]() mutable {
+    operation.run = [path = operation.message, at = (const char*)t.data_ptr(), n = t.nbytes(), is_written = false]() mutable {
       if (!is_written) write_file(path, at, n);
       is_written = true;
       return !is_rendezvous || unlink((path + ".ack").c_str()) == 0;
@@ -156,12 +153,9 @@ struct SimulatedNCCL final : c10d::Backend {
   intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int) override {
     auto& pair = communicator_with(from);
     const Tensor t = checked(tensors.at(0));
-    const std::string path = pair.path + "_" + std::to_string(from) + "_" + std::to_string(pair.n_received++);
-    sim::Operation operation;
-    operation.name = "receive from rank " + std::to_string(pair.processes[from > rank_]);
-    operation.message = path;
+    auto operation = message("receive from rank ", pair, from, from, pair.n_received++);
     operation.touches = {sim::touch_of(t, true)};
-    operation.run = [at = t.data_ptr(), n = t.nbytes(), path] {
+    operation.run = [path = operation.message, at = t.data_ptr(), n = t.nbytes()] {
       std::string data;
       if (!read_file(path, data)) return false;
       TORCH_CHECK(data.size() == n, "a message of ", data.size(), " bytes came for one of ", n);
@@ -242,6 +236,14 @@ struct SimulatedNCCL final : c10d::Backend {
     TORCH_CHECK(t.is_cuda(), "NCCL takes tensors of a GPU only");
     TORCH_CHECK(t.is_contiguous(), "NCCL takes contiguous tensors only");
     return t;
+  }
+
+  // Both ends of a message name it by its sender and its number.
+  sim::Operation message(const char* name, const Communicator& pair, int peer, int sender, uint64_t number) {
+    sim::Operation made;
+    made.name = name + std::to_string(pair.processes[peer > rank_]);
+    made.message = pair.path + "_" + std::to_string(sender) + "_" + std::to_string(number);
+    return made;
   }
 
   Communicator& communicator_with(int peer) {
