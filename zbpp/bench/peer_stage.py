@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.core import Placement
+from zbpp.runtime.support.collectives import wire_of
 from zbpp.runtime.values import Nested, Tensors, as_tensors, as_value, nested
 
 __all__ = ["PeerChunk", "learn_structures"]
@@ -110,7 +111,9 @@ def learn_structures(
                 name: tuple(_empty(tensor) for tensor in them)
                 for name, them in sizes.items()
             }
-        dist.broadcast_object_list(told, src=stage, device=_wire(device))
+        dist.broadcast_object_list(
+            told, src=stage, device=wire_of(dist.get_backend(), device)
+        )
 
 
 def _told(tensors: Tensors) -> tuple[str | None, Tensors]:
@@ -131,7 +134,3 @@ def _empty(tensor: Tensor) -> Tensor:
 
 def _with(tensors: Tensors, structure: str | None) -> Tensors:
     return tensors if structure is None else nested(tensors, structure)
-
-
-def _wire(device: torch.device) -> torch.device:
-    return torch.device("cpu") if dist.get_backend() == "gloo" else device

@@ -13,6 +13,7 @@ from zbpp.core import Job, Message, TiedGradient, What
 from zbpp.runtime.comm.header import MOST_TENSORS, Spec
 from zbpp.runtime.comm.private_group import PrivateGroup, draw_name, open_group
 from zbpp.runtime.comm.waits import Words
+from zbpp.runtime.support.collectives import wire_of
 from zbpp.runtime.support.streams import HostCopy
 
 __all__ = [
@@ -102,7 +103,7 @@ def join(
         RuntimeError: a stage did not come.
     """
     stage = pipeline.index(dist.get_rank(everyone))
-    wire = torch.device("cpu") if backend == "gloo" else device
+    wire = wire_of(backend, device)
     name = draw_name(everyone, wire, timeout_s=timeout_s)
     open_one = partial(open_group, everyone, backend=backend, timeout_s=timeout_s)
     all_ranks = range(dist.get_world_size(everyone))

@@ -42,7 +42,7 @@ from zbpp.runtime.comm.transport import Opening
 from zbpp.runtime.comm.waits import Waits, Words
 from zbpp.runtime.comm.wire import Wire
 from zbpp.runtime.support.background import BackgroundWork
-from zbpp.runtime.support.collectives import backend_of
+from zbpp.runtime.support.collectives import backend_of, wire_of
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.streams import HostCopy
 
@@ -131,7 +131,7 @@ class DistributedTransport(Messages):
         self._sum: PendingSum | None = None
         self._n_sent = 0
         """Tensors that were sent before the last sum began."""
-        on = device if on_device else torch.device("cpu")
+        on = wire_of(backend, device)
         super().__init__(
             Wire(stage, channels, on, waits, self._lost),
             waits,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zbpp.core import RequestError
 
-__all__ = ["BrokenCollective", "backend_of", "is_broken", "noting_broken"]
+__all__ = ["BrokenCollective", "backend_of", "is_broken", "noting_broken", "wire_of"]
 
 _RAISE_BROKEN = (
     "torch.distributed.distributed_c10d",
@@ -74,3 +74,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     name = str(backend.name())
     usual = dist.get_default_backend_for_device(device.type)
     return name if name == usual else "gloo"
+
+
+def wire_of(backend: str, device: torch.device) -> torch.device:
+    """Where tensors must be that a backend is to move for a device."""
+    return torch.device("cpu") if backend == "gloo" else device
