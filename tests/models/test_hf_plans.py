@@ -26,6 +26,7 @@ UNFIT = {
     "HrmTextConfig": "two lists of blocks, which run in turns",
     "HiggsAudioV2Config": "its embedding decides by values",
     "HYV4Config": "hidden states of several streams go into its blocks",
+    "HYV4VLTextConfig": "hidden states of several streams go into its blocks",
     "MistralLarge4TextConfig": "a rotary table in the checkpoint",
     "Qwen3OmniMoeTalkerCodePredictorConfig": "a list of embeddings, used by values",
 }
