@@ -7,7 +7,7 @@ from commands import SIZES, shown
 
 from zbpp.cli.commands import main
 from zbpp.core import read_schedule
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import add_collectives, read_torch_csv
 from zbpp.simulator.page import page_data
 

@@ -11,7 +11,7 @@ from commands import SIZES, ZBH1, shown
 from zbpp.cli.commands import Compare, main
 from zbpp.cli.pictures.several import command_text
 from zbpp.core import Costs, MemoryModel, read_costs
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import to_torch_csv
 from zbpp.simulator import (
     bubble_rate,

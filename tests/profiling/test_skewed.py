@@ -15,7 +15,7 @@ import pytest
 from zbpp.core import Check, Costs, Job, Pass, PassTimes, Schedule, Slot, Step, Timeline
 from zbpp.core.clock import Clock, by_clock
 from zbpp.core.measured import measured_costs, robust_mean
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.profiling.stopwatch import spread
 from zbpp.simulator import simulate
 

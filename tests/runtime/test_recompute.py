@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from zbpp.core import Costs, MemoryModel, Recompute, Schedule
-from zbpp.modes import plan
 from zbpp.pipeline import Pipeline
-from zbpp.planning.resolve import recomputed_layers
+from zbpp.planning import plan
+from zbpp.planning.pipelines import recomputed_layers
 from zbpp.runtime import recompute as room
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.stage import Stage

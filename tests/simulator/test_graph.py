@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpp.core import Costs, Pass, PassKind, Step
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import critical_path, job_graph, makespan, simulate, step_time
 

@@ -13,7 +13,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from zbpp.core import Costs, MemoryModel, RequestError, Slot, Step
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import (
     join,
@@ -256,7 +256,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, hidden):
     code = (
         "import sys\n"
         f"sys.modules['{hidden}'] = None\n"
-        "from zbpp.modes import plan\n"
+        "from zbpp.planning import plan\n"
         "from zbpp.simulator import plot, simulate\n"
         "timeline = simulate(plan('ZBH1', n_stages=1, n_microbatches=1))\n"
         f"plot(timeline, {str(tmp_path / 'x.png')!r})\n"

@@ -25,7 +25,7 @@ from zbpp.emulation.collectives import SleepingCollectives
 from zbpp.emulation.layers import DelayedTransport, sleep_until
 from zbpp.emulation.slow_sum import SlowSums
 from zbpp.pipeline import Pipeline
-from zbpp.planning.layer_plans import recomputed_of
+from zbpp.planning.answer import recomputed_of
 from zbpp.runtime.optim.patience import Patience
 from zbpp.schedules import even_split
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from zbpp.core import Program, RequestError, Schedule, schedule_text
 from zbpp.pipeline.parallel import with_collectives
-from zbpp.planning.resolve import choose_validation, recomputed_layers
-from zbpp.planning.resolve_layers import Chosen
+from zbpp.planning import Plan
+from zbpp.planning.pipelines import choose_validation, recomputed_layers
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
@@ -20,7 +20,7 @@ __all__ = ["Switching"]
 class Switching:
     """The part of a pipeline that changes its schedule between two steps."""
 
-    chosen: Chosen
+    chosen: Plan
     schedule: Schedule
     split: tuple[range, ...]
     place: Place
@@ -64,7 +64,7 @@ class Switching:
             self.place,
             self._options.shard,
             ties=self._ties.chunks,
-            costs=self.chosen.costs,
+            costs=self.chosen.known_costs,
         )
         for executor in self._executors.values():
             executor.stage.recompute(again)

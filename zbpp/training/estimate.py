@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from zbpp.core import LayerCosts, MemoryModel
 from zbpp.memory import layer_memory
 from zbpp.pipeline import Pipeline
-from zbpp.planning.resolve import recomputed_layers
+from zbpp.planning.pipelines import recomputed_layers
 from zbpp.training.build import AUTOCAST
 from zbpp.training.options import Train
 from zbpp.training.setup import model_of

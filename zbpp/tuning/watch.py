@@ -25,7 +25,7 @@ from zbpp.core import (
     replay,
     schedule_text,
 )
-from zbpp.modes.auto import best_of, plan_on
+from zbpp.planning import PlanRequest, make_plan
 from zbpp.schedules import without_checks, without_collectives
 
 __all__ = [
@@ -130,9 +130,10 @@ def replan(
     """
     placement, m = schedule.placement, schedule.n_microbatches
     times = costs.on(placement)
-    best = best_of(
-        plan_on(
-            placement,
+    best = make_plan(
+        PlanRequest(
+            schedule="auto",
+            placement=placement,
             n_stages=placement.n_stages,
             n_microbatches=m,
             costs=costs,
@@ -143,10 +144,10 @@ def replan(
     bare = without_checks(without_collectives(schedule))
     now = longest_span(replay(bare.orders, times, n_microbatches=m))
     found = Schedule(
-        best.plan.name,
+        best.mode,
         placement,
         m,
-        best.plan.orders,
+        best.schedule.orders,
         split=schedule.split,
         recompute=schedule.recompute,
     )

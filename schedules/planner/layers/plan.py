@@ -230,7 +230,7 @@ def _starts(
 
 def _finished(trials: Trials, best: Trial, even: Trial | None) -> LayerPlan:
     schedule = replace(
-        best.plan,
+        best.schedule,
         split=best.split,
         recompute=recompute_by_chunk(best.split, best.recompute),
     )

@@ -11,7 +11,6 @@ A plan of a split is as good as its figures say, the first that differs:
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -26,7 +25,6 @@ from zbpp.core import (
     Recompute,
     Schedule,
     lower_bounds,
-    pass_span,
 )
 from zbpp.schedules.planner.figures import PlanFigures
 from zbpp.schedules.planner.layers.loads import Loads
@@ -58,22 +56,10 @@ class Trial(PlanFigures):
 
     split: tuple[int, ...]
     recompute: frozenset[int]
-    plan: Schedule
+    schedule: Schedule
     costs: Costs
     memory: MemoryModel
     names = "step", "barrier_step", "peak"
-
-    @cached_property
-    def step(self) -> float:
-        """Longest span of a stage with its optimizer, in the unit of the costs."""
-        return max(self.steps)
-
-    @cached_property
-    def steps(self) -> list[float]:
-        """Span and optimizer of each stage."""
-        optimizers = self.costs.on(self.plan.placement).optimizer
-        pairs = zip(self.rows, optimizers, strict=True)
-        return [pass_span(row) + optimizer for row, optimizer in pairs]
 
 
 def better(one: Trial, other: Trial) -> Trial:

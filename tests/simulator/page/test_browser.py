@@ -7,7 +7,7 @@ import pytest
 from chromium import Chromium, executable
 
 from zbpp.core import Costs, MemoryModel, Pass, PassKind, Slot, parse_job
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import add_collectives
 from zbpp.simulator import makespan, memory_over_time, messages, simulate, step_time
 from zbpp.simulator.page import PageEntry, write_page

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from zbpp.core import Costs, MemoryModel, Pass, RequestError, Slot
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import (
     critical_path,

@@ -17,7 +17,7 @@ from zbpp.core.files.json_text import (
     unit_of,
 )
 
-__all__ = ["parse_costs", "read_costs", "write_costs"]
+__all__ = ["costs_data", "parse_costs", "read_costs", "write_costs"]
 
 _TIME_KEYS = ("f", "b", "w", "comm", "optimizer")
 _MEMORY_KEYS = {"m_b": "m_b", "m_w": "m_w", "memory_limit": "limit"}
@@ -33,6 +33,12 @@ _DEFAULTS, _NO_LIMIT = Costs(), MemoryModel()
 
 def write_costs(costs: Costs, memory: MemoryModel, path: str | Path) -> None:
     """Write a costs file, in the form that `parse_costs` reads."""
+    text = json.dumps(costs_data(costs, memory)) + "\n"
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def costs_data(costs: Costs, memory: MemoryModel) -> dict[str, object]:
+    """The object of a costs file."""
     data: dict[str, object] = {key: getattr(costs, key) for key in _TIME_KEYS}
     for key in _LATER_KEYS:
         value = getattr(costs, key)
@@ -48,7 +54,7 @@ def write_costs(costs: Costs, memory: MemoryModel, path: str | Path) -> None:
             data[key] = value
     if memory.memory_unit is not None:
         data[_UNIT_KEY] = memory.memory_unit
-    Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+    return data
 
 
 def read_costs(path: str | Path) -> tuple[Costs, MemoryModel]:

@@ -3,9 +3,11 @@
 from math import inf
 
 import pytest
+from layer_plan import plan_layers
 
-from zbpp.core import LayerCosts, Placement
-from zbpp.planning.layer_plans import plan_layers, planners
+from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, Schedule
+from zbpp.planning import MODES
+from zbpp.planning.search import Problem
 from zbpp.schedules import even_split
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.layers.candidates import low_bounds
@@ -20,7 +22,10 @@ def llama() -> LayerCosts:
 
 def trials_of(layers: LayerCosts, p: int, m: int) -> Trials:
     placement = Placement.wave(p)
-    ((_, planner),) = planners("ZBV", p, m, None)
+
+    def planner(costs: Costs, memory: MemoryModel, effort: str) -> Schedule:
+        return Problem(m, costs, memory, effort).plan(MODES["ZBV"], placement)
+
     return Trials(planner, layers, placement, m)
 
 
