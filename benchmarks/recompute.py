@@ -214,7 +214,7 @@ class Real:
         from torch.optim import AdamW
 
         from zbpp.pipeline import Pipeline
-        from zbpp.planning.pipelines import recomputed_layers
+        from zbpp.planning.answer import recomputed_layers
         from zbpp.training.fingerprint import combine, fingerprints
         from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 
@@ -250,7 +250,7 @@ class Real:
             held += n_bytes
             most = max(most, held)
         bits = losses, combine([fingerprints(pipeline.named_parameters())])
-        n = len(recomputed_layers(pipeline.schedule, pipeline.split))
+        n = len(recomputed_layers(pipeline.schedule, list(map(len, pipeline.split))))
         pipeline.close()
         return bits, sorted(seconds[1:])[self.steps // 2], most, n
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import pairwise
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, TypeVar
 
 from zbpp.core import (
     Costs,
@@ -109,22 +109,7 @@ def is_below(figures: Iterable[float], others: Iterable[float]) -> bool:
     return False
 
 
-class Rival(Protocol):
-    """A plan that is held against others."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """Orders and placement."""
-
-    @property
-    def time(self) -> float:
-        """The figure that is compared first."""
-
-    def is_better_than(self, other: Self) -> bool:
-        """Compare."""
-
-
-P = TypeVar("P", bound=Rival)
+P = TypeVar("P", bound=PlanFigures)
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,14 @@ from zbpp.pipeline.reports import Reports
 from zbpp.pipeline.state import Checkpoints
 from zbpp.pipeline.stepping import Stepping
 from zbpp.pipeline.switch import Switching
-from zbpp.planning import Plan, is_auto
+from zbpp.planning import Plan, PlanRequest, is_auto
+from zbpp.planning.answer import recomputed_layers
 from zbpp.planning.pipelines import (
     LayersOf,
     choose_validation,
+    costs_or_layers,
     memory_model,
     plan_pipeline,
-    recomputed_layers,
 )
 from zbpp.runtime.comm.process_group import initialise, own_device
 from zbpp.runtime.compiled.layers import Compiling
@@ -234,17 +235,17 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
                 autocast=autocast,
                 exact_sums=exact_sums,
             )
-        self.chosen = plan = plan_pipeline(
-            schedule,
-            layers=layers,
-            split=split,
-            n_layers=self.n_layers,
+        request = PlanRequest(
+            schedule=schedule,
             n_stages=n_stages,
-            n_ranks=place.n_stages,
             n_microbatches=n_microbatches,
-            costs=costs,
+            costs=costs_or_layers(costs, layers),
             memory=memory,
+            split=split,
             recompute=recompute,
+        )
+        self.chosen = plan = plan_pipeline(
+            request, n_layers=self.n_layers, n_ranks=place.n_stages
         )
         self.schedule = choose_validation(
             plan.schedule, post_validation, steps=optimizer is not None
@@ -277,7 +278,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             autocast=autocast,
             seed=seed,
             exact_sums=exact_sums,
-            recompute=recomputed_layers(self.schedule, self.split),
+            recompute=recomputed_layers(self.schedule, list(map(len, self.split))),
             stage_streams=stage_streams,
             cuda_graphs=cuda_graphs,
             compile=check_compile(compile),

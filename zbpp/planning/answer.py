@@ -7,12 +7,11 @@ schedule file has it. Wherever a schedule file is read, a plan file is too.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from zbpp.core import (
     Costs,
@@ -25,14 +24,7 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.core.files.costs_file import costs_data
-from zbpp.core.files.json_text import (
-    fail,
-    integer,
-    number,
-    object_of,
-    read,
-    refuse_unknown,
-)
+from zbpp.core.files.json_text import fail, number, object_of, read, refuse_unknown
 from zbpp.schedules import LayerPlan
 from zbpp.schedules.planner.figures import PlanFigures
 
@@ -44,26 +36,22 @@ __all__ = [
     "parse_plan",
     "plan_text",
     "read_plan",
-    "recomputed_of",
+    "recomputed_layers",
 ]
 
 _FORMAT, _VERSION = "zbpp-plan", 1
 _FIGURES = ("step", "span", "barrier_step", "peak", "lower_bound")
-_KEYS = (
-    "format",
-    "version",
-    "mode",
-    "figures",
-    "has_costs",
-    "gathers",
-    "split",
-    "ideal_step",
-    "even_step",
-    "line",
-    "rejected",
-    "costs",
-    "schedule",
-)
+_KINDS = {
+    "mode": str,
+    "figures": dict,
+    "has_costs": bool,
+    "gathers": bool,
+    "costs": dict,
+    "rejected": list,
+    "line": str,
+    "schedule": dict,
+}
+"""Keys beside format and version, and what they hold."""
 
 
 @dataclass(frozen=True)
@@ -156,41 +144,49 @@ class Plan(PlanFigures):
     @property
     def recompute(self) -> frozenset[int]:
         """Layers of the whole model that B computes again, where the split is known."""
-        return frozenset(recomputed_of(self.schedule, self.split or ()))
+        return recomputed_layers(self.schedule, self.split or ())
 
     def save(self, path: str | Path) -> None:
         """Write a plan file."""
         Path(path).write_text(plan_text(self), encoding="utf-8")
 
 
-def recomputed_of(schedule: Schedule, split: Sequence[int]) -> list[int]:
-    """Layers of the whole model that a schedule recomputes."""
+def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int]:
+    """Layers of the whole model that a schedule recomputes, split into its chunks.
+
+    Raises:
+        RequestError: a chunk has no such layer.
+    """
+    found: set[int] = set()
     firsts = accumulate(split, initial=0)
-    return [
-        first + layer
-        for chunk, (first, n_layers) in enumerate(zip(firsts, split, strict=False))
-        for layer in sorted(schedule.recomputes(chunk, n_layers))
-    ]
+    for chunk, (first, n_layers) in enumerate(zip(firsts, split, strict=False)):
+        layers = schedule.recomputes(chunk, n_layers)
+        if layers and max(layers) >= n_layers:
+            raise RequestError(
+                f"layer {max(layers)} of chunk {chunk} shall be recomputed, but the "
+                f"chunk has {n_layers} layers; plan for this split, or give the "
+                f"schedule's: {list(schedule.split or ()) or 'it has none'}"
+            )
+        found |= {first + layer for layer in layers}
+    return frozenset(found)
 
 
 def plan_text(plan: Plan) -> str:
     """Write a plan as JSON; the schedule has one line a stage."""
+    figures = {name: getattr(plan, name) for name in _FIGURES}
+    if plan.is_layered:
+        figures |= {"ideal_step": plan.ideal_step, "even_step": plan.even_step}
     head = {
         "format": _FORMAT,
         "version": _VERSION,
         "mode": plan.mode,
-        "figures": {name: getattr(plan, name) for name in _FIGURES},
+        "figures": figures,
         "has_costs": plan.has_costs,
         "gathers": plan.costs.gathers,
-        "split": plan.split,
-        "ideal_step": plan.ideal_step,
-        "even_step": plan.even_step,
-        "line": plan.line,
-        "rejected": [vars(one) for one in plan.rejected],
         "costs": costs_data(plan.costs, plan.memory),
+        "rejected": [vars(lost) for lost in plan.rejected],
+        "line": plan.line,
     }
-    if not plan.is_layered:
-        del head["ideal_step"], head["even_step"]
     return f'{json.dumps(head)[:-1]}, "schedule":\n{schedule_text(plan.schedule)}}}\n'
 
 
@@ -223,64 +219,30 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
         RequestError: the text holds no valid plan; ``source`` names it.
     """
     data = object_of(text, source)
-    refuse_unknown(source, data, _KEYS)
+    refuse_unknown(source, data, ("format", "version", *_KINDS))
     if data.get("format") != _FORMAT or data.get("version") != _VERSION:
         fail(source, f"it is no {_FORMAT!r} of version {_VERSION}")
-    for key in ("mode", "schedule", "costs"):
-        if key not in data:
-            fail(source, f"the key {key!r} is missing")
+    for key, kind in _KINDS.items():
+        if not isinstance(data.get(key), kind):
+            fail(source, f"{key} is {data.get(key)!r}, not a {kind.__name__}")
     costs, memory = parse_costs(json.dumps(data["costs"]), source=f"{source}: costs")
     schedule = parse_schedule(json.dumps(data["schedule"]), source=source)
+    ideal, even = (data["figures"].get(key) for key in ("ideal_step", "even_step"))
     try:
-        if memory.limit is not None:
-            schedule = replace(schedule, memory=memory)
         costs.on(schedule.placement)
         memory.on(schedule.placement)
-    except RequestError as error:
-        fail(source, str(error))
-    return Plan(
-        schedule,
-        replace(costs, gathers=data.get("gathers", False) is True),
-        memory,
-        _text(source, data, "mode"),
-        has_costs=data.get("has_costs", True) is not False,
-        split=_split(source, data.get("split")),
-        is_layered="ideal_step" in data,
-        ideal_step=_number(source, data, "ideal_step"),
-        even_step=_number(source, data, "even_step"),
-        rejected=_rejected(source, data.get("rejected", [])),
-        line=_text(source, data, "line"),
-    )
-
-
-def _rejected(source: str, value: object) -> tuple[Rejected, ...]:
-    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        fail(source, "rejected is not a list of objects")
-    return tuple(
-        Rejected(
-            mode=_text(source, row, "mode"),
-            reason=_text(source, row, "reason"),
-            is_planned=row.get("is_planned") is True,
+        return Plan(
+            schedule if memory.limit is None else replace(schedule, memory=memory),
+            replace(costs, gathers=data["gathers"]),
+            memory,
+            data["mode"],
+            has_costs=data["has_costs"],
+            split=schedule.split,
+            is_layered=ideal is not None,
+            ideal_step=None if ideal is None else number(source, "ideal_step", ideal),
+            even_step=None if even is None else number(source, "even_step", even),
+            rejected=tuple(Rejected(**lost) for lost in data["rejected"]),
+            line=data["line"],
         )
-        for row in value
-    )
-
-
-def _split(source: str, value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        fail(source, f"split is {value!r}, not a list of layers, one a chunk")
-    return tuple(integer(source, f"split[{c}]", n) for c, n in enumerate(value))
-
-
-def _text(source: str, data: Mapping[str, Any], key: str) -> str:
-    value = data.get(key, "")
-    if not isinstance(value, str):
-        fail(source, f"{key} is {value!r}, not a text")
-    return value
-
-
-def _number(source: str, data: Mapping[str, Any], key: str) -> float | None:
-    value = data.get(key)
-    return None if value is None else number(source, key, value)
+    except (RequestError, TypeError) as error:
+        fail(source, str(error))

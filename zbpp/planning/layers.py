@@ -8,6 +8,7 @@ those with the fewest messages come first.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zbpp.core import (
@@ -16,17 +17,17 @@ from zbpp.core import (
     LimitError,
     MemoryModel,
     Placement,
+    RequestError,
     Schedule,
     format_memory,
     recomputed,
 )
 from zbpp.core.costs import chunk_layers
-from zbpp.planning.answer import Plan, Rejected
+from zbpp.planning.answer import Plan, Rejected, recomputed_layers
 from zbpp.planning.modes import AUTO, BASELINE, MODES, USUAL_MODES, Mode
-from zbpp.planning.orders import named_parts
-from zbpp.planning.request import PlanRequest
+from zbpp.planning.request import PlanRequest, chunk_models
 from zbpp.planning.search import Problem, placements, searched_name
-from zbpp.schedules import Recomputing, Split, balance, plan_recompute
+from zbpp.schedules import Recomputing, Split, balance, even_split, plan_recompute
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
 from zbpp.schedules.planner.figures import ROUNDING, Contest
 from zbpp.schedules.planner.layers.trials import SplitPlanner
@@ -48,17 +49,21 @@ def plan_layers(mode: Mode, request: PlanRequest) -> Plan:
             recomputed, or what auto needs for that is missing.
     """
     if isinstance(request.costs, LayerCosts):
-        if mode.name == AUTO and request.by_mode:
+        if mode.place is None and request.by_mode:
             return _best_of_modes(request, request.costs)
         return _best_split(mode, request)
-    plan = _best_split(mode, request)
-    schedule = plan.schedule
+    given = request.schedule if isinstance(request.schedule, Schedule) else None
+    if given is not None and request.recompute == "auto":
+        raise RequestError(
+            f"recompute auto plans anew, but the orders of {given.name} are given; "
+            "give a mode, or plan a file with zbpp plan --recompute auto"
+        )
+    schedule = _best_split(mode, request).schedule
     if not callable(request.split):
-        schedule = replace(schedule, split=None)
-    costs, memory = recomputed(
-        request.costs or Costs(), request.memory or MemoryModel(), schedule
-    )
-    return Plan(schedule, costs, memory, mode.name, split=schedule.split)
+        schedule = replace(schedule, split=given and given.split)
+    costs, memory = recomputed(*chunk_models(request), schedule)
+    has_costs = request.costs is not None
+    return Plan(schedule, costs, memory, mode.name, has_costs, split=schedule.split)
 
 
 def _best_split(mode: Mode, request: PlanRequest) -> Plan:
@@ -69,13 +74,14 @@ def _best_split(mode: Mode, request: PlanRequest) -> Plan:
     efforts = shares(request.effort, len(options))
     for placement, effort in zip(options, efforts, strict=True):
         with contest.attempt(mode.name):
+            layers, split, recompute = _asked(placement, request)
             found = plan_recompute(
                 _planner(mode, placement, n_microbatches),
-                _layers_on(placement, request),
+                layers,
                 placement,
                 n_microbatches,
-                recompute=_recomputing(placement, request),
-                split=_split_on(placement, request),
+                recompute=recompute,
+                split=split,
                 effort=effort,
             )
             contest.offer(mode.name, Plan.of_layers(found, mode.name))
@@ -85,36 +91,46 @@ def _best_split(mode: Mode, request: PlanRequest) -> Plan:
     return replace(best, even_step=min(even, default=None))
 
 
-def _layers_on(placement: Placement, request: PlanRequest) -> LayerCosts:
-    """Costs of layers; those of chunks are dealt to their layers, one each if unknown.
+def _asked(
+    placement: Placement, request: PlanRequest
+) -> tuple[LayerCosts, Split, Recomputing]:
+    """Costs of layers, their split and what is recomputed, on a placement.
+
+    Costs of chunks are dealt to their layers, one each if these are not known.
 
     Raises:
-        RequestError: the costs do not fit the placement.
+        RequestError: they do not fit the placement, or the schedule that is given; or
+            no such part can be recomputed.
     """
-    if isinstance(request.costs, LayerCosts):
-        return request.costs
-    costs, memory = request.costs or Costs(), request.memory or MemoryModel()
-    split = _split_on(placement, request)
-    assert split is not None
-    return chunk_layers(costs, memory, placement, [int(n) for n in split])
-
-
-def _split_on(placement: Placement, request: PlanRequest) -> Split:
-    if callable(request.split):
-        return request.split(placement)
-    if isinstance(request.costs, LayerCosts):
-        return request.split
-    return (1,) * placement.n_chunks
-
-
-def _recomputing(placement: Placement, request: PlanRequest) -> Recomputing:
-    if request.recompute is None:
-        return ()
-    if isinstance(request.costs, LayerCosts):
-        return request.recompute
-    rule = request.split if callable(request.split) else None
-    n_parts = placement.n_chunks if rule is None else sum(rule(placement))
-    return named_parts(request.recompute, n_parts, rule)
+    given = request.schedule if isinstance(request.schedule, Schedule) else None
+    split, recompute = request.split, request.recompute
+    if not isinstance(request.costs, LayerCosts):
+        parts: Sequence[int] = (1,) * placement.n_chunks
+        if callable(split):
+            parts = (given and given.split) or split(placement)
+        what, n = "layer" if callable(split) else "chunk", sum(parts)
+        for part in () if isinstance(recompute, str) else recompute or ():
+            if not 0 <= part < n:
+                raise RequestError(
+                    f"{what} {part} shall be recomputed; the {what}s are 0 to {n - 1}"
+                )
+        layers = chunk_layers(*chunk_models(request), placement, parts)
+        return layers, parts, recompute or ()
+    layers = request.costs
+    assert not callable(split), "costs of layers need no rule"
+    if given is not None and given.split is not None and split is None:
+        split = given.split
+        if sum(split) != layers.n_layers:
+            raise RequestError(
+                f"the schedule's split {list(split)} is for {sum(split)} layers, but "
+                f"the costs are for {layers.n_layers}; plan again, or give another "
+                "split"
+            )
+    if given is not None and given.recompute is not None and recompute is None:
+        if split is None or isinstance(split, str):
+            split = even_split(layers.n_layers, placement.n_chunks)
+        recompute = recomputed_layers(given, split)
+    return layers, split, () if recompute is None else recompute
 
 
 def _planner(mode: Mode, placement: Placement, n_microbatches: int) -> SplitPlanner:
@@ -122,7 +138,7 @@ def _planner(mode: Mode, placement: Placement, n_microbatches: int) -> SplitPlan
 
     def planner(costs: Costs, memory: MemoryModel, effort: str) -> Schedule:
         problem = Problem(n_microbatches, costs, memory, effort)
-        if mode.name == AUTO:
+        if mode.place is None:
             return _plan_auto(problem, placement)
         return problem.plan(mode, placement)
 

@@ -12,13 +12,14 @@ from zbpp.core import (
     Schedule,
     format_memory,
     peaks,
+    recomputed,
 )
 from zbpp.core.costs.limits import with_limit
 from zbpp.planning.answer import Plan
 from zbpp.planning.layers import plan_layers, rejected
 from zbpp.planning.modes import AUTO, MODES, Mode, canonical
-from zbpp.planning.orders import given_orders, plan_of_orders
-from zbpp.planning.request import PlanRequest
+from zbpp.planning.orders import given_orders, mode_of, under_limit
+from zbpp.planning.request import PlanRequest, chunk_models
 from zbpp.planning.search import Problem, placements
 from zbpp.schedules import check_effort
 from zbpp.schedules.planner.figures import ROUNDING
@@ -64,34 +65,44 @@ def make_plan(request: PlanRequest) -> Plan:
             are missing, or costs, split and recompute do not fit the request.
     """
     check_effort(request.effort)
-    if isinstance(request.costs, LayerCosts) and request.memory is not None:
-        limit = request.memory.limit if request.costs.limit is None else None
-        request = replace(request, costs=with_limit(request.costs, limit))
+    costs, memory = request.costs, request.memory
+    if isinstance(costs, LayerCosts) and memory is not None and costs.limit is None:
+        request = replace(request, costs=with_limit(costs, memory.limit))
     orders = given_orders(request)
-    try:
-        if orders is not None:
-            return plan_of_orders(orders, request)
+    if isinstance(orders, Plan) and costs is None and request.recompute is None:
+        return under_limit(orders, memory)
+    if orders is None:
         mode = MODES[canonical(str(request.schedule))]
-        if isinstance(request.costs, LayerCosts) or request.recompute is not None:
-            return plan_layers(mode, request)
+    else:
+        schedule = orders.schedule if isinstance(orders, Plan) else orders
+        mode = mode_of(schedule)
+        request = replace(
+            request,
+            schedule=schedule,
+            n_stages=schedule.n_stages,
+            n_microbatches=schedule.n_microbatches,
+            chunks_per_stage=None,
+        )
+    if isinstance(costs, LayerCosts) or request.recompute is not None:
+        return plan_layers(mode, request)
+    try:
         return _plan_chunks(mode, request)
     except LimitError as error:
-        if isinstance(request.costs, LayerCosts) or request.recompute is not None:
-            raise
-        raise _with_others(error, request, orders) from None
+        raise _with_others(error, request) from None
 
 
 def _plan_chunks(mode: Mode, request: PlanRequest) -> Plan:
     """Plan a mode for costs of chunks."""
     _, n_microbatches = request.sizes(mode.name)
-    costs, memory = request.costs or Costs(), request.memory or MemoryModel()
-    assert not isinstance(costs, LayerCosts)
+    costs, memory = chunk_models(request)
+    if isinstance(request.schedule, Schedule):
+        costs, memory = recomputed(costs, memory, request.schedule)
     problem = Problem(n_microbatches, costs, memory, request.effort)
     options = placements(mode, request)
     has_costs = request.costs is not None
-    if mode.name != AUTO:
+    if mode.place is not None:
         schedule = problem.plan(mode, options[0])
-        return Plan(schedule, costs, memory, mode.name, has_costs)
+        return Plan(schedule, costs, memory, mode.name, has_costs, split=schedule.split)
     contest = problem.contest(options)
     name, best = contest.winner()
     limited = None if memory.limit is None else memory
@@ -118,17 +129,8 @@ class _ModeLimitError(LimitError):
         )
 
 
-def _with_others(
-    error: LimitError, request: PlanRequest, orders: Schedule | Plan | None
-) -> LimitError:
+def _with_others(error: LimitError, request: PlanRequest) -> LimitError:
     """Add to an error which modes would fit."""
-    if orders is not None:
-        schedule = orders.schedule if isinstance(orders, Plan) else orders
-        request = replace(
-            request,
-            n_stages=schedule.n_stages,
-            n_microbatches=schedule.n_microbatches,
-        )
     found = _ModeLimitError(error.reason, error.smallest)
     found.fitting = fitting_modes(request)
     return found
@@ -147,8 +149,7 @@ def _fits(mode: Mode, request: PlanRequest) -> bool:
     hand-made order grows evenly once all stages are warm.
     """
     _, n_microbatches = request.sizes(mode.name)
-    costs, memory = request.costs or Costs(), request.memory or MemoryModel()
-    assert not isinstance(costs, LayerCosts)
+    costs, memory = chunk_models(request)
     for placement in placements(mode, request):
         try:
             splits = costs.on(placement).splits

@@ -41,8 +41,8 @@ class Mode:
         place: the placement of (n_stages, chunks_per_stage); None: any, the best.
         aliases: other names.
         chunks: chunks of a stage; None: any number.
-        memory: M_B that a stage holds at most, of n_stages; None: the order decides.
-        promises: a given memory limit can only lower ``memory``; else it replaces it.
+        promise: M_B that a search never exceeds, of n_stages.
+        default: M_B that a search may hold where no memory limit is given.
         order: makes the orders, from n_stages, n_microbatches and, where any number is
             allowed, chunks_per_stage; None: they are searched for the costs.
         splits: the backward is split into B and W.
@@ -54,11 +54,16 @@ class Mode:
     place: Callable[[int, int], Placement] | None
     aliases: tuple[str, ...] = ()
     chunks: int | None = 1
-    memory: Callable[[int], int] | None = None
-    promises: bool = False
+    promise: Callable[[int], int] | None = None
+    default: Callable[[int], int] | None = None
     order: Callable[..., Schedule] | None = None
     splits: bool = True
     is_usual: bool = True
+
+    def memory(self, n_stages: int) -> int | None:
+        """M_B that a search holds without a limit; None: the order decides."""
+        rule = self.promise or self.default
+        return None if rule is None else rule(n_stages)
 
     def order_on(self, placement: Placement, n_microbatches: int) -> Schedule:
         """Make the hand-made order on one of the mode's placements."""
@@ -105,22 +110,20 @@ _ROWS = (
         summary="a third of 1F1B's bubble; memory p",
         place=_single,
         aliases=("ZB1P",),
-        memory=lambda p: p,
-        promises=True,
+        promise=lambda p: p,
     ),
     Mode(
         name="ZBH2",
         summary="no bubble; memory 2p-1",
         place=_single,
         aliases=("ZB2P",),
-        memory=lambda p: 2 * p - 1,
-        promises=True,
+        promise=lambda p: 2 * p - 1,
     ),
     Mode(
         name="ZB",
         summary="one chunk a stage under any memory limit; 2p if none",
         place=_single,
-        memory=lambda p: 2 * p,
+        default=lambda p: 2 * p,
         is_usual=False,
     ),
     Mode(
@@ -129,14 +132,14 @@ _ROWS = (
         place=Placement.wave,
         aliases=("ZBVZeroBubble",),
         chunks=2,
-        memory=lambda p: p,
+        default=lambda p: p,
     ),
     Mode(
         name="ZBVPP",
         summary="ZBV under any memory limit; p if none",
         place=Placement.wave,
         chunks=None,
-        memory=lambda p: p,
+        default=lambda p: p,
         is_usual=False,
     ),
     Mode(
@@ -144,16 +147,14 @@ _ROWS = (
         summary="half of 1F1B's bubble and memory: (p+2)//2",
         place=Placement.wave,
         chunks=2,
-        memory=lambda p: (p + 2) // 2,
-        promises=True,
+        promise=lambda p: (p + 2) // 2,
     ),
     Mode(
         name="VMin",
         summary="a third of 1F1B's memory: (p+4)//3",
         place=Placement.wave,
         chunks=2,
-        memory=lambda p: (p + 4) // 3,
-        promises=True,
+        promise=lambda p: (p + 4) // 3,
     ),
     Mode(
         name=AUTO,
@@ -223,4 +224,5 @@ def promised_memory(n_stages: int) -> dict[str, int]:
     >>> promised_memory(4)
     {'ZBH1': 4, 'ZBH2': 7, 'ZB': 8, 'ZBV': 4, 'ZBVPP': 4, 'VHalf': 3, 'VMin': 2}
     """
-    return {mode.name: mode.memory(n_stages) for mode in _ROWS if mode.memory}
+    memories = {mode.name: mode.memory(n_stages) for mode in _ROWS}
+    return {name: most for name, most in memories.items() if most is not None}

@@ -12,6 +12,7 @@ from zbpp.schedules import Recomputing, Split
 __all__ = [
     "PlanRequest",
     "SplitRule",
+    "chunk_models",
     "count_chunks",
     "listed_chunks",
     "parse_recompute",
@@ -108,8 +109,14 @@ def count_chunks(mode: Mode, request: PlanRequest) -> int | None:
         return mode.chunks or asked
     if isinstance(request.costs, LayerCosts):
         return None
-    costs, memory = request.costs or Costs(), request.memory or MemoryModel()
+    costs, memory = chunk_models(request)
     return listed_chunks(costs, memory, request.n_stages or 0)
+
+
+def chunk_models(request: PlanRequest) -> tuple[Costs, MemoryModel]:
+    """Costs and memory of chunks, or those that stand where none are given."""
+    assert not isinstance(request.costs, LayerCosts)
+    return request.costs or Costs(), request.memory or MemoryModel()
 
 
 def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | None:
@@ -119,23 +126,20 @@ def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | Non
     2
 
     None if all are numbers or lists of one entry a stage, which are dealt to any number
-    of chunks (a list of links says nothing), or if the longest list has no whole number
-    of entries a stage: then the planner names the length that it needs.
+    of chunks, or if the longest list has no whole number of entries a stage: then the
+    planner names the length that it needs.
     """
-    values: list[float | tuple[float, ...] | None]
-    values = [costs.f, costs.b, costs.w, costs.optimizer]
-    values += [costs.all_gather, costs.reduce_scatter]
-    values += [memory.m_b, memory.m_w, memory.m_fixed]
-    values += [memory.peak_f, memory.peak_b, memory.peak_w, memory.peak_bw]
-    values += [memory.peak_o, memory.m_r]
-    lengths = [len(value) for value in values if isinstance(value, tuple)]
-    for per_edge in (costs.comm, costs.send_occupies):
-        if isinstance(per_edge, tuple) and len(per_edge) > n_stages:
-            lengths.append(len(per_edge) + 1)
-    longest = max(lengths, default=0)
-    if n_stages < 1 or longest % n_stages:
+    lengths = [0]
+    for name, value in (vars(costs) | vars(memory)).items():
+        if not isinstance(value, tuple) or name in ("splits", "limit"):
+            continue
+        if name not in ("comm", "send_occupies"):
+            lengths.append(len(value))
+        elif len(value) > n_stages:  # one entry an edge between chunks; else per link
+            lengths.append(len(value) + 1)
+    if n_stages < 1 or max(lengths) % n_stages:
         return None
-    chunks_per_stage = longest // n_stages
+    chunks_per_stage = max(lengths) // n_stages
     return chunks_per_stage if chunks_per_stage > 1 else None
 
 
@@ -148,17 +152,10 @@ def parse_split(text: str) -> Split:
     Raises:
         RequestError: it is none of these.
     """
-    if text == "balanced":
-        return "balanced"
-    if text == "even":
-        return "even"
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise RequestError(
-            f"split {text!r} is not known; choose balanced or even, or give the layers "
-            "of each chunk, as 3,4,5"
-        ) from None
+    if text == "balanced" or text == "even":
+        return text
+    choices = "balanced or even, or give the layers of each chunk, as 3,4,5"
+    return _numbers(text, f"split {text!r} is not known; choose {choices}")
 
 
 def parse_recompute(text: str) -> Recomputing:
@@ -170,17 +167,14 @@ def parse_recompute(text: str) -> Recomputing:
     Raises:
         RequestError: it is none of these.
     """
-    match text:
-        case "auto":
-            return "auto"
-        case "all":
-            return "all"
-        case "none":
-            return "none"
+    if text == "auto" or text == "all" or text == "none":
+        return text
+    choices = "auto, all or none, or give numbers, as 0,2,5"
+    return _numbers(text, f"recompute {text!r} is not known; choose {choices}")
+
+
+def _numbers(text: str, otherwise: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise RequestError(
-            f"recompute {text!r} is not known; choose auto, all or none, or give "
-            "numbers, as 0,2,5"
-        ) from None
+        raise RequestError(otherwise) from None

@@ -65,9 +65,9 @@ class Problem:
         if mode.order is not None:
             schedule = mode.order_on(placement, self.n_microbatches)
             return within_limit(schedule, self.costs, self.memory)
-        assert mode.memory is not None, mode.name
         most = mode.memory(placement.n_stages)
-        cap = most if mode.promises else math.inf
+        assert most is not None, mode.name
+        cap = most if mode.promise else math.inf
         return self.search(mode.name, placement, memory_cap=cap, default_limit=most)
 
     def search(
@@ -157,11 +157,14 @@ class Problem:
     def _limited(self, mode: Mode | None, placement: Placement) -> MemoryModel:
         """The memory of a mode: what it promises; else what its placement may have."""
         splits = self.costs.on(placement).splits
-        if mode is None or mode.memory is None:
-            most = _allowance(placement)
-            return capped(self.memory, placement, splits=splits, default_limit=most)
-        most = mode.memory(placement.n_stages)
-        return capped(self.memory, placement, splits=splits, memory_cap=most)
+        promised = None if mode is None else mode.memory(placement.n_stages)
+        return capped(
+            self.memory,
+            placement,
+            splits=splits,
+            memory_cap=math.inf if promised is None else promised,
+            default_limit=_allowance(placement),
+        )
 
 
 def placements(mode: Mode, request: PlanRequest) -> list[Placement]:

@@ -18,7 +18,7 @@ from zbpp.core.costs.limits import is_limit_in_bytes, with_limit
 from zbpp.core.measured import not_told_apart
 from zbpp.models.configs.text_model import TextModel
 from zbpp.planning import PlanRequest, is_auto, is_file, make_plan
-from zbpp.planning.answer import recomputed_of
+from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime.comm.process_group import asked_device
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
@@ -92,7 +92,7 @@ def costs_of(
             return layers.on(
                 schedule.placement,
                 schedule.split,
-                recompute=recomputed_of(schedule, schedule.split),
+                recompute=recomputed_layers(schedule, schedule.split),
             )
     path = options.costs or options.emulate
     costs, memory = (Costs(), MemoryModel()) if path is None else read_costs(path)
