@@ -195,27 +195,22 @@ def on_replicas(
     if n == 1:
         return layers
     sizes, fixed = layers.of("parameters"), layers.of("m_fixed")
-    in_parts = shard != "none"
-    reduce = CollectiveOperation.ALL_REDUCE
-    if in_parts:
-        reduce = CollectiveOperation.REDUCE_SCATTER
-    gather = CollectiveOperation.ALL_GATHER
+
+    def times(operation: CollectiveOperation) -> tuple[float, ...]:
+        return tuple(network.time(operation, size, n) for size in sizes)
+
+    if shard == "none":
+        return replace(layers, reduce_scatter=times(CollectiveOperation.ALL_REDUCE))
     whole = {"optimizer": 2, "gradients": 1}.get(shard, 0)  # gradients, parameters
     costs = replace(
-        layers, reduce_scatter=tuple(network.time(reduce, one, n) for one in sizes)
-    )
-    if not in_parts:
-        return costs
-    costs = replace(
-        costs,
+        layers,
+        reduce_scatter=times(CollectiveOperation.REDUCE_SCATTER),
+        all_gather=times(CollectiveOperation.ALL_GATHER),
         m_fixed=tuple(
             (both - (whole == 2) * size) / n + whole * size
             for size, both in zip(sizes, fixed, strict=True)
         ),
         optimizer=_divided_by(layers.optimizer, n),
-    )
-    costs = replace(
-        costs, all_gather=tuple(network.time(gather, one, n) for one in sizes)
     )
     return _gathering(costs) if gathers_in_passes(n, shard) else costs
 
