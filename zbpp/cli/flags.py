@@ -103,7 +103,7 @@ class CommonFlags:
         )
         return with_replicas(layers, self.data_parallel, self.shard)
 
-    def plan_sized(
+    def request(
         self,
         mode: str,
         *,
@@ -111,11 +111,11 @@ class CommonFlags:
         microbatches: int | None,
         chunks_per_stage: int | None,
         recompute: str | None = None,
-    ) -> Plan:
-        """Plan a mode, or read a file, in the words of the flags.
+    ) -> PlanRequest:
+        """Ask for a mode, or a file, in the words of the flags.
 
         Raises:
-            RequestError: a size is missing or wrong, or as `zbpp.make_plan`.
+            RequestError: a size is missing or wrong, or a file of costs is.
         """
         sizes = {"--stages": stages, "--microbatches": microbatches}
         for flag, size in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
@@ -137,7 +137,7 @@ class CommonFlags:
             costs, memory = self.models()
             has_own = self.costs is None and is_plan_file(mode)
             request = replace(request, costs=None if has_own else costs, memory=memory)
-        return make_plan(request)
+        return request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +156,14 @@ class SizedFlags(CommonFlags):
 
     def plan(self, mode: str) -> Plan:
         """Plan a mode, or read a file."""
-        return self.plan_sized(
+        request = self.request(
             mode,
             stages=self.stages,
             microbatches=self.microbatches,
             chunks_per_stage=self.chunks_per_stage,
             recompute=self.recompute,
         )
+        return make_plan(request)
 
     def with_checks(self, schedule: Schedule) -> Schedule:
         """Place V's or take them out, if the flag says so; add collectives."""

@@ -1,5 +1,6 @@
 """`make_plan`: one function from a request to a plan; `plan` is its short form."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zbpp.core import (
@@ -18,7 +19,7 @@ from zbpp.core.costs.limits import with_limit
 from zbpp.planning.answer import Plan
 from zbpp.planning.layers import plan_layers, rejected
 from zbpp.planning.modes import AUTO, MODES, Mode, canonical
-from zbpp.planning.orders import given_orders, mode_of, under_limit
+from zbpp.planning.orders import as_mode, given_orders, under_limit
 from zbpp.planning.request import PlanRequest, chunk_models
 from zbpp.planning.search import Problem, placements
 from zbpp.schedules import check_effort
@@ -75,43 +76,33 @@ def make_plan(request: PlanRequest) -> Plan:
         mode = MODES[canonical(str(request.schedule))]
     else:
         schedule = orders.schedule if isinstance(orders, Plan) else orders
-        mode = mode_of(schedule)
-        request = replace(
-            request,
-            schedule=schedule,
-            n_stages=schedule.n_stages,
-            n_microbatches=schedule.n_microbatches,
-            chunks_per_stage=None,
-        )
+        mode, request = as_mode(schedule, request)
     if isinstance(costs, LayerCosts) or request.recompute is not None:
         return plan_layers(mode, request)
+    costs, memory = chunk_models(request)
+    if orders is not None:
+        costs, memory = recomputed(costs, memory, schedule)
+    options = placements(mode, request)
+    _, n_microbatches = request.sizes(mode.name)
+    problem = Problem(n_microbatches, costs, memory, request.effort)
     try:
-        return _plan_chunks(mode, request)
+        if mode.place is None:
+            plan = _best_of(problem, options)
+        else:
+            schedule = problem.plan(mode, options[0])
+            plan = Plan(schedule, costs, memory, mode.name, split=schedule.split)
     except LimitError as error:
         raise _with_others(error, request) from None
+    return plan if request.costs is not None else replace(plan, has_costs=False)
 
 
-def _plan_chunks(mode: Mode, request: PlanRequest) -> Plan:
-    """Plan a mode for costs of chunks."""
-    _, n_microbatches = request.sizes(mode.name)
-    costs, memory = chunk_models(request)
-    if isinstance(request.schedule, Schedule):
-        costs, memory = recomputed(costs, memory, request.schedule)
-    problem = Problem(n_microbatches, costs, memory, request.effort)
-    options = placements(mode, request)
-    has_costs = request.costs is not None
-    if mode.place is not None:
-        schedule = problem.plan(mode, options[0])
-        return Plan(schedule, costs, memory, mode.name, has_costs, split=schedule.split)
+def _best_of(problem: Problem, options: Sequence[Placement]) -> Plan:
+    """Plan auto: the best of all modes and placements, and why the others lost."""
     contest = problem.contest(options)
     name, best = contest.winner()
-    limited = None if memory.limit is None else memory
-    return replace(
-        best,
-        schedule=replace(best.schedule, name=AUTO, memory=limited),
-        has_costs=has_costs,
-        rejected=rejected(contest, name, best),
-    )
+    limited = None if problem.memory.limit is None else problem.memory
+    schedule = replace(best.schedule, name=AUTO, memory=limited)
+    return replace(best, schedule=schedule, rejected=rejected(contest, name, best))
 
 
 class _ModeLimitError(LimitError):

@@ -24,7 +24,7 @@ from zbpp.planning.request import PlanRequest
 from zbpp.schedules import is_torch_csv, read_torch_csv
 from zbpp.schedules.planner.limits import check_limits
 
-__all__ = ["given_orders", "mode_of", "under_limit", "within_limit"]
+__all__ = ["as_mode", "given_orders", "under_limit", "within_limit"]
 
 
 def given_orders(request: PlanRequest) -> Schedule | Plan | None:
@@ -65,15 +65,23 @@ def _read(path: str) -> Schedule | Plan:
     return parse_schedule(text, source=path)
 
 
-def mode_of(schedule: Schedule) -> Mode:
-    """The mode whose hand-made order a schedule is."""
-    return Mode(
+def as_mode(schedule: Schedule, request: PlanRequest) -> tuple[Mode, PlanRequest]:
+    """The mode whose hand-made order a schedule is, and the request for it."""
+    mode = Mode(
         name=schedule.name,
         summary="orders that are given",
         place=lambda *_: schedule.placement,
         chunks=1,
         order=lambda **_: schedule,
     )
+    sized = replace(
+        request,
+        schedule=schedule,
+        n_stages=schedule.n_stages,
+        n_microbatches=schedule.n_microbatches,
+        chunks_per_stage=None,
+    )
+    return mode, sized
 
 
 def under_limit(plan: Plan, memory: MemoryModel | None) -> Plan:

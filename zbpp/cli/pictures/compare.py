@@ -18,7 +18,7 @@ from zbpp.cli.pictures.several import command_text, paths_in
 from zbpp.cli.report import print_comparison
 from zbpp.cli.summary import summarize
 from zbpp.core import RequestError
-from zbpp.planning import MODES, is_auto
+from zbpp.planning import MODES, is_auto, make_plan
 from zbpp.simulator import bubble_rate, plot_comparison, simulate
 from zbpp.simulator.page import write_page
 
@@ -130,12 +130,13 @@ class Compare(MeshFlags):
 
     def _plan(self, mode: str) -> Planned:
         """Plan a mode; with a layers file, split the layers for it."""
-        plan = self.plan_sized(
+        request = self.request(
             mode,
             stages=self.stages,
             microbatches=self.microbatches,
             chunks_per_stage=None if MODES[mode].chunks else self.chunks_per_stage,
         )
+        plan = make_plan(request)
         plan = replace(plan, schedule=self.with_collectives(plan.schedule))
         return Planned(plan, summarize(plan.schedule, plan.costs, plan.memory))
 
