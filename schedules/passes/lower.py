@@ -36,7 +36,6 @@ from zbpp.core import (
     AddTied,
     Check,
     Collective,
-    CollectiveKind,
     Costs,
     Instruction,
     Job,
@@ -53,6 +52,7 @@ from zbpp.core import (
     TiedGradient,
     Value,
     at_check,
+    kind_of,
     output_of,
     reader,
     reads,
@@ -66,8 +66,6 @@ __all__ = ["check_channels", "lower", "lower_forward"]
 
 Channel = tuple[int, int]
 """(sending stage, receiving stage)."""
-
-_LAST_OF_GRADIENTS = (PassKind.W, PassKind.BW, CollectiveKind.REDUCE_WAIT)
 
 Sent = tuple[Message, int]
 """A message, and the column of its sender's order behind which it leaves."""
@@ -182,7 +180,7 @@ def _tied_sends(
     last = {
         job.chunk: column
         for column, job in enumerate(order)
-        if isinstance(job, Pass | Collective) and job.kind in _LAST_OF_GRADIENTS
+        if isinstance(job, Pass | Collective) and kind_of(job).gradients_due < 0
     }
     sends: dict[int, list[Send]] = defaultdict(list)
     for tie, chunks in enumerate(ties):

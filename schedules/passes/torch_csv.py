@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zbpp.core import (
+    KINDS,
     Collective,
     CollectiveKind,
     Instruction,
@@ -55,9 +56,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("zbpp")
-_LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
-_KIND = {letter: kind for kind, letter in _LETTER.items()}
-_WEIGHTS = (PassKind.W, PassKind.BW)
+_KIND = {KINDS[kind].torch: kind for kind in PassKind}
+_WEIGHTS = [kind for kind in PassKind if PassKind.W in KINDS[kind].work]
 _LAST = (*PassKind, CollectiveKind.REDUCE_GRAD)
 _CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})")
 _TRANSFER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d*")
@@ -85,9 +85,9 @@ def _cell(one: Instruction) -> str:
     """Write an instruction as torch does; empty if torch has none like it."""
     match one:
         case Pass(kind, chunk, microbatch):
-            return f"{chunk}{_LETTER[kind]}{microbatch}"
-        case Collective(kind) if kind is not CollectiveKind.REDUCE_WAIT:
-            return str(one)
+            return f"{chunk}{KINDS[kind].torch}{microbatch}"
+        case Collective(kind, chunk) if KINDS[kind].torch is not None:
+            return f"{chunk}{KINDS[kind].torch}"
         case Send(Value() as value):
             letter = "F" if value.what is What.ACTIVATION else "B"
             return f"{value.chunk}SEND_{letter}{value.microbatch}"

@@ -23,7 +23,6 @@ with any unit, such as M_B.
 """
 
 from dataclasses import dataclass, replace
-from typing import assert_never
 
 from zbpp.core.costs.dealing import (
     MOST_LIMIT,
@@ -34,7 +33,7 @@ from zbpp.core.costs.dealing import (
     per_chunk,
 )
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Job, Pass, PassKind, Step
+from zbpp.core.jobs import Job, kind_of, place_of
 from zbpp.core.placement import Placement
 
 __all__ = ["ChunkMemory", "MemoryModel"]
@@ -181,31 +180,18 @@ class ChunkMemory:
         )
         return replace(self, limit=limit, fixed=(0.0,) * len(limit))
 
-    def change(self, kind: PassKind, chunk: int) -> float:
-        """Memory that a pass leaves behind it: more than before, or less (< 0)."""
-        match kind:
-            case PassKind.F:
-                return self.m_b[chunk]
-            case PassKind.B:
-                return self.m_w[chunk] - self.m_b[chunk]
-            case PassKind.W:
-                return -self.m_w[chunk]
-            case PassKind.BW:
-                return -self.m_b[chunk]
-            case _:
-                assert_never(kind)
+    def change(self, job: Job) -> float:
+        """Memory that a job leaves behind it: more than before, or less (< 0)."""
+        change, place = 0.0, place_of(job)
+        for name, sign in kind_of(job).keeps:
+            column: tuple[float, ...] = getattr(self, name)
+            change += sign * column[place]
+        return change
 
     def peak(self, job: Job) -> float:
         """Most that a job holds above what its stage holds before it; 0 or more."""
-        match job:
-            case Pass(PassKind.F, chunk):
-                return self.peak_f[chunk]
-            case Pass(PassKind.B, chunk):
-                return self.peak_b[chunk]
-            case Pass(PassKind.W, chunk):
-                return self.peak_w[chunk]
-            case Pass(PassKind.BW, chunk):
-                return self.peak_bw[chunk]
-            case Step(stage):
-                return self.peak_o[stage]
-        return 0.0
+        column = kind_of(job).peak
+        if column is None:
+            return 0.0
+        peaks: tuple[float, ...] = getattr(self, column)
+        return peaks[place_of(job)]
