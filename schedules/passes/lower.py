@@ -54,6 +54,7 @@ from zbpp.core import (
     at_check,
     kind_of,
     output_of,
+    parts_of,
     reader,
     reads,
     writes,
@@ -98,10 +99,11 @@ def lower(
     Raises:
         ScheduleError: before its V a stage reads what another computes after its own.
     """
-    orders: list[tuple[Job, ...]] = [
-        order if Step(stage) in order else (*order, Step(stage))
-        for stage, order in enumerate(schedule.orders)
+    orders = [
+        [part for job in order for part in parts_of(job)] for order in schedule.orders
     ]
+    for stage, order in enumerate(orders):
+        order += [] if Step(stage) in order else [Step(stage)]
     placement = schedule.placement
     _check_validation(placement, orders)
     times, m = (costs or Costs()).on(placement), schedule.n_microbatches

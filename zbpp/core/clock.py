@@ -20,6 +20,7 @@ from zbpp.core.jobs import (
     Step,
     Value,
     kind_of,
+    parts_of,
     passes_in,
     place_of,
     reads,
@@ -79,11 +80,12 @@ class Clock:
     def arrival(self, job: Job) -> float | None:
         """Time at which all inputs of a job are there; None if one is not computed."""
         arrival = 0.0
-        for state in kind_of(job).awaits:
-            set_at = self._set_at(state, place_of(job))
-            if set_at is None:
-                return None
-            arrival = max(arrival, set_at)
+        for part in parts_of(job):
+            for state in kind_of(part).awaits:
+                set_at = self._set_at(state, place_of(part))
+                if set_at is None:
+                    return None
+                arrival = max(arrival, set_at)
         for part in passes_in(job):
             for value in reads(part, self._n_chunks):
                 written = self._written.get(value)
@@ -115,17 +117,18 @@ class Clock:
         start = self.start(job)
         if start is None:
             return None
-        kind, end = kind_of(job), start + self._times.of(job)
-        for lane in kind.lanes:
+        end = start + self._times.of(job)
+        for lane in kind_of(job).lanes:
             self._lanes[lane][self.stage(job)] = end
         for part in passes_in(job):
             for value in writes(part, self._n_chunks):
                 self._written[value] = end
-        if kind.sets is not None:
-            self._states[kind.sets, place_of(job)] = end
-        self._gradients_due += kind.gradients_due
-        if kind.gradients_due < 0:
-            self._last_gradient = max(self._last_gradient, end)
+        for kind, place in ((kind_of(part), place_of(part)) for part in parts_of(job)):
+            if kind.sets is not None:
+                self._states[kind.sets, place] = end
+            self._gradients_due += kind.gradients_due
+            if kind.gradients_due < 0:
+                self._last_gradient = max(self._last_gradient, end)
         return Slot(job, start, end)
 
     def stage(self, job: Job) -> int:

@@ -52,6 +52,7 @@ __all__ = [
     "input_of",
     "kind_of",
     "output_of",
+    "parts_of",
     "passes",
     "passes_in",
     "place_of",
@@ -385,6 +386,11 @@ def passes_in(job: object) -> tuple[Pass, ...]:
     ((Pass(kind=<PassKind.F: 'F'>, chunk=0, microbatch=0),), ())
     """
     return (job,) if isinstance(job, Pass) else ()
+
+
+def parts_of(job: Job) -> tuple[Job, ...]:
+    """The jobs that run at the same time in a job: what it computes, or itself."""
+    return passes_in(job) or (job,)
 
 
 def passes(kind: PassKind, chunk: int, n_microbatches: int) -> list[Pass]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from zbpp.core.costs import ChunkMemory
-from zbpp.core.jobs import Job, Kind, place_of
+from zbpp.core.jobs import Job, Pass
 
 __all__ = ["held_during", "peaks"]
 
@@ -20,9 +20,9 @@ def held_during(
     """
     held = memory.fixed[stage]
     during = []
-    looked_up: dict[tuple[Kind, int], tuple[float, float]] = {}
+    looked_up: dict[object, tuple[float, float]] = {}
     for job in order:
-        key = job.kind, place_of(job)
+        key = (job.kind, job.chunk) if isinstance(job, Pass) else job
         if key not in looked_up:
             looked_up[key] = memory.peak(job), memory.change(job)
         peak, change = looked_up[key]

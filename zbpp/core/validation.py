@@ -19,6 +19,7 @@ from zbpp.core.jobs import (
     State,
     Step,
     kind_of,
+    parts_of,
     passes_in,
     reads,
     stage_of,
@@ -72,7 +73,7 @@ def validate(
         all_plain = False
         seen: dict[Job, int] = {}
         for column, job in enumerate(order):
-            parts = passes_in(job) or (job,)
+            parts = parts_of(job)
             for part in parts:
                 reason = (
                     _misplaced(part, placement, n_microbatches, stage)

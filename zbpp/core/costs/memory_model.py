@@ -33,7 +33,7 @@ from zbpp.core.costs.dealing import (
     per_chunk,
 )
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Job, kind_of, place_of
+from zbpp.core.jobs import Job, kind_of, parts_of, place_of
 from zbpp.core.placement import Placement
 
 __all__ = ["ChunkMemory", "MemoryModel"]
@@ -182,16 +182,22 @@ class ChunkMemory:
 
     def change(self, job: Job) -> float:
         """Memory that a job leaves behind it: more than before, or less (< 0)."""
-        change, place = 0.0, place_of(job)
-        for name, sign in kind_of(job).keeps:
-            column: tuple[float, ...] = getattr(self, name)
-            change += sign * column[place]
+        change = 0.0
+        for part in parts_of(job):
+            for name, sign in kind_of(part).keeps:
+                column: tuple[float, ...] = getattr(self, name)
+                change += sign * column[place_of(part)]
         return change
 
     def peak(self, job: Job) -> float:
-        """Most that a job holds above what its stage holds before it; 0 or more."""
-        column = kind_of(job).peak
-        if column is None:
-            return 0.0
-        peaks: tuple[float, ...] = getattr(self, column)
-        return peaks[place_of(job)]
+        """Most that a job holds above what its stage holds before it; 0 or more.
+
+        The parts of a pair may hold their most at the same time.
+        """
+        peak = 0.0
+        for part in parts_of(job):
+            name = kind_of(part).peak
+            if name is not None:
+                column: tuple[float, ...] = getattr(self, name)
+                peak += column[place_of(part)]
+        return peak
