@@ -24,13 +24,14 @@ with any unit, such as M_B.
 
 from dataclasses import dataclass, replace
 
-from zbpp.core.costs.dealing import (
-    MOST_LIMIT,
+from zbpp.core.costs.columns import (
+    Per,
     PerChunk,
+    check_columns,
     check_memory_unit,
-    check_numbers,
-    deal_limit,
+    column,
     per_chunk,
+    per_stage,
 )
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Job, kind_of, parts_of, place_of
@@ -38,7 +39,6 @@ from zbpp.core.placement import Placement
 
 __all__ = ["ChunkMemory", "MemoryModel"]
 
-_PEAKS = ("peak_f", "peak_b", "peak_w", "peak_bw")
 _MARGIN = 1e-9  # relative, for sums that were rounded
 _ROUNDING = 1e-14  # relative, of one sum
 
@@ -65,26 +65,21 @@ class MemoryModel:
         RequestError: a number is negative, not finite or above 1e100.
     """
 
-    m_b: PerChunk = 1.0
-    m_w: PerChunk = 0.5
-    limit: PerChunk | None = None
-    m_fixed: PerChunk = 0.0
-    peak_f: PerChunk | None = None
-    peak_b: PerChunk | None = None
-    peak_w: PerChunk | None = None
-    peak_bw: PerChunk | None = None
-    peak_o: PerChunk = 0.0
-    m_r: PerChunk | None = None
+    m_b: PerChunk = column(1.0, Per.CHUNK, is_memory=True)
+    m_w: PerChunk = column(0.5, Per.CHUNK, is_memory=True)
+    limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
+    m_fixed: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
+    peak_f: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_b: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_w: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_bw: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_o: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
+    m_r: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
     memory_unit: str | None = None
 
     def __post_init__(self) -> None:
         check_memory_unit(self.memory_unit)
-        for name in ("m_b", "m_w", "m_fixed", "peak_o", *_PEAKS, "m_r"):
-            value = getattr(self, name)
-            if value is not None:
-                check_numbers(name, value)
-        if self.limit is not None:
-            check_numbers("memory_limit", self.limit, most=MOST_LIMIT)
+        check_columns(self)
 
     def on(
         self, placement: Placement, splits: tuple[bool, ...] | None = None
@@ -124,7 +119,7 @@ class MemoryModel:
         return ChunkMemory(
             m_b=m_b,
             m_w=m_w,
-            limit=deal_limit(self.limit, placement),
+            limit=per_stage(self.limit, placement),
             fixed=tuple(sum(fixed[c] for c in own) for own in placement.chunks_of),
             peak_f=peak_f,
             peak_b=peak_b,

@@ -16,15 +16,21 @@ and the rest of comm is a pure delay. All starts are the same as if the two were
 from dataclasses import dataclass
 from operator import add, sub
 
-from zbpp.core.costs.dealing import PerChunk, check_numbers, per_chunk
-from zbpp.core.costs.links import edge_delays, reduction_delay
+from zbpp.core.costs.columns import (
+    Per,
+    PerChunk,
+    check_columns,
+    column,
+    columns_of,
+    edge_delays,
+    per_chunk,
+    reduction_delay,
+)
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Job, JobKind, PassKind, kind_of, place_of
 from zbpp.core.placement import Placement
 
 __all__ = ["Costs", "PassTimes"]
-
-_OF_CHUNKS = ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Costs:
     """Times of the passes, of a message between two stages, and of the optimizer.
 
     ``send_occupies`` is the part of ``comm`` for which the sender computes nothing; a
-    list of either is per link (`zbpp.core.costs.links`).
+    list of either is per link (`zbpp.core.costs.columns`).
     ``loss`` is the time of the loss, a part of the last chunk's F. ``splits`` says of
     each stage whether its backward can be split into B and W; default: all can.
     ``reduction`` is the time of the sum of all stages' gradient norms, from the last
@@ -48,25 +54,22 @@ class Costs:
             holds no booleans.
     """
 
-    f: PerChunk = 1.0
-    b: PerChunk = 1.0
-    w: PerChunk = 1.0
-    comm: float | tuple[float, ...] = 0.0
-    optimizer: PerChunk = 0.0
-    loss: float = 0.0
+    f: PerChunk = column(1.0, Per.CHUNK)
+    b: PerChunk = column(1.0, Per.CHUNK)
+    w: PerChunk = column(1.0, Per.CHUNK)
+    comm: PerChunk = column(0.0, Per.EDGE)
+    optimizer: PerChunk = column(0.0, Per.CHUNK)
+    loss: float = column(0.0, Per.ALL)
+    reduction: float | None = column(None, Per.ALL)
+    validation: float = column(0.0, Per.ALL)
     splits: tuple[bool, ...] | None = None
-    reduction: float | None = None
-    validation: float = 0.0
-    all_gather: PerChunk = 0.0
-    reduce_scatter: PerChunk = 0.0
-    send_occupies: float | tuple[float, ...] = 0.0
+    all_gather: PerChunk = column(0.0, Per.CHUNK)
+    reduce_scatter: PerChunk = column(0.0, Per.CHUNK)
+    send_occupies: PerChunk = column(0.0, Per.EDGE)
     gathers: bool = False
 
     def __post_init__(self) -> None:
-        for name in (*_OF_CHUNKS, "comm", "send_occupies", "loss", "validation"):
-            check_numbers(name, getattr(self, name))
-        if self.reduction is not None:
-            check_numbers("reduction", self.reduction)
+        check_columns(self)
         for stage, split in enumerate(self.splits or ()):
             if not isinstance(split, bool):
                 raise RequestError(
@@ -77,10 +80,12 @@ class Costs:
         """Give every chunk its share.
 
         Raises:
-            RequestError: a list has another length than `zbpp.core.costs.dealing` says.
+            RequestError: a list has another length than `zbpp.core.costs.columns` says.
         """
         f, b, w, optimizer, all_gather, reduce_scatter = (
-            per_chunk(name, getattr(self, name), placement) for name in _OF_CHUNKS
+            per_chunk(name, getattr(self, name), placement)
+            for name, about in columns_of(Costs).items()
+            if about.per is Per.CHUNK
         )
         if self.gathers:
             f, b = (tuple(map(add, times, all_gather)) for times in (f, b))
