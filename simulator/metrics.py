@@ -146,7 +146,7 @@ def memory_over_time(
         for slot in timeline.rows[stage]:
             peak, before = of_chunk.peak(slot.job), held
             if isinstance(slot.job, Pass):
-                held += of_chunk.change(slot.job.kind, slot.job.chunk)
+                held += of_chunk.change(slot.job)
             if peak:
                 curve.append((slot.start, before + peak))
             if held != before + peak:

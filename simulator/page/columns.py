@@ -179,10 +179,7 @@ def _memory(
     for stage, row in enumerate(timeline.rows):
         jobs = [slot.job for slot in row]
         during += held_during(jobs, of_chunk, stage=stage)
-        changes = [
-            of_chunk.change(job.kind, job.chunk) if isinstance(job, Pass) else 0.0
-            for job in jobs
-        ]
+        changes = [of_chunk.change(job) for job in jobs]
         after += list(accumulate(changes, initial=of_chunk.fixed[stage]))[1:]
     return {"during": array("d", during), "after": array("d", after)}
 

@@ -16,7 +16,7 @@ from zbpp.core import (
     read_costs,
     read_layers,
 )
-from zbpp.core.costs.limits import with_limit
+from zbpp.core.costs.units import with_limit
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.replicas import Shard, replicated, with_gathers, with_replicas

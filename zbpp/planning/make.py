@@ -15,7 +15,7 @@ from zbpp.core import (
     peaks,
     recomputed,
 )
-from zbpp.core.costs.limits import with_limit
+from zbpp.core.costs.units import with_limit
 from zbpp.planning.answer import Plan
 from zbpp.planning.layers import plan_layers, rejected
 from zbpp.planning.modes import AUTO, MODES, Mode, canonical

@@ -20,7 +20,7 @@ from zbpp.core import (
     parse_memory,
     read_layers,
 )
-from zbpp.core.costs.limits import check_unit
+from zbpp.core.costs.units import check_unit
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import make_plan
 from zbpp.planning.modes import is_auto, is_file

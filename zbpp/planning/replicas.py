@@ -42,8 +42,8 @@ from zbpp.core import (
     Schedule,
     collective_time,
 )
-from zbpp.core.collectives.sharding import SHARDS, Shard, gathers_once, reduces_every
 from zbpp.core.costs.layers import PerLayer
+from zbpp.core.sharding import SHARDS, Shard, gathers_once, reduces_every
 from zbpp.schedules import add_collectives
 
 __all__ = [

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, RequestError, Schedule
+from zbpp.core.costs.columns import Per, columns_of
 from zbpp.planning.answer import Plan
 from zbpp.planning.modes import MODES, Mode
 from zbpp.schedules import Recomputing, Split
@@ -129,14 +130,14 @@ def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | Non
     of chunks, or if the longest list has no whole number of entries a stage: then the
     planner names the length that it needs.
     """
-    lengths = [0]
-    for name, value in (vars(costs) | vars(memory)).items():
-        if not isinstance(value, tuple) or name in ("splits", "limit"):
-            continue
-        if name not in ("comm", "send_occupies"):
+    lengths, table = [0], costs.with_memory(memory)
+    for name, about in columns_of(Costs).items():
+        value = getattr(table, name)
+        if isinstance(value, tuple) and about.per is Per.CHUNK:
             lengths.append(len(value))
-        elif len(value) > n_stages:  # one entry an edge between chunks; else per link
-            lengths.append(len(value) + 1)
+        elif isinstance(value, tuple) and about.per is Per.EDGE:
+            # one entry an edge between chunks; fewer are of links, and say nothing
+            lengths.append(len(value) + 1 if len(value) > n_stages else 0)
     if n_stages < 1 or max(lengths) % n_stages:
         return None
     chunks_per_stage = max(lengths) // n_stages
