@@ -19,6 +19,7 @@ from zbpp.core import (
 from zbpp.core.costs.units import with_limit
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
+from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import Shard, replicated, with_gathers, with_replicas
 from zbpp.planning.request import parse_recompute, parse_split
 from zbpp.schedules import post_validated, without_checks
@@ -26,6 +27,7 @@ from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import MemoryText, YesNoUnsaid
 
 __all__ = [
+    "ChunksOf",
     "CommonFlags",
     "ScheduleFlags",
     "SizedFlags",
@@ -46,6 +48,17 @@ def shown_as(metavar: str) -> object:
 def mode_named() -> object:
     """Name a mode in help texts, which list all of them."""
     return tyro.conf.arg(metavar="MODE", help=MODE_WORDS)
+
+
+ChunksOf = Annotated[
+    int | None,
+    tyro.conf.arg(
+        metavar="INT",
+        help=f"For {one_of(CHUNKED_MODES, 'and')}; without it, as many as the costs "
+        "list, or 2.",
+    ),
+]
+"""Chunks of a stage, of modes that have any number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +161,7 @@ class SizedFlags(CommonFlags):
     """Pipeline stages; a schedule file knows its own."""
     microbatches: Annotated[_Count, shown_as("INT")] = None
     """Micro-batches in a step; a schedule file knows its own."""
-    chunks_per_stage: Annotated[_Count, shown_as("INT")] = None
-    """For VPP, ZBVPP and auto; without it, as many as the costs list, or 2."""
+    chunks_per_stage: ChunksOf = None
     recompute: Annotated[_Text, shown_as("WHICH")] = None
     """Parts whose graph B computes again: auto (needs m_r in the costs, and a memory
     limit), all, none, or numbers: of layers with --layers, else of chunks: 0,2,5."""

@@ -5,7 +5,7 @@ underscores. Anything else must be a schedule or plan file: it ends in ``.json``
 ``.csv`` (torch's), or it exists. Every list of modes elsewhere is made of these rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +16,8 @@ from zbpp.schedules import plan_fthenb, plan_one_f_one_b, plan_vpp
 __all__ = [
     "AUTO",
     "BASELINE",
+    "CHUNKED_MODES",
+    "JOINT_WORDS",
     "MODES",
     "MODE_WORDS",
     "USUAL_MODES",
@@ -23,6 +25,7 @@ __all__ = [
     "canonical",
     "is_auto",
     "is_file",
+    "one_of",
     "promised_memory",
 ]
 
@@ -173,6 +176,22 @@ USUAL_MODES = tuple(mode.name for mode in _ROWS if mode.is_usual)
 
 MODE_WORDS = f"{', '.join(MODES)}, or a file."
 """What a mode may be, for help texts."""
+
+
+def one_of(names: Iterable[str], word: str = "or") -> str:
+    """Write names in a sentence.
+
+    >>> one_of(["ZB", "ZBV", "auto"])
+    'ZB, ZBV or auto'
+    """
+    *first, last = names
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
+JOINT_WORDS = one_of(mode.name for mode in _ROWS if not mode.splits)
+"""Modes whose backward is in one piece."""
+CHUNKED_MODES = tuple(mode.name for mode in _ROWS if mode.chunks is None)
+"""Modes of any number of chunks a stage."""
 
 
 def _plain(spelling: str) -> str:

@@ -19,7 +19,7 @@ from zbpp.core import (
 )
 from zbpp.core.files.json_text import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
-from zbpp.planning.modes import Mode, is_file
+from zbpp.planning.modes import JOINT_WORDS, Mode, is_file
 from zbpp.planning.request import PlanRequest
 from zbpp.schedules import is_torch_csv, read_torch_csv
 from zbpp.schedules.planner.limits import check_limits
@@ -113,7 +113,7 @@ def within_limit(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Sched
                 raise RequestError(
                     f"{schedule.name} runs {job}, but stage {stage} cannot split its "
                     f"backward (splits[{stage}] of the costs is false); plan again "
-                    "with these costs, or choose 1F1B, FThenB or VPP"
+                    f"with these costs, or choose {JOINT_WORDS}"
                 )
     if memory.limit is None:
         return schedule

@@ -7,7 +7,7 @@ from pathlib import Path
 from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, RequestError, Schedule
 from zbpp.core.costs.columns import Per, columns_of
 from zbpp.planning.answer import Plan
-from zbpp.planning.modes import MODES, Mode
+from zbpp.planning.modes import CHUNKED_MODES, Mode
 from zbpp.schedules import Recomputing, Split
 
 __all__ = [
@@ -99,10 +99,9 @@ def count_chunks(mode: Mode, request: PlanRequest) -> int | None:
     """
     asked = request.chunks_per_stage
     if asked is not None and mode.chunks is not None:
-        takers = ", ".join(row.name for row in MODES.values() if row.chunks is None)
         raise RequestError(
             f"chunks_per_stage is {asked}, but {mode.name} has its own number; leave "
-            f"it out, or choose one of {takers}"
+            f"it out, or choose one of {', '.join(CHUNKED_MODES)}"
         )
     if asked is not None:
         at_least_one(mode.name, "chunks_per_stage", asked)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from zbpp.cli.flags import shown_as
+from zbpp.cli.flags import ChunksOf, shown_as
 from zbpp.cli.layers_report import comparison_of_splits
 from zbpp.cli.outputs import check_outputs, check_picture, write_text
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
@@ -36,8 +36,7 @@ class Compare(MeshFlags):
     """Pipeline stages; left out with --devices."""
     microbatches: int
     """Micro-batches in a step; with --devices over all replicas."""
-    chunks_per_stage: Annotated[int | None, shown_as("INT")] = None
-    """For VPP, ZBVPP and auto; without it, as many as the costs list, or 2."""
+    chunks_per_stage: ChunksOf = None
     out: Annotated[Path | None, shown_as("PATH")] = None
     """Also write a page with table, charts and timelines (.html), or the charts alone
     (.png, .svg, .pdf)."""
