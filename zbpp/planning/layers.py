@@ -60,7 +60,7 @@ def plan_layers(mode: Mode, request: PlanRequest) -> Plan:
         )
     schedule = _best_split(mode, request).schedule
     if not callable(request.split):
-        schedule = replace(schedule, split=given and given.split)
+        schedule = replace(schedule, split=None if given is None else given.split)
     costs, memory = recomputed(*chunk_models(request), schedule)
     has_costs = request.costs is not None
     return Plan(schedule, costs, memory, mode.name, has_costs, split=schedule.split)
@@ -107,7 +107,8 @@ def _asked(
     if not isinstance(request.costs, LayerCosts):
         parts: Sequence[int] = (1,) * placement.n_chunks
         if callable(split):
-            parts = (given and given.split) or split(placement)
+            planned = None if given is None else given.split
+            parts = split(placement) if planned is None else planned
         what, n = "layer" if callable(split) else "chunk", sum(parts)
         for part in () if isinstance(recompute, str) else recompute or ():
             if not 0 <= part < n:

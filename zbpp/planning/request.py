@@ -20,6 +20,9 @@ __all__ = [
     "parse_split",
 ]
 
+_SPLITS: dict[str, Split] = {"balanced": "balanced", "even": "even"}
+_RECOMPUTE: dict[str, Recomputing] = {"auto": "auto", "all": "all", "none": "none"}
+
 SplitRule = Callable[[Placement], Sequence[int]]
 """Layers of each chunk of a placement."""
 
@@ -152,8 +155,8 @@ def parse_split(text: str) -> Split:
     Raises:
         RequestError: it is none of these.
     """
-    if text == "balanced" or text == "even":
-        return text
+    if text in _SPLITS:
+        return _SPLITS[text]
     choices = "balanced or even, or give the layers of each chunk, as 3,4,5"
     return _numbers(text, f"split {text!r} is not known; choose {choices}")
 
@@ -167,8 +170,8 @@ def parse_recompute(text: str) -> Recomputing:
     Raises:
         RequestError: it is none of these.
     """
-    if text == "auto" or text == "all" or text == "none":
-        return text
+    if text in _RECOMPUTE:
+        return _RECOMPUTE[text]
     choices = "auto, all or none, or give numbers, as 0,2,5"
     return _numbers(text, f"recompute {text!r} is not known; choose {choices}")
 
