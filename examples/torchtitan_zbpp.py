@@ -36,8 +36,8 @@ def module_names(plan: str | Path) -> list[list[str]]:
     """Names of the modules of each chunk of a plan, in the order of the chunks.
 
     Args:
-        plan: a schedule or plan file with a split; its first layer is the embedding, its last
-            one the norm and the head, those between are the blocks.
+        plan: a schedule or plan file with a split; its first layer is the embedding,
+            its last one the norm and the head, those between are the blocks.
 
     Raises:
         RequestError: the plan has no split.
