@@ -75,6 +75,14 @@ def test_commands_take_plan_files(tmp_path, capsys):
     assert shown["span"] == plan.span and max(shown["peak_memory"]) == plan.peak
     assert main(["show", "--json", str(path), "--memory_limit", "1"]) == 2
     assert "over the limit 1" in capsys.readouterr().err
+    in_bytes = MemoryModel(m_b=2.0**30, m_w=2.0**29, memory_unit="bytes")
+    planned("ZBH1", costs=COSTS, memory=in_bytes).save(path)
+    assert main(["show", str(path), "--memory_limit", "4GiB"]) == 0
+    assert "within memory 4.00 GiB" in capsys.readouterr().out
+    with make_pipeline(path, 3, memory="4GiB") as pipeline:
+        assert pipeline.memory.limit == 2.0**32
+    assert main(["show", str(path), "--memory_limit", "2GiB"]) == 2
+    assert "over the limit 2.00 GiB" in capsys.readouterr().err
     out = tmp_path / "schedule.json"
     assert main(["plan", str(path), "--out", str(out)]) == 0
     assert zbpp.plan(str(out)).orders == plan.schedule.orders

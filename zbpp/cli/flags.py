@@ -146,11 +146,12 @@ class CommonFlags:
             recompute=None if recompute is None else parse_recompute(recompute),
             effort=self.effort,
         )
-        if request.costs is None:
-            costs, memory = self.models()
-            has_own = self.costs is None and is_plan_file(mode)
-            request = replace(request, costs=None if has_own else costs, memory=memory)
-        return request
+        if request.costs is not None:
+            return request
+        if self.costs is None and is_plan_file(mode):  # it has costs of its own
+            return replace(request, memory=MemoryModel(limit=self.memory_limit))
+        costs, memory = self.models()
+        return replace(request, costs=costs, memory=memory)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,12 +79,10 @@ class Plan(PlanFigures):
     Args:
         schedule: with the split and the recomputed layers in it, where they are known.
         costs: of the chunks, with what is recomputed.
-        memory: likewise.
+        memory: of the chunks, as the costs.
         mode: that the plan was made by: of auto the one that has won.
         has_costs: costs were given; else F, B and W take 1.
         split: layers of each chunk; None: they are not known.
-        is_layered: costs of layers were given: steps are compared with the optimizer's
-            time in them, else spans without it.
         ideal_step: with costs of layers the work of a step, shared evenly by stages.
         even_step: with costs of layers the step of even chunks by the same mode; None:
             they do not fit.
@@ -98,7 +96,6 @@ class Plan(PlanFigures):
     mode: str
     has_costs: bool = True
     split: tuple[int, ...] | None = None
-    is_layered: bool = False
     ideal_step: float | None = None
     even_step: float | None = None
     rejected: tuple[Rejected, ...] = ()
@@ -113,10 +110,14 @@ class Plan(PlanFigures):
             found.memory,
             mode,
             split=found.split,
-            is_layered=True,
             ideal_step=found.ideal_step,
             even_step=found.even_step,
         )
+
+    @property
+    def is_layered(self) -> bool:
+        """True if it was made for costs of layers: steps then hold the optimizer."""
+        return self.ideal_step is not None
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -238,7 +239,6 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
             data["mode"],
             has_costs=data["has_costs"],
             split=schedule.split,
-            is_layered=ideal is not None,
             ideal_step=None if ideal is None else number(source, "ideal_step", ideal),
             even_step=None if even is None else number(source, "even_step", even),
             rejected=tuple(Rejected(**lost) for lost in data["rejected"]),

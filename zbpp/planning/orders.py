@@ -17,6 +17,7 @@ from zbpp.core import (
     parse_schedule,
     peaks,
 )
+from zbpp.core.costs.units import with_limit
 from zbpp.core.files.json_text import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
 from zbpp.planning.modes import JOINT_WORDS, Mode, is_file
@@ -89,10 +90,11 @@ def under_limit(plan: Plan, memory: MemoryModel | None) -> Plan:
 
     Raises:
         LimitError: it needs more memory.
+        RequestError: the limit has another unit.
     """
     if memory is None or memory.limit is None:
         return plan
-    memory = replace(plan.memory, limit=memory.limit)
+    memory = with_limit(plan.memory, memory.limit)
     schedule = within_limit(plan.schedule, plan.costs, memory)
     return replace(plan, schedule=schedule, memory=memory)
 

@@ -23,7 +23,7 @@ from zbpp.core import (
 from zbpp.core.costs.units import check_unit
 from zbpp.planning.answer import Plan
 from zbpp.planning.make import make_plan
-from zbpp.planning.modes import is_auto, is_file
+from zbpp.planning.modes import is_auto
 from zbpp.planning.orders import given_orders
 from zbpp.planning.request import PlanRequest
 from zbpp.schedules import (
@@ -80,29 +80,31 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
     Raises:
         RequestError: these do not fit together.
     """
-    schedule, split, costs = request.schedule, request.split, request.costs
+    split, costs = request.split, request.costs
     assert not callable(split), "a rule is made here"
-    is_mode = not isinstance(schedule, Schedule | Plan) and not is_file(str(schedule))
     n_stages = _count_stages(request.n_stages, n_ranks)
-    request = replace(request, n_stages=n_stages or n_ranks if is_mode else n_stages)
+    request = replace(request, n_stages=n_stages)
+    orders = given_orders(request)
+    if orders is None:
+        request = replace(request, n_stages=n_stages or n_ranks)
+    else:
+        request = replace(request, schedule=orders)
     if isinstance(costs, LayerCosts):
         if costs.n_layers != n_layers:
             raise RequestError(
                 f"there are costs of {costs.n_layers} layers, but the model has "
                 f"{n_layers}; measure this model"
             )
-        effort = "fast" if is_auto(schedule) else "default"
+        effort = "fast" if is_auto(request.schedule) else "default"
         plan = make_plan(replace(request, effort=effort, by_mode=True))
         if plan.line:
             _log.info(plan.line)
         return plan
-    if request.memory is not None:
+    if request.memory is not None and not isinstance(orders, Plan):
         check_unit(request.memory)
-    if is_mode:
+    if orders is None:
         plan = make_plan(replace(request, split=partial(_split_on, split, n_layers)))
         return replace(plan, split=split_of(plan.schedule, split, n_layers))
-    orders = given_orders(request)
-    assert orders is not None
     schedule = orders.schedule if isinstance(orders, Plan) else orders
     chosen = split_of(schedule, split, n_layers)
     names_layers = schedule.split is not None or bool(schedule.recompute)
