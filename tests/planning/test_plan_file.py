@@ -75,6 +75,13 @@ def test_commands_take_plan_files(tmp_path, capsys):
     assert shown["span"] == plan.span and max(shown["peak_memory"]) == plan.peak
     assert main(["show", "--json", str(path), "--memory_limit", "1"]) == 2
     assert "over the limit 1" in capsys.readouterr().err
+    out = tmp_path / "schedule.json"
+    assert main(["plan", str(path), "--out", str(out)]) == 0
+    assert zbpp.plan(str(out)).orders == plan.schedule.orders
+
+
+def test_a_limit_beside_a_plan_has_its_unit(tmp_path, capsys):
+    path = tmp_path / "plan.json"
     in_bytes = MemoryModel(m_b=2.0**30, m_w=2.0**29, memory_unit="bytes")
     planned("ZBH1", costs=COSTS, memory=in_bytes).save(path)
     assert main(["show", str(path), "--memory_limit", "4GiB"]) == 0
@@ -83,9 +90,6 @@ def test_commands_take_plan_files(tmp_path, capsys):
         assert pipeline.memory.limit == 2.0**32
     assert main(["show", str(path), "--memory_limit", "2GiB"]) == 2
     assert "over the limit 2.00 GiB" in capsys.readouterr().err
-    out = tmp_path / "schedule.json"
-    assert main(["plan", str(path), "--out", str(out)]) == 0
-    assert zbpp.plan(str(out)).orders == plan.schedule.orders
 
 
 def test_a_pipeline_runs_a_plan_and_keeps_what_it_was_made_for(tmp_path):
