@@ -5,9 +5,8 @@
 
 from zbpp.core import lower_bound, lower_bounds
 from zbpp.simulator.comparison_plot import plot_comparison
-from zbpp.simulator.engine import simulate
-from zbpp.simulator.graph import CriticalPath, critical_path, job_graph
-from zbpp.simulator.iterations import join, simulate_iterations
+from zbpp.simulator.critical_path import CriticalPath, critical_path
+from zbpp.simulator.engine import join, simulate, simulate_iterations
 from zbpp.simulator.messages import Message, messages
 from zbpp.simulator.metrics import (
     bubble_rate,
@@ -41,7 +40,6 @@ __all__ = [
     "critical_path",
     "expected_step_time",
     "idle",
-    "job_graph",
     "join",
     "lower_bound",
     "lower_bounds",

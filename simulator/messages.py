@@ -9,12 +9,20 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zbpp.core import Pass, Timeline, Value, input_of, output_of
+from zbpp.core import Pass, Slot, Timeline, Value, input_of, output_of
 
-__all__ = ["Message", "Place", "messages"]
+__all__ = ["Message", "Place", "lines_of", "messages"]
 
 Place = tuple[int, int]
-"""A slot of a timeline: stage, and position in its row."""
+"""A slot of a timeline: its line (see `lines_of`), and its position there."""
+
+
+def lines_of(timeline: Timeline) -> tuple[tuple[Slot, ...], ...]:
+    """All rows of slots: the jobs of each stage, then what goes on beside them.
+
+    Line ``lane * n_stages + stage`` is one lane of one stage; lane 0 has its jobs.
+    """
+    return (*timeline.rows, *timeline.collectives)
 
 
 @dataclass(frozen=True, slots=True)

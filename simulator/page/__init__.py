@@ -2,7 +2,6 @@
 
 entry        what a page shows: a mode with its timelines and figures
 columns      a timeline as compressed columns, and back, to the last bit
-waits        the chain of jobs that fixed the time of a timeline
 table        the table of modes
 charts       small charts as SVG: bubble against memory, and against m
 panels       timelines: what the scripts draw, and where
@@ -19,6 +18,5 @@ controls.js  zoom, pan, hover, switches
 from zbpp.simulator.page.columns import decode
 from zbpp.simulator.page.document import page_data, page_text, write_page
 from zbpp.simulator.page.entry import PageEntry
-from zbpp.simulator.page.waits import chain
 
-__all__ = ["PageEntry", "chain", "decode", "page_data", "page_text", "write_page"]
+__all__ = ["PageEntry", "decode", "page_data", "page_text", "write_page"]

@@ -5,10 +5,10 @@ from html import escape
 from typing import Any
 
 from zbpp.core import Check
+from zbpp.simulator.critical_path import critical_places
 from zbpp.simulator.metrics import step_time, waste
 from zbpp.simulator.page.columns import KINDS, encode
 from zbpp.simulator.page.entry import PageEntry, memory_unit
-from zbpp.simulator.page.waits import chain
 from zbpp.simulator.palette import COLOURS, NAMES, ink_on, letter_of, shade
 
 __all__ = ["panels_data", "panels_html"]
@@ -41,13 +41,15 @@ def _panel(entry: PageEntry, kind: str) -> dict[str, Any]:
     firsts = [0]
     for row in timeline.rows:
         firsts.append(firsts[-1] + len(row))
-    path = chain(timeline, entry.costs if kind == "simulated" else None)
+    path = critical_places(timeline, entry.costs if kind == "simulated" else None)
     fixed = None if memory is None else list(memory.on(timeline.placement).fixed)
     return {
         "name": entry.name,
         "group": entry.group,
         "of": kind,
-        "path": [firsts[stage] + index for stage, index in path],
+        "path": [
+            firsts[line] + index for line, index in path if line < len(timeline.rows)
+        ],
         "fixed": fixed,
         "peak": entry.peak,
         "limit": entry.limit,

@@ -40,7 +40,7 @@ from zbpp.simulator import (
     steady_step_time,
     work,
 )
-from zbpp.simulator.iterations import IteratedSchedule, IterationState
+from zbpp.simulator.engine import IteratedSchedule, IterationState
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 5, 8, 11, 12)]
 TIMES = [(1, 1, 1), (3, 2, 1), (2, 3, 2), (5, 1, 3), (1, 2, 3)]

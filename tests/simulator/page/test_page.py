@@ -4,7 +4,6 @@ import json
 import random
 import re
 from dataclasses import replace
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +12,6 @@ from zbpp.core import Costs, MemoryModel, Pass, RequestError, Slot
 from zbpp.modes import MODES, plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import (
-    critical_path,
     join,
     memory_over_time,
     messages,
@@ -24,7 +22,6 @@ from zbpp.simulator import (
 )
 from zbpp.simulator.page import (
     PageEntry,
-    chain,
     decode,
     page_data,
     page_text,
@@ -95,21 +92,6 @@ def test_simulated_stands_above_measured():
     assert [float(ratio) for ratio in ratios.groups()] == [
         pytest.approx(times[kind][1] / times[kind][0], abs=5e-4) for kind in "FBW"
     ]
-
-
-@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV", "VPP"])
-def test_the_chain_is_as_long_as_the_longest_path(mode):
-    """Its jobs follow one another, but for the delays of messages."""
-    schedule = plan(mode, n_stages=4, n_microbatches=6)
-    timeline = simulate(schedule, COSTS)
-    slots = [timeline.rows[stage][index] for stage, index in chain(timeline, COSTS)]
-    path = critical_path(schedule, COSTS)
-    assert slots[0].start == 0
-    assert slots[-1].end - slots[0].start == pytest.approx(path.length)
-    gaps = [two.start - one.end for one, two in pairwise(slots)]
-    assert all(min(abs(gap), abs(gap - COSTS.comm)) < 1e-9 for gap in gaps)
-    wrong = [timeline.rows[0][0], *slots[2:]]
-    assert any(two.start - one.end > COSTS.comm + 1e-9 for one, two in pairwise(wrong))
 
 
 def test_memory_and_messages_are_those_of_the_simulator():
