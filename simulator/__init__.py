@@ -4,7 +4,7 @@
 """
 
 from zbpp.core import lower_bound, lower_bounds
-from zbpp.simulator.comparison_plot import plot_comparison
+from zbpp.simulator.charts import plot_comparison
 from zbpp.simulator.critical_path import CriticalPath, critical_path
 from zbpp.simulator.engine import join, simulate, simulate_iterations
 from zbpp.simulator.messages import Message, messages

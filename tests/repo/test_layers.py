@@ -21,7 +21,7 @@ import pytest
 LAYERS = {
     "zbpp.core": {"zbpp.core"},
     "zbpp.schedules": {"zbpp.schedules", "zbpp.core", "ortools"},
-    "zbpp.simulator": {"zbpp.simulator", "zbpp.core", "matplotlib"},
+    "zbpp.simulator": {"zbpp.simulator", "zbpp.core", "matplotlib", "numpy"},
     "zbpp.runtime": {"zbpp.runtime", "zbpp.core", "torch"},
     "zbpp.memory": {
         *("zbpp.memory", "zbpp.runtime", "zbpp.schedules", "zbpp.core", "torch"),
@@ -90,11 +90,7 @@ ONLY_IN = {
     "ortools": {"zbpp.schedules.planner.solver"},
     "transformers": {"zbpp.models"},
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},
-    "matplotlib": {
-        *("zbpp.simulator.plot", "zbpp.simulator.boxes", "zbpp.simulator.memory_panel"),
-        *("zbpp.simulator.comparison_plot", "zbpp.simulator.bands"),
-        "zbpp.simulator.lanes",
-    },
+    "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.charts"},
     "tyro": {"zbpp.cli", "zbpp.training.options"},
     "rich": {"zbpp.cli", "zbpp.training.log", "zbpp.bench.results"},
 }

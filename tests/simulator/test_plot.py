@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from zbpp.core import Costs, MemoryModel, RequestError, Slot, Step
+from zbpp.core import Costs, MemoryModel, RequestError
 from zbpp.modes import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import (
@@ -23,7 +23,6 @@ from zbpp.simulator import (
     simulate_iterations,
     step_time,
 )
-from zbpp.simulator.bands import shares
 
 
 def timeline_of(mode, p=4, m=8, costs=None):
@@ -139,7 +138,7 @@ def test_bands_take_the_place_of_boxes_too_thin_to_be_seen(tmp_path):
     bands = {
         c.get_gid(): c.get_paths() for c in axes.collections if "bands" in c.get_gid()
     }
-    assert set(bands) == {"F 0 bands", "B 0 bands", "W 0 bands", "O 0 bands"}
+    assert set(bands) == {"F 0 bands", "B 0 bands", "W 0 bands"}
     middle = step_time(timeline) / 2
     for kind in "FBW":
         (path, *_) = bands[f"{kind} 0 bands"]
@@ -147,12 +146,6 @@ def test_bands_take_the_place_of_boxes_too_thin_to_be_seen(tmp_path):
         assert max(near) - min(near) == pytest.approx(0.86 / 3, abs=0.1)
     few = plot(timeline_of("ZBH1"), tmp_path / "few.png").axes[0]
     assert not any("bands" in str(c.get_gid()) for c in few.collections)
-
-
-def test_shares_are_exact_at_the_edges_and_in_gaps():
-    slots = [Slot(Step(0), 1.0, 2.0), Slot(Step(0), 4.0, 6.0)]
-    found = shares({"x": slots}, [1.0, 3.0, 5.0], window=2.0, within=(1.0, 6.0))
-    assert found == {"x": [1.0, 0.0, 1.0]}
 
 
 def test_numbers_that_do_not_fit_are_left_out(tmp_path):
