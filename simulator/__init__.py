@@ -23,14 +23,13 @@ from zbpp.simulator.metrics import (
 )
 from zbpp.simulator.page import PageEntry, write_page
 from zbpp.simulator.plot import plot
-from zbpp.simulator.read_trace import read_trace
 from zbpp.simulator.steady import (
     expected_step_time,
     rollback_time,
     steady_step_time,
     with_rollback,
 )
-from zbpp.simulator.trace import trace_events, write_trace
+from zbpp.simulator.trace import read_trace, trace_events, write_trace
 
 __all__ = [
     "CriticalPath",

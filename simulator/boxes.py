@@ -18,6 +18,7 @@ __all__ = [
     "DARK",
     "IDLE",
     "ROLES",
+    "SEND",
     "Box",
     "Role",
     "Style",
@@ -32,6 +33,7 @@ __all__ = [
 IDLE = "#E4E4E4"
 DARK = "#222222"
 SEND = "SEND"
+"""Role of the end of a job in which its stage only sends."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zbpp.simulator.boxes import DARK
-from zbpp.simulator.plot import picture_suffix, save_figure
+from zbpp.simulator.output import write_file
+from zbpp.simulator.plot import figure_bytes, picture_suffix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +47,7 @@ def plot_comparison(
     """
     suffix = picture_suffix(path)
     figure = comparison_figure(points, series, chosen=chosen)
-    save_figure(figure, Path(path), suffix)
+    write_file(path, figure_bytes(figure, suffix))
     return figure
 
 
@@ -95,8 +96,15 @@ def _scatter(axes: "Axes", points: Points, chosen: str) -> None:
     for number, ((x, y), modes) in enumerate(sorted(marks.items())):
         axes.plot(x, y, "o", color=_CYCLE[0], markersize=6, clip_on=False)
         if chosen in modes:
-            ring = {"markerfacecolor": "none", "markeredgecolor": DARK}
-            axes.plot(x, y, "o", markersize=12, clip_on=False, **ring)
+            axes.plot(
+                x,
+                y,
+                "o",
+                markersize=12,
+                markerfacecolor="none",
+                markeredgecolor=DARK,
+                clip_on=False,
+            )
         axes.annotate(
             ", ".join(modes),
             (x, y),

@@ -30,13 +30,14 @@ from zbpp.simulator.boxes import (
     typical_duration,
 )
 from zbpp.simulator.metrics import memory_over_time, peak_memory, step_time, waste
+from zbpp.simulator.output import write_file
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["FORMATS", "figure_bytes", "picture_suffix", "plot", "save_figure"]
+__all__ = ["FORMATS", "figure_bytes", "picture_suffix", "plot"]
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -97,7 +98,7 @@ def plot(
         axes.spines["bottom"].set_visible(False)
     panels[-1].set_xlabel(f"time ({time_unit})" if time_unit else "time")
     _draw_on(panels[: len(timelines)], timelines, boxes, memory)
-    save_figure(figure, Path(target), suffix)
+    write_file(target, figure_bytes(figure, suffix))
     return figure
 
 
@@ -364,8 +365,14 @@ def _legend(timelines: Iterable[Sequence[Box]]) -> "list[Artist]":
     ]
     handles.append(Patch(color=IDLE, label="idle"))
     if any(style.is_hatched for style in styles):
-        look = {"facecolor": ROLES["B"].colour, "edgecolor": "white", "linewidth": 0}
-        handles.append(Patch(hatch=_HATCH, label="hatched: recomputes", **look))
+        hatched = Patch(
+            facecolor=ROLES["B"].colour,
+            edgecolor="white",
+            linewidth=0,
+            hatch=_HATCH,
+            label="hatched: recomputes",
+        )
+        handles.append(hatched)
     if any(style.leg for style in styles):
         colour = shade(ROLES["F"].colour, 1)
         handles.append(Patch(color=colour, label="lighter: later chunk of a stage"))
@@ -446,18 +453,6 @@ def picture_suffix(path: str | Path) -> str:
             "or write a page (.html), which needs nothing"
         ) from None
     return suffix
-
-
-def save_figure(figure: "Figure", path: Path, suffix: str) -> None:
-    """Write a figure, the same bytes each time.
-
-    Raises:
-        RequestError: the file cannot be written.
-    """
-    try:
-        path.write_bytes(figure_bytes(figure, suffix))
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def figure_bytes(figure: "Figure", suffix: str) -> bytes:
