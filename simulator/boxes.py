@@ -20,9 +20,11 @@ __all__ = [
     "ROLES",
     "SEND",
     "Box",
+    "Mark",
     "Role",
     "Style",
     "boxes_of",
+    "legend_of",
     "origin_of",
     "role_of",
     "shade",
@@ -38,29 +40,29 @@ SEND = "SEND"
 
 @dataclass(frozen=True)
 class Role:
-    """What boxes of one kind share: a name, a line for legends, and a colour.
+    """What boxes of one kind share: a line for people, and a colour.
 
     Colours are those of Okabe and Ito, which people with any colour vision can tell
     apart. ``at_once``: a box that takes no time is drawn as a line.
     """
 
-    label: str
+    summary: str
     colour: str
     at_once: bool = False
 
 
 ROLES = {
-    "F": Role("F  forward", "#0072B2"),
-    "B": Role("B  input gradient", "#E69F00"),
-    "W": Role("W  weight gradient", "#009E73"),
-    "BW": Role("BW  both gradients", "#D55E00"),
-    "O": Role("O  optimizer step", "#F0E442"),
-    "V": Role("V  validation of the last step", "#CC79A7", at_once=True),
-    SEND: Role("sending", "#8A8A8A"),
-    "UNSHARD": Role("UNSHARD", "#56B4E9"),
-    "REDUCE_GRAD": Role("REDUCE_GRAD", "#8C6D31"),
+    "F": Role("forward", "#0072B2"),
+    "B": Role("input gradient", "#E69F00"),
+    "W": Role("weight gradient", "#009E73"),
+    "BW": Role("both gradients", "#D55E00"),
+    "O": Role("optimizer step", "#F0E442"),
+    "V": Role("validation of the last step", "#CC79A7", at_once=True),
+    SEND: Role("only sends", "#8A8A8A"),
+    "UNSHARD": Role("gathers parameters", "#56B4E9"),
+    "REDUCE_GRAD": Role("adds gradients up", "#8C6D31"),
 }
-"""In the order of legends."""
+"""By the text of the kind, in the order of legends."""
 
 
 def role_of(job: Job) -> str:
@@ -131,8 +133,9 @@ class Box(NamedTuple):
     @property
     def numbers(self) -> dict[str, int]:
         """Chunk and micro-batch of the job, as far as it has them."""
-        names = ("chunk", "microbatch")
-        return {n: getattr(self.job, n) for n in names if hasattr(self.job, n)}
+        if isinstance(self.job, Pass):
+            return {"chunk": self.job.chunk, "microbatch": self.job.microbatch}
+        return {"chunk": self.job.chunk} if isinstance(self.job, Collective) else {}
 
     @property
     def is_work(self) -> bool:
@@ -194,6 +197,36 @@ def typical_duration(boxes: Iterable[Box]) -> float:
     """Median duration of what takes time in lane 0; 0 if nothing does."""
     durations = sorted(b.duration for b in boxes if b.lane == 0 and b.end > b.start)
     return durations[len(durations) // 2] if durations else 0.0
+
+
+class Mark(NamedTuple):
+    """An entry of a legend; the pattern is "hatched", "idle" or none."""
+
+    label: str
+    colour: str
+    pattern: str = ""
+
+
+def legend_of(boxes: Iterable[Box]) -> list[Mark]:
+    """Explain what can be seen of boxes, and the ground that idle time leaves."""
+    styles = {
+        box.style
+        for box in boxes
+        if box.end > box.start or ROLES[box.style.role].at_once
+    }
+    roles = {style.role for style in styles}
+    marks = [
+        Mark(f"{name}  {role.summary}", role.colour)
+        for name, role in ROLES.items()
+        if name in roles
+    ]
+    marks.append(Mark("idle", IDLE, "idle"))
+    if any(style.is_hatched for style in styles):
+        marks.append(Mark("hatched: recomputes", ROLES["B"].colour, "hatched"))
+    if any(style.leg for style in styles):
+        colour = shade(ROLES["F"].colour, 1)
+        marks.append(Mark("lighter: later chunk of a stage", colour))
+    return marks
 
 
 def shade(colour: str, leg: int) -> str:

@@ -11,6 +11,7 @@ Of a simulated timeline this is a longest path of the graph of its jobs.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -28,7 +29,7 @@ from zbpp.core import (
 )
 from zbpp.core.timeline import sending_time
 from zbpp.simulator.engine import simulate
-from zbpp.simulator.messages import Place, lines_of, messages
+from zbpp.simulator.messages import Message, Place, lines_of, messages
 
 __all__ = ["CriticalPath", "critical_path", "critical_places"]
 
@@ -101,13 +102,24 @@ def critical_path(
     return CriticalPath(tuple(slots), timeline.sending)
 
 
-def critical_places(timeline: Timeline, costs: Costs | None = None) -> list[Place]:
-    """Trace the slot that ends last back to the first; ``costs`` delays messages.
+def critical_places(
+    timeline: Timeline,
+    costs: Costs | None = None,
+    *,
+    sent: Iterable[Message] | None = None,
+) -> list[Place]:
+    """Trace the slot that ends last back to the first.
+
+    Args:
+        timeline: simulated or measured.
+        costs: have the delays of messages; None: there are none.
+        sent: the messages of the timeline, if they are at hand.
 
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    waits = _Waits(timeline, costs)
+    senders = messages(timeline) if sent is None else sent
+    waits = _Waits(timeline, costs, {one.target: one.source for one in senders})
     place = waits.last()
     path: dict[Place, None] = {}
     while place is not None and place not in path:  # jobs of no time may form a circle
@@ -119,12 +131,14 @@ def critical_places(timeline: Timeline, costs: Costs | None = None) -> list[Plac
 class _Waits:
     """Tells of each slot which one it waited for longest."""
 
-    def __init__(self, timeline: Timeline, costs: Costs | None) -> None:
+    def __init__(
+        self, timeline: Timeline, costs: Costs | None, senders: Mapping[Place, Place]
+    ) -> None:
         self._lines = lines_of(timeline)
         self._n_stages = timeline.placement.n_stages
         self._ends = [[slot.end for slot in line] for line in self._lines]
         self._times = None if costs is None else costs.on(timeline.placement)
-        self._senders = {one.target: one.source for one in messages(timeline)}
+        self._senders = senders
         self._is_validated = any(isinstance(s.job, Check) for s in timeline.rows[0])
 
     def last(self) -> Place | None:

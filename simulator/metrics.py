@@ -12,15 +12,25 @@ A stage that only sends (`Costs.send_occupies`) computes nothing: that time is i
 bubble rate, as no work, and is told apart from idle time.
 """
 
-from itertools import chain
+from itertools import accumulate, chain
 
-from zbpp.core import MemoryModel, Pass, Step, Timeline, longest_span, pass_span, peaks
+from zbpp.core import (
+    MemoryModel,
+    Pass,
+    Step,
+    Timeline,
+    held_during,
+    longest_span,
+    pass_span,
+    peaks,
+)
 from zbpp.core.timeline import extent
 
 __all__ = [
     "bubble_rate",
     "idle",
     "makespan",
+    "memory_by_job",
     "memory_over_time",
     "overhead",
     "peak_memory",
@@ -136,23 +146,45 @@ def memory_over_time(
     Raises:
         RequestError: the model does not fit the placement.
     """
-    of_chunk = memory.on(timeline.placement)
     starts = [row[0].start for row in timeline.rows if row]
     origin = min(starts, default=0.0)
+    fixed = memory.on(timeline.placement).fixed
     curves = []
-    for stage in _stages(timeline):
-        held = of_chunk.fixed[stage]
-        curve = [(origin, held)] if held else []
-        for slot in timeline.rows[stage]:
-            peak, before = of_chunk.peak(slot.job), held
-            if isinstance(slot.job, Pass):
-                held += of_chunk.change(slot.job.kind, slot.job.chunk)
-            if peak:
-                curve.append((slot.start, before + peak))
-            if held != before + peak:
-                curve.append((slot.end, held))
+    for stage, jobs in enumerate(memory_by_job(timeline, memory)):
+        before = fixed[stage]
+        curve = [(origin, before)] if before else []
+        for slot, (during, after) in zip(timeline.rows[stage], jobs, strict=True):
+            if during != before:
+                curve.append((slot.start, during))
+            if after != during:
+                curve.append((slot.end, after))
+            before = after
         curves.append(curve)
     return curves
+
+
+def memory_by_job(
+    timeline: Timeline, memory: MemoryModel
+) -> list[list[tuple[float, float]]]:
+    """List for each job of each stage the most that it holds, and what it leaves.
+
+    In the unit of the model, fixed memory included.
+
+    Raises:
+        RequestError: the model does not fit the placement.
+    """
+    of_chunk = memory.on(timeline.placement)
+    stages = []
+    for stage, row in enumerate(timeline.rows):
+        jobs = [slot.job for slot in row]
+        during = held_during(jobs, of_chunk, stage=stage)
+        changes = [
+            of_chunk.change(job.kind, job.chunk) if isinstance(job, Pass) else 0.0
+            for job in jobs
+        ]
+        _, *after = accumulate(changes, initial=of_chunk.fixed[stage])
+        stages.append(list(zip(during, after, strict=True)))
+    return stages
 
 
 def peak_memory(timeline: Timeline, memory: MemoryModel) -> list[float]:

@@ -24,18 +24,18 @@ from zbpp.simulator.boxes import (
     Box,
     Style,
     boxes_of,
+    legend_of,
     origin_of,
-    shade,
     spans_of,
     typical_duration,
 )
 from zbpp.simulator.metrics import memory_over_time, peak_memory, step_time, waste
-from zbpp.simulator.output import write_file
+from zbpp.simulator.output import memory_unit, write_file
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 __all__ = ["FORMATS", "figure_bytes", "picture_suffix", "plot"]
 
@@ -53,7 +53,6 @@ _THINNEST = 4.0  # points; where the typical box is thinner, bands take its plac
 _BAND_JOBS = 12  # typical jobs in the window of a band: whole rounds of 2, 3, 4 or 6
 _BAND_RANGE = range(901)  # points of a band's outline, along its row
 _HATCH = "////"
-_BYTES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20}
 
 _Shape = list[tuple[float, float]]
 
@@ -347,36 +346,19 @@ def _write_title(
     axes.set_title("    ".join(facts), loc="right", fontsize=11, pad=pad)
 
 
-def _legend(timelines: Iterable[Sequence[Box]]) -> "list[Artist]":
-    """Make a legend entry for each kind of box that can be seen."""
+def _legend(timelines: Iterable[Sequence[Box]]) -> "list[Patch]":
     from matplotlib.patches import Patch
 
-    styles = {
-        box.style
-        for boxes in timelines
-        for box in boxes
-        if box.end > box.start or ROLES[box.style.role].at_once
-    }
-    roles = {style.role for style in styles}
-    handles: list[Artist] = [
-        Patch(color=role.colour, label=role.label)
-        for name, role in ROLES.items()
-        if name in roles
-    ]
-    handles.append(Patch(color=IDLE, label="idle"))
-    if any(style.is_hatched for style in styles):
-        hatched = Patch(
-            facecolor=ROLES["B"].colour,
-            edgecolor="white",
+    return [
+        Patch(
+            facecolor=mark.colour,
+            edgecolor="white" if mark.pattern == "hatched" else mark.colour,
             linewidth=0,
-            hatch=_HATCH,
-            label="hatched: recomputes",
+            hatch=_HATCH if mark.pattern == "hatched" else None,
+            label=mark.label,
         )
-        handles.append(hatched)
-    if any(style.leg for style in styles):
-        colour = shade(ROLES["F"].colour, 1)
-        handles.append(Patch(color=colour, label="lighter: later chunk of a stage"))
-    return handles
+        for mark in legend_of(box for boxes in timelines for box in boxes)
+    ]
 
 
 def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
@@ -392,10 +374,7 @@ def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
 
     origin, n_stages = origin_of(timeline), timeline.placement.n_stages
     most = max(peak_memory(timeline, memory))
-    name, unit = next(
-        ((name, size) for name, size in _BYTES.items() if most >= size),
-        ("M$_B$" if memory.m_b == 1.0 else "", 1),
-    )
+    name, unit = memory_unit(most, [memory])
     fixed = [amount / unit for amount in memory.on(timeline.placement).fixed]
     for stage, curve in enumerate(memory_over_time(timeline, memory)):
         # Of changes at the same time, the last one counts: no zero-width spikes.
@@ -413,7 +392,7 @@ def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
     if isinstance(memory.limit, int | float):
         axes.axhline(memory.limit / unit, color=DARK, linewidth=1, linestyle="--")
     axes.set_ylim(bottom=0)
-    axes.set_ylabel(f"memory ({name})" if name else "memory")
+    axes.set_ylabel(f"memory ({name.replace('M_B', 'M$_B$')})" if name else "memory")
     axes.spines[["top", "right"]].set_visible(False)
     if n_stages <= 8:
         axes.legend(

@@ -1,17 +1,15 @@
 """A mode on a page: timelines, and figures that follow from them or are given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 
 from zbpp.core import Costs, Job, MemoryModel, Schedule, Timeline
+from zbpp.simulator.boxes import role_of
 from zbpp.simulator.metrics import bubble_rate, peak_memory, step_time
-from zbpp.simulator.palette import letter_of
 
-__all__ = ["PageEntry", "memory_unit"]
-
-_BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20}
+__all__ = ["PageEntry"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,21 +126,11 @@ class PageEntry:
         for job in promised.keys() & seen:
             (start, time), (own_start, own_time) = promised[job], seen[job]
             error = abs(own_time - time), abs(own_start - start)
-            errors.setdefault(letter_of(job), []).append(error)
+            errors.setdefault(role_of(job), []).append(error)
         return {
             kind: (fmean(one for one, _ in found), fmean(two for _, two in found))
             for kind, found in sorted(errors.items())
         }
-
-
-def memory_unit(entries: Sequence[PageEntry]) -> tuple[str, float]:
-    """Name and size of the unit in which memory is shown; M_B where F leaves 1."""
-    most = max((entry.peak or 0.0 for entry in entries), default=0.0)
-    for name, size in _BYTES.items():
-        if most >= size:
-            return name, size
-    plain = all(one.memory is None or one.memory.m_b == 1.0 for one in entries)
-    return "M_B" if plain else "", 1.0
 
 
 def _jobs(timeline: Timeline) -> dict[Job, tuple[float, float]]:
@@ -156,6 +144,6 @@ def _by_kind(timeline: Timeline) -> dict[str, float]:
     times: dict[str, float] = {}
     for row in timeline.rows:
         for slot in row:
-            kind = letter_of(slot.job)
+            kind = role_of(slot.job)
             times[kind] = times.get(kind, 0.0) + slot.duration
     return times
