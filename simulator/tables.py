@@ -22,11 +22,12 @@ class Row:
 
 @dataclass
 class Table:
-    """Texts under heads, the first column on the left, the others on the right."""
+    """Texts under heads; all columns but the first ``left`` are justified right."""
 
     heads: Sequence[str]
     title: str = ""
     caption: str = ""
+    left: int = 1
     rows: list[Row] = field(default_factory=list)
 
     def add(
@@ -46,10 +47,9 @@ class Table:
             caption_justify="left",
         )
         for number, head in enumerate(self.heads):
-            if number == 0:
-                table.add_column(head, no_wrap=True)
-            else:
-                table.add_column(head, justify="right", overflow="fold")
+            table.add_column(head, overflow="fold")
+            if number >= self.left:
+                table.columns[-1].justify = "right"
         for row in self.rows:
             missing = len(self.heads) - len(row.cells)
             filled = ["-" if row.note else ""] * missing

@@ -21,7 +21,10 @@ import pytest
 LAYERS = {
     "zbpp.core": {"zbpp.core"},
     "zbpp.schedules": {"zbpp.schedules", "zbpp.core", "ortools"},
-    "zbpp.simulator": {"zbpp.simulator", "zbpp.core", "matplotlib", "numpy"},
+    "zbpp.simulator": {
+        *("zbpp.simulator", "zbpp.core"),
+        *("matplotlib", "numpy", "rich"),
+    },
     "zbpp.runtime": {"zbpp.runtime", "zbpp.core", "torch"},
     "zbpp.memory": {
         *("zbpp.memory", "zbpp.runtime", "zbpp.schedules", "zbpp.core", "torch"),
@@ -92,7 +95,10 @@ ONLY_IN = {
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.charts"},
     "tyro": {"zbpp.cli", "zbpp.training.options"},
-    "rich": {"zbpp.cli", "zbpp.training.log", "zbpp.bench.results"},
+    "rich": {
+        *("zbpp.cli", "zbpp.training.log", "zbpp.bench.results"),
+        "zbpp.simulator.tables",
+    },
 }
 
 
