@@ -6,12 +6,23 @@
 What a box is called, its colour and its lane are decided here, for all media.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from zbpp.core import Collective, Job, Pass, PassKind, Slot, Timeline
+from zbpp.core import (
+    KINDS,
+    Job,
+    PassKind,
+    Scope,
+    Slot,
+    State,
+    Timeline,
+    kind_of,
+    passes_in,
+    place_of,
+)
 from zbpp.simulator.messages import Place, lines_of
 
 __all__ = [
@@ -26,7 +37,6 @@ __all__ = [
     "boxes_of",
     "legend_of",
     "origin_of",
-    "role_of",
     "shade",
     "spans_of",
     "typical_duration",
@@ -42,8 +52,7 @@ SEND = "SEND"
 class Role:
     """What boxes of one kind share: a line for people, and a colour.
 
-    Colours are those of Okabe and Ito, which people with any colour vision can tell
-    apart. ``at_once``: a box that takes no time is drawn as a line.
+    ``at_once``: a box that takes no time is drawn as a line.
     """
 
     summary: str
@@ -52,22 +61,18 @@ class Role:
 
 
 ROLES = {
-    "F": Role("forward", "#0072B2"),
-    "B": Role("input gradient", "#E69F00"),
-    "W": Role("weight gradient", "#009E73"),
-    "BW": Role("both gradients", "#D55E00"),
-    "O": Role("optimizer step", "#F0E442"),
-    "V": Role("validation of the last step", "#CC79A7", at_once=True),
-    SEND: Role("only sends", "#8A8A8A"),
-    "UNSHARD": Role("gathers parameters", "#56B4E9"),
-    "REDUCE_GRAD": Role("adds gradients up", "#8C6D31"),
-}
+    row.text: Role(row.summary, row.colour, at_once=State.VERDICT in row.awaits)
+    for row in KINDS.values()
+    if row.colour is not None
+} | {SEND: Role("only sends", "#8A8A8A")}
 """By the text of the kind, in the order of legends."""
 
 
-def role_of(job: Job) -> str:
-    """Return the key of a job in `ROLES`."""
-    return str(job.kind) if isinstance(job, Pass | Collective) else str(job)
+_NUMBERS = {
+    Scope.MICROBATCH: ("chunk", "microbatch"),
+    Scope.CHUNK: ("chunk",),
+    Scope.STAGE: (),
+}
 
 
 class Style(NamedTuple):
@@ -128,19 +133,19 @@ class Box(NamedTuple):
         """What is written into it: the micro-batch; O and V have none."""
         if self.lane or self.style.role == SEND:
             return ""
-        return str(self.job.microbatch) if isinstance(self.job, Pass) else str(self.job)
+        numbers = [str(part.microbatch) for part in passes_in(self.job)]
+        return " ".join(numbers) or str(self.job)
 
     @property
     def numbers(self) -> dict[str, int]:
         """Chunk and micro-batch of the job, as far as it has them."""
-        if isinstance(self.job, Pass):
-            return {"chunk": self.job.chunk, "microbatch": self.job.microbatch}
-        return {"chunk": self.job.chunk} if isinstance(self.job, Collective) else {}
+        names = _NUMBERS[kind_of(self.job).scope]
+        return {name: getattr(self.job, name) for name in names}
 
     @property
     def is_work(self) -> bool:
         """True within the span of a stage, which steps and validations are not."""
-        return isinstance(self.job, Pass)
+        return bool(passes_in(self.job))
 
 
 def boxes_of(timeline: Timeline) -> list[Box]:
@@ -160,11 +165,9 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
         lane, stage = divmod(line, n_stages)
         for index, slot in enumerate(slots):
             job = slot.job
-            chunk = job.chunk if isinstance(job, Pass | Collective) else -1
-            key = (role_of(job), chunk)
+            key = (job.kind, place_of(job))
             if key not in styles:
-                hatched = chunk in timeline.recomputing and _runs_backward(job)
-                styles[key] = Style(key[0], legs.get(chunk, 0), hatched)
+                styles[key] = _style(job, timeline, legs)
             start, end = slot.start - origin, slot.end - origin
             sends = timeline.sending_of(job)
             place = (line, index)
@@ -173,8 +176,12 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
                 yield Box(stage, lane, end - sends, end, Style(SEND), job, place)
 
 
-def _runs_backward(job: Job) -> bool:
-    return isinstance(job, Pass) and job.kind in (PassKind.B, PassKind.BW)
+def _style(job: Job, timeline: Timeline, legs: Mapping[int, int]) -> Style:
+    kind, chunk = kind_of(job), place_of(job)
+    if kind.scope is Scope.STAGE:
+        return Style(kind.text)
+    recomputes = PassKind.B in kind.work and chunk in timeline.recomputing
+    return Style(kind.text, legs[chunk], recomputes)
 
 
 def origin_of(timeline: Timeline) -> float:

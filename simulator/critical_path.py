@@ -11,21 +11,23 @@ Of a simulated timeline this is a longest path of the graph of its jobs.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from zbpp.core import (
     Check,
-    Collective,
     Costs,
-    Job,
     Pass,
     PassKind,
     Schedule,
     Slot,
+    State,
     Step,
     Timeline,
+    kind_of,
+    reader,
 )
 from zbpp.core.timeline import sending_time
 from zbpp.simulator.engine import simulate
@@ -62,7 +64,7 @@ class CriticalPath:
     @property
     def time_in_collectives(self) -> float:
         """Time that the path spends in gathers, and in sums of gradients."""
-        return sum(s.duration for s in self.slots if isinstance(s.job, Collective))
+        return sum(s.duration for s in self.slots if kind_of(s.job).is_async)
 
     @property
     def time_in_messages(self) -> float:
@@ -118,8 +120,7 @@ def critical_places(
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    senders = messages(timeline) if sent is None else sent
-    waits = _Waits(timeline, costs, {one.target: one.source for one in senders})
+    waits = _Waits(timeline, costs, messages(timeline) if sent is None else sent)
     place = waits.last()
     path: dict[Place, None] = {}
     while place is not None and place not in path:  # jobs of no time may form a circle
@@ -132,13 +133,15 @@ class _Waits:
     """Tells of each slot which one it waited for longest."""
 
     def __init__(
-        self, timeline: Timeline, costs: Costs | None, senders: Mapping[Place, Place]
+        self, timeline: Timeline, costs: Costs | None, sent: Iterable[Message]
     ) -> None:
         self._lines = lines_of(timeline)
         self._n_stages = timeline.placement.n_stages
         self._ends = [[slot.end for slot in line] for line in self._lines]
         self._times = None if costs is None else costs.on(timeline.placement)
-        self._senders = senders
+        self._awaited: dict[Place, list[Message]] = defaultdict(list)
+        for message in sent:
+            self._awaited[message.target].append(message)
         self._is_validated = any(isinstance(s.job, Check) for s in timeline.rows[0])
 
     def last(self) -> Place | None:
@@ -157,21 +160,21 @@ class _Waits:
         done: list[tuple[float, Place]] = []
         if index:
             done.append((self._ends[line][index - 1], (line, index - 1)))
-        if (sender := self._senders.get(place)) is not None:
-            done.append((self._arrival(sender, slot.job), sender))
-        behind_barrier = isinstance(slot.job, Step) and not self._is_validated
+        for message in self._awaited.get(place, ()):
+            done.append((self._arrival(message), message.source))
+        awaits = kind_of(slot.job).awaits
+        behind_barrier = State.ALL_GRADIENTS in awaits and not self._is_validated
         for beside in range(len(self._lines)):
             same_stage = (beside - line) % self._n_stages == 0
             if beside != line and (same_stage or behind_barrier):
                 done += self._done_by(slot, beside)
         return max(done, key=itemgetter(0))[1] if done else None
 
-    def _arrival(self, sender: Place, job: Job) -> float:
-        sent = self._lines[sender[0]][sender[1]]
-        if self._times is None:
-            return sent.end
-        assert isinstance(sent.job, Pass) and isinstance(job, Pass)
-        return sent.end + self._times.delay(sent.job.chunk, job.chunk)
+    def _arrival(self, message: Message) -> float:
+        line, index = message.source
+        sent, value = self._ends[line][index], message.value
+        delay = self._times.delay(value.chunk, reader(value)) if self._times else 0.0
+        return sent + delay
 
     def _done_by(self, slot: Slot, line: int) -> list[tuple[float, Place]]:
         """The last slot of a line that another one, on another line, may wait for."""
@@ -186,4 +189,4 @@ def _may_hold_up(earlier: Slot, slot: Slot) -> bool:
     """False for slots at one instant that could hold up each other in a circle."""
     if isinstance(slot.job, Step):
         return not isinstance(earlier.job, Step)
-    return earlier.start < slot.start or isinstance(slot.job, Collective)
+    return earlier.start < slot.start or kind_of(slot.job).is_async

@@ -28,7 +28,6 @@ from itertools import chain
 
 from zbpp.core import (
     Check,
-    Collective,
     Costs,
     Job,
     PassTimes,
@@ -37,6 +36,7 @@ from zbpp.core import (
     Slot,
     Step,
     Timeline,
+    kind_of,
     off_lane,
     replay,
 )
@@ -230,6 +230,6 @@ class IteratedSchedule:
 def _end(row: Sequence[Slot]) -> float:
     """The time at which a stage is free; what goes on beside jobs does not count."""
     for slot in reversed(row):
-        if not (isinstance(slot.job, Collective) and slot.job.goes_on):
+        if not kind_of(slot.job).is_async:
             return slot.end
     return 0.0

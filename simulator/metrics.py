@@ -16,7 +16,6 @@ from itertools import accumulate, chain
 
 from zbpp.core import (
     MemoryModel,
-    Pass,
     Step,
     Timeline,
     held_during,
@@ -178,10 +177,7 @@ def memory_by_job(
     for stage, row in enumerate(timeline.rows):
         jobs = [slot.job for slot in row]
         during = held_during(jobs, of_chunk, stage=stage)
-        changes = [
-            of_chunk.change(job.kind, job.chunk) if isinstance(job, Pass) else 0.0
-            for job in jobs
-        ]
+        changes = map(of_chunk.change, jobs)
         _, *after = accumulate(changes, initial=of_chunk.fixed[stage])
         stages.append(list(zip(during, after, strict=True)))
     return stages

@@ -6,7 +6,6 @@ from functools import cached_property
 from statistics import fmean
 
 from zbpp.core import Costs, Job, MemoryModel, Schedule, Timeline
-from zbpp.simulator.boxes import role_of
 from zbpp.simulator.metrics import bubble_rate, peak_memory, step_time
 
 __all__ = ["PageEntry"]
@@ -126,7 +125,7 @@ class PageEntry:
         for job in promised.keys() & seen:
             (start, time), (own_start, own_time) = promised[job], seen[job]
             error = abs(own_time - time), abs(own_start - start)
-            errors.setdefault(role_of(job), []).append(error)
+            errors.setdefault(str(job.kind), []).append(error)
         return {
             kind: (fmean(one for one, _ in found), fmean(two for _, two in found))
             for kind, found in sorted(errors.items())
@@ -144,6 +143,6 @@ def _by_kind(timeline: Timeline) -> dict[str, float]:
     times: dict[str, float] = {}
     for row in timeline.rows:
         for slot in row:
-            kind = role_of(slot.job)
+            kind = str(slot.job.kind)
             times[kind] = times.get(kind, 0.0) + slot.duration
     return times

@@ -13,7 +13,7 @@ from zbpp.core import (
     write_costs,
     write_layers,
 )
-from zbpp.core.costs.limits import check_unit, with_limit
+from zbpp.core.costs.units import check_unit, with_limit
 
 LIMIT = parse_memory("16GiB")
 SMALL = {"m_b": 20000, "m_w": 8000}

@@ -15,6 +15,7 @@ from zbpp.core import (
     Schedule,
     Timeline,
     draw,
+    kind_of,
 )
 from zbpp.core.timeline import extent
 from zbpp.schedules import without_collectives
@@ -89,10 +90,7 @@ def print_report(
 def _collectives_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> str:
     """Count what replicas gather and add up; their time, and how much of it shows."""
     jobs = Counter(
-        job.kind
-        for order in schedule.orders
-        for job in order
-        if isinstance(job, Collective) and job.goes_on
+        job.kind for order in schedule.orders for job in order if kind_of(job).is_async
     )
     counts = ", ".join(f"{number} {kind}" for kind, number in jobs.items())
     lanes = timeline.collectives

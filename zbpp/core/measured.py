@@ -11,7 +11,7 @@ from statistics import fmean, quantiles
 
 from zbpp.core.costs import Costs
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Pass, PassKind
+from zbpp.core.jobs import KINDS, Pass, PassKind
 from zbpp.core.timeline import Timeline
 
 __all__ = ["measured_costs", "not_told_apart", "robust_mean"]
@@ -59,7 +59,7 @@ def measured_costs(
             for slot in row:
                 if isinstance(slot.job, Pass):
                     seconds[slot.job.kind, slot.job.chunk].append(slot.duration)
-    if any(kind is PassKind.BW for kind, _ in seconds):
+    if any(len(KINDS[kind].work) > 1 for kind, _ in seconds):
         raise RequestError(not_told_apart(timelines[0].name))
     n_chunks = timelines[0].placement.n_chunks
     f, b, w = (

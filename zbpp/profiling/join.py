@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from zbpp.core import LayerCosts, Pass, PassKind, Placement, Schedule
-from zbpp.core.collectives.sharding import Shard
+from zbpp.core.sharding import Shard
 from zbpp.profiling.collectives import CollectiveTimes
 from zbpp.profiling.links import Link, link_list
 from zbpp.profiling.profile import ChunkProfile, Profile

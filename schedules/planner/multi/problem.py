@@ -31,7 +31,7 @@ from zbpp.core import (
     Step,
     lower_bound_on,
 )
-from zbpp.core.quick import without_collection
+from zbpp.core.bulk import gc_paused
 from zbpp.schedules.planner.limits import beyond, micro_batch
 
 __all__ = ["PlacementProblem", "Plan", "Rows"]
@@ -278,7 +278,7 @@ class PlacementProblem:
         """The passes of an order; optimizer jobs are left out."""
         return [job for job in order if isinstance(job, Pass)]
 
-    @without_collection()
+    @gc_paused()
     def orders(self, rows: Sequence[Sequence[int]]) -> tuple[Order, ...]:
         """Write rows of numbers as jobs, each with its micro-batch."""
         return tuple(

@@ -22,8 +22,8 @@ from zbpp.core import (
     Step,
     lower_bound,
 )
+from zbpp.core.bulk import gc_paused
 from zbpp.core.jobs import passes
-from zbpp.core.quick import without_collection
 
 __all__ = [
     "B",
@@ -186,7 +186,7 @@ def _most_pending(m_b: float, m_w: float, m: int, most: float) -> list[int]:
     return room
 
 
-@without_collection()
+@gc_paused()
 def named(line: Line, kinds: Kinds) -> tuple[Order, ...]:
     """Name the passes of every stage, and let each stage step at its end."""
     return tuple(

@@ -11,7 +11,7 @@ from zbpp.cli.summary import short_memory
 from zbpp.cli.user_model import load_model
 from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs
 from zbpp.core.costs import chunk_layers
-from zbpp.core.costs.limits import with_limit
+from zbpp.core.costs.units import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replica_costs import Network, network_of
 from zbpp.simulator.tables import Table
