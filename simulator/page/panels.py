@@ -191,7 +191,7 @@ def panels_html(entries: Sequence[PageEntry], panels: Sequence[Panel]) -> str:
             f"<span>{escape(_facts(panel))}</span>"
             '<span class="note"></span></header>'
             '<div class="box"><canvas class="lanes"></canvas>'
-            '<canvas class="over"></canvas></div></section>'
+            '<div class="frame" hidden></div></div></section>'
         )
     return (
         '<section id="timelines" tabindex="0"><h2>Timelines</h2><div class="tools">'

@@ -55,14 +55,6 @@ function nameOf({ chunk, microbatch, style }, box) {
   return number(chunk[box]) + styles[style[box]].role + number(microbatch[box]);
 }
 
-// Memory that a stage holds at a time.
-function heldAt(timeline, stage, time) {
-  const box = boxAt(timeline, stage, time);
-  if (box >= 0) return timeline.during[box];
-  const next = firstAfter(timeline, stage, time);
-  return next > timeline.first[stage] ? timeline.after[next - 1] : timeline.fixed[stage];
-}
-
 // Top and height of a line; lanes beside the jobs are thinner, and below them.
 function extent({ stages }, scale, line) {
   const lane = Math.floor(line / stages), top = scale.top + (line % stages) * scale.row;

@@ -106,14 +106,14 @@ function drawPanel(panel) {
   panel.note.textContent = note;
   for (let stage = 0; stage < timeline.stages; stage += Math.ceil(12 / scale.row))
     write(ctx, `stage ${stage}`, scale.left - 8, extent(timeline, scale, stage)[0] + scale.bar / 2, { size: Math.min(11, scale.row) });
-  if (show.memory && timeline.fixed) drawMemory(ctx, panel, scale, height);
-  panel.overlay.width = 0;
+  if (show.memory && timeline.fixed) drawMemory(ctx, timeline, scale, height);
+  panel.frame.hidden = true;
   panel.stale = false;
 }
 
 // Curves of all stages, or of evenly spaced ones; the limit is dashed.
-function drawMemory(ctx, panel, scale, bottom) {
-  const { timeline } = panel, base = bottom - 14, roof = (panel.memoryTop = bottom - MEMORY + 10);
+function drawMemory(ctx, timeline, scale, bottom) {
+  const base = bottom - 14, roof = bottom - MEMORY + 10;
   const most = view.most * 1.06 || 1, height = (held) => base - (held / most) * (base - roof);
   ctx.fillStyle = look.line;
   ctx.fillRect(scale.left, base, scale.right - scale.left, 1);
@@ -121,7 +121,7 @@ function drawMemory(ctx, panel, scale, bottom) {
   for (const [text, y] of texts) write(ctx, text, scale.left - 8, y, { size: 10 });
   inPlot(ctx, scale, bottom, () => {
     ctx.lineWidth = 1.4;
-    for (const stage of curves(timeline)) {
+    for (let stage = 0; stage < timeline.stages; stage += Math.ceil(timeline.stages / MOST_CURVES)) {
       ctx.strokeStyle = stageColour(stage, timeline.stages);
       drawCurve(ctx, timeline, stage, scale, height);
     }
@@ -136,14 +136,9 @@ function drawMemory(ctx, panel, scale, bottom) {
   });
 }
 
-function curves({ stages }) {
-  const every = Math.ceil(stages / MOST_CURVES);
-  return [...Array(Math.ceil(stages / every)).keys()].map((k) => k * every);
-}
-
 function drawAxis() {
   const width = byId("axis").parentElement.clientWidth, ctx = fit(byId("axis"), width, 24);
-  const { x, right, from, to } = { ...scaleOf(panels[0], width) };
+  const { x, right, from, to } = scaleOf(panels[0], width);
   const rough = (to - from) / (right - GUTTER) * 90, power = 10 ** Math.floor(Math.log10(rough));
   const step = power * ([1, 2, 5].find((one) => one * power >= rough) ?? 10);
   write(ctx, page.timeUnit ? `time, ${page.timeUnit}` : "time", GUTTER - 8, 8);
@@ -201,63 +196,40 @@ function boxUnder({ scale, timeline }, x, y) {
 
 function aboutBox({ timeline }, box) {
   const { start, end, lasts, chunk, microbatch, during, after, awaits } = timeline;
-  const line = lineOf(timeline, box), rows = [["stage", line % timeline.stages]];
+  const line = lineOf(timeline, box), sender = box + awaits[box];
+  const rows = [["stage", line % timeline.stages]];
   if (chunk[box] >= 0) rows.push(["chunk", chunk[box]]);
   if (microbatch[box] >= 0) rows.push(["micro-batch", microbatch[box]]);
   rows.push(["start", timeText(start[box])], ["end", timeText(end[box])], ["lasts", timeText(lasts[box])]);
   if (timeline.fixed && line < timeline.stages)
     rows.push(["memory in it", memoryText(during[box])], ["memory after", memoryText(after[box])]);
-  const sender = box + awaits[box];
   if (sender !== box)
     rows.push(["message of", `${nameOf(timeline, sender)}, stage ${lineOf(timeline, sender) % timeline.stages}, ended ${timeText(end[sender])}`]);
-  return [`${nameOf(timeline, box)}  ${styles[timeline.style[box]].what}`, rows];
+  const texts = rows.map(([name, value]) => `${name.padEnd(14)}${value}`);
+  return [`${nameOf(timeline, box)}  ${styles[timeline.style[box]].what}`, ...texts].join("\n");
 }
 
-function aboutMemory({ timeline }, time) {
-  const rows = curves(timeline).map((stage) => [`stage ${stage}`, memoryText(heldAt(timeline, stage, time))]);
-  return [`memory at ${number(time)}`, rows];
-}
-
-function tell(event, [title, rows]) {
-  const tip = byId("tip"), table = document.createElement("table"), head = document.createElement("strong");
-  for (const [name, value] of rows) {
-    const row = table.insertRow();
-    row.appendChild(document.createElement("th")).textContent = name;
-    row.insertCell().textContent = value;
-  }
-  head.textContent = title;
-  tip.replaceChildren(head, table);
-  tip.hidden = false;
-  const place = (at, size, room) => `${Math.max(4, at + (at + 16 + size > room ? -size - 12 : 16))}px`;
-  tip.style.left = place(event.clientX, tip.offsetWidth, window.innerWidth);
-  tip.style.top = place(event.clientY, tip.offsetHeight, window.innerHeight);
-}
-
+// Frames the box under the pointer, and tells about it.
 function hover(panel, event) {
+  const { scale, timeline, frame } = panel, tip = byId("tip");
   const { left, top } = panel.canvas.getBoundingClientRect();
-  const x = event.clientX - left, y = event.clientY - top, box = boxUnder(panel, x, y);
-  outline(panel, box);
-  if (box >= 0) tell(event, aboutBox(panel, box));
-  else if (show.memory && panel.timeline.fixed && y > panel.memoryTop && x > GUTTER)
-    tell(event, aboutMemory(panel, panel.scale.time(x)));
-  else byId("tip").hidden = true;
-  return box;
-}
-
-// A frame around the box under the pointer, on the canvas above the others.
-function outline(panel, box) {
-  const { scale, timeline } = panel, ctx = fit(panel.overlay, panel.box.clientWidth, heightOf(panel));
-  if (box < 0) return;
-  const left = Math.max(scale.x(timeline.start[box]), scale.left), right = Math.min(scale.x(timeline.end[box]), scale.right);
+  const box = boxUnder(panel, event.clientX - left, event.clientY - top);
+  tip.hidden = frame.hidden = box < 0;
+  if (box < 0) return box;
+  const x = Math.max(scale.x(timeline.start[box]), scale.left), right = Math.min(scale.x(timeline.end[box]), scale.right);
   const [y, height] = extent(timeline, scale, lineOf(timeline, box));
-  ctx.beginPath();
-  ctx.rect(left, y, Math.max(right - left, 1), height);
-  stroke(ctx, 2, look.ink, look.ground);
+  const place = { left: x, top: y, width: Math.max(right - x, 1), height };
+  for (const [name, value] of Object.entries(place)) frame.style[name] = `${value}px`;
+  tip.textContent = aboutBox(panel, box);
+  const beside = (at, size, room) => `${Math.max(4, at + (at + 16 + size > room ? -size - 12 : 16))}px`;
+  tip.style.left = beside(event.clientX, tip.offsetWidth, window.innerWidth);
+  tip.style.top = beside(event.clientY, tip.offsetHeight, window.innerHeight);
+  return box;
 }
 
 function clearHover() {
   byId("tip").hidden = true;
-  for (const panel of panels) panel.overlay.width = 0;
+  for (const panel of panels) panel.frame.hidden = true;
 }
 
 function listen(panel) {
@@ -351,7 +323,7 @@ async function begin() {
     const find = (name) => section.querySelector(name);
     panels.push({
       section, timeline: await readTimeline(page.panels[section.dataset.panel]), box: find(".box"),
-      canvas: find(".lanes"), overlay: find(".over"), note: find(".note"), stale: true,
+      canvas: find(".lanes"), frame: find(".frame"), note: find(".note"), stale: true,
     });
   }
   if (!panels.length) return;

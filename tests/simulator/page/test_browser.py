@@ -74,14 +74,11 @@ def point(browser, panel, line, time):
 def hover(browser, panel, line, time):
     """The text about the job at a place, None if there is none."""
     browser.mouse("mouseMoved", *point(browser, panel, line, time))
-    return browser.run("""(() => {
-        const tip = byId("tip");
-        if (tip.hidden) return null;
-        const rows = [...tip.querySelectorAll("tr")];
-        const texts = rows.map((row) => [...row.children].map((c) => c.textContent));
-        const job = tip.querySelector("strong").textContent;
-        return { job: job.split("  ")[0], ...Object.fromEntries(texts) };
-    })()""")
+    text = browser.run("byId('tip').hidden ? '' : byId('tip').textContent")
+    if not text:
+        return None
+    title, *rows = text.split("\n")
+    return {"job": title.split("  ")[0]} | {row[:14].strip(): row[14:] for row in rows}
 
 
 def check_hover(browser, panel, timeline, stage, index):
