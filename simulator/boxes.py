@@ -6,8 +6,10 @@
 What a box is called, its colour and its lane are decided here, for all media.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,7 +18,6 @@ from zbpp.core import (
     Job,
     PassKind,
     Scope,
-    Slot,
     State,
     Timeline,
     kind_of,
@@ -31,15 +32,14 @@ __all__ = [
     "ROLES",
     "SEND",
     "Box",
+    "Drawing",
     "Mark",
     "Role",
     "Style",
-    "boxes_of",
+    "by_style",
     "legend_of",
     "origin_of",
     "shade",
-    "spans_of",
-    "typical_duration",
 ]
 
 IDLE = "#E4E4E4"
@@ -148,18 +148,46 @@ class Box(NamedTuple):
         return bool(passes_in(self.job))
 
 
-def boxes_of(timeline: Timeline) -> list[Box]:
-    """List the boxes, line after line (see `lines_of`), in time order."""
-    return list(_boxes(timeline))
+@dataclass(frozen=True)
+class Drawing:
+    """A timeline as boxes, and what media ask about all of them."""
+
+    timeline: Timeline
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """The boxes, line after line (see `lines_of`), in time order."""
+        return list(_boxes(self.timeline))
+
+    @property
+    def n_lanes(self) -> int:
+        """Rows of boxes that each stage has."""
+        return len(lines_of(self.timeline)) // self.timeline.placement.n_stages
+
+    @cached_property
+    def typical(self) -> float:
+        """Median duration of what takes time in lane 0; 0 if nothing does."""
+        durations = sorted(
+            box.duration for box in self.boxes if box.lane == 0 and box.end > box.start
+        )
+        return durations[len(durations) // 2] if durations else 0.0
+
+    @cached_property
+    def spans(self) -> list[tuple[float, float] | None]:
+        """From the first to the last pass of each stage: what is idle there is bubble.
+
+        None: the stage has no passes.
+        """
+        spans: dict[int, tuple[float, float]] = {}
+        for box in self.boxes:
+            if box.lane == 0 and box.is_work:
+                start, _ = spans.get(box.stage, (box.start, box.end))
+                spans[box.stage] = (start, box.end)
+        return [spans.get(i) for i in range(self.timeline.placement.n_stages)]
 
 
 def _boxes(timeline: Timeline) -> Iterator[Box]:
     origin, n_stages = origin_of(timeline), timeline.placement.n_stages
-    legs = {
-        chunk: leg
-        for chunks in timeline.placement.chunks_of
-        for leg, chunk in enumerate(chunks)
-    }
     styles: dict[object, Style] = {}
     for line, slots in enumerate(lines_of(timeline)):
         lane, stage = divmod(line, n_stages)
@@ -167,7 +195,7 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
             job = slot.job
             key = (job.kind, place_of(job))
             if key not in styles:
-                styles[key] = _style(job, timeline, legs)
+                styles[key] = _style(job, timeline)
             start, end = slot.start - origin, slot.end - origin
             sends = timeline.sending_of(job)
             place = (line, index)
@@ -176,12 +204,13 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
                 yield Box(stage, lane, end - sends, end, Style(SEND), job, place)
 
 
-def _style(job: Job, timeline: Timeline, legs: Mapping[int, int]) -> Style:
-    kind, chunk = kind_of(job), place_of(job)
+def _style(job: Job, timeline: Timeline) -> Style:
+    kind, chunk, placement = kind_of(job), place_of(job), timeline.placement
     if kind.scope is Scope.STAGE:
         return Style(kind.text)
+    leg = placement.chunks_of[placement.stage_of[chunk]].index(chunk)
     recomputes = PassKind.B in kind.work and chunk in timeline.recomputing
-    return Style(kind.text, legs[chunk], recomputes)
+    return Style(kind.text, leg, recomputes)
 
 
 def origin_of(timeline: Timeline) -> float:
@@ -190,20 +219,12 @@ def origin_of(timeline: Timeline) -> float:
     return min((slot.start for slot in slots), default=0.0)
 
 
-def spans_of(timeline: Timeline) -> list[tuple[float, float] | None]:
-    """From the first to the last pass of each stage: what is idle there is bubble."""
-    origin, spans = origin_of(timeline), []
-    for stage in range(timeline.placement.n_stages):
-        passes: list[Slot] = timeline.passes(stage)
-        ends = (passes[0].start - origin, passes[-1].end - origin) if passes else None
-        spans.append(ends)
-    return spans
-
-
-def typical_duration(boxes: Iterable[Box]) -> float:
-    """Median duration of what takes time in lane 0; 0 if nothing does."""
-    durations = sorted(b.duration for b in boxes if b.lane == 0 and b.end > b.start)
-    return durations[len(durations) // 2] if durations else 0.0
+def by_style(boxes: Iterable[Box]) -> dict[Style, list[Box]]:
+    """The boxes of each style, in the order of the legend."""
+    groups: dict[Style, list[Box]] = defaultdict(list)
+    for box in boxes:
+        groups[box.style].append(box)
+    return {style: groups[style] for style in sorted(groups, key=lambda s: s.order)}
 
 
 class Mark(NamedTuple):

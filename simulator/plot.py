@@ -22,12 +22,11 @@ from zbpp.simulator.boxes import (
     IDLE,
     ROLES,
     Box,
+    Drawing,
     Style,
-    boxes_of,
+    by_style,
     legend_of,
     origin_of,
-    spans_of,
-    typical_duration,
 )
 from zbpp.simulator.metrics import memory_over_time, peak_memory, step_time, waste
 from zbpp.simulator.output import memory_unit, write_file
@@ -51,10 +50,8 @@ _LARGEST_FONT, _SMALLEST_FONT = 9.0, 4.5  # points
 _DIGIT_WIDTH = 0.7  # of the font size, with some air
 _THINNEST = 4.0  # points; where the typical box is thinner, bands take its place
 _BAND_JOBS = 12  # typical jobs in the window of a band: whole rounds of 2, 3, 4 or 6
-_BAND_RANGE = range(901)  # points of a band's outline, along its row
+_BAND_POINTS = 901  # of a band's outline, along its row
 _HATCH = "////"
-
-_Shape = list[tuple[float, float]]
 
 
 def plot(
@@ -84,38 +81,38 @@ def plot(
             the file cannot be written.
     """
     suffix = picture_suffix(target) if isinstance(target, str | Path) else ""
-    timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
-    boxes = [boxes_of(one) for one in timelines]
+    timelines = [timeline] if isinstance(timeline, Timeline) else timeline
+    drawings = [Drawing(one) for one in timelines]
     if not isinstance(target, str | Path):
-        return _draw_on([target], timelines, boxes, memory)
-    with_memory = memory is not None and len(timelines) == 1
-    figure, panels = _layout(timelines, boxes, with_memory=with_memory)
+        return _draw_on([target], drawings, memory)
+    with_memory = memory is not None and len(drawings) == 1
+    figure, panels = _layout(drawings, with_memory=with_memory)
     if memory is not None and with_memory:
         _draw_memory(panels[-1], timelines[0], memory)
     for axes in panels[:-1]:
         axes.tick_params(axis="x", length=0)
         axes.spines["bottom"].set_visible(False)
     panels[-1].set_xlabel(f"time ({time_unit})" if time_unit else "time")
-    _draw_on(panels[: len(timelines)], timelines, boxes, memory)
+    _draw_on(panels[: len(drawings)], drawings, memory)
     write_file(target, figure_bytes(figure, suffix))
     return figure
 
 
 def _layout(
-    timelines: Sequence[Timeline], boxes: Sequence[list[Box]], *, with_memory: bool
+    drawings: Sequence[Drawing], *, with_memory: bool
 ) -> "tuple[Figure, list[Axes]]":
     """Lay out a figure whose boxes are wide enough for their numbers, if it can."""
     from matplotlib.figure import Figure
 
-    length = max(step_time(timeline) for timeline in timelines)
-    typical = typical_duration([box for own in boxes for box in own]) or 1.0
-    entries = _legend(boxes)
-    legend = 1.2 + sum(0.37 + 0.065 * len(str(e.get_label())) for e in entries)
+    length = max(step_time(drawing.timeline) for drawing in drawings)
+    typical = min(drawing.typical for drawing in drawings) or 1.0
+    labels = [str(entry.get_label()) for entry in _legend(drawings)]
+    legend = 1.2 + sum(0.37 + 0.065 * len(label) for label in labels)
     width = min(max(0.215 * length / typical + 1.2, 8.0, legend), _WIDEST)
-    stages = [timeline.placement.n_stages for timeline in timelines]
+    stages = [drawing.timeline.placement.n_stages for drawing in drawings]
     heights = [max(n * min(0.42, max(0.16, 6.0 / n)), 0.8) for n in stages]
     heights += [_MEMORY_HEIGHT] * with_memory
-    height = sum(heights) + 0.55 * len(timelines) + 0.6
+    height = sum(heights) + 0.55 * len(drawings) + 0.6
     figure = Figure((width, height), layout="constrained")
     panels = figure.subplots(
         len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
@@ -124,20 +121,18 @@ def _layout(
 
 
 def _draw_on(
-    panels: "Sequence[Axes]",
-    timelines: Sequence[Timeline],
-    boxes: Sequence[list[Box]],
-    memory: MemoryModel | None,
+    panels: "Sequence[Axes]", drawings: Sequence[Drawing], memory: MemoryModel | None
 ) -> "Figure":
     from matplotlib.transforms import offset_copy
 
     figure = panels[0].get_figure(root=True)
     assert figure is not None
-    for axes, timeline, own in zip(panels, timelines, boxes, strict=True):
-        _draw_timeline(axes, timeline, own)
-        _write_title(axes, timeline, memory, pad=24 if axes is panels[0] else 6)
-    panels[0].set_xlim(0, max(step_time(timeline) for timeline in timelines) or 1.0)
-    handles = _legend(boxes)
+    for axes, drawing in zip(panels, drawings, strict=True):
+        _draw_timeline(axes, drawing)
+        pad = 24 if axes is panels[0] else 6
+        _write_title(axes, drawing.timeline, memory, pad=pad)
+    panels[0].set_xlim(0, max(step_time(one.timeline) for one in drawings) or 1.0)
+    handles = _legend(drawings)
     above = offset_copy(panels[0].transAxes, figure, y=5, units="points")
     panels[0].legend(
         handles=handles,
@@ -155,24 +150,29 @@ def _draw_on(
         handletextpad=0.5,
     )
     figure.draw_without_rendering()  # only the finished layout tells what fits
-    for axes, timeline, own in zip(panels, timelines, boxes, strict=True):
-        _write_texts(axes, timeline, own)
+    for axes, drawing in zip(panels, drawings, strict=True):
+        _write_texts(axes, drawing)
     return figure
 
 
-def _draw_timeline(axes: "Axes", timeline: Timeline, boxes: list[Box]) -> None:
+def _draw_timeline(axes: "Axes", drawing: Drawing) -> None:
     """Draw one row a stage and one box a job, or bands; grey is idle time."""
-    n_stages = timeline.placement.n_stages
-    axes.set_xlim(0, step_time(timeline) or 1.0)
+    n_stages = drawing.timeline.placement.n_stages
+    axes.set_xlim(0, step_time(drawing.timeline) or 1.0)
     axes.set_ylim(n_stages - 0.5, -0.5)
-    spans, n_lanes = spans_of(timeline), _n_lanes(boxes)
-    idle = [_rectangle(i, 0, *span, n_lanes) for i, span in enumerate(spans) if span]
+    top, bottom = _extent(0, drawing.n_lanes)
+    idle = [
+        _rectangle(*span, stage + top, stage + bottom)
+        for stage, span in enumerate(drawing.spans)
+        if span is not None
+    ]
     _add_shapes(axes, idle, facecolors=IDLE, linewidths=0, gid="idle")
-    if typical_duration(boxes) * _points_per_unit(axes) < _THINNEST:
+    boxes: list[Box] = drawing.boxes
+    if drawing.typical * _points(axes)[0] < _THINNEST:
         in_bands = [box for box in boxes if box.lane == 0 and box.is_work]
-        _draw_bands(axes, in_bands, spans, n_lanes)
+        _draw_bands(axes, drawing, in_bands)
         boxes = [box for box in boxes if box.lane or not box.is_work]
-    _draw_boxes(axes, boxes, n_lanes)
+    _draw_boxes(axes, boxes, drawing.n_lanes)
     axes.set_yticks(range(n_stages), [f"stage {stage}" for stage in range(n_stages)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -181,16 +181,22 @@ def _draw_timeline(axes: "Axes", timeline: Timeline, boxes: list[Box]) -> None:
 def _draw_boxes(axes: "Axes", boxes: Sequence[Box], n_lanes: int) -> None:
     """Draw boxes of one style as one thing: ten thousand then draw in seconds."""
     shortest = min((box.duration for box in boxes if box.end > box.start), default=1.0)
-    edge = min(0.8, 0.1 * _points_per_unit(axes) * shortest)
-    for style, members in _by_style(boxes).items():
+    edge = min(0.8, 0.1 * _points(axes)[0] * shortest)
+    extents = [_extent(lane, n_lanes) for lane in range(n_lanes)]
+    for style, members in by_style(boxes).items():
+        shapes = [
+            _rectangle(box.start, box.end, box.stage + top, box.stage + bottom)
+            for box in members
+            for top, bottom in [extents[box.lane]]
+        ]
         _add_shapes(
             axes,
-            [_rectangle(b.stage, b.lane, b.start, b.end, n_lanes) for b in members],
+            shapes,
             facecolors=style.colour,
             edgecolors="white",
             linewidths=edge,
             hatch=_HATCH if style.is_hatched else None,
-            gid=f"{_gid(style)}{' recomputed' if style.is_hatched else ''}",
+            gid=f"{style.role} {style.leg}{' recomputed' if style.is_hatched else ''}",
         )
         instants = [box for box in members if box.end == box.start]
         if instants and ROLES[style.role].at_once:
@@ -204,72 +210,45 @@ def _draw_boxes(axes: "Axes", boxes: Sequence[Box], n_lanes: int) -> None:
             )
 
 
-def _draw_bands(
-    axes: "Axes",
-    boxes: Sequence[Box],
-    spans: Sequence[tuple[float, float] | None],
-    n_lanes: int,
-) -> None:
+def _draw_bands(axes: "Axes", drawing: Drawing, boxes: Sequence[Box]) -> None:
     """Draw the share of each style in a moving window; what is left is idle."""
-    window = _BAND_JOBS * typical_duration(boxes)
-    top, bottom = _extent(0, n_lanes)
-    shapes: dict[Style, list[_Shape]] = {style: [] for style in _by_style(boxes)}
+    import numpy as np  # comes with matplotlib
+
+    window = _BAND_JOBS * drawing.typical
+    top, bottom = _extent(0, drawing.n_lanes)
     members: dict[tuple[int, Style], list[Box]] = defaultdict(list)
     for box in boxes:
         members[box.stage, box.style].append(box)
-    for stage, span in enumerate(spans):
+    shapes: dict[Style, list[Any]] = {style: [] for style in by_style(boxes)}
+    for stage, span in enumerate(drawing.spans):
         if span is None:
             continue
-        times = [
-            span[0] + (span[1] - span[0]) * i / _BAND_RANGE[-1] for i in _BAND_RANGE
-        ]
-        upper = [stage + top] * len(times)
-        for style in shapes:
+        times = np.linspace(*span, _BAND_POINTS)
+        low, high = (np.clip(times + d, *span) for d in (-window / 2, window / 2))
+        upper = np.full_like(times, stage + top)
+        for style, outlines in shapes.items():
             own = members[stage, style]
-            share = _shares(own, times, window=window, within=span)
-            lower = [y + s * (bottom - top) for y, s in zip(upper, share, strict=True)]
-            edges = zip(times, upper, strict=True), zip(times, lower, strict=True)
-            shapes[style].append([*edges[0], *list(edges[1])[::-1]])
+            ends = np.array([(b.start, b.end) for b in own] or [span]).ravel()
+            spent = np.cumsum([(0.0, b.duration) for b in own] or [(0.0, 0.0)])
+            in_window = np.interp(high, ends, spent) - np.interp(low, ends, spent)
+            lower = upper + in_window / (high - low) * (bottom - top)
+            edges = (np.column_stack((times, y)) for y in (upper, lower[::-1]))
+            outlines.append(np.concatenate(list(edges)))
             upper = lower
     for style, outlines in shapes.items():
-        gid = f"{_gid(style)} bands"
+        gid = f"{style.role} {style.leg} bands"
         _add_shapes(axes, outlines, facecolors=style.colour, linewidths=0, gid=gid)
 
 
-def _shares(
-    boxes: Sequence[Box],
-    times: Sequence[float],
-    *,
-    window: float,
-    within: tuple[float, float],
-) -> list[float]:
-    """Share of boxes in a window around each time, 0 to 1; cut at the ends of a span.
-
-    >>> from zbpp.core import Step
-    >>> boxes = [Box(0, 0, a, a + 1, Style("O"), Step(0), (0, 0)) for a in (0.0, 2.0)]
-    >>> _shares(boxes, [0.5, 1.5], window=3.0, within=(0.0, 3.0))
-    [0.5, 0.6666666666666666]
-    """
-    import numpy as np  # comes with matplotlib
-
-    low, high = (
-        np.clip(np.array(times) + shift, *within) for shift in (-window / 2, window / 2)
-    )
-    ends = np.array([(box.start, box.end) for box in boxes] or [within]).ravel()
-    spent = np.cumsum([(0.0, box.duration) for box in boxes] or [(0.0, 0.0)])
-    in_window = np.interp(high, ends, spent) - np.interp(low, ends, spent)
-    shares: list[float] = (in_window / (high - low)).tolist()
-    return shares
-
-
-def _add_shapes(axes: "Axes", shapes: Sequence[_Shape], **look: Any) -> None:
+def _add_shapes(axes: "Axes", shapes: Sequence[Any], **look: Any) -> None:
     from matplotlib.collections import PolyCollection
 
     axes.add_collection(PolyCollection(shapes, **look))
 
 
-def _rectangle(stage: int, lane: int, start: float, end: float, n_lanes: int) -> _Shape:
-    top, bottom = (stage + y for y in _extent(lane, n_lanes))
+def _rectangle(
+    start: float, end: float, top: float, bottom: float
+) -> list[tuple[float, float]]:
     return [(start, top), (end, top), (end, bottom), (start, bottom)]
 
 
@@ -285,37 +264,21 @@ def _extent(lane: int, n_lanes: int) -> tuple[float, float]:
     return top + 0.05, top + each
 
 
-def _n_lanes(boxes: Sequence[Box]) -> int:
-    return max((box.lane for box in boxes), default=0) + 1
-
-
-def _by_style(boxes: Sequence[Box]) -> dict[Style, list[Box]]:
-    """The boxes of each style, in the order of the legend."""
-    groups: dict[Style, list[Box]] = defaultdict(list)
-    for box in boxes:
-        groups[box.style].append(box)
-    return {style: groups[style] for style in sorted(groups, key=lambda s: s.order)}
-
-
-def _gid(style: Style) -> str:
-    return f"{style.role} {style.leg}"
-
-
-def _write_texts(axes: "Axes", timeline: Timeline, boxes: Sequence[Box]) -> None:
+def _write_texts(axes: "Axes", drawing: Drawing) -> None:
     """Write its text into every box that is wide enough for it."""
-    points, n_lanes = _points_per_unit(axes), _n_lanes(boxes)
-    digits = len(str(timeline.n_microbatches - 1))
-    top, bottom = _extent(0, n_lanes)
-    row = axes.get_window_extent().height / abs(axes.get_ylim()[0] + 0.5)
-    largest = min(_LARGEST_FONT, 0.7 * (bottom - top) * row * _POINTS / _dpi(axes))
-    for style, members in _by_style([box for box in boxes if box.text]).items():
+    per_unit, per_row = _points(axes)
+    digits = len(str(drawing.timeline.n_microbatches - 1))
+    top, bottom = _extent(0, drawing.n_lanes)
+    largest = min(_LARGEST_FONT, 0.7 * (bottom - top) * per_row)
+    boxes = [box for box in drawing.boxes if box.text]
+    for style, members in by_style(boxes).items():
         durations = sorted(box.duration for box in members)
-        font = durations[len(durations) // 2] * points / (_DIGIT_WIDTH * digits)
+        font = durations[len(durations) // 2] * per_unit / (_DIGIT_WIDTH * digits)
         if font < _SMALLEST_FONT:
             continue
         font = min(font, largest)
         for box in members:
-            if box.duration * points < 0.99 * _DIGIT_WIDTH * font * len(box.text):
+            if box.duration * per_unit < 0.99 * _DIGIT_WIDTH * font * len(box.text):
                 continue
             axes.text(
                 (box.start + box.end) / 2,
@@ -346,7 +309,7 @@ def _write_title(
     axes.set_title("    ".join(facts), loc="right", fontsize=11, pad=pad)
 
 
-def _legend(timelines: Iterable[Sequence[Box]]) -> "list[Patch]":
+def _legend(drawings: Iterable[Drawing]) -> "list[Patch]":
     from matplotlib.patches import Patch
 
     return [
@@ -357,7 +320,7 @@ def _legend(timelines: Iterable[Sequence[Box]]) -> "list[Patch]":
             hatch=_HATCH if mark.pattern == "hatched" else None,
             label=mark.label,
         )
-        for mark in legend_of(box for boxes in timelines for box in boxes)
+        for mark in legend_of(box for drawing in drawings for box in drawing.boxes)
     ]
 
 
@@ -400,15 +363,13 @@ def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
         )
 
 
-def _points_per_unit(axes: "Axes") -> float:
-    left, right = axes.get_xlim()
-    return axes.get_window_extent().width / _dpi(axes) * _POINTS / (right - left)
-
-
-def _dpi(axes: "Axes") -> float:
+def _points(axes: "Axes") -> tuple[float, float]:
+    """Size of a unit of time, and of a row."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-    return figure.dpi
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    extent, scale = axes.get_window_extent(), _POINTS / figure.dpi
+    return extent.width * scale / (right - left), extent.height * scale / (bottom - top)
 
 
 def picture_suffix(path: str | Path) -> str:

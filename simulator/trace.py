@@ -27,7 +27,7 @@ from zbpp.core import (
     parse_job,
 )
 from zbpp.core.files.json_text import fail, object_of, read
-from zbpp.simulator.boxes import SEND, boxes_of, origin_of
+from zbpp.simulator.boxes import SEND, Drawing, origin_of
 from zbpp.simulator.messages import lines_of, messages
 from zbpp.simulator.metrics import memory_over_time, waste
 from zbpp.simulator.output import write_file
@@ -87,7 +87,7 @@ def trace_events(
         return round(time * microseconds_per_unit, 3)
 
     events = list(_names(timeline, run, microseconds_per_unit))
-    for box in boxes_of(timeline):
+    for box in Drawing(timeline).boxes:
         start = microseconds(box.start)
         events.append(
             {

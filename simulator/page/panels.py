@@ -31,11 +31,9 @@ from zbpp.core import Timeline
 from zbpp.simulator.boxes import (
     ROLES,
     Box,
+    Drawing,
     Style,
-    boxes_of,
     legend_of,
-    spans_of,
-    typical_duration,
 )
 from zbpp.simulator.critical_path import critical_places
 from zbpp.simulator.messages import Message, Place, lines_of, messages
@@ -59,9 +57,9 @@ class Panel:
         return self.entry.timelines[self.kind]
 
     @cached_property
-    def boxes(self) -> list[Box]:
-        """Of the timeline."""
-        return boxes_of(self.timeline)
+    def drawing(self) -> Drawing:
+        """The timeline as boxes."""
+        return Drawing(self.timeline)
 
     @cached_property
     def messages(self) -> list[Message]:
@@ -80,7 +78,7 @@ def panels_data(
     peaks = [entry.peak for entry in entries if entry.peak is not None]
     models = [entry.memory for entry in entries if entry.memory is not None]
     name, size = memory_unit(max(peaks, default=0.0), models)
-    examples = {box.style: box for panel in panels for box in panel.boxes}
+    examples = {box.style: box for panel in panels for box in panel.drawing.boxes}
     return {
         "timeUnit": time_unit,
         "memory": {"size": size, "name": name},
@@ -104,11 +102,11 @@ def _style(box: Box) -> dict[str, Any]:
 
 
 def _panel_data(panel: Panel, styles: Sequence[Style]) -> dict[str, Any]:
-    entry, timeline, boxes = panel.entry, panel.timeline, panel.boxes
+    entry, timeline, drawing = panel.entry, panel.timeline, panel.drawing
     numbers: dict[Place, list[int]] = {}
-    for number, box in enumerate(boxes):
+    for number, box in enumerate(drawing.boxes):
         numbers.setdefault(box.place, []).append(number)
-    per_line = Counter(box.place[0] for box in boxes)
+    per_line = Counter(box.place[0] for box in drawing.boxes)
     costs = entry.costs if panel.kind == "simulated" else None
     path = critical_places(timeline, costs, sent=panel.messages)
     memory = entry.memory
@@ -120,8 +118,8 @@ def _panel_data(panel: Panel, styles: Sequence[Style]) -> dict[str, Any]:
         "stages": timeline.placement.n_stages,
         "microbatches": timeline.n_microbatches,
         "length": step_time(timeline),
-        "typical": typical_duration(boxes),
-        "spans": spans_of(timeline),
+        "typical": drawing.typical,
+        "spans": drawing.spans,
         "lines": [per_line[line] for line in range(len(lines_of(timeline)))],
         "path": [number for place in path for number in numbers[place]],
         "fixed": fixed,
@@ -135,11 +133,13 @@ def _columns(
     panel: Panel, numbers: Mapping[Place, Sequence[int]], styles: Sequence[Style]
 ) -> str:
     """The columns of a timeline's boxes, as text."""
-    timeline, boxes, memory = panel.timeline, panel.boxes, panel.entry.memory
+    boxes, memory = panel.drawing.boxes, panel.entry.memory
     wait, lasts = _times(boxes)
     held = [(0.0, 0.0)] * len(boxes)
     awaits = [0] * len(boxes)
-    for stage, jobs in enumerate(memory_by_job(timeline, memory) if memory else []):
+    for stage, jobs in enumerate(
+        memory_by_job(panel.timeline, memory) if memory else []
+    ):
         for index, amounts in enumerate(jobs):
             for number in numbers[stage, index]:
                 held[number] = amounts
@@ -229,7 +229,7 @@ def _facts(panel: Panel) -> str:
 
 
 def _legend(panels: Iterable[Panel]) -> str:
-    marks = legend_of(box for panel in panels for box in panel.boxes)
+    marks = legend_of(box for panel in panels for box in panel.drawing.boxes)
     return "".join(
         f'<span><i class="{mark.pattern}" style="background-color:{mark.colour}"></i>'
         f"{escape(mark.label)}</span>"
