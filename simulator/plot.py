@@ -232,8 +232,8 @@ def _draw_bands(axes: "Axes", drawing: Drawing, boxes: Sequence[Box]) -> None:
             spent = np.cumsum([(0.0, b.duration) for b in own] or [(0.0, 0.0)])
             in_window = np.interp(high, ends, spent) - np.interp(low, ends, spent)
             lower = upper + in_window / (high - low) * (bottom - top)
-            edges = (np.column_stack((times, y)) for y in (upper, lower[::-1]))
-            outlines.append(np.concatenate(list(edges)))
+            edges = [np.column_stack((times, y)) for y in (upper, lower)]
+            outlines.append(np.concatenate((edges[0], edges[1][::-1])))
             upper = lower
     for style, outlines in shapes.items():
         gid = f"{style.role} {style.leg} bands"

@@ -139,13 +139,21 @@ def test_bands_take_the_place_of_boxes_too_thin_to_be_seen(tmp_path):
         c.get_gid(): c.get_paths() for c in axes.collections if "bands" in c.get_gid()
     }
     assert set(bands) == {"F 0 bands", "B 0 bands", "W 0 bands"}
-    middle = step_time(timeline) / 2
     for kind in "FBW":
         (path, *_) = bands[f"{kind} 0 bands"]
-        near = [y for x, y in path.vertices if abs(x - middle) < 5]
-        assert max(near) - min(near) == pytest.approx(0.86 / 3, abs=0.1)
+        busy = sum(s.duration for s in timeline.rows[0] if kind in str(s.job))
+        assert area(path.vertices) == pytest.approx(busy * 0.86, rel=0.01)
+        middle = [y for x, y in path.vertices if abs(x - busy * 3 / 2) < 5]
+        assert max(middle) - min(middle) == pytest.approx(0.86 / 3, abs=0.1)
     few = plot(timeline_of("ZBH1"), tmp_path / "few.png").axes[0]
     assert not any("bands" in str(c.get_gid()) for c in few.collections)
+
+
+def area(corners):
+    """Of a polygon, by the shoelace formula."""
+    following = [*corners[1:], corners[0]]
+    pairs = zip(corners, following, strict=True)
+    return abs(sum(x * b - a * y for (x, y), (a, b) in pairs)) / 2
 
 
 def test_numbers_that_do_not_fit_are_left_out(tmp_path):
