@@ -16,6 +16,7 @@ from typing import NamedTuple
 from zbpp.core import (
     KINDS,
     Job,
+    JobKind,
     PassKind,
     Scope,
     State,
@@ -29,12 +30,11 @@ from zbpp.simulator.messages import Place, lines_of
 __all__ = [
     "DARK",
     "IDLE",
-    "ROLES",
+    "LOOKS",
     "SEND",
     "Box",
     "Drawing",
     "Mark",
-    "Role",
     "Style",
     "by_style",
     "legend_of",
@@ -48,25 +48,10 @@ SEND = "SEND"
 """Role of the end of a job in which its stage only sends."""
 
 
-@dataclass(frozen=True)
-class Role:
-    """What boxes of one kind share: a line for people, and a colour.
-
-    ``at_once``: a box that takes no time is drawn as a line.
-    """
-
-    summary: str
-    colour: str
-    at_once: bool = False
-
-
-ROLES = {
-    row.text: Role(row.summary, row.colour, at_once=State.VERDICT in row.awaits)
-    for row in KINDS.values()
-    if row.colour is not None
-} | {SEND: Role("only sends", "#8A8A8A")}
-"""By the text of the kind, in the order of legends."""
-
+LOOKS = {row.text: row for row in KINDS.values() if row.colour} | {
+    SEND: JobKind(SEND, Scope.MICROBATCH, "only sends", colour="#8A8A8A")
+}
+"""What can be seen, by the text of the kind, in the order of legends."""
 
 _NUMBERS = {
     Scope.MICROBATCH: ("chunk", "microbatch"),
@@ -89,7 +74,12 @@ class Style(NamedTuple):
     @property
     def colour(self) -> str:
         """As ``#rrggbb``."""
-        return shade(ROLES[self.role].colour, self.leg)
+        return shade(LOOKS[self.role].colour or DARK, self.leg)
+
+    @property
+    def at_once(self) -> bool:
+        """True if a box that takes no time is drawn as a line: a validation."""
+        return State.VERDICT in LOOKS[self.role].awaits
 
     @property
     def ink(self) -> str:
@@ -100,7 +90,7 @@ class Style(NamedTuple):
     @property
     def order(self) -> tuple[int, int, bool]:
         """Place among all styles: that of the legend."""
-        return list(ROLES).index(self.role), self.leg, self.is_hatched
+        return list(LOOKS).index(self.role), self.leg, self.is_hatched
 
 
 class Box(NamedTuple):
@@ -237,23 +227,18 @@ class Mark(NamedTuple):
 
 def legend_of(boxes: Iterable[Box]) -> list[Mark]:
     """Explain what can be seen of boxes, and the ground that idle time leaves."""
-    styles = {
-        box.style
-        for box in boxes
-        if box.end > box.start or ROLES[box.style.role].at_once
-    }
+    styles = {box.style for box in boxes if box.end > box.start or box.style.at_once}
     roles = {style.role for style in styles}
     marks = [
-        Mark(f"{name}  {role.summary}", role.colour)
-        for name, role in ROLES.items()
-        if name in roles
+        Mark(f"{role}  {look.summary}", Style(role).colour)
+        for role, look in LOOKS.items()
+        if role in roles
     ]
     marks.append(Mark("idle", IDLE, "idle"))
     if any(style.is_hatched for style in styles):
-        marks.append(Mark("hatched: recomputes", ROLES["B"].colour, "hatched"))
+        marks.append(Mark("hatched: recomputes", Style("B").colour, "hatched"))
     if any(style.leg for style in styles):
-        colour = shade(ROLES["F"].colour, 1)
-        marks.append(Mark("lighter: later chunk of a stage", colour))
+        marks.append(Mark("lighter: later chunk of a stage", Style("F", 1).colour))
     return marks
 
 

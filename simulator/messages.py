@@ -49,48 +49,29 @@ def messages(timeline: Timeline) -> Iterator[Message]:
     Of several iterations, the n-th pass that reads a value reads what the n-th that
     wrote it has sent. A value that no slot has written is left out, as what reads it.
     """
-    n_chunks = timeline.placement.n_chunks
-    outputs, inputs = _Values(output_of, n_chunks), _Values(input_of, n_chunks)
     sent: dict[Value, deque[Place]] = defaultdict(deque)
-    for place, part in _passes(timeline):
-        value = outputs.of(part)
-        if value is not None:
-            sent[value].append(place)
-    for place, part in _passes(timeline):
-        value = inputs.of(part)
-        if value is None or not sent[value]:
-            continue
-        source = sent[value].popleft()
-        if source[0] != place[0]:
-            yield Message(value, source, place)
+    for place, value in _values(timeline, output_of):
+        sent[value].append(place)
+    for place, value in _values(timeline, input_of):
+        if sent[value]:
+            source = sent[value].popleft()
+            if source[0] != place[0]:
+                yield Message(value, source, place)
 
 
-class _Values:
-    """What passes take or have, looked up once for each kind and chunk.
-
-    Args:
-        rule: for the value of a pass.
-        n_chunks: of the placement.
-    """
-
-    def __init__(
-        self, rule: Callable[[Pass, int], Value | None], n_chunks: int
-    ) -> None:
-        self._rule, self._n_chunks = rule, n_chunks
-        self._values: dict[tuple[PassKind, int], Value | None] = {}
-
-    def of(self, part: Pass) -> Value | None:
-        """The value of a pass, None if there is none."""
-        key = part.kind, part.chunk
-        if key not in self._values:
-            self._values[key] = self._rule(part, self._n_chunks)
-        value = self._values[key]
-        return value and Value(value.what, value.chunk, part.microbatch)
-
-
-def _passes(timeline: Timeline) -> Iterator[tuple[Place, Pass]]:
-    """All passes, stage after stage, with the slots that they are a part of."""
+def _values(
+    timeline: Timeline, rule: Callable[[Pass, int], Value | None]
+) -> Iterator[tuple[Place, Value]]:
+    """The value that a rule names for each pass, stage after stage."""
+    n_chunks = timeline.placement.n_chunks
+    examples: dict[tuple[PassKind, int], Value | None] = {}  # rules take long
     for stage, row in enumerate(timeline.rows):
         for index, slot in enumerate(row):
             for part in passes_in(slot.job):
-                yield (stage, index), part
+                key = part.kind, part.chunk
+                if key not in examples:
+                    examples[key] = rule(part, n_chunks)
+                value = examples[key]
+                if value is not None:
+                    value = Value(value.what, value.chunk, part.microbatch)
+                    yield (stage, index), value

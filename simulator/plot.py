@@ -20,7 +20,6 @@ from zbpp.core import MemoryModel, RequestError, Timeline, format_memory
 from zbpp.simulator.boxes import (
     DARK,
     IDLE,
-    ROLES,
     Box,
     Drawing,
     Style,
@@ -199,7 +198,7 @@ def _draw_boxes(axes: "Axes", boxes: Sequence[Box], n_lanes: int) -> None:
             gid=f"{style.role} {style.leg}{' recomputed' if style.is_hatched else ''}",
         )
         instants = [box for box in members if box.end == box.start]
-        if instants and ROLES[style.role].at_once:
+        if instants and style.at_once:
             axes.vlines(
                 [box.start for box in instants],
                 [box.stage - 0.5 for box in instants],

@@ -29,7 +29,7 @@ from typing import Any
 
 from zbpp.core import Timeline
 from zbpp.simulator.boxes import (
-    ROLES,
+    LOOKS,
     Box,
     Drawing,
     Style,
@@ -91,12 +91,12 @@ def _style(box: Box) -> dict[str, Any]:
     style = box.style
     return {
         "role": style.role,
-        "what": ROLES[style.role].summary,
+        "what": LOOKS[style.role].summary,
         "colour": style.colour,
         "ink": style.ink,
         "hatched": style.is_hatched,
         "work": box.is_work,
-        "once": ROLES[style.role].at_once,
+        "once": style.at_once,
         "text": None if box.text.isdecimal() else box.text,
     }
 
