@@ -167,7 +167,7 @@ def _draw_timeline(axes: "Axes", drawing: Drawing) -> None:
     ]
     _add_shapes(axes, idle, facecolors=IDLE, linewidths=0, gid="idle")
     boxes: list[Box] = drawing.boxes
-    if drawing.typical * _points(axes)[0] < _THINNEST:
+    if 0 < drawing.typical * _points(axes)[0] < _THINNEST:
         in_bands = [box for box in boxes if box.lane == 0 and box.is_work]
         _draw_bands(axes, drawing, in_bands)
         boxes = [box for box in boxes if box.lane or not box.is_work]
@@ -220,7 +220,7 @@ def _draw_bands(axes: "Axes", drawing: Drawing, boxes: Sequence[Box]) -> None:
         members[box.stage, box.style].append(box)
     shapes: dict[Style, list[Any]] = {style: [] for style in by_style(boxes)}
     for stage, span in enumerate(drawing.spans):
-        if span is None:
+        if span is None or span[0] == span[1]:
             continue
         times = np.linspace(*span, _BAND_POINTS)
         low, high = (np.clip(times + d, *span) for d in (-window / 2, window / 2))

@@ -64,7 +64,7 @@ function extent({ stages }, scale, line) {
 
 // Draws idle spans, then boxes, or bands of them; returns whether these are bands.
 function drawBoxes(ctx, timeline, scale, look) {
-  const banded = timeline.typical * scale.perUnit < THIN;
+  const banded = timeline.typical > 0 && timeline.typical * scale.perUnit < THIN;
   timeline.spans.forEach((span, stage) => {
     if (!span) return;
     const [y, height] = extent(timeline, scale, stage);
