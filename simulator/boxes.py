@@ -17,6 +17,7 @@ from zbpp.core import (
     KINDS,
     Job,
     JobKind,
+    Lane,
     PassKind,
     Scope,
     State,
@@ -53,6 +54,7 @@ LOOKS = {row.text: row for row in KINDS.values() if row.colour} | {
 }
 """What can be seen, by the text of the kind, in the order of legends."""
 
+_LANES = list(Lane)
 _NUMBERS = {
     Scope.MICROBATCH: ("chunk", "microbatch"),
     Scope.CHUNK: ("chunk",),
@@ -97,7 +99,8 @@ class Box(NamedTuple):
     """A job, or the end of one in which its stage only sends.
 
     Times are in the unit of the timeline, and count from its first start. ``place`` is
-    the slot that it is made of; ``lane`` 0 has the jobs of the stage.
+    the slot that it is made of; a job has a box on each lane of its stage that it
+    occupies, and lane 0 computes.
     """
 
     stage: int
@@ -146,13 +149,14 @@ class Drawing:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """The boxes, line after line (see `lines_of`), in time order."""
-        return list(_boxes(self.timeline))
+        """The boxes of lane 0, stage after stage, each in time order; then lane 1."""
+        boxes = _boxes(self.timeline)
+        return sorted(boxes, key=lambda box: (box.lane, box.stage, box.start))
 
-    @property
+    @cached_property
     def n_lanes(self) -> int:
         """Rows of boxes that each stage has."""
-        return len(lines_of(self.timeline)) // self.timeline.placement.n_stages
+        return max((box.lane for box in self.boxes), default=0) + 1
 
     @cached_property
     def typical(self) -> float:
@@ -178,20 +182,22 @@ class Drawing:
 
 def _boxes(timeline: Timeline) -> Iterator[Box]:
     origin, n_stages = origin_of(timeline), timeline.placement.n_stages
-    styles: dict[object, Style] = {}
+    looks: dict[object, tuple[Style, list[int]]] = {}
     for line, slots in enumerate(lines_of(timeline)):
-        lane, stage = divmod(line, n_stages)
+        stage = line % n_stages
         for index, slot in enumerate(slots):
-            job = slot.job
+            job, place = slot.job, (line, index)
             key = (job.kind, place_of(job))
-            if key not in styles:
-                styles[key] = _style(job, timeline)
+            if key not in looks:
+                lanes = [_LANES.index(lane) for lane in kind_of(job).lanes]
+                looks[key] = _style(job, timeline), lanes
+            style, lanes = looks[key]
             start, end = slot.start - origin, slot.end - origin
             sends = timeline.sending_of(job)
-            place = (line, index)
-            yield Box(stage, lane, start, end - sends, styles[key], job, place)
-            if sends:
-                yield Box(stage, lane, end - sends, end, Style(SEND), job, place)
+            for lane in lanes:
+                yield Box(stage, lane, start, end - sends, style, job, place)
+                if sends:
+                    yield Box(stage, lane, end - sends, end, Style(SEND), job, place)
 
 
 def _style(job: Job, timeline: Timeline) -> Style:

@@ -86,8 +86,9 @@ def trace_events(
     def microseconds(time: float) -> float:
         return round(time * microseconds_per_unit, 3)
 
-    events = list(_names(timeline, run, microseconds_per_unit))
-    for box in Drawing(timeline).boxes:
+    drawing, n_stages = Drawing(timeline), timeline.placement.n_stages
+    events = list(_names(drawing, run, microseconds_per_unit))
+    for box in drawing.boxes:
         start = microseconds(box.start)
         events.append(
             {
@@ -95,7 +96,7 @@ def trace_events(
                 "cat": box.style.role,
                 "ph": "X",
                 "pid": run,
-                "tid": box.place[0],
+                "tid": box.lane * n_stages + box.stage,
                 "ts": start,
                 "dur": round(microseconds(box.end) - start, 3),
                 "args": box.numbers,
@@ -139,7 +140,8 @@ def _arrows(
         yield shared | {"ph": "f", "bp": "e", "tid": message.target[0], "ts": read_at}
 
 
-def _names(timeline: Timeline, run: int, unit: float) -> Iterator[Event]:
+def _names(drawing: Drawing, run: int, unit: float) -> Iterator[Event]:
+    timeline = drawing.timeline
     of, share = waste(timeline)
     name = f"{timeline.name}, {of} {share:.4f}"
     if timeline.clock_error:
@@ -155,11 +157,12 @@ def _names(timeline: Timeline, run: int, unit: float) -> Iterator[Event]:
         about["sending"] = [time * unit for time in timeline.sending]
     yield _metadata("process_name", run, 0, {"name": name, **about})
     yield _metadata("process_sort_index", run, 0, {"sort_index": run})
-    n_stages, n_lines = timeline.placement.n_stages, len(lines_of(timeline))
+    n_stages = timeline.placement.n_stages
     for stage in range(n_stages):
-        for lane, thread in enumerate(range(stage, n_lines, n_stages)):
+        for lane in range(drawing.n_lanes):
+            thread = lane * n_stages + stage
             name = f"collectives of stage {stage}" if lane else f"stage {stage}"
-            place = {"sort_index": n_lines // n_stages * stage + lane}
+            place = {"sort_index": drawing.n_lanes * stage + lane}
             yield _metadata("thread_name", run, thread, {"name": name})
             yield _metadata("thread_sort_index", run, thread, place)
 

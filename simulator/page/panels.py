@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from zbpp.core import Timeline
@@ -36,7 +37,7 @@ from zbpp.simulator.boxes import (
     legend_of,
 )
 from zbpp.simulator.critical_path import critical_places
-from zbpp.simulator.messages import Message, Place, lines_of, messages
+from zbpp.simulator.messages import Message, Place, messages
 from zbpp.simulator.metrics import memory_by_job, step_time, waste
 from zbpp.simulator.output import memory_unit
 from zbpp.simulator.page.entry import PageEntry
@@ -103,10 +104,11 @@ def _style(box: Box) -> dict[str, Any]:
 
 def _panel_data(panel: Panel, styles: Sequence[Style]) -> dict[str, Any]:
     entry, timeline, drawing = panel.entry, panel.timeline, panel.drawing
+    n_stages = timeline.placement.n_stages
     numbers: dict[Place, list[int]] = {}
     for number, box in enumerate(drawing.boxes):
         numbers.setdefault(box.place, []).append(number)
-    per_line = Counter(box.place[0] for box in drawing.boxes)
+    per_line = Counter((box.lane, box.stage) for box in drawing.boxes)
     costs = entry.costs if panel.kind == "simulated" else None
     path = critical_places(timeline, costs, sent=panel.messages)
     memory = entry.memory
@@ -115,12 +117,16 @@ def _panel_data(panel: Panel, styles: Sequence[Style]) -> dict[str, Any]:
         "name": entry.name,
         "group": entry.group,
         "of": panel.kind,
-        "stages": timeline.placement.n_stages,
+        "stages": n_stages,
         "microbatches": timeline.n_microbatches,
         "length": step_time(timeline),
         "typical": drawing.typical,
         "spans": drawing.spans,
-        "lines": [per_line[line] for line in range(len(lines_of(timeline)))],
+        "lines": [
+            per_line[lane, stage]
+            for lane in range(drawing.n_lanes)
+            for stage in range(n_stages)
+        ],
         "path": [number for place in path for number in numbers[place]],
         "fixed": fixed,
         "peak": entry.peak,
@@ -163,13 +169,12 @@ def _columns(
 def _times(boxes: Sequence[Box]) -> "tuple[array[float], array[float]]":
     """The first two columns; each wait makes up for the rounding before it."""
     wait, lasts = array("f"), array("f")
-    line, end = -1, 0.0
-    for box in boxes:
-        if box.place[0] != line:
-            line, end = box.place[0], 0.0
-        wait.append(box.start - end)
-        lasts.append(box.end - box.start)
-        end = (end + wait[-1]) + lasts[-1]
+    for _, line in groupby(boxes, key=lambda box: (box.lane, box.stage)):
+        end = 0.0
+        for box in line:
+            wait.append(box.start - end)
+            lasts.append(box.end - box.start)
+            end = (end + wait[-1]) + lasts[-1]
     return wait, lasts
 
 

@@ -10,8 +10,16 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from timeline_page import boxes_in, page_data
 
-from zbpp.core import Costs, MemoryModel, RequestError
+from zbpp.core import (
+    KINDS,
+    Costs,
+    Lane,
+    MemoryModel,
+    PassKind,
+    RequestError,
+)
 from zbpp.modes import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import (
@@ -22,6 +30,7 @@ from zbpp.simulator import (
     simulate_iterations,
     step_time,
 )
+from zbpp.simulator.page import PageEntry, page_text
 
 
 def timeline_of(mode, p=4, m=8, costs=None):
@@ -265,3 +274,17 @@ def test_boxes_that_compute_layers_again_are_hatched(tmp_path):
         assert found == expected
         text = (tmp_path / "x.svg").read_text()
         assert ("hatched: recomputes" in text) == bool(expected)
+
+
+def test_a_job_that_occupies_two_lanes_has_a_box_on_both(monkeypatch):
+    """As if forwards sent all the time: the table of kinds says what is drawn."""
+    both = replace(KINDS[PassKind.F], lanes=tuple(Lane))
+    monkeypatch.setitem(KINDS, PassKind.F, both)
+    timeline = timeline_of("ZBH1", costs=Costs())
+    axes = Figure().add_subplot()
+    plot(timeline, axes)
+    assert boxes(axes) == {"F 0": 64, "B 0": 32, "W 0": 32, "O 0": 4, "idle": 4}
+    data = page_data(page_text([PageEntry(name="x", simulated=timeline)]))
+    (panel,) = data["panels"]
+    assert panel["lines"] == [25] * 4 + [8] * 4
+    assert boxes_in(data, panel)[4][0] == boxes_in(data, panel)[0][0] == ("0F0", 0, 1)
