@@ -8,7 +8,7 @@ timeline.js   one timeline: arrays, lookups by time, the picture on a canvas
 view.js       panels on one time axis: zoom, pan, hover, switches
 """
 
-from zbpp.simulator.page.document import page_text, write_page
+from zbpp.simulator.page.document import write_page
 from zbpp.simulator.page.entry import PageEntry
 
-__all__ = ["PageEntry", "page_text", "write_page"]
+__all__ = ["PageEntry", "write_page"]

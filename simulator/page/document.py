@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zbpp.simulator.charts import comparison_figure
-from zbpp.simulator.output import memory_unit, write_file
-from zbpp.simulator.page.entry import PageEntry
+from zbpp.simulator.output import write_file
+from zbpp.simulator.page.entry import PageEntry, unit_of_memory
 from zbpp.simulator.page.modes_table import modes_table
 from zbpp.simulator.page.panels import Panel, panels_data, panels_html
 from zbpp.simulator.plot import figure_bytes
 
-__all__ = ["page_text", "write_page"]
+__all__ = ["write_page"]
 
 _SCRIPTS = ("timeline.js", "view.js")
 _FEWEST_POINTS = 3  # of a chart: two modes are compared in the table
@@ -37,36 +37,11 @@ def write_page(
     time_unit: str = "",
     by_microbatches: Series | None = None,
 ) -> None:
-    """Write entries as one page; `page_text` tells of the arguments.
-
-    Raises:
-        RequestError: the file cannot be written, or costs or memory of an entry do not
-            fit its placement.
-    """
-    text = page_text(
-        entries,
-        title=title,
-        subtitle=subtitle,
-        command=command,
-        time_unit=time_unit,
-        by_microbatches=by_microbatches,
-    )
-    write_file(path, text)
-
-
-def page_text(
-    entries: Sequence[PageEntry],
-    *,
-    title: str = "Pipeline schedules",
-    subtitle: str = "",
-    command: str = "",
-    time_unit: str = "",
-    by_microbatches: Series | None = None,
-) -> str:
-    """Build the page; without matplotlib it has no charts, and says so.
+    """Write entries as one page; without matplotlib it has no charts, and says so.
 
     Args:
         entries: rows of the table; of the timelines, simulated stands above measured.
+        path: the file to write.
         title: the heading.
         subtitle: what was compared, such as sizes, costs, hardware and versions.
         command: what repeats the page, to be copied from it.
@@ -74,7 +49,8 @@ def page_text(
         by_microbatches: for each mode pairs of m and bubble rate, for a chart.
 
     Raises:
-        RequestError: costs or memory of an entry do not fit its placement.
+        RequestError: the file cannot be written, or costs or memory of an entry do not
+            fit its placement.
     """
     panels = [Panel(entry, kind) for entry in entries for kind in entry.timelines]
     data = json.dumps(panels_data(entries, panels, time_unit), separators=(",", ":"))
@@ -91,7 +67,7 @@ def page_text(
     ]
     harmless = data.replace("<", "\\u003c")  # cannot end the element it stands in
     script = "\n".join(map(_beside, _SCRIPTS)) if panels else ""
-    return (
+    text = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n<title>'
@@ -100,6 +76,7 @@ def page_text(
         f'<script type="application/json" id="data">{harmless}</script>\n'
         f'<script>\n"use strict";\n{script}</script>\n</body>\n</html>\n'
     )
+    write_file(path, text)
 
 
 def _command(command: str) -> str:
@@ -123,9 +100,7 @@ def _tables(
 
 def _charts(entries: Sequence[PageEntry], series: Series) -> str:
     """Both charts as one picture, if there is enough to be seen."""
-    peaks = [entry.peak for entry in entries if entry.peak is not None]
-    models = [entry.memory for entry in entries if entry.memory is not None]
-    unit, size = memory_unit(max(peaks, default=0.0), models)
+    unit, size = unit_of_memory(entries)
     points = {
         entry.name: (entry.peak / size, entry.bubble)
         for entry in entries

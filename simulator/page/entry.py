@@ -1,14 +1,15 @@
 """A mode on a page: timelines, and figures that follow from them or are given."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 
 from zbpp.core import Costs, Job, MemoryModel, Schedule, Timeline
 from zbpp.simulator.metrics import bubble_rate, peak_memory, step_time
+from zbpp.simulator.output import memory_unit
 
-__all__ = ["PageEntry"]
+__all__ = ["PageEntry", "unit_of_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,13 @@ class PageEntry:
             kind: (fmean(one for one, _ in found), fmean(two for _, two in found))
             for kind, found in sorted(errors.items())
         }
+
+
+def unit_of_memory(entries: Sequence[PageEntry]) -> tuple[str, float]:
+    """Name and size of the unit in which the entries' memory is shown."""
+    peaks = [entry.peak for entry in entries if entry.peak is not None]
+    models = [entry.memory for entry in entries if entry.memory is not None]
+    return memory_unit(max(peaks, default=0.0), models)
 
 
 def _jobs(timeline: Timeline) -> dict[Job, tuple[float, float]]:

@@ -39,8 +39,7 @@ from zbpp.simulator.boxes import (
 from zbpp.simulator.critical_path import critical_places
 from zbpp.simulator.messages import Message, Place, messages
 from zbpp.simulator.metrics import memory_by_job, step_time, waste
-from zbpp.simulator.output import memory_unit
-from zbpp.simulator.page.entry import PageEntry
+from zbpp.simulator.page.entry import PageEntry, unit_of_memory
 
 __all__ = ["Panel", "panels_data", "panels_html"]
 
@@ -76,9 +75,7 @@ def panels_data(
     Raises:
         RequestError: costs or memory of an entry do not fit its placement.
     """
-    peaks = [entry.peak for entry in entries if entry.peak is not None]
-    models = [entry.memory for entry in entries if entry.memory is not None]
-    name, size = memory_unit(max(peaks, default=0.0), models)
+    name, size = unit_of_memory(entries)
     examples = {box.style: box for panel in panels for box in panel.drawing.boxes}
     return {
         "timeUnit": time_unit,

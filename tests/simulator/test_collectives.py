@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from longest_path import job_graph, longest_path
-from timeline_page import boxes_in, boxes_of_timeline, page_data, same_boxes
+from timeline_page import boxes_in, boxes_of_timeline, page_data, page_text, same_boxes
 
 from zbpp.core import (
     Collective,
@@ -31,7 +31,7 @@ from zbpp.simulator import (
     step_time,
     trace_events,
 )
-from zbpp.simulator.page import PageEntry, page_text
+from zbpp.simulator.page import PageEntry
 
 UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_WAIT = CollectiveKind
 

@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from timeline_page import boxes_in, page_data
+from timeline_page import boxes_in, page_data, page_text
 
 from zbpp.core import (
     KINDS,
@@ -30,7 +30,7 @@ from zbpp.simulator import (
     simulate_iterations,
     step_time,
 )
-from zbpp.simulator.page import PageEntry, page_text
+from zbpp.simulator.page import PageEntry
 
 
 def timeline_of(mode, p=4, m=8, costs=None):

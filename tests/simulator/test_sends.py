@@ -3,7 +3,7 @@
 from textwrap import dedent
 
 import pytest
-from timeline_page import boxes_in, page_data
+from timeline_page import boxes_in, page_data, page_text
 
 from zbpp.cli.report import print_report
 from zbpp.core import (
@@ -38,7 +38,7 @@ from zbpp.simulator import (
     work,
     write_trace,
 )
-from zbpp.simulator.page import PageEntry, page_text
+from zbpp.simulator.page import PageEntry
 
 COSTS = Costs(comm=2.0, send_occupies=1.0, optimizer=1.0)
 V = Placement.wave(2)

@@ -4,7 +4,11 @@ import base64
 import json
 import re
 import struct
+import tempfile
 import zlib
+from pathlib import Path
+
+from zbpp.simulator.page import write_page
 
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.S)
 _COLUMNS = (
@@ -17,6 +21,14 @@ _COLUMNS = (
     "awaits",
     "style",
 )
+
+
+def page_text(entries, **options):
+    """The text of a page, through its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.html"
+        write_page(entries, path, **options)
+        return path.read_text(encoding="utf-8")
 
 
 def page_data(text):

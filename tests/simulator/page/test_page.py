@@ -12,6 +12,7 @@ from timeline_page import (
     boxes_of_timeline,
     columns_of,
     page_data,
+    page_text,
     same_boxes,
 )
 
@@ -28,7 +29,7 @@ from zbpp.simulator import (
     step_time,
 )
 from zbpp.simulator.metrics import memory_by_job
-from zbpp.simulator.page import PageEntry, page_text, write_page
+from zbpp.simulator.page import PageEntry, write_page
 from zbpp.simulator.page.modes_table import modes_table
 
 COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
