@@ -47,7 +47,7 @@ class Table:
             caption_justify="left",
         )
         for number, head in enumerate(self.heads):
-            table.add_column(head, overflow="fold")
+            table.add_column(head, overflow="fold", no_wrap=number < self.left)
             if number >= self.left:
                 table.columns[-1].justify = "right"
         for row in self.rows:
