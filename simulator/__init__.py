@@ -1,6 +1,17 @@
 """Time a schedule, measure it, draw it; matplotlib is loaded only to draw.
 
-`zbpp.simulator.page` writes pages to zoom in.
+engine          from orders and costs to a timeline, of one iteration or of several
+steady          the time of a step among many, and of a step that is rolled back
+metrics         figures of a timeline: spans, bubble rate, memory
+messages        who sends to whom
+critical_path   the chain of jobs that fixed the time
+boxes           a timeline as a list of boxes: what all of these draw:
+plot            pictures: png, svg, pdf
+page/           one HTML file to zoom in
+trace           files for Perfetto, written and read
+charts          modes beside one another
+tables          figures in a terminal, or on a page
+output          how files are written, and the unit of memory
 """
 
 from zbpp.core import lower_bound, lower_bounds

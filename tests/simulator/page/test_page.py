@@ -2,8 +2,10 @@
 
 import random
 import re
+import subprocess
 import sys
 from dataclasses import replace
+from shutil import which
 from xml.etree import ElementTree
 
 import pytest
@@ -224,6 +226,19 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 def test_equal_pages_have_equal_bytes():
     entries = [entry_of(mode) for mode in ("1F1B", "ZBH1", "ZBV")]
     assert page_text(entries) == page_text(entries)
+
+
+@pytest.mark.skipif(which("node") is None, reason="no node is installed")
+def test_the_scripts_are_scripts(tmp_path):
+    (script,) = re.findall(
+        r"<script>(.*?)</script>", page_text([entry_of("ZBV")]), re.S
+    )
+    for code, wrong in ((script, 0), (script.replace(");", ";", 1), 1)):
+        (tmp_path / "x.js").write_text(code, encoding="utf-8")
+        check = ["node", "--check", str(tmp_path / "x.js")]
+        assert (
+            subprocess.run(check, capture_output=True, timeout=60).returncode == wrong
+        )
 
 
 @pytest.mark.slow
