@@ -208,7 +208,7 @@ def test_a_page_has_a_lane_for_them(timeline) -> None:
     (panel,) = data["panels"]
     assert panel["stages"] == 3 and len(panel["lines"]) == 6
     assert same_boxes(boxes_in(data, panel), boxes_of_timeline(timeline))
-    assert ">REDUCE_GRAD  start to add gradients up</span>" in text
+    assert ">REDUCE_GRAD  adds gradients up</span>" in text
 
 
 def test_a_trace_has_a_thread_for_them(timeline) -> None:
