@@ -10,11 +10,11 @@ from pathlib import Path
 from zbpp.core import (
     Costs,
     MemoryModel,
-    Pass,
     PassKind,
     RequestError,
     Schedule,
     parse_schedule,
+    passes_in,
     peaks,
 )
 from zbpp.core.costs.units import with_limit
@@ -111,7 +111,8 @@ def within_limit(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Sched
     model = memory.on(schedule.placement)
     for stage, order in enumerate(schedule.orders):
         for job in () if splits[stage] else order:
-            if isinstance(job, Pass) and job.kind in (PassKind.B, PassKind.W):
+            kinds = {part.kind for part in passes_in(job)}
+            if not kinds.isdisjoint((PassKind.B, PassKind.W)):
                 raise RequestError(
                     f"{schedule.name} runs {job}, but stage {stage} cannot split its "
                     f"backward (splits[{stage}] of the costs is false); plan again "
