@@ -28,7 +28,7 @@ from zbpp.schedules import (
 )
 from zbpp.schedules.planner.auto import Candidate, placements, plan_one
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
-from zbpp.schedules.planner.layers.trials import SplitPlanner
+from zbpp.schedules.planner.layers.search import SplitPlanner
 from zbpp.schedules.planner.request import Request
 
 __all__ = ["parse_split", "plan_layers", "planners", "recomputed_of"]

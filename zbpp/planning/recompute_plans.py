@@ -21,7 +21,7 @@ from zbpp.modes.fixed import kept
 from zbpp.planning.layer_plans import planners
 from zbpp.schedules import LayerPlan, Recomputing, plan_recompute
 from zbpp.schedules.planner.budget import shares
-from zbpp.schedules.planner.layers.trials import recompute_by_chunk
+from zbpp.schedules.planner.layers.search import recompute_by_chunk
 from zbpp.schedules.planner.request import listed_chunks
 
 __all__ = ["SplitOf", "parse_recompute", "plan_recomputed", "with_recompute"]
