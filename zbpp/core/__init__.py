@@ -4,6 +4,7 @@ from zbpp.core.amounts import format_bytes, format_memory
 from zbpp.core.bounds import lower_bound, lower_bound_on, lower_bounds
 from zbpp.core.clock import Clock, off_lane, replay, step_behind_barrier
 from zbpp.core.costs import (
+    ChunkCosts,
     ChunkMemory,
     CollectiveOperation,
     Costs,
@@ -88,6 +89,7 @@ __all__ = [
     "KINDS",
     "AddTied",
     "Check",
+    "ChunkCosts",
     "ChunkMemory",
     "Clock",
     "Collective",

@@ -66,7 +66,9 @@ def measured_costs(
         tuple(round(_MS * robust_mean(seconds[kind, i]), 6) for i in range(n_chunks))
         for kind in (PassKind.F, PassKind.B, PassKind.W)
     )
-    return Costs(f, b, w, splits=None if splits is None else tuple(splits))
+    return Costs(
+        f, b, w, splits=None if splits is None else tuple(splits), time_unit="ms"
+    )
 
 
 def not_told_apart(name: str) -> str:

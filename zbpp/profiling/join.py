@@ -85,6 +85,7 @@ def join(
         delay=link_list(waited, placement.n_stages, "delay"),
         reduction=max(part["reduction"].mean for part in parts),
         validation=max(step["V"].mean for step in steps),
+        time_unit="ms",
         **_replica_link(part["collectives"] for part in parts),
     )
     return Profile(

@@ -28,7 +28,7 @@ from zbpp.core.costs.columns import (
     per_chunk,
 )
 from zbpp.core.costs.memory_model import MemoryModel
-from zbpp.core.costs.times import Costs
+from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
@@ -61,6 +61,7 @@ class LayerCosts:
             memory, are in b, m_b, m_w and the peaks of the last layer.
         limit: memory of a stage, as in `MemoryModel`.
         memory_unit: as there.
+        time_unit: as in `Costs`.
         parameters: memory of the parameters, a part of m_fixed; so much, and as much of
             gradients, do replicas of a stage exchange.
         replica_bandwidth: bytes in a unit of time between replicas; None: bandwidth.
@@ -102,6 +103,7 @@ class LayerCosts:
     replica_delay: float = column(0.0, Per.ALL)
     send_occupies: PerLayer = column(0.0, Per.CUT)
     memory_unit: str | None = None
+    time_unit: str | None = None
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:
@@ -207,6 +209,7 @@ class LayerCosts:
             loss=self.loss,
             reduction=self.reduction,
             validation=self.validation,
+            time_unit=self.time_unit,
             all_gather=total("all_gather") if self.all_gather else 0.0,
             reduce_scatter=total("reduce_scatter") if self.reduce_scatter else 0.0,
         )
@@ -380,6 +383,7 @@ def chunk_layers(
         validation=costs.validation,
         limit=memory.limit,
         memory_unit=memory.memory_unit,
+        time_unit=costs.time_unit,
         all_gather=gathers,
         reduce_scatter=dealt("reduce_scatter", costs.reduce_scatter),
     )

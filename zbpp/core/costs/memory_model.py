@@ -22,6 +22,7 @@ the copy that a rollback needs. ``limit`` bounds the sum of all. Without peaks a
 with any unit, such as M_B.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbpp.core.costs.columns import (
@@ -88,8 +89,17 @@ class MemoryModel:
 
         Args:
             placement: chunk to stage.
-            splits: `PassTimes.splits`, for planners and bounds: where a backward is
-                one pass, nothing is kept for W, and B stands for BW.
+            splits: see `ChunkMemory.joined`; None: every stage splits its backward.
+
+        Raises:
+            RequestError: a list has a wrong length, or a peak is below what its pass
+                leaves.
+        """
+        memory = self.memory_on(placement)
+        return memory if splits is None else memory.joined(placement, splits)
+
+    def memory_on(self, placement: Placement) -> "ChunkMemory":
+        """Give every chunk its share and every stage its limit.
 
         Raises:
             RequestError: a list has a wrong length, or a peak is below what its pass
@@ -107,13 +117,6 @@ class MemoryModel:
             for b, w, of_b, of_w in zip(m_b, m_w, peak_b, peak_w, strict=True)
         )
         given = self.peak_bw is not None
-        peak_bw = self._peaks("peak_bw", none if given else in_turn, placement)
-        if splits is not None:
-            can = [splits[stage] for stage in placement.stage_of]
-            both = list(zip(m_w, peak_b, peak_bw, peak_w, can, strict=True))
-            m_w = tuple(w if split else 0.0 for w, _, _, _, split in both)
-            peak_b = tuple(b if split else bw for _, b, bw, _, split in both)
-            peak_w = tuple(w if split else 0.0 for _, _, _, w, split in both)
         fixed = per_chunk("m_fixed", self.m_fixed, placement)
         peak_o = per_chunk("peak_o", self.peak_o, placement)
         return ChunkMemory(
@@ -124,7 +127,7 @@ class MemoryModel:
             peak_f=peak_f,
             peak_b=peak_b,
             peak_w=peak_w,
-            peak_bw=peak_bw,
+            peak_bw=self._peaks("peak_bw", none if given else in_turn, placement),
             peak_o=tuple(sum(peak_o[c] for c in own) for own in placement.chunks_of),
         )
 
@@ -175,6 +178,24 @@ class ChunkMemory:
         )
         return replace(self, limit=limit, fixed=(0.0,) * len(limit))
 
+    def joined(self, placement: Placement, splits: Sequence[bool]) -> "ChunkMemory":
+        """The same for planners and bounds, which write BW as B where it is one pass.
+
+        There nothing is kept for W, and B has the peak of BW.
+
+        Args:
+            placement: chunk to stage.
+            splits: of each stage whether its backward can be split.
+        """
+        can = [splits[stage] for stage in placement.stage_of]
+        peaks_b = zip(self.peak_b, self.peak_bw, can, strict=True)
+        return replace(
+            self,
+            m_w=_where(can, self.m_w),
+            peak_b=tuple(b if split else bw for b, bw, split in peaks_b),
+            peak_w=_where(can, self.peak_w),
+        )
+
     def change(self, job: Job) -> float:
         """Memory that a job leaves behind it: more than before, or less (< 0)."""
         change = 0.0
@@ -196,3 +217,7 @@ class ChunkMemory:
                 column: tuple[float, ...] = getattr(self, name)
                 peak += column[place_of(part)]
         return peak
+
+
+def _where(can: Sequence[bool], column: Sequence[float]) -> tuple[float, ...]:
+    return tuple(x if split else 0.0 for x, split in zip(column, can, strict=True))

@@ -30,11 +30,11 @@ from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Job, JobKind, PassKind, kind_of, place_of
 from zbpp.core.placement import Placement
 
-__all__ = ["Costs", "PassTimes"]
+__all__ = ["PassTimes", "Times"]
 
 
 @dataclass(frozen=True)
-class Costs:
+class Times:
     """Times of the passes, of a message between two stages, and of the optimizer.
 
     ``send_occupies`` is the part of ``comm`` for which the sender computes nothing; a
@@ -47,7 +47,7 @@ class Costs:
     the time of an UNSHARD, ``reduce_scatter`` that of a REDUCE_GRAD (an all-reduce,
     where every process has all parameters). ``gathers``: F and B gather the parameters
     themselves and take ``all_gather`` longer, instead of an UNSHARD; nothing runs
-    beside that.
+    beside that. ``time_unit`` names the unit of all, such as "ms"; None: any one.
 
     Raises:
         RequestError: a time is negative, not finite or above 1e100, or splits
@@ -67,16 +67,25 @@ class Costs:
     reduce_scatter: PerChunk = column(0.0, Per.CHUNK)
     send_occupies: PerChunk = column(0.0, Per.EDGE)
     gathers: bool = False
+    time_unit: str | None = None
 
     def __post_init__(self) -> None:
         check_columns(self)
+        self.check_splits()
+
+    def check_splits(self) -> None:
+        """Refuse splits that are no booleans.
+
+        Raises:
+            RequestError: it names the stage.
+        """
         for stage, split in enumerate(self.splits or ()):
             if not isinstance(split, bool):
                 raise RequestError(
                     f"splits[{stage}] is {split!r}; write true or false for each stage"
                 )
 
-    def on(self, placement: Placement) -> "PassTimes":
+    def times_on(self, placement: Placement) -> "PassTimes":
         """Give every chunk its share.
 
         Raises:
@@ -84,7 +93,7 @@ class Costs:
         """
         f, b, w, optimizer, all_gather, reduce_scatter = (
             per_chunk(name, getattr(self, name), placement)
-            for name, about in columns_of(Costs).items()
+            for name, about in columns_of(Times).items()
             if about.per is Per.CHUNK
         )
         if self.gathers:
@@ -129,7 +138,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """`Costs` on a placement: one entry per chunk.
+    """`Times` on a placement: one entry per chunk.
 
     ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer``, ``validation``
     and ``splits`` have one per stage. The last F includes the loss. ``f`` and ``b`` end

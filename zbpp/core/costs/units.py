@@ -1,9 +1,8 @@
 """Units of memory: amounts as people write them, and limits beside memories.
 
 Costs say that they are in bytes by ``memory_unit``, or by texts such as "1.5GiB" in
-their file. Older files and models say nothing: then they are in bytes if an amount is
-2**20 or more. A limit says so by its unit. Where a limit in bytes meets memories that
-are not, it is refused, as is one of more than a million times the largest memory.
+their file; a limit says so by its unit. Where a limit in bytes meets memories that are
+not, it is refused, as is one of more than a million times the largest memory.
 """
 
 import re
@@ -97,8 +96,8 @@ def check_unit(costs: MemoryModel | LayerCosts, *, name: str = "memory_limit") -
 
 
 def is_in_bytes(costs: MemoryModel | LayerCosts) -> bool:
-    """True if memories are said to be in bytes, or are as large as only bytes are."""
-    return costs.memory_unit == "bytes" or _largest(costs) >= BYTES_FROM
+    """True if memories are said to be in bytes."""
+    return costs.memory_unit == "bytes"
 
 
 def is_limit_in_bytes(

@@ -1,14 +1,20 @@
-"""Costs files, per chunk or per layer: a key for each column of the costs."""
+"""Costs files, per chunk or per layer: a key for each column of the costs.
+
+Version 2 names the unit of its times, and that of its memories if that is bytes. Files
+without a version are of version 1: there memories are in bytes if an amount is 2**20 or
+more, as nobody counts so many of another unit.
+"""
 
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from zbpp.core.amounts import BYTES_FROM
 from zbpp.core.costs import Costs, LayerCosts, MemoryModel
 from zbpp.core.costs.columns import Column, Per, columns_of
+from zbpp.core.costs.times import Times
 from zbpp.core.costs.units import Bytes
 from zbpp.core.errors import RequestError
 from zbpp.core.files.json_text import (
@@ -34,8 +40,8 @@ __all__ = [
 
 _ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
 """Columns of chunks that are written even where they are the default."""
-_UNIT = "memory_unit"
-_OF_CHUNKS = columns_of(Costs) | columns_of(MemoryModel)
+_UNITS = ("time_unit", "memory_unit")
+_OF_CHUNKS = columns_of(Costs)
 _OF_LAYERS = columns_of(LayerCosts)
 _OTHER_UNITS = ("limit", "message")
 """Memories that say nothing of the unit of the others."""
@@ -43,7 +49,7 @@ _OTHER_UNITS = ("limit", "message")
 
 def write_costs(costs: Costs, memory: MemoryModel, path: str | Path) -> None:
     """Write a costs file, in the form that `parse_costs` reads."""
-    data = _entries(costs, _ALWAYS) | _entries(memory, _ALWAYS)
+    data = _entries(costs.with_memory(memory), _ALWAYS)
     data.pop("gathers", None)
     Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
 
@@ -55,8 +61,9 @@ def write_layers(layers: LayerCosts, path: str | Path) -> None:
 
 
 def _entries(costs: Any, always: tuple[str, ...]) -> dict[str, object]:
-    """What is written of an object: what says something."""
-    return {
+    """What is written of an object: its version, and what says something."""
+    version = {} if costs.time_unit is None else {"version": 2}
+    return version | {
         _key(field.name): getattr(costs, field.name)
         for field in fields(costs)
         if field.name in always or getattr(costs, field.name) != field.default
@@ -118,7 +125,8 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     ============  =======================================================  =======
 
     Memories have any one unit, or are texts such as "40GiB", in bytes, or numbers of
-    them: then ``memory_unit`` is "bytes". Lists are told apart as in
+    them: then ``memory_unit`` is "bytes". ``time_unit`` is a text such as "ms", and
+    ``version`` is then 2. Lists are told apart as in
     `zbpp.core.costs.columns`; the model of memory is drawn in
     `zbpp.core.costs.memory_model`.
 
@@ -126,12 +134,12 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
         RequestError: the text holds no valid costs.
     """
     data = object_of(text, source)
-    values = _read_columns(source, data, _OF_CHUNKS, ("splits", _UNIT))
+    values = _read_columns(source, data, _OF_CHUNKS, "splits")
     if "splits" in data:
         values["splits"] = booleans(source, "splits", data["splits"])
     of_times, of_memory = (
         {x.name: values[x.name] for x in fields(table) if x.name in values}
-        for table in (Costs, MemoryModel)
+        for table in (Times, MemoryModel)
     )
     try:
         return Costs(**of_times), MemoryModel(**of_memory)
@@ -150,7 +158,7 @@ def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
         RequestError: the text holds no valid costs.
     """
     data = object_of(text, source)
-    values = _read_columns(source, data, _OF_LAYERS, ("n_layers", _UNIT))
+    values = _read_columns(source, data, _OF_LAYERS, "n_layers")
     if "n_layers" in data:
         n_layers = integer(source, "n_layers", data["n_layers"])
     else:
@@ -172,14 +180,19 @@ def _read_columns(
     source: str,
     data: Mapping[str, Any],
     columns: Mapping[str, Column],
-    other_keys: tuple[str, ...],
+    other_key: str,
 ) -> dict[str, Any]:
-    """Read the columns that there are, and the unit of the memories.
-
-    That is the one that is named, or bytes where a text has a unit. Null is as good as
-    nothing.
-    """
-    refuse_unknown(source, data, (*map(_key, columns), *other_keys))
+    """Read the columns that there are, and their units; null is as good as nothing."""
+    keys = (*map(_key, columns), other_key, "version", *_UNITS)
+    refuse_unknown(source, data, keys)
+    version = data.get("version", 1)
+    if version not in (1, 2):
+        fail(source, f"version is {version!r}; zbpp reads 1 and 2")
+    time_unit = data.get("time_unit")
+    if time_unit is not None and not isinstance(time_unit, str):
+        fail(source, f"time_unit is {time_unit!r}, not a text such as 'ms'")
+    if version == 2 and time_unit is None:
+        fail(source, "time_unit is missing; version 2 names it, such as 'ms'")
     values: dict[str, Any] = {}
     for name, about in columns.items():
         entry = data.get(_key(name))
@@ -189,12 +202,15 @@ def _read_columns(
         values[name] = read_entry(source, _key(name), entry)
         if about.per is Per.ALL and isinstance(values[name], tuple):
             fail(source, f"{name} is a list; it must be one number")
-    amounts = chain.from_iterable(
-        value if isinstance(value, tuple) else (value,)
+    amounts = [
+        amount
         for name, value in values.items()
         if columns[name].is_memory and name not in _OTHER_UNITS
-    )
-    unit = data.get(_UNIT)
-    if unit is None and any([isinstance(amount, Bytes) for amount in amounts]):
-        unit = "bytes"
-    return values | {_UNIT: unit}
+        for amount in (value if isinstance(value, tuple) else (value,))
+    ]
+    memory_unit = data.get("memory_unit")
+    is_large = version == 1 and max(amounts, default=0.0) >= BYTES_FROM
+    if memory_unit is None:
+        has_unit = any([isinstance(amount, Bytes) for amount in amounts])
+        memory_unit = "bytes" if has_unit or is_large else None
+    return values | {"time_unit": time_unit, "memory_unit": memory_unit}
