@@ -204,28 +204,36 @@ def _choice(
     return Choice(split, frozenset(layer for chunk, n in pairs for layer in chunk[:n]))
 
 
-def _profiles(ranked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Choices that fall, or rise, along the model.
+def _profiles(ranked: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Numbers of layers along the chunks; of few and many layers those of few first.
 
-    Early chunks hold their micro-batches longest. With shares y of a chunk's layers::
-
-        1 |------.                  from y of the first to y of the last chunk,
-          |       `-.               cut at 0 and 1; and all layers of the first
-        0 |__________`-.____        chunks alone
-           first       last chunk
+    Early chunks hold their micro-batches longest, so most profiles fall.
     """
     most = [len(chunk) for chunk in ranked]
-    last = max(1, len(most) - 1)
-    shares = [
-        [start + (end - start) * chunk / last for chunk in range(len(most))]
-        for start, end in product(_AT_FIRST, _AT_LAST)
-    ]
-    shares += [[chunk < n for chunk in range(len(most))] for n in range(len(most) + 1)]
-    profiles = (
-        tuple(round(n * min(1.0, max(0.0, y))) for n, y in zip(most, ys, strict=True))
-        for ys in shares
-    )
-    return iter(sorted(set(profiles), key=sum))  # of equal bounds the fewest layers
+    profiles = {
+        tuple(round(n * share) for n, share in zip(most, shares, strict=True))
+        for shares in [*_slopes(len(most)), *_first_chunks(len(most))]
+    }
+    return sorted(profiles, key=lambda counts: (sum(counts), counts))
+
+
+def _slopes(n_chunks: int) -> Iterator[list[float]]:
+    """Shares y of a chunk's layers that fall, or rise, along the model::
+
+    1 |------.
+      |       `-.               from y of the first to y of the last chunk,
+    0 |__________`-.____        cut at 0 and 1
+       first       last chunk
+    """
+    for start, end in product(_AT_FIRST, _AT_LAST):
+        slope = (end - start) / max(1, n_chunks - 1)
+        yield [min(1.0, max(0.0, start + slope * c)) for c in range(n_chunks)]
+
+
+def _first_chunks(n_chunks: int) -> Iterator[list[float]]:
+    """All layers of the first chunks, none of the others."""
+    for n in range(n_chunks + 1):
+        yield [1.0] * n + [0.0] * (n_chunks - n)
 
 
 def _neighbours(
