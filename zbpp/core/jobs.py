@@ -257,7 +257,7 @@ KINDS: Mapping[Kind, JobKind] = {
     _UNSHARD: JobKind(
         "UNSHARD",
         Scope.CHUNK,
-        "start to gather parameters",
+        "gathers parameters",
         sets=State.PARAMETERS,
         lanes=(Lane.NETWORK,),
         times=("all_gather",),
@@ -270,7 +270,7 @@ KINDS: Mapping[Kind, JobKind] = {
     _REDUCE_GRAD: JobKind(
         "REDUCE_GRAD",
         Scope.CHUNK,
-        "start to add gradients up",
+        "adds gradients up",
         sets=State.SUM,
         lanes=(Lane.NETWORK,),
         gradients_due=1,
