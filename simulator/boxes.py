@@ -23,6 +23,7 @@ from zbpp.core import (
     State,
     Timeline,
     kind_of,
+    parts_of,
     passes_in,
     place_of,
 )
@@ -131,9 +132,9 @@ class Box(NamedTuple):
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Chunk and micro-batch of the job, as far as it has them."""
-        names = _NUMBERS[kind_of(self.job).scope]
-        return {name: getattr(self.job, name) for name in names}
+        """Chunk and micro-batch of the job, or of its first part, if it has them."""
+        part = parts_of(self.job)[0]
+        return {name: getattr(part, name) for name in _NUMBERS[kind_of(part).scope]}
 
     @property
     def is_work(self) -> bool:

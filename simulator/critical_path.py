@@ -19,8 +19,7 @@ from operator import itemgetter
 from zbpp.core import (
     Check,
     Costs,
-    Pass,
-    PassKind,
+    Kind,
     Schedule,
     Slot,
     State,
@@ -53,12 +52,12 @@ class CriticalPath:
         """Time from the start of the first job to the end of the last one."""
         return self.slots[-1].end - self.slots[0].start
 
-    def time_of(self, kind: PassKind) -> float:
-        """Time that the path spends in passes of one kind, their sends left out."""
+    def time_of(self, kind: Kind) -> float:
+        """Time that the path spends in jobs of one kind, their sends left out."""
         return sum(
             slot.duration - sending_time(slot.job, self.sending)
             for slot in self.slots
-            if isinstance(slot.job, Pass) and slot.job.kind is kind
+            if slot.job.kind is kind
         )
 
     @property

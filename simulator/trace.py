@@ -19,12 +19,13 @@ from typing import Any
 
 from zbpp.core import (
     MemoryModel,
-    Pass,
     Placement,
     RequestError,
     Slot,
     Timeline,
+    kind_of,
     parse_job,
+    passes_in,
 )
 from zbpp.core.files.json_text import fail, object_of, read
 from zbpp.simulator.boxes import SEND, Drawing, origin_of
@@ -228,12 +229,14 @@ def _timeline(about: Event, jobs: Sequence[Event], unit: float) -> Timeline:
             lanes[lane].append(Slot(first.job, first.start, end))
             continue
         job = parse_job(event["name"], stage=lane % n)
+        if lane >= n and not kind_of(job).is_async:
+            continue  # it stands on the stage's own line too
         lanes[lane].append(Slot(job, start / unit, (start + event["dur"]) / unit))
     passes = [
-        (slot.job, stage)
+        (part, stage)
         for stage, row in enumerate(lanes[:n])
         for slot in row
-        if isinstance(slot.job, Pass)
+        for part in passes_in(slot.job)
     ]
     if len(set(passes)) < len(passes) or not passes:
         raise RequestError(f"{about['timeline']}: these are not the jobs of one step")

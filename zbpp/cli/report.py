@@ -8,11 +8,12 @@ from itertools import chain
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
 from zbpp.core import (
+    KINDS,
     Collective,
     Costs,
     MemoryModel,
-    PassKind,
     Schedule,
+    Scope,
     Timeline,
     draw,
     kind_of,
@@ -270,12 +271,13 @@ def _stage_table(timeline: Timeline, summary: Summary) -> Table:
 
 def _path_text(schedule: Schedule, costs: Costs) -> str:
     path = critical_path(schedule, costs)
-    parts = [
-        f"{kind} {path.time_of(kind):.6g}"
-        for kind in PassKind
-        if path.time_of(kind) > 0
-    ]
-    rest = path.length - sum(path.time_of(kind) for kind in PassKind)
+    times = {
+        kind: path.time_of(kind)
+        for kind in dict.fromkeys(slot.job.kind for slot in path.slots)
+        if KINDS[kind].scope is not Scope.STAGE and not KINDS[kind].is_async
+    }
+    parts = [f"{kind} {times[kind]:.6g}" for kind in KINDS if times.get(kind)]
+    rest = path.length - sum(times.values())
     for name, time in (
         ("messages", path.time_in_messages),
         ("collectives", path.time_in_collectives),

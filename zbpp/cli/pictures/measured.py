@@ -7,7 +7,16 @@ from typing import Any
 
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.pictures.several import paths_in
-from zbpp.core import Check, Costs, MemoryModel, Pass, RequestError, Schedule, Timeline
+from zbpp.core import (
+    Check,
+    Costs,
+    MemoryModel,
+    Pass,
+    RequestError,
+    Schedule,
+    Timeline,
+    passes_in,
+)
 from zbpp.core.timeline import extent
 from zbpp.simulator import read_trace, simulate, span, step_time
 from zbpp.simulator.page import PageEntry
@@ -161,10 +170,10 @@ def _both(data: dict[str, Any], name: str, form: str) -> str:
 
 def _passes(order: Schedule | Timeline) -> list[list[Pass]]:
     if isinstance(order, Timeline):
-        return [
-            [one.job for one in row if isinstance(one.job, Pass)] for row in order.rows
-        ]
-    return [[job for job in row if isinstance(job, Pass)] for row in order.orders]
+        orders = [[slot.job for slot in row] for row in order.rows]
+    else:
+        orders = [list(row) for row in order.orders]
+    return [[part for job in row for part in passes_in(job)] for row in orders]
 
 
 def _order(run: Timeline) -> Schedule:
