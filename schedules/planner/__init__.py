@@ -1,7 +1,7 @@
 """Planners: orders made for given times and a memory limit.
 
-Read `request` (the arguments of all planners), then `single_modes` (one chunk a stage)
-and `wave_modes` (several), then `auto`, which chooses between them. `single/` and
-`multi/` hold the two searches, `budget` their effort, `limits` the memory limits,
-`solver` the proof by OR-tools.
+`single_modes` plans one chunk a stage and `multi/plan` any placement; `single/` and
+`multi/` hold their searches, `budget` their effort, `limits` the memory limits,
+`figures` which of two plans is better, `layers/` splits and recomputed layers, `solver`
+the proof by OR-tools. What a mode is, and how `auto` chooses, is in `zbpp.planning`.
 """

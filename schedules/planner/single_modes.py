@@ -18,13 +18,12 @@ never worse than those of them that fit the memory. ZBH1 and ZBH2 promise a memo
 
 import math
 from functools import partial
-from typing import Unpack
 
 from zbpp.core import Costs, MemoryModel, Placement, Schedule
 from zbpp.schedules.planner.limits import capped, check_one_fits
 from zbpp.schedules.planner.multi.problem import PlacementProblem
 from zbpp.schedules.planner.occupied import also_as_delays
-from zbpp.schedules.planner.request import Request, check_sizes
+from zbpp.schedules.planner.request import check_sizes
 from zbpp.schedules.planner.single.compiled import time_orders
 from zbpp.schedules.planner.single.moves import move_passes
 from zbpp.schedules.planner.single.problem import (
@@ -36,7 +35,7 @@ from zbpp.schedules.planner.single.problem import (
 from zbpp.schedules.planner.single.search import search
 from zbpp.schedules.planner.single.seeds import hand_made
 
-__all__ = ["plan_zb", "plan_zb1p", "plan_zb2p"]
+__all__ = ["plan_zb"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
@@ -136,13 +135,3 @@ def _lower_caps(line: Line, effort: str) -> list[float]:
     return sorted(
         {max(1.0, (math.ceil(4 * most) - 1) / 4), max(1.0, math.ceil(most) - 1.0)}
     )
-
-
-def plan_zb1p(**request: Unpack[Request]) -> Schedule:
-    """Plan ZBH1: as `plan_zb`, but never above p M_B."""
-    return plan_zb(**request, name="ZBH1", memory_cap=request["n_stages"])
-
-
-def plan_zb2p(**request: Unpack[Request]) -> Schedule:
-    """Plan ZBH2: as `plan_zb`, but never above (2p-1) M_B."""
-    return plan_zb(**request, name="ZBH2", memory_cap=2 * request["n_stages"] - 1)

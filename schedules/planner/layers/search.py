@@ -18,7 +18,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from itertools import accumulate, pairwise, product
 from random import Random
 from typing import Literal, NamedTuple, Protocol
@@ -35,7 +35,6 @@ from zbpp.core import (
     RequestError,
     Schedule,
     lower_bound,
-    pass_span,
 )
 from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.figures import ROUNDING, PlanFigures, is_below
@@ -142,22 +141,10 @@ class Trial(PlanFigures):
     """
 
     choice: Choice
-    plan: Schedule
+    schedule: Schedule
     costs: Costs
     memory: MemoryModel
     names = "step", "barrier_step", "peak"
-
-    @cached_property
-    def step(self) -> float:
-        """Time of a step where steps are post-validated, in the unit of the costs."""
-        return max(self.steps)
-
-    @cached_property
-    def steps(self) -> list[float]:
-        """Span and optimizer of each stage."""
-        optimizers = self.costs.on(self.plan.placement).optimizer
-        pairs = zip(self.rows, optimizers, strict=True)
-        return [pass_span(row) + optimizer for row, optimizer in pairs]
 
 
 def better(trial: Trial, other: Trial) -> Trial:
@@ -516,7 +503,7 @@ def finished(trials: Trials, best: Trial, effort: str) -> LayerPlan:
     usual = effort if effort in ("fast", "default") else "default"
     even = trials.of(Choice(trials.even, recompute), usual)
     schedule = replace(
-        best.plan, split=split, recompute=recompute_by_chunk(split, recompute)
+        best.schedule, split=split, recompute=recompute_by_chunk(split, recompute)
     )
     total = trials.loads(recompute).total
     return LayerPlan(

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,20 +19,17 @@ from zbpp.core import (
     lower_bound,
     peaks,
 )
+from zbpp.planning import plan
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.patterns.zb_v import plan_zb_v
 from zbpp.schedules.planner.multi.place_weights import place_weights
 from zbpp.schedules.planner.multi.plan import plan_wave
 from zbpp.schedules.planner.multi.problem import PlacementProblem
 from zbpp.schedules.planner.multi.timing import retime
-from zbpp.schedules.planner.wave_modes import (
-    plan_v_half,
-    plan_v_min,
-    plan_zbv,
-    plan_zbvpp,
-)
 from zbpp.simulator import bubble_rate, simulate, span
 
+plan_zbv, plan_zbvpp = partial(plan, "ZBV"), partial(plan, "ZBVPP")
+plan_v_half, plan_v_min = partial(plan, "VHalf"), partial(plan, "VMin")
 DATA = Path(__file__).parents[2] / "data"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from zbpp.core import Costs, MemoryModel, lower_bound
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import certify
 from zbpp.schedules.planner import single_modes
 from zbpp.schedules.planner.multi import plan as multi_plan

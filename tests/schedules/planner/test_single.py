@@ -22,11 +22,10 @@ from zbpp.core import (
     lower_bound,
     peaks,
 )
+from zbpp.planning import plan
 from zbpp.schedules import (
     plan_one_f_one_b,
     plan_zb,
-    plan_zb1p,
-    plan_zb2p,
     plan_zb_h1,
     plan_zb_h2,
 )
@@ -191,18 +190,18 @@ def test_stages_that_differ_a_little_cost_little():
 
 def test_modes_promise_a_memory_and_plan_for_the_times():
     times = Costs(1.0, 1.2, 0.4, 0.1)
-    for planner, promise, pattern in (
-        (plan_zb1p, 4, plan_zb_h1),
-        (plan_zb2p, 7, plan_zb_h2),
+    for mode, promise, pattern in (
+        ("ZBH1", 4, plan_zb_h1),
+        ("ZBH2", 7, plan_zb_h2),
     ):
-        schedule = planner(n_stages=4, n_microbatches=12, costs=times)
+        schedule = plan(mode, n_stages=4, n_microbatches=12, costs=times)
         held = peaks(schedule.orders, MemoryModel().on(schedule.placement))
         assert max(held) <= promise and schedule.memory is None
         by_hand = pattern(n_stages=4, n_microbatches=12)
         assert span(simulate(schedule, times)) <= span(simulate(by_hand, times))
-        low = planner(n_stages=4, n_microbatches=12, memory=MemoryModel(limit=2))
+        low = plan(mode, n_stages=4, n_microbatches=12, memory=MemoryModel(limit=2))
         assert max(peaks(low.orders, MemoryModel().on(low.placement))) <= 2
-        high = planner(n_stages=4, n_microbatches=12, memory=MemoryModel(limit=99))
+        high = plan(mode, n_stages=4, n_microbatches=12, memory=MemoryModel(limit=99))
         assert max(peaks(high.orders, MemoryModel().on(high.placement))) <= promise
     free = plan_zb(n_stages=4, n_microbatches=12, costs=times)
     assert max(peaks(free.orders, MemoryModel().on(free.placement))) <= 8

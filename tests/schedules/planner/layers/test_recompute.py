@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, RequestError, Schedule
-from zbpp.schedules import LayerPlan, plan_recompute, plan_split, plan_zb, plan_zbv
+from zbpp.planning import MODES
+from zbpp.planning.search import Problem
+from zbpp.schedules import LayerPlan, plan_recompute, plan_split
 from zbpp.schedules.planner.budget import LONG, check_effort
 
 F, B, W, M_W, M_R = 10.419, 10.207, 7.715, 32 / 74, 2 / 74
@@ -19,8 +21,10 @@ F, B, W, M_W, M_R = 10.419, 10.207, 7.715, 32 / 74, 2 / 74
 def planner(
     p: int, m: int, chunks: int, costs: Costs, memory: MemoryModel, effort: str
 ) -> Schedule:
-    plan = plan_zb if chunks == 1 else plan_zbv
-    return plan(n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort=effort)
+    problem = Problem(m, costs, memory, effort)
+    if chunks == 1:
+        return problem.plan(MODES["ZB"], Placement.single(p))
+    return problem.plan(MODES["ZBV"], Placement.wave(p))
 
 
 def sized(p: int, m: int, chunks: int) -> tuple[partial[Schedule], Placement]:
