@@ -18,10 +18,9 @@ from zbpp.schedules.patterns.zb_h1 import plan_zb_h1
 from zbpp.schedules.patterns.zb_h2 import plan_zb_h2
 from zbpp.schedules.patterns.zb_v import plan_zb_v
 from zbpp.schedules.planner.budget import check_effort
-from zbpp.schedules.planner.layers.balance import Balance, balance
-from zbpp.schedules.planner.layers.loads import even_split
-from zbpp.schedules.planner.layers.plan import LayerPlan, Split, plan_split
+from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
 from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
+from zbpp.schedules.planner.layers.search import LayerPlan, Split, plan_split
 from zbpp.schedules.planner.multi.plan import plan_placement, plan_wave
 from zbpp.schedules.planner.single_modes import plan_zb
 from zbpp.schedules.planner.solver import Certificate, certify

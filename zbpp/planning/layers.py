@@ -30,7 +30,7 @@ from zbpp.planning.search import Problem, placements, searched_name
 from zbpp.schedules import Recomputing, Split, balance, even_split, plan_recompute
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
 from zbpp.schedules.planner.figures import ROUNDING, Contest
-from zbpp.schedules.planner.layers.trials import SplitPlanner
+from zbpp.schedules.planner.layers.search import SplitPlanner
 
 __all__ = ["plan_layers", "rejected"]
 

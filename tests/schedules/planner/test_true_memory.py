@@ -160,9 +160,9 @@ def test_planners_that_look_past_the_peaks_are_caught(monkeypatch):
 
 
 def test_bounds_that_let_no_b_add_memory_would_be_too_high(monkeypatch):
-    """Negative control: the proofs need m_w <= m_b, so `relaxed` is no luxury."""
-    import zbpp.core.bounds.best as best
+    """Negative control: the proofs need m_w <= m_b, so the relaxed one counts."""
+    from zbpp.core.bounds import paths
 
-    monkeypatch.setattr(best, "relaxed", lambda memory, placement: memory)
+    monkeypatch.setattr(paths, "relaxed_memory", lambda memory, placement: memory)
     with pytest.raises(AssertionError):
         plan_all(38, "fast")
