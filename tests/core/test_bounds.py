@@ -247,13 +247,13 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         ("area", (0, 1, 1, 0), 4, Costs(), MemoryModel(limit=1), 4 * (2 + 0.5 + 0.25)),
         # V, inner stage: B at 4, three F's fit, idle 1. After the last F: own 4 and 2
         # that fit beside it are left, but 4 to go: 24 + 1 - 6 + 4. Down, up, W: 3.
-        ("ramp", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 3), 23 + 3),
+        ("fill", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 3), 23 + 3),
         # Stage 0: only 4 F's until 7, when its second chunk can start: idle 3.
-        ("ramp", (0, 1, 2, 3, 3, 2, 1, 0), 4, Costs(2, 2, 2), MemoryModel(), 24 + 3),
+        ("fill", (0, 1, 2, 3, 3, 2, 1, 0), 4, Costs(2, 2, 2), MemoryModel(), 24 + 3),
         # Inner stage, one at a time: loop 4 and then W, B, W, F. Then 6 and 3.
-        ("rounds", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 2), 3 * 8 + 9),
+        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 2), 3 * 8 + 9),
         # The same where there is memory for a third chunk: after the loop W or B.
-        ("rounds", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 3), 3 * 5 + 9),
+        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 3), 3 * 5 + 9),
         # Inner stage, 4 chunks at a time, no W beside them: loops 8 and 6, W's 2; of
         # these 5 run after the length. Ends 0 + 1 + 2 + 3, way to and from stage 0: 5.
         (
@@ -263,7 +263,7 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         # One chunk, a W fits beside two: loop 6, F before the second, B after it, W.
         ("slots", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2.5), (24 + 2) / 2 + 1),
         # One chunk: as cycle above.
-        ("rounds", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 8 + 1),
+        ("turns", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 8 + 1),
     ],
 )
 def test_bounds_by_hand(proof, placement, m, costs, memory, by_hand):

@@ -33,14 +33,14 @@ from zbpp.core.placement import Placement
 __all__ = ["lower_bound", "lower_bound_on", "lower_bounds"]
 
 _UNIT = Costs()
-_BOUNDS = {
+_BOUNDS = {  # by the names that `zbpp show --json` has always given
     "work": work,
     "bottleneck": bottleneck,
     "front and tail": front_and_tail,
     "cycle": cycle,
     "area": memory_area,
-    "ramp": ramp,
-    "rounds": admission_rounds,
+    "fill": ramp,
+    "turns": admission_rounds,
     "slots": memory_slots,
 }
 
