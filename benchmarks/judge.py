@@ -20,6 +20,8 @@ from typing import Any
 __all__ = ["Verdict", "judge"]
 
 JOB = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
+PAIR = re.compile(rf"\(({JOB.pattern});({JOB.pattern})\)OVERLAP_F_B")
+Pass = tuple[str, int, int]
 
 
 class Verdict:
@@ -39,7 +41,7 @@ def judge(plan: dict[str, Any], costs: dict[str, Any]) -> Verdict:
             where it cannot be, the stages wait for one another, or memory runs out.
     """
     stage_of, m = plan["placement"], plan["n_microbatches"]
-    rows = [_passes(row) for row in plan["jobs"]]
+    rows = [[passes for job in row if (passes := _passes(job))] for row in plan["jobs"]]
     cost = _Costs(costs, stage_of)
     _check_complete(rows, stage_of, m, cost)
     peaks = [_peak(s, row, cost) for s, row in enumerate(plan["jobs"])]
@@ -54,28 +56,31 @@ def judge(plan: dict[str, Any], costs: dict[str, Any]) -> Verdict:
         moved = False
         for s, row in enumerate(rows):
             while place[s] < len(row):
-                kind, c, i = row[place[s]]
-                ready = _ready(kind, c, i, ends, cost)
-                if ready is None:
+                passes = row[place[s]]
+                ready = [_ready(kind, c, i, ends, cost) for kind, c, i in passes]
+                if None in ready:
                     break
-                start = max(ready, free[s])
+                start = max([free[s], *(time for time in ready if time is not None)])
                 if first[s] is None:
                     first[s] = start
-                end = ends[kind[:1], c, i] = start + cost.time(kind, c)
-                free[s] = end + cost.sending(kind, c)
+                free[s] = start + cost.of(passes)
+                for kind, c, i in passes:
+                    ends[kind[:1], c, i] = free[s] - cost.sending(kind, c)
                 place[s] += 1
                 moved = True
     for s, row in enumerate(rows):
         if place[s] < len(row):
             raise ValueError(f"stage {s} waits for ever at {row[place[s]]}")
     spans = [end - (begin or 0.0) for end, begin in zip(free, first, strict=True)]
-    work = [sum(cost.time(kind, c) for kind, c, _ in row) for row in rows]
+    work = [sum(cost.of(job) - cost.sends(job) for job in row) for row in rows]
     return Verdict(spans, work, peaks)
 
 
-def _passes(row: list[str]) -> list[tuple[str, int, int]]:
-    found = (JOB.fullmatch(text) for text in row if text not in ("O", "V"))
-    return [(job[2], int(job[1]), int(job[3])) for job in found if job]
+def _passes(job: str) -> list[Pass]:
+    """The passes of a job: one, two that run at the same time, or none."""
+    if not (JOB.fullmatch(job) or PAIR.fullmatch(job)):
+        return []
+    return [(kind, int(c), int(i)) for c, kind, i in JOB.findall(job)]
 
 
 class _Costs:
@@ -102,6 +107,7 @@ class _Costs:
 
         f = per_chunk("f", 1.0)
         f[-1] += costs.get("loss", 0.0)
+        self.fb = per_chunk("fb", 0.0) if "fb" in costs else None
         self.times = {"F": f, "B": per_chunk("b", 1.0), "W": per_chunk("w", 1.0)}
         self.m_b, self.m_w = per_chunk("m_b", 1.0), per_chunk("m_w", 0.5)
         gain = [w - b for b, w in zip(self.m_b, self.m_w, strict=True)]
@@ -144,8 +150,15 @@ class _Costs:
         at_the_end = not 0 <= edge < len(self.occupied)
         return 0.0 if kind == "W" or at_the_end else self.occupied[edge]
 
-    def time(self, kind: str, c: int) -> float:
-        return sum(self.times[letter][c] for letter in kind)
+    def of(self, passes: list[Pass]) -> float:
+        """Time of a job, with that in which it only sends."""
+        if len(passes) == 2 and self.fb is not None:
+            return self.fb[passes[0][1]] + self.sends(passes)
+        alone = [self.times[letter][c] for kind, c, _ in passes for letter in kind]
+        return sum(alone) + self.sends(passes)
+
+    def sends(self, passes: list[Pass]) -> float:
+        return sum(self.sending(kind, c) for kind, c, _ in passes)
 
     def delay(self, c: int, d: int) -> float:
         if self.stage_of[c] == self.stage_of[d]:
@@ -172,9 +185,10 @@ def _ready(
 
 
 def _check_complete(
-    rows: list[list[tuple[str, int, int]]], stage_of: list[int], m: int, cost: _Costs
+    rows: list[list[list[Pass]]], stage_of: list[int], m: int, cost: _Costs
 ) -> None:
-    for s, row in enumerate(rows):
+    for s, jobs in enumerate(rows):
+        row = [each for job in jobs for each in job]
         kinds = {kind for kind, c, _ in row}
         if not cost.splits[s] and kinds & {"B", "W"}:
             raise ValueError(f"stage {s} splits its backward, but cannot")
@@ -204,18 +218,16 @@ def _peak(s: int, row: list[str], cost: _Costs) -> float:
     most = cost.fixed[s]
     for text in row:
         before = cost.fixed[s] + sum(held.values())
-        job = JOB.fullmatch(text)
-        if job is None:
-            most = max(most, before + (cost.peak_o[s] if text == "O" else 0.0))
-            continue
-        c, kind, i = int(job[1]), job[2], int(job[3])
-        most = max(most, before + cost.peak[kind][c])
-        if kind == "F":
-            held[c, i] = cost.m_b[c]
-        elif kind == "B":
-            held[c, i] = cost.m_w[c]
-        else:
-            held.pop((c, i), None)
+        passes = _passes(text)
+        peak_o = cost.peak_o[s] if text == "O" else 0.0
+        most = max(most, before + peak_o + sum(cost.peak[k][c] for k, c, _ in passes))
+        for kind, c, i in passes:
+            if kind == "F":
+                held[c, i] = cost.m_b[c]
+            elif kind == "B":
+                held[c, i] = cost.m_w[c]
+            else:
+                held.pop((c, i), None)
         most = max(most, cost.fixed[s] + sum(held.values()))
     return most
 

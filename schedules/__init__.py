@@ -11,6 +11,7 @@ from zbpp.schedules.passes.torch_csv import (
     to_torch_csv,
     torch_schedule_name,
 )
+from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.schedules.patterns.fthenb import plan_fthenb
 from zbpp.schedules.patterns.one_f_one_b import plan_one_f_one_b
 from zbpp.schedules.patterns.vpp import plan_vpp
@@ -43,6 +44,7 @@ __all__ = [
     "is_torch_csv",
     "lower",
     "lower_forward",
+    "plan_dual_pipe_v",
     "plan_fthenb",
     "plan_one_f_one_b",
     "plan_placement",

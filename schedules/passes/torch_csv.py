@@ -20,7 +20,6 @@ the parameters gathered, so a chunk's RESHARD comes behind its last pass.
 """
 
 import csv
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +30,8 @@ from zbpp.core import (
     CollectiveKind,
     Instruction,
     Job,
+    Pair,
+    PairKind,
     Pass,
     PassKind,
     Placement,
@@ -57,14 +58,13 @@ __all__ = [
     "torch_schedule_name",
 ]
 
-_log = logging.getLogger("zbpp")
 _KIND = {KINDS[kind].torch: kind for kind in PassKind}
 _WEIGHTS = [kind for kind in PassKind if PassKind.W in KINDS[kind].work]
 _LAST = (*PassKind, CollectiveKind.REDUCE_GRAD)
 _CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})")
 _TRANSFER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 _COLLECTIVE = re.compile(r"(\d{1,6})(UNSHARD|RESHARD|REDUCE_GRAD)")
-_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+_PAIR = re.compile(rf"\((.*);(.*)\){PairKind.FB}")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -88,6 +88,8 @@ def _cell(one: Instruction) -> str:
     match one:
         case Pass(kind, chunk, microbatch):
             return f"{chunk}{KINDS[kind].torch}{microbatch}"
+        case Pair(forward, backward):
+            return f"({_cell(forward)};{_cell(backward)}){KINDS[one.kind].torch}"
         case Collective(kind, chunk) if KINDS[kind].torch is not None:
             return f"{chunk}{KINDS[kind].torch}"
         case Send(Value() as value):
@@ -147,9 +149,8 @@ def from_torch_csv(
     """Read torch's CSV: the inverse of `to_torch_csv`, an O at the end of each row.
 
     Empty cells and transfers are passed over: when jobs run and what they send follows
-    from their order. Two passes that torch overlaps (``OVERLAP_F_B``) run one after the
-    other, the first one first, and a warning says so. A sum of gradients is awaited
-    before the next W of its chunk, and before O.
+    from their order. A sum of gradients is awaited before the next W of its chunk, and
+    before O.
 
     Args:
         text: one row a rank.
@@ -170,14 +171,6 @@ def from_torch_csv(
         ]
         for stage, row in enumerate(csv.reader(text.strip().splitlines()))
     ]
-    n_pairs = text.count("OVERLAP_F_B")
-    if n_pairs:
-        _log.warning(
-            "%s: %d pairs OVERLAP_F_B are read as two passes, one after the other: "
-            "zbpp overlaps no passes of a stage",
-            source,
-            n_pairs,
-        )
     parts = [[part for job in row for part in parts_of(job)] for row in rows]
     stage_of = {place_of(part): s for s, row in enumerate(parts) for part in row}
     missing = sorted(set(range(len(stage_of))) - set(stage_of))
@@ -219,25 +212,29 @@ def _awaited(row: Sequence[Job]) -> list[Job]:
     return [*found, *(Collective(CollectiveKind.REDUCE_WAIT, c) for c in running)]
 
 
-def _jobs(cell: str, place: str) -> Iterator[Pass | Collective]:
-    """Jobs of a cell: mostly one, none of a transfer, two that overlap."""
+def _jobs(cell: str, place: str) -> Iterator[Pass | Pair | Collective]:
+    """The job of a cell; none of a transfer."""
     cell = cell.strip()
     if not cell or _TRANSFER.fullmatch(cell):
         return
     if found := _COLLECTIVE.fullmatch(cell):
         yield Collective(CollectiveKind(found[2]), int(found[1]))
         return
-    if both := _TOGETHER.fullmatch(cell):
-        for part in both[1].split(";"):
-            yield from _jobs(part, place)
+    if pair := _PAIR.fullmatch(cell):
+        forward, backward = (_pass(part, place) for part in pair.groups())
+        yield Pair(forward, backward)
         return
+    yield _pass(cell, place)
+
+
+def _pass(cell: str, place: str) -> Pass:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise RequestError(
             f"{place} (counted from 0): {cell!r} is no job of torch's; "
             " it writes <chunk><F|I|W|B><micro-batch> such as 2F0"
         )
-    yield Pass(_KIND[match[2]], int(match[1]), int(match[3]))
+    return Pass(_KIND[match[2]], int(match[1]), int(match[3]))
 
 
 def torch_schedule_name(placement: Placement) -> str | None:

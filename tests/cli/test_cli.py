@@ -30,7 +30,8 @@ def test_plan_writes_the_schedule_and_torchs_csv(tmp_path, capsys):
     )
 
 
-V_MODES = ("ZBV", "ZBVPP", "VHalf", "VMin", "auto")  # auto: no more than p M_B
+V_MODES = ("ZBV", "ZBVPP", "VHalf", "VMin", "DualPipeV")
+V_MODES += ("auto",)  # it holds no more than p M_B here
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -180,7 +181,7 @@ def test_compare_says_why_a_mode_cannot_be_had(capsys):
         for line in capsys.readouterr().out.splitlines()
         if "needs memory" in line
     ]
-    assert reasons == ["FThenB", "VPP"]
+    assert reasons == ["FThenB", "VPP", "DualPipeV"]
 
 
 @pytest.mark.parametrize("command", ["plan", "show", "plot", "trace"])

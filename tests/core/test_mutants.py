@@ -18,6 +18,7 @@ from zbpp.core import RequestError, Schedule, parse_schedule, schedule_text
 from zbpp.planning import MODES, plan
 
 CELL = re.compile("(0|[1-9][0-9]*)(F|BW|B|W)(0|[1-9][0-9]*)")
+PAIR = re.compile(r"\((\d+F\d+);(\d+BW?\d+)\)OVERLAP_F_B")
 PLACE = re.compile(r"row (\d+), column (\d+) \(counted from 0\): ")
 Data = dict
 
@@ -32,16 +33,17 @@ def is_valid(data: Data) -> bool:
         return False
     if any(len({cell in row for row in rows}) > 1 for cell in ("O", "V")):
         return False
-    before, home = nx.DiGraph(), {}
+    before, home, node = nx.DiGraph(), {}, {}
     for stage, row in enumerate(rows):
-        jobs = [CELL.fullmatch(cell) for cell in row if cell not in ("O", "V")]
+        jobs = [_passes(cell) for cell in row if cell not in ("O", "V")]
         if None in jobs:
             return False
-        keys = [(int(job[1]), job[2], int(job[3])) for job in jobs]
+        keys = [key for job in jobs for key in job]
         if len(set(keys)) < len(keys):
             return False
         home.update(dict.fromkeys(keys, stage))
-        nx.add_path(before, keys)
+        node.update({key: job for job in jobs for key in job})
+        nx.add_path(before, jobs)
     wanted = list(product(range(len(stage_of)), range(m)))
     if {(c, i) for c, _, i in home} != set(wanted):
         return False
@@ -52,14 +54,23 @@ def is_valid(data: Data) -> bool:
         if any(home[c, kind, i] != stage_of[c] for kind in kinds):
             return False
         back = "BW" if "BW" in kinds else "B"
-        before.add_edge((c, "F", i), (c, back, i))
+        before.add_edge(node[c, "F", i], node[c, back, i])
         if back == "B":
-            before.add_edge((c, "B", i), (c, "W", i))
+            before.add_edge(node[c, "B", i], node[c, "W", i])
         if c > 0:
             upper = "BW" if (c - 1, "BW", i) in home else "B"
-            before.add_edge((c - 1, "F", i), (c, "F", i))
-            before.add_edge((c, back, i), (c - 1, upper, i))
+            before.add_edge(node[c - 1, "F", i], node[c, "F", i])
+            before.add_edge(node[c, back, i], node[c - 1, upper, i])
     return nx.is_directed_acyclic_graph(before)
+
+
+def _passes(cell: str) -> tuple[tuple[int, str, int], ...] | None:
+    """Chunk, kind and micro-batch of each pass of a cell: two of a pair."""
+    pair = PAIR.fullmatch(cell)
+    jobs = [CELL.fullmatch(text) for text in (pair.groups() if pair else [cell])]
+    if None in jobs:
+        return None
+    return tuple((int(job[1]), job[2], int(job[3])) for job in jobs)
 
 
 def _tidy(row: list[str]) -> bool:
@@ -126,7 +137,8 @@ def exchange_microbatches(data: Data, rng: random.Random) -> tuple[Data, set[int
     """Let one kind of one chunk run two micro-batches in the other order."""
     row, _ = _place(data, rng)
     cells = data["jobs"][row]
-    chunk, kind, i = CELL.fullmatch(rng.choice([c for c in cells if c != "O"])).groups()
+    passes = [match for match in map(CELL.fullmatch, cells) if match]
+    chunk, kind, i = rng.choice(passes).groups()
     j = rng.randrange(data["n_microbatches"])
     names = {f"{chunk}{kind}{i}": f"{chunk}{kind}{j}"}
     names |= {new: old for old, new in names.items()}

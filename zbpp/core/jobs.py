@@ -30,6 +30,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import ClassVar
 
+from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "JobKind",
     "Kind",
     "Lane",
+    "Pair",
+    "PairKind",
     "Pass",
     "PassKind",
     "Scope",
@@ -98,7 +101,14 @@ class StageKind(StrEnum):
     """The validation of the step of the iteration before."""
 
 
-Kind = PassKind | CollectiveKind | StageKind
+class PairKind(StrEnum):
+    """Two passes of a stage at the same time."""
+
+    FB = "OVERLAP_F_B"
+    """A forward beside the backward of another micro-batch, in torch's word."""
+
+
+Kind = PassKind | CollectiveKind | StageKind | PairKind
 
 
 class Scope(StrEnum):
@@ -110,6 +120,8 @@ class Scope(StrEnum):
     """Each chunk, any number of times: ``3UNSHARD``."""
     STAGE = "stage"
     """Each stage: ``O``."""
+    PAIR = "pair"
+    """Two passes that their orders put together: ``(0F4;3BW1)OVERLAP_F_B``."""
 
 
 class Lane(StrEnum):
@@ -302,6 +314,15 @@ KINDS: Mapping[Kind, JobKind] = {
         times=("validation",),
         colour="#CC79A7",
     ),
+    PairKind.FB: JobKind(
+        "OVERLAP_F_B",
+        Scope.PAIR,
+        "forward beside a backward",
+        lanes=(Lane.COMPUTE, Lane.NETWORK),
+        times=("fb",),
+        torch="OVERLAP_F_B",
+        colour="#7B5EA7",
+    ),
 }
 """Every kind of job."""
 
@@ -359,7 +380,30 @@ class Check:
         return "V"
 
 
-Job = Pass | Step | Check | Collective
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A forward and a backward of other micro-batches of a stage, at the same time.
+
+    >>> str(Pair(Pass(PassKind.F, 0, 4), Pass(PassKind.BW, 3, 1)))
+    '(0F4;3BW1)OVERLAP_F_B'
+
+    Raises:
+        RequestError: they are other passes.
+    """
+
+    forward: Pass
+    backward: Pass
+    kind: ClassVar = PairKind.FB
+
+    def __post_init__(self) -> None:
+        if self.forward.kind is not _F or self.backward.kind not in (_B, _BW):
+            raise RequestError(f"{self} is no pair of an F and a B or BW")
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward}){self.kind}"
+
+
+Job = Pass | Step | Check | Collective | Pair
 
 
 def kind_of(job: Job) -> JobKind:
@@ -369,7 +413,12 @@ def kind_of(job: Job) -> JobKind:
 
 def place_of(job: Job) -> int:
     """The chunk of a job, or its stage if it is one for all chunks of that."""
-    return job.stage if isinstance(job, Step | Check) else job.chunk
+    match job:
+        case Step(stage) | Check(stage):
+            return stage
+        case Pair(forward):
+            return forward.chunk
+    return job.chunk
 
 
 def stage_of(job: Job, placement: Placement) -> int:
@@ -385,7 +434,12 @@ def passes_in(job: object) -> tuple[Pass, ...]:
     >>> passes_in(Pass(PassKind.F, 0, 0)), passes_in(Step(0))
     ((Pass(kind=<PassKind.F: 'F'>, chunk=0, microbatch=0),), ())
     """
-    return (job,) if isinstance(job, Pass) else ()
+    match job:
+        case Pass():
+            return (job,)
+        case Pair(forward, backward):
+            return forward, backward
+    return ()
 
 
 def parts_of(job: Job) -> tuple[Job, ...]:

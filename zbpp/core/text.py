@@ -11,12 +11,15 @@ from zbpp.core.jobs import (
     Collective,
     CollectiveKind,
     Job,
+    Pair,
+    PairKind,
     Pass,
     PassKind,
     Scope,
     StageKind,
     Step,
     kind_of,
+    passes_in,
     place_of,
 )
 from zbpp.core.timeline import Slot, Timeline
@@ -35,6 +38,7 @@ def _texts(scope: Scope) -> str:
 _PASSES, _OF_CHUNKS = _texts(Scope.MICROBATCH), _texts(Scope.CHUNK)
 _PASS = re.compile(f"{_NUMBER}({_PASSES}){_NUMBER}")
 _OF_CHUNK = re.compile(f"{_NUMBER}({_OF_CHUNKS})")
+_PAIR = re.compile(rf"\((\w+);(\w+)\){PairKind.FB}")
 _OF_STAGES: dict[StageKind, type[Step | Check]] = {
     StageKind.STEP: Step,
     StageKind.CHECK: Check,
@@ -55,13 +59,17 @@ def parse_job(text: object, *, stage: int) -> Job:
         return Pass(PassKind(match[2]), int(match[1]), int(match[3]))
     if match := _OF_CHUNK.fullmatch(word):
         return Collective(CollectiveKind(match[2]), int(match[1]))
+    if match := _PAIR.fullmatch(word):
+        forward, backward = (parse_job(part, stage=stage) for part in match.groups())
+        if isinstance(forward, Pass) and isinstance(backward, Pass):
+            return Pair(forward, backward)
     for kind, job_of in _OF_STAGES.items():
         if word == kind:
             return job_of(stage)
     of_stages = ", ".join(f"{kind} ({KINDS[kind].summary})" for kind in StageKind)
     raise RequestError(
         f"{text!r} is not a job; write <chunk><{_PASSES}><micro-batch> such as 3BW7, "
-        f"{of_stages}, or <chunk><{_OF_CHUNKS}>"
+        f"{of_stages}, <chunk><{_OF_CHUNKS}>, or (<F>;<B or BW>){PairKind.FB}"
     )
 
 
@@ -164,6 +172,8 @@ def _cells(
 
 
 def _name(job: Job, *, with_chunk: bool) -> str:
+    if isinstance(job, Pair):
+        return "&".join(_name(part, with_chunk=with_chunk) for part in passes_in(job))
     if kind_of(job).is_async:
         return f"{job.kind[0]}{place_of(job)}"
     return format_job(job, with_chunk=with_chunk)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from zbpp.core import Placement, RequestError, Schedule
-from zbpp.schedules import plan_fthenb, plan_one_f_one_b, plan_vpp
+from zbpp.schedules import plan_dual_pipe_v, plan_fthenb, plan_one_f_one_b, plan_vpp
 
 __all__ = [
     "AUTO",
@@ -49,6 +49,7 @@ class Mode:
         order: makes the orders, from n_stages, n_microbatches and, where any number is
             allowed, chunks_per_stage; None: they are searched for the costs.
         splits: the backward is split into B and W.
+        pairs: passes run beside one another, which pays where the costs have ``fb``.
         is_usual: one of those that are compared where none is named.
     """
 
@@ -61,6 +62,7 @@ class Mode:
     default: Callable[[int], int] | None = None
     order: Callable[..., Schedule] | None = None
     splits: bool = True
+    pairs: bool = False
     is_usual: bool = True
 
     def memory(self, n_stages: int) -> int | None:
@@ -158,6 +160,15 @@ _ROWS = (
         place=Placement.wave,
         chunks=2,
         promise=lambda p: (p + 4) // 3,
+    ),
+    Mode(
+        name="DualPipeV",
+        summary="F beside backwards on a V (costs fb); memory p + 1/2",
+        place=Placement.wave,
+        chunks=2,
+        order=plan_dual_pipe_v,
+        pairs=True,
+        is_usual=False,
     ),
     Mode(
         name=AUTO,

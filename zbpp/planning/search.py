@@ -117,6 +117,8 @@ class Problem:
             self._enter(contest, None, placement, searched)
         if contest.best is not None:
             for mode in _IN_TURN:
+                if mode.pairs and self.costs.fb is None:
+                    continue
                 for placement in placements:
                     if _has(mode, placement):
                         self._enter(contest, mode, placement, searched)

@@ -14,6 +14,7 @@ from zbpp.schedules import (
     plan_zb_h2,
     plan_zb_v,
 )
+from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.simulator import simulate
 
 HAND_MADE = {
@@ -23,6 +24,7 @@ HAND_MADE = {
     "ZBH1": plan_zb_h1,
     "ZBH2": plan_zb_h2,
     "ZBV": plan_zb_v,
+    "DualPipeV": plan_dual_pipe_v,
 }
 
 UNIT = Costs()
@@ -69,6 +71,12 @@ PICTURES = {
         """\
         0 | 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
         1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2""",  # noqa: E501
+    ),
+    "dual_pipe_v": (
+        *("DualPipeV", 2, 4, Costs(f=2, b=2, w=2, fb=4)),
+        """\
+        0 | 0F0      0F1      0F2      3F0      3B0      3W0      3F1      0F3&3BW1 -        .        3F2&0BW0 -        3BW2     -        3F3&0BW1 -        3BW3     -        0B2      0W2      0B3      0W3
+        1 | .        1F0      2F0      1F1      2F1      1F2      2BW0     -        2F2&1BW0 -        1F3&2BW1 -        2F3&1BW1 -        2BW2     -        1BW2     -        2B3      1B3      2W3      1W3""",  # noqa: E501
     ),
 }
 

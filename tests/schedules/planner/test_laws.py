@@ -18,6 +18,7 @@ from zbpp.core import (
     RequestError,
     Schedule,
     Step,
+    passes_in,
     peaks,
 )
 from zbpp.planning import MODES, plan
@@ -81,7 +82,8 @@ def check(schedule: Schedule, mode: str, n_stages: int, n_microbatches: int) -> 
     assert schedule.n_microbatches == n_microbatches
     for stage, order in enumerate(schedule.orders):
         assert order[-1] == Step(stage)
-        assert {job.kind for job in order[:-1]} == KINDS[mode]
+        kinds = {part.kind for job in order[:-1] for part in passes_in(job)}
+        assert kinds == KINDS[mode] or (MODES[mode].pairs and kinds - {BW} == {F, B, W})
 
 
 def largest_idle(mode: str, p: int, m: int, costs: Costs) -> float:

@@ -75,11 +75,11 @@ def lower_bounds(
     """
     times = costs.on(placement)
     held = (memory or MemoryModel()).on(placement, times.splits)
-    return _all_bounds(times, held, n_microbatches)
+    return _all_bounds(times.without_pairs(), held, n_microbatches)
 
 
 def lower_bound_on(times: PassTimes, memory: ChunkMemory, n_microbatches: int) -> float:
-    """Return the best bound for times and memory that are on their placement."""
+    """Return the best bound of schedules without pairs; all is on its placement."""
     return max(_all_bounds(times, memory, n_microbatches).values())
 
 

@@ -13,7 +13,7 @@ and replay: F and B of a chunk whose message leaves the stage last send_occupies
 and the rest of comm is a pure delay. All starts are the same as if the two were apart.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add, sub
 
 from zbpp.core.costs.columns import (
@@ -27,8 +27,9 @@ from zbpp.core.costs.columns import (
     reduction_delay,
 )
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import KINDS, Job, JobKind, PassKind, kind_of, place_of
+from zbpp.core.jobs import KINDS, Job, JobKind, Pair, Pass, PassKind, kind_of, place_of
 from zbpp.core.placement import Placement
+from zbpp.core.timeline import sending_time
 
 __all__ = ["PassTimes", "Times"]
 
@@ -47,7 +48,9 @@ class Times:
     the time of an UNSHARD, ``reduce_scatter`` that of a REDUCE_GRAD (an all-reduce,
     where every process has all parameters). ``gathers``: F and B gather the parameters
     themselves and take ``all_gather`` longer, instead of an UNSHARD; nothing runs
-    beside that. ``time_unit`` names the unit of all, such as "ms"; None: any one.
+    beside that. ``fb`` is the time of an F beside the backward of another micro-batch,
+    without their messages; a list is by the chunk of the F; None: as long as one after
+    the other. ``time_unit`` names the unit of all, such as "ms"; None: any one.
 
     Raises:
         RequestError: a time is negative, not finite or above 1e100, or splits
@@ -66,6 +69,7 @@ class Times:
     all_gather: PerChunk = column(0.0, Per.CHUNK)
     reduce_scatter: PerChunk = column(0.0, Per.CHUNK)
     send_occupies: PerChunk = column(0.0, Per.EDGE)
+    fb: PerChunk | None = column(None, Per.CHUNK)
     gathers: bool = False
     time_unit: str | None = None
 
@@ -91,11 +95,12 @@ class Times:
         Raises:
             RequestError: a list has another length than `zbpp.core.costs.columns` says.
         """
-        f, b, w, optimizer, all_gather, reduce_scatter = (
-            per_chunk(name, getattr(self, name), placement)
+        columns = {
+            name: per_chunk(name, getattr(self, name), placement)
             for name, about in columns_of(Times).items()
-            if about.per is Per.CHUNK
-        )
+            if about.per is Per.CHUNK and getattr(self, name) is not None
+        }
+        f, b, w, all_gather = (columns[x] for x in ("f", "b", "w", "all_gather"))
         if self.gathers:
             f, b = (tuple(map(add, times, all_gather)) for times in (f, b))
         splits = (True,) * placement.n_stages if self.splits is None else self.splits
@@ -124,15 +129,16 @@ class Times:
             w=tuple(two if split else 0.0 for _, two, split in parts),
             hops=hops,
             optimizer=tuple(
-                sum(optimizer[chunk] for chunk in chunks)
+                sum(columns["optimizer"][chunk] for chunk in chunks)
                 for chunks in placement.chunks_of
             ),
             splits=splits,
             reduction=reduction,
             validation=(self.validation,) * placement.n_stages,
             all_gather=all_gather,
-            reduce_scatter=reduce_scatter,
+            reduce_scatter=columns["reduce_scatter"],
             sending=sending if any(sending) else (),
+            fb=columns.get("fb", ()),
         )
 
 
@@ -145,7 +151,8 @@ class PassTimes:
     with the time for which a message occupies its sender, per edge in ``sending``
     (empty: none does); ``hops`` is what is left of its time (see the module's text). On
     a stage that cannot split its backward, ``b`` is the time of both parts and ``w`` is
-    0: its gradient cannot leave earlier.
+    0: its gradient cannot leave earlier. Without ``fb`` (empty) the passes of a pair
+    run one after the other.
     """
 
     placement: Placement
@@ -160,9 +167,14 @@ class PassTimes:
     all_gather: tuple[float, ...]
     reduce_scatter: tuple[float, ...]
     sending: tuple[float, ...]
+    fb: tuple[float, ...]
 
     def of(self, job: Job) -> float:
         """Time of one job."""
+        if isinstance(job, Pair):
+            if not self.fb:
+                return self.of(job.forward) + self.of(job.backward)
+            return self.fb[job.forward.chunk] + sending_time(job, self.sending)
         return self._sum(kind_of(job), place_of(job))
 
     def of_pass(self, kind: PassKind, chunk: int) -> float:
@@ -172,6 +184,29 @@ class PassTimes:
     def _sum(self, kind: JobKind, place: int) -> float:
         columns: list[tuple[float, ...]] = [getattr(self, name) for name in kind.times]
         return sum(column[place] for column in columns)
+
+    def without_pairs(self) -> "PassTimes":
+        """Times for lower bounds: no pair is shorter than its passes in turn.
+
+        On each stage all passes are shortened by as much as the pair that saves most.
+        Any schedule's starts are then possible with its passes one after the other.
+        """
+        if not self.fb:
+            return self
+        f, b, w = list(self.f), list(self.b), list(self.w)
+        for chunks in self.placement.chunks_of:
+            pairs = [
+                Pair(Pass(PassKind.F, c, 0), Pass(PassKind.BW, d, 1))
+                for c in chunks
+                for d in chunks
+            ]
+            in_turn = [self.of(x.forward) + self.of(x.backward) for x in pairs]
+            shares = [self.of(x) / t for x, t in zip(pairs, in_turn, strict=True) if t]
+            share = min([1.0, *shares])
+            for times in (f, b, w):
+                for c in chunks:
+                    times[c] *= share
+        return replace(self, f=tuple(f), b=tuple(b), w=tuple(w), fb=())
 
     def delay(self, source: int, target: int) -> float:
         """Time of a message from its job's end to its reader: none on one stage.

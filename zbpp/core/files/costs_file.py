@@ -120,6 +120,7 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     splits        list per stage: can its backward be split?               all can
     all_gather    time of an UNSHARD; list: per stage or per chunk         0
     reduce_scatter   time of a REDUCE_GRAD; list likewise                  0
+    fb            time of an F beside a backward; list: by chunk of the F  one by one
     m_b, m_w      memory that F leaves, and B in its place                 1, 0.5
     memory_limit  list: per stage; null: none                              none
     m_fixed       memory that is there all the time                        0
