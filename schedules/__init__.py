@@ -23,7 +23,7 @@ from zbpp.schedules.planner.layers.balance import Balance, balance
 from zbpp.schedules.planner.layers.loads import even_split
 from zbpp.schedules.planner.layers.plan import LayerPlan, Split, plan_split
 from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
-from zbpp.schedules.planner.multi.plan import plan_placement, plan_wave
+from zbpp.schedules.planner.search.plan import plan_placement, plan_wave
 from zbpp.schedules.planner.single_modes import plan_zb, plan_zb1p, plan_zb2p
 from zbpp.schedules.planner.solver import Certificate, certify
 from zbpp.schedules.planner.wave_modes import (

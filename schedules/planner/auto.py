@@ -37,13 +37,13 @@ from zbpp.core import (
 )
 from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
 from zbpp.schedules.planner.limits import capped
-from zbpp.schedules.planner.multi.plan import plan_placement
 from zbpp.schedules.planner.request import (
     Request,
     check_sizes,
     listed_chunks,
     models,
 )
+from zbpp.schedules.planner.search.plan import plan_placement
 from zbpp.schedules.planner.single_modes import plan_zb
 
 __all__ = ["Candidate", "placements", "plan_auto", "plan_one"]

@@ -13,8 +13,8 @@ VMin    (p+4)//3, or less     the same
 from typing import Unpack
 
 from zbpp.core import Schedule
-from zbpp.schedules.planner.multi.plan import plan_wave
 from zbpp.schedules.planner.request import Request, listed_chunks, models
+from zbpp.schedules.planner.search.plan import plan_wave
 
 __all__ = ["plan_v_half", "plan_v_min", "plan_zbv", "plan_zbvpp"]
 
