@@ -13,9 +13,9 @@ const char *zbpp_stamp = ZBPP_STAMP;
    (NULL: there is none). */
 typedef struct {
     int64_t is_fair;
-    double alternate;
+    double alternate, overrun_tail;
     const double *offset;
-    const int64_t *max_in_flight, *max_without_b;
+    const int64_t *max_in_flight, *max_without_b, *early;
     const double *overrun, *delay_b, *delay_f;
     const int32_t *order;
     const int64_t *order_from;
@@ -32,7 +32,7 @@ typedef struct {
 typedef struct {
     double start, free, held, slack, idle, wake;
     int32_t *row;
-    int64_t n_row, n_pending, weight_of, n_ordered;
+    int64_t n_row, n_pending, weight_of, n_ordered, n_early;
     int ran_f;
 } Stage;
 
@@ -148,6 +148,18 @@ static int64_t best_ready(Draft *draft, int64_t s, int64_t n, double now) {
     return -1;
 }
 
+/* A ready F that goes before a better B; -1: none. */
+static int64_t early_forward(Draft *draft, int64_t s, int64_t n, double now) {
+    Stage *stage = &draft->stages[s];
+    for (int64_t i = 0; i < n && stage->n_early; i++) {
+        Known one = draft->known[i];
+        if (one.q >= draft->of->n_chunks || one.arrival > now + draft->of->tiny) continue;
+        stage->n_early--;
+        return one.q;
+    }
+    return -1;
+}
+
 /* The next pass of a stage by rules 1 to 3; -1: none. */
 static int64_t choose(Draft *draft, int64_t s, double now) {
     const Problem *of = draft->of;
@@ -187,10 +199,16 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
         if (arrival > soon && arrival < next) next = arrival;
     }
     int64_t chosen = best_ready(draft, s, n_known, now);
+    if (chosen < 0 || chosen >= of->n_chunks) {
+        int64_t early = early_forward(draft, s, n_known, now);
+        if (early >= 0) return early;
+    }
     if (chosen >= 0 || !stage->n_pending) return chosen;
     stage->weight_of = find_backward(of, stage, stage->weight_of);
     int64_t weight = stage->row[stage->weight_of] + of->n_chunks;
-    double end = now + of->time[weight] * (1 - settings->overrun[s]);
+    int is_tail = numbers[mine[0]].n_done == of->n_microbatches;
+    double share = is_tail ? settings->overrun_tail : settings->overrun[s];
+    double end = now + of->time[weight] * (1 - share);
     if (starved || end <= next + of->tiny) return weight;
     return settings->is_fair && stage->idle + next - now > draft->most_idle ? weight
                                                                             : -1;
@@ -296,6 +314,7 @@ ZBPP_API int64_t zbpp_list_schedule(const Problem *of, const Settings *settings,
         stage->row = rows + rows_from[s];
         stage->slack = below - of->work[s] - of->tiny;
         stage->start = INFINITY;
+        stage->n_early = settings->early[s];
         stage->wake = s == of->stage[0] ? 0.0 : INFINITY;
     }
     result = grow(&draft, &heap);

@@ -105,9 +105,11 @@ def list_schedule(
     rules = _Structure(
         is_fair=int(settings.is_fair),
         alternate=float(settings.alternate),
+        overrun_tail=float(settings.overrun_tail),
         offset=_doubles(settings.offset),
         max_in_flight=_whole(settings.max_in_flight),
         max_without_b=_whole(settings.max_without_b),
+        early=_whole(settings.early),
         overrun=_doubles(settings.overrun),
         delay_b=_doubles(settings.delay_b),
         delay_f=_doubles(settings.delay_f),

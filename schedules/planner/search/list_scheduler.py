@@ -11,10 +11,12 @@ producer *starts*: every rule below looks that far ahead.
    that is known to come: a B by more than the share ``delay_b`` of the F's time, or an
    F of a later chunk by more than ``delay_f``. Nor is the stage's first F ready while
    ``max_in_flight`` micro-batches are in flight, or while ``max_without_b`` of them
-   have had no B on the stage.
+   have had no B on the stage. But ``early`` times in all, an F that is ready and fits
+   goes first, whatever it delays.
 3. Else take a W, if it ends before the next known input, or overruns it by at most
-   ``overrun`` of its time, or if an F or a B lacks only memory, or, with ``is_fair``,
-   if waiting would make this stage the one that has waited longest (arXiv 2401.10241).
+   ``overrun`` of its time (``overrun_tail`` when the stage has no first F left), or if
+   an F or a B lacks only memory, or, with ``is_fair``, if waiting would make this stage
+   the one that has waited longest (arXiv 2401.10241).
 4. Else sleep until an input arrives.
 
 With ``order``, rows of F's and B's, rules 1 and 2 are: the next pass of the row, as
@@ -58,9 +60,11 @@ class Settings:
     offset: tuple[float, ...]
     max_in_flight: tuple[int, ...]
     max_without_b: tuple[int, ...]
+    early: tuple[int, ...]
     overrun: tuple[float, ...]
     delay_b: tuple[float, ...]
     delay_f: tuple[float, ...]
+    overrun_tail: float
     alternate: float = 0.0
     is_fair: bool = False
     order: "Rows | None" = None
@@ -127,6 +131,7 @@ class _Draft:
         self.slack = [below - work - problem.tiny for work in problem.work]
         self.idle, self.most_idle = [0.0] * p, -math.inf
         self.ran_f = [False] * p
+        self.n_early = list(settings.early)
         self.weights: list[list[int]] = [[] for _ in range(p)]
         self.n_weights = [0] * p  # of those that have run
         self.n_ordered = [0] * p  # passes of the given order that have run
@@ -210,12 +215,24 @@ def _choose(draft: _Draft, stage: int, now: float) -> int:
             if draft.ran_f[stage] == (q < problem.n_chunks):
                 rank += settings.alternate
         known.append(_Known(rank, q, arrival))
-    chosen = _best_ready(draft, stage, now, sorted(known))
+    known.sort()
+    chosen = _best_ready(draft, stage, now, known)
+    if not 0 <= chosen < problem.n_chunks and draft.n_early[stage]:
+        forwards = [
+            coming.q
+            for coming in known
+            if coming.q < problem.n_chunks and coming.arrival <= soon
+        ]
+        if forwards:
+            draft.n_early[stage] -= 1
+            return forwards[0]
     n_done, weights = draft.n_weights[stage], draft.weights[stage]
     if chosen >= 0 or n_done == len(weights):
         return chosen
     weight = weights[n_done]
-    end = now + problem.time[weight] * (1 - settings.overrun[stage])
+    is_tail = draft.done[problem.numbers[stage][0]] == problem.n_microbatches
+    share = settings.overrun_tail if is_tail else settings.overrun[stage]
+    end = now + problem.time[weight] * (1 - share)
     arrivals = [coming.arrival for coming in known if coming.arrival > soon]
     coming = min(arrivals, default=math.inf)
     if starved or end <= coming + problem.tiny:

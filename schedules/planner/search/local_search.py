@@ -23,11 +23,13 @@ from zbpp.schedules.planner.search.compiled import (
     timed,
 )
 from zbpp.schedules.planner.search.critical_path import XorShift64
+from zbpp.schedules.planner.search.list_scheduler import Settings
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
 from zbpp.schedules.planner.search.rules import known_order, rows_by_starts
-from zbpp.schedules.planner.search.seeds import first_rule, seeds
+from zbpp.schedules.planner.search.seeds import Seed, first_rule, seeds
 
 __all__ = [
+    "hill_climb",
     "improve_top_k",
     "intensify",
     "iterated_local_search",
@@ -75,6 +77,62 @@ def improve_top_k(
         budget.spend(share.spent)
         best = shortest([best, better])
     return best
+
+
+_CLIMB = 100  # passes placed for each pass of a plan, 2e7 in all
+
+
+def hill_climb(problem: PlacementProblem, found: Sequence[Seed]) -> list[Plan]:
+    """Change the settings of the best list schedule; return plans, best first.
+
+    Large plans only: a run of the list scheduler changes much of a plan at once, and
+    is given up as soon as it cannot be better; moves of single passes change little.
+    """
+    plans = [seed.plan for seed in found]
+    starts = [seed for seed in found if seed.settings is not None]
+    n_passes, draws = problem.n_passes, XorShift64(0)
+    budget = Budget(min(_CLIMB * n_passes, 1e6 + 30 * n_passes))
+    if n_passes <= _LARGE or not starts:
+        return plans
+    plan, settings = starts[0]
+    assert settings is not None
+    while budget.is_left and plan.span > problem.target:
+        tried = _changed(problem, settings, draws)
+        budget.spend(problem.n_stages)
+        better = list_schedule(problem, tried, plan.span * (1 + 1e-12), budget)
+        if better is not None:
+            plan, settings = better, tried
+    return sorted([timed(problem, plan.rows).plan, *plans], key=lambda plan: plan.span)
+
+
+def _changed(
+    problem: PlacementProblem, settings: Settings, draws: XorShift64
+) -> Settings:
+    """Change one to three entries, of a stage or of all from it on."""
+    p = problem.n_stages
+    for _ in range((1, 1, 2, 3)[draws.below(4)]):
+        first = draws.below(p)
+        stages = range(first, p if draws.below(3) == 0 else first + 1)
+        step = (-2, -1, -1, 1, 1, 2)[draws.below(6)]
+        match draws.below(3):
+            case 0:
+                moved = {problem.numbers[stage][0] for stage in stages}
+                offset = [
+                    old - step * problem.unit * (q in moved)
+                    for q, old in enumerate(settings.offset)
+                ]
+                settings = replace(settings, offset=tuple(offset))
+            case 1:
+                early = list(settings.early)
+                for stage in stages:
+                    early[stage] = max(0, early[stage] + step)
+                settings = replace(settings, early=tuple(early))
+            case _:
+                overrun = list(settings.overrun)
+                share = _OVERRUNS[draws.below(len(_OVERRUNS))]
+                overrun[stages.start : stages.stop] = [share] * len(stages)
+                settings = replace(settings, overrun=tuple(overrun))
+    return settings
 
 
 def intensify(problem: PlacementProblem, plan: Plan) -> Plan:
@@ -151,7 +209,7 @@ def _groups(problem: PlacementProblem, size: int, budget: Budget) -> Iterator[St
     assert plan is not None
     yield timed(group, plan.rows).starts
     tries, moves = Budget(24 * group.n_passes), Budget(60 * group.n_passes)
-    plan = improve(group, seeds(group, tries)[0], moves, XorShift64(0))
+    plan = improve(group, seeds(group, tries)[0].plan, moves, XorShift64(0))
     budget.spend(tries.spent + moves.spent)
     yield timed(group, plan.rows).starts
     members = range(size)

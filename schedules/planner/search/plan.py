@@ -42,6 +42,7 @@ from zbpp.schedules.planner.request import check_sizes
 from zbpp.schedules.planner.search.compiled import improve, timed
 from zbpp.schedules.planner.search.critical_path import XorShift64
 from zbpp.schedules.planner.search.local_search import (
+    hill_climb,
     improve_top_k,
     intensify,
     n_moves,
@@ -174,11 +175,13 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     n = problem.n_passes
     if kind == "fast":
         tries, moves = Budget(min(24 * n, 2e6)), Budget(min(60 * n, 1e5))
-        plan = improve_top_k(problem, seeds(problem, tries), moves)
+        plans = [seed.plan for seed in seeds(problem, tries)]
+        plan = improve_top_k(problem, plans, moves)
         return _below_limit(problem, plan, tries, moves, Budget(min(100 * n, 1.5e5)))
     tries = Budget(max(2e6, min(16 * n, 4e6)))
     moves = Budget(min(max(3e4, 40 * n), 1e5 + 8 * n, 2e6))
-    first, *others = seeds(problem, tries, margin=_MARGIN)
+    found = seeds(problem, tries, margin=_MARGIN)
+    first, *others = hill_climb(problem, found)
     plan = improve(problem, first, moves, XorShift64(0))
     less = Budget(min(max(2e5, 200 * n), 6e5))
     plan = _below_limit(problem, plan, tries, moves, less)
@@ -208,7 +211,7 @@ def _below_limit(
         if max(problem.target, lower.target) >= plan.span:
             break
         tries, moves = Budget(tries.passes), Budget(moves.passes)
-        first = seeds(lower, tries, below=1.03 * plan.span)[0]
+        first = seeds(lower, tries, below=1.03 * plan.span)[0].plan
         plan = shortest([plan, improve(lower, first, moves, XorShift64(0))])
         budget.spend(tries.spent + moves.spent)
     return plan

@@ -7,7 +7,7 @@ W's placed by time. What is planned so is never worse than a hand-made order tha
 import math
 from array import array
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.planner.budget import Budget
@@ -29,10 +29,17 @@ from zbpp.schedules.planner.search.rules import (
     zb_v_rows,
 )
 
-__all__ = ["first_rule", "seeds"]
+__all__ = ["Seed", "first_rule", "seeds"]
 
 Attempt: TypeAlias = "Settings | Rows"
 """Settings for the list scheduler, or rows of all passes that are only timed."""
+
+
+class Seed(NamedTuple):
+    """A plan, and the settings of the list scheduler that gave it, if it was that."""
+
+    plan: Plan
+    settings: Settings | None
 
 
 def seeds(
@@ -41,26 +48,26 @@ def seeds(
     *,
     margin: float = 0.0,
     below: float = math.inf,
-) -> list[Plan]:
+) -> list[Seed]:
     """Plan by all of them, best first; stop at the lower bound.
 
     A run is given up when it falls behind the best, or behind the span ``below``, by
     more than the margin, a share. If all are, the first rule is run to its end.
     """
-    plans: list[Plan] = []
+    found: list[Seed] = []
     for attempt in _attempts(problem):
-        plan = _planned(problem, attempt, below * (1 + margin), budget)
-        if plan is None:
+        seed = _planned(problem, attempt, below * (1 + margin), budget)
+        if seed is None:
             continue
-        plans.append(plan)
-        below = min(below, plan.span)
-        if plan.span <= problem.target or not budget.is_left:
+        found.append(seed)
+        below = min(below, seed.plan.span)
+        if seed.plan.span <= problem.target or not budget.is_left:
             break
-    if not plans:
-        plan = _planned(problem, first_rule(problem), math.inf, budget)
-        assert plan is not None, "a list schedule by a rule comes to its end"
-        plans.append(plan)
-    return sorted(plans, key=lambda plan: plan.span)
+    if not found:
+        seed = _planned(problem, first_rule(problem), math.inf, budget)
+        assert seed is not None, "a list schedule by a rule comes to its end"
+        found.append(seed)
+    return sorted(found, key=lambda seed: seed.plan.span)
 
 
 def first_rule(problem: PlacementProblem) -> Settings:
@@ -70,15 +77,18 @@ def first_rule(problem: PlacementProblem) -> Settings:
 
 def _planned(
     problem: PlacementProblem, attempt: Attempt, below: float, budget: Budget
-) -> Plan | None:
+) -> Seed | None:
     if isinstance(attempt, Settings):
         plan = list_schedule(problem, attempt, below, budget)
-        return None if plan is None else timed(problem, plan.rows).plan
+        if plan is None:
+            return None
+        is_known = attempt.order is not None
+        return Seed(timed(problem, plan.rows).plan, None if is_known else attempt)
     budget.spend(problem.n_passes / 3)  # it is only timed
     if not problem.fits(attempt):
         return None
     plan = timed(problem, attempt).plan
-    return plan if plan.span < below else None
+    return Seed(plan, None) if plan.span < below else None
 
 
 def _attempts(problem: PlacementProblem) -> Iterator[Attempt]:

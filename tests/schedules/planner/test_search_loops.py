@@ -144,7 +144,7 @@ def test_moves_keep_a_plan_valid_and_are_the_same_in_c_and_in_python(
     seed: int,
 ) -> None:
     problem = problem_of(seed)
-    worst = seeds(problem, Budget(math.inf))[-1]
+    worst = seeds(problem, Budget(math.inf))[-1].plan
     threshold = 0.0 if seed % 2 else 0.05
     pairs = [(Budget(1e3), XorShift64(seed)) for _ in range(2)]
     (spent, draws), (same_spent, same_draws) = pairs
@@ -176,7 +176,7 @@ def test_another_rule_and_another_draw_give_another_plan() -> None:
 def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget() -> None:
     costs, memory = Costs(2.0, 2.0, 2.0), MemoryModel(limit=4.0)
     problem = PlacementProblem.of(Placement.wave(4), 8, costs, memory)
-    best = seeds(problem, Budget(math.inf))[0]
+    best = seeds(problem, Budget(math.inf))[0].plan
     bound = lower_bound(problem.placement, 8, costs, memory)
     assert best.span == pytest.approx(bound)
     budget = Budget(1e4)
