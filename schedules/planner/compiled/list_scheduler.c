@@ -13,10 +13,10 @@ const char *zbpp_stamp = ZBPP_STAMP;
    (NULL: there is none). */
 typedef struct {
     int64_t is_fair;
-    double alternate, overrun_tail;
+    double overrun_tail, delay_b, delay_f, alternate;
     const double *offset;
     const int64_t *max_in_flight, *max_without_b, *early;
-    const double *overrun, *delay_b, *delay_f;
+    const double *overrun;
     const int32_t *order;
     const int64_t *order_from;
 } Settings;
@@ -120,7 +120,7 @@ static int is_before(Known one, Known other) {
 }
 
 /* See `_best_ready`. */
-static int64_t best_ready(Draft *draft, int64_t s, int64_t n, double now) {
+static int64_t best_ready(Draft *draft, int64_t n, double now) {
     const Problem *of = draft->of;
     const Settings *settings = draft->settings;
     Known *known = draft->known;
@@ -134,8 +134,8 @@ static int64_t best_ready(Draft *draft, int64_t s, int64_t n, double now) {
         Known one = known[i];
         if (one.arrival > now + of->tiny) continue;
         if (one.q >= of->n_chunks) return one.q;
-        double b_from = now + (1 - settings->delay_b[s]) * of->time[one.q] - of->tiny;
-        double f_from = now + (1 - settings->delay_f[s]) * of->time[one.q] - of->tiny;
+        double b_from = now + (1 - settings->delay_b) * of->time[one.q] - of->tiny;
+        double f_from = now + (1 - settings->delay_f) * of->time[one.q] - of->tiny;
         int is_held = 0;
         for (int64_t at = 0; at < i && !is_held; at++) {
             Known better = known[at];
@@ -198,7 +198,7 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
         draft->known[n_known++] = (Known){rank, arrival, q};
         if (arrival > soon && arrival < next) next = arrival;
     }
-    int64_t chosen = best_ready(draft, s, n_known, now);
+    int64_t chosen = best_ready(draft, n_known, now);
     if (chosen < 0 || chosen >= of->n_chunks) {
         int64_t early = early_forward(draft, s, n_known, now);
         if (early >= 0) return early;

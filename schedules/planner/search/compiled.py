@@ -104,15 +104,15 @@ def list_schedule(
     order = settings.order
     rules = _Structure(
         is_fair=int(settings.is_fair),
-        alternate=float(settings.alternate),
         overrun_tail=float(settings.overrun_tail),
+        delay_b=float(settings.delay_b),
+        delay_f=float(settings.delay_f),
+        alternate=float(settings.alternate),
         offset=_doubles(settings.offset),
         max_in_flight=_whole(settings.max_in_flight),
         max_without_b=_whole(settings.max_without_b),
         early=_whole(settings.early),
         overrun=_doubles(settings.overrun),
-        delay_b=_doubles(settings.delay_b),
-        delay_f=_doubles(settings.delay_f),
         order=None if order is None else _joined(order),
         order_from=_whole(accumulate(map(len, order or ()), initial=0)),
     )

@@ -62,9 +62,9 @@ class Settings:
     max_without_b: tuple[int, ...]
     early: tuple[int, ...]
     overrun: tuple[float, ...]
-    delay_b: tuple[float, ...]
-    delay_f: tuple[float, ...]
     overrun_tail: float
+    delay_b: float = 0.0
+    delay_f: float = 0.0
     alternate: float = 0.0
     is_fair: bool = False
     order: "Rows | None" = None
@@ -216,7 +216,7 @@ def _choose(draft: _Draft, stage: int, now: float) -> int:
                 rank += settings.alternate
         known.append(_Known(rank, q, arrival))
     known.sort()
-    chosen = _best_ready(draft, stage, now, known)
+    chosen = _best_ready(draft, now, known)
     if not 0 <= chosen < problem.n_chunks and draft.n_early[stage]:
         forwards = [
             coming.q
@@ -311,7 +311,7 @@ def _can_drain(draft: _Draft, forward: int) -> bool:
     return True
 
 
-def _best_ready(draft: _Draft, stage: int, now: float, ranked: list[_Known]) -> int:
+def _best_ready(draft: _Draft, now: float, ranked: list[_Known]) -> int:
     """Choose the best ready pass that delays no better one by too much; -1: none."""
     problem, settings = draft.problem, draft.settings
     n_chunks, tiny = problem.n_chunks, problem.tiny
@@ -320,8 +320,8 @@ def _best_ready(draft: _Draft, stage: int, now: float, ranked: list[_Known]) -> 
             continue
         if q >= n_chunks:
             return q
-        b_from = now + (1 - settings.delay_b[stage]) * problem.time[q] - tiny
-        f_from = now + (1 - settings.delay_f[stage]) * problem.time[q] - tiny
+        b_from = now + (1 - settings.delay_b) * problem.time[q] - tiny
+        f_from = now + (1 - settings.delay_f) * problem.time[q] - tiny
         if not any(
             better.rank < rank
             and better.q > q

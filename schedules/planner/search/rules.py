@@ -176,8 +176,8 @@ def settings_of(problem: PlacementProblem, rule: Rule) -> Settings:
         early=(0,) * p,
         overrun=(rule.overrun,) * p,
         overrun_tail=rule.overrun_tail,
-        delay_b=(rule.delay_b,) * p,
-        delay_f=(rule.delay_f,) * p,
+        delay_b=rule.delay_b,
+        delay_f=rule.delay_f,
         alternate=rule.alternate * unit,
     )
 
@@ -196,8 +196,6 @@ def line_settings_of(problem: PlacementProblem, rule: LineRule) -> Settings:
         early=(rule.early,) * p,
         overrun=(rule.overrun,) * p,
         overrun_tail=rule.overrun,
-        delay_b=(0.0,) * p,
-        delay_f=(0.0,) * p,
         is_fair=rule.is_fair,
     )
 
@@ -212,8 +210,6 @@ def known_order(rows: Rows, overrun: float, *, is_fair: bool = False) -> Setting
         early=(0,) * p,
         overrun=(overrun,) * p,
         overrun_tail=overrun,
-        delay_b=(0.0,) * p,
-        delay_f=(0.0,) * p,
         is_fair=is_fair,
         order=rows,
     )
