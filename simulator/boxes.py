@@ -1,299 +1,261 @@
-"""Jobs as coloured boxes on matplotlib axes, and their numbers.
+"""A timeline as a list of boxes: what pictures, pages and traces draw.
 
-All boxes of one colour are one collection, so that ten thousand jobs draw in seconds.
+    stage 0, lane 0   [F0][F1][F2]            [ B0 ][send][W0]     its jobs
+    stage 0, lane 1   [ UNSHARD ]                   [REDUCE_GRAD]  beside them
+
+What a box is called, its colour and its lane are decided here, for all media.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
-from zbpp.core import Check, Job, Pass, PassKind, Slot, Timeline
-from zbpp.simulator.bands import shares
-from zbpp.simulator.lanes import draw_lanes, rectangle
-from zbpp.simulator.metrics import step_time
-from zbpp.simulator.palette import COLOURS, IDLE, NAMES, ink_on, legs, letter_of, shade
+from zbpp.core import (
+    KINDS,
+    Job,
+    JobKind,
+    Lane,
+    PassKind,
+    Scope,
+    State,
+    Timeline,
+    kind_of,
+    parts_of,
+    passes_in,
+    place_of,
+)
+from zbpp.simulator.messages import Place, lines_of
 
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
+__all__ = [
+    "DARK",
+    "IDLE",
+    "LOOKS",
+    "SEND",
+    "Box",
+    "Drawing",
+    "Mark",
+    "Style",
+    "by_style",
+    "legend_of",
+    "origin_of",
+    "shade",
+]
 
-__all__ = ["draw_jobs", "durations", "legend_handles", "origin", "write_numbers"]
-
-_BOX = (-0.43, 0.43)  # top and bottom, in rows; 0 is the middle
-_ABOVE_LANE = (-0.43, 0.18)
-_POINTS = 72.0  # per inch
-_DIGIT_WIDTH = 0.7  # of the font size, with some air
-_LARGEST_FONT, _SMALLEST_FONT = 9.0, 4.5  # points
-
-_THINNEST = 4.0  # points; boxes that are thinner become bands
-_SMOOTH = 12  # boxes in the window of a band: whole rounds of 2, 3, 4 or 6 jobs
-_BAND_POINTS = 900  # of a band's outline, along its row
-
-_HATCH = "////"  # B's that compute layers again
-
-_Group = tuple[str, int]  # letter; first (0), second (1), ... chunk of its stage
-_Member = tuple[int, Slot]  # with its stage
-
-
-def draw_jobs(axes: "Axes", timeline: Timeline) -> None:
-    """Draw one row a stage and one box a job; grey is idle time within a span."""
-    from matplotlib.collections import PolyCollection
-
-    start = origin(timeline)
-    n_stages = timeline.placement.n_stages
-    spans = [timeline.passes(stage) for stage in range(n_stages)]
-    box = _box(timeline)
-    bubbles = [
-        rectangle(stage, passes[0].start - start, passes[-1].end - start, box)
-        for stage, passes in enumerate(spans)
-        if passes
-    ]
-    axes.add_collection(
-        PolyCollection(bubbles, facecolors=IDLE, linewidths=0, gid="idle")
-    )
-    axes.set_xlim(0, step_time(timeline) or 1.0)
-    axes.set_ylim(n_stages - 0.5, -0.5)
-    if is_banded(axes, timeline):
-        _draw_bands(axes, timeline)
-    else:
-        _draw_boxes(axes, timeline)
-    _draw_instants(axes, timeline)
-    draw_lanes(axes, timeline, start)
-    axes.set_yticks(range(n_stages), [f"stage {stage}" for stage in range(n_stages)])
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+IDLE = "#E4E4E4"
+DARK = "#222222"
+SEND = "SEND"
+"""Role of the end of a job in which its stage only sends."""
 
 
-def is_banded(axes: "Axes", timeline: Timeline) -> bool:
-    """True if most jobs are so thin that bands take their place."""
-    lasting = sorted(durations(timeline))
-    if not lasting:
-        return False
-    return lasting[len(lasting) // 2] * _points_per_unit(axes) < _THINNEST
+LOOKS = {row.text: row for row in KINDS.values() if row.colour} | {
+    SEND: JobKind(SEND, Scope.MICROBATCH, "only sends", colour="#8A8A8A")
+}
+"""What can be seen, by the text of the kind, in the order of legends."""
+
+_LANES = list(Lane)
+_NUMBERS = {
+    Scope.MICROBATCH: ("chunk", "microbatch"),
+    Scope.CHUNK: ("chunk",),
+    Scope.STAGE: (),
+}
 
 
-def _draw_boxes(axes: "Axes", timeline: Timeline) -> None:
-    from matplotlib.collections import PolyCollection
+class Style(NamedTuple):
+    """How a box looks.
 
-    start, box = origin(timeline), _box(timeline)
-    shortest = min(durations(timeline), default=1.0)
-    edge = min(0.8, 0.1 * _points_per_unit(axes) * shortest)
-    for (letter, leg), members in _groups(timeline).items():
-        for hatch, own in _by_hatch(timeline, members).items():
-            axes.add_collection(
-                PolyCollection(
-                    [
-                        rectangle(stage, slot.start - start, slot.end - start, box)
-                        for stage, slot in own
-                    ],
-                    facecolors=shade(COLOURS[letter], leg),
-                    edgecolors="white",
-                    linewidths=edge,
-                    hatch=hatch or None,
-                    gid=f"{letter} {leg}{' recomputed' if hatch else ''}",
-                )
-            )
-
-
-def _draw_bands(axes: "Axes", timeline: Timeline) -> None:
-    """Draw the share of each colour in a moving window; what is left is idle."""
-    from matplotlib.collections import PolyCollection
-
-    start, lasting = origin(timeline), sorted(durations(timeline))
-    window = _SMOOTH * lasting[len(lasting) // 2]
-    box = _box(timeline)
-    groups = _groups(timeline)
-    outlines: dict[_Group, list[list[tuple[float, float]]]] = {
-        key: [] for key in groups
-    }
-    for stage in range(timeline.placement.n_stages):
-        passes = timeline.passes(stage)
-        if not passes:
-            continue
-        span = (passes[0].start, passes[-1].end)
-        times = [
-            span[0] + (span[1] - span[0]) * i / _BAND_POINTS
-            for i in range(_BAND_POINTS + 1)
-        ]
-        own = {
-            key: [slot for of, slot in members if of == stage]
-            for key, members in groups.items()
-            if key[0] not in "OV"
-        }
-        top = [stage + box[0]] * len(times)
-        for key, share in shares(own, times, window=window, within=span).items():
-            height = box[1] - box[0]
-            below = [y + height * part for y, part in zip(top, share, strict=True)]
-            edge = zip(times, top, strict=True), zip(times, below, strict=True)
-            upper, lower = ([(x - start, y) for x, y in line] for line in edge)
-            outlines[key].append([*upper, *reversed(lower)])
-            top = below
-    for (kind, leg), shapes in outlines.items():
-        if kind in "OV":
-            shapes = [
-                rectangle(stage, slot.start - start, slot.end - start, box)
-                for stage, slot in groups[kind, leg]
-            ]
-        axes.add_collection(
-            PolyCollection(
-                shapes,
-                facecolors=shade(COLOURS[kind], leg),
-                linewidths=0,
-                gid=f"{kind} {leg} bands",
-            )
-        )
-
-
-def _draw_instants(axes: "Axes", timeline: Timeline) -> None:
-    """Draw a V that takes no time as a line."""
-    from matplotlib.collections import LineCollection
-
-    start = origin(timeline)
-    lines = [
-        [(slot.start - start, stage - 0.5), (slot.start - start, stage + 0.5)]
-        for stage, slot in _slots(timeline)
-        if isinstance(slot.job, Check) and slot.duration == 0
-    ]
-    if lines:
-        axes.add_collection(
-            LineCollection(lines, colors=COLOURS["V"], linewidths=2, gid="V instants")
-        )
-
-
-def write_numbers(axes: "Axes", timeline: Timeline) -> None:
-    """Write the micro-batch into every box that is wide enough for it."""
-    start, box = origin(timeline), _box(timeline)
-    points = _points_per_unit(axes)
-    digits = len(str(timeline.n_microbatches - 1))
-    row = axes.get_window_extent().height / abs(axes.get_ylim()[0] + 0.5)
-    share = 0.7 * (box[1] - box[0])
-    largest = min(_LARGEST_FONT, share * row * _POINTS / _dpi(axes))
-    for (letter, leg), members in _groups(timeline).items():
-        ink = ink_on(shade(COLOURS[letter], leg))
-        lasting = sorted(slot.duration for _, slot in members)
-        font = lasting[len(lasting) // 2] * points / (_DIGIT_WIDTH * digits)
-        if font < _SMALLEST_FONT or letter == "SEND":
-            continue
-        font = min(font, largest)
-        for stage, slot in members:
-            job = slot.job
-            text = str(job.microbatch) if isinstance(job, Pass) else str(job)
-            if slot.duration * points < 0.99 * _DIGIT_WIDTH * font * len(text):
-                continue
-            axes.text(
-                (slot.start + slot.end) / 2 - start,
-                stage + sum(box) / 2,
-                text,
-                color=ink,
-                fontsize=font,
-                ha="center",
-                va="center_baseline",
-                clip_on=True,
-            )
-
-
-def legend_handles(timelines: Sequence[Timeline]) -> "list[Artist]":
-    """Make a legend entry for each kind of box that can be seen."""
-    from matplotlib.patches import Patch
-
-    seen = {
-        key
-        for timeline in timelines
-        for key, members in _groups(timeline).items()
-        if key[0] == "V" or any(slot.duration > 0 for _, slot in members)
-    }
-    seen |= {
-        (letter_of(slot.job), 0)
-        for timeline in timelines
-        for lane in timeline.collectives
-        for slot in lane
-        if slot.duration > 0
-    }
-    handles: list[Artist] = [
-        Patch(color=COLOURS[letter], label=name)
-        for letter, name in NAMES.items()
-        if (letter, 0) in seen
-    ]
-    handles.append(Patch(color=IDLE, label="idle"))
-    if any(timeline.recomputing for timeline in timelines):
-        again = Patch(
-            facecolor=COLOURS["B"],
-            edgecolor="white",
-            linewidth=0,
-            hatch=_HATCH,
-            label="hatched: recomputes",
-        )
-        handles.append(again)
-    if any(leg > 0 for _, leg in seen):
-        lighter = shade(COLOURS["F"], 1)
-        handles.append(Patch(color=lighter, label="lighter: later chunk of a stage"))
-    return handles
-
-
-def origin(timeline: Timeline) -> float:
-    """Start of the first job; pictures count time from there."""
-    rows = (*timeline.rows, *timeline.collectives)
-    return min((slot.start for row in rows for slot in row), default=0.0)
-
-
-def durations(timeline: Timeline) -> list[float]:
-    """Durations of the jobs that take time at all."""
-    return [slot.duration for _, slot in _slots(timeline) if slot.duration > 0]
-
-
-def _slots(timeline: Timeline) -> Iterator[tuple[int, Slot]]:
-    for stage, row in enumerate(timeline.rows):
-        for slot in row:
-            yield stage, slot
-
-
-def _groups(timeline: Timeline) -> dict[_Group, list[tuple[int, Slot]]]:
-    """Slots with their stages: the boxes of one colour, in the order of the legend.
-
-    What a stage only sends at the end of a pass is a box of its own.
+    ``leg``: the first (0), second (1), ... chunk of its stage, lighter each time;
+    ``is_hatched``: a B that computes layers again.
     """
-    placement = timeline.placement
-    leg_of = legs(placement)
-    groups: dict[_Group, list[tuple[int, Slot]]] = {
-        (key, leg): []
-        for key in COLOURS
-        for leg in range(max(map(len, placement.chunks_of)))
-    }
-    for stage, slot in _slots(timeline):
-        sends = timeline.sending_of(slot.job)
-        if sends:
-            ends = slot.end - sends
-            groups["SEND", 0].append((stage, Slot(slot.job, ends, slot.end)))
-            slot = Slot(slot.job, slot.start, ends)
-        leg = leg_of[slot.job.chunk] if isinstance(slot.job, Pass) else 0
-        groups[letter_of(slot.job), leg].append((stage, slot))
-    return {key: members for key, members in groups.items() if members}
+
+    role: str
+    leg: int = 0
+    is_hatched: bool = False
+
+    @property
+    def colour(self) -> str:
+        """As ``#rrggbb``."""
+        return shade(LOOKS[self.role].colour or DARK, self.leg)
+
+    @property
+    def at_once(self) -> bool:
+        """True if a box that takes no time is drawn as a line: a validation."""
+        return State.VERDICT in LOOKS[self.role].awaits
+
+    @property
+    def ink(self) -> str:
+        """Dark or white letters, whichever stand out from the colour."""
+        red, green, blue = _rgb(self.colour)
+        return DARK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        """Place among all styles: that of the legend."""
+        return list(LOOKS).index(self.role), self.leg, self.is_hatched
 
 
-def _by_hatch(timeline: Timeline, members: list[_Member]) -> dict[str, list[_Member]]:
-    """Boxes of one colour, those apart that compute layers again."""
-    found: dict[str, list[_Member]] = {}
-    for stage, slot in members:
-        found.setdefault(_hatch(timeline, slot.job), []).append((stage, slot))
-    return found
+class Box(NamedTuple):
+    """A job, or the end of one in which its stage only sends.
+
+    Times are in the unit of the timeline, and count from its first start. ``place`` is
+    the slot that it is made of; a job has a box on each lane of its stage that it
+    occupies, and lane 0 computes.
+    """
+
+    stage: int
+    lane: int
+    start: float
+    end: float
+    style: Style
+    job: Job
+    place: Place
+
+    @property
+    def duration(self) -> float:
+        """``end - start``."""
+        return self.end - self.start
+
+    @property
+    def name(self) -> str:
+        """Text of the job: ``3B7``."""
+        return f"send of {self.job}" if self.style.role == SEND else str(self.job)
+
+    @property
+    def text(self) -> str:
+        """What is written into it: the micro-batch; O and V have none."""
+        if self.lane or self.style.role == SEND:
+            return ""
+        numbers = [str(part.microbatch) for part in passes_in(self.job)]
+        return " ".join(numbers) or str(self.job)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Chunk and micro-batch of the job, or of its first part, if it has them."""
+        part = parts_of(self.job)[0]
+        return {name: getattr(part, name) for name in _NUMBERS[kind_of(part).scope]}
+
+    @property
+    def is_work(self) -> bool:
+        """True within the span of a stage, which steps and validations are not."""
+        return bool(passes_in(self.job))
 
 
-def _hatch(timeline: Timeline, job: Job) -> str:
-    if not isinstance(job, Pass) or job.kind not in (PassKind.B, PassKind.BW):
-        return ""
-    return _HATCH if job.chunk in timeline.recomputing else ""
+@dataclass(frozen=True)
+class Drawing:
+    """A timeline as boxes, and what media ask about all of them."""
+
+    timeline: Timeline
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """The boxes of lane 0, stage after stage, each in time order; then lane 1."""
+        boxes = _boxes(self.timeline)
+        return sorted(boxes, key=lambda box: (box.lane, box.stage, box.start))
+
+    @cached_property
+    def n_lanes(self) -> int:
+        """Rows of boxes that each stage has."""
+        return max((box.lane for box in self.boxes), default=0) + 1
+
+    @cached_property
+    def typical(self) -> float:
+        """Median duration of what takes time in lane 0; 0 if nothing does."""
+        durations = sorted(
+            box.duration for box in self.boxes if box.lane == 0 and box.end > box.start
+        )
+        return durations[len(durations) // 2] if durations else 0.0
+
+    @cached_property
+    def spans(self) -> list[tuple[float, float] | None]:
+        """From the first to the last pass of each stage: what is idle there is bubble.
+
+        None: the stage has no passes.
+        """
+        spans: dict[int, tuple[float, float]] = {}
+        for box in self.boxes:
+            if box.lane == 0 and box.is_work:
+                start, _ = spans.get(box.stage, (box.start, box.end))
+                spans[box.stage] = (start, box.end)
+        return [spans.get(i) for i in range(self.timeline.placement.n_stages)]
 
 
-def _box(timeline: Timeline) -> tuple[float, float]:
-    """Top and bottom of the boxes in their row; collectives have a lane below them."""
-    return _ABOVE_LANE if timeline.collectives else _BOX
+def _boxes(timeline: Timeline) -> Iterator[Box]:
+    origin, n_stages = origin_of(timeline), timeline.placement.n_stages
+    looks: dict[object, tuple[Style, list[int]]] = {}
+    for line, slots in enumerate(lines_of(timeline)):
+        stage = line % n_stages
+        for index, slot in enumerate(slots):
+            job, place = slot.job, (line, index)
+            key = (job.kind, place_of(job))
+            if key not in looks:
+                lanes = [_LANES.index(lane) for lane in kind_of(job).lanes]
+                looks[key] = _style(job, timeline), lanes
+            style, lanes = looks[key]
+            start, end = slot.start - origin, slot.end - origin
+            sends = timeline.sending_of(job)
+            for lane in lanes:
+                yield Box(stage, lane, start, end - sends, style, job, place)
+                if sends:
+                    yield Box(stage, lane, end - sends, end, Style(SEND), job, place)
 
 
-def _points_per_unit(axes: "Axes") -> float:
-    left, right = axes.get_xlim()
-    return axes.get_window_extent().width / _dpi(axes) * _POINTS / (right - left)
+def _style(job: Job, timeline: Timeline) -> Style:
+    kind, chunk, placement = kind_of(job), place_of(job), timeline.placement
+    if kind.scope is Scope.STAGE:
+        return Style(kind.text)
+    leg = placement.chunks_of[placement.stage_of[chunk]].index(chunk)
+    recomputes = PassKind.B in kind.work and chunk in timeline.recomputing
+    return Style(kind.text, leg, recomputes)
 
 
-def _dpi(axes: "Axes") -> float:
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    return figure.dpi
+def origin_of(timeline: Timeline) -> float:
+    """Start of the first job, in the timeline's own clock."""
+    slots = chain.from_iterable(lines_of(timeline))
+    return min((slot.start for slot in slots), default=0.0)
+
+
+def by_style(boxes: Iterable[Box]) -> dict[Style, list[Box]]:
+    """The boxes of each style, in the order of the legend."""
+    groups: dict[Style, list[Box]] = defaultdict(list)
+    for box in boxes:
+        groups[box.style].append(box)
+    return {style: groups[style] for style in sorted(groups, key=lambda s: s.order)}
+
+
+class Mark(NamedTuple):
+    """An entry of a legend; the pattern is "hatched", "idle" or none."""
+
+    label: str
+    colour: str
+    pattern: str = ""
+
+
+def legend_of(boxes: Iterable[Box]) -> list[Mark]:
+    """Explain what can be seen of boxes, and the ground that idle time leaves."""
+    styles = {box.style for box in boxes if box.end > box.start or box.style.at_once}
+    roles = {style.role for style in styles}
+    marks = [
+        Mark(f"{role}  {look.summary}", Style(role).colour)
+        for role, look in LOOKS.items()
+        if role in roles
+    ]
+    marks.append(Mark("idle", IDLE, "idle"))
+    if any(style.is_hatched for style in styles):
+        marks.append(Mark("hatched: recomputes", Style("B").colour, "hatched"))
+    if any(style.leg for style in styles):
+        marks.append(Mark("lighter: later chunk of a stage", Style("F", 1).colour))
+    return marks
+
+
+def shade(colour: str, leg: int) -> str:
+    """Lighten a colour for the second chunk of a stage, more so for later ones."""
+    white = (0.0, 0.5, 0.7, 0.8)[min(leg, 3)]
+    mixed = (round(255 * (part + (1 - part) * white)) for part in _rgb(colour))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def _rgb(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return red, green, blue

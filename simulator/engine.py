@@ -1,9 +1,53 @@
-"""From an order of jobs to times: a thin layer over the clock of `zbpp.core`."""
+"""Times of a schedule's jobs: of one iteration, and of several that follow.
 
-from zbpp.core import Check, Costs, Schedule, Timeline, replay
-from zbpp.simulator.iterations import simulate_iterations, timeline_of
+A job starts as soon as its stage is free and its inputs have arrived (`zbpp.core.clock`
+has the rule); nothing is reordered. Between iterations there are two protocols. Two
+stages under ZB-H2 and the start of their second iteration; O and V take 1:
 
-__all__ = ["simulate"]
+    barrier          0 | F0 F1 F2 B0 W0 B1 W1 B2 W2 .  O  F0 F1 F2 B0 W0
+                     1 | .  F0 B0 F1 B1 F2 B2 W0 W1 W2 O  .  F0 B0 F1 B1
+                                      the sum is known ^ here
+
+    post-validation  0 | F0 F1 F2 V  B0 W0 B1 W1 B2 W2 O  F0 F1 F2 V  B0
+                     1 | .  F0 V  B0 F1 B1 F2 B2 W0 W1 W2 O  F0 V  B0 F1
+                                          it must be known here ^
+
+The sum of the gradient norms starts when a stage has ended its last pass, and is known
+`Costs.reduction` after the last stage has. Behind a barrier O waits for it. In a
+schedule with V (see `zbpp.schedules.post_validated`) O starts at once, and V of the
+next iteration waits. A stage starts an iteration when its own O has ended.
+
+If V finds the step invalid, every stage rolls it back, steps again and replays its
+passes before V. These read nothing that is computed after a V, so they form a part of
+their own: the first attempts end, then the second ones begin.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from zbpp.core import (
+    Check,
+    Costs,
+    Job,
+    PassTimes,
+    RequestError,
+    Schedule,
+    Slot,
+    Step,
+    Timeline,
+    kind_of,
+    off_lane,
+    replay,
+)
+
+__all__ = [
+    "IteratedSchedule",
+    "IterationState",
+    "join",
+    "simulate",
+    "simulate_iterations",
+]
 
 _UNIT = Costs()
 
@@ -11,13 +55,12 @@ _UNIT = Costs()
 def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     """Time every job of a schedule; the first one starts at 0, in the unit of costs.
 
-    A job starts as soon as its stage is free and its inputs have arrived; nothing
-    is reordered. O waits for the last weight gradient of every stage, but the time of
-    the sum over the stages is counted between iterations only. In a schedule with V's
-    this is the first iteration: O and V wait for nobody. UNSHARD and REDUCE_GRAD go on
-    beside the jobs of their stage, one after the other. A pass whose message occupies
-    its stage (`Costs.send_occupies`) ends with that time, see `Timeline.sending`.
-    The result has the same type as a measured run.
+    O waits for the last weight gradient of every stage, but the time of the sum over
+    the stages is counted between iterations only. In a schedule with V's this is the
+    first iteration: O and V wait for nobody. UNSHARD and REDUCE_GRAD go on beside the
+    jobs of their stage, one after the other. A pass whose message occupies its stage
+    (`Costs.send_occupies`) ends with that time, see `Timeline.sending`. The result has
+    the same type as a measured run.
 
     >>> from zbpp.core import Pass, PassKind, Placement
     >>> row = (Pass(PassKind.F, 0, 0), Pass(PassKind.BW, 0, 0))
@@ -28,8 +71,165 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    if any(isinstance(job, Check) for job in schedule.orders[0]):
+    if schedule.is_post_validated:
         return simulate_iterations(schedule, costs, 1)[0]
     times = costs.on(schedule.placement)
     rows = replay(schedule.orders, times, n_microbatches=schedule.n_microbatches)
-    return timeline_of(schedule, rows, times)
+    return _timeline(schedule, rows, times)
+
+
+def simulate_iterations(
+    schedule: Schedule,
+    costs: Costs = _UNIT,
+    n_iterations: int = 2,
+    *,
+    rolled_back: Collection[int] = (),
+) -> list[Timeline]:
+    """Time iterations that follow one another on one time axis, a timeline each.
+
+    Args:
+        schedule: with V's, O waits for nobody; without, O stands behind a barrier. A
+            schedule without O steps at its end.
+        costs: times of the jobs, of messages, and of the sum over the stages.
+        n_iterations: how many; the first one finds every stage free at 0.
+        rolled_back: iterations, from 1, whose V undoes the step before them.
+
+    Raises:
+        RequestError: the costs do not fit the placement, or there is no such V.
+    """
+    run = IteratedSchedule(schedule, costs)
+    if rolled_back and not (
+        run.has_checks and all(0 < i < n_iterations for i in rolled_back)
+    ):
+        raise RequestError(
+            f"iterations {sorted(rolled_back)} cannot be rolled back; the schedule "
+            f"needs a V on every stage, and the iterations are 1 to {n_iterations - 1}"
+        )
+    state, timelines = run.start, []
+    for i in range(n_iterations):
+        rows, state = run.iterate(state, rolled_back=i in rolled_back)
+        timelines.append(_timeline(schedule, rows, run.times))
+    return timelines
+
+
+def join(timelines: Sequence[Timeline], *, name: str | None = None) -> Timeline:
+    """Make one timeline of iterations on one time axis, for pictures and traces."""
+    first = timelines[0]
+    return replace(
+        first,
+        name=name or first.name,
+        rows=_end_to_end([timeline.rows for timeline in timelines]),
+        collectives=_end_to_end([timeline.collectives for timeline in timelines]),
+    )
+
+
+_Rows = tuple[tuple[Slot, ...], ...]
+
+
+def _end_to_end(parts: Sequence[_Rows]) -> _Rows:
+    """Rows that go on in the next part."""
+    return tuple(tuple(chain.from_iterable(rows)) for rows in zip(*parts, strict=True))
+
+
+def _timeline(
+    schedule: Schedule, rows: Sequence[Sequence[Slot]], times: PassTimes
+) -> Timeline:
+    """Make a timeline of what a replay has timed: collectives apart from jobs."""
+    kept, lanes = off_lane(rows)
+    return Timeline(
+        schedule.name,
+        schedule.placement,
+        schedule.n_microbatches,
+        kept,
+        schedule.recomputing,
+        collectives=lanes,
+        sending=times.sending,
+    )
+
+
+@dataclass(frozen=True)
+class IterationState:
+    """State that an iteration leaves to the next one, per stage."""
+
+    free: tuple[float, ...]
+    """End of the stage's O."""
+    known: tuple[float, ...]
+    """Time from which its V knows the sum."""
+
+
+class IteratedSchedule:
+    """One schedule, iterated: post-validated if it has V's, else behind a barrier.
+
+    Args:
+        schedule: as for `simulate_iterations`.
+        costs: as there.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.times = costs.on(schedule.placement)
+        self.has_checks = schedule.is_post_validated
+        self._n_microbatches = schedule.n_microbatches
+        self._orders = [
+            [job for job in order if not isinstance(job, Step)]
+            for order in schedule.orders
+        ]
+
+    @property
+    def start(self) -> IterationState:
+        """All stages are free at 0, and know all they need."""
+        nothing = (0.0,) * len(self._orders)
+        return IterationState(nothing, nothing)
+
+    def iterate(
+        self, state: IterationState, *, rolled_back: bool = False
+    ) -> tuple[list[list[Slot]], IterationState]:
+        """Time the next iteration; returns its rows and what it leaves."""
+        if rolled_back:
+            rows = self._attempts(state)
+        else:
+            rows = self._replay(self._orders, state.free, state.known)
+        sum_known = max(map(_end, rows)) + self.times.reduction
+        self._add_steps(rows, after=0.0 if self.has_checks else sum_known)
+        free = tuple(row[-1].end for row in rows)
+        return rows, IterationState(free, (sum_known,) * len(rows))
+
+    def _attempts(self, state: IterationState) -> list[list[Slot]]:
+        """Every stage up to its V; then O again, and all passes."""
+        first: list[Sequence[Job]] = []
+        second: list[Sequence[Job]] = []
+        for stage, order in enumerate(self._orders):
+            cut = order.index(Check(stage))
+            first.append(order[: cut + 1])
+            second.append([*order[:cut], *order[cut + 1 :]])
+        rows = self._replay(first, state.free, state.known)
+        self._add_steps(rows)
+        again = self._replay(second, [row[-1].end for row in rows])
+        return [before + after for before, after in zip(rows, again, strict=True)]
+
+    def _replay(
+        self,
+        orders: Sequence[Sequence[Job]],
+        free: Sequence[float],
+        known: Sequence[float] | None = None,
+    ) -> list[list[Slot]]:
+        return replay(
+            orders,
+            self.times,
+            n_microbatches=self._n_microbatches,
+            free=free,
+            known=known,
+        )
+
+    def _add_steps(self, rows: Sequence[list[Slot]], *, after: float = 0.0) -> None:
+        """Let each stage step when it is free, not before a time."""
+        for stage, row in enumerate(rows):
+            job, start = Step(stage), max(_end(row), after)
+            row.append(Slot(job, start, start + self.times.of(job)))
+
+
+def _end(row: Sequence[Slot]) -> float:
+    """The time at which a stage is free; what goes on beside jobs does not count."""
+    for slot in reversed(row):
+        if not kind_of(slot.job).is_async:
+            return slot.end
+    return 0.0

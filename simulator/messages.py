@@ -6,15 +6,32 @@ stage 1 |    F0  F1  B0  B1
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from zbpp.core import Pass, Timeline, Value, input_of, output_of
+from zbpp.core import (
+    Pass,
+    PassKind,
+    Slot,
+    Timeline,
+    Value,
+    input_of,
+    output_of,
+    passes_in,
+)
 
-__all__ = ["Message", "Place", "messages"]
+__all__ = ["Message", "Place", "lines_of", "messages"]
 
 Place = tuple[int, int]
-"""A slot of a timeline: stage, and position in its row."""
+"""A slot of a timeline: its line (see `lines_of`), and its position there."""
+
+
+def lines_of(timeline: Timeline) -> tuple[tuple[Slot, ...], ...]:
+    """All rows of slots: the jobs of each stage, then what goes on beside them.
+
+    Line ``lane * n_stages + stage`` is one lane of one stage; lane 0 has its jobs.
+    """
+    return (*timeline.rows, *timeline.collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +49,29 @@ def messages(timeline: Timeline) -> Iterator[Message]:
     Of several iterations, the n-th pass that reads a value reads what the n-th that
     wrote it has sent. A value that no slot has written is left out, as what reads it.
     """
-    n_chunks = timeline.placement.n_chunks
     sent: dict[Value, deque[Place]] = defaultdict(deque)
-    for stage, row in enumerate(timeline.rows):
-        for index, slot in enumerate(row):
-            if isinstance(slot.job, Pass):
-                value = output_of(slot.job, n_chunks)
-                if value is not None:
-                    sent[value].append((stage, index))
-    for stage, row in enumerate(timeline.rows):
-        for index, slot in enumerate(row):
-            if not isinstance(slot.job, Pass):
-                continue
-            value = input_of(slot.job, n_chunks)
-            if value is None or not sent[value]:
-                continue
+    for place, value in _values(timeline, output_of):
+        sent[value].append(place)
+    for place, value in _values(timeline, input_of):
+        if sent[value]:
             source = sent[value].popleft()
-            if source[0] != stage:
-                yield Message(value, source, (stage, index))
+            if source[0] != place[0]:
+                yield Message(value, source, place)
+
+
+def _values(
+    timeline: Timeline, rule: Callable[[Pass, int], Value | None]
+) -> Iterator[tuple[Place, Value]]:
+    """The value that a rule names for each pass, stage after stage."""
+    n_chunks = timeline.placement.n_chunks
+    examples: dict[tuple[PassKind, int], Value | None] = {}  # rules take long
+    for stage, row in enumerate(timeline.rows):
+        for index, slot in enumerate(row):
+            for part in passes_in(slot.job):
+                key = part.kind, part.chunk
+                if key not in examples:
+                    examples[key] = rule(part, n_chunks)
+                value = examples[key]
+                if value is not None:
+                    value = Value(value.what, value.chunk, part.microbatch)
+                    yield (stage, index), value

@@ -1,7 +1,8 @@
 """Figures of a timeline, simulated or measured: spans, bubble rate, memory.
 
-Times are in the unit of the timeline. Spans and work count passes only: the
-optimizer is no part of the bubble rate, but of the step time.
+Times are in the unit of the timeline: that of its costs, or of the clock of the run.
+Spans and work count passes only: the optimizer is no part of the bubble rate, but of
+the step time.
 
              |<---------- span of stage 0 --------->|
     stage 0  | F0  F1  .   B0  F2  B1  W0  B2  W1  W2  O
@@ -12,15 +13,25 @@ A stage that only sends (`Costs.send_occupies`) computes nothing: that time is i
 bubble rate, as no work, and is told apart from idle time.
 """
 
-from itertools import chain
+from itertools import accumulate, chain
 
-from zbpp.core import MemoryModel, Pass, Step, Timeline, longest_span, pass_span, peaks
+from zbpp.core import (
+    MemoryModel,
+    Step,
+    Timeline,
+    held_during,
+    longest_span,
+    pass_span,
+    peaks,
+)
 from zbpp.core.timeline import extent
+from zbpp.simulator.messages import lines_of
 
 __all__ = [
     "bubble_rate",
     "idle",
     "makespan",
+    "memory_by_job",
     "memory_over_time",
     "overhead",
     "peak_memory",
@@ -39,55 +50,60 @@ def stage_span(timeline: Timeline, stage: int) -> float:
 
 
 def span(timeline: Timeline) -> float:
-    """Span of the slowest stage: the time of a step if steps could follow tightly."""
+    """Largest span of a stage: the time of a step if steps could follow tightly.
+
+    They can where each step is validated during the next one (`steady_step_time`).
+    """
     return longest_span(timeline.rows)
 
 
 def makespan(timeline: Timeline) -> float:
     """Time from the first start to the last end of a pass, over all stages."""
-    return extent(
-        slot for stage in _stages(timeline) for slot in timeline.passes(stage)
-    )
+    return extent(chain.from_iterable(map(timeline.passes, _stages(timeline))))
 
 
 def step_time(timeline: Timeline) -> float:
     """Time from the first start to the last end of any job, optimizer included.
 
-    What is gathered or added up beside the jobs counts too.
+    What goes on beside the jobs counts too. Of one iteration alone: among many it may
+    be less (`steady_step_time`).
     """
-    return extent(chain.from_iterable((*timeline.rows, *timeline.collectives)))
+    return extent(chain.from_iterable(lines_of(timeline)))
 
 
 def work(timeline: Timeline) -> list[float]:
-    """Time that each stage computes passes."""
-    busy = [
-        sum(slot.duration for slot in timeline.passes(stage))
-        for stage in _stages(timeline)
-    ]
-    if not timeline.sending:
-        return busy
-    return [one - sent for one, sent in zip(busy, sending(timeline), strict=True)]
+    """Time that each stage computes passes, its sends left out."""
+    pairs = zip(_busy(timeline), sending(timeline), strict=True)
+    return [busy - sent for busy, sent in pairs]
 
 
 def sending(timeline: Timeline) -> list[float]:
-    """Time that each stage only sends, and computes nothing."""
+    """Time that each stage only sends (`Costs.send_occupies`), else 0."""
     return [
         sum(timeline.sending_of(slot.job) for slot in timeline.passes(stage))
+        if timeline.sending
+        else 0.0
         for stage in _stages(timeline)
     ]
 
 
 def idle(timeline: Timeline) -> list[float]:
-    """Time that each stage waits within its span."""
+    """Time that each stage neither computes nor sends, within its span."""
     return [
-        stage_span(timeline, stage) - sum(slot.duration for slot in passes)
+        stage_span(timeline, stage) - busy for stage, busy in enumerate(_busy(timeline))
+    ]
+
+
+def _busy(timeline: Timeline) -> list[float]:
+    """Time that each stage computes passes or sends."""
+    return [
+        sum(slot.duration for slot in timeline.passes(stage))
         for stage in _stages(timeline)
-        for passes in [timeline.passes(stage)]
     ]
 
 
 def bubble_rate(timeline: Timeline) -> float:
-    """Bubble of the bottleneck, 0 to 1 (Qi et al., arXiv 2401.10241).
+    """Bubble of the bottleneck, 0 to 1 (Qi et al., arXiv 2401.10241); of one iteration.
 
     (largest span - work of the busiest stage) / largest span: the share of the time
     that a perfect order of the same passes could save. Of unequal stages these are two
@@ -114,7 +130,10 @@ def waste(timeline: Timeline) -> tuple[str, float]:
 
 
 def overhead(timeline: Timeline) -> float:
-    """Idle time over ideal time; other tools print this one as their bubble rate."""
+    """Bubble over the work of the busiest stage, 0 or more; of one iteration.
+
+    Other tools print this one as their bubble rate.
+    """
     ideal = max(work(timeline))
     return (span(timeline) - ideal) / ideal if ideal > 0 else 0.0
 
@@ -124,7 +143,8 @@ def memory_over_time(
 ) -> list[list[tuple[float, float]]]:
     """List for each stage when its memory changes, and what it holds from then on.
 
-    What is fixed is there from the first start. F takes its memory when it starts; B, W
+    Times are those of the timeline, memory is in the unit of the model. What is fixed
+    is there from the first start. F takes its memory when it starts; B, W
     and BW leave less, or more, when they end; and inside each is its peak:
 
         held |          peak_f
@@ -136,23 +156,42 @@ def memory_over_time(
     Raises:
         RequestError: the model does not fit the placement.
     """
-    of_chunk = memory.on(timeline.placement)
     starts = [row[0].start for row in timeline.rows if row]
     origin = min(starts, default=0.0)
+    fixed = memory.on(timeline.placement).fixed
     curves = []
-    for stage in _stages(timeline):
-        held = of_chunk.fixed[stage]
-        curve = [(origin, held)] if held else []
-        for slot in timeline.rows[stage]:
-            peak, before = of_chunk.peak(slot.job), held
-            if isinstance(slot.job, Pass):
-                held += of_chunk.change(slot.job.kind, slot.job.chunk)
-            if peak:
-                curve.append((slot.start, before + peak))
-            if held != before + peak:
-                curve.append((slot.end, held))
+    for stage, jobs in enumerate(memory_by_job(timeline, memory)):
+        before = fixed[stage]
+        curve = [(origin, before)] if before else []
+        for slot, (during, after) in zip(timeline.rows[stage], jobs, strict=True):
+            if during != before:
+                curve.append((slot.start, during))
+            if after != during:
+                curve.append((slot.end, after))
+            before = after
         curves.append(curve)
     return curves
+
+
+def memory_by_job(
+    timeline: Timeline, memory: MemoryModel
+) -> list[list[tuple[float, float]]]:
+    """List for each job of each stage the most that it holds, and what it leaves.
+
+    In the unit of the model, fixed memory included.
+
+    Raises:
+        RequestError: the model does not fit the placement.
+    """
+    of_chunk = memory.on(timeline.placement)
+    stages = []
+    for stage, row in enumerate(timeline.rows):
+        jobs = [slot.job for slot in row]
+        during = held_during(jobs, of_chunk, stage=stage)
+        changes = map(of_chunk.change, jobs)
+        _, *after = accumulate(changes, initial=of_chunk.fixed[stage])
+        stages.append(list(zip(during, after, strict=True)))
+    return stages
 
 
 def peak_memory(timeline: Timeline, memory: MemoryModel) -> list[float]:

@@ -1,32 +1,56 @@
-"""A timeline as a picture: png, svg or pdf.
+"""A timeline as a picture by matplotlib: png, svg or pdf.
 
 One row a stage, one box a job with its micro-batch number where it fits. Grey is idle
-time within a stage's span: the bubble. Memory over time goes below.
+time within a stage's span: the bubble. Boxes too thin to be seen give way to bands:
+the share of each kind in a moving window of several jobs, so that the phases of a
+schedule are seen, and no moire of its bars. Memory over time goes below.
+
+    F F F F F F B W F B W F B W      FFFFFFFFF\\___FFFFFFF
+                                              \\__BBBBBBB
+                                               \\_WWWWWWW
 """
 
 import io
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from zbpp.core import MemoryModel, RequestError, Timeline
+from zbpp.core import MemoryModel, RequestError, Timeline, format_memory
 from zbpp.simulator.boxes import (
-    draw_jobs,
-    durations,
-    legend_handles,
-    write_numbers,
+    DARK,
+    IDLE,
+    Box,
+    Drawing,
+    Style,
+    by_style,
+    legend_of,
+    origin_of,
 )
-from zbpp.simulator.memory_panel import draw_memory, memory_text
-from zbpp.simulator.metrics import peak_memory, step_time, waste
+from zbpp.simulator.metrics import memory_over_time, peak_memory, step_time, waste
+from zbpp.simulator.output import memory_unit, write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-__all__ = ["FORMATS", "picture_suffix", "plot", "save_figure"]
+__all__ = ["FORMATS", "figure_bytes", "picture_suffix", "plot"]
 
 FORMATS = ("png", "svg", "pdf")
-_MEMORY_HEIGHT = 1.5  # inches, as all sizes here
+
+# Sizes are in inches, but for those in points (72 of an inch) and in rows.
+_MEMORY_HEIGHT = 1.5
+_WIDEST = 18.0
+_POINTS = 72.0
+_HALF_ROW = 0.43  # rows; what is left is the space between stages
+_JOBS_SHARE = 0.71  # of a row, for lane 0 where a stage has others too
+_LARGEST_FONT, _SMALLEST_FONT = 9.0, 4.5  # points
+_DIGIT_WIDTH = 0.7  # of the font size, with some air
+_THINNEST = 4.0  # points; where the typical box is thinner, bands take its place
+_BAND_JOBS = 12  # typical jobs in the window of a band: whole rounds of 2, 3, 4 or 6
+_BAND_POINTS = 901  # of a band's outline, along its row
+_HATCH = "////"
 
 
 def plot(
@@ -56,65 +80,58 @@ def plot(
             the file cannot be written.
     """
     suffix = picture_suffix(target) if isinstance(target, str | Path) else ""
-    timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
-    if isinstance(target, str | Path):
-        figure = _new_figure(timelines, memory, time_unit)
-        save_figure(figure, Path(target), suffix)
-    else:
-        figure = _draw_on([target], timelines, memory)
+    timelines = [timeline] if isinstance(timeline, Timeline) else timeline
+    drawings = [Drawing(one) for one in timelines]
+    if not isinstance(target, str | Path):
+        return _draw_on([target], drawings, memory)
+    with_memory = memory is not None and len(drawings) == 1
+    figure, panels = _layout(drawings, with_memory=with_memory)
+    if memory is not None and with_memory:
+        _draw_memory(panels[-1], timelines[0], memory)
+    for axes in panels[:-1]:
+        axes.tick_params(axis="x", length=0)
+        axes.spines["bottom"].set_visible(False)
+    panels[-1].set_xlabel(f"time ({time_unit})" if time_unit else "time")
+    _draw_on(panels[: len(drawings)], drawings, memory)
+    write_file(target, figure_bytes(figure, suffix))
     return figure
 
 
-def _new_figure(
-    timelines: Sequence[Timeline], memory: MemoryModel | None, time_unit: str
-) -> "Figure":
+def _layout(
+    drawings: Sequence[Drawing], *, with_memory: bool
+) -> "tuple[Figure, list[Axes]]":
     """Lay out a figure whose boxes are wide enough for their numbers, if it can."""
     from matplotlib.figure import Figure
 
-    length = max(step_time(timeline) for timeline in timelines)
-    lasting = sorted(d for timeline in timelines for d in durations(timeline))
-    typical = lasting[len(lasting) // 2] if lasting else 1.0
-    least = 10.0 if any(timeline.recomputing for timeline in timelines) else 8.0
-    least += 4.0 if any(timeline.collectives for timeline in timelines) else 0.0
-    least += 1.2 if any(timeline.sending for timeline in timelines) else 0.0
-    width = min(max(0.215 * length / typical + 1.2, least), 18.0)  # least: the legend
-    heights = [_rows_height(timeline.placement.n_stages) for timeline in timelines]
-    with_memory = memory is not None and len(timelines) == 1
-    if with_memory:
-        heights.append(_MEMORY_HEIGHT)
-    figure = Figure(
-        (width, sum(heights) + 0.55 * len(timelines) + 0.6), layout="constrained"
-    )
+    length = max(step_time(drawing.timeline) for drawing in drawings)
+    typical = min(drawing.typical for drawing in drawings) or 1.0
+    labels = [str(entry.get_label()) for entry in _legend(drawings)]
+    legend = 1.2 + sum(0.37 + 0.065 * len(label) for label in labels)
+    width = min(max(0.215 * length / typical + 1.2, 8.0, legend), _WIDEST)
+    stages = [drawing.timeline.placement.n_stages for drawing in drawings]
+    heights = [max(n * min(0.42, max(0.16, 6.0 / n)), 0.8) for n in stages]
+    heights += [_MEMORY_HEIGHT] * with_memory
+    height = sum(heights) + 0.55 * len(drawings) + 0.6
+    figure = Figure((width, height), layout="constrained")
     panels = figure.subplots(
         len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
     )
-    every = list(panels[:, 0])
-    if memory is not None and with_memory:
-        draw_memory(every[-1], timelines[0], memory)
-    for axes in every[:-1]:
-        axes.tick_params(axis="x", length=0)
-        axes.spines["bottom"].set_visible(False)
-    every[-1].set_xlabel(f"time ({time_unit})" if time_unit else "time")
-    _draw_on(every[: len(timelines)], timelines, memory)
-    return figure
-
-
-def _rows_height(n_stages: int) -> float:
-    return max(n_stages * min(0.42, max(0.16, 6.0 / n_stages)), 0.8)
+    return figure, list(panels[:, 0])
 
 
 def _draw_on(
-    panels: "Sequence[Axes]", timelines: Sequence[Timeline], memory: MemoryModel | None
+    panels: "Sequence[Axes]", drawings: Sequence[Drawing], memory: MemoryModel | None
 ) -> "Figure":
     from matplotlib.transforms import offset_copy
 
     figure = panels[0].get_figure(root=True)
     assert figure is not None
-    for axes, timeline in zip(panels, timelines, strict=True):
-        draw_jobs(axes, timeline)
-        _write_title(axes, timeline, memory, pad=24 if axes is panels[0] else 6)
-    panels[0].set_xlim(0, max(step_time(timeline) for timeline in timelines) or 1.0)
-    handles = legend_handles(timelines)
+    for axes, drawing in zip(panels, drawings, strict=True):
+        _draw_timeline(axes, drawing)
+        pad = 24 if axes is panels[0] else 6
+        _write_title(axes, drawing.timeline, memory, pad=pad)
+    panels[0].set_xlim(0, max(step_time(one.timeline) for one in drawings) or 1.0)
+    handles = _legend(drawings)
     above = offset_copy(panels[0].transAxes, figure, y=5, units="points")
     panels[0].legend(
         handles=handles,
@@ -132,9 +149,146 @@ def _draw_on(
         handletextpad=0.5,
     )
     figure.draw_without_rendering()  # only the finished layout tells what fits
-    for axes, timeline in zip(panels, timelines, strict=True):
-        write_numbers(axes, timeline)
+    for axes, drawing in zip(panels, drawings, strict=True):
+        _write_texts(axes, drawing)
     return figure
+
+
+def _draw_timeline(axes: "Axes", drawing: Drawing) -> None:
+    """Draw one row a stage and one box a job, or bands; grey is idle time."""
+    n_stages = drawing.timeline.placement.n_stages
+    axes.set_xlim(0, step_time(drawing.timeline) or 1.0)
+    axes.set_ylim(n_stages - 0.5, -0.5)
+    top, bottom = _extent(0, drawing.n_lanes)
+    idle = [
+        _rectangle(*span, stage + top, stage + bottom)
+        for stage, span in enumerate(drawing.spans)
+        if span is not None
+    ]
+    _add_shapes(axes, idle, facecolors=IDLE, linewidths=0, gid="idle")
+    boxes: list[Box] = drawing.boxes
+    if 0 < drawing.typical * _points(axes)[0] < _THINNEST:
+        in_bands = [box for box in boxes if box.lane == 0 and box.is_work]
+        _draw_bands(axes, drawing, in_bands)
+        boxes = [box for box in boxes if box.lane or not box.is_work]
+    _draw_boxes(axes, boxes, drawing.n_lanes)
+    axes.set_yticks(range(n_stages), [f"stage {stage}" for stage in range(n_stages)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_boxes(axes: "Axes", boxes: Sequence[Box], n_lanes: int) -> None:
+    """Draw boxes of one style as one thing: ten thousand then draw in seconds."""
+    shortest = min((box.duration for box in boxes if box.end > box.start), default=1.0)
+    edge = min(0.8, 0.1 * _points(axes)[0] * shortest)
+    extents = [_extent(lane, n_lanes) for lane in range(n_lanes)]
+    for style, members in by_style(boxes).items():
+        shapes = [
+            _rectangle(box.start, box.end, box.stage + top, box.stage + bottom)
+            for box in members
+            for top, bottom in [extents[box.lane]]
+        ]
+        _add_shapes(
+            axes,
+            shapes,
+            facecolors=style.colour,
+            edgecolors="white",
+            linewidths=edge,
+            hatch=_HATCH if style.is_hatched else None,
+            gid=f"{style.role} {style.leg}{' recomputed' if style.is_hatched else ''}",
+        )
+        instants = [box for box in members if box.end == box.start]
+        if instants and style.at_once:
+            axes.vlines(
+                [box.start for box in instants],
+                [box.stage - 0.5 for box in instants],
+                [box.stage + 0.5 for box in instants],
+                colors=style.colour,
+                linewidths=2,
+                gid=f"{style.role} instants",
+            )
+
+
+def _draw_bands(axes: "Axes", drawing: Drawing, boxes: Sequence[Box]) -> None:
+    """Draw the share of each style in a moving window; what is left is idle."""
+    import numpy as np  # comes with matplotlib
+
+    window = _BAND_JOBS * drawing.typical
+    top, bottom = _extent(0, drawing.n_lanes)
+    members: dict[tuple[int, Style], list[Box]] = defaultdict(list)
+    for box in boxes:
+        members[box.stage, box.style].append(box)
+    shapes: dict[Style, list[Any]] = {style: [] for style in by_style(boxes)}
+    for stage, span in enumerate(drawing.spans):
+        if span is None or span[0] == span[1]:
+            continue
+        times = np.linspace(*span, _BAND_POINTS)
+        low, high = (np.clip(times + d, *span) for d in (-window / 2, window / 2))
+        upper = np.full_like(times, stage + top)
+        for style, outlines in shapes.items():
+            own = members[stage, style]
+            ends = np.array([(b.start, b.end) for b in own] or [span]).ravel()
+            spent = np.cumsum([(0.0, b.duration) for b in own] or [(0.0, 0.0)])
+            in_window = np.interp(high, ends, spent) - np.interp(low, ends, spent)
+            lower = upper + in_window / (high - low) * (bottom - top)
+            edges = [np.column_stack((times, y)) for y in (upper, lower)]
+            outlines.append(np.concatenate((edges[0], edges[1][::-1])))
+            upper = lower
+    for style, outlines in shapes.items():
+        gid = f"{style.role} {style.leg} bands"
+        _add_shapes(axes, outlines, facecolors=style.colour, linewidths=0, gid=gid)
+
+
+def _add_shapes(axes: "Axes", shapes: Sequence[Any], **look: Any) -> None:
+    from matplotlib.collections import PolyCollection
+
+    axes.add_collection(PolyCollection(shapes, **look))
+
+
+def _rectangle(
+    start: float, end: float, top: float, bottom: float
+) -> list[tuple[float, float]]:
+    return [(start, top), (end, top), (end, bottom), (start, bottom)]
+
+
+def _extent(lane: int, n_lanes: int) -> tuple[float, float]:
+    """Top and bottom of a lane in its row, whose middle is 0; lane 0 is the widest."""
+    if n_lanes == 1:
+        return -_HALF_ROW, _HALF_ROW
+    jobs = 2 * _HALF_ROW * _JOBS_SHARE
+    if lane == 0:
+        return -_HALF_ROW, jobs - _HALF_ROW
+    each = (2 * _HALF_ROW - jobs) / (n_lanes - 1)
+    top = jobs - _HALF_ROW + (lane - 1) * each
+    return top + 0.05, top + each
+
+
+def _write_texts(axes: "Axes", drawing: Drawing) -> None:
+    """Write its text into every box that is wide enough for it."""
+    per_unit, per_row = _points(axes)
+    digits = len(str(drawing.timeline.n_microbatches - 1))
+    top, bottom = _extent(0, drawing.n_lanes)
+    largest = min(_LARGEST_FONT, 0.7 * (bottom - top) * per_row)
+    boxes = [box for box in drawing.boxes if box.text]
+    for style, members in by_style(boxes).items():
+        durations = sorted(box.duration for box in members)
+        font = durations[len(durations) // 2] * per_unit / (_DIGIT_WIDTH * digits)
+        if font < _SMALLEST_FONT:
+            continue
+        font = min(font, largest)
+        for box in members:
+            if box.duration * per_unit < 0.99 * _DIGIT_WIDTH * font * len(box.text):
+                continue
+            axes.text(
+                (box.start + box.end) / 2,
+                box.stage + (top + bottom) / 2,
+                box.text,
+                color=style.ink,
+                fontsize=font,
+                ha="center",
+                va="center_baseline",
+                clip_on=True,
+            )
 
 
 def _write_title(
@@ -144,18 +298,77 @@ def _write_title(
     facts = [f"{name} {100 * share:.2f} %"]
     if memory is not None:
         peak = max(peak_memory(timeline, memory))
-        facts.append(f"peak memory {memory_text(peak, memory)}")
+        unit = " M$_B$" if memory.m_b == 1.0 else ""
+        facts.append(f"peak memory {format_memory(float(f'{peak:.4g}'))}{unit}")
     sizes = (
         f"{timeline.placement.n_stages} stages, {timeline.n_microbatches} micro-batches"
     )
-    axes.set_title(
-        f"{timeline.name}   {sizes}",
-        loc="left",
-        fontsize=11,
-        fontweight="bold",
-        pad=pad,
-    )
+    left = f"{timeline.name}   {sizes}"
+    axes.set_title(left, loc="left", fontsize=11, fontweight="bold", pad=pad)
     axes.set_title("    ".join(facts), loc="right", fontsize=11, pad=pad)
+
+
+def _legend(drawings: Iterable[Drawing]) -> "list[Patch]":
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(
+            facecolor=mark.colour,
+            edgecolor="white" if mark.pattern == "hatched" else mark.colour,
+            linewidth=0,
+            hatch=_HATCH if mark.pattern == "hatched" else None,
+            label=mark.label,
+        )
+        for mark in legend_of(box for drawing in drawings for box in drawing.boxes)
+    ]
+
+
+def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
+    """Draw memory over time, one curve a stage, above what is there all the time.
+
+    GiB |     _      _              a pass may hold more inside than it leaves
+        |  __| |____| |__ ______
+        | |                     |
+        |_|_____________________|_  dotted: fixed of a stage; grey: of all stages
+        |#########################
+    """
+    from matplotlib import colormaps
+
+    origin, n_stages = origin_of(timeline), timeline.placement.n_stages
+    most = max(peak_memory(timeline, memory))
+    name, unit = memory_unit(most, [memory])
+    fixed = [amount / unit for amount in memory.on(timeline.placement).fixed]
+    for stage, curve in enumerate(memory_over_time(timeline, memory)):
+        # Of changes at the same time, the last one counts: no zero-width spikes.
+        held = {0.0: fixed[stage]}
+        held |= {time - origin: amount / unit for time, amount in curve}
+        held.setdefault(step_time(timeline), fixed[stage])
+        color = colormaps["viridis"](0.88 * stage / max(n_stages - 1, 1))
+        times, amounts = list(held.keys()), list(held.values())
+        label = f"stage {stage}"
+        axes.step(times, amounts, where="post", color=color, lw=1.4, label=label)
+        if fixed[stage]:
+            axes.axhline(fixed[stage], color=color, linewidth=0.8, linestyle=":")
+    if any(fixed):
+        axes.axhspan(0, min(fixed), color="#dddddd", linewidth=0, label="fixed")
+    if isinstance(memory.limit, int | float):
+        axes.axhline(memory.limit / unit, color=DARK, linewidth=1, linestyle="--")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(f"memory ({name.replace('M_B', 'M$_B$')})" if name else "memory")
+    axes.spines[["top", "right"]].set_visible(False)
+    if n_stages <= 8:
+        axes.legend(
+            loc="upper right", fontsize=8, ncols=2, frameon=False, handlelength=1.2
+        )
+
+
+def _points(axes: "Axes") -> tuple[float, float]:
+    """Size of a unit of time, and of a row."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    extent, scale = axes.get_window_extent(), _POINTS / figure.dpi
+    return extent.width * scale / (right - left), extent.height * scale / (bottom - top)
 
 
 def picture_suffix(path: str | Path) -> str:
@@ -181,19 +394,12 @@ def picture_suffix(path: str | Path) -> str:
     return suffix
 
 
-def save_figure(figure: "Figure", path: Path, suffix: str) -> None:
-    """Write a figure, the same bytes each time.
-
-    Raises:
-        RequestError: the file cannot be written.
-    """
+def figure_bytes(figure: "Figure", suffix: str) -> bytes:
+    """A figure as the content of a file, the same bytes each time."""
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
     with rc_context({"svg.hashsalt": "zbpp", "svg.fonttype": "none"}):
         figure.savefig(buffer, format=suffix, dpi=160, metadata=metadata)
-    try:
-        path.write_bytes(buffer.getvalue())
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
+    return buffer.getvalue()

@@ -10,7 +10,7 @@ in its V), so there is one period, wherever the stages begin (F. Baccelli et al.
 """
 
 from zbpp.core import Costs, RequestError, Schedule
-from zbpp.simulator.iterations import IteratedSchedule, IterationState, SyncRule
+from zbpp.simulator.engine import IteratedSchedule, IterationState
 
 __all__ = [
     "expected_step_time",
@@ -25,9 +25,7 @@ _PATIENCE = 6  # iterations before a leap
 _LEAPS = 50
 
 
-def steady_step_time(
-    schedule: Schedule, costs: Costs = _UNIT, *, protocol: SyncRule | None = None
-) -> float:
+def steady_step_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
     """Time of an iteration among many, optimizer included, in the unit of the costs.
 
     With V's in the schedule O waits for nobody; without, it stands behind a barrier
@@ -36,7 +34,7 @@ def steady_step_time(
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    return _settle(IteratedSchedule(schedule, costs, protocol))[0]
+    return _settle(IteratedSchedule(schedule, costs))[0]
 
 
 def rollback_time(schedule: Schedule, costs: Costs = _UNIT) -> float:
@@ -60,14 +58,14 @@ def with_rollback(schedule: Schedule, costs: Costs = _UNIT) -> tuple[float, floa
     run = IteratedSchedule(schedule, costs)
     if not run.has_checks:
         raise RequestError(f"{schedule.name} has no V that could fail; place V's first")
-    period, left = _settle(run)
-    late = run.iterate(left, rolled_back=True)[1]
-    left = run.iterate(left)[1]
+    period, state = _settle(run)
+    late = run.iterate(state, rolled_back=True)[1]
+    state = run.iterate(state)[1]
     for _ in range(_PATIENCE):  # lateness spreads, and slack takes some of it away
-        if _repeats(late, left):
+        if _repeats(late, state):
             break
-        late, left = run.iterate(late)[1], run.iterate(left)[1]
-    return period, max(_later(late, left))
+        late, state = run.iterate(late)[1], run.iterate(state)[1]
+    return period, max(_lateness(late, state))
 
 
 def expected_step_time(
@@ -89,11 +87,11 @@ def _settle(run: IteratedSchedule) -> tuple[float, IterationState]:
     seen = [run.start]
     for _ in range(_LEAPS):
         while len(seen) <= _PATIENCE:
-            left = run.iterate(seen[-1])[1]
+            state = run.iterate(seen[-1])[1]
             for back, earlier in enumerate(reversed(seen), start=1):
-                if _repeats(left, earlier):
-                    return (max(left.free) - max(earlier.free)) / back, left
-            seen.append(left)
+                if _repeats(state, earlier):
+                    return (max(state.free) - max(earlier.free)) / back, state
+            seen.append(state)
         seen = [_leap(seen[0], seen[-1])]
     raise RequestError(
         f"no period is found within {_LEAPS * _PATIENCE} iterations, so there is no "
@@ -101,28 +99,30 @@ def _settle(run: IteratedSchedule) -> tuple[float, IterationState]:
     )
 
 
-def _repeats(left: IterationState, earlier: IterationState) -> bool:
-    later = _later(left, earlier)
-    return max(later) - min(later) <= _SAME * max(later)
+def _repeats(state: IterationState, earlier: IterationState) -> bool:
+    lateness = _lateness(state, earlier)
+    return max(lateness) - min(lateness) <= _SAME * max(lateness)
 
 
-def _leap(earlier: IterationState, left: IterationState) -> IterationState:
+def _leap(earlier: IterationState, state: IterationState) -> IterationState:
     """Let stages that slowly fall behind be far behind at once.
 
     A stage that is a little faster than the slowest one gains on it for many
     iterations until it must wait. Where all begin changes nothing in the end.
     """
-    later = _later(left, earlier)
-    slowest, spread = max(later), max(later) - min(later)
+    lateness = _lateness(state, earlier)
+    slowest, spread = max(lateness), max(lateness) - min(lateness)
     moved = [
-        time - 10 * slowest * (slowest - one) / spread
-        for time, one in zip((*left.free, *left.known), later, strict=True)
+        time - 10 * slowest * (slowest - late) / spread
+        for time, late in zip((*state.free, *state.known), lateness, strict=True)
     ]
-    n_stages, origin = len(left.free), min(moved)
+    n_stages, origin = len(state.free), min(moved)
     shifted = tuple(time - origin for time in moved)
     return IterationState(shifted[:n_stages], shifted[n_stages:])
 
 
-def _later(left: IterationState, earlier: IterationState) -> list[float]:
-    pairs = zip((*left.free, *left.known), (*earlier.free, *earlier.known), strict=True)
+def _lateness(state: IterationState, earlier: IterationState) -> list[float]:
+    pairs = zip(
+        (*state.free, *state.known), (*earlier.free, *earlier.known), strict=True
+    )
     return [after - before for after, before in pairs]

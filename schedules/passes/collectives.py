@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Literal
 
 from zbpp.core import (
+    KINDS,
     Collective,
     CollectiveKind,
     Job,
@@ -40,8 +41,8 @@ __all__ = ["add_collectives", "without_collectives"]
 
 UNSHARD, RESHARD = CollectiveKind.UNSHARD, CollectiveKind.RESHARD
 REDUCE_GRAD, REDUCE_WAIT = CollectiveKind.REDUCE_GRAD, CollectiveKind.REDUCE_WAIT
-_WEIGHTS = (PassKind.W, PassKind.BW)
-_INPUTS = (PassKind.B, PassKind.BW)
+_WEIGHTS = [kind for kind in PassKind if PassKind.W in KINDS[kind].work]
+_INPUTS = [kind for kind in PassKind if PassKind.B in KINDS[kind].work]
 
 Reduces = Literal["last", "every"]
 """Add gradients up after a chunk's last W, or after each."""

@@ -36,7 +36,6 @@ from zbpp.core import (
     AddTied,
     Check,
     Collective,
-    CollectiveKind,
     Costs,
     Instruction,
     Job,
@@ -53,7 +52,9 @@ from zbpp.core import (
     TiedGradient,
     Value,
     at_check,
+    kind_of,
     output_of,
+    parts_of,
     reader,
     reads,
     writes,
@@ -66,8 +67,6 @@ __all__ = ["check_channels", "lower", "lower_forward"]
 
 Channel = tuple[int, int]
 """(sending stage, receiving stage)."""
-
-_LAST_OF_GRADIENTS = (PassKind.W, PassKind.BW, CollectiveKind.REDUCE_WAIT)
 
 Sent = tuple[Message, int]
 """A message, and the column of its sender's order behind which it leaves."""
@@ -100,10 +99,11 @@ def lower(
     Raises:
         ScheduleError: before its V a stage reads what another computes after its own.
     """
-    orders: list[tuple[Job, ...]] = [
-        order if Step(stage) in order else (*order, Step(stage))
-        for stage, order in enumerate(schedule.orders)
+    orders = [
+        [part for job in order for part in parts_of(job)] for order in schedule.orders
     ]
+    for stage, order in enumerate(orders):
+        order += [] if Step(stage) in order else [Step(stage)]
     placement = schedule.placement
     _check_validation(placement, orders)
     times, m = (costs or Costs()).on(placement), schedule.n_microbatches
@@ -182,7 +182,7 @@ def _tied_sends(
     last = {
         job.chunk: column
         for column, job in enumerate(order)
-        if isinstance(job, Pass | Collective) and job.kind in _LAST_OF_GRADIENTS
+        if isinstance(job, Pass | Collective) and kind_of(job).gradients_due < 0
     }
     sends: dict[int, list[Send]] = defaultdict(list)
     for tie, chunks in enumerate(ties):

@@ -21,10 +21,10 @@ from zbpp.core import (
     Check,
     Collective,
     Job,
-    Pass,
     PassKind,
     Schedule,
     Step,
+    passes_in,
     reads,
     writes,
 )
@@ -74,13 +74,14 @@ def _cuts(schedule: Schedule) -> list[int]:
             value
             for order, cut in zip(schedule.orders, cuts, strict=True)
             for job in order[cut:]
-            if isinstance(job, Pass)
-            for value in writes(job, n_chunks)
+            for part in passes_in(job)
+            for value in writes(part, n_chunks)
         }
         moved = False
         for stage, order in enumerate(schedule.orders):
             for column, job in enumerate(order[: cuts[stage]]):
-                if isinstance(job, Pass) and not late.isdisjoint(reads(job, n_chunks)):
+                needs = [v for part in passes_in(job) for v in reads(part, n_chunks)]
+                if not late.isdisjoint(needs):
                     cuts[stage], moved = column, True
                     break
         if not moved:
@@ -91,6 +92,7 @@ def _first_backward(order: tuple[Job, ...]) -> int:
     for column, job in enumerate(order):
         if isinstance(job, Collective):
             continue
-        if not isinstance(job, Pass) or job.kind is not PassKind.F:
+        parts = passes_in(job)
+        if not parts or any(part.kind is not PassKind.F for part in parts):
             return column
     return len(order)

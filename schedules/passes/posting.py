@@ -25,10 +25,10 @@ from zbpp.core import (
     Collective,
     Job,
     Message,
-    Pass,
     PassTimes,
     Step,
     TiedGradient,
+    passes_in,
     reader,
     reads,
     writes,
@@ -121,7 +121,7 @@ def _starts_and_ends(
     orders: Orders, times: PassTimes, *, n_microbatches: int
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Time every column of every order; what is no pass takes no time."""
-    passes = [[job for job in order if isinstance(job, Pass)] for order in orders]
+    passes = [[job for job in order if passes_in(job)] for order in orders]
     rows = replay(passes, times, n_microbatches=n_microbatches)
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
@@ -129,7 +129,7 @@ def _starts_and_ends(
         slots, now = iter(rows[stage]), 0.0
         for job in order:
             start = now
-            if isinstance(job, Pass):
+            if passes_in(job):
                 slot = next(slots)
                 start, now = slot.start, slot.end
             starts[stage].append(start)
@@ -155,11 +155,12 @@ def _in_order_of_ends(
         for stage, order in enumerate(orders):
             for column in range(columns[stage], len(order)):
                 job = order[column]
-                if isinstance(job, Pass):
-                    if not written.issuperset(reads(job, n_chunks)):
-                        break
-                    written.update(writes(job, n_chunks))
-                elif isinstance(job, Check | Step):
+                parts = passes_in(job)
+                if not all(written.issuperset(reads(part, n_chunks)) for part in parts):
+                    break
+                for part in parts:
+                    written.update(writes(part, n_chunks))
+                if isinstance(job, Check | Step):
                     phases[stage] = 1 if isinstance(job, Check) else 3
                 entry = phases[stage], ends[stage][column], len(jobs), stage, column
                 jobs.append(entry)

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zbpp.core import (
+    KINDS,
     Collective,
     CollectiveKind,
     Instruction,
@@ -41,6 +42,8 @@ from zbpp.core import (
     Step,
     Value,
     What,
+    parts_of,
+    place_of,
     reader,
 )
 from zbpp.core.files.json_text import read
@@ -55,9 +58,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("zbpp")
-_LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
-_KIND = {letter: kind for kind, letter in _LETTER.items()}
-_WEIGHTS = (PassKind.W, PassKind.BW)
+_KIND = {KINDS[kind].torch: kind for kind in PassKind}
+_WEIGHTS = [kind for kind in PassKind if PassKind.W in KINDS[kind].work]
 _LAST = (*PassKind, CollectiveKind.REDUCE_GRAD)
 _CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})")
 _TRANSFER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d*")
@@ -85,9 +87,9 @@ def _cell(one: Instruction) -> str:
     """Write an instruction as torch does; empty if torch has none like it."""
     match one:
         case Pass(kind, chunk, microbatch):
-            return f"{chunk}{_LETTER[kind]}{microbatch}"
-        case Collective(kind) if kind is not CollectiveKind.REDUCE_WAIT:
-            return str(one)
+            return f"{chunk}{KINDS[kind].torch}{microbatch}"
+        case Collective(kind, chunk) if KINDS[kind].torch is not None:
+            return f"{chunk}{KINDS[kind].torch}"
         case Send(Value() as value):
             letter = "F" if value.what is What.ACTIVATION else "B"
             return f"{value.chunk}SEND_{letter}{value.microbatch}"
@@ -176,7 +178,8 @@ def from_torch_csv(
             source,
             n_pairs,
         )
-    stage_of = {job.chunk: stage for stage, row in enumerate(rows) for job in row}
+    parts = [[part for job in row for part in parts_of(job)] for row in rows]
+    stage_of = {place_of(part): s for s, row in enumerate(parts) for part in row}
     missing = sorted(set(range(len(stage_of))) - set(stage_of))
     if missing or not stage_of:
         raise RequestError(
@@ -189,7 +192,7 @@ def from_torch_csv(
             Placement(tuple(stage_of[chunk] for chunk in sorted(stage_of))),
             1
             + max(
-                (j.microbatch for row in rows for j in row if isinstance(j, Pass)),
+                (j.microbatch for row in parts for j in row if isinstance(j, Pass)),
                 default=-1,
             ),
             tuple((*_awaited(row), Step(stage)) for stage, row in enumerate(rows)),
@@ -200,16 +203,18 @@ def from_torch_csv(
         raise RequestError(f"{source}: {error}") from None
 
 
-def _awaited(row: Sequence[Pass | Collective]) -> list[Job]:
+def _awaited(row: Sequence[Job]) -> list[Job]:
     """Put REDUCE_WAITs where torch has none."""
     found: list[Job] = []
     running: list[int] = []
     for job in row:
-        if job.chunk in running and job.kind in _WEIGHTS:
-            running.remove(job.chunk)
-            found.append(Collective(CollectiveKind.REDUCE_WAIT, job.chunk))
-        if job.kind is CollectiveKind.REDUCE_GRAD:
-            running.append(job.chunk)
+        for part in parts_of(job):
+            chunk = place_of(part)
+            if chunk in running and part.kind in _WEIGHTS:
+                running.remove(chunk)
+                found.append(Collective(CollectiveKind.REDUCE_WAIT, chunk))
+            if part.kind is CollectiveKind.REDUCE_GRAD:
+                running.append(chunk)
         found.append(job)
     return [*found, *(Collective(CollectiveKind.REDUCE_WAIT, c) for c in running)]
 

@@ -1,23 +1,28 @@
-"""The page: table, charts and timelines in one HTML file that needs nothing else."""
+"""The page: tables, charts and timelines in one HTML file that needs nothing else."""
 
+import base64
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from zbpp.core import RequestError
-from zbpp.simulator.page.charts import bubble_and_memory, bubble_and_microbatches
-from zbpp.simulator.page.entry import PageEntry, memory_unit
-from zbpp.simulator.page.panels import panels_data, panels_html
-from zbpp.simulator.page.table import modes_table
+from zbpp.simulator.charts import comparison_figure
+from zbpp.simulator.output import write_file
+from zbpp.simulator.page.entry import PageEntry, unit_of_memory
+from zbpp.simulator.page.modes_table import modes_table
+from zbpp.simulator.page.panels import Panel, panels_data, panels_html
+from zbpp.simulator.plot import figure_bytes
 
-__all__ = ["page_data", "page_text", "write_page"]
+__all__ = ["write_page"]
 
-_SCRIPTS = ("data.js", "draw.js", "view.js", "controls.js")
-_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.S)
+_SCRIPTS = ("timeline.js", "view.js")
+_FEWEST_POINTS = 3  # of a chart: two modes are compared in the table
+_NO_CHARTS = (
+    '<p class="muted">The charts of this page need matplotlib: '
+    "pip install 'zbpp[viz]'.</p>"
+)
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -32,39 +37,11 @@ def write_page(
     time_unit: str = "",
     by_microbatches: Series | None = None,
 ) -> None:
-    """Write entries as one page; `page_text` tells of the arguments.
-
-    Raises:
-        RequestError: the file cannot be written, or costs or memory of an entry do not
-            fit its placement.
-    """
-    text = page_text(
-        entries,
-        title=title,
-        subtitle=subtitle,
-        command=command,
-        time_unit=time_unit,
-        by_microbatches=by_microbatches,
-    )
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def page_text(
-    entries: Sequence[PageEntry],
-    *,
-    title: str = "Pipeline schedules",
-    subtitle: str = "",
-    command: str = "",
-    time_unit: str = "",
-    by_microbatches: Series | None = None,
-) -> str:
-    """Build the page.
+    """Write entries as one page; without matplotlib it has no charts, and says so.
 
     Args:
         entries: rows of the table; of the timelines, simulated stands above measured.
+        path: the file to write.
         title: the heading.
         subtitle: what was compared, such as sizes, costs, hardware and versions.
         command: what repeats the page, to be copied from it.
@@ -72,9 +49,10 @@ def page_text(
         by_microbatches: for each mode pairs of m and bubble rate, for a chart.
 
     Raises:
-        RequestError: costs or memory of an entry do not fit its placement.
+        RequestError: the file cannot be written, or costs or memory of an entry do not
+            fit its placement.
     """
-    panels = [(entry, name) for entry in entries for name in entry.timelines]
+    panels = [Panel(entry, kind) for entry in entries for kind in entry.timelines]
     data = json.dumps(panels_data(entries, panels, time_unit), separators=(",", ":"))
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -87,30 +65,18 @@ def page_text(
         "micro-batch stand out.</footer>",
         '<div id="tip" hidden></div>',
     ]
-    style = _beside("page.css")
+    harmless = data.replace("<", "\\u003c")  # cannot end the element it stands in
     script = "\n".join(map(_beside, _SCRIPTS)) if panels else ""
-    return (
+    text = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
+        '<link rel="icon" href="data:,">\n<title>'
+        f"{escape(title)}</title>\n<style>\n{_beside('page.css')}</style>\n</head>\n"
         f"<body>\n{chr(10).join(filter(None, body))}\n"
-        f'<script type="application/json" id="data">{_harmless(data)}</script>\n'
+        f'<script type="application/json" id="data">{harmless}</script>\n'
         f'<script>\n"use strict";\n{script}</script>\n</body>\n</html>\n'
     )
-
-
-def page_data(text: str) -> dict[str, Any]:
-    """Read back what a page was written from; `decode` reads its timelines.
-
-    Raises:
-        RequestError: the text is no page of ours.
-    """
-    match = _DATA.search(text)
-    if match is None:
-        raise RequestError("the text holds no page: there is no <script id=data>")
-    data: dict[str, Any] = json.loads(match[1])
-    return data
+    write_file(path, text)
 
 
 def _command(command: str) -> str:
@@ -122,47 +88,42 @@ def _command(command: str) -> str:
 
 def _tables(
     entries: Sequence[PageEntry], time_unit: str, series: Series
-) -> Iterable[str]:
+) -> Iterator[str]:
+    """A table and the charts of each group; those over m stand with the first one."""
     for group in dict.fromkeys(entry.group for entry in entries):
-        own = [entry for entry in entries if entry.group == group]
+        members = [entry for entry in entries if entry.group == group]
         yield f"<h2>{escape(group) or 'Modes'}</h2>"
-        yield modes_table(own, time_unit=time_unit)
-        charts = {"Bubble against memory": _memory_chart(own)}
-        if group == entries[0].group and series:
-            chart = bubble_and_microbatches(series, at=_microbatches(own))
-            charts["Bubble against micro-batches"] = chart
-        figures = "".join(
-            f"<figure><h2>{name}</h2>{chart}</figure>"
-            for name, chart in charts.items()
-            if chart
-        )
-        if figures:
-            yield f'<section class="charts">{figures}</section>'
+        table = modes_table(members, time_unit=time_unit)
+        yield f'<div class="wide">{table.html()}</div>'
+        yield _charts(members, series if group == entries[0].group else {})
 
 
-def _memory_chart(entries: Sequence[PageEntry]) -> str:
+def _charts(entries: Sequence[PageEntry], series: Series) -> str:
+    """Both charts as one picture, if there is enough to be seen."""
+    unit, size = unit_of_memory(entries)
     points = {
-        entry.name: (entry.peak, entry.bubble)
+        entry.name: (entry.peak / size, entry.bubble)
         for entry in entries
         if entry.peak is not None and entry.bubble is not None
     }
-    if len(points) < 3:
+    if len(points) < _FEWEST_POINTS:
+        points = {}
+    if not points and not series:
         return ""
-    name, size = memory_unit(entries)
+    if find_spec("matplotlib") is None:
+        return _NO_CHARTS
     limits = {entry.limit for entry in entries if entry.limit is not None}
-    limit = limits.pop() / size if len(limits) == 1 else None
-    scaled = {mode: (peak / size, rate) for mode, (peak, rate) in points.items()}
-    return bubble_and_memory(scaled, unit=name, limit=limit)
-
-
-def _microbatches(entries: Iterable[PageEntry]) -> int | None:
-    found = {one.any_timeline.n_microbatches for one in entries if one.any_timeline}
-    return found.pop() if len(found) == 1 else None
-
-
-def _harmless(data: str) -> str:
-    """JSON that cannot end the element it stands in."""
-    return data.replace("<", "\\u003c")
+    figure = comparison_figure(
+        points,
+        series,
+        unit=unit,
+        limit=limits.pop() / size if len(limits) == 1 else None,
+    )
+    picture = base64.b64encode(figure_bytes(figure, "svg")).decode("ascii")
+    return (
+        '<img class="charts" alt="bubble rates of the modes against their memory, and '
+        f'against micro-batches" src="data:image/svg+xml;base64,{picture}">'
+    )
 
 
 def _beside(name: str) -> str:

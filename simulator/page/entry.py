@@ -7,11 +7,9 @@ from statistics import fmean
 
 from zbpp.core import Costs, Job, MemoryModel, Schedule, Timeline
 from zbpp.simulator.metrics import bubble_rate, peak_memory, step_time
-from zbpp.simulator.palette import letter_of
+from zbpp.simulator.output import memory_unit
 
-__all__ = ["PageEntry", "memory_unit"]
-
-_BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20}
+__all__ = ["PageEntry", "unit_of_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,21 +126,18 @@ class PageEntry:
         for job in promised.keys() & seen:
             (start, time), (own_start, own_time) = promised[job], seen[job]
             error = abs(own_time - time), abs(own_start - start)
-            errors.setdefault(letter_of(job), []).append(error)
+            errors.setdefault(str(job.kind), []).append(error)
         return {
             kind: (fmean(one for one, _ in found), fmean(two for _, two in found))
             for kind, found in sorted(errors.items())
         }
 
 
-def memory_unit(entries: Sequence[PageEntry]) -> tuple[str, float]:
-    """Name and size of the unit in which memory is shown; M_B where F leaves 1."""
-    most = max((entry.peak or 0.0 for entry in entries), default=0.0)
-    for name, size in _BYTES.items():
-        if most >= size:
-            return name, size
-    plain = all(one.memory is None or one.memory.m_b == 1.0 for one in entries)
-    return "M_B" if plain else "", 1.0
+def unit_of_memory(entries: Sequence[PageEntry]) -> tuple[str, float]:
+    """Name and size of the unit in which the entries' memory is shown."""
+    peaks = [entry.peak for entry in entries if entry.peak is not None]
+    models = [entry.memory for entry in entries if entry.memory is not None]
+    return memory_unit(max(peaks, default=0.0), models)
 
 
 def _jobs(timeline: Timeline) -> dict[Job, tuple[float, float]]:
@@ -156,6 +151,6 @@ def _by_kind(timeline: Timeline) -> dict[str, float]:
     times: dict[str, float] = {}
     for row in timeline.rows:
         for slot in row:
-            kind = letter_of(slot.job)
+            kind = str(slot.job.kind)
             times[kind] = times.get(kind, 0.0) + slot.duration
     return times

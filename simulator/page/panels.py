@@ -1,63 +1,181 @@
-"""Timelines on a page: what the scripts draw, and the elements they draw in."""
+"""Timelines on a page: what the scripts draw, and the elements they draw in.
 
-from collections.abc import Iterable, Sequence
+A timeline is a list of boxes in eight columns of four bytes a box, one after the
+other, deflated and in base64:
+
+    wait         f32   time from the end of the box before on the line, or from 0
+    lasts        f32   duration
+    during       f32   most memory that the stage holds in the job
+    after        f32   memory that it holds from the end on
+    chunk        i32   -1: none
+    microbatch   i32   -1: none
+    awaits       i32   number of the box whose message it awaits, less its own; or 0
+    style        i32   place among the styles of the page
+
+Ends that are added up again are within a rounding error of the durations: single
+precision tells times apart that are a ten-millionth of a job, and no zoom does.
+"""
+
+import base64
+import struct
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from html import escape
+from itertools import groupby
 from typing import Any
 
-from zbpp.core import Check
-from zbpp.simulator.metrics import step_time, waste
-from zbpp.simulator.page.columns import KINDS, encode
-from zbpp.simulator.page.entry import PageEntry, memory_unit
-from zbpp.simulator.page.waits import chain
-from zbpp.simulator.palette import COLOURS, NAMES, ink_on, letter_of, shade
+from zbpp.core import Timeline
+from zbpp.simulator.boxes import (
+    LOOKS,
+    Box,
+    Drawing,
+    Style,
+    legend_of,
+)
+from zbpp.simulator.critical_path import critical_places
+from zbpp.simulator.messages import Message, Place, messages
+from zbpp.simulator.metrics import memory_by_job, step_time, waste
+from zbpp.simulator.page.entry import PageEntry, unit_of_memory
 
-__all__ = ["panels_data", "panels_html"]
+__all__ = ["Panel", "panels_data", "panels_html"]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline of an entry, ``simulated`` or ``measured``."""
+
+    entry: PageEntry
+    kind: str
+
+    @property
+    def timeline(self) -> Timeline:
+        """What is drawn."""
+        return self.entry.timelines[self.kind]
+
+    @cached_property
+    def drawing(self) -> Drawing:
+        """The timeline as boxes."""
+        return Drawing(self.timeline)
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """Of the timeline."""
+        return list(messages(self.timeline))
 
 
 def panels_data(
-    entries: Sequence[PageEntry],
-    panels: Iterable[tuple[PageEntry, str]],
-    time_unit: str,
+    entries: Sequence[PageEntry], panels: Sequence[Panel], time_unit: str
 ) -> dict[str, Any]:
-    """Collect what the scripts read: sizes, colours, and a timeline a panel."""
-    name, size = memory_unit(entries)
-    tints = [shade(COLOURS[kind], leg) for kind in KINDS for leg in range(4)]
-    tints.append(COLOURS["SEND"])
+    """Collect what the scripts read: units, styles, and a timeline a panel.
+
+    Raises:
+        RequestError: costs or memory of an entry do not fit its placement.
+    """
+    name, size = unit_of_memory(entries)
+    examples = {box.style: box for panel in panels for box in panel.drawing.boxes}
     return {
         "timeUnit": time_unit,
         "memory": {"size": size, "name": name},
-        "palette": {
-            "tints": tints,
-            "inks": [ink_on(tint) for tint in tints],
-            "arrows": [COLOURS["F"], COLOURS["BW"]],
-            "beside": {kind: COLOURS[kind] for kind in ("UNSHARD", "REDUCE_GRAD")},
-        },
-        "panels": [_panel(entry, kind) for entry, kind in panels],
+        "styles": [_style(box) for box in examples.values()],
+        "panels": [_panel_data(panel, list(examples)) for panel in panels],
     }
 
 
-def _panel(entry: PageEntry, kind: str) -> dict[str, Any]:
-    timeline, memory = entry.timelines[kind], entry.memory
-    firsts = [0]
-    for row in timeline.rows:
-        firsts.append(firsts[-1] + len(row))
-    path = chain(timeline, entry.costs if kind == "simulated" else None)
+def _style(box: Box) -> dict[str, Any]:
+    style = box.style
+    return {
+        "role": style.role,
+        "what": LOOKS[style.role].summary,
+        "colour": style.colour,
+        "ink": style.ink,
+        "hatched": style.is_hatched,
+        "work": box.is_work,
+        "once": style.at_once,
+        "text": None if box.text.isdecimal() else box.text,
+    }
+
+
+def _panel_data(panel: Panel, styles: Sequence[Style]) -> dict[str, Any]:
+    entry, timeline, drawing = panel.entry, panel.timeline, panel.drawing
+    n_stages = timeline.placement.n_stages
+    numbers: dict[Place, list[int]] = {}
+    for number, box in enumerate(drawing.boxes):
+        numbers.setdefault(box.place, []).append(number)
+    per_line = Counter((box.lane, box.stage) for box in drawing.boxes)
+    costs = entry.costs if panel.kind == "simulated" else None
+    path = critical_places(timeline, costs, sent=panel.messages)
+    memory = entry.memory
     fixed = None if memory is None else list(memory.on(timeline.placement).fixed)
     return {
         "name": entry.name,
         "group": entry.group,
-        "of": kind,
-        "path": [firsts[stage] + index for stage, index in path],
+        "of": panel.kind,
+        "stages": n_stages,
+        "microbatches": timeline.n_microbatches,
+        "length": step_time(timeline),
+        "typical": drawing.typical,
+        "spans": drawing.spans,
+        "lines": [
+            per_line[lane, stage]
+            for lane in range(drawing.n_lanes)
+            for stage in range(n_stages)
+        ],
+        "path": [number for place in path for number in numbers[place]],
         "fixed": fixed,
         "peak": entry.peak,
         "limit": entry.limit,
-        **encode(timeline, memory),
+        "columns": _columns(panel, numbers, styles),
     }
 
 
-def panels_html(
-    entries: Sequence[PageEntry], panels: Sequence[tuple[PageEntry, str]]
+def _columns(
+    panel: Panel, numbers: Mapping[Place, Sequence[int]], styles: Sequence[Style]
 ) -> str:
+    """The columns of a timeline's boxes, as text."""
+    boxes, memory = panel.drawing.boxes, panel.entry.memory
+    wait, lasts = _times(boxes)
+    held = [(0.0, 0.0)] * len(boxes)
+    awaits = [0] * len(boxes)
+    for stage, jobs in enumerate(
+        memory_by_job(panel.timeline, memory) if memory else []
+    ):
+        for index, amounts in enumerate(jobs):
+            for number in numbers[stage, index]:
+                held[number] = amounts
+    for message in panel.messages:
+        reader = numbers[message.target][0]
+        awaits[reader] = numbers[message.source][-1] - reader
+    place = {style: number for number, style in enumerate(styles)}
+    floats = (wait, lasts, [h for h, _ in held], [h for _, h in held])
+    of_job = [box.numbers for box in boxes]
+    integers = (
+        [one.get("chunk", -1) for one in of_job],
+        [one.get("microbatch", -1) for one in of_job],
+        awaits,
+        [place[box.style] for box in boxes],
+    )
+    data = [struct.pack(f"<{len(boxes)}f", *column) for column in floats]
+    data += [struct.pack(f"<{len(boxes)}i", *column) for column in integers]
+    return base64.b64encode(zlib.compress(b"".join(data), 6)).decode("ascii")
+
+
+def _times(boxes: Sequence[Box]) -> "tuple[array[float], array[float]]":
+    """The first two columns; each wait makes up for the rounding before it."""
+    wait, lasts = array("f"), array("f")
+    for _, line in groupby(boxes, key=lambda box: (box.lane, box.stage)):
+        end = 0.0
+        for box in line:
+            wait.append(box.start - end)
+            lasts.append(box.end - box.start)
+            end = (end + wait[-1]) + lasts[-1]
+    return wait, lasts
+
+
+def panels_html(entries: Sequence[PageEntry], panels: Sequence[Panel]) -> str:
     """Write switches, legend, time axis, and an empty canvas a panel."""
     drawn = [entry for entry in entries if entry.timelines]
     buttons = "".join(
@@ -66,16 +184,16 @@ def panels_html(
         for number, entry in enumerate(drawn)
     )
     sections = []
-    for number, (entry, kind) in enumerate(panels):
-        hidden = "" if entry.shown else " hidden"
-        place = drawn.index(entry)
+    for number, panel in enumerate(panels):
+        entry, hidden = panel.entry, "" if panel.entry.shown else " hidden"
         sections.append(
-            f'<section class="panel" data-panel="{number}" data-of="{place}"{hidden}>'
+            f'<section class="panel" data-panel="{number}" '
+            f'data-of="{drawn.index(entry)}"{hidden}>'
             f"<header><h3>{escape(_full_name(entry))}</h3>"
-            f"<span>{escape(_facts(entry, kind))}</span>"
+            f"<span>{escape(_facts(panel))}</span>"
             '<span class="note"></span></header>'
             '<div class="box"><canvas class="lanes"></canvas>'
-            '<canvas class="over"></canvas></div></section>'
+            '<div class="frame" hidden></div></div></section>'
         )
     return (
         '<section id="timelines" tabindex="0"><h2>Timelines</h2><div class="tools">'
@@ -95,8 +213,8 @@ def panels_html(
     )
 
 
-def _facts(entry: PageEntry, kind: str) -> str:
-    timeline = entry.timelines[kind]
+def _facts(panel: Panel) -> str:
+    entry, kind, timeline = panel.entry, panel.kind, panel.timeline
     of, share = waste(timeline)
     facts = [f"{of} {share:.2%}", f"{step_time(timeline):.6g} from start to end"]
     if len(entry.timelines) > 1:
@@ -112,28 +230,13 @@ def _facts(entry: PageEntry, kind: str) -> str:
     return " \N{MIDDLE DOT} ".join(facts)
 
 
-def _legend(panels: Iterable[tuple[PageEntry, str]]) -> str:
-    timelines = [entry.timelines[kind] for entry, kind in panels]
-    seen = {
-        letter_of(slot.job)
-        for timeline in timelines
-        for row in (*timeline.rows, *timeline.collectives)
-        for slot in row
-        if slot.duration > 0 or isinstance(slot.job, Check)
-    }
-    if any(timeline.sending for timeline in timelines):
-        seen.add("SEND")
-    items = [
-        (f"background:{COLOURS[key]}", name)
-        for key, name in NAMES.items()
-        if key in seen
-    ]
-    if any(one.placement.n_chunks > one.placement.n_stages for one in timelines):
-        items.append((f"background:{shade(COLOURS['F'], 1)}", "lighter: later chunk"))
-    marks = "".join(
-        f'<span><i style="{style}"></i>{escape(name)}</span>' for style, name in items
+def _legend(panels: Iterable[Panel]) -> str:
+    marks = legend_of(box for panel in panels for box in panel.drawing.boxes)
+    return "".join(
+        f'<span><i class="{mark.pattern}" style="background-color:{mark.colour}"></i>'
+        f"{escape(mark.label)}</span>"
+        for mark in marks
     )
-    return f'{marks}<span><i class="idle"></i>idle</span>'
 
 
 def _full_name(entry: PageEntry) -> str:

@@ -1,11 +1,16 @@
 """The one rule "when can a job start", and the replay of whole orders with it."""
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zbpp.core import (
     Check,
     Clock,
     Costs,
+    Job,
     Pass,
     PassKind,
     Placement,
@@ -14,6 +19,7 @@ from zbpp.core import (
     parse_job,
     replay,
 )
+from zbpp.core.clock import by_clock
 
 F, B, W, BW = PassKind
 TWO = Placement.single(2)
@@ -103,3 +109,66 @@ def test_replay_does_not_depend_on_the_order_of_visits(shift):
         n_microbatches=2,
     )
     assert again == [slots[(stage - shift) % 3] for stage in range(3)]
+
+
+def shuffled(placement: Placement, m: int, rng: random.Random) -> list[list[Job]]:
+    """Orders with each pass once, F before B before W, else at random."""
+    orders = []
+    for chunks in placement.chunks_of:
+        chains: list[list[Job]] = []
+        for chunk in chunks:
+            for i in range(m):
+                kinds = rng.choice(((F, B, W), (F, BW)))
+                chains.append([Pass(kind, chunk, i) for kind in kinds])
+        # few swaps from a good order on the first stages, many on the others
+        order: list[Job] = []
+        while chains:
+            chain = chains[min(int(rng.expovariate(1.0)), len(chains) - 1)]
+            order.append(chain.pop(0))
+            chains = [rest for rest in chains if rest]
+        orders.append(order)
+    return orders
+
+
+ENDED = set()
+
+
+@given(
+    seed=st.integers(0, 10**9),
+    placement=st.sampled_from(
+        [
+            Placement.single(1),
+            Placement.single(3),
+            Placement.wave(2),
+            Placement.wave(2, 3),
+            Placement.interleaved(2, 2),
+        ]
+    ),
+    m=st.integers(1, 4),
+    has_steps=st.booleans(),
+)
+def test_orders_of_passes_are_timed_as_job_by_job(seed, placement, m, has_steps):
+    """Of orders that come to their end, and of some that do not."""
+    rng = random.Random(seed)
+    orders = shuffled(placement, m, rng)
+    if has_steps:
+        orders = [[*order, Step(stage)] for stage, order in enumerate(orders)]
+    n = placement.n_chunks
+    f, b, w = (tuple(rng.choice((0.0, 0.7, 1.3)) for _ in range(n)) for _ in "fbw")
+    times = Costs(f, b, w, comm=0.3, optimizer=0.4).on(placement)
+    free = [rng.choice((0.0, 2.1)) for _ in range(placement.n_stages)]
+    rows = replay(orders, times, n_microbatches=m, free=free)
+    assert rows == by_clock(orders, Clock(times, n_microbatches=m, free=free))
+    ENDED.add([len(row) for row in rows] == [len(order) for order in orders])
+
+
+def test_orders_that_end_and_that_do_not_were_timed():
+    assert len(ENDED) == 2
+
+
+@pytest.mark.parametrize("job", [Check(0), Step(1), Pass(F, 0, 2)])
+def test_other_jobs_are_timed_too(job):
+    orders = [[Pass(F, 0, 0), job, Pass(F, 0, 1)], []]
+    times = Costs(f=2.0).on(TWO)
+    rows = replay(orders, times, n_microbatches=2)
+    assert rows == by_clock(orders, Clock(times, n_microbatches=2))

@@ -3,7 +3,7 @@
 import pytest
 
 from zbpp.core import Costs, Placement, RequestError
-from zbpp.core.costs.links import edge_delays, reduction_delay
+from zbpp.core.costs.columns import edge_delays, reduction_delay
 
 SINGLE = Placement.single(4)
 V = Placement.wave(4)  # 0 1 2 3 3 2 1 0

@@ -29,10 +29,10 @@ def test_f_takes_at_its_start_b_and_w_give_back_at_their_end():
 
 
 def test_each_pass_changes_memory_so_that_nothing_is_left():
-    changes = [ONE.change(kind, 0) for kind in (F, B, W)]
+    changes = [ONE.change(Pass(kind, 0, 0)) for kind in (F, B, W)]
     assert changes == pytest.approx([1.0, -0.6, -0.4])
     assert sum(changes) == pytest.approx(0.0)
-    assert ONE.change(BW, 0) == -1.0
+    assert ONE.change(Pass(BW, 0, 0)) == -1.0
 
 
 def test_peak_is_the_largest_held_during_any_job():
@@ -52,7 +52,7 @@ def test_a_checkpointed_chunk_holds_most_where_b_computes_again():
     memory = MemoryModel(m_b=1, m_w=3, peak_b=4).on(Placement.single(1))
     jobs = order("0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2")
     assert held_during(jobs, memory, stage=0) == [1, 2, 6, 4, 2, 6, 4, 5, 3]
-    assert memory.change(B, 0) == 2  # up, which was an error once
+    assert memory.change(Pass(B, 0, 0)) == 2  # up, which was an error once
 
 
 def test_late_ws_of_checkpointed_chunks_cost_more_than_their_f():

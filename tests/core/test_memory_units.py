@@ -5,15 +5,19 @@ import json
 import pytest
 
 from zbpp.core import (
+    Costs,
+    LayerCosts,
     MemoryModel,
     RequestError,
     parse_costs,
     parse_layers,
     parse_memory,
+    read_costs,
+    read_layers,
     write_costs,
     write_layers,
 )
-from zbpp.core.costs.limits import check_unit, with_limit
+from zbpp.core.costs.units import check_unit, with_limit
 
 LIMIT = parse_memory("16GiB")
 SMALL = {"m_b": 20000, "m_w": 8000}
@@ -29,13 +33,48 @@ def costs(**data: object) -> MemoryModel:
     [
         {**SMALL, "memory_unit": "bytes"},
         {"m_b": "20kB", "m_w": 8000},
-        {"m_b": 2**21, "m_w": 1},  # as files before the key
+        {"m_b": 2**21, "m_w": 1},  # as files before the key: version 1
+        {"version": 2, "time_unit": "ms", "m_b": "20kB"},
     ],
 )
 def test_memories_in_bytes_take_a_limit_in_bytes(said: dict[str, object]) -> None:
     assert with_limit(costs(**said), LIMIT).limit == 2.0**34
     layers = parse_layers(json.dumps({"n_layers": 2, **said}))
     assert with_limit(layers, LIMIT).limit == 2.0**34
+
+
+def test_version_2_is_not_read_by_the_size_of_its_numbers() -> None:
+    numbers = {"version": 2, "time_unit": "ms", "m_b": 2**21}
+    for held in (
+        costs(**numbers),
+        parse_layers(json.dumps({"n_layers": 2, **numbers})),
+    ):
+        with pytest.raises(RequestError, match='add "memory_unit": "bytes" to the'):
+            with_limit(held, LIMIT)
+
+
+def test_a_unit_of_time_makes_a_file_of_version_2(tmp_path) -> None:
+    path = tmp_path / "costs.json"
+    for unit, version in ((None, None), ("ms", 2)):
+        write_costs(Costs(f=2.0, time_unit=unit), MemoryModel(), path)
+        assert json.loads(path.read_text()).get("version") == version
+        assert read_costs(path)[0].time_unit == unit
+        write_layers(LayerCosts(n_layers=2, time_unit=unit), path)
+        assert json.loads(path.read_text()).get("version") == version
+        assert read_layers(path).time_unit == unit
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"version": 3}, "version is 3; zbpp reads 1 and 2"),
+        ({"version": 2}, "time_unit is missing; version 2 names it"),
+        ({"time_unit": 5}, "time_unit is 5, not a text"),
+    ],
+)
+def test_a_wrong_version_or_unit_is_named(wrong, named) -> None:
+    with pytest.raises(RequestError, match=f"^my.json: {named}"):
+        parse_costs(json.dumps(wrong), source="my.json")
 
 
 def test_a_limit_in_bytes_is_refused_where_the_unit_is_not_known() -> None:

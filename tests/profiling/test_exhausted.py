@@ -67,7 +67,9 @@ def test_the_error_names_what_is_held_and_what_needs_less(error: Exception) -> N
 
 
 def test_a_memory_model_in_bytes_gives_the_estimate_beside_it() -> None:
-    memory = MemoryModel(m_b=3 * 2.0**20, m_w=2.0**20, m_fixed=2.0**30)
+    memory = MemoryModel(
+        m_b=3 * 2.0**20, m_w=2.0**20, m_fixed=2.0**30, memory_unit="bytes"
+    )
     notes = notes_of(torch.OutOfMemoryError("no"), "1F1B", memory=memory)
     assert "estimated for 1F1B: stage 0 1.01 GiB" in notes
 
@@ -76,7 +78,13 @@ MIB = 2.0**20
 
 
 def test_a_smaller_micro_batch_that_fits_is_told() -> None:
-    memory = MemoryModel(m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB, limit=100 * MIB)
+    memory = MemoryModel(
+        m_b=30 * MIB,
+        m_w=15 * MIB,
+        m_fixed=30 * MIB,
+        limit=100 * MIB,
+        memory_unit="bytes",
+    )
     schedule = plan("ZBH2", n_stages=3, n_microbatches=6)
     assert largest_that_fits(schedule, memory, 1e12, 8) == 8
     assert largest_that_fits(schedule, memory, 31 * MIB, 8) == 0
@@ -99,14 +107,22 @@ def test_nothing_is_planned_while_other_stages_wait(
 
     for mode in MODES.values():
         monkeypatch.setitem(MODES, mode.name, replace(mode, planner=planner))
-    memory = MemoryModel(m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB)
+    memory = MemoryModel(
+        m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB, memory_unit="bytes"
+    )
     held = [Held(0, 100, 100, 200, 0, 2400.0, 2, exact=True)]
     text = explain(held, schedule, memory, room=Room(100 * MIB, 8))
     assert "VMin (at most 2 forwards in flight" in text
 
 
 def test_an_error_tells_what_fits_the_limit() -> None:
-    memory = MemoryModel(m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB, limit=200 * MIB)
+    memory = MemoryModel(
+        m_b=30 * MIB,
+        m_w=15 * MIB,
+        m_fixed=30 * MIB,
+        limit=200 * MIB,
+        memory_unit="bytes",
+    )
     notes = notes_of(torch.OutOfMemoryError("no"), "1F1B", memory=memory)
     assert "by the estimate 200 MiB fit 1F1B" not in notes, "it was planned to fit"
     assert "estimated for 1F1B: stage 0 120 MiB" in notes

@@ -12,7 +12,17 @@ from statistics import fmean, median
 
 import pytest
 
-from zbpp.core import Check, Costs, Job, Pass, PassTimes, Schedule, Slot, Step, Timeline
+from zbpp.core import (
+    Check,
+    ChunkCosts,
+    Costs,
+    Job,
+    Pass,
+    Schedule,
+    Slot,
+    Step,
+    Timeline,
+)
 from zbpp.core.clock import Clock, by_clock
 from zbpp.core.measured import measured_costs, robust_mean
 from zbpp.modes import plan
@@ -22,7 +32,7 @@ from zbpp.simulator import simulate
 LEAST_MS, TAIL_MS = 7.5, 2.4
 
 
-class Drawn(PassTimes):
+class Drawn(ChunkCosts):
     """Times of jobs that differ from one to the next, each drawn once."""
 
     draws: dict[Job, float]

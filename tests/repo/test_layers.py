@@ -23,7 +23,7 @@ LAYERS = {
     "zbpp.schedules": {"zbpp.schedules", "zbpp.core", "ortools"},
     "zbpp.simulator": {
         *("zbpp.simulator", "zbpp.core"),
-        *("numpy", "networkx", "matplotlib"),
+        *("matplotlib", "numpy", "rich"),
     },
     "zbpp.runtime": {"zbpp.runtime", "zbpp.core", "torch"},
     "zbpp.memory": {
@@ -72,11 +72,6 @@ ROOMS = {
         *("zbpp.runtime.chunk", "zbpp.runtime.values"),
         "zbpp.runtime.comm.transport",
     },
-    "zbpp.simulator.page": {
-        *("zbpp.simulator.page", "zbpp.core"),
-        *("zbpp.simulator.metrics", "zbpp.simulator.messages"),
-        "zbpp.simulator.palette",
-    },
     "zbpp.models": {"zbpp.models", "zbpp.runtime", "zbpp.core"},
     "zbpp.profiling": {
         *("zbpp.profiling", "zbpp.runtime", "zbpp.memory", "zbpp.core"),
@@ -98,13 +93,12 @@ ONLY_IN = {
     "ortools": {"zbpp.schedules.planner.solver"},
     "transformers": {"zbpp.models"},
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},
-    "matplotlib": {
-        *("zbpp.simulator.plot", "zbpp.simulator.boxes", "zbpp.simulator.memory_panel"),
-        *("zbpp.simulator.comparison_plot", "zbpp.simulator.bands"),
-        "zbpp.simulator.lanes",
-    },
+    "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.charts"},
     "tyro": {"zbpp.cli", "zbpp.training.options"},
-    "rich": {"zbpp.cli", "zbpp.training.log", "zbpp.bench.results"},
+    "rich": {
+        *("zbpp.cli", "zbpp.training.log", "zbpp.bench.results"),
+        "zbpp.simulator.tables",
+    },
 }
 
 
@@ -218,7 +212,6 @@ def test_no_rooms_import_each_other_in_a_circle():
         ("zbpp.runtime.optim.norms", "import zbpp.runtime.comm.distributed"),
         ("zbpp.runtime.optim.norms", "from zbpp.runtime.backward.split import x"),
         ("zbpp.runtime.optim.norms", "from zbpp.runtime.executor import Executor"),
-        ("zbpp.simulator.page.table", "import zbpp.simulator.plot"),
         ("zbpp.profiling.measure", "from zbpp.pipeline import Pipeline"),
         ("zbpp.checkpoint.state", "from zbpp.pipeline import Pipeline"),
         ("zbpp.checkpoint.state", "from zbpp.runtime.stage import Stage"),

@@ -93,29 +93,6 @@ def test_stages_that_are_done_earlier_start_earlier():
         1 | .  F0 V  B0 F1 B1 F2 B2 W0 W1 W2 O  F0 V  B0 F1 B1 F2 B2 W0 W1 W2 O""")
 
 
-def test_the_second_iteration_of_three_stages():
-    """ZB-H2 is a parallelogram; the barrier makes a rectangle of it."""
-    schedule = plan("ZBH2", n_stages=3, n_microbatches=5)
-    for one, drawn in (
-        (
-            schedule,
-            """\
-        0 | F0 F1 F2 F3 F4 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 .  .  O
-        1 | .  F0 F1 F2 B0 F3 B1 F4 B2 W0 B3 W1 B4 W2 W3 W4 .  O
-        2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 W1 W2 W3 W4 O""",
-        ),
-        (
-            post_validated(schedule),
-            """\
-        0 | F0  F1  F2  F3  F4  VB0 W0  B1  W1  B2  W2  B3  W3  B4  W4  O
-        1 | .   F0  F1  F2  VB0 F3  B1  F4  B2  W0  B3  W1  B4  W2  W3  W4  O
-        2 | .   .   F0  VB0 F1  B1  F2  B2  F3  B3  F4  B4  W0  W1  W2  W3  W4  O""",
-        ),
-    ):
-        first, second = simulate_iterations(one, Costs(optimizer=1))
-        assert draw(first) == draw(second) == dedent(drawn)
-
-
 def test_one_iteration_behind_a_barrier_is_what_simulate_times():
     schedule, costs = BEHIND_A_BARRIER, Costs(3, 2, 1, 0.5, 4, reduction=0)
     assert simulate_iterations(schedule, costs, 1) == [simulate(schedule, costs)]

@@ -1,9 +1,9 @@
 """Sends that occupy their stage: times by hand, figures, pictures, and files."""
 
-import json
 from textwrap import dedent
 
 import pytest
+from timeline_page import boxes_in, page_data, page_text
 
 from zbpp.cli.report import print_report
 from zbpp.core import (
@@ -38,7 +38,7 @@ from zbpp.simulator import (
     work,
     write_trace,
 )
-from zbpp.simulator.page.columns import decode, encode
+from zbpp.simulator.page import PageEntry
 
 COSTS = Costs(comm=2.0, send_occupies=1.0, optimizer=1.0)
 V = Placement.wave(2)
@@ -110,7 +110,9 @@ def test_pictures_pages_and_traces_show_it(tmp_path, capsys) -> None:
     assert 'id="SEND 0"' in (tmp_path / "drawn.svg").read_text(encoding="utf-8")
     plot(simulate(TWO_STAGES, Costs(comm=2.0)), tmp_path / "plain.svg")
     assert "SEND" not in (tmp_path / "plain.svg").read_text(encoding="utf-8")
-    assert decode(json.loads(json.dumps(encode(timeline))), "hand-made") == timeline
+    data = page_data(page_text([PageEntry(name="x", simulated=timeline)]))
+    jobs = boxes_in(data, data["panels"][0])[1]
+    assert jobs[1:4] == [("1BW0", 4, 6), ("1SEND0", 6, 7), ("1F1", 7, 8)]
     events = [event for event in trace_events(timeline) if event["ph"] == "X"]
     sent = {event["name"]: event for event in events if event["cat"] == "SEND"}
     assert len(sent) == 4 and len(events) == 12 + 4

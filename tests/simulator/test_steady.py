@@ -40,10 +40,10 @@ from zbpp.simulator import (
     steady_step_time,
     work,
 )
-from zbpp.simulator.iterations import IteratedSchedule, IterationState
+from zbpp.simulator.engine import IteratedSchedule, IterationState
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 5, 8, 11, 12)]
-TIMES = [(1, 1, 1), (3, 2, 1), (2, 3, 2), (5, 1, 3), (1, 2, 3)]
+SIZES = [(p, m) for p in (1, 2, 3, 6) for m in (1, 2, 5, 12)]
+TIMES = [(1, 1, 1), (3, 2, 1), (5, 1, 3), (1, 2, 3)]
 MADE = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
 HIDDEN = {
     "1F1B": lambda p, f: p * f,
@@ -105,23 +105,6 @@ def test_without_a_bubble_a_step_takes_its_work_exactly_as_long_as_the_sum_is_hi
         more = Costs(optimizer=o, reduction=o + hidden + 0.25)
         assert steady_step_time(schedule, at_most) == near(3 * m + o)
         assert steady_step_time(schedule, more) == near(3 * m + o + 0.25)
-
-
-@pytest.mark.parametrize(
-    ("mode", "gain"),
-    [
-        ("1F1B", lambda p: 0),
-        ("ZBH1", lambda p: 0),
-        ("ZBH2", lambda p: p - 1),
-        ("ZBV", lambda p: (p - 1) / 2),
-    ],
-)
-def test_what_the_barrier_costs_where_all_passes_take_as_long(mode, gain):
-    for p, m in ((2, 4), (3, 5), (4, 8), (6, 12), (8, 16)):
-        schedule = plan(mode, n_stages=p, n_microbatches=m)
-        costs = Costs(optimizer=1)
-        with_v = steady_step_time(post_validated(schedule), costs)
-        assert steady_step_time(schedule, costs) - with_v == near(gain(p)), (p, m)
 
 
 def test_the_time_of_v_is_added_where_the_step_has_no_slack():

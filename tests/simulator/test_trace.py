@@ -184,12 +184,6 @@ def test_every_arrow_joins_the_two_jobs_of_its_message(mode):
     assert len(unmatched(moved)) > n_arrows / 2
 
 
-def test_a_trace_of_8_stages_and_32_micro_batches_is_sound():
-    events = trace_events(timeline_of("ZBV", 8, 32), memory=MemoryModel())
-    assert overlaps(events) == [] and unmatched(events) == []
-    assert sum(event["ph"] == "X" for event in events) == 8 * 32 * 2 * 3 + 8
-
-
 def test_arrows_of_several_iterations_stay_within_their_own():
     schedule = plan("ZBH1", n_stages=2, n_microbatches=3)
     twice = join(simulate_iterations(schedule, COSTS, 2))

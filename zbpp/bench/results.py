@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from zbpp.bench.contender import Field
 from zbpp.bench.names import OURS, split_name
@@ -21,6 +20,7 @@ from zbpp.core import MemoryModel, RequestError, Timeline, format_bytes
 from zbpp.runtime.support.devices import device_name, runs_ahead
 from zbpp.simulator import write_trace
 from zbpp.simulator.page import PageEntry, write_page
+from zbpp.simulator.tables import Table
 
 __all__ = ["write_results"]
 
@@ -62,7 +62,7 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
         print(json.dumps(data), flush=True)
         return
     console = Console(highlight=False, width=_WIDTH)
-    console.print(_table(field, outcomes))
+    console.print(_table(field, outcomes).for_terminal())
     print(file, page, *([trace] if runs else []), sep="\n", flush=True)
 
 
@@ -211,13 +211,10 @@ def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
     heads += ["predicted", "bubble", "by stage, %", "peak memory"]
     heads[4:4] = [] if request.emulate else [unit]
     heads += [] if request.emulate else ["host, us/job", "gradients"]
-    table = Table(*heads, title=_title(field))
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify, column.overflow = "right", "fold"
+    table = Table(heads, title=_title(field))
     for one in outcomes:
         if not one.turns:
-            table.add_row(one.name, one.gradients(request.tolerance))
+            table.add(one.name, one.gradients(request.tolerance))
             continue
         low, high = one.quartiles_s
         seen, promised, peak = one.measured, one.promised, _peak(one)
@@ -236,7 +233,7 @@ def _table(field: Field, outcomes: Sequence[Outcome]) -> Table:
         ]
         if not request.emulate:
             cells += [f"{one.host_us:.0f}", one.gradients(request.tolerance)]
-        table.add_row(*cells)
+        table.add(*cells)
     return table
 
 

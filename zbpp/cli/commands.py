@@ -25,7 +25,7 @@ from zbpp.cli.flags import (
     shown_as,
 )
 from zbpp.cli.layers_report import split_lines
-from zbpp.cli.outputs import check_outputs, write_text
+from zbpp.cli.outputs import check_outputs
 from zbpp.cli.pictures.compare import Compare
 from zbpp.cli.pictures.drawings import Plot, Trace
 from zbpp.cli.profile import ProfileCommand
@@ -45,6 +45,7 @@ from zbpp.modes import SINGLE_CHUNK_MODES, canonical, is_file
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.schedules.planner.budget import parse_effort
 from zbpp.simulator import simulate, span
+from zbpp.simulator.output import write_file
 
 __all__ = ["Bench", "Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
 
@@ -85,9 +86,9 @@ class Plan(SizedFlags):
             proof = f", {found}"
         found_span = span(simulate(schedule, costs))  # before there are V's
         schedule = self.with_checks(schedule)
-        write_text(self.out, schedule_text(schedule))
+        write_file(self.out, schedule_text(schedule))
         if self.csv is not None:
-            write_text(self.csv, to_torch_csv(schedule))
+            write_file(self.csv, to_torch_csv(schedule))
         summary = summarize(schedule, costs, memory)
         print(
             f"{self.out}: {summary.mode}, {summary.n_stages} stages, "

@@ -17,7 +17,7 @@ from zbpp.core import (
     read_layers,
     recomputed,
 )
-from zbpp.core.costs.limits import with_limit
+from zbpp.core.costs.units import with_limit
 from zbpp.modes import canonical, is_file, plan
 from zbpp.planning.data_parallel import Shard, replicated, with_gathers
 from zbpp.planning.layer_plans import parse_split, plan_layers

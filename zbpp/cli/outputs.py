@@ -8,7 +8,7 @@ from rich.console import Console
 from zbpp.core import RequestError
 from zbpp.simulator.plot import picture_suffix
 
-__all__ = ["Terminal", "check_outputs", "check_picture", "write_text"]
+__all__ = ["Terminal", "check_outputs", "check_picture"]
 
 
 class Terminal(Console):
@@ -53,15 +53,3 @@ def check_picture(path: Path) -> None:
     """
     if path.suffix.lower() != ".html":
         picture_suffix(path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file.
-
-    Raises:
-        RequestError: it cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None

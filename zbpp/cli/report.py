@@ -5,18 +5,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-from rich.table import Table
-
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import Steady, Summary, short_memory, steady, summarize
 from zbpp.core import (
+    KINDS,
     Collective,
     Costs,
     MemoryModel,
-    PassKind,
     Schedule,
+    Scope,
     Timeline,
     draw,
+    kind_of,
 )
 from zbpp.core.timeline import extent
 from zbpp.schedules import without_collectives
@@ -29,6 +29,7 @@ from zbpp.simulator import (
     step_time,
     work,
 )
+from zbpp.simulator.tables import Table
 
 __all__ = ["print_comparison", "print_report", "recompute_text"]
 
@@ -56,7 +57,7 @@ def print_report(
     )
     print(_pictures(drawn or [timeline], summary.mode))
     print()
-    _console().print(_stage_table(timeline, summary))
+    _console().print(_stage_table(timeline, summary).for_terminal())
     limit = summary.memory_bound
     if isinstance(limit, list):
         within = "the memory limits"
@@ -90,10 +91,7 @@ def print_report(
 def _collectives_text(schedule: Schedule, timeline: Timeline, costs: Costs) -> str:
     """Count what replicas gather and add up; their time, and how much of it shows."""
     jobs = Counter(
-        job.kind
-        for order in schedule.orders
-        for job in order
-        if isinstance(job, Collective) and job.goes_on
+        job.kind for order in schedule.orders for job in order if kind_of(job).is_async
     )
     counts = ", ".join(f"{number} {kind}" for kind, number in jobs.items())
     lanes = timeline.collectives
@@ -139,11 +137,11 @@ def print_comparison(
     shown = {} if steps is None else dict(list(_STEPS.items())[: 1 + post_validation])
     table = _comparison_table(rows, title, shown, steps or {})
     if steps is not None:
-        table.caption = (
-            f"{table.caption}\nstep: the time of one among many, optimizer included, "
-            "behind a barrier or post-validated (V)"
+        table.caption += (
+            "\nstep: the time of one among many, optimizer included, behind a barrier "
+            "or post-validated (V)"
         )
-    _console().print(table)
+    _console().print(table.for_terminal())
     for mode, row in rows:
         if isinstance(row, str):
             print(row if row.startswith(mode) else f"{mode}: {row}")
@@ -179,24 +177,20 @@ def _comparison_table(
 ) -> Table:
     """Tabulate modes; the shortest span is bold."""
     spans = [row.span for _, row in rows if isinstance(row, Summary)]
-    table = Table(title=title, title_justify="left", caption_justify="left")
+    table = Table(["mode", *_COLUMNS, *shown], title=title)
     table.caption = (
         "gap: span over the lower bound for the same placement and, unless a limit is "
         "given, the same memory"
     )
-    table.add_column("mode")
-    names = [*_COLUMNS, *shown]
-    for name in names:
-        table.add_column(name, justify="right")
     for mode, row in rows:
         if isinstance(row, str):
-            table.add_row(mode, *["-"] * len(names), style="dim")
+            table.add(mode, look="dim", note=row)
             continue
-        table.add_row(
+        table.add(
             mode,
             *(text(row) for text in _COLUMNS.values()),
             *(text(steps[mode]) for text in shown.values()),
-            style="bold" if row.span <= min(spans) * (1 + _ROUNDING) else None,
+            look="bold" if row.span <= min(spans) * (1 + _ROUNDING) else "",
         )
     return table
 
@@ -257,20 +251,18 @@ def _picture(timeline: Timeline, unit: float) -> str:
 
 
 def _stage_table(timeline: Timeline, summary: Summary) -> Table:
-    table = Table()
     busy, waiting, sent = work(timeline), idle(timeline), sending(timeline)
-    names = ["stage", "chunks", "span", "busy", "idle", "peak memory"]
-    if any(sent):
-        names.insert(4, "sends")
-    for name in names:
-        table.add_column(name, justify="right")
+    sends = ["sends"] if any(sent) else []
+    table = Table(
+        ["stage", "chunks", "span", "busy", *sends, "idle", "peak memory"], left=0
+    )
     for stage, chunks in enumerate(timeline.placement.chunks_of):
-        table.add_row(
+        table.add(
             str(stage),
             " ".join(map(str, chunks)),
             f"{stage_span(timeline, stage):.6g}",
             f"{busy[stage]:.6g}",
-            *([f"{sent[stage]:.6g}"] if any(sent) else []),
+            *(f"{sent[stage]:.6g}" for _ in sends),
             f"{max(waiting[stage], 0.0):.6g}",
             _memory(summary.peak_memory[stage], summary),
         )
@@ -279,12 +271,13 @@ def _stage_table(timeline: Timeline, summary: Summary) -> Table:
 
 def _path_text(schedule: Schedule, costs: Costs) -> str:
     path = critical_path(schedule, costs)
-    parts = [
-        f"{kind} {path.time_of(kind):.6g}"
-        for kind in PassKind
-        if path.time_of(kind) > 0
-    ]
-    rest = path.length - sum(path.time_of(kind) for kind in PassKind)
+    times = {
+        kind: path.time_of(kind)
+        for kind in dict.fromkeys(slot.job.kind for slot in path.slots)
+        if KINDS[kind].scope is not Scope.STAGE and not KINDS[kind].is_async
+    }
+    parts = [f"{kind} {times[kind]:.6g}" for kind in KINDS if times.get(kind)]
+    rest = path.length - sum(times.values())
     for name, time in (
         ("messages", path.time_in_messages),
         ("collectives", path.time_in_collectives),

@@ -2,7 +2,7 @@
 
 A memory has the unit of the costs: M_B, GB, or bytes. For pictures and tables it is
 told by size: where an amount of 2**20 or more is among those that are shown together,
-all of them are bytes. What may be compared with what: `zbpp.core.costs.limits`.
+all of them are bytes. What may be compared with what: `zbpp.core.costs.units`.
 """
 
 import math

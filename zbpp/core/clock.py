@@ -1,40 +1,52 @@
 """The rule "when can this job start", and all orders run by it.
 
-The simulator and the deadlock check run on it. Planners inline it for speed: each copy
-says so, and is tested to give the same times.
+The simulator and the deadlock check run on it, whatever jobs there are. Planners inline
+it for speed, and `_time_passes` is the same for orders of passes alone: each copy is
+tested to give the same times.
 """
 
 from collections.abc import Sequence
 
+from zbpp.core.bulk import bulk_construct, gc_paused
 from zbpp.core.costs import PassTimes
 from zbpp.core.jobs import (
-    Check,
-    Collective,
-    CollectiveKind,
+    KINDS,
     Job,
+    Lane,
     Pass,
     PassKind,
+    Scope,
+    State,
     Step,
     Value,
+    kind_of,
+    parts_of,
+    passes_in,
+    place_of,
     reads,
+    stage_of,
     writes,
 )
-from zbpp.core.quick import quick_rows
+from zbpp.core.placement import Placement
 from zbpp.core.timeline import Slot
 
-__all__ = ["Clock", "off_lane", "replay", "step_behind_barrier"]
+__all__ = [
+    "Clock",
+    "by_clock",
+    "can_finish",
+    "off_lane",
+    "replay",
+    "step_behind_barrier",
+]
 
 
 class Clock:
     """Time of a pipeline that grows job by job.
 
-    A pass starts when its stage is free and all that it reads has arrived. A Step
-    stands behind a barrier: it starts when the last weight gradient of every stage
-    is done, and added up. A Check needs what an earlier iteration has summed up.
-
-    UNSHARD and REDUCE_GRAD run on a lane of their stage's own, one at a time in the
-    order in which they are started; the stage goes on at once. F, B and BW wait for
-    the last UNSHARD of their chunk, REDUCE_WAIT for its last REDUCE_GRAD.
+    A job starts when its stage has come to it, its lanes are free, and all that it
+    reads and awaits is there (`zbpp.core.jobs.KINDS`). It occupies its lanes until it
+    ends. So an UNSHARD, which occupies the network alone, goes on beside the next jobs
+    of its stage. A value that goes from stage to stage is there after its message.
 
     Args:
         times: of the jobs.
@@ -55,45 +67,50 @@ class Clock:
         self._placement = times.placement
         self._n_chunks = self._placement.n_chunks
         self._written: dict[Value, float] = {}
+        self._states: dict[tuple[State, int], float] = {}
         self._gradients_due = self._n_chunks * n_microbatches
         self._last_gradient = 0.0
-        self._gathered: dict[int, float] = {}
-        self._reduced: dict[int, float] = {}
         starts = [0.0] * self._placement.n_stages
         self._known = starts if known is None else list(known)
         self.free = list(starts if free is None else free)
         """End of the last job of each stage."""
-        self._lane = [0.0] * self._placement.n_stages
+        self._lanes: dict[Lane, list[float]] = {lane: list(starts) for lane in Lane}
+        self._lanes[Lane.COMPUTE] = self.free
 
     def arrival(self, job: Job) -> float | None:
         """Time at which all inputs of a job are there; None if one is not computed."""
-        if not isinstance(job, Pass):
-            return self._arrival_of_other(job)
-        is_w = job.kind is PassKind.W
-        arrival = 0.0 if is_w else self._gathered.get(job.chunk, 0.0)
-        for value in reads(job, self._n_chunks):
-            written = self._written.get(value)
-            if written is None:
-                return None
-            arrival = max(arrival, written + self._times.delay(value.chunk, job.chunk))
+        arrival = 0.0
+        for part in parts_of(job):
+            for state in kind_of(part).awaits:
+                set_at = self._set_at(state, place_of(part))
+                if set_at is None:
+                    return None
+                arrival = max(arrival, set_at)
+        for part in passes_in(job):
+            for value in reads(part, self._n_chunks):
+                written = self._written.get(value)
+                if written is None:
+                    return None
+                delay = self._times.delay(value.chunk, part.chunk)
+                arrival = max(arrival, written + delay)
         return arrival
 
-    def _arrival_of_other(self, job: Step | Check | Collective) -> float | None:
-        match job:
-            case Step():
-                return self._last_gradient if self._gradients_due == 0 else None
-            case Check():
-                return self._known[job.stage]
-            case Collective(CollectiveKind.REDUCE_WAIT):
-                return self._reduced.get(job.chunk, 0.0)
-            case Collective(CollectiveKind.RESHARD):
-                return 0.0
-        return self._lane[self.stage(job)]
+    def _set_at(self, state: State, place: int) -> float | None:
+        """Time at which a state of a chunk or stage is there; None: not yet known."""
+        if state is State.ALL_GRADIENTS:
+            return self._last_gradient if self._gradients_due == 0 else None
+        if state is State.VERDICT:
+            return self._known[place]
+        return self._states.get((state, place), 0.0)
 
     def start(self, job: Job) -> float | None:
         """Time at which a job can start; None if an input is not computed."""
         arrival = self.arrival(job)
-        return None if arrival is None else max(arrival, self.free[self.stage(job)])
+        if arrival is None:
+            return None
+        stage = self.stage(job)
+        lanes = kind_of(job).lanes
+        return max(arrival, self.free[stage], *(self._lanes[x][stage] for x in lanes))
 
     def run(self, job: Job) -> Slot | None:
         """Append a job to its stage at the earliest time; None if it cannot start."""
@@ -101,38 +118,22 @@ class Clock:
         if start is None:
             return None
         end = start + self._times.of(job)
-        if isinstance(job, Collective):
-            self._run_collective(job, end)
-            return Slot(job, start, end)
-        self.free[self.stage(job)] = end
-        if isinstance(job, Pass):
-            for value in writes(job, self._n_chunks):
+        for lane in kind_of(job).lanes:
+            self._lanes[lane][self.stage(job)] = end
+        for part in passes_in(job):
+            for value in writes(part, self._n_chunks):
                 self._written[value] = end
-            if job.kind in (PassKind.W, PassKind.BW):
-                self._gradients_due -= 1
+        for kind, place in ((kind_of(part), place_of(part)) for part in parts_of(job)):
+            if kind.sets is not None:
+                self._states[kind.sets, place] = end
+            self._gradients_due += kind.gradients_due
+            if kind.gradients_due < 0:
                 self._last_gradient = max(self._last_gradient, end)
         return Slot(job, start, end)
 
-    def _run_collective(self, job: Collective, end: float) -> None:
-        stage = self.stage(job)
-        match job.kind:
-            case CollectiveKind.UNSHARD:
-                self._lane[stage] = self._gathered[job.chunk] = end
-            case CollectiveKind.REDUCE_GRAD:
-                self._lane[stage] = self._reduced[job.chunk] = end
-                self._gradients_due += 1
-            case CollectiveKind.RESHARD:
-                self.free[stage] = end
-            case CollectiveKind.REDUCE_WAIT:
-                self.free[stage] = end
-                self._gradients_due -= 1
-                self._last_gradient = max(self._last_gradient, end)
-
     def stage(self, job: Job) -> int:
         """The stage that runs a job."""
-        if isinstance(job, Step | Check):
-            return job.stage
-        return self._placement.stage_of[job.chunk]
+        return stage_of(job, self._placement)
 
 
 def replay(
@@ -149,22 +150,24 @@ def replay(
     takes them out of the rows.
 
     ``free`` and ``known`` say what an earlier iteration has left (see `Clock`).
-
-    Every stage runs as far as it can, round after round, until none moves. The order
-    of these visits does not matter: a start depends only on the inputs' ends.
-
-    Where there are passes and Steps only, `quick_rows` gives the same, in time that
-    grows with the number of jobs alone.
     """
-    found = quick_rows(orders, times, n_microbatches=n_microbatches, free=free)
-    if found is not None:
-        return found
+    timed = _time_passes(orders, times, n_microbatches=n_microbatches, free=free)
+    if timed is not None:
+        with gc_paused():
+            return [
+                bulk_construct(Slot, len(starts), job=order, start=starts, end=ends)
+                for order, starts, ends in zip(orders, *timed, strict=True)
+            ]
     clock = Clock(times, n_microbatches=n_microbatches, free=free, known=known)
     return by_clock(orders, clock)
 
 
 def by_clock(orders: Sequence[Sequence[Job]], clock: Clock) -> list[list[Slot]]:
-    """Time any jobs as `replay` does."""
+    """Time any jobs.
+
+    Every stage runs as far as it can, round after round, until none moves. The order
+    of these visits does not matter: a start depends only on the inputs' ends.
+    """
     rows: list[list[Slot]] = [[] for _ in orders]
     moved = True
     while moved:
@@ -187,13 +190,15 @@ def off_lane(
     RESHARD and REDUCE_WAIT take no time of their own, and are left out of both. Without
     collectives there are no lanes.
     """
+    kinds = {slot.job.kind for row in rows for slot in row}
+    if not any(KINDS[kind].scope is Scope.CHUNK for kind in kinds):
+        return tuple(map(tuple, rows)), ()
     kept = tuple(
-        tuple(slot for slot in row if not isinstance(slot.job, Collective))
+        tuple(slot for slot in row if kind_of(slot.job).scope is not Scope.CHUNK)
         for row in rows
     )
     lanes = tuple(
-        tuple(s for s in row if isinstance(s.job, Collective) and s.job.goes_on)
-        for row in rows
+        tuple(slot for slot in row if kind_of(slot.job).is_async) for row in rows
     )
     return kept, lanes if any(lanes) else ()
 
@@ -207,6 +212,161 @@ def step_behind_barrier(
     Then each stage steps, and starts the next iteration: one iteration tells the time
     of all.
     """
-    passes = [[job for job in order if isinstance(job, Pass)] for order in orders]
+    passes = [[job for job in order if passes_in(job)] for order in orders]
     rows = replay(passes, times, n_microbatches=n_microbatches, free=times.optimizer)
     return max(row[-1].end for row in rows) + times.reduction
+
+
+def can_finish(
+    orders: Sequence[Sequence[Job]], placement: Placement, *, n_microbatches: int
+) -> bool:
+    """True if it is plain that no stages wait for one another; False: `replay` tells.
+
+    It is the rule without times, of F, B, W and BW: an F needs the F of the chunk
+    before, a B the B of the chunk after. Each order must hold each of its passes once,
+    F before B before W. Other jobs wait for none that another stage has yet to run.
+    """
+    forward, backward = (
+        [bytearray(n_microbatches) for _ in range(placement.n_chunks)] for _ in "FB"
+    )
+    given = bytes([1]) * n_microbatches  # the inputs, and the gradients of the losses
+    of_f, of_b = [given, *forward[:-1]], [*backward[1:], given]
+    neighbours = [_neighbours(placement, stage) for stage in range(placement.n_stages)]
+    f_kind, w_kind = PassKind.F, PassKind.W
+    due = [len(order) for order in orders]
+    done = [0] * placement.n_stages
+    to_try = list(range(placement.n_stages))[::-1]
+    while to_try:
+        stage = to_try.pop()
+        order, n_before = orders[stage], done[stage]
+        for column in range(n_before, due[stage]):
+            job = order[column]
+            if job.__class__ is not Pass:
+                if passes_in(job):
+                    return False
+                continue
+            kind, chunk, i = job.kind, job.chunk, job.microbatch
+            if kind is w_kind:
+                continue
+            if kind is f_kind:
+                if not of_f[chunk][i]:
+                    break
+                forward[chunk][i] = 1
+            else:
+                if not of_b[chunk][i]:
+                    break
+                backward[chunk][i] = 1
+        else:
+            column = due[stage]
+        if column > n_before:
+            done[stage] = column
+            to_try += neighbours[stage]
+    return done == due
+
+
+def _time_passes(
+    orders: Sequence[Sequence[Job]],
+    times: PassTimes,
+    *,
+    n_microbatches: int,
+    free: Sequence[float] | None = None,
+) -> tuple[list[list[float]], list[list[float]]] | None:
+    """Starts and ends of F, B, W and BW, with a Step at most at the end of an order.
+
+    Each job is looked at once, however the stages wait for one another: a stage is
+    visited again when one that it hears from has gone on. None if there are other jobs,
+    or passes of other micro-batches or stages.
+
+    It is one loop of local names, as a plan has millions of jobs.
+    """
+    placement, n_chunks = times.placement, times.placement.n_chunks
+    last, hops, due = n_chunks - 1, times.hops, n_chunks * n_microbatches
+    nothing: list[float | None] = [None] * n_microbatches
+    forward = [list(nothing) for _ in range(n_chunks)]  # ends
+    gradient = [list(nothing) for _ in range(n_chunks)]
+    deferred = [bytearray(n_microbatches) for _ in range(n_chunks)]
+    took_f, took_b, took_w, took_bw = (
+        [times.of_pass(kind, c) for c in range(n_chunks)] for kind in PassKind
+    )
+    neighbours = [_neighbours(placement, stage) for stage in range(placement.n_stages)]
+    starts: list[list[float]] = [[] for _ in orders]
+    ends: list[list[float]] = [[] for _ in orders]
+    busy = [0.0] * placement.n_stages if free is None else list(free)
+    f_kind, w_kind, b_kind = PassKind.F, PassKind.W, PassKind.B
+    last_gradient = 0.0
+    to_try = list(range(placement.n_stages))[::-1]
+    while to_try:
+        stage = to_try.pop()
+        order, now = orders[stage], busy[stage]
+        begun, ended = starts[stage], ends[stage]
+        own = placement.chunks_of[stage]
+        n_before, n_due, gradients_end = len(begun), due, 0.0
+        for column in range(n_before, len(order)):
+            job = order[column]
+            if job.__class__ is not Pass:
+                if job == Step(stage) and column == len(order) - 1:
+                    break
+                return None
+            kind, chunk, i = job.kind, job.chunk, job.microbatch
+            if not 0 <= i < n_microbatches or chunk not in own:
+                return None
+            if kind is f_kind:
+                if chunk:
+                    arrival = forward[chunk - 1][i]
+                    if arrival is None:
+                        break
+                    arrival += hops[chunk - 1]
+                    if arrival > now:
+                        now = arrival
+                begun.append(now)
+                now += took_f[chunk]
+                forward[chunk][i] = now
+            elif kind is w_kind:
+                if not deferred[chunk][i]:
+                    break
+                begun.append(now)
+                now += took_w[chunk]
+                due -= 1
+                gradients_end = now
+            else:
+                if forward[chunk][i] is None:
+                    break
+                if chunk != last:
+                    arrival = gradient[chunk + 1][i]
+                    if arrival is None:
+                        break
+                    arrival += hops[chunk]
+                    if arrival > now:
+                        now = arrival
+                begun.append(now)
+                if kind is b_kind:
+                    now += took_b[chunk]
+                    deferred[chunk][i] = 1
+                else:
+                    now += took_bw[chunk]
+                    due -= 1
+                    gradients_end = now
+                gradient[chunk][i] = now
+            ended.append(now)
+        if len(begun) > n_before:
+            busy[stage] = now
+            to_try += neighbours[stage]
+        if due < n_due:
+            last_gradient = max(last_gradient, gradients_end)
+    if due == 0:
+        for stage, (order, begun) in enumerate(zip(orders, starts, strict=True)):
+            if len(begun) == len(order) - 1 and isinstance(order[-1], Step):
+                start = max(busy[stage], last_gradient)
+                begun.append(start)
+                ends[stage].append(start + times.optimizer[stage])
+    return starts, ends
+
+
+def _neighbours(placement: Placement, stage: int) -> list[int]:
+    """List the stages that a stage sends to."""
+    found = set()
+    for chunk in placement.chunks_of[stage]:
+        for other in (chunk - 1, chunk + 1):
+            if 0 <= other < placement.n_chunks:
+                found.add(placement.stage_of[other])
+    return sorted(found - {stage})

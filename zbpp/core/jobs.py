@@ -1,4 +1,4 @@
-"""The jobs of a stage, and the values that each pass reads and writes.
+"""The kinds of jobs, as rows of one table, and the values that jobs hand on.
 
 A model is cut into chunks 0, 1, 2, ... in forward order. On one micro-batch:
 
@@ -18,32 +18,47 @@ Where several processes hold the same stage (data parallelism), they gather para
 and add up gradients between the passes, by jobs of their own:
 
     0UNSHARD 0F0 .. 0B3 0RESHARD .. 0W3 0REDUCE_GRAD .. 0REDUCE_WAIT O
+
+`KINDS` says all that the other rooms ask about a kind: how it is written, what it
+reads and writes, what it costs and holds, and which lane of its stage it occupies. A
+new kind is a row there, and a class only if it is per something new.
 """
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from itertools import repeat
-from typing import TypeVar, assert_never
+from typing import ClassVar
+
+from zbpp.core.placement import Placement
 
 __all__ = [
+    "KINDS",
     "Check",
     "Collective",
     "CollectiveKind",
     "Job",
+    "JobKind",
+    "Kind",
+    "Lane",
     "Pass",
     "PassKind",
+    "Scope",
+    "StageKind",
+    "State",
     "Step",
     "Value",
     "What",
     "input_of",
-    "many",
+    "kind_of",
     "output_of",
+    "parts_of",
     "passes",
+    "passes_in",
+    "place_of",
     "reader",
     "reads",
+    "stage_of",
     "writes",
 ]
 
@@ -59,6 +74,236 @@ class PassKind(StrEnum):
     """Gradient with respect to the chunk's weights."""
     BW = "BW"
     """B and W in one call: the input gradient leaves only when W is done too."""
+
+
+class CollectiveKind(StrEnum):
+    """Work of the processes that hold the same chunk, in torch's words."""
+
+    UNSHARD = "UNSHARD"
+    """Start to gather the chunk's parameters; F, B and BW need them, W does not."""
+    RESHARD = "RESHARD"
+    """Free the gathered parameters."""
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """Start to add up the chunk's gradients (all-reduce or reduce-scatter)."""
+    REDUCE_WAIT = "REDUCE_WAIT"
+    """Wait for that sum; torch has no job for it."""
+
+
+class StageKind(StrEnum):
+    """Work of the optimizer, for all chunks of a stage at once."""
+
+    STEP = "O"
+    """The optimizer step."""
+    CHECK = "V"
+    """The validation of the step of the iteration before."""
+
+
+Kind = PassKind | CollectiveKind | StageKind
+
+
+class Scope(StrEnum):
+    """What there is one job of a kind for."""
+
+    MICROBATCH = "micro-batch"
+    """Each micro-batch on each chunk: ``3BW7``."""
+    CHUNK = "chunk"
+    """Each chunk, any number of times: ``3UNSHARD``."""
+    STAGE = "stage"
+    """Each stage: ``O``."""
+
+
+class Lane(StrEnum):
+    """What a job occupies on its stage: one job at a time on each."""
+
+    COMPUTE = "compute"
+    NETWORK = "network"
+
+
+class What(StrEnum):
+    """The four arrows of the picture above."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    SAVED = "saved"
+    DEFERRED = "deferred"
+
+
+_TO_READER = {What.ACTIVATION: 1, What.GRADIENT: -1, What.SAVED: 0, What.DEFERRED: 0}
+"""Chunks from the one that writes a value to the one that reads it."""
+
+
+class State(StrEnum):
+    """What jobs wait for that is no value of a micro-batch."""
+
+    PARAMETERS = "parameters"
+    """Those of the chunk are gathered: the last UNSHARD, if there is one, has ended."""
+    SUM = "sum"
+    """The gradients of the chunk are added up: its last REDUCE_GRAD has ended."""
+    ALL_GRADIENTS = "all gradients"
+    """The last weight gradient of every stage is there, and added up."""
+    VERDICT = "verdict"
+    """What the iteration before has summed up over the stages."""
+
+
+@dataclass(frozen=True)
+class JobKind:
+    """A kind of job: a row of `KINDS`.
+
+    Args:
+        text: of the kind; a job has its chunk before it, and its micro-batch behind.
+        scope: what there is one job for.
+        summary: a line for people.
+        work: those of F, B and W that it does for its micro-batch.
+        reads: values that it needs before it starts.
+        writes: values that are there when it ends.
+        awaits: states that it needs before it starts.
+        sets: the state that is there when it ends.
+        lanes: what it occupies until it ends. Where compute is not one of them it only
+            starts something: the stage goes on at once, and what awaits the state that
+            it sets waits for its end.
+        gradients_due: what it adds to the gradients that a Step waits for.
+        times: columns of `PassTimes` whose sum is its time.
+        keeps: columns of `ChunkMemory` with the sign by which it changes the memory
+            that is held behind it.
+        peak: column of `ChunkMemory` with the most that it holds while it runs, above
+            what is held before; None: nothing.
+        torch: text of the same in torch's CSV files; None: torch has none like it.
+        colour: in pictures, of those by Okabe and Ito, which people with any colour
+            vision can tell apart; None: it takes no time.
+    """
+
+    text: str
+    scope: Scope
+    summary: str
+    work: tuple[PassKind, ...] = ()
+    reads: tuple[What, ...] = ()
+    writes: tuple[What, ...] = ()
+    awaits: tuple[State, ...] = ()
+    sets: State | None = None
+    lanes: tuple[Lane, ...] = (Lane.COMPUTE,)
+    gradients_due: int = 0
+    times: tuple[str, ...] = ()
+    keeps: tuple[tuple[str, int], ...] = ()
+    peak: str | None = None
+    torch: str | None = None
+    colour: str | None = None
+
+    @property
+    def is_async(self) -> bool:
+        """True if it goes on while its stage runs the next job."""
+        return Lane.COMPUTE not in self.lanes
+
+
+_F, _B, _W, _BW = PassKind
+_UNSHARD, _RESHARD, _REDUCE_GRAD, _REDUCE_WAIT = CollectiveKind
+
+KINDS: Mapping[Kind, JobKind] = {
+    _F: JobKind(
+        "F",
+        Scope.MICROBATCH,
+        "forward",
+        work=(_F,),
+        reads=(What.ACTIVATION,),
+        writes=(What.SAVED, What.ACTIVATION),
+        awaits=(State.PARAMETERS,),
+        times=("f",),
+        keeps=(("m_b", 1),),
+        peak="peak_f",
+        torch="F",
+        colour="#0072B2",
+    ),
+    _B: JobKind(
+        "B",
+        Scope.MICROBATCH,
+        "input gradient",
+        work=(_B,),
+        reads=(What.SAVED, What.GRADIENT),
+        writes=(What.DEFERRED, What.GRADIENT),
+        awaits=(State.PARAMETERS,),
+        times=("b",),
+        keeps=(("m_w", 1), ("m_b", -1)),
+        peak="peak_b",
+        torch="I",
+        colour="#E69F00",
+    ),
+    _W: JobKind(
+        "W",
+        Scope.MICROBATCH,
+        "weight gradient",
+        work=(_W,),
+        reads=(What.DEFERRED,),
+        gradients_due=-1,
+        times=("w",),
+        keeps=(("m_w", -1),),
+        peak="peak_w",
+        torch="W",
+        colour="#009E73",
+    ),
+    _BW: JobKind(
+        "BW",
+        Scope.MICROBATCH,
+        "both gradients",
+        work=(_B, _W),
+        reads=(What.SAVED, What.GRADIENT),
+        writes=(What.GRADIENT,),
+        awaits=(State.PARAMETERS,),
+        gradients_due=-1,
+        times=("b", "w"),
+        keeps=(("m_b", -1),),
+        peak="peak_bw",
+        torch="B",
+        colour="#D55E00",
+    ),
+    _UNSHARD: JobKind(
+        "UNSHARD",
+        Scope.CHUNK,
+        "gathers parameters",
+        sets=State.PARAMETERS,
+        lanes=(Lane.NETWORK,),
+        times=("all_gather",),
+        torch="UNSHARD",
+        colour="#56B4E9",
+    ),
+    _RESHARD: JobKind(
+        "RESHARD", Scope.CHUNK, "free gathered parameters", torch="RESHARD"
+    ),
+    _REDUCE_GRAD: JobKind(
+        "REDUCE_GRAD",
+        Scope.CHUNK,
+        "adds gradients up",
+        sets=State.SUM,
+        lanes=(Lane.NETWORK,),
+        gradients_due=1,
+        times=("reduce_scatter",),
+        torch="REDUCE_GRAD",
+        colour="#8C6D31",
+    ),
+    _REDUCE_WAIT: JobKind(
+        "REDUCE_WAIT",
+        Scope.CHUNK,
+        "wait for the sum of gradients",
+        awaits=(State.SUM,),
+        gradients_due=-1,
+    ),
+    StageKind.STEP: JobKind(
+        "O",
+        Scope.STAGE,
+        "optimizer step",
+        awaits=(State.ALL_GRADIENTS,),
+        times=("optimizer",),
+        peak="peak_o",
+        colour="#F0E442",
+    ),
+    StageKind.CHECK: JobKind(
+        "V",
+        Scope.STAGE,
+        "validation of the last step",
+        awaits=(State.VERDICT,),
+        times=("validation",),
+        colour="#CC79A7",
+    ),
+}
+"""Every kind of job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,72 +322,9 @@ class Pass:
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
 
-_T = TypeVar("_T")
-
-
-def many(made_of: type[_T], n: int, /, **fields: Iterable[object]) -> list[_T]:
-    """Make n objects of a frozen dataclass with slots, in half the time of its calls.
-
-    Args:
-        made_of: the class.
-        n: their number.
-        fields: of each field a value for every object; further ones are not looked at.
-
-    >>> many(Step, 2, stage=[0, 1])
-    [Step(stage=0), Step(stage=1)]
-    """
-    made = list(map(object.__new__, repeat(made_of, n)))
-    for name, values in fields.items():
-        deque(map(vars(made_of)[name].__set__, made, values), maxlen=0)
-    return made
-
-
-def passes(kind: PassKind, chunk: int, n_microbatches: int) -> list[Pass]:
-    """Return a pass of each micro-batch.
-
-    >>> passes(PassKind.B, 3, 2) == [Pass(PassKind.B, 3, 0), Pass(PassKind.B, 3, 1)]
-    True
-    """
-    n = n_microbatches
-    return many(Pass, n, kind=repeat(kind), chunk=repeat(chunk), microbatch=range(n))
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The optimizer step of one stage, written ``O``."""
-
-    stage: int
-
-    def __str__(self) -> str:
-        return "O"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The validation of the previous iteration's step, written ``V``."""
-
-    stage: int
-
-    def __str__(self) -> str:
-        return "V"
-
-
-class CollectiveKind(StrEnum):
-    """Work of the processes that hold the same chunk, in torch's words."""
-
-    UNSHARD = "UNSHARD"
-    """Start to gather the chunk's parameters; F, B and BW need them, W does not."""
-    RESHARD = "RESHARD"
-    """Free the gathered parameters."""
-    REDUCE_GRAD = "REDUCE_GRAD"
-    """Start to add up the chunk's gradients (all-reduce or reduce-scatter)."""
-    REDUCE_WAIT = "REDUCE_WAIT"
-    """Wait for that sum; torch has no job for it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One such job of one chunk. UNSHARD and REDUCE_GRAD go on beside other jobs.
+    """One job of the processes that hold the same chunk.
 
     >>> str(Collective(CollectiveKind.UNSHARD, chunk=3))
     '3UNSHARD'
@@ -154,22 +336,70 @@ class Collective:
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}"
 
-    @property
-    def goes_on(self) -> bool:
-        """True if it only starts here, and goes on while other jobs run."""
-        return self.kind in (CollectiveKind.UNSHARD, CollectiveKind.REDUCE_GRAD)
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The optimizer step of one stage, written ``O``."""
+
+    stage: int
+    kind: ClassVar = StageKind.STEP
+
+    def __str__(self) -> str:
+        return "O"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The validation of the previous iteration's step, written ``V``."""
+
+    stage: int
+    kind: ClassVar = StageKind.CHECK
+
+    def __str__(self) -> str:
+        return "V"
 
 
 Job = Pass | Step | Check | Collective
 
 
-class What(StrEnum):
-    """The four arrows of the picture above."""
+def kind_of(job: Job) -> JobKind:
+    """The row of a job's kind."""
+    return KINDS[job.kind]
 
-    ACTIVATION = "activation"
-    GRADIENT = "gradient"
-    SAVED = "saved"
-    DEFERRED = "deferred"
+
+def place_of(job: Job) -> int:
+    """The chunk of a job, or its stage if it is one for all chunks of that."""
+    return job.stage if isinstance(job, Step | Check) else job.chunk
+
+
+def stage_of(job: Job, placement: Placement) -> int:
+    """The stage that runs a job."""
+    place = place_of(job)
+    is_stage = kind_of(job).scope is Scope.STAGE
+    return place if is_stage else placement.stage_of[place]
+
+
+def passes_in(job: object) -> tuple[Pass, ...]:
+    """The passes that a job, or an instruction, consists of; () if it computes none.
+
+    >>> passes_in(Pass(PassKind.F, 0, 0)), passes_in(Step(0))
+    ((Pass(kind=<PassKind.F: 'F'>, chunk=0, microbatch=0),), ())
+    """
+    return (job,) if isinstance(job, Pass) else ()
+
+
+def parts_of(job: Job) -> tuple[Job, ...]:
+    """The jobs that run at the same time in a job: what it computes, or itself."""
+    return passes_in(job) or (job,)
+
+
+def passes(kind: PassKind, chunk: int, n_microbatches: int) -> list[Pass]:
+    """Return a pass of each micro-batch.
+
+    >>> passes(PassKind.B, 3, 2) == [Pass(PassKind.B, 3, 0), Pass(PassKind.B, 3, 1)]
+    True
+    """
+    return [Pass(kind, chunk, i) for i in range(n_microbatches)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,65 +414,41 @@ class Value:
         return f"{self.what} of chunk {self.chunk}, micro-batch {self.microbatch}"
 
 
-def input_of(job: Pass, n_chunks: int) -> Value | None:
-    """Return the value that a pass takes from another chunk, None if there is none."""
-    chunk, kind = job.chunk, job.kind
-    if kind is PassKind.F:
-        return Value(What.ACTIVATION, chunk - 1, job.microbatch) if chunk > 0 else None
-    if kind is PassKind.W or chunk == n_chunks - 1:
-        return None
-    return Value(What.GRADIENT, chunk + 1, job.microbatch)
-
-
-def output_of(job: Pass, n_chunks: int) -> Value | None:
-    """Return the value that a pass has for another chunk, None if there is none."""
-    chunk, kind = job.chunk, job.kind
-    if kind is PassKind.F:
-        if chunk == n_chunks - 1:
-            return None
-        return Value(What.ACTIVATION, chunk, job.microbatch)
-    if kind is PassKind.W or chunk == 0:
-        return None
-    return Value(What.GRADIENT, chunk, job.microbatch)
-
-
 def reader(value: Value) -> int:
     """Return the chunk that reads a value: each value has one reader.
 
     >>> reader(Value(What.ACTIVATION, chunk=2, microbatch=0))
     3
     """
-    match value.what:
-        case What.ACTIVATION:
-            return value.chunk + 1
-        case What.GRADIENT:
-            return value.chunk - 1
-        case What.SAVED | What.DEFERRED:
-            return value.chunk
-        case _:
-            assert_never(value.what)
+    return value.chunk + _TO_READER[value.what]
 
 
 @lru_cache(maxsize=2**16)  # planners replay the same passes over and over
 def reads(job: Pass, n_chunks: int) -> tuple[Value, ...]:
     """List the values that a pass needs before it can start."""
-    if job.kind is PassKind.W:
-        return (Value(What.DEFERRED, job.chunk, job.microbatch),)
-    value = input_of(job, n_chunks)
-    if job.kind is PassKind.F:
-        return () if value is None else (value,)
-    saved = Value(What.SAVED, job.chunk, job.microbatch)
-    return (saved,) if value is None else (saved, value)
+    producers = [(what, job.chunk - _TO_READER[what]) for what in KINDS[job.kind].reads]
+    return tuple(
+        Value(what, chunk, job.microbatch)
+        for what, chunk in producers
+        if 0 <= chunk < n_chunks
+    )
 
 
 @lru_cache(maxsize=2**16)
 def writes(job: Pass, n_chunks: int) -> tuple[Value, ...]:
     """List the values that a pass makes available when it ends."""
-    if job.kind is PassKind.W:
-        return ()
-    value = output_of(job, n_chunks)
-    if job.kind is PassKind.BW:
-        return () if value is None else (value,)
-    what = What.SAVED if job.kind is PassKind.F else What.DEFERRED
-    kept = Value(what, job.chunk, job.microbatch)
-    return (kept,) if value is None else (kept, value)
+    return tuple(
+        Value(what, job.chunk, job.microbatch)
+        for what in KINDS[job.kind].writes
+        if 0 <= job.chunk + _TO_READER[what] < n_chunks
+    )
+
+
+def input_of(job: Pass, n_chunks: int) -> Value | None:
+    """Return the value that a pass takes from another chunk, None if there is none."""
+    return next((v for v in reads(job, n_chunks) if v.chunk != job.chunk), None)
+
+
+def output_of(job: Pass, n_chunks: int) -> Value | None:
+    """Return the value that a pass has for another chunk, None if there is none."""
+    return next((v for v in writes(job, n_chunks) if reader(v) != v.chunk), None)

@@ -11,7 +11,7 @@ from statistics import fmean, quantiles
 
 from zbpp.core.costs import Costs
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Pass, PassKind
+from zbpp.core.jobs import KINDS, Pass, PassKind
 from zbpp.core.timeline import Timeline
 
 __all__ = ["measured_costs", "not_told_apart", "robust_mean"]
@@ -59,14 +59,16 @@ def measured_costs(
             for slot in row:
                 if isinstance(slot.job, Pass):
                     seconds[slot.job.kind, slot.job.chunk].append(slot.duration)
-    if any(kind is PassKind.BW for kind, _ in seconds):
+    if any(len(KINDS[kind].work) > 1 for kind, _ in seconds):
         raise RequestError(not_told_apart(timelines[0].name))
     n_chunks = timelines[0].placement.n_chunks
     f, b, w = (
         tuple(round(_MS * robust_mean(seconds[kind, i]), 6) for i in range(n_chunks))
         for kind in (PassKind.F, PassKind.B, PassKind.W)
     )
-    return Costs(f, b, w, splits=None if splits is None else tuple(splits))
+    return Costs(
+        f, b, w, splits=None if splits is None else tuple(splits), time_unit="ms"
+    )
 
 
 def not_told_apart(name: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from zbpp.core.costs import ChunkMemory
-from zbpp.core.jobs import Job, Pass, PassKind
+from zbpp.core.jobs import Job, Pass
 
 __all__ = ["held_during", "peaks"]
 
@@ -20,15 +20,12 @@ def held_during(
     """
     held = memory.fixed[stage]
     during = []
-    known: dict[tuple[PassKind, int], tuple[float, float]] = {}
+    looked_up: dict[object, tuple[float, float]] = {}
     for job in order:
-        if not isinstance(job, Pass):
-            during.append(held + memory.peak(job))
-            continue
-        key = job.kind, job.chunk
-        if key not in known:
-            known[key] = memory.peak(job), memory.change(*key)
-        peak, change = known[key]
+        key = (job.kind, job.chunk) if isinstance(job, Pass) else job
+        if key not in looked_up:
+            looked_up[key] = memory.peak(job), memory.change(job)
+        peak, change = looked_up[key]
         during.append(held + peak)
         held += change
     return during

@@ -7,7 +7,7 @@ a `Schedule` recomputes makes B longer, and changes what the passes hold.
 from dataclasses import replace
 
 from zbpp.core.costs import Costs, LayerCosts, MemoryModel
-from zbpp.core.costs.chunk_layers import chunk_layers
+from zbpp.core.costs.layers import chunk_layers
 from zbpp.core.errors import RequestError
 from zbpp.core.schedule import Schedule
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from zbpp.core.costs import MemoryModel
-from zbpp.core.jobs import Check, Job, Pass, PassKind
+from zbpp.core.jobs import Check, Job, PassKind, passes_in
 from zbpp.core.placement import Placement
 from zbpp.core.validation import Recompute, check_layers, validate
 
@@ -71,7 +71,8 @@ class Schedule:
     def runs(self, kind: PassKind) -> bool:
         """True if there is a pass of this kind."""
         return any(
-            isinstance(job, Pass) and job.kind is kind
+            part.kind is kind
             for order in self.orders
             for job in order
+            for part in passes_in(job)
         )

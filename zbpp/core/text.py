@@ -5,15 +5,40 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Check, Collective, CollectiveKind, Job, Pass, PassKind, Step
+from zbpp.core.jobs import (
+    KINDS,
+    Check,
+    Collective,
+    CollectiveKind,
+    Job,
+    Pass,
+    PassKind,
+    Scope,
+    StageKind,
+    Step,
+    kind_of,
+    place_of,
+)
 from zbpp.core.timeline import Slot, Timeline
 
 __all__ = ["draw", "format_job", "grid", "parse_job"]
 
-_PASS = re.compile(r"(0|[1-9][0-9]{0,8})(F|BW|B|W)(0|[1-9][0-9]{0,8})")
-_COLLECTIVE = re.compile(rf"(0|[1-9][0-9]{{0,8}})({'|'.join(CollectiveKind)})")
 _MOST_CELLS = 10**7
 _CONTEXT = 6  # columns shown on each side of a marked one
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+
+
+def _texts(scope: Scope) -> str:
+    return "|".join(row.text for row in KINDS.values() if row.scope is scope)
+
+
+_PASSES, _OF_CHUNKS = _texts(Scope.MICROBATCH), _texts(Scope.CHUNK)
+_PASS = re.compile(f"{_NUMBER}({_PASSES}){_NUMBER}")
+_OF_CHUNK = re.compile(f"{_NUMBER}({_OF_CHUNKS})")
+_OF_STAGES: dict[StageKind, type[Step | Check]] = {
+    StageKind.STEP: Step,
+    StageKind.CHECK: Check,
+}
 
 
 def parse_job(text: object, *, stage: int) -> Job:
@@ -25,21 +50,19 @@ def parse_job(text: object, *, stage: int) -> Job:
     Raises:
         RequestError: the text names no job.
     """
-    if text == "O":
-        return Step(stage)
-    if text == "V":
-        return Check(stage)
-    match = _PASS.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        found = _COLLECTIVE.fullmatch(text) if isinstance(text, str) else None
-        if found is not None:
-            return Collective(CollectiveKind(found[2]), int(found[1]))
-        raise RequestError(
-            f"{text!r} is not a job; write <chunk><F|B|W|BW><micro-batch> such as "
-            "3BW7, O (optimizer step), V (post-validation), or "
-            f"<chunk><{'|'.join(CollectiveKind)}>"
-        )
-    return Pass(PassKind(match[2]), int(match[1]), int(match[3]))
+    word = text if isinstance(text, str) else ""
+    if match := _PASS.fullmatch(word):
+        return Pass(PassKind(match[2]), int(match[1]), int(match[3]))
+    if match := _OF_CHUNK.fullmatch(word):
+        return Collective(CollectiveKind(match[2]), int(match[1]))
+    for kind, job_of in _OF_STAGES.items():
+        if word == kind:
+            return job_of(stage)
+    of_stages = ", ".join(f"{kind} ({KINDS[kind].summary})" for kind in StageKind)
+    raise RequestError(
+        f"{text!r} is not a job; write <chunk><{_PASSES}><micro-batch> such as 3BW7, "
+        f"{of_stages}, or <chunk><{_OF_CHUNKS}>"
+    )
 
 
 def format_job(job: Job, *, with_chunk: bool = True) -> str:
@@ -141,6 +164,6 @@ def _cells(
 
 
 def _name(job: Job, *, with_chunk: bool) -> str:
-    if isinstance(job, Collective):
-        return f"{job.kind[0]}{job.chunk}"
+    if kind_of(job).is_async:
+        return f"{job.kind[0]}{place_of(job)}"
     return format_job(job, with_chunk=with_chunk)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zbpp.core.jobs import Job, Pass, PassKind
+from zbpp.core.jobs import Job, output_of, passes_in, reader
 from zbpp.core.placement import Placement
 
 __all__ = ["Slot", "Timeline", "extent", "longest_span", "pass_span", "sending_time"]
@@ -46,7 +46,7 @@ class Timeline:
 
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""
-        return [slot for slot in self.rows[stage] if isinstance(slot.job, Pass)]
+        return [slot for slot in self.rows[stage] if passes_in(slot.job)]
 
     def sending_of(self, job: Job) -> float:
         """Time at the end of a job in which its stage sends and computes nothing."""
@@ -54,11 +54,11 @@ class Timeline:
 
 
 def sending_time(job: Job, sending: Sequence[float]) -> float:
-    """Time of a job's message on its own stage, of those per edge; none of W's."""
-    if not sending or not isinstance(job, Pass) or job.kind is PassKind.W:
+    """Time of a job's message on its own stage, of those per edge."""
+    if not sending:
         return 0.0
-    edge = job.chunk if job.kind is PassKind.F else job.chunk - 1
-    return sending[edge] if 0 <= edge < len(sending) else 0.0
+    outputs = [output_of(part, len(sending) + 1) for part in passes_in(job)]
+    return sum(sending[min(v.chunk, reader(v))] for v in outputs if v is not None)
 
 
 def extent(slots: Iterable[Slot]) -> float:
@@ -71,7 +71,7 @@ def extent(slots: Iterable[Slot]) -> float:
 
 def pass_span(row: Iterable[Slot]) -> float:
     """Time from the start of a stage's first pass to the end of its last one."""
-    return extent(slot for slot in row if isinstance(slot.job, Pass))
+    return extent(slot for slot in row if passes_in(slot.job))
 
 
 def longest_span(rows: Sequence[Sequence[Slot]]) -> float:

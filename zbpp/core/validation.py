@@ -1,16 +1,31 @@
 """The rules of a schedule. Each is one linear scan; the first breach is reported."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from zbpp.core.amounts import format_memory
-from zbpp.core.clock import replay
-from zbpp.core.collectives.rules import collective_mistake, unequal_mistake
+from zbpp.core.clock import can_finish, replay
 from zbpp.core.costs import Costs, MemoryModel
 from zbpp.core.errors import RequestError, ScheduleError
-from zbpp.core.jobs import Check, Collective, Job, Pass, PassKind, Step
+from zbpp.core.jobs import (
+    KINDS,
+    Check,
+    Collective,
+    CollectiveKind,
+    Job,
+    Pass,
+    PassKind,
+    Scope,
+    State,
+    Step,
+    kind_of,
+    parts_of,
+    passes_in,
+    reads,
+    stage_of,
+)
 from zbpp.core.memory import held_during
 from zbpp.core.placement import Placement
-from zbpp.core.quick import can_finish, is_plain
 from zbpp.core.text import grid
 
 __all__ = ["Recompute", "check_layers", "mistake", "validate"]
@@ -18,7 +33,8 @@ __all__ = ["Recompute", "check_layers", "mistake", "validate"]
 Orders = Sequence[Sequence[Job]]
 Recompute = bool | tuple[int, ...]
 """All layers of a chunk, none, or these, counted from 0 in the chunk."""
-F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+F, B, W, BW = PassKind
+UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_WAIT = CollectiveKind
 
 
 def mistake(
@@ -52,33 +68,77 @@ def validate(
         )
     all_plain = True
     for stage, order in enumerate(orders):
-        if is_plain(order, placement, stage, n_microbatches=n_microbatches):
+        if _is_plain(order, placement, stage, n_microbatches=n_microbatches):
             continue
         all_plain = False
         seen: dict[Job, int] = {}
         for column, job in enumerate(order):
-            reason = (
-                _misplaced(job, placement, n_microbatches, stage)
-                or _repeated(job, seen)
-                or _untimely(job, seen, stage)
-            )
-            if reason:
-                raise mistake(orders, stage, column, reason)
-            seen[job] = column
+            parts = parts_of(job)
+            for part in parts:
+                reason = (
+                    _misplaced(part, placement, n_microbatches, stage)
+                    or _repeated(part, seen)
+                    or _untimely(part, seen, placement)
+                )
+                if reason:
+                    raise mistake(orders, stage, column, reason)
+            seen |= dict.fromkeys(parts, column)
         reason = _missing(seen, placement, n_microbatches, stage)
         if reason:
             raise mistake(orders, stage, len(order), reason)
-        found = collective_mistake(order)
-        if found:
-            raise mistake(orders, stage, *found)
-    unequal = None if all_plain else unequal_mistake(orders, placement)
-    if unequal:
-        stage, reason = unequal
-        raise mistake(orders, stage, len(orders[stage]), reason)
+        breach = _collective_breach(order)
+        if breach:
+            column, reason = breach
+            raise mistake(orders, stage, column, reason)
+    if not all_plain:
+        _check_equal_collectives(orders, placement)
     _check_steps(orders)
     _check_progress(orders, placement, n_microbatches)
     if memory is not None:
         _check_memory(orders, placement, memory)
+
+
+_WORK = (F, B, W)  # in the order in which it is done for each micro-batch
+
+
+def _before_and_after(kind: PassKind) -> tuple[int, int]:
+    """The work done for a micro-batch around a pass: one bit each of F, B and W."""
+    bits = [1 << _WORK.index(work) for work in KINDS[kind].work]
+    return bits[0] - 1, bits[0] - 1 + sum(bits)
+
+
+_DONE = {kind: _before_and_after(kind) for kind in PassKind}
+_ALL_DONE = 7
+
+
+def _is_plain(
+    order: Sequence[Job], placement: Placement, stage: int, *, n_microbatches: int
+) -> bool:
+    """True if a stage does each pass once, F before B before W, then at most a Step.
+
+    A quick look at orders of millions of jobs, one byte for each micro-batch of each
+    chunk. All others are looked at job by job, to find the mistake and to explain it.
+    """
+    n_passes = len(order)
+    if order and order[-1] == Step(stage):
+        n_passes -= 1
+    chunks = placement.chunks_of[stage]
+    if n_passes < 2 * n_microbatches * len(chunks):  # F and BW: not all are there
+        return False
+    states = {chunk: bytearray(n_microbatches) for chunk in chunks}
+    n_finished = 0
+    for column in range(n_passes):
+        job = order[column]
+        if job.__class__ is not Pass:
+            return False
+        state = states.get(job.chunk)
+        before, after = _DONE[job.kind]
+        i = job.microbatch
+        if state is None or not 0 <= i < n_microbatches or state[i] != before:
+            return False
+        state[i] = after
+        n_finished += after == _ALL_DONE
+    return n_finished == n_microbatches * len(states)
 
 
 def _misplaced(
@@ -93,7 +153,7 @@ def _misplaced(
         return f"{job}: the chunks are 0 to {placement.n_chunks - 1}"
     if isinstance(job, Pass) and not 0 <= job.microbatch < n_microbatches:
         return f"{job}: the micro-batches are 0 to {n_microbatches - 1}"
-    home = placement.stage_of[job.chunk]
+    home = stage_of(job, placement)
     if home != stage:
         return (
             f"{job} stands on stage {stage}, but chunk {job.chunk} is on stage {home}; "
@@ -104,30 +164,39 @@ def _misplaced(
 
 def _repeated(job: Job, seen: dict[Job, int]) -> str | None:
     """Explain that the work of a job is done already; None if not."""
-    if isinstance(job, Collective):  # one may come once more: see its own rules
+    if kind_of(job).scope is Scope.CHUNK:  # it may come once more: see its own rules
         return None
-    same: list[Job] = [job]
+    doers: list[Job] = [job]
     if isinstance(job, Pass):
-        rivals = {BW: (B, W), B: (BW,), W: (BW,), F: ()}[job.kind]
-        same += [Pass(kind, job.chunk, job.microbatch) for kind in rivals]
-    for other in same:
-        if other in seen:
-            return f"{job} repeats {other} of column {seen[other]}; remove one"
+        work = set(kind_of(job).work)
+        doers += [
+            Pass(kind, job.chunk, job.microbatch)
+            for kind in PassKind
+            if work.intersection(KINDS[kind].work)
+        ]
+    for doer in doers:
+        if doer in seen:
+            return f"{job} repeats {doer} of column {seen[doer]}; remove one"
     return None
 
 
-def _untimely(job: Job, seen: dict[Job, int], stage: int) -> str | None:
+def _untimely(job: Job, seen: dict[Job, int], placement: Placement) -> str | None:
     """Explain that a job comes before its input, or after O; None if not."""
-    if Step(stage) in seen:
+    if Step(stage_of(job, placement)) in seen:
         return f"{job} comes after O; the optimizer step must be the last job"
     if isinstance(job, Check):
         if any(isinstance(other, Pass) and other.kind is not F for other in seen):
             return "V must come before the first backward pass of its stage"
         return None
-    if not isinstance(job, Pass) or job.kind is F:
+    if not isinstance(job, Pass):
         return None
-    needed = Pass(B if job.kind is W else F, job.chunk, job.microbatch)
-    return None if needed in seen else f"{job} comes before {needed}; swap them"
+    for value in reads(job, placement.n_chunks):
+        if value.chunk == job.chunk:
+            kind = next(kind for kind in PassKind if value.what in KINDS[kind].writes)
+            writer = Pass(kind, job.chunk, job.microbatch)
+            if writer not in seen:
+                return f"{job} comes before {writer}; swap them"
+    return None
 
 
 def _missing(
@@ -148,19 +217,122 @@ def _missing(
     return None
 
 
-def _check_steps(orders: Orders) -> None:
-    """All stages step, or none does (then the caller steps); Checks alike."""
-    found = [set(map(type, order)) for order in orders]
-    for kind in (Step, Check):
-        have = [kind in types for types in found]
-        if any(have) and not all(have):
-            stage = have.index(False)
-            name = kind(stage)
+@dataclass
+class _Chunk:
+    """State of a chunk along an order."""
+
+    is_sharded: bool
+    to_reduce: Pass | None = None
+    """Its last weight gradient that no REDUCE_GRAD has added up."""
+    is_reducing: bool = False
+
+
+def _collective_breach(order: Sequence[Job]) -> tuple[int, str] | None:
+    """Find the first breach of the rules of collectives; its column, and the reason.
+
+        0UNSHARD 0F0 0B0 0RESHARD 0W0 0REDUCE_GRAD .. 0REDUCE_WAIT O
+        |<-- F, B and BW in here -->|     after W |<--- before O --->|
+
+    All processes that hold a stage run the same order, so they start their collectives
+    in the same order too: what one waits for the others have started, or will.
+    """
+    jobs = [job for job in order if isinstance(job, Collective)]
+    if not jobs:
+        return None
+    gathered = {job.chunk for job in jobs if job.kind is UNSHARD}
+    reduces = any(job.kind in (REDUCE_GRAD, REDUCE_WAIT) for job in jobs)
+    chunks: dict[int, _Chunk] = {}
+    for column, job in enumerate(order):
+        reason = _unfinished(chunks) if isinstance(job, Step) and reduces else None
+        for part in passes_in(job):
+            chunk = chunks.setdefault(part.chunk, _Chunk(part.chunk in gathered))
+            reason = reason or _pass(part, chunk)
+        if isinstance(job, Collective):
+            chunk = chunks.setdefault(job.chunk, _Chunk(job.chunk in gathered))
+            reason = _collective(job, chunk)
+        if reason:
+            return column, reason
+    reason = _unfinished(chunks) if reduces else None
+    return (len(order), reason) if reason else None
+
+
+def _check_equal_collectives(orders: Orders, placement: Placement) -> None:
+    """All chunks have an UNSHARD, or none has; REDUCE_GRADs alike."""
+    for kind in (UNSHARD, REDUCE_GRAD):
+        have = {
+            job.chunk
+            for order in orders
+            for job in order
+            if isinstance(job, Collective) and job.kind is kind
+        }
+        lack = sorted(set(range(placement.n_chunks)) - have)
+        if have and lack:
+            stage = placement.stage_of[lack[0]]
             raise mistake(
                 orders,
                 stage,
                 len(orders[stage]),
-                f"{name} is missing, though stage {have.index(True)} has one",
+                f"{lack[0]}{kind} is missing, though chunk {min(have)} has one",
+            )
+
+
+def _pass(job: Pass, chunk: _Chunk) -> str | None:
+    """Note a pass; explain why it cannot run here."""
+    if W in kind_of(job).work:
+        chunk.to_reduce = job
+    if State.PARAMETERS not in kind_of(job).awaits or not chunk.is_sharded:
+        return None
+    return (
+        f"{job} needs the parameters of chunk {job.chunk}, which are sharded here; put "
+        f"{job.chunk}{UNSHARD} before it"
+    )
+
+
+def _collective(job: Collective, chunk: _Chunk) -> str | None:
+    """Note a collective; explain why it cannot run here."""
+    match job.kind:
+        case CollectiveKind.UNSHARD:
+            was_sharded, chunk.is_sharded = chunk.is_sharded, False
+            return None if was_sharded else f"{job}: chunk {job.chunk} is gathered here"
+        case CollectiveKind.RESHARD:
+            was_sharded, chunk.is_sharded = chunk.is_sharded, True
+            if not was_sharded:
+                return None
+            return f"{job}: chunk {job.chunk} is sharded here; remove one of both"
+        case CollectiveKind.REDUCE_GRAD:
+            if chunk.is_reducing:
+                return f"{job} comes before the {REDUCE_WAIT} of the one before"
+            if chunk.to_reduce is None:
+                return f"{job}: no W or BW of chunk {job.chunk} comes before it"
+            chunk.to_reduce, chunk.is_reducing = None, True
+            return None
+        case CollectiveKind.REDUCE_WAIT:
+            was_reducing, chunk.is_reducing = chunk.is_reducing, False
+            return None if was_reducing else f"{job}: no {job.chunk}{REDUCE_GRAD} runs"
+
+
+def _unfinished(chunks: dict[int, _Chunk]) -> str | None:
+    """Name what a chunk lacks at the end of its step; None if nothing."""
+    for number, chunk in sorted(chunks.items()):
+        if chunk.to_reduce is not None:
+            return f"{number}{REDUCE_GRAD} is missing after {chunk.to_reduce}"
+        if chunk.is_reducing:
+            return f"{number}{REDUCE_WAIT} is missing"
+    return None
+
+
+def _check_steps(orders: Orders) -> None:
+    """All stages step, or none does (then the caller steps); Checks alike."""
+    types_of = [set(map(type, order)) for order in orders]
+    for kind in (Step, Check):
+        have = [kind in types for types in types_of]
+        if any(have) and not all(have):
+            stage = have.index(False)
+            raise mistake(
+                orders,
+                stage,
+                len(orders[stage]),
+                f"{kind(stage)} is missing, though stage {have.index(True)} has one",
             )
 
 
@@ -168,22 +340,43 @@ def _check_progress(orders: Orders, placement: Placement, n_microbatches: int) -
     """No set of stages may wait for one another."""
     if can_finish(orders, placement, n_microbatches=n_microbatches):
         return
-    rows = replay(orders, Costs().on(placement), n_microbatches=n_microbatches)
+    passes = [[job for job in order if passes_in(job)] for order in orders]
+    rows = replay(passes, Costs().on(placement), n_microbatches=n_microbatches)
     stuck = [
         (stage, order[len(row)])
-        for stage, (order, row) in enumerate(zip(orders, rows, strict=True))
+        for stage, (order, row) in enumerate(zip(passes, rows, strict=True))
         if len(row) < len(order)
     ]
     if stuck:
         waits = ", ".join(f"stage {stage} waits at {job}" for stage, job in stuck)
-        stage = stuck[0][0]
+        stage, job = stuck[0]
         raise mistake(
             orders,
             stage,
-            len(rows[stage]),
+            orders[stage].index(job),
             f"deadlock: {waits}; no stage can go on. Is an F after its B, or do two "
             "stages exchange micro-batches in opposite orders?",
         )
+
+
+def _check_memory(orders: Orders, placement: Placement, model: MemoryModel) -> None:
+    """No stage may exceed its limit (with a margin for rounding)."""
+    memory = model.on(placement)
+    for stage, order in enumerate(orders):
+        limit = memory.limit[stage]
+        during = held_during(order, memory, stage=stage)
+        if max(during, default=0.0) <= limit:
+            continue
+        for column, held in enumerate(during):
+            if held > limit * (1 + 1e-9):
+                raise mistake(
+                    orders,
+                    stage,
+                    column,
+                    f"{order[column]} needs memory {format_memory(held, [limit])}, "
+                    f"over the limit {format_memory(limit, [held])} of stage {stage}; "
+                    "run a B or W first",
+                )
 
 
 def check_layers(
@@ -210,24 +403,4 @@ def check_layers(
                 raise RequestError(
                     f"recompute[{chunk}] names layer {layer} of a chunk of "
                     f"{'some' if most is None else most} layers, counted from 0"
-                )
-
-
-def _check_memory(orders: Orders, placement: Placement, model: MemoryModel) -> None:
-    """No stage may exceed its limit (with a margin for rounding)."""
-    memory = model.on(placement)
-    for stage, order in enumerate(orders):
-        limit = memory.limit[stage]
-        during = held_during(order, memory, stage=stage)
-        if max(during, default=0.0) <= limit:
-            continue
-        for column, held in enumerate(during):
-            if held > limit * (1 + 1e-9):
-                raise mistake(
-                    orders,
-                    stage,
-                    column,
-                    f"{order[column]} needs memory {format_memory(held, [limit])}, "
-                    f"over the limit {format_memory(limit, [held])} of stage {stage}; "
-                    "run a B or W first",
                 )

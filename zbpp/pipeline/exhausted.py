@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zbpp.core import MemoryModel, PassKind, Schedule, format_bytes, peaks
-from zbpp.core.costs.limits import is_in_bytes
+from zbpp.core.costs.units import is_in_bytes
 from zbpp.memory.api import most_that_fits
 from zbpp.modes.auto import promised_memory
 from zbpp.planning.resolve_layers import Chosen

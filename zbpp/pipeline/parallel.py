@@ -11,7 +11,7 @@ from zbpp.core import (
     RequestError,
     Schedule,
 )
-from zbpp.core.collectives.sharding import reduces_every
+from zbpp.core.sharding import reduces_every
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.schedules import add_collectives, lower

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
-from zbpp.core.collectives.sharding import Shard
+from zbpp.core.sharding import Shard
 from zbpp.models import layered_of
 from zbpp.models.given import Given, model_to_build
 from zbpp.modes import is_auto

@@ -15,8 +15,8 @@ from zbpp.core import (
     Schedule,
     Timeline,
 )
-from zbpp.core.collectives.sharding import Shard
 from zbpp.core.measured import not_told_apart
+from zbpp.core.sharding import Shard
 from zbpp.planning.resolve_layers import Chosen
 from zbpp.profiling.join import Profiled
 from zbpp.profiling.measure import measure

@@ -19,7 +19,7 @@ Whatever is in parts otherwise: parameters, gradients and optimizer state (ZeRO 
 from dataclasses import replace
 
 from zbpp.core import Costs, RequestError, Schedule
-from zbpp.core.collectives.sharding import SHARDS, Shard, gathers_once, reduces_every
+from zbpp.core.sharding import SHARDS, Shard, gathers_once, reduces_every
 from zbpp.schedules import add_collectives
 
 __all__ = [

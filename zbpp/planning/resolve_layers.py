@@ -16,7 +16,7 @@ from zbpp.core import (
     read_layers,
     recomputed,
 )
-from zbpp.core.costs.limits import check_unit, with_limit
+from zbpp.core.costs.units import check_unit, with_limit
 from zbpp.modes import is_auto, is_file
 from zbpp.planning.choose import choose
 from zbpp.planning.layer_plans import plan_layers

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import RequestError
-from zbpp.core.collectives.sharding import Shard
 from zbpp.core.costs.collectives import Link, fit_link
+from zbpp.core.sharding import Shard
 from zbpp.profiling.stopwatch import Stopwatch, spread
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from zbpp.core import LayerCosts, Pass, PassKind, Placement, Schedule
-from zbpp.core.collectives.sharding import Shard
+from zbpp.core.sharding import Shard
 from zbpp.profiling.collectives import CollectiveTimes
 from zbpp.profiling.links import Link, link_list
 from zbpp.profiling.profile import ChunkProfile, Profile
@@ -85,6 +85,7 @@ def join(
         delay=link_list(waited, placement.n_stages, "delay"),
         reduction=max(part["reduction"].mean for part in parts),
         validation=max(step["V"].mean for step in steps),
+        time_unit="ms",
         **_replica_link(part["collectives"] for part in parts),
     )
     return Profile(

@@ -99,7 +99,7 @@ def measure_links(
 def link_list(
     links: Mapping[tuple[int, int], Link], n_stages: int, name: str
 ) -> float | tuple[float, ...]:
-    """One figure of every link, as `zbpp.core.costs.links` lists them.
+    """One figure of every link, as `zbpp.core.costs.columns` lists them.
 
     A link that was not measured takes the median of those that were.
     """

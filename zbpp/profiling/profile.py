@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, format_bytes
-from zbpp.core.collectives.sharding import Shard
+from zbpp.core.sharding import Shard
 from zbpp.profiling.links import FASTEST, Link
 from zbpp.profiling.stopwatch import Spread
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from zbpp.core import RequestError, parse_memory
-from zbpp.core.collectives.sharding import Shard
+from zbpp.core.sharding import Shard
 
 __all__ = ["HF", "MemoryText", "RunOptions", "Train", "YesNoUnsaid"]
 

@@ -14,7 +14,7 @@ from zbpp.core import (
     read_costs,
     recomputed,
 )
-from zbpp.core.costs.limits import is_limit_in_bytes, with_limit
+from zbpp.core.costs.units import is_limit_in_bytes, with_limit
 from zbpp.core.measured import not_told_apart
 from zbpp.models.configs.text_model import TextModel
 from zbpp.modes import is_auto, is_file, plan

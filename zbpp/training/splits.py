@@ -8,7 +8,7 @@ from zbpp.core import (
     is_layers_file,
     read_layers,
 )
-from zbpp.core.costs.limits import with_limit
+from zbpp.core.costs.units import with_limit
 from zbpp.models.configs.text_model import TextModel
 from zbpp.planning.layer_plans import parse_split
 from zbpp.planning.recompute_plans import parse_recompute

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from zbpp.core import LayerCosts, Placement, RequestError
-from zbpp.core.costs.dealing import deal_limit
+from zbpp.core.costs.columns import per_stage
 
 __all__ = ["Loads", "even_split"]
 
@@ -82,7 +82,7 @@ class Loads:
             fixed=_sums(layers.of("m_fixed")),
             left=_sums(left),
             in_flight=tuple(in_flight or (1.0,) * placement.n_chunks),
-            limit=deal_limit(layers.limit, placement),
+            limit=per_stage(layers.limit, placement),
             placement=placement,
             each=n_microbatches * (layers.pass_f + layers.pass_b + layers.pass_w),
         )

@@ -34,8 +34,8 @@ from zbpp.core import (
     Step,
     lower_bound_on,
 )
+from zbpp.core.bulk import gc_paused
 from zbpp.core.jobs import passes
-from zbpp.core.quick import without_collection
 from zbpp.schedules.planner.limits import beyond, micro_batch
 
 __all__ = ["PlacementProblem", "Plan", "Row", "Rows"]
@@ -259,7 +259,7 @@ class PlacementProblem:
             )
             yield replace(self, memory=replace(self.memory, limit=limit))
 
-    @without_collection()
+    @gc_paused()
     def orders(self, rows: Rows) -> tuple[Order, ...]:
         """Write rows of numbers as passes, and let each stage step at its end."""
         return tuple(self._order(stage, row) for stage, row in enumerate(rows))

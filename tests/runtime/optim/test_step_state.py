@@ -2,16 +2,19 @@
 
 import logging
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from histories import ALWAYS, SPIKE, Event, Injector, batch, draw, make, run
 from moments import uncertain_sums
 from pool import Pool
 from small_model import assert_same, make_pipeline
 from small_model import batch as tokens
+from torch import Tensor
 
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience, SpeculationGate
@@ -147,6 +150,20 @@ def diagnose(
     raise AssertionError("the run went on")
 
 
+def diagnose_behind_a_slow_stage(event: Event) -> tuple[str, int]:
+    """Stage 1 still computes what it owes to stage 2 when that has read the sum."""
+    wait = torch.nn.Linear.forward
+
+    def slowly(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            time.sleep(0.02)
+        return wait(layer, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Linear, "forward", slowly)
+        return diagnose(None, "ZBV", True, event, 3)
+
+
 @pytest.mark.parametrize("mode", ["ZBH1", "ZBV", "1F1B"])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("n_skips", [1, 3])
@@ -168,7 +185,7 @@ def test_many_skips_end_with_the_place_of_the_first(
 @pytest.mark.dist
 def test_all_ranks_end_with_the_same_diagnosis(pool: Pool) -> None:
     event = Event(5, "linear.weight", 2, math.inf)
-    answers = pool.run(diagnose, 3, None, "ZBV", True, event, 3)
+    answers = pool.run(diagnose_behind_a_slow_stage, 3, event)
     assert len(set(answers)) == 1
     message, _ = answers[0]
     assert "on stage 2 in layers.5.linear.weight, micro-batch 2" in message

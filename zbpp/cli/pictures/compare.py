@@ -14,7 +14,7 @@ from zbpp.cli.flags import (
     shown_as,
 )
 from zbpp.cli.layers_report import comparison_of_splits
-from zbpp.cli.outputs import check_outputs, check_picture, write_text
+from zbpp.cli.outputs import check_outputs, check_picture
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
 from zbpp.cli.pictures.measured import Run, beside, print_runs, read_runs
 from zbpp.cli.pictures.meshes import MeshFlags
@@ -24,6 +24,7 @@ from zbpp.cli.summary import summarize
 from zbpp.core import RequestError
 from zbpp.modes import MODES, is_auto
 from zbpp.simulator import bubble_rate, plot_comparison, simulate
+from zbpp.simulator.output import write_file
 from zbpp.simulator.page import write_page
 
 __all__ = ["Compare"]
@@ -81,7 +82,7 @@ class Compare(MeshFlags):
                 if one.runs:
                     print_runs(one.runs)
         if self.csv is not None:
-            write_text(self.csv, csv_text(found))
+            write_file(self.csv, csv_text(found))
         if self.out is not None:
             self._draw(self.out, found)
         written = [path for path in (self.csv, self.out) if path is not None]

@@ -5,14 +5,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.pictures.several import paths_in
-from zbpp.core import Check, Costs, MemoryModel, Pass, RequestError, Schedule, Timeline
+from zbpp.core import (
+    Check,
+    Costs,
+    MemoryModel,
+    Pass,
+    RequestError,
+    Schedule,
+    Timeline,
+    passes_in,
+)
 from zbpp.core.timeline import extent
 from zbpp.simulator import read_trace, simulate, span, step_time
 from zbpp.simulator.page import PageEntry
+from zbpp.simulator.tables import Table
 
 __all__ = ["Run", "beside", "print_runs", "read_runs"]
 
@@ -129,20 +137,19 @@ def beside(
 
 def print_runs(runs: Sequence[Run]) -> None:
     """Print a table of runs."""
-    table = Table(title="measured", title_justify="left", caption_justify="left")
-    table.add_column("run", no_wrap=True)
-    for name in ("bubble (simulated)", "span (simulated)", "jobs", "ratio"):
-        table.add_column(name, justify="right")
-    table.add_column("error of times", justify="right")
-    table.add_column("of starts", justify="right")
-    table.caption = (
-        "simulated: the same order; jobs: their measured time over the simulated one, "
-        "and the mean error of a job's time and of its start"
+    table = Table(
+        [
+            *("run", "bubble (simulated)", "span (simulated)", "jobs", "ratio"),
+            *("error of times", "of starts"),
+        ],
+        title="measured",
+        caption="simulated: the same order; jobs: their measured time over the "
+        "simulated one, and the mean error of a job's time and of its start",
     )
     for run in runs:
         data = run.data()
         kinds = data["kinds"]
-        table.add_row(
+        table.add(
             run.name,
             _both(data, "bubble_rate", ".1%"),
             _both(data, "span", ".4g"),
@@ -152,7 +159,7 @@ def print_runs(runs: Sequence[Run]) -> None:
                 for name, form in _FIGURES.items()
             ),
         )
-    Terminal(highlight=False).print(table)
+    Terminal(highlight=False).print(table.for_terminal())
 
 
 def _both(data: dict[str, Any], name: str, form: str) -> str:
@@ -163,10 +170,10 @@ def _both(data: dict[str, Any], name: str, form: str) -> str:
 
 def _passes(order: Schedule | Timeline) -> list[list[Pass]]:
     if isinstance(order, Timeline):
-        return [
-            [one.job for one in row if isinstance(one.job, Pass)] for row in order.rows
-        ]
-    return [[job for job in row if isinstance(job, Pass)] for row in order.orders]
+        orders = [[slot.job for slot in row] for row in order.rows]
+    else:
+        orders = [list(row) for row in order.orders]
+    return [[part for job in row for part in passes_in(job)] for row in orders]
 
 
 def _order(run: Timeline) -> Schedule:

@@ -5,17 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from rich.table import Table
-
 from zbpp.cli.flags import CommonFlags, shown_as
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
 from zbpp.cli.user_model import load_model
 from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs
 from zbpp.core.costs import chunk_layers
-from zbpp.core.costs.limits import with_limit
+from zbpp.core.costs.units import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replica_costs import Network, network_of
+from zbpp.simulator.tables import Table
 from zbpp.training.options import MemoryText
 
 __all__ = ["MeshFlags"]
@@ -77,7 +76,8 @@ class MeshFlags(CommonFlags):
             print(json.dumps({"best": best.name, "meshes": [_data(m) for m in found]}))
             return
         title = f"{self.devices} devices, {n_microbatches} micro-batches, shard "
-        Terminal(highlight=False).print(_table(found, best, f"{title}{self.shard}"))
+        table = _table(found, best, f"{title}{self.shard}")
+        Terminal(highlight=False).print(table.for_terminal())
         for one in found:
             if one.plan is None:
                 print(f"{one.name}: {one.reason}")
@@ -176,19 +176,24 @@ class MeshFlags(CommonFlags):
 
 
 def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
     has_tp = any(one.tensor_parallel > 1 for one in found)
-    table.add_column("pp x dp x tp" if has_tp else "pp x dp", justify="center")
-    for name in ("m", "chunks", "step", "for replicas", "bubble"):
-        table.add_column(name, justify="right")
-    table.add_column("memory", justify="right")
-    table.add_column("")
+    table = Table(
+        [
+            "pp x dp x tp" if has_tp else "pp x dp",
+            *("m", "chunks", "step", "for replicas", "bubble", "memory", ""),
+        ],
+        title=title,
+        caption="pp: stages, dp: replicas, m: micro-batches of a replica\n"
+        + ("tp: devices that share a layer\n" if has_tp else "")
+        + "step: one among many; for replicas: what their collectives add\n"
+        "memory: of a device",
+    )
     known = [one.peak for one in found if one.plan is not None]
     for one in found:
         if one.plan is None:
-            table.add_row(_sizes(one, has_tp), *["-"] * 6, "", style="dim")
+            table.add(_sizes(one, has_tp), look="dim", note=one.reason)
             continue
-        table.add_row(
+        table.add(
             _sizes(one, has_tp),
             str(one.n_microbatches),
             str(one.plan.schedule.placement.n_chunks // one.n_stages),
@@ -197,14 +202,8 @@ def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
             f"{one.bubble:.2%}",
             short_memory(one.peak, known),
             "<- auto" if one is best else "",
-            style="bold" if one is best else None,
+            look="bold" if one is best else "",
         )
-    table.caption = (
-        "pp: stages, dp: replicas, m: micro-batches of a replica\n"
-        + ("tp: devices that share a layer\n" if has_tp else "")
-        + "step: one among many; for replicas: what their collectives add\n"
-        "memory: of a device"
-    )
     return table
 
 

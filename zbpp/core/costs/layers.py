@@ -13,31 +13,29 @@ then takes f longer, and its peak stands on m_b instead of m_r.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise, repeat
+from operator import add
 
-from zbpp.core.costs.dealing import (
-    MOST_LIMIT,
+from zbpp.core.costs.columns import (
+    Per,
     PerChunk,
+    check_columns,
     check_memory_unit,
-    check_numbers,
+    column,
+    columns_of,
+    edge_delays,
+    per_chunk,
 )
-from zbpp.core.costs.links import edge_delays
 from zbpp.core.costs.memory_model import MemoryModel
-from zbpp.core.costs.times import Costs
+from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
-__all__ = ["LayerCosts", "PerLayer"]
+__all__ = ["LayerCosts", "PerLayer", "chunk_layers"]
 
 PerLayer = float | tuple[float, ...]
 """Every layer's value, or one per layer."""
-
-_TIMES = ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
-_OF_LAYERS = (*_TIMES, "m_b", "m_w", "m_fixed", "peak_o", "parameters")
-_OF_CUTS = ("comm", "message", "send_occupies")
-_MAYBE_OF_LAYERS = ("peak_f", "peak_b", "peak_w", "m_r", "peak_r")
-_MEMORIES = ("m_b", "m_w", "m_fixed", "peak_o", "parameters", *_MAYBE_OF_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class LayerCosts:
         send_occupies: part of that for which the sender computes nothing, likewise.
         message: bytes of a message, likewise; they take message / bandwidth.
         bandwidth: bytes in a unit of time, of all links or as in
-            `zbpp.core.costs.links`; None: messages take ``comm`` alone.
+            `zbpp.core.costs.columns`; None: messages take ``comm`` alone.
         delay: of a link, on top of that; likewise.
         pass_f, pass_b, pass_w: time of every F, B and W of a chunk on top of its
             layers', so that many chunks a stage take longer than few.
@@ -63,6 +61,7 @@ class LayerCosts:
             memory, are in b, m_b, m_w and the peaks of the last layer.
         limit: memory of a stage, as in `MemoryModel`.
         memory_unit: as there.
+        time_unit: as in `Costs`.
         parameters: memory of the parameters, a part of m_fixed; so much, and as much of
             gradients, do replicas of a stage exchange.
         replica_bandwidth: bytes in a unit of time between replicas; None: bandwidth.
@@ -73,63 +72,44 @@ class LayerCosts:
     """
 
     n_layers: int
-    f: PerLayer = 1.0
-    b: PerLayer = 1.0
-    w: PerLayer = 1.0
-    optimizer: PerLayer = 0.0
-    m_b: PerLayer = 1.0
-    m_w: PerLayer = 0.5
-    m_fixed: PerLayer = 0.0
-    peak_f: PerLayer | None = None
-    peak_b: PerLayer | None = None
-    peak_w: PerLayer | None = None
-    peak_o: PerLayer = 0.0
-    m_r: PerLayer | None = None
-    peak_r: PerLayer | None = None
-    comm: PerLayer = 0.0
-    message: PerLayer = 0.0
-    bandwidth: PerChunk | None = None
-    delay: PerChunk = 0.0
-    pass_f: float = 0.0
-    pass_b: float = 0.0
-    pass_w: float = 0.0
-    loss: float = 0.0
-    reduction: float | None = None
-    validation: float = 0.0
-    limit: PerChunk | None = None
-    all_gather: PerLayer = 0.0
-    reduce_scatter: PerLayer = 0.0
-    parameters: PerLayer = 0.0
-    replica_bandwidth: float | None = None
-    replica_delay: float = 0.0
-    send_occupies: PerLayer = 0.0
+    f: PerLayer = column(1.0, Per.LAYER)
+    b: PerLayer = column(1.0, Per.LAYER)
+    w: PerLayer = column(1.0, Per.LAYER)
+    optimizer: PerLayer = column(0.0, Per.LAYER)
+    m_b: PerLayer = column(1.0, Per.LAYER, is_memory=True)
+    m_w: PerLayer = column(0.5, Per.LAYER, is_memory=True)
+    m_fixed: PerLayer = column(0.0, Per.LAYER, is_memory=True)
+    peak_f: PerLayer | None = column(None, Per.LAYER, is_memory=True)
+    peak_b: PerLayer | None = column(None, Per.LAYER, is_memory=True)
+    peak_w: PerLayer | None = column(None, Per.LAYER, is_memory=True)
+    peak_o: PerLayer = column(0.0, Per.LAYER, is_memory=True)
+    m_r: PerLayer | None = column(None, Per.LAYER, is_memory=True)
+    peak_r: PerLayer | None = column(None, Per.LAYER, is_memory=True)
+    comm: PerLayer = column(0.0, Per.CUT)
+    message: PerLayer = column(0.0, Per.CUT, is_memory=True)
+    bandwidth: PerChunk | None = column(None, Per.EDGE, is_rate=True)
+    delay: PerChunk = column(0.0, Per.EDGE)
+    pass_f: float = column(0.0, Per.ALL)
+    pass_b: float = column(0.0, Per.ALL)
+    pass_w: float = column(0.0, Per.ALL)
+    loss: float = column(0.0, Per.ALL)
+    reduction: float | None = column(None, Per.ALL)
+    validation: float = column(0.0, Per.ALL)
+    limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
+    all_gather: PerLayer = column(0.0, Per.LAYER)
+    reduce_scatter: PerLayer = column(0.0, Per.LAYER)
+    parameters: PerLayer = column(0.0, Per.LAYER, is_memory=True)
+    replica_bandwidth: float | None = column(None, Per.ALL, is_rate=True)
+    replica_delay: float = column(0.0, Per.ALL)
+    send_occupies: PerLayer = column(0.0, Per.CUT)
     memory_unit: str | None = None
+    time_unit: str | None = None
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:
             raise RequestError(f"n_layers is {self.n_layers}; it must be at least 1")
         check_memory_unit(self.memory_unit)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None or field.name in ("n_layers", "memory_unit"):
-                continue
-            if field.name == "limit":
-                check_numbers("memory_limit", value, most=MOST_LIMIT)
-                continue
-            check_numbers(field.name, value)
-            if "bandwidth" in field.name and not _all_positive(value):
-                raise RequestError(f"{field.name} is {value!r}; it must be above 0")
-            n = self.n_layers
-            if field.name in _OF_CUTS:
-                n -= 1
-            elif field.name not in (*_OF_LAYERS, *_MAYBE_OF_LAYERS):
-                continue
-            if isinstance(value, tuple) and len(value) != n:
-                what = "layers" if n == self.n_layers else "boundaries between layers"
-                raise RequestError(
-                    f"{field.name} has {len(value)} entries for {n} {what}; give one "
-                    "number, or one for each"
-                )
+        check_columns(self, n_layers=self.n_layers)
 
     def with_memory_of(self, other: "LayerCosts") -> "LayerCosts":
         """Join the times of one with the memories of another, but for the limit.
@@ -141,8 +121,16 @@ class LayerCosts:
             raise RequestError(
                 f"times are of {self.n_layers} layers, memories of {other.n_layers}"
             )
-        names = (*_MEMORIES, "memory_unit")
-        return replace(self, **{name: getattr(other, name) for name in names})
+        names = [
+            name
+            for name, about in columns_of(LayerCosts).items()
+            if about.per is Per.LAYER and about.is_memory
+        ]
+        return replace(
+            self,
+            memory_unit=other.memory_unit,
+            **{name: getattr(other, name) for name in names},
+        )
 
     def of(self, name: str) -> tuple[float, ...]:
         """One entry per layer; peaks that are not given follow from the rest."""
@@ -204,30 +192,62 @@ class LayerCosts:
             )
         ends = list(accumulate(split, initial=0))
         chunks = [range(first, end) for first, end in pairwise(ends)]
-        again = set(recompute)
-        times = {name: self.of(name) for name in _TIMES}
-        times["b"] = tuple(
-            b + (f if i in again else 0.0)
-            for i, (f, b) in enumerate(zip(times["f"], times["b"], strict=True))
-        )
-        sums = {
-            name: tuple(sum(values[i] for i in own) for own in chunks)
-            for name, values in times.items()
-        }
+        cuts = [end - 1 for end in ends[1:-1]]
+        columns = self._columns(recompute)
+
+        def total(name: str, overhead: float = 0.0) -> tuple[float, ...]:
+            column = columns[name]
+            return tuple(sum(column[i] for i in chunk) + overhead for chunk in chunks)
+
         costs = Costs(
-            f=tuple(one + self.pass_f for one in sums["f"]),
-            b=tuple(one + self.pass_b for one in sums["b"]),
-            w=tuple(one + self.pass_w for one in sums["w"]),
-            optimizer=sums["optimizer"],
-            comm=self._edges(placement, [end - 1 for end in ends[1:-1]]),
-            send_occupies=self._sending([end - 1 for end in ends[1:-1]]),
+            f=total("f", self.pass_f),
+            b=total("b", self.pass_b),
+            w=total("w", self.pass_w),
+            optimizer=total("optimizer"),
+            comm=self._edges(placement, cuts),
+            send_occupies=self._sending(cuts),
             loss=self.loss,
             reduction=self.reduction,
             validation=self.validation,
-            all_gather=sums["all_gather"] if self.all_gather else 0.0,
-            reduce_scatter=sums["reduce_scatter"] if self.reduce_scatter else 0.0,
+            time_unit=self.time_unit,
+            all_gather=total("all_gather") if self.all_gather else 0.0,
+            reduce_scatter=total("reduce_scatter") if self.reduce_scatter else 0.0,
         )
-        return costs, self._memory(chunks, again)
+        m_b, m_w = columns["m_b"], columns["m_w"]
+        change_b = [w - b for w, b in zip(m_w, m_b, strict=True)]
+        freed = [-held for held in m_w]
+        memory = MemoryModel(
+            m_b=total("m_b"),
+            m_w=total("m_w"),
+            limit=self.limit,
+            memory_unit=self.memory_unit,
+            m_fixed=total("m_fixed"),
+            peak_f=tuple(_peak(chunk, columns["peak_f"], m_b) for chunk in chunks),
+            peak_b=tuple(
+                _peak(chunk[::-1], columns["peak_b"], change_b) for chunk in chunks
+            ),
+            peak_w=tuple(
+                _peak(chunk[::-1], columns["peak_w"], freed) for chunk in chunks
+            ),
+            peak_o=total("peak_o"),
+        )
+        return costs, memory
+
+    def _columns(self, recompute: Collection[int]) -> dict[str, list[float]]:
+        """Each column with an entry a layer, as it is where some are recomputed."""
+        columns = {
+            name: list(self.of(name))
+            for name, about in columns_of(LayerCosts).items()
+            if about.per is Per.LAYER
+        }
+        peak_f, peak_b, m_b = columns["peak_f"], columns["peak_b"], columns["m_b"]
+        for i in set(recompute):
+            m_r = columns["m_r"][i]
+            peak_b[i] = max(peak_f[i] - m_r, m_b[i] - m_r + peak_b[i])
+            peak_f[i] = max(columns["peak_r"][i], m_r)
+            m_b[i] = m_r
+            columns["b"][i] += columns["f"][i]
+        return columns
 
     def _edges(self, placement: Placement, cuts: Sequence[int]) -> PerChunk:
         """Time of a message on each edge between chunks; cuts are after these layers.
@@ -261,36 +281,6 @@ class LayerCosts:
             return value
         return tuple(value[cut] for cut in cuts) or 0.0
 
-    def _memory(self, chunks: Sequence[range], again: set[int]) -> MemoryModel:
-        m_b, m_w, m_r, f, b, w, r = (
-            self.of(name)
-            for name in ("m_b", "m_w", "m_r", "peak_f", "peak_b", "peak_w", "peak_r")
-        )
-        left = [m_r[i] if i in again else m_b[i] for i in range(self.n_layers)]
-        in_f = [max(r[i], m_r[i]) if i in again else f[i] for i in range(self.n_layers)]
-        in_b = [
-            max(f[i] - m_r[i], m_b[i] - m_r[i] + b[i]) if i in again else b[i]
-            for i in range(self.n_layers)
-        ]
-        change = [m_w[i] - left[i] for i in range(self.n_layers)]
-        freed = [-one for one in m_w]
-        fixed, peak_o = self.of("m_fixed"), self.of("peak_o")
-        return MemoryModel(
-            m_b=tuple(sum(left[i] for i in own) for own in chunks),
-            m_w=tuple(sum(m_w[i] for i in own) for own in chunks),
-            limit=self.limit,
-            memory_unit=self.memory_unit,
-            m_fixed=tuple(sum(fixed[i] for i in own) for own in chunks),
-            peak_f=tuple(_peak(own, in_f, left) for own in chunks),
-            peak_b=tuple(_peak(own[::-1], in_b, change) for own in chunks),
-            peak_w=tuple(_peak(own[::-1], w, freed) for own in chunks),
-            peak_o=tuple(sum(peak_o[i] for i in own) for own in chunks),
-        )
-
-
-def _all_positive(value: PerChunk) -> bool:
-    return min(value if isinstance(value, tuple) else (value,)) > 0
-
 
 def _peak(order: range, peak: Sequence[float], change: Sequence[float]) -> float:
     """Most that is held above the start while layers run in an order."""
@@ -299,3 +289,101 @@ def _peak(order: range, peak: Sequence[float], change: Sequence[float]) -> float
         most = max(most, held + peak[layer])
         held += change[layer]
     return max(most, held)
+
+
+def chunk_layers(
+    costs: Costs,
+    memory: MemoryModel,
+    placement: Placement,
+    split: Sequence[int] | None = None,
+) -> LayerCosts:
+    """Costs of layers that give those of the chunks again, on this placement.
+
+    The layers of a chunk are taken to be equal, as nothing else is known of them: each
+    has an equal share of its times and of what its passes leave. Above that, a pass
+    needs as much in one layer as in the chunk (temporaries come one after the other).
+
+    Args:
+        costs: of the chunks; what F and B gather is a part of their layers' f and b.
+        memory: likewise; ``peak_bw`` follows from the other peaks.
+        placement: chunk to stage.
+        split: layers of each chunk; None: one each.
+
+    Raises:
+        RequestError: lists of a wrong length, or a stage that cannot split its
+            backward.
+    """
+    if costs.splits is not None and not all(costs.splits):
+        raise RequestError(
+            f"stage {costs.splits.index(False)} cannot split its backward (splits of "
+            "the costs), and a part that is recomputed must be; leave one of them out"
+        )
+    counts = [1] * placement.n_chunks if split is None else list(split)
+
+    def dealt(name: str, value: float | tuple[float, ...]) -> tuple[float, ...]:
+        each = zip(per_chunk(name, value, placement), counts, strict=True)
+        return tuple(chain.from_iterable(repeat(one / n, n) for one, n in each))
+
+    gathers = dealt("all_gather", costs.all_gather)
+    f, b = dealt("f", costs.f), dealt("b", costs.b)
+    if costs.gathers:
+        f, b = (tuple(map(add, times, gathers)) for times in (f, b))
+        gathers = (0.0,) * len(gathers)
+    held = memory.on(placement)
+    m_b, m_w = dealt("m_b", memory.m_b), dealt("m_w", memory.m_w)
+    more = {
+        "peak_f": [p - b for p, b in zip(held.peak_f, held.m_b, strict=True)],
+        "peak_b": [
+            p - max(0.0, w - b)
+            for p, w, b in zip(held.peak_b, held.m_w, held.m_b, strict=True)
+        ],
+        "peak_w": list(held.peak_w),
+    }
+    least = {
+        "peak_f": m_b,
+        "peak_b": tuple(max(0.0, w - b) for w, b in zip(m_w, m_b, strict=True)),
+        "peak_w": (0.0,) * sum(counts),
+    }
+    peaks = {
+        name: tuple(
+            low + high
+            for low, high in zip(
+                least[name],
+                chain.from_iterable(map(repeat, more[name], counts)),
+                strict=True,
+            )
+        )
+        for name in more
+    }
+    inside = [[0.0] * (n - 1) for n in counts]
+
+    def at_cuts(name: str, value: float | tuple[float, ...]) -> PerChunk:
+        edges = [[one] for one in edge_delays(value, placement, name=name)]
+        pairs = zip(inside, [*edges, []], strict=True)
+        return tuple(x for pair in pairs for x in chain(*pair)) or 0.0
+
+    return LayerCosts(
+        n_layers=sum(counts),
+        f=f,
+        b=b,
+        w=dealt("w", costs.w),
+        optimizer=dealt("optimizer", costs.optimizer),
+        m_b=m_b,
+        m_w=m_w,
+        m_fixed=dealt("m_fixed", memory.m_fixed),
+        peak_f=peaks["peak_f"],
+        peak_b=peaks["peak_b"],
+        peak_w=peaks["peak_w"],
+        peak_o=dealt("peak_o", memory.peak_o),
+        m_r=None if memory.m_r is None else dealt("m_r", memory.m_r),
+        comm=at_cuts("comm", costs.comm),
+        send_occupies=at_cuts("send_occupies", costs.send_occupies),
+        loss=costs.loss,
+        reduction=costs.reduction,
+        validation=costs.validation,
+        limit=memory.limit,
+        memory_unit=memory.memory_unit,
+        time_unit=costs.time_unit,
+        all_gather=gathers,
+        reduce_scatter=dealt("reduce_scatter", costs.reduce_scatter),
+    )

@@ -22,24 +22,24 @@ the copy that a rollback needs. ``limit`` bounds the sum of all. Without peaks a
 with any unit, such as M_B.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import assert_never
 
-from zbpp.core.costs.dealing import (
-    MOST_LIMIT,
+from zbpp.core.costs.columns import (
+    Per,
     PerChunk,
+    check_columns,
     check_memory_unit,
-    check_numbers,
-    deal_limit,
+    column,
     per_chunk,
+    per_stage,
 )
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Job, Pass, PassKind, Step
+from zbpp.core.jobs import Job, kind_of, parts_of, place_of
 from zbpp.core.placement import Placement
 
 __all__ = ["ChunkMemory", "MemoryModel"]
 
-_PEAKS = ("peak_f", "peak_b", "peak_w", "peak_bw")
 _MARGIN = 1e-9  # relative, for sums that were rounded
 _ROUNDING = 1e-14  # relative, of one sum
 
@@ -66,26 +66,21 @@ class MemoryModel:
         RequestError: a number is negative, not finite or above 1e100.
     """
 
-    m_b: PerChunk = 1.0
-    m_w: PerChunk = 0.5
-    limit: PerChunk | None = None
-    m_fixed: PerChunk = 0.0
-    peak_f: PerChunk | None = None
-    peak_b: PerChunk | None = None
-    peak_w: PerChunk | None = None
-    peak_bw: PerChunk | None = None
-    peak_o: PerChunk = 0.0
-    m_r: PerChunk | None = None
+    m_b: PerChunk = column(1.0, Per.CHUNK, is_memory=True)
+    m_w: PerChunk = column(0.5, Per.CHUNK, is_memory=True)
+    limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
+    m_fixed: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
+    peak_f: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_b: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_w: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_bw: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_o: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
+    m_r: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
     memory_unit: str | None = None
 
     def __post_init__(self) -> None:
         check_memory_unit(self.memory_unit)
-        for name in ("m_b", "m_w", "m_fixed", "peak_o", *_PEAKS, "m_r"):
-            value = getattr(self, name)
-            if value is not None:
-                check_numbers(name, value)
-        if self.limit is not None:
-            check_numbers("memory_limit", self.limit, most=MOST_LIMIT)
+        check_columns(self)
 
     def on(
         self, placement: Placement, splits: tuple[bool, ...] | None = None
@@ -94,8 +89,17 @@ class MemoryModel:
 
         Args:
             placement: chunk to stage.
-            splits: `PassTimes.splits`, for planners and bounds: where a backward is
-                one pass, nothing is kept for W, and B stands for BW.
+            splits: see `ChunkMemory.joined`; None: every stage splits its backward.
+
+        Raises:
+            RequestError: a list has a wrong length, or a peak is below what its pass
+                leaves.
+        """
+        memory = self.memory_on(placement)
+        return memory if splits is None else memory.joined(placement, splits)
+
+    def memory_on(self, placement: Placement) -> "ChunkMemory":
+        """Give every chunk its share and every stage its limit.
 
         Raises:
             RequestError: a list has a wrong length, or a peak is below what its pass
@@ -113,24 +117,17 @@ class MemoryModel:
             for b, w, of_b, of_w in zip(m_b, m_w, peak_b, peak_w, strict=True)
         )
         given = self.peak_bw is not None
-        peak_bw = self._peaks("peak_bw", none if given else in_turn, placement)
-        if splits is not None:
-            can = [splits[stage] for stage in placement.stage_of]
-            both = list(zip(m_w, peak_b, peak_bw, peak_w, can, strict=True))
-            m_w = tuple(w if split else 0.0 for w, _, _, _, split in both)
-            peak_b = tuple(b if split else bw for _, b, bw, _, split in both)
-            peak_w = tuple(w if split else 0.0 for _, _, _, w, split in both)
         fixed = per_chunk("m_fixed", self.m_fixed, placement)
         peak_o = per_chunk("peak_o", self.peak_o, placement)
         return ChunkMemory(
             m_b=m_b,
             m_w=m_w,
-            limit=deal_limit(self.limit, placement),
+            limit=per_stage(self.limit, placement),
             fixed=tuple(sum(fixed[c] for c in own) for own in placement.chunks_of),
             peak_f=peak_f,
             peak_b=peak_b,
             peak_w=peak_w,
-            peak_bw=peak_bw,
+            peak_bw=self._peaks("peak_bw", none if given else in_turn, placement),
             peak_o=tuple(sum(peak_o[c] for c in own) for own in placement.chunks_of),
         )
 
@@ -181,31 +178,46 @@ class ChunkMemory:
         )
         return replace(self, limit=limit, fixed=(0.0,) * len(limit))
 
-    def change(self, kind: PassKind, chunk: int) -> float:
-        """Memory that a pass leaves behind it: more than before, or less (< 0)."""
-        match kind:
-            case PassKind.F:
-                return self.m_b[chunk]
-            case PassKind.B:
-                return self.m_w[chunk] - self.m_b[chunk]
-            case PassKind.W:
-                return -self.m_w[chunk]
-            case PassKind.BW:
-                return -self.m_b[chunk]
-            case _:
-                assert_never(kind)
+    def joined(self, placement: Placement, splits: Sequence[bool]) -> "ChunkMemory":
+        """The same for planners and bounds, which write BW as B where it is one pass.
+
+        There nothing is kept for W, and B has the peak of BW.
+
+        Args:
+            placement: chunk to stage.
+            splits: of each stage whether its backward can be split.
+        """
+        can = [splits[stage] for stage in placement.stage_of]
+        peaks_b = zip(self.peak_b, self.peak_bw, can, strict=True)
+        return replace(
+            self,
+            m_w=_where(can, self.m_w),
+            peak_b=tuple(b if split else bw for b, bw, split in peaks_b),
+            peak_w=_where(can, self.peak_w),
+        )
+
+    def change(self, job: Job) -> float:
+        """Memory that a job leaves behind it: more than before, or less (< 0)."""
+        change = 0.0
+        for part in parts_of(job):
+            for name, sign in kind_of(part).keeps:
+                column: tuple[float, ...] = getattr(self, name)
+                change += sign * column[place_of(part)]
+        return change
 
     def peak(self, job: Job) -> float:
-        """Most that a job holds above what its stage holds before it; 0 or more."""
-        match job:
-            case Pass(PassKind.F, chunk):
-                return self.peak_f[chunk]
-            case Pass(PassKind.B, chunk):
-                return self.peak_b[chunk]
-            case Pass(PassKind.W, chunk):
-                return self.peak_w[chunk]
-            case Pass(PassKind.BW, chunk):
-                return self.peak_bw[chunk]
-            case Step(stage):
-                return self.peak_o[stage]
-        return 0.0
+        """Most that a job holds above what its stage holds before it; 0 or more.
+
+        The parts of a pair may hold their most at the same time.
+        """
+        peak = 0.0
+        for part in parts_of(job):
+            name = kind_of(part).peak
+            if name is not None:
+                column: tuple[float, ...] = getattr(self, name)
+                peak += column[place_of(part)]
+        return peak
+
+
+def _where(can: Sequence[bool], column: Sequence[float]) -> tuple[float, ...]:
+    return tuple(x if split else 0.0 for x, split in zip(column, can, strict=True))

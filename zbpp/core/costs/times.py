@@ -15,25 +15,30 @@ and the rest of comm is a pure delay. All starts are the same as if the two were
 
 from dataclasses import dataclass
 from operator import add, sub
-from typing import assert_never
 
-from zbpp.core.costs.dealing import PerChunk, check_numbers, per_chunk
-from zbpp.core.costs.links import edge_delays, reduction_delay
+from zbpp.core.costs.columns import (
+    Per,
+    PerChunk,
+    check_columns,
+    column,
+    columns_of,
+    edge_delays,
+    per_chunk,
+    reduction_delay,
+)
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import Check, Collective, CollectiveKind, Job, Pass, PassKind, Step
+from zbpp.core.jobs import KINDS, Job, JobKind, PassKind, kind_of, place_of
 from zbpp.core.placement import Placement
 
-__all__ = ["Costs", "PassTimes"]
-
-_OF_CHUNKS = ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
+__all__ = ["PassTimes", "Times"]
 
 
 @dataclass(frozen=True)
-class Costs:
+class Times:
     """Times of the passes, of a message between two stages, and of the optimizer.
 
     ``send_occupies`` is the part of ``comm`` for which the sender computes nothing; a
-    list of either is per link (`zbpp.core.costs.links`).
+    list of either is per link (`zbpp.core.costs.columns`).
     ``loss`` is the time of the loss, a part of the last chunk's F. ``splits`` says of
     each stage whether its backward can be split into B and W; default: all can.
     ``reduction`` is the time of the sum of all stages' gradient norms, from the last
@@ -42,46 +47,54 @@ class Costs:
     the time of an UNSHARD, ``reduce_scatter`` that of a REDUCE_GRAD (an all-reduce,
     where every process has all parameters). ``gathers``: F and B gather the parameters
     themselves and take ``all_gather`` longer, instead of an UNSHARD; nothing runs
-    beside that.
+    beside that. ``time_unit`` names the unit of all, such as "ms"; None: any one.
 
     Raises:
         RequestError: a time is negative, not finite or above 1e100, or splits
             holds no booleans.
     """
 
-    f: PerChunk = 1.0
-    b: PerChunk = 1.0
-    w: PerChunk = 1.0
-    comm: float | tuple[float, ...] = 0.0
-    optimizer: PerChunk = 0.0
-    loss: float = 0.0
+    f: PerChunk = column(1.0, Per.CHUNK)
+    b: PerChunk = column(1.0, Per.CHUNK)
+    w: PerChunk = column(1.0, Per.CHUNK)
+    comm: PerChunk = column(0.0, Per.EDGE)
+    optimizer: PerChunk = column(0.0, Per.CHUNK)
+    loss: float = column(0.0, Per.ALL)
+    reduction: float | None = column(None, Per.ALL)
+    validation: float = column(0.0, Per.ALL)
     splits: tuple[bool, ...] | None = None
-    reduction: float | None = None
-    validation: float = 0.0
-    all_gather: PerChunk = 0.0
-    reduce_scatter: PerChunk = 0.0
-    send_occupies: float | tuple[float, ...] = 0.0
+    all_gather: PerChunk = column(0.0, Per.CHUNK)
+    reduce_scatter: PerChunk = column(0.0, Per.CHUNK)
+    send_occupies: PerChunk = column(0.0, Per.EDGE)
     gathers: bool = False
+    time_unit: str | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_OF_CHUNKS, "comm", "send_occupies", "loss", "validation"):
-            check_numbers(name, getattr(self, name))
-        if self.reduction is not None:
-            check_numbers("reduction", self.reduction)
+        check_columns(self)
+        self.check_splits()
+
+    def check_splits(self) -> None:
+        """Refuse splits that are no booleans.
+
+        Raises:
+            RequestError: it names the stage.
+        """
         for stage, split in enumerate(self.splits or ()):
             if not isinstance(split, bool):
                 raise RequestError(
                     f"splits[{stage}] is {split!r}; write true or false for each stage"
                 )
 
-    def on(self, placement: Placement) -> "PassTimes":
+    def times_on(self, placement: Placement) -> "PassTimes":
         """Give every chunk its share.
 
         Raises:
-            RequestError: a list has another length than `zbpp.core.costs.dealing` says.
+            RequestError: a list has another length than `zbpp.core.costs.columns` says.
         """
         f, b, w, optimizer, all_gather, reduce_scatter = (
-            per_chunk(name, getattr(self, name), placement) for name in _OF_CHUNKS
+            per_chunk(name, getattr(self, name), placement)
+            for name, about in columns_of(Times).items()
+            if about.per is Per.CHUNK
         )
         if self.gathers:
             f, b = (tuple(map(add, times, all_gather)) for times in (f, b))
@@ -116,7 +129,7 @@ class Costs:
             ),
             splits=splits,
             reduction=reduction,
-            validation=self.validation,
+            validation=(self.validation,) * placement.n_stages,
             all_gather=all_gather,
             reduce_scatter=reduce_scatter,
             sending=sending if any(sending) else (),
@@ -125,14 +138,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """`Costs` on a placement: one entry per chunk.
+    """`Times` on a placement: one entry per chunk.
 
-    ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer`` and ``splits``
-    have one per stage. The last F includes the loss. ``f`` and ``b`` end with the time
-    for which a message occupies its sender, per edge in ``sending`` (empty: none does);
-    ``hops`` is what is left of its time (see the module's text). On a stage that cannot
-    split its backward, ``b`` is the time of both parts and ``w`` is 0: its gradient
-    cannot leave earlier.
+    ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer``, ``validation``
+    and ``splits`` have one per stage. The last F includes the loss. ``f`` and ``b`` end
+    with the time for which a message occupies its sender, per edge in ``sending``
+    (empty: none does); ``hops`` is what is left of its time (see the module's text). On
+    a stage that cannot split its backward, ``b`` is the time of both parts and ``w`` is
+    0: its gradient cannot leave earlier.
     """
 
     placement: Placement
@@ -142,40 +155,23 @@ class PassTimes:
     hops: tuple[float, ...]
     optimizer: tuple[float, ...]
     splits: tuple[bool, ...]
-    reduction: float = 0.0
-    validation: float = 0.0
-    all_gather: tuple[float, ...] = ()
-    reduce_scatter: tuple[float, ...] = ()
-    sending: tuple[float, ...] = ()
+    reduction: float
+    validation: tuple[float, ...]
+    all_gather: tuple[float, ...]
+    reduce_scatter: tuple[float, ...]
+    sending: tuple[float, ...]
 
     def of(self, job: Job) -> float:
         """Time of one job."""
-        match job:
-            case Step(stage):
-                return self.optimizer[stage]
-            case Check():
-                return self.validation
-            case Pass(kind, chunk):
-                return self.of_pass(kind, chunk)
-            case Collective(CollectiveKind.UNSHARD, chunk):
-                return self.all_gather[chunk] if self.all_gather else 0.0
-            case Collective(CollectiveKind.REDUCE_GRAD, chunk):
-                return self.reduce_scatter[chunk] if self.reduce_scatter else 0.0
-        return 0.0
+        return self._sum(kind_of(job), place_of(job))
 
     def of_pass(self, kind: PassKind, chunk: int) -> float:
-        """Time of one pass of a chunk; the only place that says what BW costs."""
-        match kind:
-            case PassKind.F:
-                return self.f[chunk]
-            case PassKind.B:
-                return self.b[chunk]
-            case PassKind.W:
-                return self.w[chunk]
-            case PassKind.BW:
-                return self.b[chunk] + self.w[chunk]
-            case _:
-                assert_never(kind)
+        """Time of one pass of a chunk."""
+        return self._sum(KINDS[kind], chunk)
+
+    def _sum(self, kind: JobKind, place: int) -> float:
+        columns: list[tuple[float, ...]] = [getattr(self, name) for name in kind.times]
+        return sum(column[place] for column in columns)
 
     def delay(self, source: int, target: int) -> float:
         """Time of a message from its job's end to its reader: none on one stage.

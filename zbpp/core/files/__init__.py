@@ -1,16 +1,17 @@
 """Files: schedules, costs, and costs of layers, in JSON that other tools read.
 
 schedule_file   rows of jobs, one a stage
-costs_file      times and memories of chunks
-layers_file     times and memories of layers
+costs_file      times and memories of chunks, or of layers
 json_text       reading JSON, and saying what is wrong with it
 """
 
-from zbpp.core.files.costs_file import parse_costs, read_costs, write_costs
-from zbpp.core.files.layers_file import (
+from zbpp.core.files.costs_file import (
     is_layers_file,
+    parse_costs,
     parse_layers,
+    read_costs,
     read_layers,
+    write_costs,
     write_layers,
 )
 from zbpp.core.files.schedule_file import (

@@ -1,54 +1,73 @@
-"""Costs files: times and memories of passes."""
+"""Costs files, per chunk or per layer: a key for each column of the costs.
+
+Version 2 names the unit of its times, and that of its memories if that is bytes. Files
+without a version are of version 1: there memories are in bytes if an amount is 2**20 or
+more, as nobody counts so many of another unit.
+"""
 
 import json
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from zbpp.core.costs import Costs, MemoryModel
+from zbpp.core.amounts import BYTES_FROM
+from zbpp.core.costs import Costs, LayerCosts, MemoryModel
+from zbpp.core.costs.columns import Column, Per, columns_of
+from zbpp.core.costs.times import Times
+from zbpp.core.costs.units import Bytes
 from zbpp.core.errors import RequestError
 from zbpp.core.files.json_text import (
     booleans,
     fail,
+    integer,
     memories,
     numbers,
     object_of,
     read,
     refuse_unknown,
-    unit_of,
 )
 
-__all__ = ["parse_costs", "read_costs", "write_costs"]
+__all__ = [
+    "is_layers_file",
+    "parse_costs",
+    "parse_layers",
+    "read_costs",
+    "read_layers",
+    "write_costs",
+    "write_layers",
+]
 
-_TIME_KEYS = ("f", "b", "w", "comm", "optimizer")
-_MEMORY_KEYS = {"m_b": "m_b", "m_w": "m_w", "memory_limit": "limit"}
-_LATER_MEMORY_KEYS = (
-    *("m_fixed", "peak_f", "peak_b", "peak_w", "peak_bw", "peak_o", "m_r"),
-)
-_ONE_NUMBER = ("loss", "reduction", "validation")
-_LATER_KEYS = (*_ONE_NUMBER, "splits", "all_gather", "reduce_scatter", "send_occupies")
-"""Written only where they say something."""
-_UNIT_KEY = "memory_unit"
-_DEFAULTS, _NO_LIMIT = Costs(), MemoryModel()
+_ALWAYS = ("f", "b", "w", "comm", "optimizer", "m_b", "m_w")
+"""Columns of chunks that are written even where they are the default."""
+_UNITS = ("time_unit", "memory_unit")
+_OF_CHUNKS = columns_of(Costs)
+_OF_LAYERS = columns_of(LayerCosts)
+_OTHER_UNITS = ("limit", "message")
+"""Memories that say nothing of the unit of the others."""
 
 
 def write_costs(costs: Costs, memory: MemoryModel, path: str | Path) -> None:
     """Write a costs file, in the form that `parse_costs` reads."""
-    data: dict[str, object] = {key: getattr(costs, key) for key in _TIME_KEYS}
-    for key in _LATER_KEYS:
-        value = getattr(costs, key)
-        if value != getattr(_DEFAULTS, key):
-            data[key] = value
-    for key, field in _MEMORY_KEYS.items():
-        value = getattr(memory, field)
-        if value is not None:
-            data[key] = value
-    for key in _LATER_MEMORY_KEYS:
-        value = getattr(memory, key)
-        if value != getattr(_NO_LIMIT, key):
-            data[key] = value
-    if memory.memory_unit is not None:
-        data[_UNIT_KEY] = memory.memory_unit
+    data = _entries(costs.with_memory(memory), _ALWAYS)
+    data.pop("gathers", None)
     Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+
+
+def write_layers(layers: LayerCosts, path: str | Path) -> None:
+    """Write a layers file, in the form that `parse_layers` reads."""
+    data = _entries(layers, ("n_layers",))
+    Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+
+
+def _entries(costs: Any, always: tuple[str, ...]) -> dict[str, object]:
+    """What is written of an object: its version, and what says something."""
+    version = {} if costs.time_unit is None else {"version": 2}
+    return version | {
+        _key(field.name): getattr(costs, field.name)
+        for field in fields(costs)
+        if field.name in always or getattr(costs, field.name) != field.default
+    }
 
 
 def read_costs(path: str | Path) -> tuple[Costs, MemoryModel]:
@@ -60,6 +79,24 @@ def read_costs(path: str | Path) -> tuple[Costs, MemoryModel]:
     return parse_costs(read(path), source=str(path))
 
 
+def read_layers(path: str | Path) -> LayerCosts:
+    """Read a layers file; keys that are left out take their defaults.
+
+    Raises:
+        RequestError: the file cannot be read or holds no valid costs.
+    """
+    return parse_layers(read(path), source=str(path))
+
+
+def is_layers_file(path: str | Path) -> bool:
+    """True if a file holds costs of layers, not of chunks: it says ``n_layers``.
+
+    Raises:
+        RequestError: the file cannot be read or holds no JSON object.
+    """
+    return "n_layers" in object_of(read(path), str(path))
+
+
 def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel]:
     """Read costs from JSON text; ``source`` names it in errors.
 
@@ -68,7 +105,7 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     ============  =======================================================  =======
     f, b, w       time of a pass; list: per stage or per chunk             1
     optimizer     time of an optimizer step; list: per stage or chunk      0
-    comm          time of a message; list: per link (`zbpp.core.costs.links`)    0
+    comm          time of a message; list: per edge or link                0
     send_occupies    part of it in which the sender computes nothing; likewise   0
     loss          time of the loss, on top of the last chunk's f; no list  0
     reduction     time of the sum of all stages' gradient norms; no list   by comm
@@ -88,38 +125,92 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     ============  =======================================================  =======
 
     Memories have any one unit, or are texts such as "40GiB", in bytes, or numbers of
-    them: then ``memory_unit`` is "bytes". The model is drawn
-    in `zbpp.core.costs.memory_model`.
+    them: then ``memory_unit`` is "bytes". ``time_unit`` is a text such as "ms", and
+    ``version`` is then 2. Lists are told apart as in
+    `zbpp.core.costs.columns`; the model of memory is drawn in
+    `zbpp.core.costs.memory_model`.
 
     Raises:
         RequestError: the text holds no valid costs.
     """
     data = object_of(text, source)
-    memory_keys = {**_MEMORY_KEYS, **{key: key for key in _LATER_MEMORY_KEYS}}
-    refuse_unknown(source, data, (*_TIME_KEYS, *memory_keys, *_LATER_KEYS, _UNIT_KEY))
-    unit = data.get(_UNIT_KEY)
-    values: dict[str, Any] = {
-        key: (memories if key in memory_keys else numbers)(source, key, value)
-        for key, value in data.items()
-        if key not in ("splits", _UNIT_KEY)
-        and not (key == "memory_limit" and value is None)
-    }
-    for key in _ONE_NUMBER:
-        if isinstance(values.get(key), tuple):
-            fail(source, f"{key} is a list; it must be one number")
+    values = _read_columns(source, data, _OF_CHUNKS, "splits")
     if "splits" in data:
         values["splits"] = booleans(source, "splits", data["splits"])
+    of_times, of_memory = (
+        {x.name: values[x.name] for x in fields(table) if x.name in values}
+        for table in (Times, MemoryModel)
+    )
     try:
-        times = (*_TIME_KEYS, *_LATER_KEYS)
-        costs = Costs(**{key: values[key] for key in times if key in values})
-        memory = MemoryModel(
-            **{
-                field: values[key]
-                for key, field in memory_keys.items()
-                if key in values
-            },
-            memory_unit=unit_of(unit, values, set(memory_keys) - {"memory_limit"}),
-        )
+        return Costs(**of_times), MemoryModel(**of_memory)
     except RequestError as error:
         fail(source, str(error))
-    return costs, memory
+
+
+def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
+    """Read the costs of layers from JSON text; ``source`` names it in errors.
+
+    The keys are the fields of `LayerCosts`, and ``memory_limit``. A number stands for
+    every layer, a list has one entry each. Without ``n_layers`` it is the length of the
+    longest list.
+
+    Raises:
+        RequestError: the text holds no valid costs.
+    """
+    data = object_of(text, source)
+    values = _read_columns(source, data, _OF_LAYERS, "n_layers")
+    if "n_layers" in data:
+        n_layers = integer(source, "n_layers", data["n_layers"])
+    else:
+        lists = [len(value) for value in values.values() if isinstance(value, tuple)]
+        if not lists:
+            fail(source, "n_layers is missing, and there is no list to tell it by")
+        n_layers = max(lists)
+    try:
+        return LayerCosts(n_layers=n_layers, **values)
+    except RequestError as error:
+        fail(source, str(error))
+
+
+def _key(name: str) -> str:
+    return "memory_limit" if name == "limit" else name
+
+
+def _read_columns(
+    source: str,
+    data: Mapping[str, Any],
+    columns: Mapping[str, Column],
+    other_key: str,
+) -> dict[str, Any]:
+    """Read the columns that there are, and their units; null is as good as nothing."""
+    keys = (*map(_key, columns), other_key, "version", *_UNITS)
+    refuse_unknown(source, data, keys)
+    version = data.get("version", 1)
+    if version not in (1, 2):
+        fail(source, f"version is {version!r}; zbpp reads 1 and 2")
+    time_unit = data.get("time_unit")
+    if time_unit is not None and not isinstance(time_unit, str):
+        fail(source, f"time_unit is {time_unit!r}, not a text such as 'ms'")
+    if version == 2 and time_unit is None:
+        fail(source, "time_unit is missing; version 2 names it, such as 'ms'")
+    values: dict[str, Any] = {}
+    for name, about in columns.items():
+        entry = data.get(_key(name))
+        if entry is None:
+            continue
+        read_entry = memories if about.is_memory else numbers
+        values[name] = read_entry(source, _key(name), entry)
+        if about.per is Per.ALL and isinstance(values[name], tuple):
+            fail(source, f"{name} is a list; it must be one number")
+    amounts = [
+        amount
+        for name, value in values.items()
+        if columns[name].is_memory and name not in _OTHER_UNITS
+        for amount in (value if isinstance(value, tuple) else (value,))
+    ]
+    memory_unit = data.get("memory_unit")
+    is_large = version == 1 and max(amounts, default=0.0) >= BYTES_FROM
+    if memory_unit is None:
+        has_unit = any([isinstance(amount, Bytes) for amount in amounts])
+        memory_unit = "bytes" if has_unit or is_large else None
+    return values | {"time_unit": time_unit, "memory_unit": memory_unit}

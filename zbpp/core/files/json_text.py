@@ -1,13 +1,11 @@
 """JSON in files: reading it, and saying what is wrong with it."""
 
 import json
-from collections.abc import Collection, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Never
 
 from zbpp.core.costs import PerChunk, parse_memory
-from zbpp.core.costs.units import Bytes
 from zbpp.core.errors import RequestError
 
 __all__ = [
@@ -20,7 +18,6 @@ __all__ = [
     "object_of",
     "read",
     "refuse_unknown",
-    "unit_of",
 ]
 
 _LONGEST = 2**29
@@ -105,17 +102,6 @@ def _memory(source: str, name: str, value: object) -> float:
         return parse_memory(value)
     except RequestError as error:
         fail(source, f"{name}: {error}")
-
-
-def unit_of(
-    unit: str | None, values: Mapping[str, Any], memories: Collection[str]
-) -> str | None:
-    """Unit of the memories: the one that is named, or bytes where a text has a unit."""
-    amounts = (values[key] for key in memories if key in values)
-    flat = chain.from_iterable(
-        amount if isinstance(amount, tuple) else (amount,) for amount in amounts
-    )
-    return "bytes" if unit is None and any(type(x) is Bytes for x in flat) else unit
 
 
 def booleans(source: str, name: str, value: object) -> tuple[bool, ...]:

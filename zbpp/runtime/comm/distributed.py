@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.core import Message
+from zbpp.core import Check, Message
 from zbpp.runtime.comm.channels import PendingSum, join
 from zbpp.runtime.comm.failures import FailureNotes
 from zbpp.runtime.comm.messages import Messages
@@ -43,7 +43,7 @@ from zbpp.runtime.comm.waits import Waits, Words
 from zbpp.runtime.comm.wire import Wire
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.collectives import backend_of, wire_of
-from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime.support.errors import NonFiniteError, PeerError
 from zbpp.runtime.support.streams import HostCopy
 
 __all__ = ["DistributedTransport"]
@@ -210,11 +210,17 @@ class DistributedTransport(Messages):
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other stages why this one stops, or cannot begin a step.
 
+        A NonFiniteError they read from the same sum, and raise it themselves. Until
+        then they send what this stage has posted.
+
         Args:
             error: the cause; gets a note that names the rank that failed first.
             ends: break the connections, so that the others learn of it at once.
         """
         if self._has_failed or isinstance(error, PeerError):
+            return
+        if isinstance(error, NonFiniteError):
+            self.receive_rest(Check(self.stage))
             return
         first = self._notes.report(error, self.doing)
         if ends:

@@ -199,6 +199,11 @@ class Messages:
             return tuple(tensors)
         return nested(tensors, spec.structure)
 
+    def receive_rest(self, job: Job) -> None:
+        """Wait for all values that are posted, so that no sender is cut off."""
+        for value in list(self._incoming):
+            self.receive(value, job)
+
     def _header(self, incoming: Incoming, job: Job) -> Spec:
         first = self._block(incoming, header.HEADER_BYTES, HEADER, job)
         n_bytes = header.rest_bytes(first)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Value, What
-from zbpp.core.collectives.sharding import Shard
+from zbpp.core.sharding import Shard
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.distributed import DistributedTransport
 from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.core import Collective, CollectiveKind, RequestError
-from zbpp.core.collectives.sharding import Shard, reduces_every
+from zbpp.core.sharding import Shard, reduces_every
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.parallel.buckets import Buckets

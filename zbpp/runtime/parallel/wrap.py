@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.core.collectives.sharding import SHARDS
+from zbpp.core.sharding import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.mesh import Place, data_mesh
 from zbpp.runtime.support.fingerprint import fingerprints

@@ -1,27 +1,34 @@
-"""Two charts for documents: bubble against memory, and against micro-batches."""
+"""Two charts of modes: bubble against memory, and against micro-batches.
+
+    bubble |  o 1F1B                 bubble |\\
+           |      o ZBH1                    | \\____ 1F1B
+           |           (o) auto             |\\_____ ZBH1
+           |_________________ memory        |________ m
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbpp.simulator.plot import picture_suffix, save_figure
+from zbpp.simulator.boxes import DARK
+from zbpp.simulator.output import write_file
+from zbpp.simulator.plot import figure_bytes, picture_suffix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_comparison"]
+__all__ = ["comparison_figure", "plot_comparison"]
 
 _CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("-", "--", ":")
 
+Points = Mapping[str, tuple[float, float]]
+Series = Mapping[str, Sequence[tuple[int, float]]]
+
 
 def plot_comparison(
-    points: Mapping[str, tuple[float, float]],
-    series: Mapping[str, Sequence[tuple[int, float]]],
-    path: str | Path,
-    *,
-    chosen: str = "auto",
+    points: Points, series: Series, path: str | Path, *, chosen: str = "auto"
 ) -> "Figure":
     """Draw modes into a file (png, svg, pdf by its suffix).
 
@@ -39,52 +46,76 @@ def plot_comparison(
             the file cannot be written.
     """
     suffix = picture_suffix(path)
+    figure = comparison_figure(points, series, chosen=chosen)
+    write_file(path, figure_bytes(figure, suffix))
+    return figure
+
+
+def comparison_figure(
+    points: Points,
+    series: Series,
+    *,
+    chosen: str = "auto",
+    unit: str = "",
+    limit: float | None = None,
+) -> "Figure":
+    """Draw both charts, side by side; without points or series the other one.
+
+    Args:
+        points: as for `plot_comparison`.
+        series: as there.
+        chosen: as there.
+        unit: of the memory.
+        limit: of the memory, a dashed line.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure((11.0, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _scatter(left, points, chosen)
-    _lines(right, series)
-    for axes in (left, right):
+    n_charts = bool(points) + bool(series)
+    figure = Figure((5.5 * n_charts, 4.2), layout="constrained")
+    charts = list(figure.subplots(1, n_charts, squeeze=False)[0])
+    if points:
+        _scatter(charts[0], points, chosen)
+        charts[0].set_xlabel(f"peak memory of a stage{f' ({unit})' if unit else ''}")
+        if limit is not None:
+            charts[0].axvline(limit, color=DARK, linewidth=1, linestyle="--")
+    if series:
+        _lines(charts[-1], series)
+    for axes in charts:
         axes.set_ylim(bottom=0)
         axes.set_ylabel("bubble rate (%)")
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, Path(path), suffix)
     return figure
 
 
-def _scatter(
-    axes: "Axes", points: Mapping[str, tuple[float, float]], chosen: str
-) -> None:
+def _scatter(axes: "Axes", points: Points, chosen: str) -> None:
     marks: dict[tuple[float, float], list[str]] = {}
-    for mode, point in points.items():
-        marks.setdefault((round(point[0], 9), round(point[1], 9)), []).append(mode)
-    for number, ((memory, bubble), modes) in enumerate(sorted(marks.items())):
-        axes.plot(
-            *(memory, 100 * bubble, "o"), color=_CYCLE[0], markersize=6, clip_on=False
-        )
+    for mode, (memory, bubble) in points.items():
+        marks.setdefault((round(memory, 9), round(100 * bubble, 7)), []).append(mode)
+    for number, ((x, y), modes) in enumerate(sorted(marks.items())):
+        axes.plot(x, y, "o", color=_CYCLE[0], markersize=6, clip_on=False)
         if chosen in modes:
             axes.plot(
-                *(memory, 100 * bubble, "o"),
+                x,
+                y,
+                "o",
                 markersize=12,
                 markerfacecolor="none",
-                markeredgecolor="#222222",
+                markeredgecolor=DARK,
                 clip_on=False,
             )
         axes.annotate(
             ", ".join(modes),
-            (memory, 100 * bubble),
+            (x, y),
             xytext=(9, 4 + 11 * (number % 2)),
             textcoords="offset points",
             fontsize=8,
         )
     axes.margins(x=0.25, y=0.1)
-    axes.set_xlabel("peak memory of a stage")
 
 
-def _lines(axes: "Axes", series: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+def _lines(axes: "Axes", series: Series) -> None:
     every = sorted({m for points in series.values() for m, _ in points})
     names: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for mode, points in series.items():  # what lies on one another is one line
@@ -102,7 +133,4 @@ def _lines(axes: "Axes", series: Mapping[str, Sequence[tuple[int, float]]]) -> N
     axes.set_xticks(every, [str(m) for m in every])
     axes.minorticks_off()
     axes.set_xlabel("micro-batches in a step")
-    if series:
-        axes.legend(
-            loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8
-        )
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)

@@ -1,0 +1,191 @@
+"""The chain of jobs that fixed the time of a timeline, simulated or measured.
+
+From the slot that ends last, back to what it waited for: the slot before it on its
+line, the pass whose message it awaits, or what went on beside it on its stage,
+whichever was done last. An optimizer step behind a barrier waits for every stage.
+
+    stage 0 | F0  F1  ..........  B0          chain: 0F0 1F0 1B0 0B0
+    stage 1 |     F0  B0  F1
+
+Of a simulated timeline this is a longest path of the graph of its jobs.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+from zbpp.core import (
+    Check,
+    Costs,
+    Kind,
+    Schedule,
+    Slot,
+    State,
+    Step,
+    Timeline,
+    kind_of,
+    reader,
+)
+from zbpp.core.timeline import sending_time
+from zbpp.simulator.engine import simulate
+from zbpp.simulator.messages import Message, Place, lines_of, messages
+
+__all__ = ["CriticalPath", "critical_path", "critical_places"]
+
+_UNIT = Costs()
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """The jobs that fix the time of a step: each waits for the one before it.
+
+    ``sending`` is as in `Timeline`.
+    """
+
+    slots: tuple[Slot, ...]
+    sending: tuple[float, ...] = ()
+
+    @property
+    def length(self) -> float:
+        """Time from the start of the first job to the end of the last one."""
+        return self.slots[-1].end - self.slots[0].start
+
+    def time_of(self, kind: Kind) -> float:
+        """Time that the path spends in jobs of one kind, their sends left out."""
+        return sum(
+            slot.duration - sending_time(slot.job, self.sending)
+            for slot in self.slots
+            if slot.job.kind is kind
+        )
+
+    @property
+    def time_in_collectives(self) -> float:
+        """Time that the path spends in gathers, and in sums of gradients."""
+        return sum(s.duration for s in self.slots if kind_of(s.job).is_async)
+
+    @property
+    def time_in_messages(self) -> float:
+        """Time that the path spends on the way from stage to stage.
+
+        It is between jobs, or at the end of one whose message occupies its stage; also
+        where what follows is on that stage too.
+        """
+        sent = sum(sending_time(slot.job, self.sending) for slot in self.slots)
+        return self.length - sum(slot.duration for slot in self.slots) + sent
+
+
+def critical_path(
+    schedule: Schedule, costs: Costs = _UNIT, *, with_steps: bool = True
+) -> CriticalPath:
+    """Find a longest path; its length is the step time (without steps: the makespan).
+
+    Where several paths are longest, one of them is returned.
+
+    Args:
+        schedule: whose jobs are simulated.
+        costs: their times.
+        with_steps: False leaves the optimizer steps out.
+
+    Raises:
+        RequestError: the costs do not fit the placement.
+    """
+    timeline = simulate(schedule, costs)
+    if not with_steps:
+        rows = tuple(
+            tuple(slot for slot in row if not isinstance(slot.job, Step))
+            for row in timeline.rows
+        )
+        timeline = replace(timeline, rows=rows)
+    lines = lines_of(timeline)
+    slots = (lines[line][index] for line, index in critical_places(timeline, costs))
+    return CriticalPath(tuple(slots), timeline.sending)
+
+
+def critical_places(
+    timeline: Timeline,
+    costs: Costs | None = None,
+    *,
+    sent: Iterable[Message] | None = None,
+) -> list[Place]:
+    """Trace the slot that ends last back to the first.
+
+    Args:
+        timeline: simulated or measured.
+        costs: have the delays of messages; None: there are none.
+        sent: the messages of the timeline, if they are at hand.
+
+    Raises:
+        RequestError: the costs do not fit the placement.
+    """
+    waits = _Waits(timeline, costs, messages(timeline) if sent is None else sent)
+    place = waits.last()
+    path: dict[Place, None] = {}
+    while place is not None and place not in path:  # jobs of no time may form a circle
+        path[place] = None
+        place = waits.awaited(place)
+    return list(path)[::-1]
+
+
+class _Waits:
+    """Tells of each slot which one it waited for longest."""
+
+    def __init__(
+        self, timeline: Timeline, costs: Costs | None, sent: Iterable[Message]
+    ) -> None:
+        self._lines = lines_of(timeline)
+        self._n_stages = timeline.placement.n_stages
+        self._ends = [[slot.end for slot in line] for line in self._lines]
+        self._times = None if costs is None else costs.on(timeline.placement)
+        self._awaited: dict[Place, list[Message]] = defaultdict(list)
+        for message in sent:
+            self._awaited[message.target].append(message)
+        self._is_validated = any(isinstance(s.job, Check) for s in timeline.rows[0])
+
+    def last(self) -> Place | None:
+        """The slot that ends last."""
+        ends = [
+            (ends[-1], (line, len(ends) - 1))
+            for line, ends in enumerate(self._ends)
+            if ends
+        ]
+        return max(ends, key=itemgetter(0))[1] if ends else None
+
+    def awaited(self, place: Place) -> Place | None:
+        """What a slot waited for longest; of several, what is on its own line."""
+        line, index = place
+        slot = self._lines[line][index]
+        done: list[tuple[float, Place]] = []
+        if index:
+            done.append((self._ends[line][index - 1], (line, index - 1)))
+        for message in self._awaited.get(place, ()):
+            done.append((self._arrival(message), message.source))
+        awaits = kind_of(slot.job).awaits
+        behind_barrier = State.ALL_GRADIENTS in awaits and not self._is_validated
+        for beside in range(len(self._lines)):
+            same_stage = (beside - line) % self._n_stages == 0
+            if beside != line and (same_stage or behind_barrier):
+                done += self._done_by(slot, beside)
+        return max(done, key=itemgetter(0))[1] if done else None
+
+    def _arrival(self, message: Message) -> float:
+        line, index = message.source
+        sent, value = self._ends[line][index], message.value
+        delay = self._times.delay(value.chunk, reader(value)) if self._times else 0.0
+        return sent + delay
+
+    def _done_by(self, slot: Slot, line: int) -> list[tuple[float, Place]]:
+        """The last slot of a line that another one, on another line, may wait for."""
+        ends, slots = self._ends[line], self._lines[line]
+        index = bisect_right(ends, slot.start) - 1
+        while index >= 0 and not _may_hold_up(slots[index], slot):
+            index -= 1
+        return [(ends[index], (line, index))] if index >= 0 else []
+
+
+def _may_hold_up(earlier: Slot, slot: Slot) -> bool:
+    """False for slots at one instant that could hold up each other in a circle."""
+    if isinstance(slot.job, Step):
+        return not isinstance(earlier.job, Step)
+    return earlier.start < slot.start or kind_of(slot.job).is_async

@@ -1,0 +1,92 @@
+"""What is in a page with timelines, read back."""
+
+import base64
+import json
+import re
+import struct
+import tempfile
+import zlib
+from pathlib import Path
+
+from zbpp.simulator.page import write_page
+
+_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.S)
+_COLUMNS = (
+    "wait",
+    "lasts",
+    "during",
+    "after",
+    "chunk",
+    "microbatch",
+    "awaits",
+    "style",
+)
+
+
+def page_text(entries, **options):
+    """The text of a page, through its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.html"
+        write_page(entries, path, **options)
+        return path.read_text(encoding="utf-8")
+
+
+def page_data(text):
+    """The data of a page's scripts."""
+    (data,) = _DATA.findall(text)
+    return json.loads(data)
+
+
+def columns_of(panel):
+    """The columns of a panel, times added up."""
+    n, packed = sum(panel["lines"]), base64.b64decode(panel["columns"])
+    values = struct.unpack(f"<{4 * n}f{4 * n}i", zlib.decompress(packed))
+    columns = {name: values[i * n : i * n + n] for i, name in enumerate(_COLUMNS)}
+    starts, ends, first = [], [], 0
+    for boxes in panel["lines"]:
+        end = 0.0
+        for i in range(first, first + boxes):
+            starts.append(end + columns["wait"][i])
+            end = starts[-1] + columns["lasts"][i]
+            ends.append(end)
+        first += boxes
+    return columns | {"start": starts, "end": ends}
+
+
+def boxes_in(data, panel):
+    """For each line of a panel the texts, starts and ends of its boxes."""
+    columns, lines, first = columns_of(panel), [], 0
+    for boxes in panel["lines"]:
+        line = []
+        for i in range(first, first + boxes):
+            numbers = (columns[name][i] for name in ("chunk", "microbatch"))
+            chunk, microbatch = ("" if n < 0 else n for n in numbers)
+            role = data["styles"][columns["style"][i]]["role"]
+            name = f"{chunk}{role}{microbatch}"
+            line.append((name, columns["start"][i], columns["end"][i]))
+        lines.append(line)
+        first += boxes
+    return lines
+
+
+def boxes_of_timeline(timeline):
+    """The same of a timeline without sends, to be compared."""
+    lines = (*timeline.rows, *timeline.collectives)
+    origin = min(slot.start for line in lines for slot in line)
+    return [
+        [(str(slot.job), slot.start - origin, slot.end - origin) for slot in line]
+        for line in lines
+    ]
+
+
+def same_boxes(found, expected):
+    """True if boxes are alike, but for single precision of their durations."""
+    close = max(end for line in expected for _, _, end in line) * 1e-6
+    return [[name for name, *_ in line] for line in found] == [
+        [name for name, *_ in line] for line in expected
+    ] and all(
+        abs(a - b) <= close
+        for one, two in zip(found, expected, strict=True)
+        for (_, *times), (_, *others) in zip(one, two, strict=True)
+        for a, b in zip(times, others, strict=True)
+    )

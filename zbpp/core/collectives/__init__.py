@@ -1,1 +1,0 @@
-"""Replicas of stages: words for what they divide, and rules for their collectives."""

@@ -1,0 +1,270 @@
+"""Columns of costs: what there is one entry for, and how shorthands are spread.
+
+A column is a field of `Costs`, `MemoryModel` or `LayerCosts`. A number is a shorthand
+for all entries; a tuple is read by its length, for p stages and C chunks:
+
+==========  ======  ================================================================
+per         length  one entry per
+==========  ======  ================================================================
+chunk       C       chunk
+            p       stage, dealt evenly to the chunks of the stage; so is a number,
+                    which stands for a whole stage
+stage       p       stage
+edge        C - 1   edge between two consecutive chunks
+            p - 1   link between neighbours: link s joins stages s and s+1
+            p       the same, and a last one that joins p-1 and 0 (interleaved)
+layer       n       layer
+cut         n - 1   boundary between two layers
+==========  ======  ================================================================
+
+Where two lengths are equal, the first reading counts. Dealing suits stages that differ
+as machines do; where the layers differ, as a head on the last chunk, give one entry per
+chunk. An edge within a stage takes no time, both ways of a link are alike:
+
+    chunk        0 ---- 1 ---- 2 ---- 3        edges: F goes right, B goes left
+    stage (V)    0      1      1      0        the same two stages share one link
+    link         link 0    -     link 0
+
+Times share one unit of the caller's choice, and so do memories.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+from zbpp.core.errors import RequestError
+from zbpp.core.placement import Placement
+
+__all__ = [
+    "Column",
+    "Per",
+    "PerChunk",
+    "check_columns",
+    "check_memory_unit",
+    "column",
+    "columns_of",
+    "edge_delays",
+    "per_chunk",
+    "per_stage",
+    "reduction_delay",
+]
+
+PerChunk = float | tuple[float, ...]
+"""A number, or one entry for each; see the module's text."""
+
+_MOST_LIMIT = 1e150
+_MOST = 1e100  # products and sums of these are finite
+_LEAST = 1e-100  # and so are quotients
+
+
+class Per(StrEnum):
+    """What a column has one entry for."""
+
+    CHUNK = "chunk"
+    STAGE = "stage"
+    EDGE = "edge"
+    LAYER = "layer"
+    CUT = "cut"
+    ALL = "all"
+    """There is one number, and no list."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is known of a column beside its name and default.
+
+    Args:
+        per: what it has one entry for.
+        is_memory: it is an amount of memory, and may be written as ``"40GiB"``.
+        is_rate: it is something in a unit of time, and so above 0.
+    """
+
+    per: Per
+    is_memory: bool = False
+    is_rate: bool = False
+
+
+def column(
+    default: PerChunk | None,
+    per: Per,
+    *,
+    is_memory: bool = False,
+    is_rate: bool = False,
+) -> Any:
+    """Declare a field as a column; see `Column`."""
+    return field(default=default, metadata={"column": Column(per, is_memory, is_rate)})
+
+
+def columns_of(table: type) -> dict[str, Column]:
+    """The columns of a class, by name."""
+    return {x.name: x.metadata["column"] for x in fields(table) if x.metadata}
+
+
+def check_columns(costs: Any, *, n_layers: int = 0) -> None:
+    """Refuse numbers that cannot be, and lists of a length that fits no layers.
+
+    Args:
+        costs: an object with columns.
+        n_layers: of a model, for columns per layer or cut.
+
+    Raises:
+        RequestError: it names the column.
+    """
+    for name, about in columns_of(type(costs)).items():
+        value = getattr(costs, name)
+        if value is None:
+            continue
+        is_limit = name == "limit"
+        _check_numbers(
+            "memory_limit" if is_limit else name,
+            value,
+            most=_MOST_LIMIT if is_limit else _MOST,
+        )
+        entries = value if isinstance(value, tuple) else (value,)
+        if about.is_rate and min(entries) <= 0:
+            raise RequestError(f"{name} is {value!r}; it must be above 0")
+        if isinstance(value, tuple) and about.per in (Per.LAYER, Per.CUT):
+            n = n_layers - (about.per is Per.CUT)
+            if len(value) != n:
+                what = (
+                    "layers" if about.per is Per.LAYER else "boundaries between layers"
+                )
+                raise RequestError(
+                    f"{name} has {len(value)} entries for {n} {what}; give one number, "
+                    "or one for each"
+                )
+
+
+def _check_numbers(name: str, value: PerChunk, *, most: float) -> None:
+    """Refuse what is negative, not finite, or too large or small to be counted with."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if not 0 <= number < math.inf:
+            raise RequestError(
+                f"{name} is {number!r}; it must be finite and at least 0"
+            )
+        if number > most or 0 < number < _LEAST:
+            raise RequestError(
+                f"{name} is {number!r:.40}; take another unit: it must be 0, or at "
+                f"least {_LEAST:g} and at most {most:g}"
+            )
+
+
+def check_memory_unit(unit: str | None) -> None:
+    """Refuse a unit of memory that is not known.
+
+    Raises:
+        RequestError: it names the unit.
+    """
+    if unit not in (None, "bytes"):
+        raise RequestError(
+            f"memory_unit is {unit!r}; write 'bytes', or leave it out for any one unit"
+        )
+
+
+def per_chunk(name: str, value: PerChunk, placement: Placement) -> tuple[float, ...]:
+    """Give every chunk its share; see the module's text.
+
+    Raises:
+        RequestError: a list of another length.
+    """
+    shares = [len(placement.chunks_of[stage]) for stage in placement.stage_of]
+    if not isinstance(value, tuple):
+        return tuple(value / share for share in shares)
+    if len(value) == placement.n_chunks:
+        return value
+    if len(value) == placement.n_stages:
+        by_stage = [value[stage] for stage in placement.stage_of]
+        return tuple(v / share for v, share in zip(by_stage, shares, strict=True))
+    raise RequestError(
+        f"{name} has {len(value)} entries for {placement.n_chunks} chunks; give one "
+        f"number, or one per stage ({placement.n_stages}) or chunk"
+    )
+
+
+def per_stage(limit: PerChunk | None, placement: Placement) -> tuple[float, ...]:
+    """Give every stage its memory limit; infinite where there is none.
+
+    Raises:
+        RequestError: a list of another length than there are stages.
+    """
+    if limit is None:
+        return (math.inf,) * placement.n_stages
+    if not isinstance(limit, tuple):
+        return (limit,) * placement.n_stages
+    if len(limit) != placement.n_stages:
+        raise RequestError(
+            f"memory_limit has {len(limit)} entries for {placement.n_stages} stages"
+        )
+    return limit
+
+
+def edge_delays(
+    comm: PerChunk, placement: Placement, *, name: str = "comm"
+) -> tuple[float, ...]:
+    """Give every edge its delay: entry c is between chunks c and c+1.
+
+    ``name`` is that of the column, for errors.
+
+    >>> edge_delays((0.5, 0.25), Placement.wave(3))
+    (0.5, 0.25, 0.0, 0.25, 0.5)
+
+    Raises:
+        RequestError: the list has another length, or lacks a link of the placement.
+    """
+    edges = list(pairwise(placement.stage_of))
+    p = placement.n_stages
+    if not isinstance(comm, tuple):
+        delays = [comm] * len(edges)
+    elif len(comm) == len(edges):
+        delays = list(comm)
+    elif len(comm) in (p - 1, p):
+        delays = [
+            comm[_link(comm, placement, chunk, name)] if source != target else 0.0
+            for chunk, (source, target) in enumerate(edges)
+        ]
+    else:
+        raise RequestError(
+            f"{name} has {len(comm)} entries for {p} stages and {placement.n_chunks} "
+            f"chunks; give one number, {p - 1} (links between neighbours), {p} (with "
+            f"the link from stage {p - 1} to 0) or {len(edges)} (edges between chunks)"
+        )
+    return tuple(
+        delay if source != target else 0.0
+        for delay, (source, target) in zip(delays, edges, strict=True)
+    )
+
+
+def reduction_delay(hops: tuple[float, ...], n_stages: int) -> float:
+    """Time of a sum of a few numbers over all stages, known to all of them.
+
+    2 ceil(log2 p) messages one after the other, up a binary tree and down again, each
+    on the slowest link (reduce and broadcast of short vectors: Thakur, Rabenseifner
+    and Gropp, "Optimization of collective communication operations in MPICH", 2005).
+
+    >>> reduction_delay((0.5, 0.25, 0.25), n_stages=4)
+    2.0
+    """
+    return 2 * (n_stages - 1).bit_length() * max(hops, default=0.0)
+
+
+def _link(comm: tuple[float, ...], placement: Placement, chunk: int, name: str) -> int:
+    """The link on which a chunk sends to the next one."""
+    stage_of, last = placement.stage_of, placement.n_stages - 1
+    ends = sorted((stage_of[chunk], stage_of[chunk + 1]))
+    if ends[1] == ends[0] + 1:
+        return ends[0]
+    if ends == [0, last] and len(comm) == last + 1:
+        return last
+    raise RequestError(
+        f"{name} has {len(comm)} entries, one per link, and none joins stage "
+        f"{stage_of[chunk]} (chunk {chunk}) and stage {stage_of[chunk + 1]} (chunk "
+        f"{chunk + 1}); "
+        + (
+            f"add the link from stage {last} to 0 as entry {last + 1}, or "
+            if ends == [0, last]
+            else ""
+        )
+        + f"give one entry per edge between chunks, {placement.n_chunks - 1} in all"
+    )
