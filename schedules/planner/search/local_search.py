@@ -40,7 +40,7 @@ __all__ = [
     "travel",
 ]
 
-_SMALL, _LARGE = 3000, 5000  # passes
+_SMALL, _LARGE = 3000, 5000  # passes; larger plans get 2 turns, no groups and shifts
 _NEAR = 0.003  # so near to its bound, a plan of more than _TINY passes is let be
 _TINY = 400
 _MARGIN = 0.05  # groups that are longer than the best plan by that are given up
@@ -79,7 +79,7 @@ def improve_top_k(
     return best
 
 
-_CLIMB = 100  # passes placed for each pass of a plan, 2e7 in all
+_CLIMB = 100  # passes placed for each pass of a plan
 
 
 def hill_climb(problem: PlacementProblem, found: Sequence[Seed]) -> list[Plan]:
@@ -136,23 +136,23 @@ def _changed(
 
 
 def intensify(problem: PlacementProblem, plan: Plan) -> Plan:
-    """Travel from a plan, then try groups and shifts; never longer than the plan.
+    """Try groups, travel, and shifts; never longer than the plan.
 
     Large plans get no groups and shifts, nor do plans near their bound, if not tiny.
     """
     n_passes = problem.n_passes
-    plan = travel(problem, plan, 10 if n_passes < _SMALL else 2)
     near = problem.target * (1 if n_passes < _TINY else 1 + _NEAR)
     if n_passes > _LARGE or plan.span <= near:
-        return plan
+        return travel(problem, plan, 10 if n_passes < _SMALL else 2)
     tries = Budget(min(1000 * n_passes, 1.5e5))
     grouped = plan_in_groups(problem, tries, plan.span * (1 + _MARGIN))
+    plan = shortest([plan, *grouped])
+    plan = travel(problem, plan, 10 if n_passes < _SMALL else 2)
     shifts = Budget(8e5 if n_passes < _TINY else 1.5e5)
-    best = shortest([plan, *grouped])
-    return iterated_local_search(problem, best, shifts, XorShift64(0))
+    return iterated_local_search(problem, plan, shifts, XorShift64(0))
 
 
-_TRAVEL = 0.03  # a step may be so much longer than the best plan; .02 and .05 lose
+_TRAVEL = 0.03  # a step may be so much longer than the best plan at first
 
 
 def travel(problem: PlacementProblem, plan: Plan, n_turns: int) -> Plan:

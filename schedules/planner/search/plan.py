@@ -174,15 +174,15 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     kind, seconds = parse_effort(effort)
     n = problem.n_passes
     if kind == "fast":
-        tries, moves = Budget(min(24 * n, 2e6)), Budget(min(60 * n, 1e5))
+        tries, moves = Budget(min(24 * n, 1.5e6)), Budget(min(60 * n, 1e5))
         plans = [seed.plan for seed in seeds(problem, tries)]
         plan = improve_top_k(problem, plans, moves)
         return _below_limit(problem, plan, tries, moves, Budget(min(100 * n, 1.5e5)))
     tries = Budget(max(2e6, min(16 * n, 4e6)))
     moves = Budget(min(max(3e4, 40 * n), 1e5 + 8 * n, 2e6))
     found = seeds(problem, tries, margin=_MARGIN)
-    first, *others = hill_climb(problem, found)
-    plan = improve(problem, first, moves, XorShift64(0))
+    plan = improve(problem, found[0].plan, moves, XorShift64(0))
+    others = hill_climb(problem, found) if plan.span > problem.target else []
     less = Budget(min(max(2e5, 200 * n), 6e5))
     plan = _below_limit(problem, plan, tries, moves, less)
     plan = improve_top_k(problem, [plan, *others], Budget(n_moves(n)))

@@ -275,7 +275,7 @@ class PlacementProblem:
             chunk = 2 * n - 1 - q
             left[q] = iter(passes(backward, chunk, self.n_microbatches))
             left[q + n] = iter(passes(PassKind.W, chunk, self.n_microbatches))
-        return (*[next(left[q]) for q in row], Step(stage))
+        return (*map(next, map(left.__getitem__, row)), Step(stage))
 
 
 def _halves(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
