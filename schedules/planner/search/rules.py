@@ -8,10 +8,9 @@ them are in flight. For two stages with two chunks each, F = B = W = 1, T = 6:
     q          0   1   2   3   4   5   6   7
     start      0   1   2   3   4   5   6   7      V-Min: memory about p/3
     stretch 2  0   2   4   6   8  10  12  14      V-Half: about p/2 (arXiv 2405.15362)
-    stretch 0  stands for the order of ZB-V       memory p (arXiv 2401.10241)
 
-The rank of a pass is that time, or its place in the order that the times give; then
-the F's come ``ahead``, as far as the caps and the memory let them.
+The rank of a pass is that time; then the F's come ``ahead``, as far as the caps and the
+memory let them.
 
 One chunk a stage. B's come before F's, but for the first ones: F's run ahead of B's by
 ``slope * x + offset`` micro-batches, where x is either of
@@ -21,9 +20,10 @@ One chunk a stage. B's come before F's, but for the first ones: F's run ahead of
         equal to 2d - 1 if all times are equal
 
 Both tables stand in the order in which their rows were picked, each for what it gains
-over those before it on random requests: 30 out of some 3,000 on hundreds (2 to 12
-stages, p/2 to 6p micro-batches, memory from p/10 to 2p), and the second out of 336 on
-some 50 (memory from p/2 to 2p).
+over those before it on random requests: the first out of some 3,000 on hundreds (2 to
+12 stages, p/2 to 6p micro-batches, memory from p/10 to 2p), the second out of 336 on
+some 50 (memory from p/2 to 2p), and four for lines of 8 to 32 stages below p/2. What
+half of them gives, and each setting, is measured by `benchmarks/planner/ablation.py`.
 """
 
 import math
@@ -38,6 +38,24 @@ from zbpp.schedules.patterns.zb_v import zb_v_cells
 from zbpp.schedules.planner.limits import micro_batch
 from zbpp.schedules.planner.search.list_scheduler import Settings
 from zbpp.schedules.planner.search.problem import PlacementProblem, Row, Rows
+
+__all__ = [
+    "LINE_RULES",
+    "RULES",
+    "LineRule",
+    "Rule",
+    "is_interleaved",
+    "is_line",
+    "is_v",
+    "known_order",
+    "line_rows",
+    "line_settings_of",
+    "rows_by_starts",
+    "settings_of",
+    "stretched_order",
+    "vpp_rows",
+    "zb_v_rows",
+]
 
 
 @dataclass(frozen=True)
