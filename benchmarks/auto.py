@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -38,8 +38,7 @@ from zbpp.core import (
     write_schedule,
 )
 from zbpp.pipeline import Pipeline
-from zbpp.planning.choose import choose
-from zbpp.planning.layer_plans import plan_layers
+from zbpp.planning import PlanRequest, make_plan
 from zbpp.training.launch import launch
 from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 from zbpp.training.splits import split_layers
@@ -80,13 +79,18 @@ class Emulated:
 
     def _plan(self, layers: LayerCosts, folder: Path) -> dict[str, Path]:
         files = {}
-        size = {"n_stages": self.stages, "n_microbatches": 3 * self.stages}
-        choice = choose(layers, **size, recompute="none", effort="default")
-        print(choice.line, flush=True)
-        plans = {"auto": choice.plan}
+        request = PlanRequest(
+            schedule="auto",
+            n_stages=self.stages,
+            n_microbatches=3 * self.stages,
+            costs=layers,
+        )
+        best = make_plan(replace(request, recompute="none", by_mode=True))
+        print(best.line, flush=True)
+        plans = {"auto": best}
         for mode in FIXED:
             try:
-                plans[mode] = plan_layers(mode, layers, **size)
+                plans[mode] = make_plan(replace(request, schedule=mode))
             except RequestError as error:
                 print(f"{mode}: {error}")
         for mode, planned in plans.items():

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,30 +28,36 @@ from rich.console import Console
 from rich.table import Table
 
 from zbpp.core import LayerCosts, schedule_text, write_costs, write_layers
-from zbpp.planning.layer_plans import plan_layers
-from zbpp.schedules import LayerPlan, balance
+from zbpp.planning import Plan, PlanRequest, make_plan
+from zbpp.schedules import balance
 
 MODES = {"single": "ZB", "V": "ZBV"}
 
 
 def three(
     mode: str, layers: LayerCosts, n_stages: int, n_microbatches: int, effort: str
-) -> Iterator[tuple[str, LayerPlan, float]]:
+) -> Iterator[tuple[str, Plan, float]]:
     """Even, balanced and joint plans, and the seconds that each took."""
-    sizes = {"n_stages": n_stages, "n_microbatches": n_microbatches, "effort": effort}
-    even = plan_layers(mode, layers, split="even", **sizes)
+    request = PlanRequest(
+        schedule=mode,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        costs=layers,
+        effort=effort,
+    )
+    even = make_plan(replace(request, split="even"))
     yield "even", even, 0.0
     start = time.perf_counter()
     placement = even.schedule.placement
     split = balance(layers, placement, n_microbatches).split
-    one = plan_layers(mode, layers, split=split, **sizes)
+    one = make_plan(replace(request, split=split))
     yield "balanced", one, time.perf_counter() - start
     start = time.perf_counter()
-    joint = plan_layers(mode, layers, **sizes)
+    joint = make_plan(request)
     yield "joint", joint, time.perf_counter() - start
 
 
-def judged_span(planned: LayerPlan) -> float:
+def judged_span(planned: Plan) -> float:
     """Replay a plan by the independent judge."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
@@ -125,11 +131,14 @@ class Simulated:
                 for name, mode in MODES.items():
                     gains = []
                     for heavy in range(1, n_layers - 1, 1 if p == 4 else 3):
-                        found = plan_layers(
-                            *(mode, unequal(n_layers, heavy)),
-                            n_stages=p,
-                            n_microbatches=3 * p,
-                            effort="fast",
+                        found = make_plan(
+                            PlanRequest(
+                                schedule=mode,
+                                n_stages=p,
+                                n_microbatches=3 * p,
+                                costs=unequal(n_layers, heavy),
+                                effort="fast",
+                            )
                         )
                         gains.append(found.gain or 0.0)
                     shares = (min(gains), statistics.median(gains), max(gains))
@@ -157,8 +166,15 @@ class Possible:
             for n in (2 * p + 1, 3 * p + 1, 4 * p, 4 * p + 1, 4 * p + 2, 6 * p, 8 * p):
                 for mode in MODES.values():
                     layers = unequal(n, n // 2)
-                    sizes = {"n_stages": p, "n_microbatches": 3 * p}
-                    found = plan_layers(mode, layers, **sizes, effort=self.effort)
+                    found = make_plan(
+                        PlanRequest(
+                            schedule=mode,
+                            n_stages=p,
+                            n_microbatches=3 * p,
+                            costs=layers,
+                            effort=self.effort,
+                        )
+                    )
                     assert found.even_step is not None
                     least = balance(layers, found.schedule.placement, 3 * p)
                     assert least.is_proved
@@ -190,10 +206,16 @@ class Llama:
         Console(width=120).print(table)
         for times in TIMES:
             layers = llama(times, self.stages)
-            step = plan_layers(
-                *("ZB", layers), n_stages=sizes[0], n_microbatches=sizes[1],
-                effort="fast",
-            )  # fmt: skip
+            step = make_plan(
+                PlanRequest(
+                    schedule="ZB",
+                    n_stages=sizes[0],
+                    n_microbatches=sizes[1],
+                    costs=layers,
+                    effort="fast",
+                )
+            )
+            assert step.ideal_step is not None
             least = least_of_one_chunk(layers, *sizes, below=step.step)
             print(
                 f"{times}, ZB: no split has a step below {least:.5g}, "

@@ -36,8 +36,8 @@ from zbpp.core import Check, Costs, Pass, PassKind, Receive, Reduce, Send, Step,
 from zbpp.core import input_of as read_by
 from zbpp.core import output_of as written_by
 from zbpp.emulation.layers import EmulatedLayer, sleep_until
-from zbpp.modes import plan
-from zbpp.planning.resolve import choose_validation
+from zbpp.planning import plan
+from zbpp.planning.pipelines import choose_validation
 from zbpp.runtime.optim.patience import Patience
 from zbpp.schedules import lower
 from zbpp.simulator import steady_step_time

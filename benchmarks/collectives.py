@@ -21,7 +21,7 @@ from rich.table import Table
 
 from zbpp.core import Collective, CollectiveKind, Costs, Schedule
 from zbpp.emulation.run import emulate
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import add_collectives
 from zbpp.training.launch import launch
 

@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zbpp.modes import plan
+from zbpp.planning import plan
 
 
 @dataclass(frozen=True)

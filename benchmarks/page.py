@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from chromium import Chromium, executable
 
 from zbpp.core import Costs, MemoryModel
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.simulator import simulate
 from zbpp.simulator.page import PageEntry, write_page
 

@@ -34,8 +34,8 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.emulation.run import emulated_batch, emulated_pipeline, steps_in_a_row
-from zbpp.modes import plan
 from zbpp.pipeline import Pipeline
+from zbpp.planning import plan
 from zbpp.simulator import steady_step_time
 from zbpp.training.launch import launch
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zbpp.core import LayerCosts, schedule_text, write_costs
-from zbpp.planning.layer_plans import plan_layers
+from zbpp.planning import PlanRequest, make_plan
 from zbpp.schedules import LayerPlan
 
 F, B, W, MESSAGE = 10.419, 10.207, 7.715, 0.408  # of a stage; table 9, 28.3B
@@ -86,14 +86,16 @@ class Planned:
             ("none", True), ("all", True), ("auto", True), ("auto", False)
         ):  # fmt: skip
             start = time.perf_counter()
-            found = plan_layers(
-                mode,
-                paper(limit, whole=whole, chunks=chunks),
-                n_stages=P,
-                n_microbatches=M,
-                split="even",
-                recompute=recompute,  # type: ignore[arg-type]
-                effort=self.effort,
+            found = make_plan(
+                PlanRequest(
+                    schedule=mode,
+                    costs=paper(limit, whole=whole, chunks=chunks),
+                    n_stages=P,
+                    n_microbatches=M,
+                    split="even",
+                    recompute=recompute,  # type: ignore[arg-type]
+                    effort=self.effort,
+                )
             )
             cells.append(f"{judged(found) / (M * (F + B + W)):.3f}")
         n = LAYERS // chunks
@@ -116,14 +118,18 @@ class Chosen:
 
         torch.set_num_threads(1)
         for mode in MODES.values():
-            found = plan_layers(
-                mode,
-                paper(self.limit * P, whole=False, chunks=1 if mode == "ZB" else 2),
-                n_stages=P,
-                n_microbatches=M,
-                split="even",
-                recompute="auto",
-                effort=self.effort,
+            found = make_plan(
+                PlanRequest(
+                    schedule=mode,
+                    costs=paper(
+                        self.limit * P, whole=False, chunks=1 if mode == "ZB" else 2
+                    ),
+                    n_stages=P,
+                    n_microbatches=M,
+                    split="even",
+                    recompute="auto",
+                    effort=self.effort,
+                )
             )
             some, none = _run_small(found, None), _run_small(found, "none")
             assert some == none, mode
@@ -208,7 +214,7 @@ class Real:
         from torch.optim import AdamW
 
         from zbpp.pipeline import Pipeline
-        from zbpp.planning.resolve import recomputed_layers
+        from zbpp.planning.answer import recomputed_layers
         from zbpp.training.fingerprint import combine, fingerprints
         from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 
@@ -244,7 +250,7 @@ class Real:
             held += n_bytes
             most = max(most, held)
         bits = losses, combine([fingerprints(pipeline.named_parameters())])
-        n = len(recomputed_layers(pipeline.schedule, pipeline.split))
+        n = len(recomputed_layers(pipeline.schedule, list(map(len, pipeline.split))))
         pipeline.close()
         return bits, sorted(seconds[1:])[self.steps // 2], most, n
 

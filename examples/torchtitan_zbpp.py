@@ -9,7 +9,7 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from zbpp.core import RequestError, read_schedule
+import zbpp
 from zbpp.runtime.backward.torch_stage import SplitModule
 
 FIRST, LAST = ["tok_embeddings"], ["norm", "lm_head"]
@@ -36,15 +36,15 @@ def module_names(plan: str | Path) -> list[list[str]]:
     """Names of the modules of each chunk of a plan, in the order of the chunks.
 
     Args:
-        plan: a schedule file with a split; its first layer is the embedding, its last
-            one the norm and the head, those between are the blocks.
+        plan: a schedule or plan file with a split; its first layer is the embedding,
+            its last one the norm and the head, those between are the blocks.
 
     Raises:
         RequestError: the plan has no split.
     """
-    schedule = read_schedule(plan)
+    schedule = zbpp.plan(str(plan))
     if schedule.split is None:
-        raise RequestError(
+        raise zbpp.RequestError(
             f"{plan} has no split; plan it with the costs of the layers (--layers)"
         )
     ends = list(accumulate(schedule.split, initial=0))

@@ -17,21 +17,13 @@ from zbpp.schedules.patterns.vpp import plan_vpp
 from zbpp.schedules.patterns.zb_h1 import plan_zb_h1
 from zbpp.schedules.patterns.zb_h2 import plan_zb_h2
 from zbpp.schedules.patterns.zb_v import plan_zb_v
-from zbpp.schedules.planner.auto import plan_auto
 from zbpp.schedules.planner.budget import check_effort
-from zbpp.schedules.planner.layers.balance import Balance, balance
-from zbpp.schedules.planner.layers.loads import even_split
-from zbpp.schedules.planner.layers.plan import LayerPlan, Split, plan_split
+from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
 from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
+from zbpp.schedules.planner.layers.search import LayerPlan, Split, plan_split
 from zbpp.schedules.planner.search.plan import plan_placement, plan_wave
-from zbpp.schedules.planner.single_modes import plan_zb, plan_zb1p, plan_zb2p
+from zbpp.schedules.planner.single_modes import plan_zb
 from zbpp.schedules.planner.solver import Certificate, certify
-from zbpp.schedules.planner.wave_modes import (
-    plan_v_half,
-    plan_v_min,
-    plan_zbv,
-    plan_zbvpp,
-)
 
 __all__ = [
     "Balance",
@@ -51,24 +43,17 @@ __all__ = [
     "is_torch_csv",
     "lower",
     "lower_forward",
-    "plan_auto",
     "plan_fthenb",
     "plan_one_f_one_b",
     "plan_placement",
     "plan_recompute",
     "plan_split",
-    "plan_v_half",
-    "plan_v_min",
     "plan_vpp",
     "plan_wave",
     "plan_zb",
-    "plan_zb1p",
-    "plan_zb2p",
     "plan_zb_h1",
     "plan_zb_h2",
     "plan_zb_v",
-    "plan_zbv",
-    "plan_zbvpp",
     "post_validated",
     "read_torch_csv",
     "to_torch_csv",

@@ -7,7 +7,7 @@ they are first used.
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule
-from zbpp.modes import plan
+from zbpp.planning import Plan, PlanRequest, make_plan, plan, read_plan
 
 if TYPE_CHECKING:
     from zbpp.models import cut
@@ -18,11 +18,15 @@ __all__ = [
     "Costs",
     "MemoryModel",
     "Pipeline",
+    "Plan",
+    "PlanRequest",
     "RequestError",
     "Schedule",
     "cut",
+    "make_plan",
     "mesh",
     "plan",
+    "read_plan",
 ]
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import mse_loss
 
 import zbpp
 from zbpp.core import Costs, Schedule
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.runtime.backward.queue import current_queue
 from zbpp.runtime.optim.patience import Patience
 from zbpp.simulator import bubble_rate, steady_step_time

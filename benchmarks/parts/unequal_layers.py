@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from zbpp.core import LayerCosts, Placement, lower_bound
-from zbpp.schedules.planner.layers.loads import Loads
+from zbpp.schedules.planner.layers.balance import Loads
 
 __all__ = ["TIMES", "least_of_one_chunk", "llama", "unequal"]
 

@@ -25,7 +25,7 @@ from public import KINDS, case_of, rows
 from random_cases import random_case
 
 from zbpp.core import Costs, MemoryModel, longest_span, lower_bound, replay
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules.planner.search import local_search, rules, seeds
 from zbpp.schedules.planner.search import plan as plans
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from public import MODELS
 
 from zbpp.core import Costs, MemoryModel, longest_span, lower_bound, replay
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules.planner.solver import certify
 
 PARTS = (0.375, 0.5, 0.625, 0.75, 1.0, 1.25, 1.5)

@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from judge import judge
 
 from zbpp.core import Costs, MemoryModel, lower_bound, schedule_text
-from zbpp.modes import plan
+from zbpp.planning import plan
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 KINDS = {"ZB": "single", "ZBV": "v"}

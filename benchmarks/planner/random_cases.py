@@ -18,7 +18,7 @@ from collections import defaultdict
 from public import MODELS, Case, gap, judged
 
 from zbpp.core import Costs, MemoryModel
-from zbpp.modes import plan
+from zbpp.planning import plan
 
 
 def random_case(rng: random.Random, p: int) -> Case:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from zbpp.core import Costs, MemoryModel, PassTimes, Schedule
 from zbpp.emulation.run import emulate
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span, steady_step_time
 from zbpp.training.launch import launch

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 import zbpp
 from zbpp.emulation.layers import EmulatedLayer
-from zbpp.modes import plan
-from zbpp.planning.resolve import choose_validation
+from zbpp.planning import plan
+from zbpp.planning.pipelines import choose_validation
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.optim.rollback.recompute import Rollback

@@ -30,11 +30,11 @@ from zbpp.core import (
     Collective,
     CollectiveKind,
     Job,
-    Pass,
     PassKind,
     RequestError,
     Schedule,
     Step,
+    passes_in,
 )
 
 __all__ = ["add_collectives", "without_collectives"]
@@ -99,33 +99,31 @@ def _with_sums(order: Sequence[Job], *, every: bool) -> list[Job]:
         if isinstance(job, Step):
             found += [Collective(REDUCE_WAIT, chunk) for chunk in running]
             running = []
-        if not isinstance(job, Pass) or job.kind not in _WEIGHTS:
-            found.append(job)
-            continue
-        if job.chunk in running:
-            running.remove(job.chunk)
-            found.append(Collective(REDUCE_WAIT, job.chunk))
+        chunks = [part.chunk for part in passes_in(job) if part.kind in _WEIGHTS]
+        for chunk in set(running).intersection(chunks):
+            running.remove(chunk)
+            found.append(Collective(REDUCE_WAIT, chunk))
         found.append(job)
-        if every or last[job.chunk] == column:
-            running.append(job.chunk)
-            found.append(Collective(REDUCE_GRAD, job.chunk))
+        for chunk in chunks:
+            if every or last[chunk] == column:
+                running.append(chunk)
+                found.append(Collective(REDUCE_GRAD, chunk))
     return [*found, *(Collective(REDUCE_WAIT, chunk) for chunk in running)]
 
 
 def _with_gathers(order: Sequence[Job], ahead: int) -> list[Job]:
     """Gather each chunk ahead of its first F, and free it after its last B."""
-    passes = [column for column, job in enumerate(order) if isinstance(job, Pass)]
+    passes = [column for column, job in enumerate(order) if passes_in(job)]
     gathers: dict[int, list[Job]] = defaultdict(list)
     seen: set[int] = set()
     for number, column in enumerate(passes):
-        job = order[column]
-        assert isinstance(job, Pass)
-        if job.chunk not in seen:
-            seen.add(job.chunk)
-            place = passes[number - ahead] if number >= ahead else 0
-            gathers[place].append(Collective(UNSHARD, job.chunk))
+        for part in passes_in(order[column]):
+            if part.chunk not in seen:
+                seen.add(part.chunk)
+                place = passes[number - ahead] if number >= ahead else 0
+                gathers[place].append(Collective(UNSHARD, part.chunk))
     frees = {
-        _behind_its_sum(order, column): Collective(RESHARD, chunk)
+        _behind_its_sum(order, column, chunk): Collective(RESHARD, chunk)
         for chunk, column in _last(order, _INPUTS).items()
     }
     found: list[Job] = []
@@ -139,18 +137,18 @@ def _with_gathers(order: Sequence[Job], ahead: int) -> list[Job]:
 def _last(order: Sequence[Job], kinds: Sequence[PassKind]) -> dict[int, int]:
     """Column of the last pass of these kinds, by chunk."""
     return {
-        job.chunk: column
+        part.chunk: column
         for column, job in enumerate(order)
-        if isinstance(job, Pass) and job.kind in kinds
+        for part in passes_in(job)
+        if part.kind in kinds
     }
 
 
-def _behind_its_sum(order: Sequence[Job], column: int) -> int:
+def _behind_its_sum(order: Sequence[Job], column: int, chunk: int) -> int:
     """Column of the REDUCE_GRAD right behind a BW, which starts first; or its own."""
-    start, last = order[column], column
-    assert isinstance(start, Pass)
+    last = column
     while last + 1 < len(order) and isinstance(order[last + 1], Collective):
         last += 1
-        if order[last] == Collective(REDUCE_GRAD, start.chunk):
+        if order[last] == Collective(REDUCE_GRAD, chunk):
             return last
     return column

@@ -1,7 +1,7 @@
 """Planners: orders made for given times and a memory limit.
 
-Read `request` (the arguments of all planners), then `single_modes` (one chunk a stage)
-and `wave_modes` (several), then `auto`, which chooses between them. `search/` is the
-planner of all of them, `compiled/` its inner loops in C, `budget` its effort, `limits`
-the memory limits, `layers/` the split of layers, `solver` the proof by OR-tools.
+`search/` plans any placement, `single_modes` asks it for one chunk a stage;
+`compiled/` holds its inner loops in C, `budget` its effort, `limits` the memory limits,
+`figures` which of two plans is better, `layers/` splits and recomputed layers, `solver`
+the proof by OR-tools. What a mode is, and how `auto` chooses, is in `zbpp.planning`.
 """

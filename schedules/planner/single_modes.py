@@ -17,13 +17,12 @@ never worse than those of them that fit the memory. ZBH1 and ZBH2 promise a memo
 """
 
 import math
-from typing import Unpack
 
 from zbpp.core import Costs, MemoryModel, Placement, Schedule
-from zbpp.schedules.planner.request import Request, check_sizes
+from zbpp.schedules.planner.request import check_sizes
 from zbpp.schedules.planner.search.plan import plan_placement
 
-__all__ = ["plan_zb", "plan_zb1p", "plan_zb2p"]
+__all__ = ["plan_zb"]
 
 _UNIT = Costs()
 _NO_LIMIT = MemoryModel()
@@ -65,13 +64,3 @@ def plan_zb(
         memory_cap=memory_cap,
         default_limit=2 * n_stages,
     )
-
-
-def plan_zb1p(**request: Unpack[Request]) -> Schedule:
-    """Plan ZBH1: as `plan_zb`, but never above p M_B."""
-    return plan_zb(**request, name="ZBH1", memory_cap=request["n_stages"])
-
-
-def plan_zb2p(**request: Unpack[Request]) -> Schedule:
-    """Plan ZBH2: as `plan_zb`, but never above (2p-1) M_B."""
-    return plan_zb(**request, name="ZBH2", memory_cap=2 * request["n_stages"] - 1)

@@ -8,7 +8,7 @@ from commands import SIZES, ZBH1, shown
 
 from zbpp.cli.commands import main
 from zbpp.core import Costs, MemoryModel, read_schedule
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import to_torch_csv
 from zbpp.simulator import bubble_rate, makespan, peak_memory, simulate, span
 

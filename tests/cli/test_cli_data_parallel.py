@@ -8,7 +8,7 @@ from timeline_page import page_data
 
 from zbpp.cli.commands import main
 from zbpp.core import read_schedule
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import add_collectives, read_torch_csv
 
 COSTS = {"f": 2, "b": 2, "w": 2, "all_gather": 1.5, "reduce_scatter": 3}

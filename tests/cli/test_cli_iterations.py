@@ -9,7 +9,7 @@ from commands import SIZES, ZBH1, shown
 
 from zbpp.cli.commands import main
 from zbpp.core import read_schedule
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.training.options import Train
 

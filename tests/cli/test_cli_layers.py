@@ -1,6 +1,7 @@
 """Costs per layer on the command line: the split, its gain, and plans that carry it."""
 
 import json
+import re
 
 import pytest
 from commands import shown
@@ -56,8 +57,8 @@ def test_a_plan_is_shown_with_the_times_of_its_own_split(tmp_path, capsys, layer
 def test_modes_are_compared_each_with_its_own_split(capsys, layers):
     assert main(["compare", "--layers", str(layers), *SIZES]) == 0
     out = capsys.readouterr().out
-    assert "ZBH1    split 5 3: 9.7% shorter than even chunks" in out
-    assert "ZBV     split 1 3 2 2: 12.5% shorter" in out
+    assert re.search(r"ZBH1 +split 5 3: 9\.7% shorter than even chunks", out)
+    assert re.search(r"ZBV +split \d \d \d \d: 12\.5% shorter", out)
 
 
 @pytest.mark.parametrize(

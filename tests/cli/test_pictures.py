@@ -12,7 +12,7 @@ from timeline_page import boxes_in, boxes_of_timeline, page_data, same_boxes
 from zbpp.cli.commands import Compare, main
 from zbpp.cli.pictures.several import command_text
 from zbpp.core import Costs, MemoryModel, read_costs
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import to_torch_csv
 from zbpp.simulator import (
     bubble_rate,

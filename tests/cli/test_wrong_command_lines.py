@@ -8,7 +8,7 @@ import pytest
 
 from zbpp.cli.commands import main
 from zbpp.core import read_schedule
-from zbpp.modes import plan
+from zbpp.planning import plan
 
 FILES = {
     "broken.json": '{"f": 1,',

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpp.core import Costs, MemoryModel, Placement, RequestError
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules.planner.search.plan import plan_wave
 from zbpp.simulator import lower_bound, lower_bounds, peak_memory, simulate, span
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from layer_plan import plan_layers
 from mangle import mangled_bytes, mangled_text
 
 import zbpp
@@ -24,7 +25,6 @@ from zbpp.core import (
     read_schedule,
     schedule_text,
 )
-from zbpp.planning.layer_plans import plan_layers
 from zbpp.schedules import from_torch_csv, plan_zb_v, to_torch_csv
 from zbpp.simulator import bubble_rate, read_trace, simulate, write_trace
 

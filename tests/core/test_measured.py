@@ -12,7 +12,7 @@ from zbpp import Costs, RequestError
 from zbpp.cli.commands import main
 from zbpp.core import Pass, PassKind, Timeline, read_costs
 from zbpp.core.measured import measured_costs
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.simulator import read_trace, simulate
 
 

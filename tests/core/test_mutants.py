@@ -15,7 +15,7 @@ import networkx as nx
 import pytest
 
 from zbpp.core import RequestError, Schedule, parse_schedule, schedule_text
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 
 CELL = re.compile("(0|[1-9][0-9]*)(F|BW|B|W)(0|[1-9][0-9]*)")
 PLACE = re.compile(r"row (\d+), column (\d+) \(counted from 0\): ")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from zbpp.core import RequestError, parse_schedule, schedule_text
-from zbpp.modes import plan
+from zbpp.planning import plan
 
 BASE = json.loads(schedule_text(plan("FThenB", n_stages=4, n_microbatches=5)))
 WRONG_KEYS: dict[str, tuple[dict, str]] = {

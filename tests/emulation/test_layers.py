@@ -14,7 +14,7 @@ from pool import Pool
 from zbpp.core import Costs, Pass, PassKind, Placement, Value, What, read_layers
 from zbpp.emulation.layers import DelayedTransport, EmulatedLayer, sleep_until
 from zbpp.emulation.run import emulate
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.runtime.backward import queue
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.comm.transport import LocalHub

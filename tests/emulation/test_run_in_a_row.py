@@ -8,7 +8,7 @@ from pool import Pool
 from zbpp.core import Costs, Placement
 from zbpp.emulation.run import Emulation, emulate
 from zbpp.emulation.slow_sum import SlowSums
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.runtime.comm.transport import LocalHub
 
 DELAY_MS = 60.0

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from layer_plan import plan_layers
 from matmuls import CountMatmuls
 from pool import Pool
 from torch import Tensor, nn
 
 from zbpp.core import LayerCosts, RequestError, read_schedule, write_schedule
-from zbpp.modes import plan
-from zbpp.planning.layer_plans import plan_layers
+from zbpp.planning import plan
 from zbpp.schedules import to_torch_csv
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_zbpp.py"

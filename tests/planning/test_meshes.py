@@ -6,8 +6,7 @@ import pytest
 
 from zbpp.core import CollectiveOperation, LayerCosts, Link, RequestError
 from zbpp.planning.meshes import best_mesh, plan_meshes
-from zbpp.planning.replica_costs import Network, on_replicas
-from zbpp.planning.tensor_costs import replicas_network
+from zbpp.planning.replicas import Network, on_replicas, replicas_network
 
 LAYERS = LayerCosts(
     n_layers=8,

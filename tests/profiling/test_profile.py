@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from zbpp.core import Costs, Placement, RequestError, Schedule, Slot
 from zbpp.emulation.layers import EmulatedLayer
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
-from zbpp.modes import plan
 from zbpp.pipeline import Pipeline
+from zbpp.planning import plan
 from zbpp.profiling import Profile
 from zbpp.profiling.join import _chunk_times
 from zbpp.profiling.links import Link, fit, link_list

@@ -11,7 +11,7 @@ from pool import Pool
 
 import zbpp
 from zbpp.core import Placement
-from zbpp.planning.replica_costs import with_replicas
+from zbpp.planning.replicas import with_replicas
 
 LATE_MS = 30.0
 

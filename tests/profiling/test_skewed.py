@@ -25,7 +25,7 @@ from zbpp.core import (
 )
 from zbpp.core.clock import Clock, by_clock
 from zbpp.core.measured import measured_costs, robust_mean
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.profiling.stopwatch import spread
 from zbpp.simulator import simulate
 

@@ -18,7 +18,7 @@ from zbpp.core import (
     Step,
     Timeline,
 )
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.profiling.links import Link
 from zbpp.profiling.prediction import measured_step, predict
 from zbpp.profiling.waits import host_gaps, latencies

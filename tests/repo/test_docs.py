@@ -24,7 +24,7 @@ from pages import (
 
 from zbpp.cli.commands import main
 from zbpp.core import MemoryModel
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.simulator import bubble_rate, peak_memory, simulate
 
 README = Page.read("README.md")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zbpp.core import Costs, MemoryModel, peaks, schedule_text
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.simulator import simulate, span
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

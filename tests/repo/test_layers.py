@@ -3,7 +3,7 @@
 cli
 training
 emulation
-pipeline                            modes, planning, memory, profiling, tuning
+pipeline                            planning, memory, profiling, tuning
 schedules | simulator | runtime     the three never import one another
 core                                the standard library
 """
@@ -28,8 +28,7 @@ LAYERS = {
     "zbpp.runtime": {"zbpp.runtime", "zbpp.core", "torch"},
     "zbpp.memory": {
         *("zbpp.memory", "zbpp.runtime", "zbpp.schedules", "zbpp.core", "torch"),
-        *("zbpp.modes", "zbpp.planning.resolve", "zbpp.models"),
-        "zbpp.planning.data_parallel",
+        *("zbpp.planning", "zbpp.models"),
     },
 }
 """The packages that a layer may import beside the standard library."""
@@ -197,13 +196,13 @@ def test_no_rooms_import_each_other_in_a_circle():
     [
         ("zbpp.core.jobs", "import numpy"),
         ("zbpp.core.jobs", "from zbpp.schedules import plan_vpp"),
-        ("zbpp.core.jobs", "from zbpp import modes"),
+        ("zbpp.core.jobs", "from zbpp import planning"),
         ("zbpp.schedules.patterns.vpp", "from zbpp.simulator import simulate"),
-        ("zbpp.schedules.patterns.vpp", "from zbpp.schedules.planner import auto"),
+        ("zbpp.schedules.patterns.vpp", "from zbpp.schedules.planner import limits"),
         ("zbpp.schedules.passes.lower", "from zbpp.schedules import plan_zb"),
-        ("zbpp.schedules.planner.auto", "from zbpp.schedules.patterns import vpp"),
+        ("zbpp.schedules.planner.limits", "from zbpp.schedules.patterns import vpp"),
         ("zbpp.simulator.engine", "import zbpp.runtime.stage"),
-        ("zbpp.runtime.stage", "from zbpp.modes import plan"),
+        ("zbpp.runtime.stage", "from zbpp.planning import plan"),
         ("zbpp.runtime.stage", "def late():\n    from zbpp.schedules import lower"),
         ("zbpp.runtime.support.pytree", "import zbpp.runtime.stage"),
         ("zbpp.runtime.backward.split", "from zbpp.core import Pass"),
@@ -215,10 +214,10 @@ def test_no_rooms_import_each_other_in_a_circle():
         ("zbpp.profiling.measure", "from zbpp.pipeline import Pipeline"),
         ("zbpp.checkpoint.state", "from zbpp.pipeline import Pipeline"),
         ("zbpp.checkpoint.state", "from zbpp.runtime.stage import Stage"),
-        ("zbpp.modes.table", "import torch.nn"),
-        ("zbpp.modes.table", "def late():\n    from torch import nn"),
+        ("zbpp.planning.modes", "import torch.nn"),
+        ("zbpp.planning.modes", "def late():\n    from torch import nn"),
         ("zbpp.simulator.trace", "def late():\n    import matplotlib"),
-        ("zbpp.schedules.planner.auto", "import ortools"),
+        ("zbpp.schedules.planner.limits", "import ortools"),
         ("zbpp.pipeline.reports", "import tyro"),
         ("zbpp.pipeline.reports", "from rich.table import Table"),
     ],
@@ -244,7 +243,7 @@ def test_a_circle_is_found(module, line, rooms):
 
 def test_planning_and_simulating_load_neither_torch_nor_matplotlib():
     code = (
-        "import sys, zbpp, zbpp.modes, zbpp.schedules, zbpp.simulator, zbpp.runtime\n"
+        "import sys, zbpp, zbpp.schedules, zbpp.simulator, zbpp.runtime\n"
         "heavy = {'torch', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

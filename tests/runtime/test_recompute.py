@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from zbpp.core import Costs, MemoryModel, Recompute, Schedule
-from zbpp.modes import plan
 from zbpp.pipeline import Pipeline
-from zbpp.planning.resolve import recomputed_layers
+from zbpp.planning import plan
+from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime import recompute as room
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.stage import Stage
@@ -291,10 +291,10 @@ def test_evaluation_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_schedule_that_names_a_layer_the_chunk_lacks_is_refused() -> None:
     schedule = again("ZBH1", 3, (0, 7))
     assert "layer 7 of a chunk of 3 layers" in refusal(train, schedule, None)
-    ranges = (range(3), range(3, 6), range(6, N_LAYERS))
-    assert "layer 7 of chunk 0" in refusal(recomputed_layers, schedule, ranges)
+    split = (3, 3, N_LAYERS - 6)
+    assert "layer 7 of chunk 0" in refusal(recomputed_layers, schedule, split)
     schedule = again("ZBH1", 3, (0, 2))
-    assert recomputed_layers(schedule, ranges) == {0, 2, *range(3, N_LAYERS)}
+    assert recomputed_layers(schedule, split) == {0, 2, *range(3, N_LAYERS)}
 
 
 @pytest.mark.slow

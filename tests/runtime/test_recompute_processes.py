@@ -11,7 +11,7 @@ from moments import uncertain_sums
 from pool import Pool
 from small_model import assert_same, batch, build, make_pipeline
 
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.runtime import recompute
 
 CLIP = 0.3

@@ -15,7 +15,7 @@ from itertools import product
 import pytest
 
 from zbpp.core import Costs, MemoryModel
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.simulator import peak_memory, simulate, span
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 5, 6, 8, 11, 12, 17)]

@@ -18,7 +18,7 @@ from zbpp.core import (
     draw,
     parse_job,
 )
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import add_collectives, post_validated, without_collectives
 from zbpp.simulator import (
     critical_path,

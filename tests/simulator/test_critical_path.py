@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from longest_path import job_graph, longest_path
 
 from zbpp.core import Costs, Pass, PassKind, Step
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import critical_path, makespan, simulate, step_time
 

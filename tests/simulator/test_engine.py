@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from zbpp.core import Costs, Placement, RequestError, Schedule, draw, parse_job
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.simulator import bubble_rate, simulate
 
 TABLES = Path(__file__).parents[1] / "data" / "paper_tables.json"

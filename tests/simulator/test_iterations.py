@@ -23,7 +23,7 @@ from zbpp.core import (
     reads,
     writes,
 )
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import join, makespan, simulate, simulate_iterations
 

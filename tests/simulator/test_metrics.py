@@ -17,7 +17,7 @@ from zbpp.core import (
     Timeline,
     parse_job,
 )
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import (
     bubble_rate,

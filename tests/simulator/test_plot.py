@@ -20,7 +20,7 @@ from zbpp.core import (
     PassKind,
     RequestError,
 )
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import (
     join,

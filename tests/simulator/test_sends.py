@@ -22,7 +22,7 @@ from zbpp.core import (
 )
 from zbpp.core.costs import chunk_layers
 from zbpp.emulation.build import sleeping_chunks, sleeping_layers
-from zbpp.planning.data_parallel import with_gathers
+from zbpp.planning.replicas import with_gathers
 from zbpp.simulator import (
     bubble_rate,
     critical_path,

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpp.core import Costs, RequestError, step_behind_barrier
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import (
     plan_one_f_one_b,
     plan_zb_h1,

@@ -14,7 +14,7 @@ from zbpp.core import (
     Slot,
     parse_job,
 )
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.simulator import (
     join,
     messages,

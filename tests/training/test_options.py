@@ -11,7 +11,7 @@ import tyro
 
 from zbpp.cli.train import TrainCommand
 from zbpp.core import RequestError, write_schedule
-from zbpp.modes import plan
+from zbpp.planning import make_plan, plan
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import Train
 from zbpp.training.setup import (
@@ -89,11 +89,12 @@ def test_requests_that_cannot_be_met_are_refused_before_any_process(flags, messa
 def test_the_effort_reaches_the_planner(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "zbpp.training.setup.plan", lambda mode, **request: asked.append(request)
+        "zbpp.training.setup.make_plan",
+        lambda request: asked.append(request) or make_plan(request),
     )
     schedule_of(Train(effort="fast"))
     schedule_of(Train())
-    assert [request["effort"] for request in asked] == ["fast", "default"]
+    assert [request.effort for request in asked] == ["fast", "default"]
 
 
 def test_the_memory_limit_overrules_that_of_the_costs_file(tmp_path):

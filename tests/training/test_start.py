@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from zbpp.modes import plan
+from zbpp.planning import Plan, PlanRequest, make_plan
 from zbpp.training import start as starting
 from zbpp.training.options import Train
 
@@ -14,11 +14,12 @@ from zbpp.training.options import Train
 def plans(monkeypatch):
     made = []
 
-    def count(*args, **request):
-        made.append(plan(*args, **request))
-        return made[-1]
+    def count(request: PlanRequest) -> Plan:
+        plan = make_plan(request)
+        made.append(plan.schedule)
+        return plan
 
-    monkeypatch.setattr("zbpp.training.setup.plan", count)
+    monkeypatch.setattr("zbpp.training.setup.make_plan", count)
     return made
 
 

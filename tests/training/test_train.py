@@ -15,7 +15,7 @@ from torch import nn
 
 from zbpp.cli.commands import main
 from zbpp.core import RequestError, write_schedule
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.training.data import load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.llama import build_layers, cross_entropy

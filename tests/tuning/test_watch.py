@@ -11,7 +11,7 @@ from small_model import assert_same, batch, build, make_pipeline
 from torch import Tensor, nn
 
 from zbpp.core import Costs, MemoryModel, PassKind, RequestError, Schedule
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span
 from zbpp.tuning.watch import Watch, Watcher, drift, replan

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from zbpp.core import Placement, RequestError
-from zbpp.modes import canonical, is_file
+from zbpp.planning import canonical, is_file
 
 __all__ = ["OURS", "TORCH", "contenders_of", "peer_placement", "split_name"]
 

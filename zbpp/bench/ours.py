@@ -16,7 +16,7 @@ from zbpp.bench.contender import (
 )
 from zbpp.bench.names import split_name
 from zbpp.bench.request import costs_of
-from zbpp.core import Costs, MemoryModel, Pass, PassKind, Schedule, Timeline
+from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, passes_in
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
@@ -60,7 +60,7 @@ class Ours:
         else:
             self._batch = field.batch.inputs, field.batch.targets
         order = pipeline.schedule.orders[dist.get_rank()]
-        self.n_jobs = sum(isinstance(job, Pass) for job in order)
+        self.n_jobs = sum(len(passes_in(job)) for job in order)
 
     def step(self) -> None:
         """Train on the batch once."""

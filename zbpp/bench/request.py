@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from zbpp.bench.names import OURS, peer_placement, split_name
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule, read_costs
 from zbpp.core.costs.units import with_limit
-from zbpp.modes import is_auto, plan
+from zbpp.planning import is_auto, plan
 
 if TYPE_CHECKING:
     from zbpp.training.profiled import UsersModel

@@ -19,11 +19,7 @@ import tyro
 from zbpp.cli.bench import Bench
 from zbpp.cli.doctor import report_lines
 from zbpp.cli.estimate import EstimateCommand
-from zbpp.cli.flags import (
-    ScheduleFlags,
-    SizedFlags,
-    shown_as,
-)
+from zbpp.cli.flags import ScheduleFlags, SizedFlags, mode_named, shown_as
 from zbpp.cli.layers_report import split_lines
 from zbpp.cli.outputs import check_outputs
 from zbpp.cli.pictures.compare import Compare
@@ -41,7 +37,7 @@ from zbpp.core import (
     WorkerError,
     schedule_text,
 )
-from zbpp.modes import SINGLE_CHUNK_MODES, canonical, is_file
+from zbpp.planning import MODES, canonical, is_file
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.schedules.planner.budget import parse_effort
 from zbpp.simulator import simulate, span
@@ -54,8 +50,7 @@ __all__ = ["Bench", "Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"
 class Plan(SizedFlags):
     """Plan a schedule and write it to a file."""
 
-    pipeline_schedule_mode: Annotated[str, shown_as("MODE")]
-    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
+    pipeline_schedule_mode: Annotated[str, mode_named()]
     out: Path
     """Schedule file to write (JSON)."""
     csv: Annotated[Path | None, shown_as("PATH")] = None
@@ -70,12 +65,8 @@ class Plan(SizedFlags):
         """Plan, write, and say what it will cost."""
         check_outputs(out=self.out, csv=self.csv)
         self._say_how_long()
-        planned = self.plan_layers(self.pipeline_schedule_mode)
-        if planned is None:
-            schedule, costs, memory = self.plan(self.pipeline_schedule_mode)
-        else:
-            schedule, costs = planned.schedule, planned.costs
-            memory = planned.memory
+        plan = self.plan(self.pipeline_schedule_mode)
+        schedule, costs, memory = plan.schedule, plan.costs, plan.memory
         proof = ""
         if self.solver is not None:
             found = certify(schedule, costs, memory, seconds=self.solver_seconds)
@@ -99,8 +90,8 @@ class Plan(SizedFlags):
         )
         if parse_effort(self.effort)[0] == "best":
             print(self._gain(found_span))
-        if planned is not None:
-            print(*split_lines(planned), sep="\n")
+        if plan.is_layered:
+            print(*split_lines(plan), sep="\n")
         if schedule.recomputing:
             print(f"recompute: {recompute_text(schedule)}")
         if self.csv is not None:
@@ -108,9 +99,8 @@ class Plan(SizedFlags):
 
     def _gain(self, found_span: float) -> str:
         """Compare with the plan of effort default."""
-        usual = replace(self, effort="default")
-        schedule, costs, _ = usual.plan(self.pipeline_schedule_mode)
-        return gain_line(found_span, span(simulate(schedule, costs)), self.effort)
+        usual = replace(self, effort="default").plan(self.pipeline_schedule_mode)
+        return gain_line(found_span, usual.span, self.effort)
 
     def _say_how_long(self) -> None:
         """Tell on stderr of plans that take long."""
@@ -118,9 +108,8 @@ class Plan(SizedFlags):
             return
         if is_file(self.pipeline_schedule_mode):  # nothing is searched
             return
-        each = self.chunks_per_stage or 2
-        if canonical(self.pipeline_schedule_mode) in SINGLE_CHUNK_MODES:
-            each = 1
+        mode = MODES[canonical(self.pipeline_schedule_mode)]
+        each = mode.chunks or self.chunks_per_stage or 2
         n_jobs = 3 * self.stages * self.microbatches * each
         line = waiting_line(n_jobs, each, self.effort)
         if line is not None:

@@ -24,8 +24,8 @@ from zbpp.core import (
     write_costs,
     write_layers,
 )
-from zbpp.modes import canonical, is_file
-from zbpp.planning.data_parallel import Shard, check_replicas
+from zbpp.planning import USUAL_MODES, canonical, is_file
+from zbpp.planning.replicas import Shard, check_replicas
 from zbpp.training.options import YesNoUnsaid
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class EstimateCommand:
         """Estimate, write the files, and print."""
         import torch
 
-        from zbpp.memory.estimate import DEFAULT_MODES, Steps, estimate_modes
+        from zbpp.memory.estimate import Steps, estimate_modes
         from zbpp.memory.layers import model_memory
 
         gc.set_threshold(_OBJECTS)
@@ -135,7 +135,7 @@ class EstimateCommand:
             alternating_buffers=self.alternating_buffers,
         )
         costs = Costs() if self.costs is None else read_costs(self.costs)[0]
-        modes = [m if is_file(m) else canonical(m) for m in self.modes or DEFAULT_MODES]
+        modes = [m if is_file(m) else canonical(m) for m in self.modes or USUAL_MODES]
 
         sizes: Any = {"n_stages": self.stages, "n_microbatches": self.microbatches}
 

@@ -1,6 +1,6 @@
 """The flags that most commands share, and the schedules and costs that they name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,24 +15,23 @@ from zbpp.core import (
     Timeline,
     read_costs,
     read_layers,
-    recomputed,
 )
 from zbpp.core.costs.units import with_limit
-from zbpp.modes import canonical, is_file, plan
-from zbpp.planning.data_parallel import Shard, replicated, with_gathers
-from zbpp.planning.layer_plans import parse_split, plan_layers
-from zbpp.planning.recompute_plans import parse_recompute, plan_recomputed
-from zbpp.planning.replica_costs import with_replicas
-from zbpp.schedules import LayerPlan, post_validated, without_checks
+from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
+from zbpp.planning.answer import is_plan_file
+from zbpp.planning.modes import CHUNKED_MODES, one_of
+from zbpp.planning.replicas import Shard, replicated, with_gathers, with_replicas
+from zbpp.planning.request import parse_recompute, parse_split
+from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import MemoryText, YesNoUnsaid
 
 __all__ = [
+    "ChunksOf",
     "CommonFlags",
     "ScheduleFlags",
     "SizedFlags",
-    "plan_by_flags",
-    "plan_layers_by_flags",
+    "mode_named",
     "shown_as",
 ]
 
@@ -44,6 +43,22 @@ _Count = int | None
 def shown_as(metavar: str) -> object:
     """Name a value in help texts."""
     return tyro.conf.arg(metavar=metavar)
+
+
+def mode_named() -> object:
+    """Name a mode in help texts, which list all of them."""
+    return tyro.conf.arg(metavar="MODE", help=MODE_WORDS)
+
+
+ChunksOf = Annotated[
+    int | None,
+    tyro.conf.arg(
+        metavar="INT",
+        help=f"For {one_of(CHUNKED_MODES, 'and')}; without it, as many as the costs "
+        "list, or 2.",
+    ),
+]
+"""Chunks of a stage, of modes that have any number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +116,43 @@ class CommonFlags:
         )
         return with_replicas(layers, self.data_parallel, self.shard)
 
+    def request(
+        self,
+        mode: str,
+        *,
+        stages: int | None,
+        microbatches: int | None,
+        chunks_per_stage: int | None,
+        recompute: str | None = None,
+    ) -> PlanRequest:
+        """Ask for a mode, or a file, in the words of the flags.
+
+        Raises:
+            RequestError: a size is missing or wrong, or a file of costs is.
+        """
+        sizes = {"--stages": stages, "--microbatches": microbatches}
+        for flag, size in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
+            if size is not None and size < 1:
+                raise RequestError(f"{flag} is {size}; it must be at least 1")
+            if flag in sizes and size is None and not is_file(mode):
+                raise RequestError(f"{flag} is missing; {canonical(mode)} needs it")
+        request = PlanRequest(
+            schedule=mode,
+            n_stages=stages,
+            n_microbatches=microbatches,
+            chunks_per_stage=chunks_per_stage,
+            costs=self.layer_costs(),
+            split=None if self.split is None else parse_split(self.split),
+            recompute=None if recompute is None else parse_recompute(recompute),
+            effort=self.effort,
+        )
+        if request.costs is not None:
+            return request
+        if self.costs is None and is_plan_file(mode):  # it has costs of its own
+            return replace(request, memory=MemoryModel(limit=self.memory_limit))
+        costs, memory = self.models()
+        return replace(request, costs=costs, memory=memory)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SizedFlags(CommonFlags):
@@ -110,36 +162,21 @@ class SizedFlags(CommonFlags):
     """Pipeline stages; a schedule file knows its own."""
     microbatches: Annotated[_Count, shown_as("INT")] = None
     """Micro-batches in a step; a schedule file knows its own."""
-    chunks_per_stage: Annotated[_Count, shown_as("INT")] = None
-    """For VPP, ZBVPP and auto; without it, as many as the costs list, or 2."""
+    chunks_per_stage: ChunksOf = None
     recompute: Annotated[_Text, shown_as("WHICH")] = None
     """Parts whose graph B computes again: auto (needs m_r in the costs, and a memory
     limit), all, none, or numbers: of layers with --layers, else of chunks: 0,2,5."""
 
-    def plan(self, mode: str) -> tuple[Schedule, Costs, MemoryModel]:
-        """Plan a mode, or read a file; also return what it is planned for."""
-        planned = self.plan_layers(mode)
-        if planned is not None:
-            return planned.schedule, planned.costs, planned.memory
-        costs, memory = self.models()
-        schedule = plan_by_flags(
-            *(mode, self.stages, self.microbatches, costs, memory, self.effort),
+    def plan(self, mode: str) -> Plan:
+        """Plan a mode, or read a file."""
+        request = self.request(
+            mode,
+            stages=self.stages,
+            microbatches=self.microbatches,
             chunks_per_stage=self.chunks_per_stage,
             recompute=self.recompute,
         )
-        costs, memory = recomputed(costs, memory, schedule)
-        return schedule, costs, memory
-
-    def plan_layers(self, mode: str) -> LayerPlan | None:
-        """Plan with a layers file; None if there is none."""
-        layers = self.layer_costs()
-        if layers is None:
-            return None
-        return plan_layers_by_flags(
-            *(mode, self.stages, self.microbatches, layers, self.split, self.effort),
-            chunks_per_stage=self.chunks_per_stage,
-            recompute=self.recompute,
-        )
+        return make_plan(request)
 
     def with_checks(self, schedule: Schedule) -> Schedule:
         """Place V's or take them out, if the flag says so; add collectives."""
@@ -159,8 +196,7 @@ class ScheduleFlags(SizedFlags):
 
     schedule: Annotated[_Text, tyro.conf.Positional, shown_as("PLAN.json")] = None
     """A schedule file (or a mode)."""
-    pipeline_schedule_mode: Annotated[_Text, shown_as("MODE")] = None
-    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
+    pipeline_schedule_mode: Annotated[_Text, mode_named()] = None
     iterations: Annotated[int, shown_as("INT")] = 1
     """Iterations to draw; of several, with a barrier between them and without."""
 
@@ -175,8 +211,8 @@ class ScheduleFlags(SizedFlags):
                 else "no schedule is named; give a schedule file, or "
                 "--pipeline_schedule_mode with --stages and --microbatches"
             )
-        schedule, costs, memory = self.plan(str(modes.pop()))
-        return self.with_checks(schedule), costs, memory
+        plan = self.plan(str(modes.pop()))
+        return self.with_checks(plan.schedule), plan.costs, plan.memory
 
     def timelines(self, schedule: Schedule, costs: Costs) -> list[Timeline]:
         """Simulate what is to be drawn.
@@ -199,76 +235,3 @@ class ScheduleFlags(SizedFlags):
             for name, change in kinds.items()
             if chosen is None or chosen == (change is post_validated)
         ]
-
-
-def plan_by_flags(
-    mode: str,
-    stages: int | None,
-    microbatches: int | None,
-    costs: Costs,
-    memory: MemoryModel,
-    effort: str,
-    *,
-    chunks_per_stage: int | None = None,
-    recompute: str | None = None,
-) -> Schedule:
-    """Plan, in the words of the flags."""
-    _check_sizes(mode, stages, microbatches, chunks_per_stage)
-    if recompute is not None:
-        return plan_recomputed(
-            *(mode, parse_recompute(recompute)),
-            n_stages=stages,
-            n_microbatches=microbatches,
-            costs=costs,
-            memory=memory,
-            effort=effort,
-            chunks_per_stage=chunks_per_stage,
-        )
-    return plan(
-        mode,
-        n_stages=stages,
-        n_microbatches=microbatches,
-        costs=costs,
-        memory=memory,
-        effort=effort,
-        chunks_per_stage=chunks_per_stage,
-    )
-
-
-def plan_layers_by_flags(
-    mode: str,
-    stages: int | None,
-    microbatches: int | None,
-    layers: LayerCosts,
-    split: str | None,
-    effort: str,
-    *,
-    chunks_per_stage: int | None = None,
-    recompute: str | None = None,
-) -> LayerPlan:
-    """Plan with costs per layer, in the words of the flags."""
-    _check_sizes(mode, stages, microbatches, chunks_per_stage)
-    return plan_layers(
-        mode,
-        layers,
-        n_stages=stages,
-        n_microbatches=microbatches,
-        split=None if split is None else parse_split(split),
-        recompute=None if recompute is None else parse_recompute(recompute),
-        effort=effort,
-        chunks_per_stage=chunks_per_stage,
-    )
-
-
-def _check_sizes(
-    mode: str,
-    stages: int | None,
-    microbatches: int | None,
-    chunks_per_stage: int | None,
-) -> None:
-    sizes = {"--stages": stages, "--microbatches": microbatches}
-    for flag, value in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
-        if value is not None and value < 1:
-            raise RequestError(f"{flag} is {value}; it must be at least 1")
-        if flag in sizes and value is None and not is_file(mode):
-            raise RequestError(f"{flag} is missing; {canonical(mode)} needs it")

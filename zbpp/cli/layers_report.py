@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping
 
-from zbpp.schedules import LayerPlan
+from zbpp.planning import Plan
 
 __all__ = ["comparison_of_splits", "split_lines"]
 
 
-def split_lines(planned: LayerPlan) -> list[str]:
+def split_lines(planned: Plan) -> list[str]:
     """Three lines: layers of each chunk; step and idle share beside even chunks'."""
-    step, even, ideal = planned.step, planned.even_step, planned.ideal_step
+    step, even, ideal = planned.step, planned.even_step, planned.ideal_step or 0.0
     lines = {
-        "split": f"{' '.join(map(str, planned.split))} layers",
+        "split": f"{' '.join(map(str, planned.split or ()))} layers",
         "step": f"{step:.6g}",
         "idle": f"{_idle(ideal, step):.1%} of the stages' time, unequal work included",
     }
@@ -23,11 +23,11 @@ def split_lines(planned: LayerPlan) -> list[str]:
     return [f"{name:6} {text}" for name, text in lines.items()]
 
 
-def comparison_of_splits(plans: Mapping[str, LayerPlan]) -> list[str]:
+def comparison_of_splits(plans: Mapping[str, Plan]) -> list[str]:
     """A line a mode: its split, and its gain."""
     widest = max(map(len, plans))
     return [
-        f"{mode:{widest}}  split {' '.join(map(str, one.split))}"
+        f"{mode:{widest}}  split {' '.join(map(str, one.split or ()))}"
         + ("" if one.gain is None else f": {_gain(one.gain)} than even chunks")
         for mode, one in plans.items()
     ]

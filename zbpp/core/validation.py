@@ -21,6 +21,7 @@ from zbpp.core.jobs import (
     kind_of,
     parts_of,
     passes_in,
+    place_of,
     reads,
     stage_of,
 )
@@ -145,18 +146,19 @@ def _misplaced(
     job: Job, placement: Placement, n_microbatches: int, stage: int
 ) -> str | None:
     """Explain why a job is none of this stage's; None if it is."""
-    if isinstance(job, Step | Check):
-        if job.stage != stage:
-            return f"{job} of stage {job.stage} stands on stage {stage}"
+    place = place_of(job)
+    if kind_of(job).scope is Scope.STAGE:
+        if place != stage:
+            return f"{job} of stage {place} stands on stage {stage}"
         return None
-    if not 0 <= job.chunk < placement.n_chunks:
+    if not 0 <= place < placement.n_chunks:
         return f"{job}: the chunks are 0 to {placement.n_chunks - 1}"
     if isinstance(job, Pass) and not 0 <= job.microbatch < n_microbatches:
         return f"{job}: the micro-batches are 0 to {n_microbatches - 1}"
-    home = stage_of(job, placement)
+    home = placement.stage_of[place]
     if home != stage:
         return (
-            f"{job} stands on stage {stage}, but chunk {job.chunk} is on stage {home}; "
+            f"{job} stands on stage {stage}, but chunk {place} is on stage {home}; "
             "move it there"
         )
     return None

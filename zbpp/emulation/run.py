@@ -25,7 +25,7 @@ from zbpp.emulation.collectives import SleepingCollectives
 from zbpp.emulation.layers import DelayedTransport, sleep_until
 from zbpp.emulation.slow_sum import SlowSums
 from zbpp.pipeline import Pipeline
-from zbpp.planning.layer_plans import recomputed_of
+from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime.optim.patience import Patience
 from zbpp.schedules import even_split
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
@@ -156,7 +156,7 @@ def _split(schedule: Schedule, layers: LayerCosts) -> tuple[Schedule, Costs]:
     """The schedule with a split, even if it has none, and the costs of its chunks."""
     placement = schedule.placement
     split = schedule.split or even_split(layers.n_layers, placement.n_chunks)
-    again = recomputed_of(schedule, split)
+    again = recomputed_layers(schedule, split)
     costs, _ = layers.on(placement, split, recompute=again)
     return replace(schedule, split=split), costs
 

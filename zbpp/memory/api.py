@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from zbpp.core import Costs, RequestError
-from zbpp.memory.estimate import DEFAULT_MODES, Estimate, Steps, estimate_modes
+from zbpp.memory.estimate import Estimate, Steps, estimate_modes
 from zbpp.memory.layers import model_memory
 from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.models.given import Given
-from zbpp.planning.data_parallel import Shard, check_replicas
+from zbpp.planning import USUAL_MODES
+from zbpp.planning.replicas import Shard, check_replicas
 from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.stage import LossFn
@@ -30,7 +31,7 @@ def estimate(
     *,
     n_stages: int,
     n_microbatches: int,
-    modes: Sequence[str] = DEFAULT_MODES,
+    modes: Sequence[str] = USUAL_MODES,
     optimizer: MakeOptimizer | None = default_optimizer,
     n_layers: int | None = None,
     split: Sequence[int] | None = None,

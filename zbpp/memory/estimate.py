@@ -11,15 +11,14 @@ from zbpp.memory.fixed import Fixed, Steps, fixed_of, layer_parts
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
 from zbpp.memory.walk import Held, StageWalk
-from zbpp.modes import plan
-from zbpp.planning.data_parallel import replicated
-from zbpp.planning.resolve import choose_validation
+from zbpp.planning import plan
+from zbpp.planning.pipelines import choose_validation
+from zbpp.planning.replicas import replicated
 from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.partition import partition_layers
 from zbpp.schedules import lower
 
 __all__ = [
-    "DEFAULT_MODES",
     "Estimate",
     "StageEstimate",
     "Steps",
@@ -28,9 +27,6 @@ __all__ = [
     "plan_mode",
     "stage_costs",
 ]
-
-DEFAULT_MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
-"""Modes that are compared if none is named."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ def plan_mode(
         mode,
         n_stages=n_stages,
         n_microbatches=n_microbatches,
-        costs=costs or Costs(),
+        costs=costs,
         effort=effort,
     )
 

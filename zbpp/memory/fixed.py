@@ -10,7 +10,7 @@ from torch import Tensor
 from zbpp.core import RequestError, Schedule
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.parts import part_of, part_shape, part_share
-from zbpp.planning.data_parallel import Shard, gathers_in_passes
+from zbpp.planning.replicas import Shard, gathers_in_passes
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.support.fsdp_in_place import aligned
 from zbpp.runtime.support.pytree import tensors_in
@@ -33,7 +33,7 @@ class Steps:
     data_parallel: int = 1
     """Replicas of every stage."""
     shard: Shard = "none"
-    """State that they hold in parts (`zbpp.planning.data_parallel`)."""
+    """State that they hold in parts (`zbpp.planning.replicas`)."""
     alternating_buffers: bool = False
     """Layers are gathered and reduced in buffers that are there all the time."""
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from zbpp.core import RequestError, Schedule, a_kind
+from zbpp.planning import Plan
 from zbpp.runtime.optim.loss_scale import LossScaler
 
-__all__ = ["check_arguments", "checked_device", "warn_of_plan"]
+__all__ = ["check_arguments", "check_first_step", "checked_device", "warn_of_plan"]
 
 _LONGEST_S = 1e9
 """30 years; torch counts time-outs in whole units of 64 bits."""
@@ -35,7 +36,7 @@ def check_arguments(
         loss_fn: the user's; None: the model's.
         counts: by name, each a whole number from 1 on, or None.
         times_s: by name, in seconds; None: chosen later.
-        schedule: a mode, a file or a schedule.
+        schedule: a mode, a file, a schedule or a plan.
         clip_grad_norm: as `zbpp.Pipeline` takes it, as the arguments below.
         autocast: likewise.
         loss_scale: likewise.
@@ -53,10 +54,10 @@ def check_arguments(
             raise RequestError(
                 f"{name} is {time_s!r}; give seconds, above 0 and up to {_LONGEST_S:g}"
             )
-    if not isinstance(schedule, str | Path | Schedule):
+    if not isinstance(schedule, str | Path | Schedule | Plan):
         raise RequestError(
             f"schedule is {a_kind(schedule)}; give the name of a mode such as 'ZBH1', "
-            "a schedule file, or a zbpp.Schedule"
+            "a schedule file, a zbpp.Schedule or a zbpp.Plan"
         )
     if clip_grad_norm is not None and not (
         _is_number(clip_grad_norm) and clip_grad_norm > 0
@@ -96,7 +97,7 @@ def warn_of_plan(
         n_stages: that were asked for.
         n_ranks: processes that step together.
     """
-    is_mode = not isinstance(request, Schedule)
+    is_mode = not isinstance(request, Schedule | Plan)
     if is_mode and n_stages is None and schedule.n_stages == 1 and n_ranks == 1:
         warnings.warn(
             "this process is alone and n_stages is left out, so the pipeline has one "
@@ -154,3 +155,17 @@ def _is_whole(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and not math.isnan(value)
+
+
+def check_first_step(first_step: int) -> int:
+    """Return a step's number if it can be one.
+
+    Raises:
+        RequestError: it is not a whole number from 0 on.
+    """
+    if not isinstance(first_step, int) or first_step < 0:
+        raise RequestError(
+            f"first_step is {first_step!r}; give the number of steps done before, from "
+            "0 on (pipeline.n_steps when the state was saved)"
+        )
+    return first_step

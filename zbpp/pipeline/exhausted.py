@@ -17,8 +17,8 @@ import torch
 from zbpp.core import MemoryModel, PassKind, Schedule, format_bytes, peaks
 from zbpp.core.costs.units import is_in_bytes
 from zbpp.memory.api import most_that_fits
-from zbpp.modes.auto import promised_memory
-from zbpp.planning.resolve_layers import Chosen
+from zbpp.planning import Plan
+from zbpp.planning.modes import promised_memory
 from zbpp.profiling.memory import Held, account, is_out_of_memory
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import count_samples
@@ -49,14 +49,14 @@ class Room:
 def memory_explained(
     executors: Mapping[int, Executor],
     schedule: Schedule,
-    chosen: Chosen,
+    plan: Plan,
 ) -> Iterator[None]:
     """Add a note to an error that memory has run out.
 
     Args:
         executors: of this process.
         schedule: that runs.
-        chosen: memory that it was planned for, used if it is in bytes, and layers of
+        plan: memory that it was planned for, used if it is in bytes, and layers of
             the chunks.
     """
     try:
@@ -67,20 +67,20 @@ def memory_explained(
             error.add_note(
                 explain(
                     held,
-                    replace(schedule, split=tuple(chosen.split)),
-                    chosen.memory,
-                    room=_room(executors, held, chosen.memory),
+                    replace(schedule, split=plan.split),
+                    plan.memory,
+                    room=_room(executors, held, plan.memory),
                 )
             )
         raise
 
 
 def _room(
-    executors: Mapping[int, Executor], held: list[Held], memory: MemoryModel | None
+    executors: Mapping[int, Executor], held: list[Held], memory: MemoryModel
 ) -> Room | None:
     """The limit that was planned for, or what the GPU has; None: neither is known."""
     stages = [one.stage for one in executors.values()]
-    limit = None if memory is None else memory.limit
+    limit = memory.limit
     known: float | None = min(limit) if isinstance(limit, tuple) else limit
     if known is None and runs_ahead(stages[0].device):
         known = torch.accelerator.get_memory_info(stages[0].device)[1]

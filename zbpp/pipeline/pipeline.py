@@ -22,9 +22,13 @@ from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
 from zbpp.core.sharding import Shard
 from zbpp.models import layered_of
 from zbpp.models.given import Given, model_to_build
-from zbpp.modes import is_auto
 from zbpp.pipeline.absent import AbsentNames
-from zbpp.pipeline.arguments import check_arguments, checked_device, warn_of_plan
+from zbpp.pipeline.arguments import (
+    check_arguments,
+    check_first_step,
+    checked_device,
+    warn_of_plan,
+)
 from zbpp.pipeline.evaluate import Evaluating
 from zbpp.pipeline.given import loss_of, measure_example
 from zbpp.pipeline.parallel import with_collectives
@@ -32,13 +36,15 @@ from zbpp.pipeline.reports import Reports
 from zbpp.pipeline.state import Checkpoints
 from zbpp.pipeline.stepping import Stepping
 from zbpp.pipeline.switch import Switching
-from zbpp.planning.resolve import (
-    check_first_step,
+from zbpp.planning import Plan, PlanRequest, is_auto
+from zbpp.planning.answer import recomputed_layers
+from zbpp.planning.pipelines import (
+    LayersOf,
     choose_validation,
+    costs_or_layers,
     memory_model,
-    recomputed_layers,
+    plan_pipeline,
 )
-from zbpp.planning.resolve_layers import LayersOf, choose_split
 from zbpp.runtime.comm.process_group import initialise, own_device
 from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.driver import collective_calls as calls
@@ -80,7 +86,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             of name and parameter if its argument is called ``named_parameters``; gives
             one, or a list, which may be empty. None leaves gradients, of the mean loss
             of the batch, to the caller.
-        schedule: a mode such as ``"ZBH1"``, a schedule file, or a `Schedule`.
+        schedule: a mode such as ``"ZBH1"``, a schedule or plan file, a `Schedule`, or a
+            `Plan`.
         n_microbatches: micro-batches in a step; None: the schedule's.
         weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
             the targets (or ``targets["labels"]``) that are not -100; or a function
@@ -144,7 +151,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
         *,
         loss_fn: LossFn | None = None,
         optimizer: MakeOptimizer | None,
-        schedule: str | Path | Schedule = "ZBH1",
+        schedule: str | Path | Schedule | Plan = "ZBH1",
         n_microbatches: int | None = None,
         weigh: WeighName | Weigh | None = None,
         n_stages: int | None = None,
@@ -228,18 +235,20 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
                 autocast=autocast,
                 exact_sums=exact_sums,
             )
-        self.chosen = chosen = choose_split(
-            *(schedule, layers, split),
-            n_layers=self.n_layers,
+        request = PlanRequest(
+            schedule=schedule,
             n_stages=n_stages,
-            n_ranks=place.n_stages,
             n_microbatches=n_microbatches,
-            costs=costs,
+            costs=costs_or_layers(costs, layers),
             memory=memory,
+            split=split,
             recompute=recompute,
         )
+        self.chosen = plan = plan_pipeline(
+            request, n_layers=self.n_layers, n_ranks=place.n_stages
+        )
         self.schedule = choose_validation(
-            chosen.schedule, post_validation, steps=optimizer is not None
+            plan.schedule, post_validation, steps=optimizer is not None
         )
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=place.n_ranks)
         rules = step_rules(
@@ -251,7 +260,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             max_consecutive_skips=max_consecutive_skips if optimizer else None,
         )
         placement = self.schedule.placement
-        self.split = partition_layers(self.n_layers, placement.n_chunks, chosen.split)
+        self.split = partition_layers(self.n_layers, placement.n_chunks, plan.split)
         shared = check_ties({*self.layered.ties, *(ties or ())}, self.n_layers)
         own_name = self.layered.own_name
         self._ties = TiePlan(shared, self.split, placement, own_name)
@@ -269,7 +278,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             autocast=autocast,
             seed=seed,
             exact_sums=exact_sums,
-            recompute=recomputed_layers(self.schedule, self.split),
+            recompute=recomputed_layers(self.schedule, list(map(len, self.split))),
             stage_streams=stage_streams,
             cuda_graphs=cuda_graphs,
             compile=check_compile(compile),
@@ -287,7 +296,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             place,
             shard,
             ties=self._ties.chunks,
-            costs=chosen.costs,
+            costs=plan.known_costs,
         )
         self._n_steps = check_first_step(first_step)
         self._batches = Batches(
@@ -302,10 +311,10 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             *(self.optimizers, self._lifecycle.synchronize),
         )
         self._watcher = make_watcher(
-            *(watch, is_auto(schedule), self.schedule, chosen.costs),
-            memory=chosen.memory or MemoryModel(),
+            *(watch, is_auto(schedule), self.schedule, plan.known_costs),
+            memory=plan.memory,
         )
-        self.memory = chosen.memory
+        self.memory = plan.memory
         asked = (schedule_text(self.schedule), self.split, rules, autocast, compile)
         all_asked = (*asked, seed, first_step, exact_sums)
         check_agreement(self._executors, all_asked, self._ties)

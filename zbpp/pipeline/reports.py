@@ -17,7 +17,7 @@ from zbpp.core import (
 )
 from zbpp.core.measured import not_told_apart
 from zbpp.core.sharding import Shard
-from zbpp.planning.resolve_layers import Chosen
+from zbpp.planning import Plan
 from zbpp.profiling.join import Profiled
 from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import peak_held
@@ -42,7 +42,7 @@ class Reports:
     """Read by a script, between steps."""
 
     schedule: Schedule
-    chosen: Chosen
+    chosen: Plan
     """The schedule as it was planned before the first step, and for what."""
     split: tuple[range, ...]
     device: torch.device

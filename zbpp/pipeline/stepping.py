@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zbpp.core import PassKind, Program, Schedule
 from zbpp.pipeline.exhausted import memory_explained
 from zbpp.pipeline.reports import summarize_split
-from zbpp.planning.resolve_layers import Chosen
+from zbpp.planning import Plan
 from zbpp.runtime.backward.causes import NO_WEIGHT
 from zbpp.runtime.driver import collective_calls as calls
 from zbpp.runtime.driver.batches import Batches
@@ -27,7 +27,7 @@ class Stepping:
     """The part of a pipeline that trains."""
 
     schedule: Schedule
-    chosen: Chosen
+    chosen: Plan
     _executors: Mapping[int, Executor]
     _programs: Sequence[Program]
     _batches: Batches

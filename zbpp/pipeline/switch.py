@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from zbpp.core import Program, RequestError, Schedule, schedule_text
 from zbpp.pipeline.parallel import with_collectives
-from zbpp.planning.resolve import choose_validation, recomputed_layers
-from zbpp.planning.resolve_layers import Chosen
+from zbpp.planning import Plan
+from zbpp.planning.answer import recomputed_layers
+from zbpp.planning.pipelines import choose_validation
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
@@ -20,7 +21,7 @@ __all__ = ["Switching"]
 class Switching:
     """The part of a pipeline that changes its schedule between two steps."""
 
-    chosen: Chosen
+    chosen: Plan
     schedule: Schedule
     split: tuple[range, ...]
     place: Place
@@ -54,7 +55,7 @@ class Switching:
         self._check_same_jobs(schedule)
         schedule = choose_validation(schedule, self.schedule.is_post_validated)
         lower(schedule, ties=self._ties.chunks)  # it may be that it cannot be run
-        again = recomputed_layers(schedule, self.split)
+        again = recomputed_layers(schedule, [len(layers) for layers in self.split])
         self.synchronize()
         asked = ("switch", schedule_text(schedule))
         check_agreement(self._executors, asked, self._ties)
@@ -64,7 +65,7 @@ class Switching:
             self.place,
             self._options.shard,
             ties=self._ties.chunks,
-            costs=self.chosen.costs,
+            costs=self.chosen.known_costs,
         )
         for executor in self._executors.values():
             executor.stage.recompute(again)

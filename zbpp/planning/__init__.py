@@ -1,7 +1,48 @@
-"""Planning for a model: schedule, layers per chunk and recomputed layers together.
+"""One question, one answer: what shall run, for these times and this memory?
 
-layer_plans        layers to chunks, with a schedule: `plan_layers`
-recompute_plans    which layers are recomputed, with a schedule
-resolve            what a pipeline is asked for -> a schedule, a memory model
-resolve_layers     the same where layers have costs: `choose_split`
+Read in this order:
+
+request     the question: a mode or orders, sizes, costs, memory, split, recompute
+answer      the answer: a schedule, its figures, why others lost; its file
+make        `make_plan` from one to the other, and `plan`, its short form
+modes       one row a mode: names, placement, memory, hand-made order or search
+search      modes for costs of chunks; the contest that is `auto`
+layers      with a split of the layers, and with what is recomputed
+orders      orders that are there already, held against a request
+pipelines   what `zbpp.Pipeline` is asked for, as a request
+replicas    costs and collectives of replicas, and of layers that devices share
+meshes      plans of stages, replicas and shares on a number of devices
+
+Which of two plans is better stands in `zbpp.schedules.planner.figures`.
 """
+
+from zbpp.planning.answer import Plan, Rejected, read_plan
+from zbpp.planning.make import make_plan, plan
+from zbpp.planning.modes import (
+    BASELINE,
+    MODE_WORDS,
+    MODES,
+    USUAL_MODES,
+    Mode,
+    canonical,
+    is_auto,
+    is_file,
+)
+from zbpp.planning.request import PlanRequest
+
+__all__ = [
+    "BASELINE",
+    "MODES",
+    "MODE_WORDS",
+    "USUAL_MODES",
+    "Mode",
+    "Plan",
+    "PlanRequest",
+    "Rejected",
+    "canonical",
+    "is_auto",
+    "is_file",
+    "make_plan",
+    "plan",
+    "read_plan",
+]

@@ -23,16 +23,21 @@ from zbpp.core import (
     RequestError,
     format_memory,
 )
-from zbpp.planning.data_parallel import Shard, check_replicas, replicated
-from zbpp.planning.layer_plans import plan_layers
-from zbpp.planning.replica_costs import (
+from zbpp.planning.answer import Plan
+from zbpp.planning.make import make_plan
+from zbpp.planning.replicas import (
     Network,
+    Shard,
     check_parameters,
+    check_replicas,
     on_replicas,
+    on_shared_layers,
+    replicas_network,
+    replicated,
     whole_for_a_while,
 )
-from zbpp.planning.tensor_costs import on_shared_layers, replicas_network
-from zbpp.schedules import LayerPlan, post_validated, without_collectives
+from zbpp.planning.request import PlanRequest
+from zbpp.schedules import post_validated, without_collectives
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
 
 __all__ = ["MeshPlan", "best_mesh", "plan_meshes"]
@@ -59,7 +64,7 @@ class MeshPlan:
     data_parallel: int
     n_microbatches: int
     shard: Shard
-    plan: LayerPlan | None = None
+    plan: Plan | None = None
     alone: Costs | None = None
     whole: float = 0.0
     reason: str = ""
@@ -97,7 +102,7 @@ class MeshPlan:
         return max(held) + self.whole
 
     @property
-    def _plan(self) -> LayerPlan:
+    def _plan(self) -> Plan:
         assert self.plan is not None, self.reason
         return self.plan
 
@@ -155,11 +160,19 @@ def plan_meshes(
         shared = on_shared_layers(layers, n, network)
         links = replicas_network(network, n)
         for n_stages in _divisors(n_devices // n):
-            mesh = _plan_mesh(
-                *(shared, n_stages, n_devices // n, n_microbatches),
-                *(links, mode, shard, effort),
+            replicas = n_devices // n // n_stages
+            mesh = MeshPlan(
+                n_stages=n_stages,
+                data_parallel=replicas,
+                n_microbatches=n_microbatches // replicas,
+                shard=shard if replicas > 1 else "none",
+                tensor_parallel=n,
             )
-            found.append(replace(mesh, tensor_parallel=n))
+            reason = _cannot_be(mesh, shared, n_microbatches)
+            if reason:
+                found.append(replace(mesh, reason=reason))
+            else:
+                found.append(_planned(mesh, shared, links, mode, effort))
     return found
 
 
@@ -169,50 +182,48 @@ def best_mesh(plans: list[MeshPlan]) -> MeshPlan:
     Raises:
         RequestError: no mesh has a plan.
     """
-    found = [one for one in plans if one.plan is not None]
-    if not found:
-        nearest = min(plans, key=lambda one: (one.needs, -one.n_stages))
+    planned = [mesh for mesh in plans if mesh.plan is not None]
+    if not planned:
+        nearest = min(plans, key=lambda mesh: (mesh.needs, -mesh.n_stages))
         raise RequestError(
             f"none of {len(plans)} meshes fits; the nearest is {nearest.name}: "
             f"{nearest.reason}"
         )
     return min(
-        found, key=lambda one: (one.step, one.tensor_parallel, one.data_parallel)
+        planned, key=lambda mesh: (mesh.step, mesh.tensor_parallel, mesh.data_parallel)
     )
 
 
-def _plan_mesh(
-    layers: LayerCosts,
-    n_stages: int,
-    n_devices: int,
-    n_microbatches: int,
-    network: Network,
-    mode: str,
-    shard: Shard,
-    effort: str,
-) -> MeshPlan:
-    n = n_devices // n_stages
-    own = shard if n > 1 else "none"
-    mesh = MeshPlan(n_stages, n, n_microbatches // n, own)
+def _cannot_be(mesh: MeshPlan, layers: LayerCosts, n_microbatches: int) -> str:
+    """Say why a mesh cannot be planned; empty if it can."""
+    n, n_stages = mesh.data_parallel, mesh.n_stages
     if n_microbatches % n:
-        reason = f"{n_microbatches} micro-batches cannot be dealt to {n} replicas"
-        return replace(mesh, reason=reason)
+        return f"{n_microbatches} micro-batches cannot be dealt to {n} replicas"
     if n_stages > layers.n_layers:
-        reason = f"{layers.n_layers} layers are too few for {n_stages} stages"
-        return replace(mesh, reason=reason)
+        return f"{layers.n_layers} layers are too few for {n_stages} stages"
+    return ""
+
+
+def _planned(
+    mesh: MeshPlan, layers: LayerCosts, network: Network, mode: str, effort: str
+) -> MeshPlan:
+    n, shard = mesh.data_parallel, mesh.shard
     try:
-        plan = plan_layers(
-            mode,
-            _any_stages(on_replicas(layers, n, network, own)),
-            n_stages=n_stages,
-            n_microbatches=n_microbatches // n,
-            effort=effort,
+        plan = make_plan(
+            PlanRequest(
+                schedule=mode,
+                n_stages=mesh.n_stages,
+                n_microbatches=mesh.n_microbatches,
+                costs=_any_stages(on_replicas(layers, n, network, shard)),
+                effort=effort,
+            )
         )
     except RequestError as error:
         needs = error.smallest if isinstance(error, LimitError) else math.inf
         reason = str(error).partition("\n")[0]
         return replace(mesh, reason=reason, needs=needs)
-    schedule = replicated(plan.schedule, data_parallel=n, shard=own)
+    schedule = replicated(plan.schedule, data_parallel=n, shard=shard)
+    assert plan.split is not None
     alone, _ = _any_stages(layers).on(
         schedule.placement, plan.split, recompute=plan.recompute
     )
@@ -221,7 +232,7 @@ def _plan_mesh(
         plan=replace(plan, schedule=schedule),
         alone=replace(alone, optimizer=plan.costs.optimizer),
     )
-    return _with_whole(mesh, whole_for_a_while(layers, plan.split, n, own), layers)
+    return _with_whole(mesh, whole_for_a_while(layers, plan.split, n, shard), layers)
 
 
 def _with_whole(mesh: MeshPlan, whole: float, layers: LayerCosts) -> MeshPlan:
@@ -255,4 +266,4 @@ def _least(limit: float | tuple[float, ...]) -> float:
 
 
 def _divisors(n: int) -> Iterator[int]:
-    return (one for one in range(1, n + 1) if n % one == 0)
+    return (divisor for divisor in range(1, n + 1) if n % divisor == 0)

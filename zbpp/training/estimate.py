@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from zbpp.core import LayerCosts, MemoryModel
 from zbpp.memory import layer_memory
 from zbpp.pipeline import Pipeline
-from zbpp.planning.resolve import recomputed_layers
+from zbpp.planning.answer import recomputed_layers
 from zbpp.training.build import AUTOCAST
 from zbpp.training.options import Train
 from zbpp.training.setup import model_of
@@ -38,8 +38,6 @@ def estimate_layers(
 
 def memory_of(pipeline: Pipeline, layers: LayerCosts) -> MemoryModel:
     """Give the chunks of a pipeline the memory of their layers."""
-    return layers.on(
-        pipeline.schedule.placement,
-        [len(own) for own in pipeline.split],
-        recompute=recomputed_layers(pipeline.schedule, pipeline.split),
-    )[1]
+    split = [len(layers) for layers in pipeline.split]
+    again = recomputed_layers(pipeline.schedule, split)
+    return layers.on(pipeline.schedule.placement, split, recompute=again)[1]

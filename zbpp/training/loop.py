@@ -63,7 +63,7 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
     same = {"data": data, **model.about()}
     saver = RunSaver(pipeline, options, same=same, samples=windows)
     about_start = saver.resume()
-    costs = pipeline.chosen.costs or costs_of(options, schedule)[0]
+    costs = pipeline.chosen.known_costs or costs_of(options, schedule)[0]
     recorder = Recorder(
         enabled=pipeline.rank == 0,
         steps=options.steps or 0,

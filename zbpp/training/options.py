@@ -8,6 +8,7 @@ import tyro
 
 from zbpp.core import RequestError, parse_memory
 from zbpp.core.sharding import Shard
+from zbpp.planning import MODE_WORDS
 
 __all__ = ["HF", "MemoryText", "RunOptions", "Train", "YesNoUnsaid"]
 
@@ -39,8 +40,7 @@ class RunOptions:
         RequestError: a value is out of its range.
     """
 
-    pipeline_schedule_mode: str = "ZBH1"
-    """FThenB, 1F1B, VPP, ZBH1, ZBH2, ZB, ZBV, ZBVPP, VHalf, VMin, auto, or a file."""
+    pipeline_schedule_mode: Annotated[str, tyro.conf.arg(help=MODE_WORDS)] = "ZBH1"
     stages: _Count = None
     """Pipeline stages, a process each; else as torchrun or the file says, else 2."""
     data_parallel: int = 1

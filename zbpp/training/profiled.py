@@ -15,7 +15,7 @@ from zbpp.core import LayerCosts, Schedule, write_costs, write_layers
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.memory import layer_memory
 from zbpp.pipeline import Pipeline
-from zbpp.planning.replica_costs import network_of, on_replicas
+from zbpp.planning.replicas import network_of, on_replicas
 from zbpp.profiling import Profile
 from zbpp.runtime.partition import Model
 from zbpp.runtime.stage import LossFn

@@ -17,9 +17,8 @@ from zbpp.core import (
 from zbpp.core.costs.units import is_limit_in_bytes, with_limit
 from zbpp.core.measured import not_told_apart
 from zbpp.models.configs.text_model import TextModel
-from zbpp.modes import is_auto, is_file, plan
-from zbpp.planning.layer_plans import plan_layers, recomputed_of
-from zbpp.planning.recompute_plans import plan_recomputed
+from zbpp.planning import PlanRequest, is_auto, is_file, make_plan
+from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime.comm.process_group import asked_device
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
@@ -93,7 +92,7 @@ def costs_of(
             return layers.on(
                 schedule.placement,
                 schedule.split,
-                recompute=recomputed_of(schedule, schedule.split),
+                recompute=recomputed_layers(schedule, schedule.split),
             )
     path = options.costs or options.emulate
     costs, memory = (Costs(), MemoryModel()) if path is None else read_costs(path)
@@ -118,40 +117,25 @@ def schedule_of(options: Train) -> Schedule:
         n_stages = n_stages or _STAGES
         n_microbatches = n_microbatches or _MICROBATCHES
     model = model_of(options)
-    layers = layers_of(options, model.n_layers)
-    if layers is not None:
-        return plan_layers(
-            mode,
-            layers,
-            n_stages=n_stages,
-            n_microbatches=n_microbatches,
-            split=asked_split(options),
-            recompute=asked_recompute(options),
-            effort=options.effort,
-        ).schedule
-    costs, memory = costs_of(options)
-    recompute = asked_recompute(options)
-    if measures_first(options):
-        mode, memory, recompute = SAFE_MODE, MemoryModel(), None
-    if recompute is not None:
-        emulated = options.emulate is not None
-        return plan_recomputed(
-            *(mode, recompute),
-            n_stages=n_stages,
-            n_microbatches=n_microbatches,
-            costs=costs,
-            memory=memory,
-            split_of=None if emulated else partial(placed_split, options, model),
-            effort=options.effort,
-        )
-    return plan(
-        mode,
+    request = PlanRequest(
+        schedule=mode,
         n_stages=n_stages,
         n_microbatches=n_microbatches,
-        costs=costs,
-        memory=memory,
+        costs=layers_of(options, model.n_layers),
+        split=asked_split(options),
+        recompute=asked_recompute(options),
         effort=options.effort,
     )
+    if request.costs is None:
+        costs, memory = costs_of(options)
+        emulated = options.emulate is not None
+        split = None if emulated else partial(placed_split, options, model)
+        request = replace(request, costs=costs, memory=memory, split=split)
+    if measures_first(options):
+        request = replace(
+            request, schedule=SAFE_MODE, memory=MemoryModel(), recompute=None
+        )
+    return make_plan(request).schedule
 
 
 def measures_first(options: Train) -> bool:

@@ -10,9 +10,8 @@ from zbpp.core import (
 )
 from zbpp.core.costs.units import with_limit
 from zbpp.models.configs.text_model import TextModel
-from zbpp.planning.layer_plans import parse_split
-from zbpp.planning.recompute_plans import parse_recompute
-from zbpp.planning.resolve_layers import split_of
+from zbpp.planning.pipelines import split_of
+from zbpp.planning.request import parse_recompute, parse_split
 from zbpp.runtime.partition import partition_layers
 from zbpp.schedules import Recomputing, Split, even_split
 from zbpp.training.options import Train

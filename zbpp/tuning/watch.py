@@ -11,7 +11,7 @@ and split: the bits of a run stay what they were.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from zbpp.core import (
@@ -20,12 +20,10 @@ from zbpp.core import (
     PassKind,
     RequestError,
     Schedule,
-    longest_span,
     parse_schedule,
-    replay,
     schedule_text,
 )
-from zbpp.modes.auto import best_of, plan_on
+from zbpp.planning import PlanRequest, make_plan
 from zbpp.schedules import without_checks, without_collectives
 
 __all__ = [
@@ -128,28 +126,20 @@ def replan(
     Raises:
         RequestError: nothing fits the memory limit.
     """
-    placement, m = schedule.placement, schedule.n_microbatches
-    times = costs.on(placement)
-    best = best_of(
-        plan_on(
-            placement,
-            n_stages=placement.n_stages,
-            n_microbatches=m,
+    best = make_plan(
+        PlanRequest(
+            schedule="auto",
+            placement=schedule.placement,
+            n_stages=schedule.n_stages,
+            n_microbatches=schedule.n_microbatches,
             costs=costs,
             memory=memory,
             effort=effort,
         )
     )
     bare = without_checks(without_collectives(schedule))
-    now = longest_span(replay(bare.orders, times, n_microbatches=m))
-    found = Schedule(
-        best.plan.name,
-        placement,
-        m,
-        best.plan.orders,
-        split=schedule.split,
-        recompute=schedule.recompute,
-    )
+    now = replace(best, schedule=bare).span
+    found = replace(bare, name=best.mode, orders=best.schedule.orders)
     return Replanned(found, now, best.span)
 
 

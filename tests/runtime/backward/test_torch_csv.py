@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
 
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import to_torch_csv
 
 pytestmark = pytest.mark.dist

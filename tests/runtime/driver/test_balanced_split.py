@@ -1,12 +1,12 @@
 """A pipeline split by the costs of its layers, by a schedule, or as asked."""
 
 import pytest
+from layer_plan import plan_layers
 from small_model import N_LAYERS, adamw, assert_same, batch, build, loss_fn, refusal
 
 from zbpp.core import Costs, LayerCosts, MemoryModel, Schedule, write_layers
-from zbpp.modes import plan
 from zbpp.pipeline import Pipeline
-from zbpp.planning.layer_plans import plan_layers
+from zbpp.planning import plan
 
 TIMES = (0.5, *(1.0,) * (N_LAYERS - 2), 4.0)
 LAYERS = LayerCosts(n_layers=N_LAYERS, f=TIMES, b=TIMES, w=TIMES)

@@ -7,7 +7,7 @@ from small_model import assert_same, batch, build, make_pipeline, refusal
 from torch import Tensor, nn
 
 from zbpp.core import Costs, Schedule
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.runtime import Patience
 
 SINGLE = ("ZBH1", "1F1B", "ZB", "FThenB")

@@ -22,7 +22,7 @@ from zbpp.core import (
     parse_schedule,
     schedule_text,
 )
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import (
     add_collectives,
     from_torch_csv,

@@ -20,7 +20,7 @@ from zbpp.core import (
     at_check,
     reads,
 )
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import check_channels, lower, lower_forward, post_validated
 
 

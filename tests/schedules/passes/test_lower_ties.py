@@ -3,7 +3,7 @@
 import pytest
 
 from zbpp.core import AddTied, Receive, Send, TiedGradient
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import lower, post_validated
 
 MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV", "VHalf")

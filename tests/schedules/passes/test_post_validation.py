@@ -16,7 +16,7 @@ from zbpp.core import (
     reads,
     writes,
 )
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import lower, plan_zb_h1, post_validated
 from zbpp.schedules.passes import post_validation as module
 

@@ -21,7 +21,7 @@ from zbpp.core import (
     What,
     reads,
 )
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import (
     add_collectives,
     find_self_waits,

@@ -15,7 +15,7 @@ from zbpp.core import (
     Schedule,
     Step,
 )
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import from_torch_csv, to_torch_csv, torch_schedule_name
 
 F, B, W, BW = PassKind

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from zbpp.core import Costs, MemoryModel, Pass, Placement, lower_bound, lower_bounds
-from zbpp.schedules import certify, plan_placement, plan_zb, plan_zbv
+from zbpp.planning import plan
+from zbpp.schedules import certify, plan_placement, plan_zb
 from zbpp.simulator import critical_path, makespan, simulate, span, work
 
 LINKS = (0.1, 1.5, 0.1)
@@ -17,20 +18,20 @@ COSTS = Costs(1.0, 1.0, 0.7, comm=LINKS, loss=0.3)
 
 
 @pytest.mark.parametrize(
-    ("planner", "limit", "gap"),
+    ("mode", "limit", "gap"),
     [
-        (plan_zb, 2, 0.05),
-        (plan_zb, 3, 0.1),
-        (plan_zb, 4, 0.06),
-        (plan_zb, 8, 1e-9),
-        (plan_zbv, 2, 0.4),
-        (plan_zbv, 4, 0.2),
-        (plan_zbv, 8, 0.03),
+        ("ZB", 2, 0.05),
+        ("ZB", 3, 0.1),
+        ("ZB", 4, 0.06),
+        ("ZB", 8, 1e-9),
+        ("ZBV", 2, 0.4),
+        ("ZBV", 4, 0.2),
+        ("ZBV", 8, 0.03),
     ],
 )
-def test_unequal_links_and_a_loss_are_planned_close_to_the_bound(planner, limit, gap):
+def test_unequal_links_and_a_loss_are_planned_close_to_the_bound(mode, limit, gap):
     memory = MemoryModel(limit=limit)
-    schedule = planner(n_stages=4, n_microbatches=12, costs=COSTS, memory=memory)
+    schedule = plan(mode, n_stages=4, n_microbatches=12, costs=COSTS, memory=memory)
     bound = lower_bound(schedule.placement, 12, COSTS, memory)
     reached = span(simulate(schedule, COSTS))
     assert bound * (1 - 1e-9) <= reached <= bound * (1 + gap)

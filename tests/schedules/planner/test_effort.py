@@ -1,11 +1,12 @@
 """Seconds of best are those of the whole request, however many plans it takes."""
 
-import pytest
+from typing import Any
 
-from zbpp.core import Costs, LayerCosts, MemoryModel, Schedule
-from zbpp.modes import plan
-from zbpp.planning import layer_plans
-from zbpp.planning.layer_plans import plan_layers
+import pytest
+from layer_plan import plan_layers
+
+import zbpp.planning.layers as room
+from zbpp.core import LayerCosts
 from zbpp.schedules.planner.budget import parse_effort, shares
 
 
@@ -20,21 +21,14 @@ def test_auto_spends_them_once_for_all_placements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[float] = []
+    real = room.plan_recompute
 
-    def planner(
-        placement: object, m: int, costs: Costs, memory: MemoryModel, effort: str
-    ) -> Schedule:
-        kind, seconds = parse_effort(effort)
-        if kind == "best":
-            asked.append(seconds)
-        return plan("1F1B", n_stages=2, n_microbatches=m)
+    def noted(*args: Any, effort: str, **more: Any) -> Any:
+        asked.append(parse_effort(effort)[1])
+        return real(*args, effort="fast", **more)
 
-    def options(*_: object) -> list[object]:
-        placed = plan("1F1B", n_stages=2, n_microbatches=2).placement
-        one = lambda costs, memory, effort: planner(placed, 2, costs, memory, effort)  # noqa: E731
-        return [(placed, one)] * 3
-
-    monkeypatch.setattr(layer_plans, "planners", options)
-    size = {"n_stages": 2, "n_microbatches": 2}
-    plan_layers("auto", LayerCosts(2), split=[1, 1], effort="best:0.9", **size)
-    assert asked and max(asked[:1]) <= 0.3, "the first of three has a third at most"
+    monkeypatch.setattr(room, "plan_recompute", noted)
+    sizes = {"n_stages": 2, "n_microbatches": 2}
+    plan_layers("auto", LayerCosts(4), effort="best:0.9", **sizes)
+    assert len(asked) == 3
+    assert asked[0] <= 0.3, "the first of three has a third at most"

@@ -20,7 +20,7 @@ from zbpp.core import (
     Step,
     peaks,
 )
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import (
     plan_fthenb,
     plan_one_f_one_b,
@@ -34,11 +34,10 @@ from zbpp.simulator import idle, simulate, span
 F, B, W, BW = PassKind
 GRID = list(product(range(1, 9), range(1, 21)))
 TIMES = (1.0, 0.6, 1.7)
-WAVES = ("ZBV", "ZBVPP", "VHalf", "VMin", "auto")  # planned in tenths of a second
-KINDS = {
-    **{mode: {F, BW} for mode in ("FThenB", "1F1B", "VPP")},
-    **{mode: {F, B, W} for mode in ("ZBH1", "ZBH2", "ZB", *WAVES)},
-}
+WAVES = [  # planned in tenths of a second
+    name for name, mode in MODES.items() if mode.chunks != 1 and mode.order is None
+]
+KINDS = {name: {F, B, W} if mode.splits else {F, BW} for name, mode in MODES.items()}
 HAND_MADE = {
     "FThenB": plan_fthenb,
     "1F1B": plan_one_f_one_b,
@@ -197,7 +196,7 @@ def test_zb_v_is_not_free_of_bubbles_when_times_differ():
 def test_no_stage_and_no_microbatch_are_refused(mode):
     for size in ((0, 4), (4, 0), (-1, 4), (4, -1)):
         with pytest.raises(RequestError, match="at least"):
-            MODES[mode].planner(n_stages=size[0], n_microbatches=size[1])
+            plan(mode, n_stages=size[0], n_microbatches=size[1])
     with pytest.raises(RequestError, match="at least"):
         plan_vpp(n_stages=2, n_microbatches=2, chunks_per_stage=0)
 

@@ -18,16 +18,13 @@ from zbpp.core import (
     draw,
     peaks,
 )
+from zbpp.planning import plan
 from zbpp.schedules import (
     plan_placement,
     plan_zb,
-    plan_zb1p,
-    plan_zb2p,
     plan_zb_h1,
     plan_zb_h2,
-    plan_zbv,
 )
-from zbpp.schedules.planner.wave_modes import plan_v_half, plan_v_min, plan_zbvpp
 from zbpp.simulator import simulate, span
 
 PICTURES = {
@@ -55,7 +52,7 @@ def test_a_plan_is_what_is_drawn_on_top_of_the_file(limit):
 @pytest.mark.parametrize("limit", [1.0, 1.5, 2.0])
 def test_a_v_is_what_is_drawn_on_top_of_its_file(limit):
     costs, memory = Costs(f=2.0, b=2.0, w=2.0), MemoryModel(limit=limit)
-    schedule = plan_zbv(n_stages=2, n_microbatches=3, costs=costs, memory=memory)
+    schedule = plan("ZBV", n_stages=2, n_microbatches=3, costs=costs, memory=memory)
     text = zbpp.schedules.planner.search.plan.__doc__
     lines = [line.strip() for line in text.splitlines()]
     at = lines.index(f"limit {limit:g}")
@@ -66,18 +63,18 @@ def test_a_v_is_what_is_drawn_on_top_of_its_file(limit):
 
 def test_modes_of_one_chunk_promise_a_memory_and_plan_for_the_times():
     times = Costs(1.0, 1.2, 0.4, 0.1)
-    for planner, promise, pattern in (
-        (plan_zb1p, 4, plan_zb_h1),
-        (plan_zb2p, 7, plan_zb_h2),
+    for mode, promise, pattern in (
+        ("ZBH1", 4, plan_zb_h1),
+        ("ZBH2", 7, plan_zb_h2),
     ):
-        schedule = planner(n_stages=4, n_microbatches=12, costs=times)
+        schedule = plan(mode, n_stages=4, n_microbatches=12, costs=times)
         held = peaks(schedule.orders, MemoryModel().on(schedule.placement))
         assert max(held) <= promise and schedule.memory is None
         by_hand = pattern(n_stages=4, n_microbatches=12)
         assert span(simulate(schedule, times)) <= span(simulate(by_hand, times))
-        low = planner(n_stages=4, n_microbatches=12, memory=MemoryModel(limit=2))
+        low = plan(mode, n_stages=4, n_microbatches=12, memory=MemoryModel(limit=2))
         assert max(peaks(low.orders, MemoryModel().on(low.placement))) <= 2
-        high = planner(n_stages=4, n_microbatches=12, memory=MemoryModel(limit=99))
+        high = plan(mode, n_stages=4, n_microbatches=12, memory=MemoryModel(limit=99))
         assert max(peaks(high.orders, MemoryModel().on(high.placement))) <= promise
     free = plan_zb(n_stages=4, n_microbatches=12, costs=times)
     assert max(peaks(free.orders, MemoryModel().on(free.placement))) <= 8
@@ -86,25 +83,25 @@ def test_modes_of_one_chunk_promise_a_memory_and_plan_for_the_times():
 def test_waves_keep_the_memory_of_their_names():
     unit = MemoryModel().on(Placement.wave(6))
     size = {"n_stages": 6, "n_microbatches": 14, "effort": "fast"}
-    for planner, most in (
-        (plan_zbv, 6),
-        (plan_zbvpp, 6),
-        (plan_v_half, 4),
-        (plan_v_min, 3),
+    for mode, most in (
+        ("ZBV", 6),
+        ("ZBVPP", 6),
+        ("VHalf", 4),
+        ("VMin", 3),
     ):
-        schedule = planner(**size)
+        schedule = plan(mode, **size)
         assert schedule.memory is None
         assert max(peaks(schedule.orders, unit)) <= most
-        less = planner(**size, memory=MemoryModel(limit=2))
+        less = plan(mode, **size, memory=MemoryModel(limit=2))
         assert max(peaks(less.orders, unit)) <= 2
-    more = plan_v_min(**size, memory=MemoryModel(limit=9))
+    more = plan("VMin", **size, memory=MemoryModel(limit=9))
     assert max(peaks(more.orders, unit)) <= 3
 
 
 def test_any_number_of_chunks():
     for v in (1, 2, 3, 4):
-        schedule = plan_zbvpp(
-            n_stages=3, n_microbatches=8, chunks_per_stage=v, effort="fast"
+        schedule = plan(
+            "ZBVPP", n_stages=3, n_microbatches=8, chunks_per_stage=v, effort="fast"
         )
         assert schedule.placement == Placement.wave(3, v)
         memory = MemoryModel().on(schedule.placement)
@@ -115,10 +112,10 @@ def test_any_number_of_chunks():
 @pytest.mark.parametrize("n_microbatches", [1, 2, 9])
 def test_the_smallest_memory_is_enough(limit, n_microbatches):
     memory = MemoryModel(limit=limit)
-    schedule = plan_zbv(n_stages=4, n_microbatches=n_microbatches, memory=memory)
+    schedule = plan("ZBV", n_stages=4, n_microbatches=n_microbatches, memory=memory)
     assert schedule.memory == memory
     with pytest.raises(RequestError, match="smallest limit that works is 1"):
-        plan_zbv(n_stages=4, n_microbatches=2, memory=MemoryModel(limit=0.9))
+        plan("ZBV", n_stages=4, n_microbatches=2, memory=MemoryModel(limit=0.9))
 
 
 def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
@@ -155,7 +152,7 @@ def test_the_same_request_gives_the_same_schedule():
         "costs": Costs(f=1.1, b=0.9, w=0.6, comm=0.1),
         "memory": MemoryModel(limit=2.5),
     }
-    assert plan_zbv(**request) == plan_zbv(**request)
+    assert plan("ZBV", **request) == plan("ZBV", **request)
     assert plan_zb(**request) == plan_zb(**request)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zbpp.core import Costs, MemoryModel, Placement, Schedule, lower_bound
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.patterns.zb_v import plan_zb_v
 from zbpp.schedules.planner.budget import Budget

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from zbpp.core import Costs, MemoryModel, lower_bound
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import certify
 from zbpp.schedules.planner.search import plan as search_plan
 from zbpp.simulator import simulate, span

@@ -19,8 +19,8 @@ from zbpp.core import (
     peaks,
     replay,
 )
-from zbpp.modes import MODES, plan
-from zbpp.schedules import plan_zb, plan_zbv
+from zbpp.planning import MODES, plan
+from zbpp.schedules import plan_zb
 from zbpp.schedules.planner.limits import needs
 from zbpp.schedules.planner.search.plan import plan_placement
 from zbpp.schedules.planner.search.problem import PlacementProblem
@@ -75,7 +75,7 @@ def plan_all(seed: int, effort: str) -> int:
                     costs=costs,
                     memory=limited,
                     effort=effort,
-                    chunks_per_stage=v if MODES[mode].chunked else None,
+                    chunks_per_stage=v if MODES[mode].chunks is None else None,
                 )
         except RequestError as error:  # an order of its own, too large; or a 1F1B of V
             assert mode in (*FIXED, "auto"), error
@@ -146,19 +146,19 @@ def test_planners_that_look_past_the_peaks_are_caught(monkeypatch):
     """Negative control of the check above."""
     memory = MemoryModel(m_b=1, m_w=0.5, peak_b=1.5, limit=3.5)
     request = {"n_stages": 3, "n_microbatches": 6, "memory": memory}
-    assert plan_zb(**request) and plan_zbv(**request)
+    assert plan_zb(**request) and plan("ZBV", **request)
     unaware = property(lambda problem: problem.limits)
     monkeypatch.setattr(PlacementProblem, "forward_limits", unaware)
     monkeypatch.setattr(PlacementProblem, "is_plain", property(lambda problem: True))
-    for planner in (plan_zb, plan_zbv):
+    for mode in ("ZB", "ZBV"):
         with pytest.raises(ScheduleError, match="over the limit"):
-            planner(**request)
+            plan(mode, **request)
 
 
 def test_bounds_that_let_no_b_add_memory_would_be_too_high(monkeypatch):
-    """Negative control: the proofs need m_w <= m_b, so `relaxed` is no luxury."""
-    import zbpp.core.bounds.best as best
+    """Negative control: the proofs need m_w <= m_b, so the relaxed one counts."""
+    from zbpp.core.bounds import paths
 
-    monkeypatch.setattr(best, "relaxed", lambda memory, placement: memory)
+    monkeypatch.setattr(paths, "relaxed_memory", lambda memory, placement: memory)
     with pytest.raises(AssertionError):
         plan_all(38, "fast")

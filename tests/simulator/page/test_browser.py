@@ -7,7 +7,7 @@ import pytest
 from chromium import Chromium, executable
 
 from zbpp.core import Costs, MemoryModel, Pass, Slot
-from zbpp.modes import plan
+from zbpp.planning import plan
 from zbpp.schedules import add_collectives
 from zbpp.simulator import makespan, messages, simulate, step_time
 from zbpp.simulator.boxes import Style

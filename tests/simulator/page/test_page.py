@@ -19,7 +19,7 @@ from timeline_page import (
 )
 
 from zbpp.core import Costs, MemoryModel, RequestError, Slot
-from zbpp.modes import MODES, plan
+from zbpp.planning import MODES, plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import (
     critical_path,

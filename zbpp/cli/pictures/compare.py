@@ -8,11 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from zbpp.cli.flags import (
-    plan_by_flags,
-    plan_layers_by_flags,
-    shown_as,
-)
+from zbpp.cli.flags import ChunksOf, shown_as
 from zbpp.cli.layers_report import comparison_of_splits
 from zbpp.cli.outputs import check_outputs, check_picture
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
@@ -22,7 +18,7 @@ from zbpp.cli.pictures.several import command_text, paths_in
 from zbpp.cli.report import print_comparison
 from zbpp.cli.summary import summarize
 from zbpp.core import RequestError
-from zbpp.modes import MODES, is_auto
+from zbpp.planning import MODES, is_auto, make_plan
 from zbpp.simulator import bubble_rate, plot_comparison, simulate
 from zbpp.simulator.output import write_file
 from zbpp.simulator.page import write_page
@@ -41,8 +37,7 @@ class Compare(MeshFlags):
     """Pipeline stages; left out with --devices."""
     microbatches: int
     """Micro-batches in a step; with --devices over all replicas."""
-    chunks_per_stage: Annotated[int | None, shown_as("INT")] = None
-    """For VPP, ZBVPP and auto; without it, as many as the costs list, or 2."""
+    chunks_per_stage: ChunksOf = None
     out: Annotated[Path | None, shown_as("PATH")] = None
     """Also write a page with table, charts and timelines (.html), or the charts alone
     (.png, .svg, .pdf)."""
@@ -128,28 +123,22 @@ class Compare(MeshFlags):
             self.measured, n_stages=self.stages, n_microbatches=self.microbatches
         )
         planned = {
-            mode: (row.schedule, row.costs) for mode, row in comparison.planned.items()
+            mode: (row.plan.schedule, row.plan.costs)
+            for mode, row in comparison.planned.items()
         }
         return tuple(beside(runs, planned, *(known or (None, None))))
 
     def _plan(self, mode: str) -> Planned:
         """Plan a mode; with a layers file, split the layers for it."""
-        sizes = (mode, self.stages, self.microbatches)
-        chunks = self.chunks_per_stage if MODES[mode].chunked else None
-        layers = self.layer_costs()
-        if layers is None:
-            costs, memory = self.models()
-            schedule = plan_by_flags(
-                *(*sizes, costs, memory, self.effort), chunks_per_stage=chunks
-            )
-            schedule = self.with_collectives(schedule)
-            return Planned(schedule, costs, memory, summarize(schedule, costs, memory))
-        one = plan_layers_by_flags(
-            *(*sizes, layers, self.split, self.effort), chunks_per_stage=chunks
+        request = self.request(
+            mode,
+            stages=self.stages,
+            microbatches=self.microbatches,
+            chunks_per_stage=None if MODES[mode].chunks else self.chunks_per_stage,
         )
-        schedule = self.with_collectives(one.schedule)
-        summary = summarize(schedule, one.costs, one.memory)
-        return Planned(schedule, one.costs, one.memory, summary, one)
+        plan = make_plan(request)
+        plan = replace(plan, schedule=self.with_collectives(plan.schedule))
+        return Planned(plan, summarize(plan.schedule, plan.costs, plan.memory))
 
     def _print(self, comparison: Comparison, name: str) -> None:
         validated = self.enable_optimizer_post_validation
@@ -166,7 +155,7 @@ class Compare(MeshFlags):
             else {mode: row.steady for mode, row in planned.items()},
             post_validation=bool(validated),
         )
-        plans = {mode: row.layers for mode, row in planned.items() if row.layers}
+        plans = {mode: row.plan for mode, row in planned.items() if row.plan.is_layered}
         if plans:
             print(*comparison_of_splits(plans), sep="\n")
 
@@ -208,7 +197,7 @@ class Compare(MeshFlags):
             for m in near - {self.microbatches}:
                 quick = replace(self, microbatches=m, effort="fast")
                 try:
-                    other = quick._plan(mode)
+                    other = quick._plan(mode).plan
                 except RequestError:  # GPipe's memory grows with m
                     continue
                 points[m] = bubble_rate(simulate(other.schedule, other.costs))

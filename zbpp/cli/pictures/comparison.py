@@ -9,15 +9,14 @@ from typing import Any
 
 from zbpp.cli.pictures.measured import Run
 from zbpp.cli.summary import Steady, Summary, steady
-from zbpp.core import Costs, MemoryModel, PassKind, Schedule
-from zbpp.schedules import LayerPlan
+from zbpp.core import PassKind
+from zbpp.planning import BASELINE, Plan
+from zbpp.planning.modes import AUTO
 from zbpp.simulator import simulate
 from zbpp.simulator.page import PageEntry
 
-__all__ = ["BASELINE", "Comparison", "Planned", "csv_text"]
+__all__ = ["Comparison", "Planned", "csv_text"]
 
-BASELINE = "1F1B"
-_AUTO = "auto"
 _MOST_SHOWN = 4  # timelines that a page shows at first
 _COLUMNS = (
     *("costs", "mode", "step", "speed_up", "bubble_rate", "span", "makespan"),
@@ -29,16 +28,13 @@ _COLUMNS = (
 class Planned:
     """A mode with its plan and figures."""
 
-    schedule: Schedule
-    costs: Costs
-    memory: MemoryModel
+    plan: Plan
     summary: Summary
-    layers: LayerPlan | None = None
 
     @cached_property
     def steady(self) -> Steady:
         """Times of one step among many."""
-        return steady(self.schedule, self.costs)
+        return steady(self.plan.schedule, self.plan.costs)
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Comparison:
         row = self.planned[mode]
         validated = self.post_validation
         if validated is None:
-            validated = row.schedule.runs(PassKind.W)
+            validated = row.plan.schedule.runs(PassKind.W)
         if validated:
             return row.steady.step_time_post_validation
         return row.steady.step_time_barrier
@@ -103,12 +99,12 @@ class Comparison:
             else PageEntry(
                 name=mode,
                 group=group,
-                schedule=row.schedule,
-                simulated=simulate(row.schedule, row.costs),
+                schedule=row.plan.schedule,
+                simulated=simulate(row.plan.schedule, row.plan.costs),
                 measured=own[mode].measured if mode in own else None,
                 step_measured=own[mode].step_measured if mode in own else None,
-                costs=row.costs,
-                memory=row.memory,
+                costs=row.plan.costs,
+                memory=row.plan.memory,
                 step=self.step(mode),
                 gap=row.summary.gap,
                 shown=mode in shown,
@@ -120,9 +116,10 @@ class Comparison:
         """The baseline, `auto`, the fastest modes; not twice the same order."""
         planned = self.planned
         shown: list[str] = []
-        for mode in (BASELINE, _AUTO, *sorted(planned, key=self.step)):
+        for mode in (BASELINE, AUTO, *sorted(planned, key=self.step)):
             if mode in planned and not any(
-                planned[mode].schedule.orders == planned[other].schedule.orders
+                planned[mode].plan.schedule.orders
+                == planned[other].plan.schedule.orders
                 for other in shown
             ):
                 shown.append(mode)

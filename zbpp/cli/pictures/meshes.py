@@ -13,7 +13,7 @@ from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs
 from zbpp.core.costs import chunk_layers
 from zbpp.core.costs.units import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
-from zbpp.planning.replica_costs import Network, network_of
+from zbpp.planning.replicas import Network, network_of
 from zbpp.simulator.tables import Table
 from zbpp.training.options import MemoryText
 
@@ -224,7 +224,7 @@ def _data(one: MeshPlan) -> dict[str, Any]:
         return data | {"reason": one.reason}
     return data | {
         "placement": list(one.plan.schedule.placement.stage_of),
-        "split": list(one.plan.split),
+        "split": list(one.plan.split or ()),
         "step": one.step,
         "exposed": one.exposed,
         "bubble_rate": one.bubble,

@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from zbpp.modes import is_file
+from zbpp.planning import is_file
 
 __all__ = ["command_text", "paths_in", "schedules_in"]
 

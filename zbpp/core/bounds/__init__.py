@@ -1,19 +1,90 @@
 """Times below which no schedule can go; a plan is judged by its gap to them.
 
 Each bound is on the largest span, holds for any placement, and stands with its proof in
-a file of its own; `best` takes the highest. `ways` and `stage` hold what they share:
+its docstring; `lower_bound` takes the highest. Read `paths` first:
 
-    ways     work  bottleneck  front_tail  cycle  area       mostly for the first chunk
-    stage    fill  turns  slots                              for all chunks of a stage
+    paths           what all share: the way of a micro-batch if nothing waits, memory as
+                    the proofs see it, and one stage with its chunks
+    first_chunk     work, bottleneck, front_and_tail, cycle, memory_area: of the work of
+                    a stage, or of its first chunk
+    all_chunks      ramp, admission_rounds, memory_slots: of all chunks of a stage
 
 Notation: on a stage, F, B and W are sums over its chunks; the loop of a chunk is the
 time from the start of its F to the end of its B on one micro-batch if nothing waits:
 all F and B of later chunks, and messages, between. Until it is through its loop, a
 micro-batch holds the memory m_b of that chunk.
 
-Every bound is tested against all planners on random costs.
+Every bound is tested against all planners on random costs. How often each is the
+highest stands in `benchmarks/README.md`.
 """
 
-from zbpp.core.bounds.best import lower_bound, lower_bound_on, lower_bounds
+from zbpp.core.bounds.all_chunks import admission_rounds, memory_slots, ramp
+from zbpp.core.bounds.first_chunk import (
+    bottleneck,
+    cycle,
+    front_and_tail,
+    memory_area,
+    work,
+)
+from zbpp.core.bounds.paths import stages_of
+from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
+from zbpp.core.placement import Placement
 
 __all__ = ["lower_bound", "lower_bound_on", "lower_bounds"]
+
+_UNIT = Costs()
+_BOUNDS = {  # by the names that `zbpp show --json` has always given
+    "work": work,
+    "bottleneck": bottleneck,
+    "front and tail": front_and_tail,
+    "cycle": cycle,
+    "area": memory_area,
+    "fill": ramp,
+    "turns": admission_rounds,
+    "slots": memory_slots,
+}
+
+
+def lower_bound(
+    placement: Placement,
+    n_microbatches: int,
+    costs: Costs = _UNIT,
+    memory: MemoryModel | None = None,
+) -> float:
+    """Return the best of `lower_bounds`."""
+    return max(lower_bounds(placement, n_microbatches, costs, memory).values())
+
+
+def lower_bounds(
+    placement: Placement,
+    n_microbatches: int,
+    costs: Costs = _UNIT,
+    memory: MemoryModel | None = None,
+) -> dict[str, float]:
+    """Bound the largest span of every schedule of a placement, one entry per proof.
+
+    Without a memory model, or without a limit in it, memory is no constraint. On a
+    stage that cannot split its backward, B stands for BW, W takes no time and keeps
+    nothing (`PassTimes`, `MemoryModel.on`): the proofs hold as they stand.
+
+    >>> lower_bounds(Placement.single(4), 8)["work"]
+    24.0
+
+    Raises:
+        RequestError: costs or memory do not fit the placement.
+    """
+    times = costs.on(placement)
+    held = (memory or MemoryModel()).on(placement, times.splits)
+    return _all_bounds(times, held, n_microbatches)
+
+
+def lower_bound_on(times: PassTimes, memory: ChunkMemory, n_microbatches: int) -> float:
+    """Return the best bound for times and memory that are on their placement."""
+    return max(_all_bounds(times, memory, n_microbatches).values())
+
+
+def _all_bounds(
+    times: PassTimes, memory: ChunkMemory, n_microbatches: int
+) -> dict[str, float]:
+    stages = stages_of(times, memory, n_microbatches)
+    return {name: max(map(bound, stages)) for name, bound in _BOUNDS.items()}

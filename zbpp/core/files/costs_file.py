@@ -29,6 +29,7 @@ from zbpp.core.files.json_text import (
 )
 
 __all__ = [
+    "costs_data",
     "is_layers_file",
     "parse_costs",
     "parse_layers",
@@ -49,9 +50,15 @@ _OTHER_UNITS = ("limit", "message")
 
 def write_costs(costs: Costs, memory: MemoryModel, path: str | Path) -> None:
     """Write a costs file, in the form that `parse_costs` reads."""
+    text = json.dumps(costs_data(costs, memory)) + "\n"
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def costs_data(costs: Costs, memory: MemoryModel) -> dict[str, object]:
+    """The object of a costs file."""
     data = _entries(costs.with_memory(memory), _ALWAYS)
     data.pop("gathers", None)
-    Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+    return data
 
 
 def write_layers(layers: LayerCosts, path: str | Path) -> None:

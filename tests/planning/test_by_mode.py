@@ -1,16 +1,16 @@
-"""The best plan for the layers of a model, and one line that says why."""
+"""The best plan of all modes for the layers of a model, and a line that says why."""
 
 from itertools import pairwise
 
 import pytest
+from layer_plan import plan_layers
 
-import zbpp.planning.choose as choose_module
+import zbpp.planning.layers as room
 from zbpp.core import LayerCosts, LimitError
-from zbpp.planning.choose import Choice, choose
-from zbpp.planning.layer_plans import plan_layers
+from zbpp.planning import MODES, USUAL_MODES, Plan
 
 GIB = 2.0**30
-MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin")
+COMPARED = ("1F1B", *(name for name in USUAL_MODES if MODES[name].splits))
 
 
 def layers(n_blocks: int = 10, head: float = 3.0, **more: object) -> LayerCosts:
@@ -26,8 +26,9 @@ def layers(n_blocks: int = 10, head: float = 3.0, **more: object) -> LayerCosts:
     return LayerCosts(n_blocks + 2, f=work, b=work, **(settings | more))
 
 
-def pick(costs: LayerCosts, p: int = 4, m: int = 8, **more: object) -> Choice:
-    return choose(costs, n_stages=p, n_microbatches=m, **more)
+def pick(costs: LayerCosts, p: int = 4, m: int = 8) -> Plan:
+    sizes = {"n_stages": p, "n_microbatches": m}
+    return plan_layers("auto", costs, by_mode=True, effort="fast", **sizes)
 
 
 @pytest.mark.parametrize(
@@ -36,23 +37,16 @@ def pick(costs: LayerCosts, p: int = 4, m: int = 8, **more: object) -> Choice:
 def test_no_mode_is_better_than_what_is_chosen(limit) -> None:
     costs = layers(limit=limit)
     found = pick(costs)
-    assert limit is None or found.plan.peak <= limit
-    for mode in MODES:
+    assert limit is None or found.peak <= limit
+    for mode in COMPARED:
         other = plan_layers(
             mode, costs, n_stages=4, n_microbatches=8, effort="fast"
         )  # without a limit each mode has its own
-        assert other.step >= found.plan.step * 0.99 or mode in found.mode
+        assert other.step >= found.step * 0.99 or mode in found.mode
 
 
-def test_without_the_other_modes_a_better_one_is_missed(monkeypatch) -> None:
-    best = pick(layers())
-    worst = plan_layers("VMin", layers(), n_stages=4, n_microbatches=8, effort="fast")
-    monkeypatch.setattr(choose_module, "plan_layers", lambda mode, *_, **__: worst)
-    assert best.plan.is_better_than(pick(layers()).plan)
-
-
-def messages(choice: Choice) -> int:
-    stages = choice.plan.schedule.placement.stage_of
+def messages(plan: Plan) -> int:
+    stages = plan.schedule.placement.stage_of
     return sum(a != b for a, b in pairwise(stages))
 
 
@@ -60,10 +54,10 @@ def test_among_plans_that_are_as_good_as_equal_few_messages_win(monkeypatch) -> 
     costs = layers(w=0.0)  # nothing to fill a bubble with, and next to none
     chosen = pick(costs, 2, 100)
     assert messages(chosen) == 1 and "with more messages" in chosen.line
-    monkeypatch.setattr(choose_module, "_TRUST", 0.0)
+    monkeypatch.setattr(room, "_TRUST", 0.0)
     trusting = pick(costs, 2, 100)
     assert messages(trusting) > 1
-    assert trusting.plan.step <= chosen.plan.step <= trusting.plan.step * 1.01
+    assert trusting.step <= chosen.step <= trusting.step * 1.01
 
 
 def test_the_line_says_what_was_chosen_and_why_the_others_lost() -> None:
@@ -103,21 +97,11 @@ def test_what_fits_no_mode_is_refused() -> None:
 
 def test_a_mode_whose_busiest_stage_takes_too_long_is_not_planned(monkeypatch) -> None:
     costs = layers(head=7.0)  # a stage of its own with one chunk, half with two
-    planned: list[str] = []
-    real = choose_module.plan_layers
-
-    def noted(mode, *args, **more):
-        planned.append(mode)
-        return real(mode, *args, **more)
-
-    monkeypatch.setattr(choose_module, "plan_layers", noted)
-    monkeypatch.setattr(choose_module, "_least_load", lambda *_: 0.0)
-    whole, every = pick(costs, 3, 8), set(planned)
-    planned.clear()
-    monkeypatch.setattr(choose_module, "_least_load", lambda *_: 1e9)
-    found = pick(costs, 3, 8)
-    assert every == {"auto", *MODES} and set(planned) == {"auto", "1F1B"}
-    assert "ZBH1: +" in found.line and "at least" in found.line
+    monkeypatch.setattr(room, "_least_load", lambda *_: 0.0)
+    whole = pick(costs, 3, 8)
+    assert "at least" not in whole.line
     monkeypatch.undo()
     bounded = pick(costs, 3, 8)
-    assert bounded.plan.figures == whole.plan.figures and bounded.mode == whole.mode
+    assert "ZBV: +" in bounded.line and "at least" in bounded.line
+    assert {lost.mode for lost in bounded.rejected if lost.is_planned} >= {"1F1B"}
+    assert bounded.schedule == whole.schedule and bounded.mode == whole.mode

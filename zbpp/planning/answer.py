@@ -1,0 +1,248 @@
+"""The answer: a schedule, what it was made for, and why other plans lost.
+
+A plan file is one JSON object: format and version, the figures, the plans that were
+rejected, costs and memory in the keys of a costs file, and last the schedule as a
+schedule file has it. Wherever a schedule file is read, a plan file is too.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+from zbpp.core import (
+    Costs,
+    MemoryModel,
+    RequestError,
+    Schedule,
+    lower_bound,
+    parse_costs,
+    parse_schedule,
+    schedule_text,
+)
+from zbpp.core.files.costs_file import costs_data
+from zbpp.core.files.json_text import fail, number, object_of, read, refuse_unknown
+from zbpp.schedules import LayerPlan
+from zbpp.schedules.planner.figures import PlanFigures
+
+__all__ = [
+    "Plan",
+    "Rejected",
+    "is_plan_file",
+    "is_plan_text",
+    "parse_plan",
+    "plan_text",
+    "read_plan",
+    "recomputed_layers",
+]
+
+_FORMAT, _VERSION = "zbpp-plan", 1
+_FIGURES = ("step", "span", "barrier_step", "peak", "lower_bound")
+_KINDS = {
+    "mode": str,
+    "figures": dict,
+    "has_costs": bool,
+    "gathers": bool,
+    "costs": dict,
+    "rejected": list,
+    "line": str,
+    "schedule": dict,
+}
+"""Keys beside format and version, and what they hold."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A plan that lost, or could not be had.
+
+    Args:
+        mode: that it was made by.
+        reason: that it lost for: what it takes beside the best one.
+        is_planned: it was planned; else it could not be had or not be the best.
+    """
+
+    mode: str
+    reason: str
+    is_planned: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.mode}{'' if self.is_planned else ':'} {self.reason}"
+
+
+@dataclass(frozen=True)
+class Plan(PlanFigures):
+    """A schedule with what it was made for; its figures are attributes.
+
+    Args:
+        schedule: with the split and the recomputed layers in it, where they are known.
+        costs: of the chunks, with what is recomputed.
+        memory: of the chunks, as the costs.
+        mode: that the plan was made by: of auto the one that has won.
+        has_costs: costs were given; else F, B and W take 1.
+        split: layers of each chunk; None: they are not known.
+        ideal_step: with costs of layers the work of a step, shared evenly by stages.
+        even_step: with costs of layers the step of even chunks by the same mode; None:
+            they do not fit.
+        rejected: by auto, in the order in which they were looked at.
+        line: by auto with costs of layers, what was chosen and why the others lost.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    memory: MemoryModel
+    mode: str
+    has_costs: bool = True
+    split: tuple[int, ...] | None = None
+    ideal_step: float | None = None
+    even_step: float | None = None
+    rejected: tuple[Rejected, ...] = ()
+    line: str = ""
+
+    @classmethod
+    def of_layers(cls, found: LayerPlan, mode: str) -> "Plan":
+        """Take over what was planned together with a split."""
+        return cls(
+            found.schedule,
+            found.costs,
+            found.memory,
+            mode,
+            split=found.split,
+            ideal_step=found.ideal_step,
+            even_step=found.even_step,
+        )
+
+    @property
+    def is_layered(self) -> bool:
+        """True if it was made for costs of layers: steps then hold the optimizer."""
+        return self.ideal_step is not None
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Figures that are compared."""
+        return ("step" if self.is_layered else "span", "barrier_step", "peak")
+
+    @property
+    def known_costs(self) -> Costs | None:
+        """The costs, if any were given."""
+        return self.costs if self.has_costs else None
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """No schedule of this placement, for these costs and memory, spans less."""
+        schedule = self.schedule
+        return lower_bound(
+            schedule.placement, schedule.n_microbatches, self.costs, self.memory
+        )
+
+    @property
+    def gain(self) -> float | None:
+        """Share by which the step is shorter than that of even chunks."""
+        return None if not self.even_step else 1 - self.step / self.even_step
+
+    @property
+    def recompute(self) -> frozenset[int]:
+        """Layers of the whole model that B computes again, where the split is known."""
+        return recomputed_layers(self.schedule, self.split or ())
+
+    def save(self, path: str | Path) -> None:
+        """Write a plan file."""
+        Path(path).write_text(plan_text(self), encoding="utf-8")
+
+
+def recomputed_layers(schedule: Schedule, split: Sequence[int]) -> frozenset[int]:
+    """Layers of the whole model that a schedule recomputes, split into its chunks.
+
+    Raises:
+        RequestError: a chunk has no such layer.
+    """
+    found: set[int] = set()
+    firsts = accumulate(split, initial=0)
+    for chunk, (first, n_layers) in enumerate(zip(firsts, split, strict=False)):
+        layers = schedule.recomputes(chunk, n_layers)
+        if layers and max(layers) >= n_layers:
+            raise RequestError(
+                f"layer {max(layers)} of chunk {chunk} shall be recomputed, but the "
+                f"chunk has {n_layers} layers; plan for this split, or give the "
+                f"schedule's: {list(schedule.split or ()) or 'it has none'}"
+            )
+        found |= {first + layer for layer in layers}
+    return frozenset(found)
+
+
+def plan_text(plan: Plan) -> str:
+    """Write a plan as JSON; the schedule has one line a stage."""
+    figures = {name: getattr(plan, name) for name in _FIGURES}
+    if plan.is_layered:
+        figures |= {"ideal_step": plan.ideal_step, "even_step": plan.even_step}
+    head = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "mode": plan.mode,
+        "figures": figures,
+        "has_costs": plan.has_costs,
+        "gathers": plan.costs.gathers,
+        "costs": costs_data(plan.costs, plan.memory),
+        "rejected": [vars(lost) for lost in plan.rejected],
+        "line": plan.line,
+    }
+    return f'{json.dumps(head)[:-1]}, "schedule":\n{schedule_text(plan.schedule)}}}\n'
+
+
+def is_plan_text(text: str) -> bool:
+    """True if a text is that of a plan file, which begins with its format."""
+    return re.match(rf'\s*{{\s*"format"\s*:\s*"{_FORMAT}"', text) is not None
+
+
+def is_plan_file(path: str) -> bool:
+    """True if there is a plan file at a path."""
+    if not Path(path).is_file():
+        return False
+    with Path(path).open("rb") as file:
+        return is_plan_text(file.read(99).decode(errors="replace"))
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan file and validate its schedule.
+
+    Raises:
+        RequestError: the file cannot be read or holds no valid plan.
+    """
+    return parse_plan(read(path), source=str(path))
+
+
+def parse_plan(text: str, *, source: str = "plan") -> Plan:
+    """Read a plan from JSON text; figures follow from what it was made for.
+
+    Raises:
+        RequestError: the text holds no valid plan; ``source`` names it.
+    """
+    data = object_of(text, source)
+    refuse_unknown(source, data, ("format", "version", *_KINDS))
+    if data.get("format") != _FORMAT or data.get("version") != _VERSION:
+        fail(source, f"it is no {_FORMAT!r} of version {_VERSION}")
+    for key, kind in _KINDS.items():
+        if not isinstance(data.get(key), kind):
+            fail(source, f"{key} is {data.get(key)!r}, not a {kind.__name__}")
+    costs, memory = parse_costs(json.dumps(data["costs"]), source=f"{source}: costs")
+    schedule = parse_schedule(json.dumps(data["schedule"]), source=source)
+    ideal, even = (data["figures"].get(key) for key in ("ideal_step", "even_step"))
+    try:
+        costs.on(schedule.placement)
+        memory.on(schedule.placement)
+        return Plan(
+            schedule if memory.limit is None else replace(schedule, memory=memory),
+            replace(costs, gathers=data["gathers"]),
+            memory,
+            data["mode"],
+            has_costs=data["has_costs"],
+            split=schedule.split,
+            ideal_step=None if ideal is None else number(source, "ideal_step", ideal),
+            even_step=None if even is None else number(source, "even_step", even),
+            rejected=tuple(Rejected(**lost) for lost in data["rejected"]),
+            line=data["line"],
+        )
+    except (RequestError, TypeError) as error:
+        fail(source, str(error))

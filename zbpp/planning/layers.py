@@ -1,0 +1,315 @@
+"""Plans with a split of the layers, and layers, or chunks, that are recomputed.
+
+Every placement of a mode is planned with its own best split; `auto` has several. If it
+is asked to compare modes, each is planned with its own best split too: so it is never
+worse than a fixed mode, but for this: predictions are not good to 1 %, and messages
+take time of the host that is in no cost. Among plans within 1 % of the shortest step,
+those with the fewest messages come first.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    LimitError,
+    MemoryModel,
+    Placement,
+    RequestError,
+    Schedule,
+    format_memory,
+    recomputed,
+)
+from zbpp.core.costs import chunk_layers
+from zbpp.planning.answer import Plan, Rejected, recomputed_layers
+from zbpp.planning.modes import AUTO, BASELINE, MODES, USUAL_MODES, Mode
+from zbpp.planning.request import PlanRequest, chunk_models
+from zbpp.planning.search import Problem, placements, searched_name
+from zbpp.schedules import Recomputing, Split, balance, even_split, plan_recompute
+from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
+from zbpp.schedules.planner.figures import ROUNDING, Contest
+from zbpp.schedules.planner.layers.search import SplitPlanner
+
+__all__ = ["plan_layers", "rejected"]
+
+_FAR = 0.05  # of a step: splits are not worth as much as that
+_SMALL = 128  # stages times micro-batches: larger ones take minutes to search
+_TRUST = 0.01  # of a step: how far predictions are trusted
+_LITTLE = 0.02  # of a step: less than this is no help
+
+
+def plan_layers(mode: Mode, request: PlanRequest) -> Plan:
+    """Plan a mode with a split, or with parts that are recomputed.
+
+    Raises:
+        LimitError: nothing fits the limit; it names the smallest that works.
+        RequestError: the layers cannot be split so, there is no such part to be
+            recomputed, or what auto needs for that is missing.
+    """
+    if isinstance(request.costs, LayerCosts):
+        if mode.place is None and request.by_mode:
+            return _best_of_modes(request, request.costs)
+        return _best_split(mode, request)
+    given = request.schedule if isinstance(request.schedule, Schedule) else None
+    if given is not None and request.recompute == "auto":
+        raise RequestError(
+            f"recompute auto plans anew, but the orders of {given.name} are given; "
+            "give a mode, or plan a file with zbpp plan --recompute auto"
+        )
+    schedule = _best_split(mode, request).schedule
+    if not callable(request.split):
+        schedule = replace(schedule, split=None if given is None else given.split)
+    costs, memory = recomputed(*chunk_models(request), schedule)
+    has_costs = request.costs is not None
+    return Plan(schedule, costs, memory, mode.name, has_costs, split=schedule.split)
+
+
+def _best_split(mode: Mode, request: PlanRequest) -> Plan:
+    """Plan every placement of a mode with its own best split; keep the best."""
+    options = placements(mode, request)
+    _, n_microbatches = request.sizes(mode.name)
+    contest: Contest[Plan] = Contest()
+    efforts = shares(request.effort, len(options))
+    for placement, effort in zip(options, efforts, strict=True):
+        with contest.attempt(mode.name):
+            layers, split, recompute = _asked(placement, request)
+            found = plan_recompute(
+                _planner(mode, placement, n_microbatches),
+                layers,
+                placement,
+                n_microbatches,
+                recompute=recompute,
+                split=split,
+                effort=effort,
+            )
+            contest.offer(mode.name, Plan.of_layers(found, mode.name))
+    _, best = contest.winner()
+    plans = [entry.plan for entry in contest.entries if entry.plan is not None]
+    even = [plan.even_step for plan in plans if plan.even_step is not None]
+    return replace(best, even_step=min(even, default=None))
+
+
+def _asked(
+    placement: Placement, request: PlanRequest
+) -> tuple[LayerCosts, Split, Recomputing]:
+    """Costs of layers, their split and what is recomputed, on a placement.
+
+    Costs of chunks are dealt to their layers, one each if these are not known.
+
+    Raises:
+        RequestError: they do not fit the placement, or the schedule that is given; or
+            no such part can be recomputed.
+    """
+    given = request.schedule if isinstance(request.schedule, Schedule) else None
+    split, recompute = request.split, request.recompute
+    if not isinstance(request.costs, LayerCosts):
+        parts: Sequence[int] = (1,) * placement.n_chunks
+        if callable(split):
+            planned = None if given is None else given.split
+            parts = split(placement) if planned is None else planned
+        what, n = "layer" if callable(split) else "chunk", sum(parts)
+        for part in () if isinstance(recompute, str) else recompute or ():
+            if not 0 <= part < n:
+                raise RequestError(
+                    f"{what} {part} shall be recomputed; the {what}s are 0 to {n - 1}"
+                )
+        layers = chunk_layers(*chunk_models(request), placement, parts)
+        return layers, parts, recompute or ()
+    layers = request.costs
+    assert not callable(split), "costs of layers need no rule"
+    if given is not None and given.split is not None and split is None:
+        split = given.split
+        if sum(split) != layers.n_layers:
+            raise RequestError(
+                f"the schedule's split {list(split)} is for {sum(split)} layers, but "
+                f"the costs are for {layers.n_layers}; plan again, or give another "
+                "split"
+            )
+    if given is not None and given.recompute is not None and recompute is None:
+        if split is None or isinstance(split, str):
+            split = even_split(layers.n_layers, placement.n_chunks)
+        recompute = recomputed_layers(given, split)
+    return layers, split, () if recompute is None else recompute
+
+
+def _planner(mode: Mode, placement: Placement, n_microbatches: int) -> SplitPlanner:
+    """What plans a mode on a placement, for the costs of any split."""
+
+    def planner(costs: Costs, memory: MemoryModel, effort: str) -> Schedule:
+        problem = Problem(n_microbatches, costs, memory, effort)
+        if mode.place is None:
+            return _plan_auto(problem, placement)
+        return problem.plan(mode, placement)
+
+    return planner
+
+
+def _plan_auto(problem: Problem, placement: Placement) -> Schedule:
+    """Plan a placement: with effort fast or long by itself, else by every mode.
+
+    The seconds of best are for the placement alone, after every mode by default.
+    """
+    kind, seconds = parse_effort(problem.effort)
+    if kind in ("fast", LONG):
+        return problem.search_whole(placement)
+    budget = Budget(math.inf, seconds)
+    if kind == "best":
+        problem = replace(problem, effort="default")
+    contest = problem.contest([placement])
+    if kind == "best" and contest.best is not None:
+        problem = replace(problem, effort=f"best:{budget.seconds_left:g}")
+        last = problem.search_whole(placement)
+        contest.offer(AUTO, Plan(last, problem.costs, problem.memory, AUTO))
+    _, best = contest.winner()
+    limited = None if problem.memory.limit is None else problem.memory
+    return replace(best.schedule, name=AUTO, memory=limited)
+
+
+def _best_of_modes(request: PlanRequest, layers: LayerCosts) -> Plan:
+    """Plan all modes for the layers, and keep the best.
+
+    Layers are recomputed where they may be and there is a limit, if nothing is said of
+    it. A list as split is for one placement: modes of others are left out.
+    """
+    if request.recompute is None and None not in (layers.limit, layers.m_r):
+        request = replace(request, recompute="auto")
+    first = _best_split(MODES[AUTO], request)
+    contest: Contest[Plan] = Contest()
+    contest.offer(searched_name(first.schedule.placement), first)
+    usual = (MODES[name] for name in USUAL_MODES)
+    for mode in (MODES[BASELINE], *(mode for mode in usual if mode.splits)):
+        with contest.attempt(mode.name):
+            _enter(contest, mode, first, request, layers)
+    name, best = contest.winner(trust=_TRUST)
+    plan = replace(best, mode=name, rejected=rejected(contest, name, best))
+    joint = next((e.plan for e in contest.entries if e.name == BASELINE), None)
+    return replace(plan, line=_line_of(plan, joint))
+
+
+def _enter(
+    contest: Contest[Plan],
+    mode: Mode,
+    first: Plan,
+    request: PlanRequest,
+    layers: LayerCosts,
+) -> None:
+    """Plan a mode: with splits that are at hand, and if that comes close, its best.
+
+    One whose busiest stage alone takes longer than the first plan, and more than is
+    trusted, is not planned; but 1F1B is, to tell what zero bubble gains.
+    """
+    bound = _least_load(mode, layers, request) if mode.name != BASELINE else 0.0
+    if bound > first.step * (1 + _TRUST):
+        contest.reject(mode.name, f"{bound / first.step - 1:+.1%} at least")
+        return
+    if request.split in (None, "balanced"):
+        quick = _quick_plan(mode, layers, first, request)
+        n_stages, n_microbatches = request.sizes(mode.name)
+        is_large = n_stages * n_microbatches > _SMALL
+        far = first.step * (1 + (0 if is_large else _FAR))
+        if quick is not None and quick.step > far:
+            contest.offer(mode.name, quick)
+            return
+    contest.offer(mode.name, _best_split(mode, request))
+
+
+def _least_load(mode: Mode, layers: LayerCosts, request: PlanRequest) -> float:
+    """Load of the busiest stage that no split and no recompute make less; 0: unknown.
+
+    Recompute adds to the loads, and a memory limit only leaves fewer splits.
+    """
+    n_stages, n_microbatches = request.sizes(mode.name)
+    free = replace(layers, limit=None)
+    found = balance(free, _placement(mode, n_stages), n_microbatches)
+    return found.load if found.is_proved else 0.0
+
+
+def _placement(mode: Mode, n_stages: int) -> Placement:
+    assert mode.place is not None and mode.chunks is not None, mode.name
+    return mode.place(n_stages, mode.chunks)
+
+
+def _quick_plan(
+    mode: Mode, layers: LayerCosts, first: Plan, request: PlanRequest
+) -> Plan | None:
+    """Plan with the balanced split and, on the same placement, that of the first plan.
+
+    None if neither fits.
+    """
+    n_stages, n_microbatches = request.sizes(mode.name)
+    placement = _placement(mode, n_stages)
+    is_large = n_stages * n_microbatches > _SMALL
+    splits = [first.split] if placement == first.schedule.placement else []
+    found: list[Plan] = []
+    try:
+        splits.append(balance(layers, placement, n_microbatches).split)
+        for split in dict.fromkeys(splits):
+            quick = replace(request, split=split, effort="fast")
+            if request.recompute == "auto" and is_large:
+                again = first.recompute if split == first.split else frozenset()
+                quick = replace(quick, recompute=again)
+            found.append(_best_split(mode, quick))
+    except LimitError:
+        pass
+    return min(found, key=lambda plan: plan.step, default=None)
+
+
+def rejected(contest: Contest[Plan], name: str, best: Plan) -> tuple[Rejected, ...]:
+    """Say of all others of a contest why they lost against the best plan."""
+    return tuple(
+        Rejected(entry.name, entry.reason)
+        if entry.plan is None
+        else Rejected(entry.name, _beside(best, entry.plan), is_planned=True)
+        for entry in contest.entries
+        if entry.plan is not best and entry.name != name
+    )
+
+
+def _beside(best: Plan, lost: Plan) -> str:
+    """What a plan takes more than the best one."""
+    if abs(lost.time - best.time) > best.time * ROUNDING:
+        more = " with more messages" if lost.time < best.time else ""
+        return f"{lost.time / best.time - 1:+.1%}{more}"
+    if lost.barrier_step > best.barrier_step * (1 + ROUNDING):
+        return f"{lost.barrier_step / best.barrier_step - 1:+.1%} (O)"
+    return f"as fast with {format_memory(lost.peak)}"
+
+
+def _line_of(plan: Plan, joint: Plan | None) -> str:
+    """Say in one line what was chosen, what it promises, and why others lost."""
+    split = plan.split or ()
+    chosen = f"{plan.mode}, layers {'-'.join(map(str, split))}"
+    if plan.recompute:
+        chosen += f", {len(plan.recompute)} of {sum(split)} layers recomputed"
+    line = (
+        f"auto: {chosen}; predicted step {plan.step:.4g} ms, memory "
+        f"{format_memory(plan.peak)}; {', '.join(map(str, plan.rejected))}"
+    )
+    if joint is None or joint.step * (1 - _LITTLE) > plan.step:
+        return line
+    return f"{line}; zero bubble will not help here: {_why_no_help(joint)}"
+
+
+def _why_no_help(joint: Plan) -> str:
+    """Say why zero bubble gains little over a plan of 1F1B."""
+    placement, m = joint.schedule.placement, joint.schedule.n_microbatches
+    p = placement.n_stages
+    if p == 1:
+        return "one stage has no bubble"
+    times = joint.costs.on(placement)
+    if sum(times.w) < 0.05 * sum(times.b):
+        return "W has next to nothing to do; see zbpp doctor --model"
+    load = [times.f[c] + times.b[c] + times.w[c] for c in range(p)]
+    bubble = 1 - m * max(load) / joint.step
+    if max(load) > 1.5 * sum(load) / p:
+        slow = load.index(max(load))
+        return (
+            f"stage {slow} works {max(load) * p / sum(load):.1f} times as long as "
+            "the mean, and the others wait for it; cut its layers smaller"
+        )
+    left = f"{m} micro-batches on {p} stages leave 1F1B a bubble of {bubble:.1%}"
+    if bubble > 2 * _LITTLE:
+        left += ", and the memory limit leaves the others no less"
+    return left

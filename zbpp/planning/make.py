@@ -1,0 +1,171 @@
+"""`make_plan`: one function from a request to a plan; `plan` is its short form."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    LimitError,
+    MemoryModel,
+    Placement,
+    RequestError,
+    Schedule,
+    format_memory,
+    peaks,
+    recomputed,
+)
+from zbpp.core.costs.units import with_limit
+from zbpp.planning.answer import Plan
+from zbpp.planning.layers import plan_layers, rejected
+from zbpp.planning.modes import AUTO, MODES, Mode, canonical
+from zbpp.planning.orders import as_mode, given_orders, under_limit
+from zbpp.planning.request import PlanRequest, chunk_models
+from zbpp.planning.search import Problem, placements
+from zbpp.schedules import check_effort
+from zbpp.schedules.planner.figures import ROUNDING
+from zbpp.schedules.planner.limits import check_one_fits
+
+__all__ = ["fitting_modes", "make_plan", "plan"]
+
+
+def plan(
+    mode: str,
+    *,
+    n_stages: int | None = None,
+    n_microbatches: int | None = None,
+    costs: Costs | None = None,
+    memory: MemoryModel | None = None,
+    effort: str = "default",
+    chunks_per_stage: int | None = None,
+) -> Schedule:
+    """Plan by the name of a mode, or read a schedule or plan file; see `PlanRequest`.
+
+    Raises:
+        RequestError: the mode is unknown, the file is invalid or does not agree, or
+            the schedule does not fit the memory limit.
+    """
+    request = PlanRequest(
+        schedule=mode,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        costs=costs,
+        memory=memory,
+        effort=effort,
+        chunks_per_stage=chunks_per_stage,
+    )
+    return make_plan(request).schedule
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Answer a request: search, read or take orders, and say what they were made for.
+
+    Raises:
+        LimitError: nothing fits the memory limit; it names the smallest that works.
+        RequestError: the mode is unknown, a file is invalid or does not agree, sizes
+            are missing, or costs, split and recompute do not fit the request.
+    """
+    check_effort(request.effort)
+    costs, memory = request.costs, request.memory
+    if isinstance(costs, LayerCosts) and memory is not None and costs.limit is None:
+        request = replace(request, costs=with_limit(costs, memory.limit))
+    orders = given_orders(request)
+    if isinstance(orders, Plan) and costs is None and request.recompute is None:
+        return under_limit(orders, memory)
+    if orders is None:
+        mode = MODES[canonical(str(request.schedule))]
+    else:
+        schedule = orders.schedule if isinstance(orders, Plan) else orders
+        mode, request = as_mode(schedule, request)
+    if isinstance(costs, LayerCosts) or request.recompute is not None:
+        return plan_layers(mode, request)
+    costs, memory = chunk_models(request)
+    if orders is not None:
+        costs, memory = recomputed(costs, memory, schedule)
+    options = placements(mode, request)
+    _, n_microbatches = request.sizes(mode.name)
+    problem = Problem(n_microbatches, costs, memory, request.effort)
+    try:
+        if mode.place is None:
+            plan = _best_of(problem, options)
+        else:
+            schedule = problem.plan(mode, options[0])
+            plan = Plan(schedule, costs, memory, mode.name, split=schedule.split)
+    except LimitError as error:
+        raise _with_others(error, request) from None
+    return plan if request.costs is not None else replace(plan, has_costs=False)
+
+
+def _best_of(problem: Problem, options: Sequence[Placement]) -> Plan:
+    """Plan auto: the best of all modes and placements, and why the others lost."""
+    contest = problem.contest(options)
+    name, best = contest.winner()
+    limited = None if problem.memory.limit is None else problem.memory
+    schedule = replace(best.schedule, name=AUTO, memory=limited)
+    return replace(best, schedule=schedule, rejected=rejected(contest, name, best))
+
+
+class _ModeLimitError(LimitError):
+    """A limit is too low for a mode; says which others would fit."""
+
+    fitting: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        others = f"{', '.join(self.fitting)} would fit" if self.fitting else None
+        smallest = format_memory(self.smallest, round_up=True)
+        return (
+            f"{self.reason}; {others or 'no mode fits'}: "
+            f"{'choose one' if others else 'take smaller micro-batches'}, or raise "
+            f"memory_limit: the smallest limit that works is {smallest}"
+        )
+
+
+def _with_others(error: LimitError, request: PlanRequest) -> LimitError:
+    """Add to an error which modes would fit."""
+    found = _ModeLimitError(error.reason, error.smallest)
+    found.fitting = fitting_modes(request)
+    return found
+
+
+def fitting_modes(request: PlanRequest) -> tuple[str, ...]:
+    """Names of the modes that fit the limit of a request with costs of chunks."""
+    request = replace(request, chunks_per_stage=None, placement=None)
+    return tuple(name for name, mode in MODES.items() if _fits(mode, request))
+
+
+def _fits(mode: Mode, request: PlanRequest) -> bool:
+    """True if a mode fits the limit; told without a plan.
+
+    A search refuses no limit that holds one micro-batch at a time. The memory of a
+    hand-made order grows evenly once all stages are warm.
+    """
+    _, n_microbatches = request.sizes(mode.name)
+    costs, memory = chunk_models(request)
+    for placement in placements(mode, request):
+        try:
+            splits = costs.on(placement).splits
+            if mode.order is not None:
+                return _order_fits(mode, placement, n_microbatches, memory)
+            check_one_fits(mode.name, placement, memory, n_microbatches, splits=splits)
+            return True
+        except RequestError:  # over the limit, or a list of another number of chunks
+            continue
+    return False
+
+
+def _order_fits(
+    mode: Mode, placement: Placement, n_microbatches: int, memory: MemoryModel
+) -> bool:
+    """True if a hand-made order fits, as a short one of the same mode says."""
+    p = placement.n_stages
+    few = min(n_microbatches, 4 * p)
+    warm = mode.order_on(placement, few).orders
+    needs = peaks(warm, memory.on(placement))
+    if few < n_microbatches:
+        passes = replace(memory, peak_o=0.0).on(placement)
+        fewer = peaks(mode.order_on(placement, few - p).orders, passes)
+        growth = (n_microbatches - few) / p
+        grown = zip(needs, peaks(warm, passes), fewer, strict=True)
+        needs = [max(need, now + growth * (now - less)) for need, now, less in grown]
+    limits = zip(needs, memory.on(placement).limit, strict=True)
+    return all(need <= limit * (1 + ROUNDING) for need, limit in limits)

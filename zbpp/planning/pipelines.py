@@ -1,0 +1,201 @@
+"""What a pipeline is asked for, as a request; and what it makes of the answer.
+
+A pipeline has a number of processes, and layers that it deals to chunks even where
+nothing is known of their costs.
+"""
+
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    MemoryModel,
+    PassKind,
+    Placement,
+    RequestError,
+    Schedule,
+    parse_memory,
+    read_layers,
+)
+from zbpp.core.costs.units import check_unit
+from zbpp.planning.answer import Plan
+from zbpp.planning.make import make_plan
+from zbpp.planning.modes import is_auto
+from zbpp.planning.orders import given_orders
+from zbpp.planning.request import PlanRequest
+from zbpp.schedules import (
+    Split,
+    even_split,
+    post_validated,
+    without_checks,
+)
+
+__all__ = [
+    "LayersOf",
+    "choose_validation",
+    "costs_or_layers",
+    "memory_model",
+    "plan_pipeline",
+    "split_of",
+]
+
+_log = logging.getLogger("zbpp")
+
+
+LayersOf = LayerCosts | str | Path
+"""Costs per layer, or a file of them."""
+
+
+def costs_or_layers(
+    costs: Costs | None, layers: LayersOf | None
+) -> Costs | LayerCosts | None:
+    """Take the costs of chunks, or those of layers, which may be in a file.
+
+    Raises:
+        RequestError: both are given, or the file is not valid.
+    """
+    if layers is None:
+        return costs
+    if costs is not None:
+        raise RequestError(
+            "costs and layers are both given; the costs of chunks follow from those of "
+            "layers: leave costs out"
+        )
+    return layers if isinstance(layers, LayerCosts) else read_layers(layers)
+
+
+def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
+    """Plan for the layers of a model; without costs of them, choose orders alone.
+
+    Args:
+        request: of the caller. Without a number of stages there are as many as the
+            schedule has, or one a process. Without a split it is that of the schedule;
+            if it has none, balanced with costs of layers, and even without.
+        n_layers: layers of the model.
+        n_ranks: processes of the pipeline; one alone may hold any number of stages.
+
+    Raises:
+        RequestError: these do not fit together.
+    """
+    split, costs = request.split, request.costs
+    assert not callable(split), "a rule is made here"
+    n_stages = _count_stages(request.n_stages, n_ranks)
+    request = replace(request, n_stages=n_stages)
+    orders = given_orders(request)
+    if orders is None:
+        request = replace(request, n_stages=n_stages or n_ranks)
+    else:
+        request = replace(request, schedule=orders)
+    if isinstance(costs, LayerCosts):
+        if costs.n_layers != n_layers:
+            raise RequestError(
+                f"there are costs of {costs.n_layers} layers, but the model has "
+                f"{n_layers}; measure this model"
+            )
+        effort = "fast" if is_auto(request.schedule) else "default"
+        plan = make_plan(replace(request, effort=effort, by_mode=True))
+        if plan.line:
+            _log.info(plan.line)
+        return plan
+    if request.memory is not None and not isinstance(orders, Plan):
+        check_unit(request.memory)
+    if orders is None:
+        plan = make_plan(replace(request, split=partial(_split_on, split, n_layers)))
+        return replace(plan, split=split_of(plan.schedule, split, n_layers))
+    schedule = orders.schedule if isinstance(orders, Plan) else orders
+    chosen = split_of(schedule, split, n_layers)
+    names_layers = schedule.split is not None or bool(schedule.recompute)
+    fits = len(chosen) == schedule.placement.n_chunks
+    if names_layers and fits and schedule.split != chosen:
+        # the layers that it recomputes are then known as a share of their chunk
+        orders = replace(schedule, split=chosen)
+    plan = make_plan(replace(request, schedule=orders, split=lambda _: chosen))
+    return replace(plan, split=chosen)
+
+
+def _count_stages(n_stages: int | None, n_ranks: int) -> int | None:
+    """Number of stages: one a process, if there are several; else what is asked for.
+
+    Raises:
+        RequestError: another number is asked for than there are processes.
+    """
+    if n_ranks == 1:
+        return n_stages
+    if n_stages not in (None, n_ranks):
+        raise RequestError(
+            f"{n_ranks} processes cannot run {n_stages} stages; start one process a "
+            "stage"
+        )
+    return n_ranks
+
+
+def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]:
+    """Layers of each chunk of a schedule, where there are no costs per layer.
+
+    Raises:
+        RequestError: they do not fit the model, or cannot be balanced.
+    """
+    if split is not None or schedule.split is None:
+        return _split_on(split, n_layers, schedule.placement)
+    if sum(schedule.split) != n_layers:
+        raise RequestError(
+            f"the schedule's split {list(schedule.split)} is for {sum(schedule.split)} "
+            f"layers, but the model has {n_layers}; plan again, or give the split"
+        )
+    return schedule.split
+
+
+def _split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ...]:
+    if split == "balanced":
+        raise RequestError(
+            "split is balanced, but there are no costs per layer; give layers=, or "
+            "leave split out"
+        )
+    if split is None or split == "even":
+        return even_split(n_layers, placement.n_chunks)
+    if isinstance(split, str):
+        raise RequestError(
+            f"split is {split!r}; choose balanced or even, or give the layers of each "
+            "chunk"
+        )
+    return tuple(split)
+
+
+def choose_validation(
+    schedule: Schedule, wanted: bool | None, *, steps: bool = True
+) -> Schedule:
+    """Give a schedule its V's, or take them out.
+
+    Args:
+        schedule: with or without V's.
+        wanted: None: yes for schedules that split the backward or have V's already,
+            if there are stages to wait for. Others have bubbles enough for a barrier.
+        steps: there is an optimizer.
+
+    Raises:
+        RequestError: steps shall be validated, but the caller takes them.
+    """
+    if wanted and not steps:
+        raise RequestError(
+            "post_validation is on, but optimizer is None: there is no step to "
+            "validate; give an optimizer, or leave post_validation out"
+        )
+    if wanted is None:
+        asked = schedule.runs(PassKind.W) or schedule.is_post_validated
+        wanted = steps and schedule.n_stages > 1 and asked
+    return post_validated(schedule) if wanted else without_checks(schedule)
+
+
+def memory_model(memory: MemoryModel | str | float | None) -> MemoryModel | None:
+    """Read a limit, as a number or a text such as ``"16GiB"``.
+
+    Raises:
+        RequestError: the text is no amount of memory.
+    """
+    if isinstance(memory, MemoryModel) or memory is None:
+        return memory
+    limit = parse_memory(memory) if isinstance(memory, str) else float(memory)
+    return MemoryModel(limit=limit)

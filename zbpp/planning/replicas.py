@@ -1,0 +1,314 @@
+"""Replicas of stages, and devices that share layers: collectives, times, memory.
+
+========== ================================= =============== =====================
+shard      whole for a while                 UNSHARD         REDUCE_GRAD
+========== ================================= =============== =====================
+none       everything, always                never           once (an all-reduce)
+optimizer  parameters from a chunk's first F once a step     once a step
+           to its last B, gradients to its
+           last W
+gradients  parameters as above; gradients    once a step     after every W
+           from a W to the end of its sum
+parameters a layer's parameters in a pass;   never: F and B  after every W
+           gradients as above                gather
+========== ================================= =============== =====================
+
+Whatever is in parts otherwise: parameters, gradients and optimizer state (ZeRO 1 to 3).
+
+Layers that t devices share exchange their activations (tensor parallelism):
+
+    F   gather | attention / t | scatter  gather | feed-forward / t | scatter
+    B   the same backwards
+    W   nothing to exchange
+
+A transformer block does so twice in F and twice in B, an all-reduce each time (Shoeybi
+et al., arXiv 1909.08053, section 3), or a gather and a scatter that move as much and
+let the norms between them be shared too (sequence parallelism, Korthikanti et al.,
+arXiv 2205.05198, section 4.2). With the latter all that a layer computes, keeps and
+hands on is divided by t.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import add
+from typing import Any
+
+from zbpp.core import (
+    CollectiveOperation,
+    Costs,
+    LayerCosts,
+    Link,
+    RequestError,
+    Schedule,
+    collective_time,
+)
+from zbpp.core.costs.layers import PerLayer
+from zbpp.core.sharding import SHARDS, Shard, gathers_once, reduces_every
+from zbpp.schedules import add_collectives
+
+__all__ = [
+    "SHARDS",
+    "Network",
+    "Shard",
+    "check_parameters",
+    "check_replicas",
+    "gathers_in_passes",
+    "network_of",
+    "on_replicas",
+    "on_shared_layers",
+    "replicas_network",
+    "replicated",
+    "whole_for_a_while",
+    "with_gathers",
+    "with_replicas",
+]
+
+_EXCHANGES = 2
+"""All-reduces of a layer in F, and as many in B."""
+
+_TIMES = ("f", "b", "w", "optimizer", "loss", "validation")
+_MEMORIES = ("m_b", "m_w", "m_fixed", "m_r", "message", "parameters")
+_PEAKS = ("peak_f", "peak_b", "peak_w", "peak_o", "peak_r")
+
+
+def check_replicas(
+    data_parallel: int, shard: str, *, alternating_buffers: bool = False
+) -> None:
+    """Refuse what is no number of replicas, or nothing that they can shard.
+
+    Raises:
+        RequestError: it is none, or nothing is gathered for a pass alone.
+    """
+    if data_parallel < 1:
+        raise RequestError(f"--data_parallel is {data_parallel}; it must be at least 1")
+    if shard not in SHARDS:
+        raise RequestError(f"--shard is {shard!r}; write one of {', '.join(SHARDS)}")
+    if shard != "none" and data_parallel == 1:
+        raise RequestError(
+            f"--shard {shard} needs replicas to shard among; give --data_parallel, 2 "
+            "or more"
+        )
+    if alternating_buffers and shard != "parameters":
+        raise RequestError(
+            f"--alternating_buffers hold layers for the time of a pass, and --shard is "
+            f"{shard}, which keeps them whole for longer; give --shard parameters"
+        )
+
+
+def replicated(schedule: Schedule, *, data_parallel: int, shard: str) -> Schedule:
+    """Add the collectives of replicas; one alone leaves a schedule as it is.
+
+    Args:
+        schedule: of one replica; collectives that it has are replaced.
+        data_parallel: replicas of every stage.
+        shard: one of `SHARDS`.
+
+    Raises:
+        RequestError: as `check_replicas`.
+    """
+    check_replicas(data_parallel, shard)
+    if data_parallel == 1:
+        return schedule
+    return add_collectives(
+        schedule,
+        shards=gathers_once(shard),
+        reduces="every" if reduces_every(shard) else "last",
+    )
+
+
+def gathers_in_passes(data_parallel: int, shard: str) -> bool:
+    """True if F and B gather parameters themselves, instead of an UNSHARD."""
+    return data_parallel > 1 and shard == "parameters"
+
+
+def with_gathers(costs: Costs, *, data_parallel: int, shard: str) -> Costs:
+    """Let F and B gather parameters, where replicas hold them in parts."""
+    return replace(costs, gathers=gathers_in_passes(data_parallel, shard))
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links among the replicas of a stage, in bytes and the unit of time of the layers.
+
+    Args:
+        link: between two devices.
+        node: devices that share a faster link.
+        node_link: that one; None: all links are alike.
+    """
+
+    link: Link
+    node: int = 1
+    node_link: Link | None = None
+
+    def time(self, operation: CollectiveOperation, n_bytes: float, n: int) -> float:
+        """Time of a collective of n replicas; those of a node come in whole nodes."""
+        node = self.node if n % self.node == 0 or n < self.node else 1
+        return collective_time(
+            operation,
+            n_bytes,
+            n,
+            self.link,
+            node=node,
+            node_link=None if node == 1 else self.node_link,
+        )
+
+
+def network_of(layers: LayerCosts) -> Network | None:
+    """Take links among replicas from the layers, or those of their messages.
+
+    None if neither has a bandwidth.
+    """
+    if layers.replica_bandwidth is not None:
+        return Network(Link(layers.replica_delay, layers.replica_bandwidth))
+    band, delay = layers.bandwidth, layers.delay
+    if band is None:
+        return None
+    slowest = min(band) if isinstance(band, tuple) else band
+    longest = max(delay, default=0.0) if isinstance(delay, tuple) else delay
+    return Network(Link(longest, slowest))
+
+
+def with_replicas(layers: LayerCosts, n: int, shard: Shard) -> LayerCosts:
+    """`on_replicas` with what the layers themselves tell; times that are given stay.
+
+    Layers that tell no parameters, or no bandwidth, stay as they are.
+    """
+    if n == 1:
+        return layers
+    if any(layers.of("all_gather")) or any(layers.of("reduce_scatter")):
+        return _gathering(layers) if gathers_in_passes(n, shard) else layers
+    network = network_of(layers)
+    if network is None or not any(layers.of("parameters")):
+        return layers
+    return on_replicas(layers, n, network, shard)
+
+
+def on_replicas(
+    layers: LayerCosts, n: int, network: Network, shard: Shard
+) -> LayerCosts:
+    """Costs of layers on n replicas: times of collectives, and what each replica holds.
+
+    Of ``m_fixed`` there are parameters and as much of gradients; the rest, optimizer
+    state as a rule, has parts as they have. What a step holds whole for most of its
+    time counts whole; `whole_for_a_while` is the rest.
+    """
+    if n == 1:
+        return layers
+    sizes, fixed = layers.of("parameters"), layers.of("m_fixed")
+
+    def times(operation: CollectiveOperation) -> tuple[float, ...]:
+        return tuple(network.time(operation, size, n) for size in sizes)
+
+    if shard == "none":
+        return replace(layers, reduce_scatter=times(CollectiveOperation.ALL_REDUCE))
+    whole = {"optimizer": 2, "gradients": 1}.get(shard, 0)  # gradients, parameters
+    costs = replace(
+        layers,
+        reduce_scatter=times(CollectiveOperation.REDUCE_SCATTER),
+        all_gather=times(CollectiveOperation.ALL_GATHER),
+        m_fixed=tuple(
+            (both - (whole == 2) * size) / n + whole * size
+            for size, both in zip(sizes, fixed, strict=True)
+        ),
+        optimizer=_divided_by(layers.optimizer, n),
+    )
+    return _gathering(costs) if gathers_in_passes(n, shard) else costs
+
+
+def _gathering(layers: LayerCosts) -> LayerCosts:
+    """Layers whose F and B gather, and take longer for it: no UNSHARD does."""
+    f, b = (
+        tuple(map(add, layers.of(name), layers.of("all_gather"))) for name in ("f", "b")
+    )
+    return replace(layers, f=f, b=b, all_gather=0.0)
+
+
+def whole_for_a_while(
+    layers: LayerCosts, split: Sequence[int], n: int, shard: Shard
+) -> float:
+    """Memory of what is whole from a W to its sum's end, or inside a pass.
+
+    The gradients of the largest chunk, where they are summed after every W, and the
+    largest layer's parameters, where passes gather them.
+    """
+    if n == 1 or shard not in ("gradients", "parameters"):
+        return 0.0
+    sizes = layers.of("parameters")
+    each = iter(sizes)
+    chunk = max(sum(next(each) for _ in range(count)) for count in split)
+    layer = max(sizes) if shard == "parameters" else 0.0
+    return chunk * (1 - 1 / n) + layer
+
+
+def _divided_by(value: PerLayer, n: int) -> PerLayer:
+    """Return the share of each of n devices."""
+    return tuple(v / n for v in value) if isinstance(value, tuple) else value / n
+
+
+def check_parameters(layers: LayerCosts) -> None:
+    """Refuse layers that do not tell their parameters.
+
+    Raises:
+        RequestError: it says where they come from.
+    """
+    if not any(layers.of("parameters")):
+        raise RequestError(
+            "the costs of the layers do not say how large their parameters are, which "
+            "replicas exchange; give --parameters, the memory of all of them, or add "
+            "'parameters' (a number for every layer, or a list) to the layers file, as "
+            "`zbpp estimate --layers_out` writes it"
+        )
+
+
+def on_shared_layers(layers: LayerCosts, n: int, network: Network) -> LayerCosts:
+    """Costs of layers that are shared by n devices each.
+
+    Args:
+        layers: times and memories of whole ones. ``message`` tells how large the
+            activations of a layer are, which its devices exchange.
+        n: devices.
+        network: among them; they are neighbours.
+
+    Raises:
+        RequestError: the layers do not tell their messages.
+    """
+    if n == 1:
+        return layers
+    sizes = _activations(layers)
+    reduce = CollectiveOperation.ALL_REDUCE
+    exchanged = [_EXCHANGES * network.time(reduce, size, n) for size in sizes]
+    parts: dict[str, Any] = {
+        name: _divided_by(value, n)
+        for name in _TIMES + _MEMORIES + _PEAKS
+        if (value := getattr(layers, name)) is not None
+    }
+    shared = replace(layers, **parts)
+    f, b = (tuple(map(add, shared.of(k), exchanged)) for k in ("f", "b"))
+    return replace(shared, f=f, b=b)
+
+
+def replicas_network(network: Network, n: int) -> Network:
+    """Links among replicas whose layers are shared by n neighbours each.
+
+    Of a node, so many times fewer devices belong to one group of replicas.
+    """
+    if network.node % n:
+        return Network(network.link)
+    return replace(network, node=network.node // n)
+
+
+def _activations(layers: LayerCosts) -> tuple[float, ...]:
+    """Bytes of the outputs of each layer; the last one's are as its inputs."""
+    sizes = layers.message
+    if not isinstance(sizes, tuple):
+        sizes = (sizes,) * layers.n_layers
+    else:
+        sizes = (*sizes, *sizes[-1:])
+    if not any(sizes):
+        raise RequestError(
+            "the costs of the layers do not say how large their activations are, which "
+            "--tensor_parallel exchanges; add 'message' (bytes, a number for all "
+            "layers, or a list) to the layers file, as `zbpp estimate --layers_out` "
+            "writes it"
+        )
+    return sizes

@@ -1,0 +1,183 @@
+"""The one question: what shall be planned, for which times and memory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, RequestError, Schedule
+from zbpp.core.costs.columns import Per, columns_of
+from zbpp.planning.answer import Plan
+from zbpp.planning.modes import CHUNKED_MODES, Mode
+from zbpp.schedules import Recomputing, Split
+
+__all__ = [
+    "PlanRequest",
+    "SplitRule",
+    "chunk_models",
+    "count_chunks",
+    "listed_chunks",
+    "parse_recompute",
+    "parse_split",
+]
+
+_SPLITS: dict[str, Split] = {"balanced": "balanced", "even": "even"}
+_RECOMPUTE: dict[str, Recomputing] = {"auto": "auto", "all": "all", "none": "none"}
+
+SplitRule = Callable[[Placement], Sequence[int]]
+"""Layers of each chunk of a placement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """All that a plan depends on; `zbpp.make_plan` answers it.
+
+    Args:
+        schedule: any spelling of a mode, the path of a schedule or plan file, a
+            `Schedule`, or a `Plan`.
+        n_stages: stages; of orders that are given it may be left out, else it must
+            agree.
+        n_microbatches: micro-batches in a step, as above.
+        chunks_per_stage: for VPP, ZBVPP and auto; None: as many as the lists of costs
+            and memory are for, else 2 (auto: 1 and 2).
+        costs: times of chunks, or times, memories and limit of layers, which are then
+            split for the plan; None: those of a plan file, or F, B and W take 1.
+        memory: memory of chunks; if it has a limit, the plan keeps it or is refused.
+            With costs of layers the limit counts where they have none.
+        split: with costs of layers ``"balanced"``, ``"even"`` or the layers of each
+            chunk; None: those of the file, else balanced. With costs of chunks a rule
+            that tells the layers of each chunk, which share its costs evenly; None:
+            they are not known.
+        recompute: ``"auto"``, ``"all"``, ``"none"``, or the numbers of what B computes
+            again: layers of the whole model if they are known, else chunks; None: what
+            the file says, else none.
+        effort: how hard to search: ``fast``, ``default``, ``best`` (a minute) or
+            ``best:SECONDS``.
+        placement: for auto with costs of chunks: the only placement to plan.
+        by_mode: for auto with costs of layers: plan every mode with its own best split,
+            and trust predictions to 1 %; else every placement.
+    """
+
+    schedule: str | Path | Schedule | Plan
+    n_stages: int | None = None
+    n_microbatches: int | None = None
+    chunks_per_stage: int | None = None
+    costs: Costs | LayerCosts | None = None
+    memory: MemoryModel | None = None
+    split: Split | SplitRule = None
+    recompute: Recomputing | None = None
+    effort: str = "default"
+    placement: Placement | None = None
+    by_mode: bool = False
+
+    def sizes(self, name: str) -> tuple[int, int]:
+        """Stages and micro-batches, which a mode needs.
+
+        Raises:
+            RequestError: one of them is missing or below 1.
+        """
+        return (
+            at_least_one(name, "n_stages", self.n_stages),
+            at_least_one(name, "n_microbatches", self.n_microbatches),
+        )
+
+
+def at_least_one(mode: str, name: str, number: int | None) -> int:
+    """Return a size that a mode needs.
+
+    Raises:
+        RequestError: it is missing or below 1.
+    """
+    if number is None or number < 1:
+        raise RequestError(f"{name} is {number}; {mode} needs at least 1")
+    return number
+
+
+def count_chunks(mode: Mode, request: PlanRequest) -> int | None:
+    """Chunks of a stage: the mode's, those asked for, or those of the lists.
+
+    None: nothing says a number.
+
+    Raises:
+        RequestError: a number is asked for that the mode cannot have.
+    """
+    asked = request.chunks_per_stage
+    if asked is not None and mode.chunks is not None:
+        raise RequestError(
+            f"chunks_per_stage is {asked}, but {mode.name} has its own number; leave "
+            f"it out, or choose one of {', '.join(CHUNKED_MODES)}"
+        )
+    if asked is not None:
+        at_least_one(mode.name, "chunks_per_stage", asked)
+    if mode.chunks is not None or asked is not None:
+        return mode.chunks or asked
+    if isinstance(request.costs, LayerCosts):
+        return None
+    costs, memory = chunk_models(request)
+    return listed_chunks(costs, memory, request.n_stages or 0)
+
+
+def chunk_models(request: PlanRequest) -> tuple[Costs, MemoryModel]:
+    """Costs and memory of chunks, or those that stand where none are given."""
+    assert not isinstance(request.costs, LayerCosts)
+    return request.costs or Costs(), request.memory or MemoryModel()
+
+
+def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | None:
+    """Tell from the lengths of the lists how many chunks a stage they are for.
+
+    >>> listed_chunks(Costs(f=(1.0, 2.0, 2.0, 1.0)), MemoryModel(), n_stages=2)
+    2
+
+    None if all are numbers or lists of one entry a stage, which are dealt to any number
+    of chunks, or if the longest list has no whole number of entries a stage: then the
+    planner names the length that it needs.
+    """
+    lengths, table = [0], costs.with_memory(memory)
+    for name, about in columns_of(Costs).items():
+        value = getattr(table, name)
+        if isinstance(value, tuple) and about.per is Per.CHUNK:
+            lengths.append(len(value))
+        elif isinstance(value, tuple) and about.per is Per.EDGE:
+            # one entry an edge between chunks; fewer are of links, and say nothing
+            lengths.append(len(value) + 1 if len(value) > n_stages else 0)
+    if n_stages < 1 or max(lengths) % n_stages:
+        return None
+    chunks_per_stage = max(lengths) // n_stages
+    return chunks_per_stage if chunks_per_stage > 1 else None
+
+
+def parse_split(text: str) -> Split:
+    """Read ``balanced``, ``even`` or the layers of each chunk, as ``3,4,5``.
+
+    >>> parse_split("3,4,5")
+    (3, 4, 5)
+
+    Raises:
+        RequestError: it is none of these.
+    """
+    if text in _SPLITS:
+        return _SPLITS[text]
+    choices = "balanced or even, or give the layers of each chunk, as 3,4,5"
+    return _numbers(text, f"split {text!r} is not known; choose {choices}")
+
+
+def parse_recompute(text: str) -> Recomputing:
+    """Read ``auto``, ``all``, ``none``, or numbers of chunks or layers, as ``0,2,5``.
+
+    >>> parse_recompute("0,2,5")
+    (0, 2, 5)
+
+    Raises:
+        RequestError: it is none of these.
+    """
+    if text in _RECOMPUTE:
+        return _RECOMPUTE[text]
+    choices = "auto, all or none, or give numbers, as 0,2,5"
+    return _numbers(text, f"recompute {text!r} is not known; choose {choices}")
+
+
+def _numbers(text: str, otherwise: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise RequestError(otherwise) from None

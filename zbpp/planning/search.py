@@ -1,0 +1,222 @@
+"""Plans of modes for costs of chunks; `auto` is the best of many of them.
+
+`auto` plans each placement under as much memory as it may have. Where several orders
+take the same time, one that holds less may be had, and hand-made orders are no worse
+than themselves. So every mode is planned too, under the memory that it promises,
+unless its lower bound shows that it is slower.
+
+======================  =============  =======================================
+placement               memory, M_B    tried where lists of costs have
+======================  =============  =======================================
+one chunk a stage       2p, or limit   p entries, or there are no lists
+wave (V)                p, or limit    kp entries; with p or no lists: k = 2
+interleaved             2p, or limit   the same
+======================  =============  =======================================
+
+A list of p entries is per stage (see `zbpp.core.costs`): it fits all placements, and
+they compete.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zbpp.core import Costs, MemoryModel, Placement, Schedule, lower_bound
+from zbpp.planning.answer import Plan
+from zbpp.planning.modes import AUTO, MODES, Mode
+from zbpp.planning.orders import within_limit
+from zbpp.planning.request import PlanRequest, count_chunks
+from zbpp.schedules import plan_placement, plan_zb
+from zbpp.schedules.planner.figures import Contest
+from zbpp.schedules.planner.limits import capped
+from zbpp.schedules.planner.request import check_sizes
+
+__all__ = ["Problem", "placements", "searched_name"]
+
+_EVERY = tuple(mode for mode in MODES.values() if mode.name != AUTO)
+_IN_TURN = sorted(_EVERY, key=lambda mode: mode.order is not None)
+"""Searches first: hand-made orders that their bounds rule out are not made."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What all plans of a request share.
+
+    Args:
+        n_microbatches: in a step.
+        costs: of the chunks.
+        memory: of the chunks.
+        effort: of each search.
+    """
+
+    n_microbatches: int
+    costs: Costs
+    memory: MemoryModel
+    effort: str
+
+    def plan(self, mode: Mode, placement: Placement) -> Schedule:
+        """Plan a mode on one of its placements.
+
+        Raises:
+            LimitError: nothing fits; it names the smallest limit that works.
+            RequestError: the costs do not fit the placement, or there are too many
+                jobs.
+        """
+        if mode.order is not None:
+            schedule = mode.order_on(placement, self.n_microbatches)
+            return within_limit(schedule, self.costs, self.memory)
+        most = mode.memory(placement.n_stages)
+        assert most is not None, mode.name
+        cap = most if mode.promise else math.inf
+        return self.search(mode.name, placement, memory_cap=cap, default_limit=most)
+
+    def search(
+        self,
+        name: str,
+        placement: Placement,
+        *,
+        memory_cap: float = math.inf,
+        default_limit: float = math.inf,
+    ) -> Schedule:
+        """Search the best order of a placement, see `plan_placement`."""
+        if _is_line(name, placement):
+            return plan_zb(
+                n_stages=placement.n_stages,
+                n_microbatches=self.n_microbatches,
+                costs=self.costs,
+                memory=self.memory,
+                effort=self.effort,
+                name=name,
+                memory_cap=memory_cap,
+            )
+        return plan_placement(
+            placement=placement,
+            n_microbatches=self.n_microbatches,
+            costs=self.costs,
+            memory=self.memory,
+            effort=self.effort,
+            name=name,
+            memory_cap=memory_cap,
+            default_limit=default_limit,
+        )
+
+    def search_whole(self, placement: Placement) -> Schedule:
+        """Search a placement under all the memory that it may have.
+
+        Raises:
+            LimitError: nothing fits; it names the smallest limit that works.
+            RequestError: the costs do not fit the placement.
+        """
+        return self.search(AUTO, placement, default_limit=_allowance(placement))
+
+    def contest(self, placements: Sequence[Placement]) -> Contest[Plan]:
+        """Plan every placement, and on each every mode, that can be the best."""
+        contest: Contest[Plan] = Contest()
+        searched: set[object] = set()
+        for placement in placements:
+            self._enter(contest, None, placement, searched)
+        if contest.best is not None:
+            for mode in _IN_TURN:
+                for placement in placements:
+                    if _has(mode, placement):
+                        self._enter(contest, mode, placement, searched)
+        return contest
+
+    def _enter(
+        self,
+        contest: Contest[Plan],
+        mode: Mode | None,
+        placement: Placement,
+        searched: set[object],
+    ) -> None:
+        """Plan a mode, or a placement under all its memory, unless that is in vain.
+
+        ``searched`` holds the searches so far: another mode may name the same one.
+        """
+        name = searched_name(placement) if mode is None else mode.name
+        with contest.attempt(name):
+            limited = self._limited(mode, placement)
+            if mode is None or mode.order is None:
+                limits = limited.on(placement).limit
+                search = placement, limits, _is_line(name, placement)
+                if search in searched:
+                    return
+                searched.add(search)
+            bound = lower_bound(placement, self.n_microbatches, self.costs, limited)
+            if contest.best is not None and contest.is_out(bound):
+                least, best = f"{bound:.4g}", contest.best
+                reason = f"its span is at least {least}, that of {best.mode} is "
+                contest.reject(name, f"{reason}{best.span:.4g}")
+                return
+            if mode is None:
+                schedule = self.search_whole(placement)
+            else:
+                schedule = replace(self, memory=limited).plan(mode, placement)
+            contest.offer(name, Plan(schedule, self.costs, self.memory, name))
+
+    def _limited(self, mode: Mode | None, placement: Placement) -> MemoryModel:
+        """The memory of a mode: what it promises; else what its placement may have."""
+        splits = self.costs.on(placement).splits
+        promised = None if mode is None else mode.memory(placement.n_stages)
+        return capped(
+            self.memory,
+            placement,
+            splits=splits,
+            memory_cap=math.inf if promised is None else promised,
+            default_limit=_allowance(placement),
+        )
+
+
+def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
+    """Placements that a mode is planned on; auto has several, of few chunks first.
+
+    Raises:
+        RequestError: a size is missing, below 1 or too large, or the mode cannot have
+            the number of chunks.
+    """
+    n_stages, n_microbatches = request.sizes(mode.name)
+    chunks = count_chunks(mode, request)
+    if mode.place is not None:
+        check_sizes(n_stages, n_microbatches, chunks or 2)
+        return [mode.place(n_stages, chunks or 2)]
+    check_sizes(n_stages, n_microbatches, chunks or 1)
+    if request.placement is not None:
+        return [request.placement]
+    found = [Placement.single(n_stages)] if chunks in (None, 1) else []
+    if chunks != 1:
+        found.append(Placement.wave(n_stages, chunks or 2))
+        found.append(Placement.interleaved(n_stages, chunks or 2))
+    return found
+
+
+def searched_name(placement: Placement) -> str:
+    """Name the search of a placement under all its memory."""
+    if placement.n_chunks == placement.n_stages:
+        return "ZB"
+    return "ZBV" if placement.stage_of[-1] == 0 else "interleaved ZB"
+
+
+def _allowance(placement: Placement) -> int:
+    """Memory of a stage in M_B that a placement may have without a limit."""
+    n_stages = placement.n_stages
+    chunks = placement.n_chunks // n_stages
+    is_wave = chunks > 1 and placement == Placement.wave(n_stages, chunks)
+    return n_stages if is_wave else 2 * n_stages
+
+
+def _has(mode: Mode, placement: Placement) -> bool:
+    """True if a mode plans a placement."""
+    chunks = placement.n_chunks // placement.n_stages
+    if mode.place is None or mode.chunks not in (None, chunks):
+        return False
+    if mode.order is not None and mode.chunks is None and chunks == 1:
+        return False  # VPP of one chunk a stage is 1F1B
+    return mode.place(placement.n_stages, chunks) == placement
+
+
+def _is_line(name: str, placement: Placement) -> bool:
+    """True if the planner of one chunk a stage is asked.
+
+    ZBVPP has its one chunk planned as any number of them.
+    """
+    return placement.n_chunks == placement.n_stages and name != "ZBVPP"
