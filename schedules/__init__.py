@@ -22,7 +22,7 @@ from zbpp.schedules.planner.budget import check_effort
 from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
 from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
 from zbpp.schedules.planner.layers.search import LayerPlan, Split, plan_split
-from zbpp.schedules.planner.multi.plan import plan_placement, plan_wave
+from zbpp.schedules.planner.search.plan import plan_placement, plan_wave
 from zbpp.schedules.planner.single_modes import plan_zb
 from zbpp.schedules.planner.solver import Certificate, certify
 

@@ -11,7 +11,7 @@ on stage s; the waits keep two passes of a stage from meeting:
              wait: 3 if p is even
 
 Only the order of the F's and B's is taken from them; the times are the real ones, and
-the W's are placed by `place_weights`.
+the W's are placed by the list scheduler of `planner.search`.
 """
 
 from collections.abc import Sequence

@@ -21,6 +21,7 @@ together: so they hold their memory, and have an order, though they share an ins
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import lcm
 from typing import Any
 
 from zbpp.core import (
@@ -42,9 +43,11 @@ from zbpp.core import (
     replay,
     writes,
 )
-from zbpp.schedules.planner.whole_numbers import LARGEST_MEMORY, exact, scale_of
 
 __all__ = ["Certificate", "certify"]
+
+_MAX_TIME = 2**40  # sums of times in the solver stay far below 2**63
+_MAX_MEMORY = 2**55  # bytes of GPUs, thousands of times
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,9 @@ class _Problem:
         self._passes = [
             job for order in schedule.orders for job in order if isinstance(job, Pass)
         ]
-        exactly = {job: exact(times.of(job)) for job in self._passes}
-        hops = [exact(hop) for hop in times.hops]
-        self.time_scale = scale_of([*exactly.values(), *hops])
+        exactly = {job: _exact(times.of(job)) for job in self._passes}
+        hops = [_exact(hop) for hop in times.hops]
+        self.time_scale = _scale_of([*exactly.values(), *hops])
         self.n_ticks = sum(not time for time in exactly.values())
         self.ticks = self.n_ticks + 1  # of a unit of time
         scale = self.time_scale * self.ticks
@@ -210,11 +213,11 @@ class _Problem:
                     parts += self._left(memory, forward, b, w)
                     for job in {forward, b, w}:
                         parts += self._inside(memory, job)
-            scale = scale_of([share for _, share in parts], LARGEST_MEMORY)
+            scale = _scale_of([share for _, share in parts], _MAX_MEMORY)
             self.model.add_cumulative(
                 [interval for interval, _ in parts],
                 [int(share * scale) for _, share in parts],
-                int(exact(limit) * scale * (1 + Fraction(5, 10**10))),
+                int(_exact(limit) * scale * (1 + Fraction(5, 10**10))),
             )
 
     def _left(
@@ -222,8 +225,8 @@ class _Problem:
     ) -> list[tuple[Any, Fraction]]:
         """Intervals of what F and B leave, and how much that is."""
         m_b, m_w = (
-            exact(memory.m_b[forward.chunk]),
-            exact(memory.m_w[forward.chunk]),
+            _exact(memory.m_b[forward.chunk]),
+            _exact(memory.m_w[forward.chunk]),
         )
         if b == w:
             return [(self._held(forward, b), m_b)]
@@ -239,9 +242,9 @@ class _Problem:
 
     def _inside(self, memory: ChunkMemory, job: Pass) -> list[tuple[Any, Fraction]]:
         """The interval of a pass, and its peak above what is counted otherwise."""
-        peak = exact(memory.peak(job))
+        peak = _exact(memory.peak(job))
         if job.kind is PassKind.F:
-            peak -= exact(memory.m_b[job.chunk])
+            peak -= _exact(memory.m_b[job.chunk])
         if peak <= 0:
             return []
         name = f"inside {job}"
@@ -298,3 +301,22 @@ def _at_least(times: PassTimes, least: float) -> PassTimes:
     kinds = times.f, times.b, times.w
     f, b, w = (tuple(max(one, least) for one in kind) for kind in kinds)
     return replace(times, f=f, b=b, w=w)
+
+
+def _exact(number: float) -> Fraction:
+    """A number as it was written: sums such as B + W have digits from rounding."""
+    return Fraction(f"{number:.12g}")
+
+
+def _scale_of(numbers: list[Fraction], largest: int = _MAX_TIME) -> int:
+    """The factor that makes all numbers whole.
+
+    Raises:
+        RequestError: they have too many digits for the solver.
+    """
+    scale = lcm(*(number.denominator for number in numbers))
+    if max(numbers, default=Fraction(0)) * scale * len(numbers) > largest:
+        raise RequestError(
+            "the costs have too many digits for the solver; round them to six or so"
+        )
+    return scale

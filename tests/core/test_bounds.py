@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zbpp.core import Costs, MemoryModel, Placement, RequestError
 from zbpp.planning import MODES, plan
-from zbpp.schedules.planner.multi.plan import plan_wave
+from zbpp.schedules.planner.search.plan import plan_wave
 from zbpp.simulator import lower_bound, lower_bounds, peak_memory, simulate, span
 
 DATA = Path(__file__).parents[1] / "data"

@@ -56,7 +56,8 @@ def restored_threads() -> Iterator[None]:
 def test_all_pages_are_there():
     names = {Path(page.name).stem for page in DOCS}
     assert names == {
-        *("modes", "planning", "profiling", "simulating", "post_validation", "memory"),
+        *("modes", "planning", "planner", "profiling", "simulating", "memory"),
+        "post_validation",
         *("checkpoints", "split_backward", "your_script", "limits", "formats"),
         *("coming_from", "models", "benchmarking", "gpus", "data_parallel", "compile"),
     }

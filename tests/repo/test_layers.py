@@ -79,7 +79,7 @@ ROOMS = {
 }
 """The parts of zbpp that a room may import."""
 
-SEEDS = {"zbpp.schedules.planner.multi.seeds", "zbpp.schedules.planner.multi.rules"}
+SEEDS = {"zbpp.schedules.planner.search.seeds", "zbpp.schedules.planner.search.rules"}
 """The only parts of the planner that know patterns: they offer them as seeds."""
 
 ONLY_IN = {

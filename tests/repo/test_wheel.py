@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = {"zbpp": "zbpp", "schedules": "zbpp/schedules", "simulator": "zbpp/simulator"}
 """Folders of the checkout, and where their modules are imported from."""
-LOOPS = ("line.c", "placement.c", "weights.c", "moves.c", "loops.h")
+LOOPS = ("list_scheduler.c", "critical_path.c", "loops.h")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 pytestmark = pytest.mark.slow

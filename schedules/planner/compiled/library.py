@@ -48,10 +48,7 @@ def _load() -> ctypes.CDLL | None:
             "install the checkout again (pip install -e .)"
         )
         return None
-    for name in (
-        *("line", "time_orders", "list_schedule", "place_weights"),
-        *("time", "improve"),
-    ):
+    for name in ("list_schedule", "time_rows", "improve"):
         getattr(found, f"zbpp_{name}").restype = ctypes.c_int64
     return found
 

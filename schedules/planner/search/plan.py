@@ -1,11 +1,11 @@
-"""Plan any placement; waves go down the stages and up again, V first of all.
+"""Plan any placement: one chunk a stage, the V, interleaved chunks, or any other.
 
 Two stages with two chunks each (placement 0 1 1 0), three micro-batches,
 F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stage:
 
     limit 1
-    0 | 0F0 .   .   3F0 3B0 3W0 .   0B0 0F1 0W0 .   3F1 3B1 3W1 .   0B1 0F2 0W1 . ...
-    1 | .   1F0 2F0 .   .   2B0 1B0 2W0 1W0 1F1 2F1 .   .   2B1 1B1 2W1 1W1 1F2 ...
+    0 | 0F0 .   .   3F0 3B0 3W0 0F1 0B0 0W0 .   .   3F1 3B1 3W1 0F2 0B1 0W1 .   .   ...
+    1 | .   1F0 2F0 .   .   2B0 1B0 1F1 2W0 1W0 2F1 .   .   2B1 1B1 1F2 2W1 1W1 2F2 ...
 
     limit 1.5
     0 | 0F0 0F1 .   3F0 3B0 3W0 0F2 0B0 0W0 3F1 3B1 3W1 .   0B1 3F2 3B2 0W1 3W2 ...
@@ -17,19 +17,18 @@ F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stag
 
 Many plans are made and the one with the smallest largest span of a stage is kept:
 
-1. `seeds`: list schedules by a few rules, rounds, and known orders.
+1. `seeds`: list schedules by a few rules, and known orders.
 2. `critical_path` moves single passes of the best plan.
 3. The same under less memory, as long as that could be better.
-   Then more moves, `groups`, turns of `iterated`, moves that may be worse for a while.
-4. `search` changes the settings of good list schedules, and goes on with 2.
+4. `local_search`: moves on the best three plans, then travel, groups, shifts.
 
-``effort`` says how much of it, counted in passes: ``fast`` is 1 and a little of 2,
-``default`` is 1 to 3, and ``best`` adds 4 for a time. All end when the plan reaches a
-lower bound; the first two depend on nothing but the arguments.
+``effort`` says how much of it, counted in passes: ``fast`` is 1 to 3, ``default`` adds
+4, and ``best`` goes on with 4 for a time. All end when the plan reaches a lower bound;
+the first two depend on nothing but the arguments.
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 
 from zbpp.core import (
     Costs,
@@ -37,21 +36,21 @@ from zbpp.core import (
     Placement,
     Schedule,
 )
-from zbpp.schedules.planner.budget import LONG, Budget, parse_effort
-from zbpp.schedules.planner.draws import Draws
+from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
 from zbpp.schedules.planner.limits import capped, check_one_fits
-from zbpp.schedules.planner.multi.compiled import improve
-from zbpp.schedules.planner.multi.moves import (
-    few_moves,
-    improve_further,
-    improve_several,
-    moves_of,
-)
-from zbpp.schedules.planner.multi.problem import PlacementProblem, Plan
-from zbpp.schedules.planner.multi.search import climb_again
-from zbpp.schedules.planner.multi.seeds import Seed, seeds
-from zbpp.schedules.planner.occupied import also_as_delays
 from zbpp.schedules.planner.request import check_sizes
+from zbpp.schedules.planner.search.compiled import improve, timed
+from zbpp.schedules.planner.search.critical_path import XorShift64
+from zbpp.schedules.planner.search.local_search import (
+    hill_climb,
+    improve_top_k,
+    intensify,
+    n_moves,
+    search_on,
+    shortest,
+)
+from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
+from zbpp.schedules.planner.search.seeds import seeds
 
 __all__ = ["plan_placement", "plan_wave"]
 
@@ -140,43 +139,59 @@ def plan_placement(
         memory_cap=memory_cap,
         default_limit=default_limit,
     )
-    kept = None if memory.limit is None else memory
+    problem = PlacementProblem.of(placement, n_microbatches, costs, limited)
+    problems = [problem, *_without_overhead(costs, limited, problem)]
+    efforts = shares(effort, len(problems))
+    plans = [_best(variant, next(efforts)) for variant in problems]
+    rows = shortest([timed(problem, plan.rows).plan for plan in plans]).rows
+    return Schedule(
+        name,
+        placement,
+        n_microbatches,
+        problem.orders(rows),
+        memory=None if memory.limit is None else memory,
+    )
 
-    def planned(costs: Costs, effort: str) -> Schedule:
-        problem = PlacementProblem.of(placement, n_microbatches, costs, limited)
-        orders = problem.orders(_best(problem, effort).rows)
-        return Schedule(name, placement, n_microbatches, orders, memory=kept)
 
-    return also_as_delays(planned, costs, effort)
+def _without_overhead(
+    costs: Costs, memory: MemoryModel, problem: PlacementProblem
+) -> list[PlacementProblem]:
+    """The problem in which sends occupy no stage, where it is another one.
+
+    A pass and its send are one job to the planner. But a search may find a better order
+    for times that are a little different: so the order for sends that are mere delays
+    is offered too, and no plan is longer than that order.
+    """
+    sends = costs.send_occupies
+    if not (any(sends) if isinstance(sends, tuple) else sends):
+        return []
+    delays = replace(costs, send_occupies=0.0)
+    placement, m = problem.placement, problem.n_microbatches
+    return [PlacementProblem.of(placement, m, delays, memory)]
 
 
 def _best(problem: PlacementProblem, effort: str) -> Plan:
     kind, seconds = parse_effort(effort)
-    n_passes = problem.n_passes
+    n = problem.n_passes
     if kind == "fast":
-        tries, moves = Budget(min(24 * n_passes, 2e6)), Budget(few_moves(n_passes))
-        found = seeds(problem, tries)
-        plan = improve_several(problem, _plans(found), moves)
-        less = Budget(min(100 * n_passes, 1.5e5))
-        return _below_limit(problem, plan, tries, moves, less)
-    tries = Budget(max(2e6, min(16 * n_passes, 4e6)))
-    moves = Budget(min(max(3e4, 40 * n_passes), 1e5 + 8 * n_passes, 2e6))
+        tries, moves = Budget(min(24 * n, 1.5e6)), Budget(min(60 * n, 1e5))
+        plans = [seed.plan for seed in seeds(problem, tries)]
+        plan = improve_top_k(problem, plans, moves)
+        return _below_limit(problem, plan, tries, moves, Budget(min(100 * n, 1.5e5)))
+    tries = Budget(max(2e6, min(16 * n, 4e6)))
+    moves = Budget(min(max(3e4, 40 * n), 1e5 + 8 * n, 2e6))
     found = seeds(problem, tries, margin=_MARGIN)
-    plan = improve(problem, found[0].plan, moves, Draws(0))
-    less = Budget(min(max(2e5, 200 * n_passes), 6e5))
+    plan = improve(problem, found[0].plan, moves, XorShift64(0))
+    others = hill_climb(problem, found) if plan.span > problem.target else []
+    less = Budget(min(max(2e5, 200 * n), 6e5))
     plan = _below_limit(problem, plan, tries, moves, less)
-    several = Budget(moves_of(n_passes))
-    plan = improve_several(problem, [plan, *_plans(found)[1:]], several)
-    plan = improve_further(problem, plan)
+    plan = improve_top_k(problem, [plan, *others], Budget(n_moves(n)))
+    plan = intensify(problem, plan)
     if kind == LONG:
-        plan = improve(problem, plan, Budget(min(_LONG * n_passes, 4e6)), Draws(1))
+        plan = improve(problem, plan, Budget(min(_LONG * n, 4e6)), XorShift64(1))
     if kind == "best":
-        plan = climb_again(problem, plan, Budget(math.inf, seconds))
+        plan = search_on(problem, plan, Budget(math.inf, seconds))
     return plan
-
-
-def _plans(found: Sequence[Seed]) -> list[Plan]:
-    return [seed.plan for seed in found]
 
 
 def _below_limit(
@@ -196,8 +211,7 @@ def _below_limit(
         if max(problem.target, lower.target) >= plan.span:
             break
         tries, moves = Budget(tries.passes), Budget(moves.passes)
-        found = seeds(lower, tries, below=1.03 * plan.span)
-        other = improve(lower, found[0].plan, moves, Draws(0))
+        first = seeds(lower, tries, below=1.03 * plan.span)[0].plan
+        plan = shortest([plan, improve(lower, first, moves, XorShift64(0))])
         budget.spend(tries.spent + moves.spent)
-        plan = min(plan, other, key=lambda one: one.span)
     return plan

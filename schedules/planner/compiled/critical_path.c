@@ -1,4 +1,4 @@
-/* Times of rows, and moves on the critical path: see multi/timing.py, critical_path.py.
+/* Times of rows, and moves on the critical path: see search/critical_path.py.
 
    A row holds the numbers of a stage in order. Pass i of number q starts at
    begins[q * m + i], at place places[q * m + i] of its row. */
@@ -30,7 +30,7 @@ typedef struct {
     int64_t stage, low, high;
 } Block;
 
-/* See `Draws`. */
+/* See `XorShift64`. */
 static uint64_t draw(uint64_t *state, uint64_t n) {
     uint64_t x = *state;
     x ^= x << 13;
@@ -152,7 +152,7 @@ static double begin_at(const Clock *clock, const Plan *plan, int64_t s, int64_t 
     return plan->begins[plan->rows[at] * clock->of->n_microbatches + plan->numbers[at]];
 }
 
-/* See `_blocks`. */
+/* See `_blocks_of`. */
 static int64_t find_blocks(const Clock *clock, const Plan *plan, Block *blocks) {
     const Problem *of = clock->of;
     int64_t n_blocks = 0, s = plan->longest;
@@ -234,8 +234,8 @@ static int is_valid(const Problem *of, const int32_t *row, int64_t n, int64_t s,
 
 static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
                      int64_t *count, int32_t *best, double *best_span,
-                     double cost, double passes, double heat, double *spent,
-                     uint64_t *state) {
+                     double cost, double passes, double threshold,
+                     double *spent, uint64_t *state) {
     const Problem *of = clock->of;
     int64_t p = of->n_stages, n_all = clock->from[p], n_timed = 0;
     size_t all = (size_t)n_all, times = (size_t)(3 * of->n_chunks * of->n_microbatches);
@@ -257,7 +257,7 @@ static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
         n_timed = n + 4 * of->n_chunks;
         double left = CYCLES * ((*spent - start) / (passes - start));
         left = 1 - (left - floor(left));
-        double most = *best_span * (1 + heat * left * left) + slack;
+        double most = *best_span * (1 + threshold * left * left) + slack;
         if (at < n && is_valid(of, tried, n, s, count)) {
             double since = begin_at(clock, plan, s, at);
             memcpy(trial->begins, plan->begins, times * sizeof(double));
@@ -284,24 +284,22 @@ static int64_t climb(Clock *clock, Plan *plan, Plan *trial, Block *blocks,
     return DONE;
 }
 
-/* Time rows of stages, stage by stage; n_row is their length. */
-ZBPP_API int64_t zbpp_time(const Problem *of, const int32_t *rows, const int64_t *n_row,
-                           double *span) {
-    int64_t p = of->n_stages, n_numbers = 3 * of->n_chunks, result = NO_MEMORY;
-    int64_t longest, n_timed = 0;
-    int64_t *whole = calloc((size_t)(3 * p + 1 + n_numbers), sizeof(int64_t));
-    double *floats =
-        calloc((size_t)(2 * p + n_numbers * of->n_microbatches), sizeof(double));
+/* Time rows of stages, stage by stage; n_row is their length, begins[q m + i] the start
+   of pass i of number q. */
+ZBPP_API int64_t zbpp_time_rows(const Problem *of, const int32_t *rows,
+                                const int64_t *n_row, double *begins, double *span) {
+    int64_t p = of->n_stages, result = NO_MEMORY, longest, n_timed = 0;
+    int64_t *whole = calloc((size_t)(3 * p + 1 + 3 * of->n_chunks), sizeof(int64_t));
+    double *floats = calloc((size_t)(2 * p), sizeof(double));
     uint8_t *is_awake = calloc((size_t)p, 1);
     if (!whole || !floats || !is_awake) goto end;
     Clock clock = {.of = of, .from = whole, .is_awake = is_awake, .now = floats};
     clock.n = clock.from + p + 1;
-    clock.at = clock.n + n_numbers;
+    clock.at = clock.n + 3 * of->n_chunks;
     clock.awake = clock.at + p;
     clock.slack = floats + p;
     for (int64_t s = 0; s < p; s++) clock.from[s + 1] = clock.from[s] + n_row[s];
-    result = time_rows(&clock, rows, floats + 2 * p, 0.0, INFINITY, span, &longest,
-                       &n_timed);
+    result = time_rows(&clock, rows, begins, 0.0, INFINITY, span, &longest, &n_timed);
 end:
     free(whole);
     free(floats);
@@ -311,7 +309,7 @@ end:
 
 /* Improve rows in place, stage by stage; n_row is their length. */
 ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n_row,
-                              double cost, double passes, double heat,
+                              double cost, double passes, double threshold,
                               double *spent, uint64_t *state, double *span) {
     int64_t p = of->n_stages, n_numbers = 3 * of->n_chunks, n_all = 0;
     int64_t n_times = n_numbers * of->n_microbatches, result = NO_MEMORY;
@@ -338,7 +336,7 @@ ZBPP_API int64_t zbpp_improve(const Problem *of, int32_t *rows, const int64_t *n
     plan.numbers = plan.places + n_times;
     memcpy(plan.rows, rows, (size_t)n_all * sizeof(int32_t));
     result = climb(&clock, &plan, &trial, blocks, count, rows, span, cost, passes,
-                   heat, spent, state);
+                   threshold, spent, state);
 end:
     free(whole);
     free(floats);

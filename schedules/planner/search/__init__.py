@@ -1,0 +1,23 @@
+"""The best order of the passes that we find, for any placement of chunks on stages.
+
+Five ideas make plans good:
+
+1. Passes are numbers of a chain, and micro-batches are alike, so an order is a row of
+   numbers that can be timed, changed and compared a million times (`problem`).
+2. A simulation that decides as it goes, and looks ahead to what is sure to arrive,
+   gives a good plan in one run; some thirty settings of its rules are good in different
+   places, and the orders of hand-made schedules in theirs (`list_scheduler`, `rules`,
+   `seeds`).
+3. Only a change on the critical path can shorten a plan: moves of single passes there,
+   every one that is not worse taken (`critical_path`).
+4. Where no such move helps, moves that are worse for a while, groups of micro-batches
+   and shifts of many passes do (`local_search`).
+5. A lower bound says when to stop (`zbpp.core.bounds`), a span that is too long when to
+   give a run up; and a plan for less memory is one for more (`plan`).
+
+`compiled` hands the loops of 2 and 3 to C, where there is a compiler.
+"""
+
+from zbpp.schedules.planner.search.plan import plan_placement, plan_wave
+
+__all__ = ["plan_placement", "plan_wave"]

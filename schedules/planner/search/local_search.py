@@ -1,0 +1,344 @@
+"""Searches that better plans, each by its own kind of change.
+
+`improve_top_k`          the best plan is not always the one that can be made best:
+                         the moves of the best three are worth more than all on one
+`travel`                 moves that may be worse for a while, in turns with other draws
+`plan_in_groups`         other plans: micro-batches are admitted in pairs and more
+`iterated_local_search`  many passes are shifted at once, then single ones moved
+`search_on`              the last two until the time ends
+
+Budgets are in passes placed, and bounded for large plans, whose moves take long each.
+`benchmarks/planner/ablation.py` measures what each search gives.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.search.compiled import (
+    Starts,
+    improve,
+    list_schedule,
+    timed,
+)
+from zbpp.schedules.planner.search.critical_path import XorShift64
+from zbpp.schedules.planner.search.list_scheduler import Settings
+from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
+from zbpp.schedules.planner.search.rules import known_order, rows_by_starts
+from zbpp.schedules.planner.search.seeds import Seed, first_rule, seeds
+
+__all__ = [
+    "hill_climb",
+    "improve_top_k",
+    "intensify",
+    "iterated_local_search",
+    "n_moves",
+    "plan_in_groups",
+    "search_on",
+    "shortest",
+    "travel",
+]
+
+_SMALL, _LARGE = 3000, 5000  # passes; larger plans get 2 turns, no groups and shifts
+_NEAR = 0.003  # so near to its bound, a plan of more than _TINY passes is let be
+_TINY = 400
+_MARGIN = 0.05  # groups that are longer than the best plan by that are given up
+
+
+def shortest(plans: Sequence[Plan]) -> Plan:
+    """The plan of the smallest span, of equal ones the first."""
+    return min(plans, key=lambda plan: plan.span)
+
+
+def n_moves(n_passes: float) -> float:
+    """Passes placed by moves of effort ``default``: .05 s for 500, .1 s for more."""
+    return min(max(2e5, 200 * n_passes), 4e5)
+
+
+def improve_top_k(
+    problem: PlacementProblem, plans: Sequence[Plan], budget: Budget, k: int = 3
+) -> Plan:
+    """Move the passes of the first k plans, best first; return the best that comes.
+
+    The plans share the budget; what one leaves is there for those after it. None is
+    moved whose like was moved before.
+    """
+    chosen: list[Plan] = []
+    for plan in plans:
+        if len(chosen) < k and all(plan.span != same.span for same in chosen):
+            chosen.append(plan)
+    best = chosen[0]
+    for number, plan in enumerate(chosen):
+        if best.span <= problem.target:
+            break
+        share = Budget((budget.passes - budget.spent) / (len(chosen) - number))
+        better = improve(problem, plan, share, XorShift64(number))
+        budget.spend(share.spent)
+        best = shortest([best, better])
+    return best
+
+
+_CLIMB = 100  # passes placed for each pass of a plan
+
+
+def hill_climb(problem: PlacementProblem, found: Sequence[Seed]) -> list[Plan]:
+    """Change the settings of the best list schedule; return plans, best first.
+
+    Large plans only: a run of the list scheduler changes much of a plan at once, and
+    is given up as soon as it cannot be better; moves of single passes change little.
+    """
+    plans = [seed.plan for seed in found]
+    starts = [seed for seed in found if seed.settings is not None]
+    n_passes, draws = problem.n_passes, XorShift64(0)
+    budget = Budget(min(_CLIMB * n_passes, 1e6 + 30 * n_passes))
+    if n_passes <= _LARGE or not starts:
+        return plans
+    plan, settings = starts[0]
+    assert settings is not None
+    while budget.is_left and plan.span > problem.target:
+        tried = _changed(problem, settings, draws)
+        budget.spend(problem.n_stages)
+        better = list_schedule(problem, tried, plan.span * (1 + 1e-12), budget)
+        if better is not None:
+            plan, settings = better, tried
+    return sorted([timed(problem, plan.rows).plan, *plans], key=lambda plan: plan.span)
+
+
+def _changed(
+    problem: PlacementProblem, settings: Settings, draws: XorShift64
+) -> Settings:
+    """Change one to three entries, of a stage or of all from it on."""
+    p = problem.n_stages
+    for _ in range((1, 1, 2, 3)[draws.below(4)]):
+        first = draws.below(p)
+        stages = range(first, p if draws.below(3) == 0 else first + 1)
+        step = (-2, -1, -1, 1, 1, 2)[draws.below(6)]
+        match draws.below(3):
+            case 0:
+                moved = {problem.numbers[stage][0] for stage in stages}
+                offset = [
+                    old - step * problem.unit * (q in moved)
+                    for q, old in enumerate(settings.offset)
+                ]
+                settings = replace(settings, offset=tuple(offset))
+            case 1:
+                early = list(settings.early)
+                for stage in stages:
+                    early[stage] = max(0, early[stage] + step)
+                settings = replace(settings, early=tuple(early))
+            case _:
+                overrun = list(settings.overrun)
+                share = _OVERRUNS[draws.below(len(_OVERRUNS))]
+                overrun[stages.start : stages.stop] = [share] * len(stages)
+                settings = replace(settings, overrun=tuple(overrun))
+    return settings
+
+
+def intensify(problem: PlacementProblem, plan: Plan) -> Plan:
+    """Try groups, travel, and shifts; never longer than the plan.
+
+    Large plans get no groups and shifts, nor do plans near their bound, if not tiny.
+    """
+    n_passes = problem.n_passes
+    near = problem.target * (1 if n_passes < _TINY else 1 + _NEAR)
+    if n_passes > _LARGE or plan.span <= near:
+        return travel(problem, plan, 10 if n_passes < _SMALL else 2)
+    tries = Budget(min(1000 * n_passes, 1.5e5))
+    grouped = plan_in_groups(problem, tries, plan.span * (1 + _MARGIN))
+    plan = shortest([plan, *grouped])
+    plan = travel(problem, plan, 10 if n_passes < _SMALL else 2)
+    shifts = Budget(8e5 if n_passes < _TINY else 1.5e5)
+    return iterated_local_search(problem, plan, shifts, XorShift64(0))
+
+
+_TRAVEL = 0.03  # a step may be so much longer than the best plan at first
+
+
+def travel(problem: PlacementProblem, plan: Plan, n_turns: int) -> Plan:
+    """Move passes by record-to-record travel, which gets past what no move betters."""
+    for turn in range(n_turns):
+        moves = Budget(n_moves(problem.n_passes))
+        plan = improve(problem, plan, moves, XorShift64(turn), _TRAVEL)
+    return plan
+
+
+_GROUP_SIZES = (2, 3, 4)
+_PERIODS = 16
+_GROUP_MOVES = 100  # for each pass of the plan
+_DETOUR = 0.02  # as _TRAVEL, for moves that only tell one plan from another
+
+
+def plan_in_groups(
+    problem: PlacementProblem, budget: Budget, below: float
+) -> list[Plan]:
+    """Plan in groups of two and more, as long as the budget lasts.
+
+    Two stages with two chunks each, limit 1.5, groups of two: the second group follows
+    when the first has left, so the stages turn from F's to B's once a group, not once a
+    micro-batch. (In full the groups overlap as far as the order lets them.)
+
+        0 | 0F0 0F1 .   3F0 3B0 ... 0B0 3F1 3B1 ... 0F2 0F3 ... 3F2 3B2 ...
+        1 | .   1F0 2F0 1F1 ... 2B0 1B0 2F1 ... 2B1 1B1 ... 1F2 2F2 1F3 ...
+
+    No rule of `rules` holds a micro-batch back for long enough to give such orders.
+    All F's and B's are ordered by the starts that they would have if a group began
+    every so often, and the W's are placed by time. Of every kind of group the best
+    order gets moves of single passes; none has a span of ``below`` before them.
+    """
+    plans: list[Plan] = []
+    for size in _GROUP_SIZES:
+        if size >= problem.n_microbatches or not budget.is_left:
+            break
+        for starts in _groups(problem, size, budget):
+            orders = list(_repeated(problem, size, starts, budget, below))
+            if orders:
+                moves = Budget(_GROUP_MOVES * problem.n_passes)
+                best = shortest(orders)
+                plans.append(improve(problem, best, moves, XorShift64(0), _DETOUR))
+                budget.spend(moves.spent)
+            if not budget.is_left:
+                break
+    return plans
+
+
+def _groups(problem: PlacementProblem, size: int, budget: Budget) -> Iterator[Starts]:
+    """Starts of a group: by rule, as it is best by itself, and one work apart."""
+    group = replace(problem, n_microbatches=size)
+    plan = list_schedule(group, first_rule(group), math.inf, budget)
+    assert plan is not None
+    yield timed(group, plan.rows).starts
+    tries, moves = Budget(24 * group.n_passes), Budget(60 * group.n_passes)
+    plan = improve(group, seeds(group, tries)[0].plan, moves, XorShift64(0))
+    budget.spend(tries.spent + moves.spent)
+    yield timed(group, plan.rows).starts
+    members = range(size)
+    yield [[way + i * problem.unit for i in members] for way in problem.chain_starts()]
+
+
+def _repeated(
+    problem: PlacementProblem, size: int, starts: Starts, budget: Budget, below: float
+) -> Iterator[Plan]:
+    """Let groups begin as often as the work allows, down to one after the other."""
+    unit, m = problem.unit, problem.n_microbatches
+    often, seldom = 0.75 * size * unit, max(map(max, starts)) + unit
+    seen: list[Rows] = []
+    for step in range(_PERIODS):
+        period = often + (seldom - often) * step / _PERIODS
+        rows = rows_by_starts(
+            problem,
+            [
+                [begun[i % size] + i // size * period for i in range(m)]
+                for begun in starts
+            ],
+        )
+        if rows in seen:
+            continue
+        if not budget.is_left:
+            return
+        seen.append(rows)
+        plan = list_schedule(problem, known_order(rows, 0.5), below, budget)
+        if plan is not None:
+            yield plan
+
+
+_SHIFTS = (0.1, 0.25, 0.5, 1.0, 2.0)  # in the work of a micro-batch
+_OVERRUNS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_SHIFT_MOVES = 60  # of a turn, in passes placed for each pass of the plan
+_SHIFT_MARGIN = 0.06  # plans longer than the best by that are not moved
+_LEFT_BEHIND = 0.01  # nor are those longer by that the start of the next turn
+
+
+def iterated_local_search(
+    problem: PlacementProblem, plan: Plan, budget: Budget, draws: XorShift64
+) -> Plan:
+    """Shift passes of a plan in time, move single ones, and again; never longer.
+
+    Moves of single passes end where a better plan differs in many of them at once. A
+    turn takes the starts of all F's and B's, shifts some (those of a kind, of a stage
+    or of a part of the chain, for one micro-batch, those from it on, or every second or
+    third), orders the stages by what comes of it, places the W's anew, and moves single
+    passes for a while. The next turn begins at a plan little longer than the best.
+
+        0 | F0 F1 B0 F2 B1 F3 B2 B3      starts, F2 and F3 later
+        0 | F0 F1 B0 B1 F2 F3 B2 B3      order; W's and moves follow
+
+    (Lourenco, Martin and Stuetzle, "Iterated local search", Handbook of Metaheuristics,
+    2003.)
+    """
+    best, starts = plan, timed(problem, plan.rows).starts
+    while budget.is_left and best.span > problem.target:
+        rows = rows_by_starts(problem, _shifted(problem, starts, draws))
+        order = known_order(rows, _OVERRUNS[draws.below(len(_OVERRUNS))])
+        most = best.span * (1 + _SHIFT_MARGIN)
+        budget.spend(problem.n_passes)  # shifting takes that long, if no pass is placed
+        other = list_schedule(problem, order, most, Budget(math.inf))
+        if other is None:
+            continue
+        moves = Budget(_SHIFT_MOVES * problem.n_passes)
+        other = improve(problem, other, moves, draws, _DETOUR)
+        budget.spend(moves.spent)
+        if other.span <= best.span * (1 + _LEFT_BEHIND):
+            starts = timed(problem, other.rows).starts
+        if other.span < best.span * (1 - 1e-9):
+            best = other
+    return best
+
+
+def _shifted(problem: PlacementProblem, starts: Starts, draws: XorShift64) -> Starts:
+    m = problem.n_microbatches
+    moved = [list(begun) for begun in starts]
+    for _ in range((1, 1, 2, 3)[draws.below(4)]):
+        numbers = _some_numbers(problem, draws)
+        microbatches = _some_microbatches(m, draws)
+        sign = 1 - 2 * draws.below(2)
+        shift = sign * _SHIFTS[draws.below(len(_SHIFTS))] * problem.unit
+        for q in numbers:
+            for i in microbatches:
+                moved[q][i] += shift
+    for begun in moved:  # first in, first out
+        for i in range(1, m):
+            begun[i] = max(begun[i], begun[i - 1])
+    return moved
+
+
+def _some_numbers(problem: PlacementProblem, draws: XorShift64) -> Sequence[int]:
+    n = problem.n_chunks
+    match draws.below(6):
+        case 0:
+            return (draws.below(2 * n),)
+        case 1:
+            ends = sorted((draws.below(2 * n), draws.below(2 * n)))
+            return range(ends[0], ends[1] + 1)
+        case 2:
+            return range(draws.below(n), n)
+        case 3:
+            return range(n, 2 * n)
+        case 4:
+            return range(2 * n)
+        case _:
+            numbers = problem.numbers[draws.below(problem.n_stages)]
+            half = len(numbers) // 2
+            return (numbers[:half], numbers[half:], numbers)[draws.below(3)]
+
+
+def _some_microbatches(m: int, draws: XorShift64) -> range:
+    first = draws.below(m)
+    return (
+        range(first, first + 1),
+        range(first, m),
+        range(first % 2, m, 2),
+        range(first % 3, m, 3),
+        range(m),
+    )[draws.below(5)]
+
+
+def search_on(problem: PlacementProblem, plan: Plan, budget: Budget) -> Plan:
+    """Shift and travel with ever other draws, until the budget's time is over."""
+    draws, n_passes = XorShift64(1), problem.n_passes
+    while plan.span > problem.target and budget.is_left:
+        shifts = Budget(600 * n_passes, budget.seconds_left)
+        plan = iterated_local_search(problem, plan, shifts, draws)
+        moves = Budget(200 * n_passes, budget.seconds_left)
+        plan = improve(problem, plan, moves, draws, _TRAVEL)
+    return plan

@@ -1,0 +1,283 @@
+"""A planning problem for any placement, as flat numbers that planners can run fast.
+
+On its way a micro-batch takes 2C passes, for C chunks: F of chunk 0, 1, ... C-1, then
+B of chunk C-1, ... 0. Pass number q of this *chain* needs pass q-1, so one number
+names a kind and a chunk. Two stages, with one chunk each and with two:
+
+    q       0   1   2   3           0   1   2   3   4   5   6   7
+    pass   0F  1F  1B  0B          0F  1F  2F  3F  3B  2B  1B  0B
+    stage   0   1   1   0           0   1   1   0   0   1   1   0
+
+The W of the chunk with B number q is written as number q + C. Micro-batches are alike,
+so exchanging two of them changes nothing: within a number they run first in, first out.
+An order is then a row of numbers, and a pass is named by counting, which is what makes
+plans of millions of passes affordable.
+"""
+
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import TypeAlias
+
+from zbpp.core import (
+    ChunkMemory,
+    Costs,
+    MemoryModel,
+    Order,
+    Pass,
+    PassKind,
+    PassTimes,
+    Placement,
+    Step,
+    lower_bound_on,
+)
+from zbpp.core.bulk import gc_paused
+from zbpp.core.jobs import passes
+from zbpp.schedules.planner.limits import beyond, micro_batch
+
+__all__ = ["PlacementProblem", "Plan", "Row", "Rows"]
+
+_ROUNDING = 1e-9  # relative, of sums of times and of memory; `Schedule` allows as much
+
+Row: TypeAlias = "array[int]"
+"""Numbers of the passes of a stage, in order."""
+
+Rows: TypeAlias = "list[array[int]]"
+"""A row for each stage."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows, and the largest span of a stage if every pass starts as early as it can."""
+
+    span: float
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class PlacementProblem:
+    """Times and memories by number in the chain; limits are above ``m_fixed``."""
+
+    times: PassTimes
+    memory: ChunkMemory
+    n_microbatches: int
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        n_microbatches: int,
+        costs: Costs,
+        memory: MemoryModel,
+    ) -> "PlacementProblem":
+        """Put the numbers together; every limit must hold one micro-batch.
+
+        Raises:
+            RequestError: lists of a wrong length.
+        """
+        times = costs.on(placement)
+        held = memory.on(placement, times.splits).above_fixed()
+        return cls(times, held, n_microbatches)
+
+    @property
+    def placement(self) -> Placement:
+        """Chunk to stage."""
+        return self.times.placement
+
+    @cached_property
+    def n_stages(self) -> int:
+        """Number of stages."""
+        return self.placement.n_stages
+
+    @cached_property
+    def n_chunks(self) -> int:
+        """Number of chunks over all stages."""
+        return self.placement.n_chunks
+
+    @cached_property
+    def n_passes(self) -> int:
+        """F's, B's and W's of all micro-batches on all chunks."""
+        return 3 * self.n_chunks * self.n_microbatches
+
+    @cached_property
+    def target(self) -> float:
+        """The lower bound of the largest span, and what rounding adds to it."""
+        bound = lower_bound_on(self.times, self.memory, self.n_microbatches)
+        return bound * (1 + _ROUNDING)
+
+    @cached_property
+    def stage(self) -> tuple[int, ...]:
+        """The stage of each number."""
+        stage_of = self.placement.stage_of
+        return (*stage_of, *reversed(stage_of), *reversed(stage_of))
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The F and B numbers of each stage, in the order of the chain."""
+        chain = range(2 * self.n_chunks)
+        return tuple(
+            tuple(q for q in chain if self.stage[q] == stage)
+            for stage in range(self.n_stages)
+        )
+
+    @cached_property
+    def joint(self) -> tuple[bool, ...]:
+        """Per stage: true if it cannot split its backward; its B's stand for BW."""
+        return tuple(not split for split in self.times.splits)
+
+    @cached_property
+    def time(self) -> tuple[float, ...]:
+        """The time of each number: F, B (BW where joint), W."""
+        times = self.times
+        return (*times.f, *reversed(times.b), *reversed(times.w))
+
+    @cached_property
+    def delay(self) -> tuple[float, ...]:
+        """The time of the message from each number to the next, 0 on one stage."""
+        down = self.times.hops
+        return (*down, 0.0, *reversed(down), 0.0)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Time that each stage computes."""
+        times = self.times
+        return tuple(
+            self.n_microbatches
+            * sum(times.f[c] + times.b[c] + times.w[c] for c in chunks)
+            for chunks in self.placement.chunks_of
+        )
+
+    @cached_property
+    def unit(self) -> float:
+        """The work of one micro-batch on the busiest stage."""
+        return max(self.work) / self.n_microbatches
+
+    @cached_property
+    def tiny(self) -> float:
+        """A time that is none: what rounding adds to sums of times."""
+        return _ROUNDING * (self.unit or 1.0)
+
+    def chain_starts(self, stretch: float = 1.0) -> list[float]:
+        """Start of each F and B number if nothing waits, times a factor."""
+        starts = [0.0]
+        for q in range(2 * self.n_chunks - 1):
+            starts.append(starts[-1] + self.time[q] + self.delay[q])
+        return [stretch * start for start in starts]
+
+    @cached_property
+    def change(self) -> tuple[float, ...]:
+        """The memory that each number takes (> 0) or gives back (< 0)."""
+        held, kept = self.memory.m_b, self.memory.m_w
+        freed = [after - before for before, after in zip(held, kept, strict=True)]
+        return (*held, *reversed(freed), *(-left for left in reversed(kept)))
+
+    @cached_property
+    def peak(self) -> tuple[float, ...]:
+        """The most memory inside each number, above what is held before it."""
+        memory = self.memory
+        return (*memory.peak_f, *reversed(memory.peak_b), *reversed(memory.peak_w))
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if only F's add memory, and nothing has a peak above what it leaves."""
+        return all(
+            peak <= max(0.0, change)
+            for peak, change in zip(self.peak, self.change, strict=True)
+        ) and all(change <= 0 for change in self.change[self.n_chunks :])
+
+    @cached_property
+    def needs(self) -> tuple[float, ...]:
+        """Room with which an F or B may start: it fits, and so does any W after it."""
+        most_in_w = [
+            max(self.memory.peak_w[c] for c in chunks)
+            for chunks in self.placement.chunks_of
+        ]
+        return tuple(
+            max(self.peak[q], self.change[q] + most_in_w[self.stage[q]])
+            for q in range(2 * self.n_chunks)
+        )
+
+    @cached_property
+    def limits(self) -> list[float]:
+        """The memory limit of each stage, and what rounding adds to sums."""
+        return [limit * (1 + _ROUNDING) for limit in self.memory.limit]
+
+    @cached_property
+    def forward_limits(self) -> list[float]:
+        """Per stage what may be held after an F, so that all B's and W's fit later.
+
+        The limit, less the most that any pass adds to what F's left; -inf where this
+        holds no micro-batch, though it fits if each pass is looked at for itself.
+        """
+        if self.is_plain:
+            return self.limits
+        limits = []
+        for stage, numbers in enumerate(self.numbers):
+            forwards, backwards = _halves(numbers)
+            inside = [self.needs[q] - max(0.0, self.change[q]) for q in numbers]
+            rise = max(self.needs[q] for q in backwards)
+            left = self.limits[stage] - max(0.0, rise, *inside)
+            whole = sum(self.change[q] for q in forwards)
+            limits.append(left if left >= whole else -math.inf)
+        return limits
+
+    @cached_property
+    def beyond(self) -> list[float]:
+        """Per stage the memory beyond M_B that one micro-batch needs."""
+        return beyond(self.memory, self.placement)
+
+    def peak_of(self, row: Sequence[int]) -> float:
+        """Most memory that a stage holds along a row."""
+        if self.is_plain:
+            return max(accumulate(map(self.change.__getitem__, row)))
+        held = most = 0.0
+        for q in row:
+            most = max(most, held + self.peak[q])
+            held += self.change[q]
+        return most
+
+    def fits(self, rows: Rows) -> bool:
+        """True if every row keeps the memory limit of its stage."""
+        pairs = zip(rows, self.limits, strict=True)
+        return all(self.peak_of(row) <= limit for row, limit in pairs)
+
+    def lower_limits(self, rows: Rows) -> Iterator["PlacementProblem"]:
+        """The same under less memory than some rows hold: all quarters of M_B below."""
+        whole = micro_batch(self.memory, self.placement)
+        peaks = [self.peak_of(row) for row in rows]
+        most = max(
+            (peak - more) / held if held > 0 else 0.0
+            for peak, more, held in zip(peaks, self.beyond, whole, strict=True)
+        )
+        for quarters in range(math.ceil(4 * most * (1 - _ROUNDING)) - 1, 3, -1):
+            parts = zip(self.memory.limit, self.beyond, whole, strict=True)
+            limit = tuple(
+                min(limit, more + quarters / 4 * held) for limit, more, held in parts
+            )
+            yield replace(self, memory=replace(self.memory, limit=limit))
+
+    @gc_paused()
+    def orders(self, rows: Rows) -> tuple[Order, ...]:
+        """Write rows of numbers as passes, and let each stage step at its end."""
+        return tuple(self._order(stage, row) for stage, row in enumerate(rows))
+
+    def _order(self, stage: int, row: Row) -> Order:
+        n = self.n_chunks
+        left: dict[int, Iterator[Pass]] = {}
+        backward = PassKind.BW if self.joint[stage] else PassKind.B
+        for q in self.numbers[stage]:
+            if q < n:
+                left[q] = iter(passes(PassKind.F, q, self.n_microbatches))
+                continue
+            chunk = 2 * n - 1 - q
+            left[q] = iter(passes(backward, chunk, self.n_microbatches))
+            left[q + n] = iter(passes(PassKind.W, chunk, self.n_microbatches))
+        return (*map(next, map(left.__getitem__, row)), Step(stage))
+
+
+def _halves(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """The F's of a stage, and its B's."""
+    return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]

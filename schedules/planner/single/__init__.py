@@ -1,1 +1,0 @@
-"""One chunk a stage: `problem`, then `list_scheduler`, `seeds` and `search`."""
