@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from zbpp.core import (
     Check,
     Costs,
-    Pass,
     PassKind,
     Placement,
     RequestError,
@@ -20,6 +19,7 @@ from zbpp.core import (
     Step,
     draw,
     parse_job,
+    passes_in,
     reads,
     writes,
 )
@@ -176,13 +176,13 @@ def broken(schedule, costs, timelines):
         written = {
             value: slot
             for slot in slots
-            if isinstance(slot.job, Pass)
-            for value in writes(slot.job, schedule.placement.n_chunks)
+            for part in passes_in(slot.job)
+            for value in writes(part, schedule.placement.n_chunks)
         }
         gradients = [
             slot.end
             for slot in slots
-            if isinstance(slot.job, Pass) and slot.job.kind in (W, BW)
+            if any(part.kind in (W, BW) for part in passes_in(slot.job))
         ]
         validated, known = known, max(gradients) + times.reduction
         checked = Check(0) in schedule.orders[0]
@@ -190,12 +190,12 @@ def broken(schedule, costs, timelines):
             assert [s.job for s in row] == [*schedule.orders[stage]]
             for slot in row:
                 needs = [free[stage]]
-                if isinstance(slot.job, Pass):
-                    for value in reads(slot.job, schedule.placement.n_chunks):
+                for part in passes_in(slot.job):
+                    for value in reads(part, schedule.placement.n_chunks):
                         source = written[value]
-                        delay = times.delay(value.chunk, slot.job.chunk)
+                        delay = times.delay(value.chunk, part.chunk)
                         needs.append(source.end + delay)
-                elif isinstance(slot.job, Check):
+                if isinstance(slot.job, Check):
                     needs.append(validated)
                 elif isinstance(slot.job, Step) and not checked:
                     needs.append(known)

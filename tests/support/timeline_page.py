@@ -8,6 +8,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
+from zbpp.core import Pair
 from zbpp.simulator.page import write_page
 
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.S)
@@ -71,12 +72,21 @@ def boxes_in(data, panel):
 
 def boxes_of_timeline(timeline):
     """The same of a timeline without sends, to be compared."""
-    lines = (*timeline.rows, *timeline.collectives)
+    pairs = [[s for s in row if isinstance(s.job, Pair)] for row in timeline.rows]
+    beside = timeline.collectives or (pairs if any(pairs) else ())
+    lines = (*timeline.rows, *beside)
     origin = min(slot.start for line in lines for slot in line)
     return [
-        [(str(slot.job), slot.start - origin, slot.end - origin) for slot in line]
+        [(_name(slot.job), slot.start - origin, slot.end - origin) for slot in line]
         for line in lines
     ]
+
+
+def _name(job):
+    """Of a pair a page has the numbers of its forward."""
+    if not isinstance(job, Pair):
+        return str(job)
+    return f"{job.forward.chunk}{job.kind}{job.forward.microbatch}"
 
 
 def same_boxes(found, expected):

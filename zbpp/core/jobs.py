@@ -28,8 +28,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from itertools import repeat
 from typing import ClassVar
 
+from zbpp.core.bulk import bulk_construct
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
@@ -453,7 +455,10 @@ def passes(kind: PassKind, chunk: int, n_microbatches: int) -> list[Pass]:
     >>> passes(PassKind.B, 3, 2) == [Pass(PassKind.B, 3, 0), Pass(PassKind.B, 3, 1)]
     True
     """
-    return [Pass(kind, chunk, i) for i in range(n_microbatches)]
+    n = n_microbatches
+    return bulk_construct(
+        Pass, n, kind=repeat(kind), chunk=repeat(chunk), microbatch=range(n)
+    )
 
 
 @dataclass(frozen=True, slots=True)

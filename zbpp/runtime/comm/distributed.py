@@ -220,7 +220,7 @@ class DistributedTransport(Messages):
         if self._has_failed or isinstance(error, PeerError):
             return
         if isinstance(error, NonFiniteError):
-            self.receive_rest(Check(self.stage))
+            self._receive_rest(Check(self.stage))
             return
         first = self._notes.report(error, self.doing)
         if ends:

@@ -199,7 +199,7 @@ class Messages:
             return tuple(tensors)
         return nested(tensors, spec.structure)
 
-    def receive_rest(self, job: Job) -> None:
+    def _receive_rest(self, job: Job) -> None:
         """Wait for all values that are posted, so that no sender is cut off."""
         for value in list(self._incoming):
             self.receive(value, job)
