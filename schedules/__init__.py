@@ -23,7 +23,6 @@ from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
 from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
 from zbpp.schedules.planner.layers.search import LayerPlan, Split, plan_split
 from zbpp.schedules.planner.search.plan import plan_placement, plan_wave
-from zbpp.schedules.planner.single_modes import plan_zb
 from zbpp.schedules.planner.solver import Certificate, certify
 
 __all__ = [
@@ -52,7 +51,6 @@ __all__ = [
     "plan_split",
     "plan_vpp",
     "plan_wave",
-    "plan_zb",
     "plan_zb_h1",
     "plan_zb_h2",
     "plan_zb_v",

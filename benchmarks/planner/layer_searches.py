@@ -11,6 +11,7 @@ random pipelines is the highest, and what the best of the others lacks.
 """
 
 import argparse
+import math
 import random
 import statistics
 import time
@@ -32,7 +33,7 @@ from zbpp.core import (
     Schedule,
     lower_bounds,
 )
-from zbpp.schedules import plan_placement, plan_recompute, plan_zb
+from zbpp.schedules import plan_placement, plan_recompute
 from zbpp.schedules.planner.layers import recompute, search
 
 SEARCHES: dict[str, dict[str, list[tuple[Any, str, Any]]]] = {
@@ -56,10 +57,15 @@ def planner(
     placement: Placement, m: int, costs: Costs, memory: MemoryModel, effort: str
 ) -> Schedule:
     """Plan one placement under the limit."""
-    sizes = {"n_microbatches": m, "costs": costs, "memory": memory, "effort": effort}
-    if placement.n_chunks == placement.n_stages:
-        return plan_zb(n_stages=placement.n_stages, **sizes)
-    return plan_placement(placement=placement, **sizes)
+    is_single = placement.n_chunks == placement.n_stages
+    return plan_placement(
+        placement=placement,
+        n_microbatches=m,
+        costs=costs,
+        memory=memory,
+        effort=effort,
+        default_limit=2 * placement.n_stages if is_single else math.inf,
+    )
 
 
 def random_layers(rng: random.Random, n: int, p: int, limit: float) -> LayerCosts:

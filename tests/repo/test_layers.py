@@ -199,7 +199,7 @@ def test_no_rooms_import_each_other_in_a_circle():
         ("zbpp.core.jobs", "from zbpp import planning"),
         ("zbpp.schedules.patterns.vpp", "from zbpp.simulator import simulate"),
         ("zbpp.schedules.patterns.vpp", "from zbpp.schedules.planner import limits"),
-        ("zbpp.schedules.passes.lower", "from zbpp.schedules import plan_zb"),
+        ("zbpp.schedules.passes.lower", "from zbpp.schedules import plan_zb_h1"),
         ("zbpp.schedules.planner.limits", "from zbpp.schedules.patterns import vpp"),
         ("zbpp.simulator.engine", "import zbpp.runtime.stage"),
         ("zbpp.runtime.stage", "from zbpp.planning import plan"),

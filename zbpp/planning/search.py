@@ -26,7 +26,7 @@ from zbpp.planning.answer import Plan
 from zbpp.planning.modes import AUTO, MODES, Mode
 from zbpp.planning.orders import within_limit
 from zbpp.planning.request import PlanRequest, count_chunks
-from zbpp.schedules import plan_placement, plan_zb
+from zbpp.schedules import plan_placement
 from zbpp.schedules.planner.figures import Contest
 from zbpp.schedules.planner.limits import capped
 from zbpp.schedules.planner.request import check_sizes
@@ -79,16 +79,6 @@ class Problem:
         default_limit: float = math.inf,
     ) -> Schedule:
         """Search the best order of a placement, see `plan_placement`."""
-        if _is_line(name, placement):
-            return plan_zb(
-                n_stages=placement.n_stages,
-                n_microbatches=self.n_microbatches,
-                costs=self.costs,
-                memory=self.memory,
-                effort=self.effort,
-                name=name,
-                memory_cap=memory_cap,
-            )
         return plan_placement(
             placement=placement,
             n_microbatches=self.n_microbatches,
@@ -140,10 +130,9 @@ class Problem:
             limited = self._limited(mode, placement)
             if mode is None or mode.order is None:
                 limits = limited.on(placement).limit
-                search = placement, limits, _is_line(name, placement)
-                if search in searched:
+                if (placement, limits) in searched:
                     return
-                searched.add(search)
+                searched.add((placement, limits))
             bound = lower_bound(placement, self.n_microbatches, self.costs, limited)
             if contest.best is not None and contest.is_out(bound):
                 least, best = f"{bound:.4g}", contest.best
@@ -214,11 +203,3 @@ def _has(mode: Mode, placement: Placement) -> bool:
     if mode.order is not None and mode.chunks is None and chunks == 1:
         return False  # VPP of one chunk a stage is 1F1B
     return mode.place(placement.n_stages, chunks) == placement
-
-
-def _is_line(name: str, placement: Placement) -> bool:
-    """True if the planner of one chunk a stage is asked.
-
-    ZBVPP has its one chunk planned as any number of them.
-    """
-    return placement.n_chunks == placement.n_stages and name != "ZBVPP"

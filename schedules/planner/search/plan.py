@@ -1,5 +1,17 @@
 """Plan any placement: one chunk a stage, the V, interleaved chunks, or any other.
 
+Two stages with one chunk each, four micro-batches, F = B = W = 1, for three memory
+limits in micro-batches of a stage:
+
+    limit 1  0 | F0 .  .  B0 W0 F1 .  .  B1 W1 F2 .  .  B2 W2 F3 .  .  B3 W3
+             1 | .  F0 B0 W0 .  .  F1 B1 W1 .  .  F2 B2 W2 .  .  F3 B3 W3
+
+    limit 2  0 | F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+             1 | .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+
+    limit 3  0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
+             1 | .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
 Two stages with two chunks each (placement 0 1 1 0), three micro-batches,
 F = B = W = 1 for each chunk, for three memory limits in micro-batches of a stage:
 

@@ -10,7 +10,7 @@ import pytest
 
 from zbpp.core import Costs, MemoryModel, Pass, Placement, lower_bound, lower_bounds
 from zbpp.planning import plan
-from zbpp.schedules import certify, plan_placement, plan_zb
+from zbpp.schedules import certify, plan_placement
 from zbpp.simulator import critical_path, makespan, simulate, span, work
 
 LINKS = (0.1, 1.5, 0.1)
@@ -41,13 +41,13 @@ def test_a_plan_for_equal_links_is_worse():
     """Control: links matter, and the planner heeds them."""
     memory = MemoryModel(limit=4)
     request = {"n_stages": 4, "n_microbatches": 12, "memory": memory}
-    blind = plan_zb(**request, costs=replace(COSTS, comm=0.0, loss=0.0))
-    aware = plan_zb(**request, costs=COSTS)
+    blind = plan("ZB", **request, costs=replace(COSTS, comm=0.0, loss=0.0))
+    aware = plan("ZB", **request, costs=COSTS)
     assert span(simulate(aware, COSTS)) < span(simulate(blind, COSTS))
 
 
 def test_the_last_stage_does_the_loss():
-    schedule = plan_zb(n_stages=4, n_microbatches=12, costs=COSTS)
+    schedule = plan("ZB", n_stages=4, n_microbatches=12, costs=COSTS)
     assert work(simulate(schedule, COSTS)) == pytest.approx(
         [32.4] * 3 + [12 * (2.7 + 0.3)]
     )
@@ -70,11 +70,11 @@ def test_the_graph_and_the_clock_agree_on_links(placement):
 def test_the_solver_knows_links_loss_and_joint_stages():
     costs = Costs(1.0, 1.0, 0.5, comm=(0.2, 0.7), loss=0.1, splits=(True, False, True))
     memory = MemoryModel(limit=2)
-    plan = plan_zb(n_stages=3, n_microbatches=3, costs=costs, memory=memory)
-    proof = certify(plan, costs, memory, seconds=100, workers=1)
+    schedule = plan("ZB", n_stages=3, n_microbatches=3, costs=costs, memory=memory)
+    proof = certify(schedule, costs, memory, seconds=100, workers=1)
     assert proof.is_optimal
     assert proof.span == pytest.approx(span(simulate(proof.schedule, costs)))
-    assert proof.span <= span(simulate(plan, costs)) * (1 + 1e-9)
+    assert proof.span <= span(simulate(schedule, costs)) * (1 + 1e-9)
 
 
 def test_stages_that_cannot_split_are_joint_in_every_planner():
@@ -99,8 +99,8 @@ def test_a_thousand_stages_with_unequal_links():
     p, m = 1000, 400
     links = tuple(rng.choice((0.02, 0.1, 0.5)) for _ in range(p - 1))
     costs, memory = Costs(comm=links, loss=0.2), MemoryModel(limit=p)
-    schedule = plan_zb(
-        n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
+    schedule = plan(
+        "ZB", n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
     )
     bound = lower_bound(schedule.placement, m, costs, memory)
     reached = span(simulate(schedule, costs))

@@ -18,12 +18,12 @@ from zbpp.core import (
     lower_bound,
     peaks,
 )
+from zbpp.planning import plan
 from zbpp.schedules import (
     plan_one_f_one_b,
     plan_placement,
     plan_vpp,
     plan_wave,
-    plan_zb,
     plan_zb_h1,
     plan_zb_h2,
 )
@@ -145,8 +145,13 @@ def test_a_plan_is_never_worse_than_a_hand_made_order_that_fits(seed):
     costs = Costs(*(tuple(rng.uniform(0.2, 2) for _ in range(p)) for _ in range(3)))
     for limit in (1, p / 2, p, 1.5 * p, 2 * p - 1):
         memory = MemoryModel(m_w=0.4, limit=max(1, limit))
-        planned = plan_zb(
-            n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"
+        planned = plan(
+            "ZB",
+            n_stages=p,
+            n_microbatches=m,
+            costs=costs,
+            memory=memory,
+            effort="fast",
         )
         for other in (plan_one_f_one_b, plan_zb_h1, plan_zb_h2):
             schedule = other(n_stages=p, n_microbatches=m)
@@ -191,7 +196,7 @@ def test_stages_that_differ_a_little_cost_little():
         rng = random.Random(seed)
         times = [tuple(rng.uniform(0.9, 1.1) for _ in range(8)) for _ in range(3)]
         costs, memory = Costs(*times), MemoryModel(limit=8)
-        schedule = plan_zb(n_stages=8, n_microbatches=24, costs=costs, memory=memory)
+        schedule = plan("ZB", n_stages=8, n_microbatches=24, costs=costs, memory=memory)
         bound = lower_bound(schedule.placement, 24, costs, memory)
         gaps.append(span(simulate(schedule, costs)) / bound - 1)
     assert sum(gaps) / len(gaps) <= 0.02
@@ -205,7 +210,7 @@ def test_more_memory_never_makes_a_plan_worse(model, step):
     before = math.inf
     for quarters in range(4, 81, step):
         memory = MemoryModel(1.0, 0.366, quarters / 4)
-        schedule = plan_zb(n_stages=8, n_microbatches=24, costs=costs, memory=memory)
+        schedule = plan("ZB", n_stages=8, n_microbatches=24, costs=costs, memory=memory)
         longest = span(simulate(schedule, costs))
         assert longest <= before * (1 + 1e-9), quarters
         before = longest

@@ -20,7 +20,6 @@ from zbpp.core import (
     replay,
 )
 from zbpp.planning import MODES, plan
-from zbpp.schedules import plan_zb
 from zbpp.schedules.planner.limits import needs
 from zbpp.schedules.planner.search.plan import plan_placement
 from zbpp.schedules.planner.search.problem import PlacementProblem
@@ -146,7 +145,7 @@ def test_planners_that_look_past_the_peaks_are_caught(monkeypatch):
     """Negative control of the check above."""
     memory = MemoryModel(m_b=1, m_w=0.5, peak_b=1.5, limit=3.5)
     request = {"n_stages": 3, "n_microbatches": 6, "memory": memory}
-    assert plan_zb(**request) and plan("ZBV", **request)
+    assert plan("ZB", **request) and plan("ZBV", **request)
     unaware = property(lambda problem: problem.limits)
     monkeypatch.setattr(PlacementProblem, "forward_limits", unaware)
     monkeypatch.setattr(PlacementProblem, "is_plain", property(lambda problem: True))
