@@ -253,11 +253,26 @@ class PlacementProblem:
             for peak, more, held in zip(peaks, self.beyond, whole, strict=True)
         )
         for quarters in range(math.ceil(4 * most * (1 - _ROUNDING)) - 1, 3, -1):
-            parts = zip(self.memory.limit, self.beyond, whole, strict=True)
-            limit = tuple(
-                min(limit, more + quarters / 4 * held) for limit, more, held in parts
-            )
-            yield replace(self, memory=replace(self.memory, limit=limit))
+            yield self._capped(quarters / 4)
+
+    def next_limits(self) -> list["PlacementProblem"]:
+        """The same under the next lower quarter of M_B, and the next whole one."""
+        whole = micro_batch(self.memory, self.placement)
+        parts = zip(self.memory.limit, self.beyond, whole, strict=True)
+        most = max(
+            (limit - more) / held if held else 0.0 for limit, more, held in parts
+        )
+        if not 1 < most < math.inf:
+            return []
+        caps = {(math.ceil(4 * most) - 1) / 4, math.ceil(most) - 1.0}
+        return [self._capped(max(1.0, cap)) for cap in sorted(caps)]
+
+    def _capped(self, cap: float) -> "PlacementProblem":
+        """The same with no more than so many M_B on any stage."""
+        whole = micro_batch(self.memory, self.placement)
+        parts = zip(self.memory.limit, self.beyond, whole, strict=True)
+        limit = tuple(min(limit, more + cap * held) for limit, more, held in parts)
+        return replace(self, memory=replace(self.memory, limit=limit))
 
     @gc_paused()
     def orders(self, rows: Rows) -> tuple[Order, ...]:
