@@ -60,6 +60,11 @@ class Placement:
         return len(self.stage_of)
 
     @cached_property
+    def n_beside(self) -> tuple[int, ...]:
+        """Number of chunks on the stage of each chunk, itself included."""
+        return tuple(len(self.chunks_of[stage]) for stage in self.stage_of)
+
+    @cached_property
     def chunks_of(self) -> tuple[tuple[int, ...], ...]:
         """The chunks of each stage, in forward order."""
         held: list[list[int]] = [[] for _ in range(self.n_stages)]

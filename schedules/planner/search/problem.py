@@ -246,31 +246,31 @@ class PlacementProblem:
 
     def lower_limits(self, rows: Rows) -> Iterator["PlacementProblem"]:
         """The same under less memory than some rows hold: all quarters of M_B below."""
-        whole = micro_batch(self.memory, self.placement)
-        peaks = [self.peak_of(row) for row in rows]
-        most = max(
-            (peak - more) / held if held > 0 else 0.0
-            for peak, more, held in zip(peaks, self.beyond, whole, strict=True)
-        )
+        most = self._in_microbatches([self.peak_of(row) for row in rows])
         for quarters in range(math.ceil(4 * most * (1 - _ROUNDING)) - 1, 3, -1):
             yield self._capped(quarters / 4)
 
     def next_limits(self) -> list["PlacementProblem"]:
         """The same under the next lower quarter of M_B, and the next whole one."""
-        whole = micro_batch(self.memory, self.placement)
-        parts = zip(self.memory.limit, self.beyond, whole, strict=True)
-        most = max(
-            (limit - more) / held if held else 0.0 for limit, more, held in parts
-        )
+        most = self._in_microbatches(self.memory.limit)
         if not 1 < most < math.inf:
             return []
         caps = {(math.ceil(4 * most) - 1) / 4, math.ceil(most) - 1.0}
         return [self._capped(max(1.0, cap)) for cap in sorted(caps)]
 
+    @cached_property
+    def _microbatch(self) -> list[float]:
+        """M_B of each stage."""
+        return micro_batch(self.memory, self.placement)
+
+    def _in_microbatches(self, amounts: Sequence[float]) -> float:
+        """The largest of the stages' amounts, in M_B of its stage."""
+        parts = zip(amounts, self.beyond, self._microbatch, strict=True)
+        return max((x - more) / held if held > 0 else 0.0 for x, more, held in parts)
+
     def _capped(self, cap: float) -> "PlacementProblem":
         """The same with no more than so many M_B on any stage."""
-        whole = micro_batch(self.memory, self.placement)
-        parts = zip(self.memory.limit, self.beyond, whole, strict=True)
+        parts = zip(self.memory.limit, self.beyond, self._microbatch, strict=True)
         limit = tuple(min(limit, more + cap * held) for limit, more, held in parts)
         return replace(self, memory=replace(self.memory, limit=limit))
 

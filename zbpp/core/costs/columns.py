@@ -97,9 +97,16 @@ def column(
     return field(default=default, metadata={"column": Column(per, is_memory, is_rate)})
 
 
+_COLUMNS: dict[type, dict[str, Column]] = {}
+"""By class: costs are made by the thousand where splits are searched."""
+
+
 def columns_of(table: type) -> dict[str, Column]:
     """The columns of a class, by name."""
-    return {x.name: x.metadata["column"] for x in fields(table) if x.metadata}
+    if table not in _COLUMNS:
+        columns = {x.name: x.metadata["column"] for x in fields(table) if x.metadata}
+        _COLUMNS[table] = columns
+    return _COLUMNS[table]
 
 
 def check_columns(costs: Any, *, n_layers: int = 0) -> None:
@@ -169,7 +176,7 @@ def per_chunk(name: str, value: PerChunk, placement: Placement) -> tuple[float, 
     Raises:
         RequestError: a list of another length.
     """
-    shares = [len(placement.chunks_of[stage]) for stage in placement.stage_of]
+    shares = placement.n_beside
     if not isinstance(value, tuple):
         return tuple(value / share for share in shares)
     if len(value) == placement.n_chunks:

@@ -95,16 +95,6 @@ class MemoryModel:
             RequestError: a list has a wrong length, or a peak is below what its pass
                 leaves.
         """
-        memory = self.memory_on(placement)
-        return memory if splits is None else memory.joined(placement, splits)
-
-    def memory_on(self, placement: Placement) -> "ChunkMemory":
-        """Give every chunk its share and every stage its limit.
-
-        Raises:
-            RequestError: a list has a wrong length, or a peak is below what its pass
-                leaves.
-        """
         m_b = per_chunk("m_b", self.m_b, placement)
         m_w = per_chunk("m_w", self.m_w, placement)
         rises = tuple(max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True))
@@ -119,7 +109,7 @@ class MemoryModel:
         given = self.peak_bw is not None
         fixed = per_chunk("m_fixed", self.m_fixed, placement)
         peak_o = per_chunk("peak_o", self.peak_o, placement)
-        return ChunkMemory(
+        memory = ChunkMemory(
             m_b=m_b,
             m_w=m_w,
             limit=per_stage(self.limit, placement),
@@ -130,6 +120,7 @@ class MemoryModel:
             peak_bw=self._peaks("peak_bw", none if given else in_turn, placement),
             peak_o=tuple(sum(peak_o[c] for c in own) for own in placement.chunks_of),
         )
+        return memory if splits is None else memory.joined(placement, splits)
 
     def without_limit(self) -> "MemoryModel":
         """Return the same memory with no limit."""

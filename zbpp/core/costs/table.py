@@ -13,7 +13,7 @@ each stage. `Costs.on` spreads them over the chunks of a placement, once.
 
 from dataclasses import dataclass, replace
 
-from zbpp.core.costs.columns import check_columns, check_memory_unit
+from zbpp.core.costs.columns import check_memory_unit
 from zbpp.core.costs.memory_model import ChunkMemory, MemoryModel
 from zbpp.core.costs.times import PassTimes, Times
 from zbpp.core.placement import Placement
@@ -32,8 +32,7 @@ class Costs(MemoryModel, Times):
 
     def __post_init__(self) -> None:
         check_memory_unit(self.memory_unit)
-        check_columns(self)
-        self.check_splits()
+        Times.__post_init__(self)
 
     def on(
         self, placement: Placement, splits: tuple[bool, ...] | None = None

@@ -75,14 +75,6 @@ class Times:
 
     def __post_init__(self) -> None:
         check_columns(self)
-        self.check_splits()
-
-    def check_splits(self) -> None:
-        """Refuse splits that are no booleans.
-
-        Raises:
-            RequestError: it names the stage.
-        """
         for stage, split in enumerate(self.splits or ()):
             if not isinstance(split, bool):
                 raise RequestError(
