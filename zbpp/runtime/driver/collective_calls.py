@@ -15,7 +15,7 @@ from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.loss import names_text
 from zbpp.runtime.microbatches import merge
-from zbpp.runtime.optim.decision import StepSums
+from zbpp.runtime.optim.decision import StepSums, StepVectorLayout
 
 __all__ = [
     "failures_told",
@@ -118,9 +118,7 @@ def learn_metrics(executors: Executors) -> StepSums | None:
     ]
     return StepSums(
         sums[0],
-        n_layers=0,
-        n_microbatches=first.stage.n_microbatches,
-        metrics=names,
+        StepVectorLayout(0, first.stage.n_microbatches, metrics=names),
         step=first.stage.step,
         peers=first.transport.peers,
     )
