@@ -173,8 +173,15 @@ def share_of_same_bits(optimizer: torch.optim.AdamW, way: Rollback) -> float:
 def peak_mib(options: Cost, way: str) -> float:
     """Largest resident memory of a process that steps and commits (Linux)."""
     command = [
-        *(sys.executable, __file__, "rollback", "--only", way),
-        *("--parameters", str(options.parameters), "--width", str(options.width)),
+        sys.executable,
+        __file__,
+        "rollback",
+        "--only",
+        way,
+        "--parameters",
+        str(options.parameters),
+        "--width",
+        str(options.width),
     ]
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(answer.stdout)
