@@ -268,6 +268,7 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
         transports = make_transports(
             *(self._programs, place, self.device),
             timeouts_s=(timeout_s, first_timeout_s),
+            stage_streams=stage_streams,
         )
         self._options = options = StageOptions(
             loss_fn=loss_fn,
@@ -279,7 +280,6 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             seed=seed,
             exact_sums=exact_sums,
             recompute=recomputed_layers(self.schedule, list(map(len, self.split))),
-            stage_streams=stage_streams,
             cuda_graphs=cuda_graphs,
             compile=check_compile(compile),
             shard=shard,

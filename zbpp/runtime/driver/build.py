@@ -12,13 +12,14 @@ from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Valu
 from zbpp.core.sharding import Shard
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.distributed import DistributedTransport
-from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport
+from zbpp.runtime.comm.transport import LocalHub, Transport
 from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.graphed.device import pools_on
 from zbpp.runtime.graphed.stage import GraphedStage
+from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
@@ -27,6 +28,7 @@ from zbpp.runtime.parallel.stage import bind_parallel
 from zbpp.runtime.partition import Model, build_chunks
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.support.fault_injection import fault_injector
 from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
@@ -47,7 +49,6 @@ class StageOptions:
     seed: int | None
     exact_sums: bool = True
     recompute: frozenset[int] = frozenset()
-    stage_streams: bool = False
     cuda_graphs: bool = False
     compile: Compiling = False
     shard: Shard = "none"
@@ -60,10 +61,14 @@ def make_transports(
     device: torch.device,
     *,
     timeouts_s: tuple[float, float],
+    stage_streams: bool = False,
 ) -> dict[int, Transport]:
     """The transports of this process's stages: its own, or where it is alone all."""
     if place.everyone is None or place.n_ranks == 1:
-        return dict(enumerate(LocalHub(len(programs)).transports()))
+        make_stream = None
+        if stage_streams and runs_ahead(device):
+            make_stream = partial(StageStream, device)
+        return dict(enumerate(LocalHub(len(programs)).transports(make_stream)))
     neighbours = [
         {i.peer for i in program if isinstance(i, Send)} for program in programs
     ]
@@ -144,12 +149,14 @@ def build_executors(
                 f"shard is {options.shard!r}, and layers share parameters, which can "
                 "only be replicated; give shard='none', or untie them"
             )
+        times = JobTimes(options.device)
         own, collectives = bind_parallel(
             own,
             place,
             options.shard,
             tied=shared,
             alternating=options.alternating_buffers,
+            now=times.now,
         )
         own = [compiled_chunk(chunk, options.compile) for chunk in own]
         make_stage: Callable[..., Stage] = Stage
@@ -166,6 +173,7 @@ def build_executors(
             recompute=options.recompute,
             ties=tied,
         )
+        inject_fault = fault_injector(place.rank, runner)
         share = StageOptimizer(
             runner,
             make_optimizer=options.optimizer,
@@ -174,18 +182,18 @@ def build_executors(
             own_name=options.own_name,
             background=transport.background,
             is_reporter=stage == 0,
+            inject_fault=inject_fault,
         )
-        executors[stage] = executor = Executor(
+        executors[stage] = Executor(
             runner,
             transport,
             share,
             stage_of=placement.stage_of,
-            rank=place.rank,
             collectives=collectives,
+            times=times,
+            stream=getattr(transport, "stream", None),
+            inject_fault=inject_fault,
         )
-        has_streams = options.stage_streams and runs_ahead(options.device)
-        if has_streams and isinstance(transport, LocalTransport):
-            executor.stream = transport.stream = StageStream(options.device)
     share_first_bits(executors, plan)
     return executors
 
