@@ -112,7 +112,8 @@ def build_ours(field: Field, schedule: Schedule, *, steps: bool) -> Ours:
     known = costs_of(request)
     if request.emulate is not None and known is not None:
         pipeline = emulated_pipeline(
-            *(schedule, known[0]),
+            schedule,
+            known[0],
             timeout_s=request.timeout_s,
             post_validation=schedule.runs(PassKind.W),
         )

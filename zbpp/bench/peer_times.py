@@ -87,7 +87,10 @@ class PeerTimes:
         steps, error_s = gather_slots({self._stage: self.clock.steps(n)}, gather)
         return [
             Timeline(
-                *(name, placement, n_microbatches, tuple(map(tuple, step))),
+                name,
+                placement,
+                n_microbatches,
+                tuple(map(tuple, step)),
                 clock_error=error_s,
             )
             for step in steps

@@ -129,7 +129,8 @@ def emulate(
         schedule, costs = _split(schedule, layers)
     costs = costs or Costs()
     pipeline = emulated_pipeline(
-        *(schedule, costs),
+        schedule,
+        costs,
         layers=layers,
         timeout_s=timeout_s,
         post_validation=post_validation,

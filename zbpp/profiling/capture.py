@@ -100,7 +100,9 @@ def stage_like(
     )
 
 
-def begin(stage: Stage, given: Given, *, step: int, n_microbatches: int) -> None:
+def begin(
+    stage: Stage | Executor, given: Given, *, step: int, n_microbatches: int
+) -> None:
     """Start a step of the same micro-batch over and over."""
     inputs, targets = given.inputs, given.targets
     each = range(n_microbatches)

@@ -27,7 +27,6 @@ from zbpp.core import (
     Costs,
     LayerCosts,
     LimitError,
-    MemoryModel,
     Pass,
     PassKind,
     Placement,
@@ -72,9 +71,9 @@ _MOST_DRAWS = 1600  # known splits, and too long ones, included
 
 
 class SplitPlanner(Protocol):
-    """A mode with its sizes: a schedule for the costs and memory of chunks."""
+    """A mode with its sizes: a schedule for the costs of chunks."""
 
-    def __call__(self, costs: Costs, memory: MemoryModel, effort: str) -> Schedule:
+    def __call__(self, costs: Costs, effort: str) -> Schedule:
         """Plan.
 
         Raises:
@@ -89,8 +88,6 @@ class LayerPlan:
     schedule: Schedule
     """With ``split`` and ``recompute`` in it."""
     costs: Costs
-    """Of the chunks."""
-    memory: MemoryModel
     """Of the chunks."""
     split: tuple[int, ...]
     """Layers of each chunk."""
@@ -143,7 +140,6 @@ class Trial(PlanFigures):
     choice: Choice
     schedule: Schedule
     costs: Costs
-    memory: MemoryModel
     names = "step", "barrier_step", "peak"
 
 
@@ -206,9 +202,9 @@ class Trials:
         return self._done[key]
 
     def _plan(self, choice: Choice, effort: str) -> Trial | None:
-        costs, memory = self._on_chunks(choice)
+        costs = self._on_chunks(choice)
         try:
-            return Trial(choice, self._planner(costs, memory, effort), costs, memory)
+            return Trial(choice, self._planner(costs, effort), costs)
         except LimitError as error:
             self._error = error
             return None
@@ -265,14 +261,13 @@ class Trials:
         return self._bounds[choice]
 
     def _bound(self, choice: Choice) -> float:
-        costs, memory = self._on_chunks(choice)
-        sizes = self.placement, self.n_microbatches
+        costs, m = self._on_chunks(choice), self.n_microbatches
         try:
-            check_one_fits("split", self.placement, memory, self.n_microbatches)
+            check_one_fits("split", self.placement, costs, m)
         except LimitError:
             return math.inf
         load = self.loads(choice.recompute).largest(choice.split)
-        return max(load, lower_bound(*sizes, costs, memory))
+        return max(load, lower_bound(self.placement, m, costs, costs))
 
     def by_bound(self, choices: Iterable[Choice], budget: Budget) -> list[Choice]:
         """Sort by lower bounds, as far as the budget reaches; equal ones keep order."""
@@ -286,8 +281,8 @@ class Trials:
 
     def in_flight(self, choice: Choice) -> list[int]:
         """Micro-batches that each chunk holds at most where no memory limit is."""
-        costs, memory = self._on_chunks(choice)
-        plan = self._planner(costs, memory.without_limit(), "fast")
+        costs = replace(self._on_chunks(choice), limit=None)
+        plan = self._planner(costs, "fast")
         most = [0] * self.placement.n_chunks
         for order in plan.orders:
             held = dict.fromkeys(range(len(most)), 0)
@@ -297,9 +292,10 @@ class Trials:
                     most[job.chunk] = max(most[job.chunk], held[job.chunk])
         return most
 
-    def _on_chunks(self, choice: Choice) -> tuple[Costs, MemoryModel]:
+    def _on_chunks(self, choice: Choice) -> Costs:
         split, recompute = choice
-        return self.layers.on(self.placement, split, recompute=recompute)
+        costs, memory = self.layers.on(self.placement, split, recompute=recompute)
+        return costs.with_memory(memory)
 
 
 Neighbours = Callable[[Trial], Iterable[Choice]]
@@ -509,7 +505,6 @@ def finished(trials: Trials, best: Trial, effort: str) -> LayerPlan:
     return LayerPlan(
         schedule=schedule,
         costs=best.costs,
-        memory=best.memory,
         split=split,
         recompute=recompute,
         step=best.step,

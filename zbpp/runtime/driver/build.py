@@ -11,12 +11,13 @@ from torch import nn
 from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Value, What
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.distributed import DistributedTransport
-from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport
+from zbpp.runtime.comm.transport import LocalHub, Transport
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.graphed.device import pools_on
 from zbpp.runtime.graphed.stage import GraphedStage
+from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
@@ -26,6 +27,7 @@ from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.support.fault_injection import fault_injector
 from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
@@ -63,7 +65,10 @@ def make_transports(
 ) -> dict[int, Transport]:
     """The transports of this process's stages: its own, or where it is alone all."""
     if place.everyone is None or place.n_ranks == 1:
-        return dict(enumerate(LocalHub(len(programs)).transports()))
+        make_stream = None
+        if execution.stage_streams and runs_ahead(device):
+            make_stream = partial(StageStream, device)
+        return dict(enumerate(LocalHub(len(programs)).transports(make_stream)))
     neighbours = [
         {i.peer for i in program if isinstance(i, Send)} for program in programs
     ]
@@ -148,12 +153,14 @@ def build_executors(
                 f"shard is {shard!r}, and layers share parameters, which can "
                 "only be replicated; give shard='none', or untie them"
             )
+        times = JobTimes(options.device)
         own, collectives = bind_parallel(
             own,
             place,
             shard,
             tied=shared,
             alternating=options.replicas.alternating_buffers,
+            now=times.now,
         )
         own = [compiled_chunk(chunk, execution.compile) for chunk in own]
         make_stage: Callable[..., Stage] = Stage
@@ -170,6 +177,7 @@ def build_executors(
             recompute=options.recompute,
             ties=tied,
         )
+        inject_fault = fault_injector(place.rank, runner)
         share = StageOptimizer(
             runner,
             make_optimizer=options.optimizer,
@@ -178,18 +186,18 @@ def build_executors(
             own_name=options.own_name,
             background=transport.background,
             is_reporter=stage == 0,
+            inject_fault=inject_fault,
         )
-        executors[stage] = executor = Executor(
+        executors[stage] = Executor(
             runner,
             transport,
             share,
             stage_of=placement.stage_of,
-            rank=place.rank,
             collectives=collectives,
+            times=times,
+            stream=getattr(transport, "stream", None),
+            inject_fault=inject_fault,
         )
-        has_streams = execution.stage_streams and runs_ahead(options.device)
-        if has_streams and isinstance(transport, LocalTransport):
-            executor.stream = transport.stream = StageStream(options.device)
     share_first_bits(executors, plan)
     return executors
 
