@@ -94,9 +94,9 @@ def stage_like(
         n_chunks=n_chunks,
         loss_fn=loss_fn or options.loss_fn,
         device=options.device,
-        autocast=options.autocast,
-        seed=options.seed,
-        exact_sums=options.exact_sums,
+        autocast=options.numerics.autocast,
+        seed=options.numerics.seed,
+        exact_sums=options.numerics.exact_sums,
     )
 
 

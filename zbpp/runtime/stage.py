@@ -170,11 +170,6 @@ class Stage:
         for chunk, one in watches.items():
             self._orders[chunk].listen(self.n_microbatches, one)
 
-    @property
-    def n_in_flight(self) -> int:
-        """Forwards whose backward is not done."""
-        return len(self._saved)
-
     def discard(self) -> None:
         """Forget the forwards so far; they will run once more."""
         self._saved.clear()
