@@ -109,8 +109,8 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             schedule splits the backward or has V's. The results are the same.
         rollback: how a step is rolled back: ``"deferred"``, with a copy of parameters
             and a second step; ``"snapshot"``, with one of the optimizer state as well;
-            ``"compiled"``: deferred, parameters first and alone, by a compiled kernel
-            (fused Adam, AdamW); ``"auto"``: that on CPUs, from 2**25 parameters on.
+            ``"auto"``: deferred wherever the optimizer is one of torch's that steps
+            each parameter by itself.
         patience: when steps become speculative, or give way to a barrier again.
         max_consecutive_skips: with an Inf or NaN gradient, before the run ends.
         loss_scale: of fp16 gradients: a number, or a `LossScaler`.
