@@ -10,8 +10,6 @@ from outcomes import difference
 
 from zbpp.runtime.replay import Replay
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:

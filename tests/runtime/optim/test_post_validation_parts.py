@@ -17,8 +17,6 @@ from zbpp.runtime.optim.rollback import DeferredStep, SnapshotStep
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer, StepState
 from zbpp.runtime.replay import Replay
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
@@ -60,7 +58,7 @@ def _run_with_values_of_now(self: GroupValues, action: Callable[[], object]) -> 
 
 
 def _rewind_without_buffers(self: Replay) -> None:
-    self._replays = True
+    self._is_rewound = True
     self._stage.discard()
 
 

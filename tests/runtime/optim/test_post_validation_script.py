@@ -16,8 +16,6 @@ from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.optim.rollback import DeferredStep
 from zbpp.simulator import bubble_rate
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:

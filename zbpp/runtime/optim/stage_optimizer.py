@@ -12,7 +12,7 @@ the decision are therefore the same bits on every stage, for any number of stage
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -42,6 +42,7 @@ from zbpp.runtime.optim.step_state import History, StepRules
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.errors import NonFiniteError, torn_step
+from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.sharded import is_sharded, sum_partial
 
 __all__ = ["MakeOptimizer", "StageOptimizer", "StepState", "clip_factor"]
@@ -101,6 +102,7 @@ class StageOptimizer:
         rules: how steps are taken.
         own_name: the model's own names of parameters.
         is_reporter: this stage logs what concerns all stages.
+        inject_fault: called with the name of what comes now, for faults on demand.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class StageOptimizer:
         rules: StepRules,
         own_name: OwnName,
         is_reporter: bool = False,
+        inject_fault: InjectFault = no_fault,
     ) -> None:
         self._stage = stage
         self._clip = rules.clip_grad_norm
@@ -135,8 +138,7 @@ class StageOptimizer:
         """Found at O, and raised at V, where all stages find it."""
         self.result: StepResult | None = None
         """Of the last step."""
-        self.inject_fault: Callable[[str], None] = _no_fault
-        """Called with the name of what comes now, for faults on demand."""
+        self._inject_fault = inject_fault
 
     # In the order of a step.
 
@@ -155,9 +157,6 @@ class StageOptimizer:
         if self.history.scaler is not None:
             self._stage.loss_scale = self.history.scaler.scale
         self._finder = NonFiniteFinder(self._stage) if self.history.searches else None
-
-    def before_gradients(self) -> None:
-        """Nothing is left to do: V has done it."""
 
     def reduce(self, transport: Transport) -> None:
         """Start the sum of norms and losses over all stages."""
@@ -320,7 +319,7 @@ class StageOptimizer:
         if not optimizers:
             return
         if pending.has_stepped and not decision.requires_rollback:
-            self.inject_fault("commit")
+            self._inject_fault("commit")
             with self._tearing():
                 optimizers.commit()
                 optimizers.zero_grad()
@@ -330,9 +329,9 @@ class StageOptimizer:
         for parameter, gradient in pending.gradients:
             parameter.grad = gradient
         if pending.has_stepped:
-            self.inject_fault("undo")
+            self._inject_fault("undo")
             optimizers.undo()
-        self.inject_fault("redo")
+        self._inject_fault("redo")
         with self._tearing():
             multiply_gradients(optimizers.parameters(), decision.factor)
             optimizers.step(pending.groups, skipped=decision.skipped)
@@ -350,7 +349,3 @@ class StageOptimizer:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-
-def _no_fault(name: str) -> None:
-    """No fault is asked for."""
