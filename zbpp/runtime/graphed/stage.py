@@ -14,7 +14,7 @@ from typing import Any
 
 from zbpp.core import RequestError
 from zbpp.runtime.backward.accumulate import MicrobatchGraph
-from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.graphed.device import MakePool
 from zbpp.runtime.graphed.fitness import (
@@ -158,7 +158,7 @@ class GraphedStage(Stage):
             graphs.identity = identity_of(self.chunks[chunk])
             graphs.n_recorded += 1
             # leaves' nodes know the stream that they were made on: make new ones
-            self._orders[chunk].plans = PlanMemory()
+            self._orders[chunk].plans = SplitPlanCache()
         free = graphs.free.setdefault(kind, [])
         slot = free.pop() if free else None
         if slot is None:
