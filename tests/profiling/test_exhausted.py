@@ -5,7 +5,7 @@ import torch
 from small_model import batch, build, make_pipeline
 from torch import Tensor, nn
 
-from zbpp.core import MemoryModel, Placement, format_bytes
+from zbpp.core import Costs, Placement, format_bytes
 from zbpp.pipeline.exhausted import Room, explain, largest_that_fits
 from zbpp.planning import plan
 from zbpp.planning.search import Problem
@@ -66,9 +66,7 @@ def test_the_error_names_what_is_held_and_what_needs_less(error: Exception) -> N
 
 
 def test_a_memory_model_in_bytes_gives_the_estimate_beside_it() -> None:
-    memory = MemoryModel(
-        m_b=3 * 2.0**20, m_w=2.0**20, m_fixed=2.0**30, memory_unit="bytes"
-    )
+    memory = Costs(m_b=3 * 2.0**20, m_w=2.0**20, m_fixed=2.0**30, memory_unit="bytes")
     notes = notes_of(torch.OutOfMemoryError("no"), "1F1B", memory=memory)
     assert "estimated for 1F1B: stage 0 1.01 GiB" in notes
 
@@ -77,7 +75,7 @@ MIB = 2.0**20
 
 
 def test_a_smaller_micro_batch_that_fits_is_told() -> None:
-    memory = MemoryModel(
+    memory = Costs(
         m_b=30 * MIB,
         m_w=15 * MIB,
         m_fixed=30 * MIB,
@@ -102,16 +100,14 @@ def test_nothing_is_planned_while_other_stages_wait(
     schedule = plan("ZBH2", n_stages=3, n_microbatches=6)
 
     monkeypatch.setattr(Problem, "plan", None)  # it would be an error to call it
-    memory = MemoryModel(
-        m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB, memory_unit="bytes"
-    )
+    memory = Costs(m_b=30 * MIB, m_w=15 * MIB, m_fixed=30 * MIB, memory_unit="bytes")
     held = [Held(0, 100, 100, 200, 0, 2400.0, 2, exact=True)]
     text = explain(held, schedule, memory, room=Room(100 * MIB, 8))
     assert "VMin (at most 2 forwards in flight" in text
 
 
 def test_an_error_tells_what_fits_the_limit() -> None:
-    memory = MemoryModel(
+    memory = Costs(
         m_b=30 * MIB,
         m_w=15 * MIB,
         m_fixed=30 * MIB,

@@ -9,12 +9,13 @@ instead     modes that promise fewer forwards in flight; smaller micro-batches
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from zbpp.core import MemoryModel, PassKind, Schedule, format_bytes, peaks
+from zbpp.core import Costs, MemoryModel, PassKind, Schedule, format_bytes, peaks
+from zbpp.core.costs.columns import columns_of
 from zbpp.core.costs.units import is_in_bytes
 from zbpp.memory.api import most_that_fits
 from zbpp.planning import Plan
@@ -27,7 +28,7 @@ from zbpp.runtime.support.devices import runs_ahead
 __all__ = ["Room", "explain", "largest_that_fits", "memory_explained"]
 
 
-_CONSTANT = ("limit", "m_fixed", "peak_o", "memory_unit")
+_CONSTANT = ("limit", "m_fixed", "peak_o")
 _PARTS = 1000
 """Of a micro-batch whose samples are not known."""
 
@@ -68,19 +69,19 @@ def memory_explained(
                 explain(
                     held,
                     replace(schedule, split=plan.split),
-                    plan.memory,
-                    room=_room(executors, held, plan.memory),
+                    plan.costs,
+                    room=_room(executors, held, plan.costs),
                 )
             )
         raise
 
 
 def _room(
-    executors: Mapping[int, Executor], held: list[Held], memory: MemoryModel
+    executors: Mapping[int, Executor], held: list[Held], costs: Costs
 ) -> Room | None:
     """The limit that was planned for, or what the GPU has; None: neither is known."""
     stages = [one.stage for one in executors.values()]
-    limit = memory.limit
+    limit = costs.limit
     known: float | None = min(limit) if isinstance(limit, tuple) else limit
     if known is None and runs_ahead(stages[0].device):
         known = torch.accelerator.get_memory_info(stages[0].device)[1]
@@ -94,7 +95,7 @@ def _room(
 def explain(
     held: list[Held],
     schedule: Schedule,
-    memory: MemoryModel | None = None,
+    costs: Costs | None = None,
     *,
     room: Room | None = None,
 ) -> str:
@@ -103,25 +104,25 @@ def explain(
     Args:
         held: of the stages of this process.
         schedule: that has run.
-        memory: of its chunks, in bytes; None, or another unit: there is no estimate.
+        costs: of its chunks; None, or memory not in bytes: there is no estimate.
         room: that stages have; None: nothing is said of what fits.
     """
     stages = [one.stage for one in held]
     lines = ["out of memory: " + "; ".join(one.text for one in held)]
-    if memory is not None and is_in_bytes(memory):
-        most = peaks(schedule.orders, memory.on(schedule.placement))
+    if costs is not None and is_in_bytes(costs):
+        most = peaks(schedule.orders, costs.on(schedule.placement))
         estimated = ", ".join(f"stage {s} {format_bytes(most[s])}" for s in stages)
         lines.append(f"estimated for {schedule.name}: {estimated}")
-        if room is not None and (fits := _smaller(schedule, memory, room)):
+        if room is not None and (fits := _smaller(schedule, costs, room)):
             lines.append(fits)
     lines.append(_instead(held, schedule))
     return "\n".join(lines)
 
 
-def _smaller(schedule: Schedule, memory: MemoryModel, room: Room) -> str:
+def _smaller(schedule: Schedule, costs: Costs, room: Room) -> str:
     """Say which micro-batches would have fitted by the estimate; empty if none."""
     whole = room.samples or _PARTS
-    most = largest_that_fits(schedule, memory, room.bytes, whole)
+    most = largest_that_fits(schedule, costs, room.bytes, whole)
     if not 0 < most < whole:
         return ""
     size = (
@@ -136,13 +137,13 @@ def _smaller(schedule: Schedule, memory: MemoryModel, room: Room) -> str:
 
 
 def largest_that_fits(
-    schedule: Schedule, memory: MemoryModel, limit: float, samples: int
+    schedule: Schedule, costs: Costs, limit: float, samples: int
 ) -> int:
     """The most samples of a micro-batch with which the same orders fit; 0: none.
 
     Args:
         schedule: its orders.
-        memory: of its chunks, for ``samples`` in a micro-batch.
+        costs: of its chunks, for ``samples`` in a micro-batch.
         limit: bytes of a stage.
         samples: of a micro-batch; no more are tried.
     """
@@ -150,14 +151,14 @@ def largest_that_fits(
     def need(n: int) -> float:
         if n > samples:
             return math.inf
-        held = _with_share(memory, n / samples).on(schedule.placement)
+        held = _with_share(costs, n / samples).on(schedule.placement)
         return max(peaks(schedule.orders, held))
 
     return most_that_fits(need, limit, samples)
 
 
-def _with_share(memory: MemoryModel, share: float) -> MemoryModel:
-    """Memory with a micro-batch of a share of the samples, without a limit."""
+def _with_share(costs: Costs, share: float) -> Costs:
+    """Costs of a micro-batch with a share of the samples' memory, without a limit."""
 
     def scaled(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
         if isinstance(value, tuple):
@@ -165,12 +166,11 @@ def _with_share(memory: MemoryModel, share: float) -> MemoryModel:
         return share * value
 
     smaller: dict[str, Any] = {
-        field.name: scaled(value)
-        for field in fields(memory)
-        if field.name not in _CONSTANT
-        and (value := getattr(memory, field.name)) is not None
+        name: scaled(value)
+        for name in columns_of(MemoryModel)
+        if name not in _CONSTANT and (value := getattr(costs, name)) is not None
     }
-    return replace(memory, limit=None, **smaller)
+    return replace(costs, limit=None, **smaller)
 
 
 def _instead(held: list[Held], schedule: Schedule) -> str:
@@ -204,5 +204,5 @@ def _instead(held: list[Held], schedule: Schedule) -> str:
 def _in_flight(schedule: Schedule) -> list[float]:
     """The most forwards in flight, in those of a whole stage, backward not begun."""
     m_w = 0.0 if schedule.runs(PassKind.BW) else 0.5
-    kept_by_b = MemoryModel(m_b=1.0, m_w=m_w)
+    kept_by_b = Costs(m_b=1.0, m_w=m_w)
     return peaks(schedule.orders, kept_by_b.on(schedule.placement))

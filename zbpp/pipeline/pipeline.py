@@ -42,7 +42,6 @@ from zbpp.planning.pipelines import (
     LayersOf,
     choose_validation,
     costs_or_layers,
-    memory_model,
     plan_pipeline,
 )
 from zbpp.runtime.comm.process_group import initialise, own_device
@@ -210,7 +209,6 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
         self.layered = layered_of(model, n_layers)
         self.n_layers = self.layered.n_layers
         loss_fn = loss_of(self.layered, loss_fn)
-        memory = memory_model(memory)
         if example is not None and layers is None:
             layers = measure_example(
                 partial(
@@ -311,10 +309,10 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             *(self.optimizers, self._lifecycle.synchronize),
         )
         self._watcher = make_watcher(
-            *(watch, is_auto(schedule), self.schedule, plan.known_costs),
-            memory=plan.memory,
+            *(watch, is_auto(schedule), self.schedule, plan.costs),
+            has_costs=plan.has_costs,
         )
-        self.memory = plan.memory
+        self.memory = plan.costs
         asked = (schedule_text(self.schedule), self.split, rules, autocast, compile)
         all_asked = (*asked, seed, first_step, exact_sums)
         check_agreement(self._executors, all_asked, self._ties)

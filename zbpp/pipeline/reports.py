@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,7 +203,8 @@ class Reports:
 
         Args:
             costs: in ms; None: those of the same steps.
-            memory: in bytes, see `zbpp.memory`; None: none is predicted.
+            memory: in bytes, see `zbpp.memory`; None: that of the costs, if they are
+                in bytes.
             n: last steps that count; what the script does between them is in their
                 time.
 
@@ -215,13 +217,16 @@ class Reports:
         if not side_by_side:  # they share the process: no stage's memory is known
             own = dict.fromkeys(own)
         held = {s: one for part in self.gather(own) for s, one in part.items()}
+        given = costs is not None
+        costs = costs or self.measured_costs(n, joint=True)
+        if memory is not None:
+            costs = replace(costs.with_memory(memory), memory_unit="bytes")
         return predict(
             self.schedule,
             timelines,
-            costs or self.measured_costs(n, joint=True),
-            memory,
+            costs,
             held=[held[stage] for stage in sorted(held)],
-            given=costs is not None,
+            given=given,
             side_by_side=side_by_side,
         )
 

@@ -63,7 +63,7 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
     same = {"data": data, **model.about()}
     saver = RunSaver(pipeline, options, same=same, samples=windows)
     about_start = saver.resume()
-    costs = pipeline.chosen.known_costs or costs_of(options, schedule)[0]
+    costs = pipeline.chosen.known_costs or costs_of(options, schedule)
     recorder = Recorder(
         enabled=pipeline.rank == 0,
         steps=options.steps or 0,
@@ -266,7 +266,7 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
     """
     planned, memory = None, None
     if measures_first(options) and not pipeline.n_switches:
-        planned, memory = pipeline.chosen.costs, pipeline.chosen.memory
+        planned = memory = pipeline.chosen.costs
     is_long = pipeline.gather(recorder.seconds >= _LONG_S)[0]
     if memory is None and (options.costs_out is not None or is_long):
         if pipeline.rank == 0:
@@ -278,7 +278,7 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
         if pipeline.rank == 0:
             assert memory is not None
             with recorder.writing(f"--costs_out {options.costs_out}"):
-                write_costs(costs, memory, options.costs_out)
+                write_costs(costs.with_memory(memory), options.costs_out)
     prediction = pipeline.prediction(planned, memory, n=_WINDOW)
     recorder.say(prediction.line)
     return prediction
