@@ -106,9 +106,18 @@ class Emulated:
 
     def _measure(self, layers: Path, plan: Path, metrics: Path) -> None:
         words = [
-            *("train", "--emulate", layers, "--steps", self.steps),
-            *("--pipeline_schedule_mode", plan, "--metrics", metrics),
-            *("--timeout_s", 300, "--enable_optimizer_post_validation"),
+            "train",
+            "--emulate",
+            layers,
+            "--steps",
+            self.steps,
+            "--pipeline_schedule_mode",
+            plan,
+            "--metrics",
+            metrics,
+            "--timeout_s",
+            300,
+            "--enable_optimizer_post_validation",
         ]
         command = [sys.executable, "-m", "zbpp", *map(str, words)]
         subprocess.run(command, check=True, capture_output=True)
@@ -147,7 +156,8 @@ def compute(options: Real, mode: str, file: str) -> None:
     tokens = torch.randint(256, (m * options.samples, options.seq + 1))
     batch = tokens[:, :-1], tokens[:, 1:]
     build: Callable[..., Pipeline] = partial(
-        *(Pipeline, partial(build_layers, model)),
+        Pipeline,
+        partial(build_layers, model),
         n_layers=model.n_layers,
         loss_fn=cross_entropy,
         optimizer=lambda ps: torch.optim.AdamW(ps, fused=True),

@@ -179,8 +179,12 @@ class Possible:
                     least = balance(layers, found.schedule.placement, 3 * p)
                     assert least.is_proved
                     table.add_row(
-                        *(str(p), str(n), mode, f"{found.even_step:.5g}"),
-                        *(f"{found.step:.5g}", f"{least.load:.5g}"),
+                        str(p),
+                        str(n),
+                        mode,
+                        f"{found.even_step:.5g}",
+                        f"{found.step:.5g}",
+                        f"{least.load:.5g}",
                         f"{1 - found.step / found.even_step:.1%}",
                         f"{1 - least.load / found.even_step:.1%}",
                     )
@@ -261,16 +265,34 @@ class Emulated:
         for kind in found:
             split = "even" if kind == "even" else "balanced"
             self._command(
-                *("plan", "--layers", path, "--split", split, "--stages", self.stages),
-                *("--microbatches", m, "--pipeline_schedule_mode", mode),
-                *("--out", folder / f"{kind}.json"),
+                "plan",
+                "--layers",
+                path,
+                "--split",
+                split,
+                "--stages",
+                self.stages,
+                "--microbatches",
+                m,
+                "--pipeline_schedule_mode",
+                mode,
+                "--out",
+                folder / f"{kind}.json",
             )
         for _ in range(self.runs):
             for kind, runs in found.items():
                 self._command(
-                    *("train", "--emulate", path, "--steps", self.steps),
-                    *("--pipeline_schedule_mode", folder / f"{kind}.json"),
-                    *("--metrics", metrics, "--timeout_s", 300),
+                    "train",
+                    "--emulate",
+                    path,
+                    "--steps",
+                    self.steps,
+                    "--pipeline_schedule_mode",
+                    folder / f"{kind}.json",
+                    "--metrics",
+                    metrics,
+                    "--timeout_s",
+                    300,
                     "--enable_optimizer_post_validation",
                 )
                 runs.append(json.loads(metrics.read_text()))

@@ -241,7 +241,8 @@ def main() -> None:
         table.add_column(column, justify="right")
     for mode, runs in found.items():
         table.add_row(
-            *(mode, f"{runs[0]['simulated_ms']:.0f}"),
+            mode,
+            f"{runs[0]['simulated_ms']:.0f}",
             *(spread_of([run[way] for run in runs]) for way in ("ours", "bare")),
             *(spread_of([r[way] - r["bare"] for r in runs]) for way in more),
         )

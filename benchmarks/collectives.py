@@ -101,10 +101,12 @@ def main() -> None:
         (_, simulated), (_, late) = runs[0]["planned"], runs[0]["at end"]
         gains = [one["at end"][0] - one["planned"][0] for one in runs]
         table.add_row(
-            *(mode, f"{simulated:.0f}"),
+            mode,
+            f"{simulated:.0f}",
             spread_of([one["planned"][0] / simulated for one in runs]),
             spread_of([one["at end"][0] / late for one in runs]),
-            *(f"{late - simulated:.0f}", spread_of(gains)),
+            f"{late - simulated:.0f}",
+            spread_of(gains),
         )
     Console(width=110).print(table)
 

@@ -39,7 +39,10 @@ def paper(limit: float, *, whole: bool, chunks: int) -> LayerCosts:
     """Layers of all stages; whole: a chunk is one layer, recomputed as a whole."""
     n = chunks if whole else LAYERS
     return LayerCosts(
-        *(P * n, F / n, B / n, W / n),
+        P * n,
+        F / n,
+        B / n,
+        W / n,
         m_b=1 / n,
         m_w=M_W / n,
         m_r=M_R / n,

@@ -80,8 +80,14 @@ def measure(sizes: Sizes) -> list[Table]:
             "A step lasts from the last end of one to that of the next, by events; "
             "simulated with the jobs' times, and an optimizer that takes none.",
             [
-                *("stages", "mode", "job, ms", "step, ms", "simulated, ms"),
-                *("measured / simulated", "bubble measured", "bubble simulated"),
+                "stages",
+                "mode",
+                "job, ms",
+                "step, ms",
+                "simulated, ms",
+                "measured / simulated",
+                "bubble measured",
+                "bubble simulated",
             ],
             [row for p in stages for row in _spinning(p, sizes)],
         ),

@@ -41,8 +41,14 @@ def measure(sizes: Sizes) -> list[Table]:
             "Each of B and W issued in a row, behind a kernel that lets the host run "
             "ahead. Time of the device by events, of the host by its thread.",
             [
-                *("model", "split", "device (B+W)/full", "lower quartile", "upper"),
-                *("host (B+W)/full", "lower quartile", "upper"),
+                "model",
+                "split",
+                "device (B+W)/full",
+                "lower quartile",
+                "upper",
+                "host (B+W)/full",
+                "lower quartile",
+                "upper",
             ],
             rows,
         )

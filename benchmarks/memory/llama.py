@@ -12,8 +12,13 @@ from torch.nn import functional
 __all__ = ["build"]
 
 WIDTH, HIDDEN, HEADS, KEYS, VOCABULARY, N_BLOCKS, SEQ = (
-    *(8192, 28672, 64, 8, 128256),
-    *(80, 4096),
+    8192,
+    28672,
+    64,
+    8,
+    128256,
+    80,
+    4096,
 )
 
 

@@ -40,9 +40,14 @@ from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.torch_internals import hooked_passes
 
 CONTENDERS = (
-    *("zbpp:1F1B", "torch:1F1B"),
-    *("zbpp:ZBH1", "zbpp:ZBH1, barrier", "torch:InterleavedZeroBubble"),
-    *("zbpp:ZBV", "zbpp:ZBV, barrier", "torch:ZBVZeroBubble"),
+    "zbpp:1F1B",
+    "torch:1F1B",
+    "zbpp:ZBH1",
+    "zbpp:ZBH1, barrier",
+    "torch:InterleavedZeroBubble",
+    "zbpp:ZBV",
+    "zbpp:ZBV, barrier",
+    "torch:ZBVZeroBubble",
 )
 STEPS = 3
 RANGE = re.compile(r"(last )?step|[0-9]+(F|BW|B|W)[0-9]+|O|V")

@@ -27,7 +27,8 @@ def llama(times: str, n_stages: int) -> LayerCosts:
     *passes, message, share = TIMES[times]
     of_layer = [(one / 4,) * 31 + (one / 4 * (1 + HEAD),) for one in passes]
     return LayerCosts(
-        *(32, *of_layer),
+        32,
+        *of_layer,
         comm=message,
         m_b=1.0,
         m_w=share,

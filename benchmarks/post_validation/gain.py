@@ -69,7 +69,9 @@ def cases(options: Gain) -> list[tuple[str, int, Schedule, Costs]]:
             schedule = plan(mode, n_stages=stages, n_microbatches=2 * stages)
             each = options.job_ms * (schedule.placement.n_chunks // stages)
             costs = Costs(
-                *(each, each, each),
+                each,
+                each,
+                each,
                 comm=options.message_ms,
                 optimizer=options.optimizer_ms,
             )
@@ -151,7 +153,9 @@ def published(_: Gain) -> Table:
         fast, slow = PUBLISHED[row["model"]]
         smallest = row["m"] == 3 * row["p"]
         table.add_row(
-            *(row["model"], str(row["p"]), str(row["m"])),
+            row["model"],
+            str(row["p"]),
+            str(row["m"]),
             f"{span(simulate(schedule, costs)):.0f}",
             f"{validated:.0f}",
             f"{barrier:.0f}",

@@ -43,8 +43,14 @@ from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.training.launch import launch
 
 WAYS = (
-    *("barrier", "free", "deferred", "deferred, busy", "compiled", "compiled, busy"),
-    *("snapshot", "snapshot, busy"),
+    "barrier",
+    "free",
+    "deferred",
+    "deferred, busy",
+    "compiled",
+    "compiled, busy",
+    "snapshot",
+    "snapshot, busy",
 )
 
 

@@ -71,8 +71,14 @@ def test_flags_take_hyphens_and_underscores(capsys, c):
 def test_show_json_has_the_simulators_figures(capsys, costs_file, mode):
     data = shown(
         capsys,
-        *("--pipeline_schedule_mode", mode, "--stages", "3", "--microbatches", "7"),
-        *("--costs", costs_file),
+        "--pipeline_schedule_mode",
+        mode,
+        "--stages",
+        "3",
+        "--microbatches",
+        "7",
+        "--costs",
+        costs_file,
     )
     costs = Costs(3, 2, 1, 0.5, 7, m_b=4, m_w=1)
     timeline = simulate(plan(mode, n_stages=3, n_microbatches=7, costs=costs), costs)

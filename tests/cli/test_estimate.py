@@ -22,8 +22,13 @@ def build():
 """
 SIZES = ["--stages", "2", "--microbatches", "4"]
 PARTS = {
-    *("parameters", "gradients", "optimizer", "buffers", "rollback"),
-    *("activations_peak", "peak"),
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "rollback",
+    "activations_peak",
+    "peak",
 }
 
 

@@ -56,7 +56,7 @@ def test_compare_json_has_the_simulators_figures(capsys, costs_file):
     assert steps["1F1B"] == steady_step_time(schedule_of("1F1B"), costs)
     assert steps["ZBH1"] == rows["ZBH1"]["step_time_post_validation"]
     behind = compared(
-        *(capsys, "--costs", costs_file, "--no-enable_optimizer_post_validation")
+        capsys, "--costs", costs_file, "--no-enable_optimizer_post_validation"
     )
     again = {row["mode"]: row for row in behind["comparisons"][0]["modes"]}
     assert again["ZBH1"]["step"] == rows["ZBH1"]["step_time_barrier"]
@@ -226,7 +226,8 @@ def test_iterations_are_drawn_on_a_page(tmp_path):
     assert main(["plot", *ZBH1, *flags]) == 0
     names = [p["name"] for p in page_data(page.read_text(encoding="utf-8"))["panels"]]
     assert [name.partition(", ")[2] for name in names] == [
-        *("2 iterations behind a barrier", "2 iterations, post-validated")
+        "2 iterations behind a barrier",
+        "2 iterations, post-validated",
     ]
 
 

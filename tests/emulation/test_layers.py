@@ -134,9 +134,24 @@ def test_layers_take_their_own_time_in_the_chunk_that_has_them(
     times = [10, 10, 10, 10, 10, 30]
     path.write_text(json.dumps({"n_layers": 6, "f": times, "b": times, "w": times}))
     command = [
-        *(sys.executable, "-m", "zbpp", "train", "--emulate", path),
-        *("--pipeline_schedule_mode", "ZBH2", "--stages", "2", "--split", "balanced"),
-        *("--microbatches", "3", "--steps", "3", "--metrics", metrics),
+        sys.executable,
+        "-m",
+        "zbpp",
+        "train",
+        "--emulate",
+        path,
+        "--pipeline_schedule_mode",
+        "ZBH2",
+        "--stages",
+        "2",
+        "--split",
+        "balanced",
+        "--microbatches",
+        "3",
+        "--steps",
+        "3",
+        "--metrics",
+        metrics,
     ]
     subprocess.run([str(word) for word in command], check=True, timeout=200)
     outcome = json.loads(metrics.read_text())

@@ -58,7 +58,8 @@ def test_alternating_buffers_are_flat_in_depth() -> None:
     for depth in (4, 8, 16):
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(depth)]
         found = estimate(
-            *(layers, (torch.zeros(1, WIDTH), torch.zeros(1, WIDTH))),
+            layers,
+            (torch.zeros(1, WIDTH), torch.zeros(1, WIDTH)),
             nn.functional.mse_loss,
             n_stages=1,
             n_microbatches=4,

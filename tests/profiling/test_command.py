@@ -10,8 +10,20 @@ from zbpp.cli.commands import main
 from zbpp.core import Placement, read_costs, read_layers
 
 SMALL = [
-    *("--dim", "16", "--n_heads", "2", "--hidden", "24", "--seq", "16"),
-    *("--n_blocks", "4", "--microbatches", "2", "--rounds", "2"),
+    "--dim",
+    "16",
+    "--n_heads",
+    "2",
+    "--hidden",
+    "24",
+    "--seq",
+    "16",
+    "--n_blocks",
+    "4",
+    "--microbatches",
+    "2",
+    "--rounds",
+    "2",
 ]
 MODEL = """
 import torch

@@ -34,8 +34,10 @@ DOCS = [
 ]
 GUIDES = [README, *DOCS]
 OTHERS = (
-    *("CHANGELOG.md", "CONTRIBUTING.md"),
-    *("benchmarks/README.md", "examples/torchtitan.md"),
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "examples/torchtitan.md",
 )
 
 by_name = {"ids": lambda page: page.name}
@@ -56,10 +58,24 @@ def restored_threads() -> Iterator[None]:
 def test_all_pages_are_there():
     names = {Path(page.name).stem for page in DOCS}
     assert names == {
-        *("modes", "planning", "planner", "profiling", "simulating", "memory"),
+        "modes",
+        "planning",
+        "planner",
+        "profiling",
+        "simulating",
+        "memory",
         "post_validation",
-        *("checkpoints", "split_backward", "your_script", "limits", "formats"),
-        *("coming_from", "models", "benchmarking", "gpus", "data_parallel", "compile"),
+        "checkpoints",
+        "split_backward",
+        "your_script",
+        "limits",
+        "formats",
+        "coming_from",
+        "models",
+        "benchmarking",
+        "gpus",
+        "data_parallel",
+        "compile",
     }
     for page in DOCS:
         assert f"({page.name})" in README.text, "the README links every page"

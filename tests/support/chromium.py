@@ -15,9 +15,15 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-    *("--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe"),
-    *("--disable-background-networking", "--disable-component-update"),
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+    "--disable-background-networking",
+    "--disable-component-update",
 )
 _EXEC = """
 import os, sys

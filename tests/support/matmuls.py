@@ -4,7 +4,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = {
-    *(torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm),
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
     torch.ops.aten.baddbmm,
 }
 

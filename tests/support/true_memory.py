@@ -35,7 +35,9 @@ def random_case(rng: random.Random, p: int, v: int) -> tuple[Costs, Costs]:
     }
     splits = tuple(rng.random() < 0.6 for _ in range(p))
     costs = Costs(
-        *(amounts(0.5, 2), amounts(0.5, 2), amounts(0.2, 2)),
+        amounts(0.5, 2),
+        amounts(0.5, 2),
+        amounts(0.2, 2),
         comm=rng.choice((0.0, 0.1, 0.6)),
         splits=splits if rng.random() < 0.2 else None,
     )

@@ -27,9 +27,28 @@ TINY = Train(
     n_heads=2, hidden=24, data=Path(__file__), transport="local",
 )  # fmt: skip
 SIZES = [
-    *("--microbatches", "4", "--microbatch_size", "1", "--seq", "16", "--steps", "24"),
-    *("--dim", "16", "--n_blocks", "4", "--n_heads", "2", "--hidden", "24"),
-    *("--validation_microbatches", "2", "--data", __file__, "--device", "cpu"),
+    "--microbatches",
+    "4",
+    "--microbatch_size",
+    "1",
+    "--seq",
+    "16",
+    "--steps",
+    "24",
+    "--dim",
+    "16",
+    "--n_blocks",
+    "4",
+    "--n_heads",
+    "2",
+    "--hidden",
+    "24",
+    "--validation_microbatches",
+    "2",
+    "--data",
+    __file__,
+    "--device",
+    "cpu",
 ]
 
 
@@ -196,8 +215,15 @@ def test_ranks_stop_before_the_same_step() -> None:
 
 def command(tmp_path: Path, *more: str, torchrun: bool = False) -> list[str]:
     flags = [
-        *("train", *SIZES, "--metrics", str(tmp_path / "metrics.jsonl")),
-        *("--save_dir", str(tmp_path / "run"), "--save_every", "3", *more),
+        "train",
+        *SIZES,
+        "--metrics",
+        str(tmp_path / "metrics.jsonl"),
+        "--save_dir",
+        str(tmp_path / "run"),
+        "--save_every",
+        "3",
+        *more,
     ]
     if torchrun:
         run = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")

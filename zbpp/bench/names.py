@@ -21,8 +21,11 @@ _PLACEMENTS = {
 """Placement of the chunks of each of torch's schedules."""
 
 _USUAL = (
-    *("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
-    *("ZBVZeroBubble", "DualPipeV"),
+    "1F1B",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
 )
 
 

@@ -17,6 +17,7 @@ from zbpp.bench.contender import (
 from zbpp.bench.names import split_name
 from zbpp.bench.request import costs_of
 from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
+from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
@@ -76,13 +77,13 @@ class Ours:
 
     def measured(self, n_steps: int) -> Measured:
         """Read the times of the last steps' jobs (every rank must call)."""
-        return measured_of(self.pipeline.timelines(min(n_steps, _KEPT)))
+        return measured_of(timelines(self.pipeline, min(n_steps, _KEPT)))
 
     def promised(self, n_steps: int) -> Promised:
         """Simulate, with costs of the last steps or given ones (every rank must)."""
         costs = self._given
         if costs is None:
-            costs = self.pipeline.measured_costs(min(n_steps, _KEPT), joint=True)
+            costs = measured_costs(self.pipeline, min(n_steps, _KEPT), joint=True)
         given = self._given is not None
         return Promised(self.pipeline.schedule, costs, given)
 
@@ -103,7 +104,8 @@ def build_ours(field: Field, schedule: Schedule, *, steps: bool) -> Ours:
     known = costs_of(request)
     if request.emulate is not None and known is not None:
         pipeline = emulated_pipeline(
-            *(schedule, known),
+            schedule,
+            known,
             timeout_s=request.timeout_s,
             post_validation=schedule.runs(PassKind.W),
         )

@@ -176,7 +176,13 @@ def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
     schedule = _schedule(contender, stages, placement, field, timed)
     parameters = [p for chunk in chunks.values() for p in chunk.parameters()]
     return Peer(
-        *(name, schedule, stages, times, chunks, placement, field),
+        name,
+        schedule,
+        stages,
+        times,
+        chunks,
+        placement,
+        field,
         [as_tensors(one) for one in inputs],
         optimizer(parameters) if steps else None,
     )
@@ -220,7 +226,10 @@ def _stages(
 
     return [
         PipelineStage(
-            *(chunk, index, placement.n_chunks, field.device),
+            chunk,
+            index,
+            placement.n_chunks,
+            field.device,
             input_args=chunk.sizes.get("input_args"),
             output_args=chunk.sizes.get("output_args"),
         )

@@ -66,7 +66,9 @@ def sleeping_chunks(times: ChunkCosts, stage: int) -> dict[int, PeerChunk]:
                     times.optimizer[stage] / 1e3 if chunk == own[0] else 0.0,
                 )
             ],
-            *(chunk, device, None),
+            chunk,
+            device,
+            None,
         )
         for chunk in own
     }

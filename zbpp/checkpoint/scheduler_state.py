@@ -14,8 +14,13 @@ from zbpp.checkpoint.values import misfit
 __all__ = ["fit_schedulers", "scheduler_state"]
 
 _PER_GROUP = {
-    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
-    *("base_momentums", "max_momentums"),
+    "base_lrs",
+    "_last_lr",
+    "lr_lambdas",
+    "min_lrs",
+    "max_lrs",
+    "base_momentums",
+    "max_momentums",
 }
 _INNER = "_schedulers"  # of those that are made of others
 

@@ -68,7 +68,7 @@ class EstimateCommand:
     post_validation: YesNoUnsaid = None
     """Count what a rollback needs; left out: where the backward is split."""
     rollback: Literal["auto", "deferred", "compiled", "snapshot"] = "auto"
-    """Way of rolling back."""
+    """Way of rolling back (compiled: as auto)."""
     exact_sums: bool = True
     """Add gradients in micro-batch order."""
     data_parallel: int = 1
@@ -129,7 +129,10 @@ class EstimateCommand:
             compile=_compiling(chunks=self.compile_chunks, layers=self.compile),
         )
         steps = Steps(
-            *(self._optimizer(), self.post_validation, self.rollback, self._split()),
+            self._optimizer(),
+            self.post_validation,
+            self.rollback,
+            self._split(),
             data_parallel=self.data_parallel,
             shard=self.shard,
             alternating_buffers=self.alternating_buffers,
@@ -161,7 +164,8 @@ class EstimateCommand:
             if value is not None and value < 1:
                 raise RequestError(f"{flag} is {value}; it must be at least 1")
         check_replicas(
-            *(self.data_parallel, self.shard),
+            self.data_parallel,
+            self.shard,
             alternating_buffers=self.alternating_buffers,
         )
 

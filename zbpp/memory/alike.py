@@ -63,8 +63,12 @@ def _of_tensor(tensor: Tensor | None, uses: dict[int, int] | None = None) -> Any
         return None
     shared = uses is not None and uses.get(id(tensor), 0) > 1
     return (
-        *(tuple(tensor.shape), tensor.dtype, str(tensor.device)),
-        *(tensor.requires_grad, type(tensor).__name__, str(tensor.layout)),
+        tuple(tensor.shape),
+        tensor.dtype,
+        str(tensor.device),
+        tensor.requires_grad,
+        type(tensor).__name__,
+        str(tensor.layout),
         str(getattr(tensor, "placements", None)),  # of a sharded one
         id(tensor) if shared else 0,
     )

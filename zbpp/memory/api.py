@@ -93,7 +93,10 @@ def estimate(
     )
     check_replicas(data_parallel, shard, alternating_buffers=alternating_buffers)
     steps = Steps(
-        *(optimizer, post_validation, rollback, split),
+        optimizer,
+        post_validation,
+        rollback,
+        split,
         data_parallel=data_parallel,
         shard=shard,
         alternating_buffers=alternating_buffers,

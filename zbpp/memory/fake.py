@@ -211,7 +211,7 @@ def fake_model(
         return made
 
     return FakeModel(
-        *(mode, layers, map_tensors(inputs, fake), map_tensors(targets, fake)), numbers
+        mode, layers, map_tensors(inputs, fake), map_tensors(targets, fake), numbers
     )
 
 

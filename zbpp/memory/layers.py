@@ -42,7 +42,7 @@ def model_memory(
         n_layers=layered.n_layers,
         device=device,
     ).of_size(microbatch_size)
-    options = TraceOptions(*(device, loss_fn, autocast, exact_sums), compile=compile)
+    options = TraceOptions(device, loss_fn, autocast, exact_sums, compile=compile)
     return ModelMemory(fake, options)
 
 

@@ -245,7 +245,8 @@ class Plan:
         tensors = tensors_in(batch)
         seen = (
             *((id(tensor), tensor._version) for tensor in tensors),
-            *(device, torch.is_autocast_enabled(device.type)),
+            device,
+            torch.is_autocast_enabled(device.type),
             torch.is_inference_mode_enabled(),
         )
         if self._last is None or self._last.seen != seen:

@@ -106,7 +106,8 @@ class CutModel:
     def layered(self, **more: Any) -> Layered:
         """As a pipeline takes it."""
         return Layered(
-            *(self._n, self.build),
+            self._n,
+            self.build,
             own_name=self.own_name,
             ties=self.ties(),
             buffers=self.buffers(),
@@ -136,7 +137,9 @@ class CutModel:
             name = f"{self.at.blocks}.{key}"
             return BlockLayer(
                 self._real(name, block),
-                *(index - 1, name, plan),
+                index - 1,
+                name,
+                plan,
                 only_front=self.only_front,
                 collector=self.collector,
             )
@@ -153,7 +156,9 @@ class CutModel:
         frame = self._frame(owned)
         if index == 0:
             return FrontLayer(
-                *(owned, frame, plan),
+                owned,
+                frame,
+                plan,
                 n_blocks=n_blocks,
                 carries=self.carries,
                 only_front=self.only_front,
@@ -163,7 +168,9 @@ class CutModel:
                 kinds = [isinstance(m, self.collector.kind) for m in block.modules()]
                 self.collector.add_to(slot, sum(kinds))
         return BackLayer(
-            *(owned, frame, plan),
+            owned,
+            frame,
+            plan,
             n_blocks=n_blocks,
             only_front=self.only_front,
             collector=self.collector,

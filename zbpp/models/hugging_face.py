@@ -86,7 +86,9 @@ def cut_pretrained(
             )
         made = Weights(model, weights, _Init(model), partial(converted, model))
     cut = CutModel(
-        *(model, at, made),
+        model,
+        at,
+        made,
         only_front=family.only_front,
         collector=_collector(model),
         adapt=_adapt,

@@ -61,9 +61,18 @@ class FollowsMadeUp(TorchFunctionMode):
 
 _READS = frozenset(
     {
-        *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
-        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.is_nonzero),
-        *(Tensor.equal, Tensor.allclose, torch.equal, torch.allclose),
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__index__,
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.is_nonzero,
+        Tensor.equal,
+        Tensor.allclose,
+        torch.equal,
+        torch.allclose,
         torch.is_nonzero,
     }
 )
@@ -71,9 +80,17 @@ _READS = frozenset(
 
 _SHAPE_ONLY = frozenset(
     {
-        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
-        *(torch.rand_like, torch.randn_like, torch.randint_like),
-        *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint_like,
+        Tensor.new_empty,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
         Tensor.new_tensor,
     }
 )

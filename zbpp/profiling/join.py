@@ -56,8 +56,15 @@ def join(
     known: dict[str, dict[int, Any]] = {
         key: {k: v for part in parts for k, v in part[key].items()}
         for key in (
-            *("chunks", "layers", "nothing", "steps", "memory", "bytes", "shares"),
-            *("splits", "rows"),
+            "chunks",
+            "layers",
+            "nothing",
+            "steps",
+            "memory",
+            "bytes",
+            "shares",
+            "splits",
+            "rows",
         )
     }
     one_clock = len({part["clock"] for part in parts}) == 1

@@ -112,7 +112,10 @@ def _measure_own(
     if len(executors) == 1 and placement.n_stages > 1:
         ((stage, executor),) = executors.items()
         rows[stage] = rehearse(
-            *(stage, executor, pipeline.schedule, given[stage]),
+            stage,
+            executor,
+            pipeline.schedule,
+            given[stage],
             step=pipeline.step,
             most_s=most_s,
         )

@@ -13,8 +13,17 @@ __all__ = ["ChunkProfile", "Profile"]
 
 _KINDS = ("F", "B", "W", "BW")
 _MEMORY = (
-    *("m_b", "m_w", "m_fixed", "m_r", "peak_f", "peak_b", "peak_w", "peak_o"),
-    *("peak_r", "parameters", "memory_unit"),
+    "m_b",
+    "m_w",
+    "m_fixed",
+    "m_r",
+    "peak_f",
+    "peak_b",
+    "peak_w",
+    "peak_o",
+    "peak_r",
+    "parameters",
+    "memory_unit",
 )
 
 

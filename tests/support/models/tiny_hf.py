@@ -24,26 +24,31 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_GROUPED, "head_dim": 8}),
     "mistral": (
-        *("MistralForCausalLM", "MistralConfig"),
+        "MistralForCausalLM",
+        "MistralConfig",
         {**_GROUPED, "sliding_window": 4},
     ),
     "mixtral": (
-        *("MixtralForCausalLM", "MixtralConfig"),
+        "MixtralForCausalLM",
+        "MixtralConfig",
         {**_GROUPED, "num_local_experts": 4, "output_router_logits": True},
     ),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**_COMMON, **_NO_DROPOUT}),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _COMMON),
     "gemma2": (
-        *("Gemma2ForCausalLM", "Gemma2Config"),
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
         {**_GROUPED, "head_dim": 8, "sliding_window": 4},
     ),
     "gemma3": (
-        *("Gemma3ForCausalLM", "Gemma3TextConfig"),
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
         {**_GROUPED, "head_dim": 8, "sliding_window": 4, "layer_types": _KINDS},
     ),
     "phi": ("PhiForCausalLM", "PhiConfig", _COMMON),
     "bert": (
-        *("BertForMaskedLM", "BertConfig"),
+        "BertForMaskedLM",
+        "BertConfig",
         {
             **_COMMON,
             "hidden_dropout_prob": 0.0,
@@ -51,7 +56,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "vit": (
-        *("ViTForImageClassification", "ViTConfig"),
+        "ViTForImageClassification",
+        "ViTConfig",
         {
             **{k: _COMMON[k] for k in ("hidden_size", "intermediate_size")},
             "num_attention_heads": 4,
@@ -61,7 +67,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "bart": (
-        *("BartForConditionalGeneration", "BartConfig"),
+        "BartForConditionalGeneration",
+        "BartConfig",
         {
             **{"vocab_size": 96, "d_model": 32, "max_position_embeddings": 64},
             **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
@@ -71,7 +78,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "t5": (
-        *("T5ForConditionalGeneration", "T5Config"),
+        "T5ForConditionalGeneration",
+        "T5Config",
         {
             **{"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48},
             **{"num_layers": 1, "num_heads": 4, "dropout_rate": 0.0},

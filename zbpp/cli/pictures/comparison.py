@@ -19,8 +19,16 @@ __all__ = ["Comparison", "Planned", "csv_text"]
 
 _MOST_SHOWN = 4  # timelines that a page shows at first
 _COLUMNS = (
-    *("costs", "mode", "step", "speed_up", "bubble_rate", "span", "makespan"),
-    *("peak_memory", "gap", "reason"),
+    "costs",
+    "mode",
+    "step",
+    "speed_up",
+    "bubble_rate",
+    "span",
+    "makespan",
+    "peak_memory",
+    "gap",
+    "reason",
 )
 
 

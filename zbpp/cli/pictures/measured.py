@@ -135,8 +135,13 @@ def print_runs(runs: Sequence[Run]) -> None:
     """Print a table of runs."""
     table = Table(
         [
-            *("run", "bubble (simulated)", "span (simulated)", "jobs", "ratio"),
-            *("error of times", "of starts"),
+            "run",
+            "bubble (simulated)",
+            "span (simulated)",
+            "jobs",
+            "ratio",
+            "error of times",
+            "of starts",
         ],
         title="measured",
         caption="simulated: the same order; jobs: their measured time over the "

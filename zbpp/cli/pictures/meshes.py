@@ -179,7 +179,13 @@ def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
     table = Table(
         [
             "pp x dp x tp" if has_tp else "pp x dp",
-            *("m", "chunks", "step", "for replicas", "bubble", "memory", ""),
+            "m",
+            "chunks",
+            "step",
+            "for replicas",
+            "bubble",
+            "memory",
+            "",
         ],
         title=title,
         caption="pp: stages, dp: replicas, m: micro-batches of a replica\n"

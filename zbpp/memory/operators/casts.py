@@ -18,7 +18,9 @@ _ATEN = torch.ops.aten
 _MEANS = {_ATEN.mean.default, _ATEN.mean.dim}
 """Means of 16-bit numbers are added up as 32-bit ones."""
 _SUMS = {
-    *(_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.cumsum.default),
+    _ATEN.sum.default,
+    _ATEN.sum.dim_IntList,
+    _ATEN.cumsum.default,
     *_MEANS,
 }
 _MASKS = {_ATEN.masked_fill, _ATEN.masked_fill_, _ATEN.where}

@@ -22,15 +22,18 @@ __all__ = ["KernelScratch"]
 
 _ATEN = torch.ops.aten
 _PROBED = {
-    *(_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default),
-    *(_ATEN.convolution.default, _ATEN.convolution_backward.default),
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.baddbmm.default,
+    _ATEN.convolution.default,
+    _ATEN.convolution_backward.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    *(_ATEN.native_batch_norm_backward.default, _ATEN.native_batch_norm.default),
-    *(
-        _ATEN.native_layer_norm_backward.default,
-        _ATEN.native_group_norm_backward.default,
-    ),
+    _ATEN.native_batch_norm_backward.default,
+    _ATEN.native_batch_norm.default,
+    _ATEN.native_layer_norm_backward.default,
+    _ATEN.native_group_norm_backward.default,
 }
 _INTO = {
     getattr(_ATEN, name).out: getattr(_ATEN, name).default
