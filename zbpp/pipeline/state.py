@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from zbpp.checkpoint.folder import open_newest
 from zbpp.checkpoint.manifest import CheckpointError
-from zbpp.checkpoint.opening import open_together
-from zbpp.checkpoint.owned import Owned
+from zbpp.checkpoint.model import LocalModel
 from zbpp.checkpoint.saving import Saver, Snapshot
 from zbpp.checkpoint.state import (
     Checked,
@@ -118,7 +118,7 @@ class Checkpoints:
             except RequestError as error:
                 checked = Checked(wrong=[str(error)])
             given = {part: set(state.get(part, ())) for part in checked.used}
-            self._take(owned, state, checked, given, model_only=model_only)
+            self._take(state, checked, given, model_only=model_only)
 
     def save(
         self,
@@ -176,7 +176,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it failed; the checkpoints before it are as they were.
         """
-        if self._saver is not None and self._saver.saving is not None:
+        if self._saver is not None and self._saver.is_saving:
             with self._errors_told("finish saving"):
                 failure = self._saver.finish()
             if failure is not None:
@@ -208,7 +208,7 @@ class Checkpoints:
         """
         self.synchronize()
         with self._errors_told("load"):
-            folder, manifest, passed = open_together(
+            folder, manifest, passed = open_newest(
                 Path(path), rank=self.rank, gather=self.gather
             )
             for words in passed:
@@ -223,12 +223,11 @@ class Checkpoints:
             names = names_in(manifest)
             given = {part: names[part] for part in checked.used}
             state.setdefault("aliases", manifest.aliases)
-            self._take(owned, state, checked, given, model_only=model_only)
+            self._take(state, checked, given, model_only=model_only)
         return dict(state.get("extra") or {})
 
     def _take(
         self,
-        owned: Owned,
         state: State,
         checked: Checked,
         given: Mapping[str, set[str]],
@@ -241,27 +240,18 @@ class Checkpoints:
             checked.wrong += self._run_misfits(state["run"])
         elif not model_only and not checked.wrong:
             checked.wrong.append("the state of the run (run) is missing")
-        aliases = state.get("aliases", {})
-        answers = self.gather((checked.told(), given, aliases))
-        all_given: dict[str, set[str]] = {}
-        all_aliases: dict[str, str] = {}
-        for _, its, others in answers:
-            all_aliases |= others
-            for part, names in its.items():
-                all_given.setdefault(part, set()).update(names)
-        told = [one for one, _, _ in answers]
-        refuse_misfits(told, all_given, all_aliases)
-        load_state(owned, state, checked)
+        refuse_misfits(checked, given, state.get("aliases", {}), self.gather)
+        load_state(checked)
         if not model_only:
             self._n_steps = int(state["step"])
             for history in histories:
                 history.load_state_dict(state["run"])
 
-    def _owned(self) -> Owned:
+    def _owned(self) -> LocalModel:
         layers = (
             pair for one in self._executors.values() for pair in one.stage.numbered()
         )
-        return Owned(
+        return LocalModel(
             layers,
             self.layered.own_name,
             ties=(*self._ties.ties, *self.layered.buffers),
