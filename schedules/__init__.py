@@ -22,7 +22,7 @@ from zbpp.schedules.planner.budget import check_effort
 from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
 from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
 from zbpp.schedules.planner.layers.search import LayerPlan, Split, plan_split
-from zbpp.schedules.planner.search.plan import plan_placement, plan_wave
+from zbpp.schedules.planner.search.plan import plan_placement
 from zbpp.schedules.planner.solver import Certificate, certify
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "plan_recompute",
     "plan_split",
     "plan_vpp",
-    "plan_wave",
     "plan_zb_h1",
     "plan_zb_h2",
     "plan_zb_v",

@@ -1,48 +1,59 @@
 """Zero-bubble pipeline parallelism for PyTorch: plan, simulate, run.
 
-``import zbpp`` loads no torch: `Pipeline`, `cut` and `mesh`, which do, are loaded when
-they are first used.
+``import zbpp`` loads no torch: what needs it is loaded when it is first used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule
 from zbpp.planning import Plan, PlanRequest, make_plan, plan, read_plan
+from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 
 if TYPE_CHECKING:
-    from zbpp.models import cut
-    from zbpp.pipeline import Pipeline
+    from zbpp import diagnostics
+    from zbpp.models import cut, layers_from
+    from zbpp.pipeline import Pipeline, plan_model
     from zbpp.runtime.parallel.mesh import make_mesh as mesh
 
 __all__ = [
     "Costs",
+    "DataParallel",
+    "Execution",
     "MemoryModel",
+    "Numerics",
     "Pipeline",
     "Plan",
     "PlanRequest",
     "RequestError",
     "Schedule",
+    "StepPolicy",
     "cut",
+    "diagnostics",
+    "layers_from",
     "make_plan",
     "mesh",
     "plan",
+    "plan_model",
     "read_plan",
 ]
 
+_HOMES = {
+    "Pipeline": ("zbpp.pipeline", "Pipeline"),
+    "cut": ("zbpp.models", "cut"),
+    "layers_from": ("zbpp.models", "layers_from"),
+    "mesh": ("zbpp.runtime.parallel.mesh", "make_mesh"),
+    "plan_model": ("zbpp.pipeline", "plan_model"),
+}
+"""Module and name of what is loaded when it is first used."""
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Pipeline":
-        from zbpp.pipeline import Pipeline
-
-        return Pipeline
-    if name == "cut":
-        from zbpp.models import cut
-
-        return cut
-    if name == "mesh":
-        from zbpp.runtime.parallel.mesh import make_mesh
-
-        return make_mesh
+    if name in _HOMES:
+        home, inner = _HOMES[name]
+        return getattr(import_module(home), inner)
+    if name == "diagnostics":
+        return import_module("zbpp.diagnostics")
     raise AttributeError(f"module 'zbpp' has no attribute {name!r}")
 
 

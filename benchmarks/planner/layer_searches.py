@@ -53,16 +53,13 @@ SEARCHES: dict[str, dict[str, list[tuple[Any, str, Any]]]] = {
 }
 
 
-def planner(
-    placement: Placement, m: int, costs: Costs, memory: MemoryModel, effort: str
-) -> Schedule:
+def planner(placement: Placement, m: int, costs: Costs, effort: str) -> Schedule:
     """Plan one placement under the limit."""
     is_single = placement.n_chunks == placement.n_stages
     return plan_placement(
         placement=placement,
         n_microbatches=m,
         costs=costs,
-        memory=memory,
         effort=effort,
         default_limit=2 * placement.n_stages if is_single else math.inf,
     )

@@ -60,7 +60,7 @@ def main() -> None:
         if span <= lower_bound(ours.placement, m, costs, memory) * (1 + 1e-9):
             closed.append(0.0)
             continue
-        found = certify(ours, costs, memory, seconds=chosen.seconds)
+        found = certify(ours, costs.with_memory(memory), seconds=chosen.seconds)
         above = span / found.span - 1
         (closed if found.is_optimal else left_open).append(above)
         if above > 1e-9:

@@ -2,11 +2,10 @@
 
     python benchmarks/post_validation/cost.py rollback --rounds 15
 
-compares, on one thread, five ways to step AdamW (fused) and roll it back:
+compares, on one thread, four ways to step AdamW (fused) and roll it back:
 
-    compiled   a copy of the parameters, a first step of the parameters alone by a
-               compiled kernel, and a second step to commit: zbpp's way on large stages
-    deferred   the same with torch's step on a temporary copy of the state
+    deferred   a copy of the parameters, a first step with a temporary copy of the
+               state, and a second step to commit
     snapshot   a copy of parameters and optimizer state, made before the next step
     at once    the same copy, made in the step and dropped after it
     inverse    no copy: the formula solved for the old values, as published
@@ -33,7 +32,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from zbpp.runtime.optim.rollback.parameter_only import ParameterStep
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, Rollback
 from zbpp.runtime.optim.rollback.snapshot import Snapshot
 
@@ -126,9 +124,6 @@ class Inverse:
 
 
 WAYS: dict[str, Callable[[torch.optim.AdamW], Rollback]] = {
-    "compiled": lambda optimizer: RecomputeRollback(
-        optimizer, ParameterStep(optimizer)
-    ),
     "deferred": RecomputeRollback,
     "snapshot": partial(Snapshot, ahead=True),
     "at once": Snapshot,
@@ -190,8 +185,6 @@ def peak_mib(options: Cost, way: str) -> float:
 def run_once(options: Cost, way: str) -> None:
     """For `peak_mib`: two steps of one way, or of none."""
     optimizer = make(options)
-    if way == "compiled and plain":
-        ParameterStep(optimizer)
     chosen = WAYS[way](optimizer) if way in WAYS else None
     for _ in range(2):
         if chosen is None:
@@ -241,7 +234,6 @@ def rollback(options: Cost) -> None:
             rows[name].append((early / step - 1, later / step, undo / step))
     exact = {name: share_of_same_bits(optimizer, way) for name, way in ways.items()}
     plain = peak_mib(options, "none")
-    compiler = peak_mib(options, "compiled and plain") - plain
     size = sum(p.nbytes for p in optimizer.param_groups[0]["params"]) / 2**20
     table = Table(title=f"fused AdamW step: {statistics.median(steps[2:]):.1f} ms")
     for column in ("way", "speculative - 1", "later", "undo", "memory", "same"):
@@ -251,12 +243,11 @@ def rollback(options: Cost) -> None:
         memory = ""
         if name in ways:
             beyond = peak_mib(options, name) - plain
-            beyond -= compiler if name == "compiled" else 0
             memory = f"{beyond / size:.2f} p"
         same = f"{exact[name]:.1%}" if name in ways else ""
         table.add_row(name, *map(spread, columns), memory, same)
     Console(width=120).print(table)
-    print(f"p: {size:.0f} MiB; compiling takes {compiler:.0f} MiB more, once a process")
+    print(f"p: {size:.0f} MiB")
 
 
 def spread(values: tuple[float, ...]) -> str:

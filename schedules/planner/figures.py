@@ -22,7 +22,6 @@ from typing import Generic, TypeVar
 from zbpp.core import (
     Costs,
     LimitError,
-    MemoryModel,
     RequestError,
     Schedule,
     Slot,
@@ -46,8 +45,7 @@ class PlanFigures:
 
     schedule: Schedule
     costs: Costs
-    """Of the chunks, as the memory is."""
-    memory: MemoryModel
+    """Of the chunks."""
     names: tuple[str, ...]
 
     @cached_property
@@ -84,7 +82,7 @@ class PlanFigures:
     @cached_property
     def peak(self) -> float:
         """Largest memory of a stage."""
-        held = self.memory.on(self.schedule.placement)
+        held = self.costs.on(self.schedule.placement)
         return max(peaks(self.schedule.orders, held))
 
     @property

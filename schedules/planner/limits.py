@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from zbpp.core import (
     ChunkMemory,
+    Costs,
     LimitError,
-    MemoryModel,
     Placement,
     format_memory,
 )
@@ -25,6 +25,7 @@ __all__ = [
     "capped",
     "check_limits",
     "check_one_fits",
+    "joined",
     "micro_batch",
     "needs",
 ]
@@ -70,30 +71,28 @@ def needs(held: ChunkMemory, placement: Placement) -> list[float]:
 
 
 def capped(
-    memory: MemoryModel,
+    costs: Costs,
     placement: Placement,
     *,
-    splits: tuple[bool, ...] | None = None,
     memory_cap: float = math.inf,
     default_limit: float = math.inf,
-) -> MemoryModel:
+) -> Costs:
     """Lower the limits to what a mode promises.
 
     Args:
-        memory: what the caller gives.
+        costs: with the limits that the caller gives, or without.
         placement: chunk to stage.
-        splits: `PassTimes.splits`; None: every stage splits its backward.
         memory_cap: never more than this, in M_B of each stage.
         default_limit: the same where the caller gives no limit.
 
     Raises:
-        RequestError: the memory does not fit the placement.
+        RequestError: the costs do not fit the placement.
     """
-    if memory.limit is None:
+    if costs.limit is None:
         memory_cap = min(memory_cap, default_limit)
     if math.isinf(memory_cap):
-        return memory
-    held = memory.on(placement, splits)
+        return costs
+    held = joined(costs, placement)
     parts = zip(
         held.limit,
         held.fixed,
@@ -106,24 +105,28 @@ def capped(
         min(limit, fixed + max(more + memory_cap * one, peak_o))
         for limit, fixed, more, one, peak_o in parts
     )
-    return replace(memory, limit=limits)
+    return replace(costs, limit=limits)
+
+
+def joined(costs: Costs, placement: Placement) -> ChunkMemory:
+    """Return the memory of chunks, B as BW on stages that cannot split it.
+
+    Raises:
+        RequestError: the costs do not fit the placement.
+    """
+    return costs.on(placement, costs.on(placement).splits)
 
 
 def check_one_fits(
-    name: str,
-    placement: Placement,
-    memory: MemoryModel,
-    n_microbatches: int,
-    *,
-    splits: tuple[bool, ...] | None = None,
+    name: str, placement: Placement, costs: Costs, n_microbatches: int
 ) -> None:
     """Refuse limits that do not hold one micro-batch: the smallest that can work.
 
     Raises:
         LimitError: it names the smallest limit that works.
-        RequestError: the memory does not fit the placement.
+        RequestError: the costs do not fit the placement.
     """
-    held = memory.on(placement, splits)
+    held = joined(costs, placement)
     check_limits(name, needs(held, placement), held, n_microbatches)
 
 

@@ -27,7 +27,6 @@ from typing import Any
 from zbpp.core import (
     ChunkMemory,
     Costs,
-    MemoryModel,
     Order,
     Pass,
     PassKind,
@@ -81,7 +80,6 @@ class Certificate:
 def certify(
     schedule: Schedule,
     costs: Costs,
-    memory: MemoryModel,
     *,
     seconds: float = 60.0,
     workers: int | None = None,
@@ -91,8 +89,8 @@ def certify(
     Args:
         schedule: a plan to start from; it says which passes are split and must keep
             the memory limit.
-        costs: times; they are turned into whole numbers exactly.
-        memory: the limit of every stage; without one, the plan's own largest peak.
+        costs: times, which are turned into whole numbers exactly, and memories;
+            without a limit, that of every stage is the plan's own largest peak.
         seconds: how long the solver may search.
         workers: threads; None: one per core.
 
@@ -106,26 +104,28 @@ def certify(
         raise RequestError(
             "the solver needs OR-tools; install it: pip install 'zbpp[solve]'"
         ) from None
-    if memory.limit is None:
-        held = peaks(schedule.orders, memory.on(schedule.placement))
-        memory = replace(memory, limit=max(held))
-    schedule = replace(schedule, memory=memory)  # refused if it exceeds the limit
-    problem = _Problem(schedule, costs.on(schedule.placement), cp_model.CpModel())
+    chunk_costs = costs.on(schedule.placement)
+    if costs.limit is None:
+        costs = replace(costs, limit=max(peaks(schedule.orders, chunk_costs)))
+        chunk_costs = costs.on(schedule.placement)
+    # refused if it exceeds the limit
+    schedule = replace(schedule, memory=costs.memory)
+    problem = _Problem(schedule, chunk_costs, cp_model.CpModel())
     problem.add_order()
-    problem.add_memory(memory.on(schedule.placement))
+    problem.add_memory(chunk_costs)
     problem.minimise_span()
     problem.hint()
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers or 0
     status = solver.solve(problem.model)
-    ours = lower_bound(schedule.placement, schedule.n_microbatches, costs, memory)
+    ours = lower_bound(schedule.placement, schedule.n_microbatches, costs, costs)
     least = math.ceil(solver.best_objective_bound - 1e-6) - problem.n_ticks
     bound = max(ours, -(-least // problem.ticks) / problem.time_scale)
     span = problem.given_span / problem.time_scale
     solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     if solved and solver.objective_value // problem.ticks < problem.given_span:
-        schedule = problem.read(solver, memory)
+        schedule = problem.read(solver)
         span = problem.span_of(schedule) / problem.time_scale
     return Certificate(schedule, span, bound)
 
@@ -275,7 +275,7 @@ class _Problem:
         for job, start in self._given.items():
             self.model.add_hint(self._start[job], start)
 
-    def read(self, solver: Any, memory: MemoryModel) -> Schedule:
+    def read(self, solver: Any) -> Schedule:
         """Make a schedule of the starts that the solver found."""
         orders: list[Order] = []
         for stage, order in enumerate(self.schedule.orders):
@@ -283,13 +283,7 @@ class _Problem:
             passes.sort(key=lambda job: solver.value(self._start[job]))
             last: Order = (Step(stage),) if Step(stage) in order else ()
             orders.append((*passes, *last))
-        return Schedule(
-            self.schedule.name,
-            self._placement,
-            self.schedule.n_microbatches,
-            tuple(orders),
-            memory,
-        )
+        return replace(self.schedule, orders=tuple(orders))
 
 
 def _rows(schedule: Schedule, times: PassTimes) -> list[list[Slot]]:

@@ -129,14 +129,10 @@ def test_none_of_fifty_is_loaded(saved, tmp_path, pipeline, monkeypatch) -> None
         assert name in str(refused.value), (number, way.__name__)
         assert newest(folder) == folder / "step-00000001"
         assert pipeline.n_steps == 0 and not pipeline.optimizers[0].state
-        if number % 10 == 0:
-            pipeline.load(folder)
-            assert pipeline.n_steps == 1
-            state = pipeline.state_dict()["model"]
-            assert all(torch.equal(state[n], sound[n]) for n in sound)
-            pipeline._n_steps = 0
-            for optimizer in pipeline.optimizers:
-                optimizer.state.clear()
+    pipeline.load(folder)
+    assert pipeline.n_steps == 1
+    state = pipeline.state_dict()["model"]
+    assert all(torch.equal(state[n], sound[n]) for n in sound)
     assert not (tmp_path / "bomb-has-gone-off").exists()
 
 

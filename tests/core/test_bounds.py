@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zbpp.core import Costs, MemoryModel, Placement, RequestError
 from zbpp.planning import MODES, plan
-from zbpp.schedules.planner.search.plan import plan_wave
+from zbpp.schedules import plan_placement
 from zbpp.simulator import lower_bound, lower_bounds, peak_memory, simulate, span
 
 DATA = Path(__file__).parents[1] / "data"
@@ -91,12 +91,10 @@ def planned_case(rng):
     least = [sum(held[c] for c in chunks) for chunks in Placement.wave(p, v).chunks_of]
     size = rng.choice((1.0, 1.2, 1.5, 2.0, 3.0, p))
     memory = MemoryModel(held, kept, tuple(size * one for one in least))
-    schedule = plan_wave(
-        n_stages=p,
+    schedule = plan_placement(
+        placement=Placement.wave(p, v),
         n_microbatches=m,
-        chunks_per_stage=v,
-        costs=costs,
-        memory=memory,
+        costs=costs.with_memory(memory),
         effort="fast",
     )
     peaks = peak_memory(simulate(schedule, costs), memory)

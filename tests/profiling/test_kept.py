@@ -134,5 +134,7 @@ def test_a_profile_that_fails_puts_everything_back(
     before = [p.detach().clone() for _, p in pipeline.named_parameters()]
     with pytest.raises(OSError, match="no clock"):
         pipeline.profile(*batch(0), rounds=1)
-    after = [p.detach() for _, layer in pipeline._layers() for p in layer.parameters()]
+    after = [
+        p.detach() for _, layer in pipeline.stages.layers() for p in layer.parameters()
+    ]
     assert same(before, after)

@@ -262,8 +262,8 @@ def test_no_rooms_import_each_other_in_a_circle():
         ("zbpp.planning.modes", "def late():\n    from torch import nn"),
         ("zbpp.simulator.trace", "def late():\n    import matplotlib"),
         ("zbpp.schedules.planner.limits", "import ortools"),
-        ("zbpp.pipeline.reports", "import tyro"),
-        ("zbpp.pipeline.reports", "from rich.table import Table"),
+        ("zbpp.pipeline.pipeline", "import tyro"),
+        ("zbpp.pipeline.pipeline", "from rich.table import Table"),
     ],
 )
 def test_an_import_that_breaks_a_rule_is_found(module, source):

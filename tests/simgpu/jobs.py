@@ -3,25 +3,31 @@
 from typing import Any
 
 from simgpu import native
-from zbpp.runtime.bound import BoundProgram, Call
+from zbpp.runtime import executor
+from zbpp.runtime.executor import BoundProgram, Handler
 
 
 def name_jobs() -> None:
-    """Label every call of a bound program by its instruction and its chunks."""
-    bind = BoundProgram._bind
+    """Label every handler of a bound program by its instruction and its chunks."""
+    for key, make in executor.HANDLERS.items():
+        executor.HANDLERS[key] = _labelled(make)  # type: ignore[index]
 
-    def labelled(self: BoundProgram, instruction: Any) -> Call:
-        call = bind(self, instruction)
-        chunks = sorted(self._parts.stage.chunks)
+
+def _labelled(make: Any) -> Any:
+    def bind(bound: BoundProgram, instruction: Any) -> Handler:
+        handler: Handler = make(bound, instruction)
+        chunks = sorted(bound.executor.stage.chunks)
         text = f"{instruction} of the stage with chunks {chunks}"
+        run = handler.run
 
-        def run(run: Any = call.run) -> object:
+        def labelled() -> None:
             native.label(text)
             try:
-                return run()
+                run()
             finally:
                 native.label("")
 
-        return call._replace(run=run)
+        handler.run = labelled  # type: ignore[method-assign]
+        return handler
 
-    BoundProgram._bind = labelled  # type: ignore[method-assign]
+    return bind

@@ -9,7 +9,7 @@ from zbpp.cli.commands import main
 MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
 
 
-WAYS = ("deferred", "compiled", "snapshot")
+WAYS = ("deferred", "snapshot")
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(600)]
 

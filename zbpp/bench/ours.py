@@ -17,6 +17,7 @@ from zbpp.bench.contender import (
 from zbpp.bench.names import split_name
 from zbpp.bench.request import costs_of
 from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, passes_in
+from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
@@ -77,7 +78,7 @@ class Ours:
 
     def measured(self, n_steps: int) -> Measured:
         """Read the times of the last steps' jobs (every rank must call)."""
-        return measured_of(self.pipeline.timelines(min(n_steps, _KEPT)))
+        return measured_of(timelines(self.pipeline, min(n_steps, _KEPT)))
 
     def promised(self, n_steps: int) -> Promised:
         """Simulate, with costs of the last steps or given ones (every rank must)."""
@@ -85,7 +86,7 @@ class Ours:
         costs = (
             self._given[0]
             if self._given is not None
-            else self.pipeline.measured_costs(min(n_steps, _KEPT), joint=True)
+            else measured_costs(self.pipeline, min(n_steps, _KEPT), joint=True)
         )
         return Promised(
             schedule=self.pipeline.schedule,

@@ -17,7 +17,7 @@ import torch
 
 from zbpp.bench.contender import gather
 from zbpp.core import Pass, PassKind, Placement, Step, Timeline
-from zbpp.runtime.driver.collective_calls import gather_slots
+from zbpp.diagnostics import gather_slots
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.support.torch_internals import hooked_passes
 

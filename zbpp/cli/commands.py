@@ -69,7 +69,9 @@ class Plan(SizedFlags):
         schedule, costs, memory = plan.schedule, plan.costs, plan.memory
         proof = ""
         if self.solver is not None:
-            found = certify(schedule, costs, memory, seconds=self.solver_seconds)
+            found = certify(
+                schedule, costs.with_memory(memory), seconds=self.solver_seconds
+            )
             proved = found.schedule
             schedule = replace(
                 proved, split=schedule.split, recompute=schedule.recompute

@@ -68,7 +68,7 @@ class EstimateCommand:
     post_validation: YesNoUnsaid = None
     """Count what a rollback needs; left out: where the backward is split."""
     rollback: Literal["auto", "deferred", "compiled", "snapshot"] = "auto"
-    """Way of rolling back."""
+    """Way of rolling back (compiled: as auto)."""
     exact_sums: bool = True
     """Add gradients in micro-batch order."""
     data_parallel: int = 1

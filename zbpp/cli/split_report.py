@@ -90,7 +90,7 @@ def examine(
         RequestError: there is no such function, it returns something else, or no
             parameter needs a gradient.
     """
-    from zbpp.pipeline.reports import summarize_split
+    from zbpp.diagnostics import summarize_split
     from zbpp.runtime.backward.split import split_forward
 
     module, inputs = _load(name)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import Costs, LayerCosts, Schedule, Timeline
+from zbpp.diagnostics import timeline
 from zbpp.emulation.build import sleeping_chunks, sleeping_layers
 from zbpp.emulation.collectives import SleepingCollectives
 from zbpp.emulation.layers import DelayedTransport, sleep_until
@@ -195,7 +196,7 @@ def emulated_pipeline(
         timeout_s=timeout_s,
         device="cpu",
     )
-    for stage, executor in pipeline._executors.items():
+    for stage, executor in pipeline.stages.executors.items():
         executor.collectives = SleepingCollectives(
             times, executor.stage.chunks.values()
         )
@@ -218,7 +219,7 @@ def _one_by_one(
         start = time.perf_counter()
         pipeline.step(batch, batch)
         took = max(pipeline.gather(time.perf_counter() - start))
-        measured = pipeline.timeline()
+        measured = timeline(pipeline)
         if step >= _WARM_UP:
             steps.append(took * 1e3)
             bubbles.append(_bubble(measured, sending))
@@ -243,7 +244,7 @@ def steps_in_a_row(
         pipeline.step(batch, batch)
         ends.append(time.perf_counter())
     last = [max(of_ranks) for of_ranks in zip(*pipeline.gather(ends), strict=True)]
-    bubble = _bubble(pipeline.timeline(), sending)
+    bubble = _bubble(timeline(pipeline), sending)
     pipeline.synchronize()
     steps = [after - before for before, after in pairwise(last)][-n_steps:]
     return statistics.median(steps) * 1e3, bubble

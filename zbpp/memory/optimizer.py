@@ -18,8 +18,6 @@ __all__ = ["OptimizerMemory", "optimizer_memory"]
 
 _PIECES = 3 * 2**20
 """Numbers of a parameter that are stepped here piece by piece: enough pieces."""
-_COMPILED_FROM = 2**25
-"""Parameters of a stage; from here on ``rollback="auto"`` compiles a step on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +96,8 @@ def optimizer_memory(
         deferred = rollback != "snapshot" and all(map(can_defer, optimizers))
         if not deferred:
             return OptimizerMemory(state, peak, copied + state, peak)
-        on_cpu = parameters[0].device.type == "cpu"
-        n = sum(p.numel() for p in parameters if p.requires_grad)
-        compiled = on_cpu and (
-            rollback == "compiled" or (rollback == "auto" and n >= _COMPILED_FROM)
-        )
         apart, later = _deferred_peaks(names, gradients, make_optimizer, granularity)
-    return OptimizerMemory(state, peak, copied, 0 if compiled else apart, later)
+    return OptimizerMemory(state, peak, copied, apart, later)
 
 
 def _deferred_peaks(

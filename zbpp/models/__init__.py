@@ -13,8 +13,8 @@ weights       weights of a model on the meta device, made where they are needed
 """
 
 from zbpp.models.family import Family
-from zbpp.models.given import cut, layered_of
+from zbpp.models.given import cut, layered_of, layers_from
 from zbpp.models.layered import Layered, Tie
 from zbpp.models.registry import register
 
-__all__ = ["Family", "Layered", "Tie", "cut", "layered_of", "register"]
+__all__ = ["Family", "Layered", "Tie", "cut", "layered_of", "layers_from", "register"]

@@ -10,13 +10,13 @@ from torch import nn
 from zbpp.core import RequestError, a_kind
 from zbpp.models.cut import cut_module
 from zbpp.models.hugging_face import cut_pretrained, is_pretrained
-from zbpp.models.layered import Layered, layer_name
+from zbpp.models.layered import Layered, Tie, layer_name
 from zbpp.models.peft import base_of, is_peft
 from zbpp.models.weights import Source, Weights, is_on_meta
 from zbpp.runtime.partition import Model, check_layers, count_layers
 from zbpp.runtime.ties.find import find_ties
 
-__all__ = ["Given", "cut", "layered_of", "model_to_build"]
+__all__ = ["Given", "cut", "layered_of", "layers_from", "model_to_build"]
 
 Given = (
     Layered | nn.Module | Sequence[nn.Module] | Callable[[range], Sequence[nn.Module]]
@@ -60,6 +60,33 @@ def layered_of(model: Given, n_layers: int | None = None) -> Layered:
             ties=find_ties(layers),
         )
     return Layered(n, model)
+
+
+def layers_from(
+    build: Callable[[range], Sequence[nn.Module]],
+    *,
+    n_layers: int,
+    ties: Sequence[Tie] = (),
+) -> Layered:
+    """Take the layers of a model from a function, for `zbpp.Pipeline`.
+
+    Each process calls it for its own layers only, so no process holds the whole model.
+
+    Args:
+        build: makes the layers of a range of indices; the same weights for any range.
+        n_layers: number of layers of the whole model.
+        ties: parameters that several layers share: ``((layer, name), ...)`` of each.
+            A process sees its own layers only, so nobody else can know them.
+
+    Raises:
+        RequestError: build is no function.
+    """
+    if isinstance(build, nn.Module | Sequence) or not callable(build):
+        raise RequestError(
+            f"build is {a_kind(build)}; give a function that makes the layers of a "
+            "range of indices"
+        )
+    return Layered(n_layers, build, ties=tuple(ties))
 
 
 def model_to_build(model: Given, layered: Layered) -> Model:

@@ -1,12 +1,13 @@
 """The API in a user's script.
 
-pipeline     `Pipeline`: mode -> schedule -> programs -> executors, and ``step``
-evaluate     losses without gradients
-switch       another schedule between two steps
-reports      timelines, measured costs, predictions, profiles
-exhausted    words for a run that is out of memory
+pipeline     `Pipeline`: plan -> programs -> executors, and ``step``
+plan_model   `plan_model`: from a model to the plan that a pipeline runs
+checkpoints  the state of a pipeline, taken, saved and loaded
+arguments    checks of what a pipeline is given
+keywords     what names of before 1.0 are called now
 """
 
 from zbpp.pipeline.pipeline import Pipeline
+from zbpp.pipeline.plan_model import plan_model
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "plan_model"]

@@ -1,109 +1,89 @@
-"""Checks of what `zbpp.Pipeline` is given, before anything is built."""
+"""Checks of what `zbpp.Pipeline` is given flat; the policies check themselves."""
 
-import math
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import RequestError, Schedule, a_kind
+from zbpp.models import Layered
 from zbpp.planning import Plan
-from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.comm.process_group import initialise, own_device
+from zbpp.runtime.parallel.mesh import Place, find_place
+from zbpp.runtime.policies import (
+    DataParallel,
+    Execution,
+    Numerics,
+    StepPolicy,
+    check_count,
+    is_number,
+)
+from zbpp.runtime.stage import LossFn
 
-__all__ = ["check_arguments", "check_first_step", "checked_device", "warn_of_plan"]
+__all__ = [
+    "Processes",
+    "check_arguments",
+    "device_of",
+    "join",
+    "loss_of",
+    "warn_of_plan",
+]
 
-_LONGEST_S = 1e9
-"""30 years; torch counts time-outs in whole units of 64 bits."""
+Processes = DeviceMesh | DataParallel | dist.ProcessGroup
+"""The processes of a pipeline: a mesh, one with replicas that share, or a group of
+stages alone."""
 
 
 def check_arguments(
     *,
     loss_fn: Any,
-    counts: Mapping[str, Any],
-    times_s: Mapping[str, Any],
     schedule: Any,
+    n_stages: Any,
+    n_microbatches: Any,
     clip_grad_norm: Any,
-    autocast: Any,
-    loss_scale: Any,
-    seed: Any,
+    numerics: Any,
+    step: Any,
+    execution: Any,
 ) -> None:
     """Refuse values that would end in an error from inside, or in a wrong training.
-
-    Args:
-        loss_fn: the user's; None: the model's.
-        counts: by name, each a whole number from 1 on, or None.
-        times_s: by name, in seconds; None: chosen later.
-        schedule: a mode, a file, a schedule or a plan.
-        clip_grad_norm: as `zbpp.Pipeline` takes it, as the arguments below.
-        autocast: likewise.
-        loss_scale: likewise.
-        seed: likewise.
 
     Raises:
         RequestError: names the argument, its value, and what it may be.
     """
     _check_loss(loss_fn)
-    for name, count in counts.items():
-        if count is not None and not (_is_whole(count) and count >= 1):
-            raise RequestError(f"{name} is {count!r}; give a whole number from 1 on")
-    for name, time_s in times_s.items():
-        if time_s is not None and not (_is_number(time_s) and 0 < time_s <= _LONGEST_S):
-            raise RequestError(
-                f"{name} is {time_s!r}; give seconds, above 0 and up to {_LONGEST_S:g}"
-            )
+    check_count("n_microbatches", n_microbatches)
+    check_count("n_stages", n_stages)
     if not isinstance(schedule, str | Path | Schedule | Plan):
         raise RequestError(
             f"schedule is {a_kind(schedule)}; give the name of a mode such as 'ZBH1', "
             "a schedule file, a zbpp.Schedule or a zbpp.Plan"
         )
     if clip_grad_norm is not None and not (
-        _is_number(clip_grad_norm) and clip_grad_norm > 0
+        is_number(clip_grad_norm) and clip_grad_norm > 0
     ):
         raise RequestError(
             f"clip_grad_norm is {clip_grad_norm!r}; give the largest norm, a number "
             "above 0, or None to clip nothing"
         )
-    _check_autocast(autocast, loss_scale)
-    if seed is not None and not _is_whole(seed):
-        raise RequestError(f"seed is {seed!r}; give a whole number, or None")
-
-
-def checked_device(device: Any) -> torch.device:
-    """The device of a name.
-
-    Raises:
-        RequestError: torch knows no such device.
-    """
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        raise RequestError(
-            f"device is {device!r}; give one that torch.device takes, such as 'cpu' "
-            "or 'cuda:0', or leave it out"
-        ) from None
-
-
-def warn_of_plan(
-    schedule: Schedule, request: Any, *, n_stages: int | None, n_ranks: int
-) -> None:
-    """Warn of a mode that runs on one stage because nobody has said how many.
-
-    Args:
-        schedule: that was planned.
-        request: the mode, file or schedule that was asked for.
-        n_stages: that were asked for.
-        n_ranks: processes that step together.
-    """
-    is_mode = not isinstance(request, Schedule | Plan)
-    if is_mode and n_stages is None and schedule.n_stages == 1 and n_ranks == 1:
+    for name, policy, kind in (
+        ("numerics", numerics, Numerics),
+        ("step", step, StepPolicy),
+        ("execution", execution, Execution),
+    ):
+        if not isinstance(policy, kind):
+            raise RequestError(
+                f"{name} is {a_kind(policy)}; give a zbpp.{kind.__name__}"
+            )
+    if numerics.autocast is torch.float16 and step.loss_scale is None:
         warnings.warn(
-            "this process is alone and n_stages is left out, so the pipeline has one "
-            "stage: start a process a stage by torchrun --nproc-per-node N, or give "
-            "n_stages (1, if one is meant)",
-            stacklevel=3,
+            "autocast is torch.float16 without a loss_scale: small gradients become 0; "
+            "give step=zbpp.StepPolicy(loss_scale=zbpp.runtime.LossScaler()), or "
+            "autocast=torch.bfloat16",
+            stacklevel=4,
         )
 
 
@@ -126,46 +106,83 @@ def _check_loss(loss_fn: Any) -> None:
         )
 
 
-def _check_autocast(autocast: Any, loss_scale: Any) -> None:
-    if autocast is not None and not (
-        isinstance(autocast, torch.dtype) and autocast.is_floating_point
-    ):
-        raise RequestError(
-            f"autocast is {autocast!r}; give a dtype, torch.bfloat16 or torch.float16, "
-            "or None"
-        )
-    is_scale = _is_number(loss_scale) or isinstance(loss_scale, LossScaler)
-    if loss_scale is not None and not is_scale:
-        raise RequestError(
-            f"loss_scale is {a_kind(loss_scale)}; give a number or a "
-            "zbpp.runtime.LossScaler, which does what torch.amp.GradScaler does"
-        )
-    if autocast is torch.float16 and loss_scale is None:
-        warnings.warn(
-            "autocast is torch.float16 without a loss_scale: small gradients become 0; "
-            "give loss_scale=zbpp.runtime.LossScaler(), or autocast=torch.bfloat16",
-            stacklevel=4,
-        )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and not math.isnan(value)
-
-
-def check_first_step(first_step: int) -> int:
-    """Return a step's number if it can be one.
+def loss_of(layered: Layered, loss_fn: LossFn | None) -> LossFn:
+    """Return the loss that was given, or the model's own.
 
     Raises:
-        RequestError: it is not a whole number from 0 on.
+        RequestError: there is neither.
     """
-    if not isinstance(first_step, int) or first_step < 0:
+    loss_fn = loss_fn or layered.loss_fn
+    if loss_fn is None:
         raise RequestError(
-            f"first_step is {first_step!r}; give the number of steps done before, from "
-            "0 on (pipeline.n_steps when the state was saved)"
+            "the model has no loss of its own; give loss_fn, the mean over one "
+            "micro-batch of (outputs, targets)"
         )
-    return first_step
+    return loss_fn
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Return this process's device.
+
+    Raises:
+        RequestError: torch knows no such device, or finds none here.
+    """
+    if device is None:
+        return own_device()
+    try:
+        return own_device(torch.device(device))
+    except (RuntimeError, TypeError):
+        raise RequestError(
+            f"device is {device!r}; give one that torch.device takes, such as 'cpu' "
+            "or 'cuda:0', or leave it out"
+        ) from None
+
+
+def join(
+    mesh: Processes | None,
+    *,
+    device: torch.device,
+    n_stages: int | None,
+    timeout_s: float,
+) -> tuple[Place, DataParallel]:
+    """Find the processes of a pipeline, and how their replicas share.
+
+    Where torchrun's variables ask for a process group and there is none yet, this one
+    joins it.
+
+    Args:
+        mesh: see `zbpp.Pipeline`.
+        device: of this process.
+        n_stages: that were asked for.
+        timeout_s: how long to wait for the other processes.
+
+    Raises:
+        PeerError: a process has not come.
+        RequestError: a pipeline cannot run on this mesh.
+    """
+    initialise(device, timeout_s=timeout_s)
+    if isinstance(mesh, dist.ProcessGroup):
+        return find_place(None, mesh, n_stages=n_stages), DataParallel()
+    replicas = mesh if isinstance(mesh, DataParallel) else DataParallel(mesh=mesh)
+    return find_place(replicas.mesh, None, n_stages=n_stages), replicas
+
+
+def warn_of_plan(
+    schedule: Schedule, request: object, *, n_stages: int | None, n_ranks: int
+) -> None:
+    """Warn of a mode that runs on one stage because nobody has said how many.
+
+    Args:
+        schedule: that was planned.
+        request: the mode, file, schedule or plan that was asked for.
+        n_stages: stages that were asked for.
+        n_ranks: processes that step together.
+    """
+    is_mode = not isinstance(request, Schedule | Plan)
+    if is_mode and n_stages is None and schedule.n_stages == 1 and n_ranks == 1:
+        warnings.warn(
+            "this process is alone and n_stages is left out, so the pipeline has one "
+            "stage: start a process a stage by torchrun --nproc-per-node N, or give "
+            "n_stages (1, if one is meant)",
+            stacklevel=4,
+        )

@@ -12,7 +12,7 @@ from zbpp.core import (
     Schedule,
 )
 from zbpp.core.sharding import reduces_every
-from zbpp.runtime.executor import Executor
+from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.schedules import add_collectives, lower
 
@@ -21,7 +21,7 @@ __all__ = ["check_one_queue", "with_collectives"]
 
 def with_collectives(
     schedule: Schedule,
-    executors: Mapping[int, Executor],
+    stages: LocalStages,
     place: Place,
     shard: str,
     *,
@@ -35,7 +35,7 @@ def with_collectives(
 
     Args:
         schedule: of the pipeline.
-        executors: of this process.
+        stages: of this process.
         place: of this process.
         shard: what was asked for.
         ties: chunks of each tied parameter.
@@ -45,10 +45,9 @@ def with_collectives(
         RequestError: all streams of the GPU share one queue, and with this schedule a
             stage may wait for itself there.
     """
-    transport = next(iter(executors.values())).transport
+    transport = stages.transport
     if place.n_replicas > 1:
-        (executor,) = executors.values()
-        kept = any(transport.gather(executor.collectives.keeps))
+        kept = any(transport.gather(stages.first.collectives.keeps))
         kinds = {job.kind for job in schedule.orders[0] if isinstance(job, Collective)}
         if not kinds or (CollectiveKind.UNSHARD in kinds) != kept:
             schedule = add_collectives(

@@ -1,323 +1,554 @@
 """The API in a user's script: one object, one call a step.
 
-    pipeline = zbpp.Pipeline(model, loss_fn=loss_fn, optimizer=make_optimizer,
-                             schedule="ZBH1", n_microbatches=16, clip_grad_norm=1.0)
+    pipeline = zbpp.Pipeline(model, "ZBH1", loss_fn=loss_fn, optimizer=make_optimizer,
+                             n_microbatches=16, clip_grad_norm=1.0)
     for inputs, targets in loader:
         result = pipeline.step(inputs, targets)
 
-This file wires the layers together: mode -> schedule -> programs -> executors.
+This file wires the layers together: plan -> programs -> executors.
 """
 
+import warnings
 import weakref
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 
-from zbpp.core import Costs, MemoryModel, Schedule, schedule_text
+from zbpp.checkpoint.state import State
+from zbpp.core import RequestError, Schedule, schedule_text
 from zbpp.core.sharding import Shard
-from zbpp.models import layered_of
-from zbpp.models.given import Given, model_to_build
-from zbpp.pipeline.absent import AbsentNames
+from zbpp.diagnostics import split_warning
+from zbpp.models import Tie, layered_of
+from zbpp.models.given import Given
 from zbpp.pipeline.arguments import (
+    Processes,
     check_arguments,
-    check_first_step,
-    checked_device,
+    device_of,
+    join,
+    loss_of,
     warn_of_plan,
 )
-from zbpp.pipeline.evaluate import Evaluating
-from zbpp.pipeline.given import loss_of, measure_example
+from zbpp.pipeline.checkpoints import Checkpoints
+from zbpp.pipeline.keywords import accepts_old_keywords, missing_attribute
 from zbpp.pipeline.parallel import with_collectives
-from zbpp.pipeline.reports import Reports
-from zbpp.pipeline.state import Checkpoints
-from zbpp.pipeline.stepping import Stepping
-from zbpp.pipeline.switch import Switching
 from zbpp.planning import Plan, PlanRequest, is_auto
 from zbpp.planning.answer import recomputed_layers
-from zbpp.planning.pipelines import (
-    LayersOf,
-    choose_validation,
-    costs_or_layers,
-    memory_model,
-    plan_pipeline,
-)
-from zbpp.runtime.comm.process_group import initialise, own_device
-from zbpp.runtime.compiled.layers import Compiling
-from zbpp.runtime.driver import collective_calls as calls
+from zbpp.planning.pipelines import choose_validation, plan_pipeline
+from zbpp.profiling.join import Profiled
+from zbpp.profiling.measure import measure
+from zbpp.profiling.memory import is_out_of_memory
+from zbpp.profiling.profile import Profile
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.driver.batches import Batches
 from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.driver.compile_chunks import check_compile
-from zbpp.runtime.driver.lifecycle import Lifecycle
-from zbpp.runtime.driver.state_access import settle_before_access
-from zbpp.runtime.microbatches import Batch, Weigh, WeighName
+from zbpp.runtime.driver.stages import LocalStages, eval_mode
+from zbpp.runtime.microbatches import Batch, check_samples
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
-from zbpp.runtime.optim.patience import Patience
-from zbpp.runtime.optim.step_state import RollbackMethod, step_rules
-from zbpp.runtime.parallel.mesh import find_place
+from zbpp.runtime.optim.result import StepResult
+from zbpp.runtime.optim.step_state import step_rules
 from zbpp.runtime.parallel.wrap import check_shard
 from zbpp.runtime.partition import partition_layers
+from zbpp.runtime.policies import Execution, Numerics, StepPolicy
 from zbpp.runtime.stage import LossFn
-from zbpp.runtime.ties.plan import Tie, TiePlan, check_ties
-from zbpp.schedules import Recomputing, Split, lower
-from zbpp.tuning.watch import Watch, make_watcher
+from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime.ties.plan import TiePlan, check_ties
+from zbpp.schedules import lower, lower_forward
+from zbpp.tuning.watch import make_watcher
 
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentNames):
+class Pipeline:
     """A model cut into stages, trained by a schedule.
 
     Under torch.distributed (``torchrun`` is enough) this process is one stage; else
     all stages live in this process. Losses, gradients and parameters are the same.
 
     Args:
-        model: an `nn.Sequential`, a list of layers, a builder that is called with the
-            ranges of layer indices of this process only, a model of transformers, or
-            what `zbpp.cut` returns.
-        loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch; None: the
-            model's own.
+        model: an `nn.Sequential`, a list of layers, a model of transformers, or what
+            `zbpp.cut` or `zbpp.layers_from` returns.
+        schedule: a mode such as ``"ZBH1"``, a schedule or plan file, a `Schedule`, or a
+            `Plan`, which `zbpp.plan_model` makes.
         optimizer: called with each stage's parameters, also frozen ones, or with pairs
             of name and parameter if its argument is called ``named_parameters``; gives
             one, or a list, which may be empty. None leaves gradients, of the mean loss
             of the batch, to the caller.
-        schedule: a mode such as ``"ZBH1"``, a schedule or plan file, a `Schedule`, or a
-            `Plan`.
-        n_microbatches: micro-batches in a step; None: the schedule's.
-        weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
-            the targets (or ``targets["labels"]``) that are not -100; or a function
-            that counts the targets of a micro-batch. None: the model's, else samples.
+        loss_fn: ``loss_fn(outputs, targets)``, the mean over one micro-batch; None: the
+            model's own.
         n_stages: number of stages; None: the schedule's, or one per process.
-        n_layers: number of layers, if the model is a builder.
-        ties: parameters that layers share: ``((layer, name), ...)``; found in a list.
-        split: layers of each chunk, or ``"even"``: the first chunks get one more, or
-            ``"balanced"``: by the costs in ``layers``. None: the schedule's; if it has
-            none, balanced with ``layers``, else even.
-        layers: costs of the layers to plan for, or a file of them, in place of costs.
-        example: inputs and targets of a step, on every rank: layers are then measured,
-            and their memory is estimated, before they are dealt to stages.
-        recompute: layers that B computes again, to hold less: ``"auto"`` (by costs with
-            m_r, and a limit), ``"all"``, ``"none"``, numbers. None: the schedule's.
+        n_microbatches: micro-batches in a step; None: the schedule's.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
-        post_validation: step without waiting for the other stages' gradient norms, and
-            roll the step back in the next one if they ask for it; None: where the
-            schedule splits the backward or has V's. The results are the same.
-        rollback: how a step is rolled back: ``"deferred"``, with a copy of parameters
-            and a second step; ``"snapshot"``, with one of the optimizer state as well;
-            ``"compiled"``: deferred, parameters first and alone, by a compiled kernel
-            (fused Adam, AdamW); ``"auto"``: that on CPUs, from 2**25 parameters on.
-        patience: when steps become speculative, or give way to a barrier again.
-        max_consecutive_skips: with an Inf or NaN gradient, before the run ends.
-        loss_scale: of fp16 gradients: a number, or a `LossScaler`.
-        costs: times to plan for.
-        memory: likewise; a text as ``"16GiB"``, or a number, is the limit of a stage.
-        watch: when to plan again from what steps take, with the same results; None or
-            True: for ``"auto"``, after the first steps and when costs drift; False: no.
+        mesh: the processes: a mesh of stages, data and tensor parallelism (see
+            `zbpp.mesh`), a `zbpp.DataParallel`, which also says what replicas share,
+            or a process group of stages alone; None: all processes.
         device: where the layers live; ``"cuda"``: this process's GPU; None: that, or
             the CPU where there is none.
-        autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
-        compile: compile each layer by itself, ``"blocks"``, or whole ``"chunks"``,
-            but for layers that are seeded, recomputed or tied; see docs/compile.md.
-        seed: seeds dropout by step, layer and micro-batch, alike in all modes.
-        first_step: number of the first step, for dropout; `load` sets it too.
-        exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
-            does; then all modes agree to the last bit. False adds them as they come,
-            within the matrix products: a few per cent faster, with less memory.
-        stage_streams: stages of this process, on one GPU, compute side by side.
-        cuda_graphs: record passes on a GPU, and replay them; see docs/gpus.md.
-        group: processes of the pipeline, by stage; None: all.
-        mesh: of stages, data and tensor parallelism; see `zbpp.mesh`. Each replica is
-            given its own share of the batch. Layers may be wrapped by `fully_shard` or
-            `replicate`; those that are not are replicated, or wrapped by ``shard``.
-        shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
-            or ``"parameters"`` as well; ``"none"``: each holds all.
-        alternating_buffers: for ``shard="parameters"``; see docs/data_parallel.md.
-        timeout_s: how long a stage waits for another before it gives up; longer than
-            whatever one rank alone may have to do: compile, evaluate, load.
-        first_timeout_s: the same at the start and in the first step; None: timeout_s.
+        numerics: what decides the bits.
+        step: when the optimizer steps.
+        execution: how passes are executed and waited for.
 
     Raises:
         RequestError: the model, the schedule and the stages do not fit together.
     """
 
+    @accepts_old_keywords
     def __init__(
         self,
         model: Given,
-        *,
-        loss_fn: LossFn | None = None,
-        optimizer: MakeOptimizer | None,
         schedule: str | Path | Schedule | Plan = "ZBH1",
-        n_microbatches: int | None = None,
-        weigh: WeighName | Weigh | None = None,
+        *,
+        optimizer: MakeOptimizer | None,
+        loss_fn: LossFn | None = None,
         n_stages: int | None = None,
-        n_layers: int | None = None,
-        ties: Sequence[Tie] | None = None,
-        split: Split = None,
-        layers: LayersOf | None = None,
-        example: tuple[Batch, Batch] | None = None,
-        recompute: Recomputing | None = None,
+        n_microbatches: int | None = None,
         clip_grad_norm: float | None = None,
-        post_validation: bool | None = None,
-        rollback: RollbackMethod = "auto",
-        patience: Patience | None = None,
-        max_consecutive_skips: int | None = 5,
-        loss_scale: LossScaler | float | None = None,
-        costs: Costs | None = None,
-        memory: MemoryModel | str | float | None = None,
-        watch: Watch | bool | None = None,
+        mesh: Processes | None = None,
         device: torch.device | str | None = None,
-        autocast: torch.dtype | None = None,
-        compile: Compiling = False,
-        seed: int | None = None,
-        first_step: int = 0,
-        exact_sums: bool = True,
-        stage_streams: bool = False,
-        cuda_graphs: bool = False,
-        group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        shard: Shard = "none",
-        alternating_buffers: bool = False,
-        timeout_s: float = 600.0,
-        first_timeout_s: float | None = None,
+        numerics: Numerics = Numerics(),
+        step: StepPolicy = StepPolicy(),
+        execution: Execution = Execution(),
     ) -> None:
         check_optimizer(optimizer)
         check_arguments(
             loss_fn=loss_fn,
-            counts={
-                "n_microbatches": n_microbatches,
-                "n_stages": n_stages,
-                "n_layers": n_layers,
-                "max_consecutive_skips": max_consecutive_skips,
-            },
-            times_s={"timeout_s": timeout_s, "first_timeout_s": first_timeout_s},
-            schedule=schedule,
-            clip_grad_norm=clip_grad_norm,
-            autocast=autocast,
-            loss_scale=loss_scale,
-            seed=seed,
-        )
-        first_timeout_s = first_timeout_s or timeout_s
-        self.device = own_device(None if device is None else checked_device(device))
-        initialise(self.device, timeout_s=first_timeout_s)
-        self.place = place = find_place(mesh, group, n_stages=n_stages)
-        self.rank, self.n_ranks = place.rank, place.n_ranks
-        check_shard(shard, place, alternating=alternating_buffers)
-        self.layered = layered_of(model, n_layers)
-        self.n_layers = self.layered.n_layers
-        loss_fn = loss_of(self.layered, loss_fn)
-        memory = memory_model(memory)
-        if example is not None and layers is None:
-            layers = measure_example(
-                partial(
-                    type(self),
-                    n_microbatches=n_microbatches,
-                    weigh=weigh,
-                    n_stages=n_stages,
-                    seed=seed,
-                    group=group,
-                    mesh=mesh,
-                    ties=ties,
-                    timeout_s=timeout_s,
-                    first_timeout_s=first_timeout_s,
-                ),
-                *(model, self.layered, example),
-                device=self.device,
-                post_validation=post_validation,
-                compile=compile,
-                loss_fn=loss_fn,
-                optimizer=optimizer,
-                rollback=rollback,
-                autocast=autocast,
-                exact_sums=exact_sums,
-            )
-        request = PlanRequest(
             schedule=schedule,
             n_stages=n_stages,
             n_microbatches=n_microbatches,
-            costs=costs_or_layers(costs, layers),
-            memory=memory,
-            split=split,
-            recompute=recompute,
+            clip_grad_norm=clip_grad_norm,
+            numerics=numerics,
+            step=step,
+            execution=execution,
         )
-        self.chosen = plan = plan_pipeline(
-            request, n_layers=self.n_layers, n_ranks=place.n_stages
+        check_compile(execution.compile)
+        self.device = device_of(device)
+        self.place, replicas = join(
+            mesh,
+            device=self.device,
+            n_stages=n_stages,
+            timeout_s=execution.start_timeout_s,
+        )
+        self.rank, self.n_ranks = self.place.rank, self.place.n_ranks
+        check_shard(
+            replicas.shard, self.place, alternating=replicas.alternating_buffers
+        )
+        self.layered = layered_of(model)
+        self.n_layers = self.layered.n_layers
+        loss_fn = loss_of(self.layered, loss_fn)
+        self.plan = plan_pipeline(
+            PlanRequest(
+                schedule=schedule, n_stages=n_stages, n_microbatches=n_microbatches
+            ),
+            n_layers=self.n_layers,
+            n_ranks=self.place.n_stages,
         )
         self.schedule = choose_validation(
-            plan.schedule, post_validation, steps=optimizer is not None
+            self.plan.schedule, step.post_validation, steps=optimizer is not None
         )
-        warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=place.n_ranks)
+        warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
         rules = step_rules(
             clip_grad_norm=clip_grad_norm,
             post_validation=self.schedule.is_post_validated,
-            patience=patience,
-            rollback=rollback,
-            loss_scale=loss_scale,
-            max_consecutive_skips=max_consecutive_skips if optimizer else None,
+            patience=step.patience,
+            rollback=step.rollback,
+            loss_scale=step.loss_scale,
+            max_consecutive_skips=step.max_consecutive_skips if optimizer else None,
         )
         placement = self.schedule.placement
-        self.split = partition_layers(self.n_layers, placement.n_chunks, plan.split)
-        shared = check_ties({*self.layered.ties, *(ties or ())}, self.n_layers)
-        own_name = self.layered.own_name
-        self._ties = TiePlan(shared, self.split, placement, own_name)
-        self._programs = lower(self.schedule, ties=self._ties.chunks)
-        transports = make_transports(
-            *(self._programs, place, self.device),
-            timeouts_s=(timeout_s, first_timeout_s),
+        self.split = partition_layers(
+            self.n_layers, placement.n_chunks, self.plan.split
         )
-        self._options = options = StageOptions(
+        shared = check_ties(set(self.layered.ties), self.n_layers)
+        self._ties = TiePlan(shared, self.split, placement, self.layered.own_name)
+        transports = make_transports(
+            lower(self.schedule, ties=self._ties.chunks),
+            self.place,
+            self.device,
+            execution=execution,
+        )
+        self._options = StageOptions(
             loss_fn=loss_fn,
             optimizer=optimizer,
-            own_name=own_name,
+            own_name=self.layered.own_name,
             rules=rules,
             device=self.device,
-            autocast=autocast,
-            seed=seed,
-            exact_sums=exact_sums,
+            numerics=numerics,
+            execution=execution,
+            replicas=replicas,
             recompute=recomputed_layers(self.schedule, list(map(len, self.split))),
-            stage_streams=stage_streams,
-            cuda_graphs=cuda_graphs,
-            compile=check_compile(compile),
-            shard=shard,
-            alternating_buffers=alternating_buffers,
         )
-        self._executors = build_executors(
-            model_to_build(model, self.layered),
-            *(self._ties, transports, options, place),
-            knows_ties=ties is not None or self.layered.build is not model,
+        executors = build_executors(
+            self.layered.build, self._ties, transports, self._options, self.place
         )
-        self.schedule, self._programs = with_collectives(
-            self.schedule,
-            self._executors,
-            place,
-            shard,
-            ties=self._ties.chunks,
-            costs=plan.known_costs,
-        )
-        self._n_steps = check_first_step(first_step)
+        self.stages = LocalStages(executors, placement)
+        self._executors = executors
+        self._use(self.schedule)
+        self.n_switches = 0
+        """Times that the schedule was changed."""
+        self._n_steps = numerics.first_step
         self._batches = Batches(
-            *(self._executors, placement, self.layered.cut_batch),
-            weigh=weigh or self.layered.weigh,
+            executors,
+            placement,
+            self.layered.cut_batch,
+            weigh=numerics.weigh or self.layered.weigh,
         )
-        self._lifecycle = Lifecycle(self._executors.values())
-        finalizer = weakref.finalize(self, self._lifecycle.let_go)
+        finalizer = weakref.finalize(self, self.stages.let_go)
         finalizer.atexit = False  # then transports wait a little for the others
-        self._lifecycle.hooks = settle_before_access(
-            (layer for _, layer in self._layers()),
-            *(self.optimizers, self._lifecycle.synchronize),
-        )
         self._watcher = make_watcher(
-            *(watch, is_auto(schedule), self.schedule, plan.known_costs),
-            memory=plan.memory,
+            execution.watch,
+            is_auto(schedule),
+            self.schedule,
+            self.plan.known_costs,
+            memory=self.plan.memory,
         )
-        self.memory = plan.memory
-        asked = (schedule_text(self.schedule), self.split, rules, autocast, compile)
-        all_asked = (*asked, seed, first_step, exact_sums)
-        check_agreement(self._executors, all_asked, self._ties)
+        self._checkpoints = Checkpoints(
+            self.stages,
+            self.layered,
+            self._ties.ties,
+            rank=self.rank,
+            writes=self.place.peers.row == 0,
+        )
+        self._has_learned_metrics = False
+        self._forward_programs = lower_forward(placement, n_microbatches=1)
+        self._forward_size = 1
+        request = (
+            schedule_text(self.schedule),
+            self.split,
+            rules,
+            numerics,
+            execution.compile,
+        )
+        check_agreement(executors, request, self._ties)
+
+    # Training.
+
+    def step(
+        self,
+        inputs: Batch = None,
+        targets: Batch = None,
+        *,
+        return_outputs: bool = False,
+    ) -> StepResult:
+        """Train on one batch: all micro-batches, then the optimizer.
+
+        Args:
+            inputs: for the first chunk; read only where `needs_inputs`. Tensors of
+                shape (samples, ...), alone or in tuples and dicts, or a list with one
+                entry per micro-batch. A model that knows how to cut its batch (one of
+                Hugging Face's does) takes it whole here, without targets, on the ranks
+                that need either.
+            targets: for the loss; read only where `needs_targets`.
+            return_outputs: keep the last layer's outputs, for ``result.outputs`` on
+                the last stage; asked for there, or on every rank.
+
+        Raises:
+            RequestError: the batch does not fit.
+            PeerError: another stage died or did not answer.
+        """
+        inputs, targets = self._batches.pair(inputs, targets)
+        self._batches.begin(
+            inputs,
+            targets,
+            step=self._n_steps,
+            n_microbatches=self.n_microbatches,
+            training=True,
+            keeps_outputs=return_outputs,
+        )
+        try:
+            with self.stages.running():
+                self.stages.drive(self._programs)
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        return self._end_step(return_outputs=return_outputs)
+
+    def _end_step(self, *, return_outputs: bool) -> StepResult:
+        """Count a step that has run, and return its result."""
+        self._n_steps += 1
+        stages = self.stages
+        result = stages.first.optimizer.result
+        assert result is not None
+        if not self._has_learned_metrics:
+            if (warning := split_warning(self)) is not None:
+                warnings.warn(warning, stacklevel=3)
+            with stages.failures_told():
+                result = replace(result, first_metrics=stages.learn_metrics())
+            self._has_learned_metrics = True
+        if return_outputs:
+            result = replace(result, outputs=stages.last_outputs())
+        if self._watcher is not None:
+            with stages.failures_told():
+                self._watcher.after_step(self)
+        return result
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Count the step that an error ends if the state will be the one after it."""
+        if is_out_of_memory(error):
+            error.add_note(
+                f"out of memory in {self.schedule.name} with {self.n_microbatches} "
+                "micro-batches: `zbpp estimate` tells which modes, splits and sizes "
+                "fit, `zbpp doctor` what this machine has"
+            )
+        if isinstance(error, PeerError) and self.stages.transport.on_device:
+            return  # the host was ahead: a gradient that it counts may never come
+        if all(one.optimizer.counts for one in self.stages.executors.values()):
+            self._n_steps += 1
+            error.add_note(
+                f"step {self._n_steps - 1} had all its gradients and counts: the state "
+                f"is that after {self._n_steps} steps; step learning-rate schedulers "
+                "for it before you save"
+            )
+
+    def switch(self, schedule: Schedule) -> None:
+        """Run the next steps by another schedule (every rank must call, with the same).
+
+        Layers stay where they are, and steps are validated as before. Gradients are
+        added in micro-batch order, so losses and parameters are those of a run without
+        the switch, to the bit; with ``exact_sums=False`` they are rounded differently.
+
+        Args:
+            schedule: with the placement and the micro-batches of the present one.
+
+        Raises:
+            RequestError: it has others, or another split; or the ranks were given
+                different ones.
+            PeerError: another stage died or does not switch.
+        """
+        self._check_same_jobs(schedule)
+        schedule = choose_validation(schedule, self.schedule.is_post_validated)
+        lower(schedule, ties=self._ties.chunks)  # it may be that it cannot be run
+        layers = recomputed_layers(schedule, [len(layers) for layers in self.split])
+        self.synchronize()
+        request = ("switch", schedule_text(schedule))
+        check_agreement(self.stages.executors, request, self._ties)
+        self._use(schedule)
+        for executor in self.stages.executors.values():
+            executor.stage.recompute(layers)
+            executor.times.forget()
+        self.n_switches += 1
+
+    def _use(self, schedule: Schedule) -> None:
+        """Make the programs of a schedule, with the collectives that replicas need."""
+        self.schedule, self._programs = with_collectives(
+            schedule,
+            self.stages,
+            self.place,
+            self._options.replicas.shard,
+            ties=self._ties.chunks,
+            costs=self.plan.known_costs,
+        )
+
+    def _check_same_jobs(self, schedule: Schedule) -> None:
+        now = self.schedule
+        split = tuple(len(layers) for layers in self.split)
+        for what, before, after in (
+            ("placement", now.placement.stage_of, schedule.placement.stage_of),
+            ("micro-batches", now.n_microbatches, schedule.n_microbatches),
+            ("split", split, schedule.split or split),
+        ):
+            if after != before:
+                raise RequestError(
+                    f"the schedule to switch to has the {what} {after}; the pipeline "
+                    f"runs {before}: build a new Pipeline for another, from a "
+                    "checkpoint"
+                )
+
+    # Evaluation.
+
+    def evaluate(
+        self,
+        inputs: Batch = None,
+        targets: Batch = None,
+        *,
+        n_microbatches: int | None = None,
+    ) -> float:
+        """Mean loss over a batch, without gradients, in eval mode.
+
+        Args:
+            inputs: as for `step`.
+            targets: as for `step`.
+            n_microbatches: any number, the same on every rank; None: as in `step`.
+
+        Raises:
+            RequestError: the batch does not fit.
+            PeerError: another stage died, did not answer, or does not evaluate.
+        """
+        inputs, targets = self._batches.pair(inputs, targets)
+        with self._forwards(inputs, targets, n_microbatches, predicts=False):
+            counts = self._batches.samples(inputs, targets)
+            loss, samples = self.stages.mean_loss(counts)
+        check_samples(*samples)
+        return loss
+
+    def predict(
+        self,
+        inputs: Batch = None,
+        *,
+        n_microbatches: int | None = None,
+        everywhere: bool = False,
+    ) -> Any:
+        """Outputs of the last chunk, without loss and gradients, in eval mode.
+
+        Args:
+            inputs: as for `step`; targets in it are not read.
+            n_microbatches: any number, the same on every rank; None: as in `step`.
+            everywhere: give all ranks the outputs, on the CPU; the same on every rank.
+
+        Returns:
+            The outputs of all samples where the last chunk is, elsewhere None. Tensors
+            of the micro-batches are joined along their first dimension; micro-batches
+            whose outputs differ in others come as a list.
+
+        Raises:
+            RequestError: the batch does not fit.
+            PeerError: another stage died, did not answer, or does not predict.
+        """
+        inputs, _ = self._batches.pair(inputs, None)
+        with self._forwards(inputs, None, n_microbatches, predicts=True):
+            return self.stages.last_outputs(everywhere=everywhere)
+
+    @contextmanager
+    def _forwards(
+        self, inputs: Batch, targets: Batch, n: int | None, *, predicts: bool
+    ) -> Iterator[None]:
+        """Run the forwards of a batch; within this their losses or outputs are read."""
+        m = n or self.n_microbatches
+        if self._forward_size != m:  # the placement never changes
+            placement = self.schedule.placement
+            self._forward_programs = lower_forward(placement, n_microbatches=m)
+            self._forward_size = m
+        self.synchronize()
+        self._batches.begin(
+            inputs,
+            targets,
+            step=self._n_steps,
+            n_microbatches=m,
+            training=False,
+            predicts=predicts,
+        )
+        layers = (layer for _, layer in self.stages.layers())
+        with self.stages.running(), eval_mode(layers):
+            self.stages.drive(self._forward_programs, training=False)
+            yield
+
+    # Views, which differ between processes.
+
+    @property
+    def n_steps(self) -> int:
+        """Steps done so far, those before ``first_step`` included."""
+        return self._n_steps
+
+    @property
+    def n_microbatches(self) -> int:
+        """Micro-batches in a training step."""
+        return self.schedule.n_microbatches
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters that several layers share: (layer, name in it) of each."""
+        return self._ties.ties
+
+    @property
+    def needs_inputs(self) -> bool:
+        """True if this process holds the first chunk; others ignore the inputs."""
+        return self.schedule.placement.stage_of[0] in self.stages.executors
+
+    @property
+    def needs_targets(self) -> bool:
+        """True if this process holds the last chunk; others ignore the targets."""
+        return self.schedule.placement.stage_of[-1] in self.stages.executors
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of this process's stages, for instance for LR schedulers."""
+        return self.stages.optimizers
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """The loss scale, as validated; setting its state sets that of one process."""
+        self.synchronize()
+        return self.stages.history.scaler
+
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """This process's layers as ``layers.<global index>``, validated."""
+        self.synchronize()
+        for index, layer in self.stages.layers():
+            yield f"layers.{index}", layer
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under their global names, validated."""
+        for name, layer in self.named_layers():
+            yield from layer.named_parameters(prefix=name)
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """This process's buffers under their global names, validated."""
+        for name, layer in self.named_layers():
+            yield from layer.named_buffers(prefix=name)
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Give every process the picklable things of all, by rank."""
+        return self.stages.transport.gather(thing)
+
+    def profile(
+        self,
+        inputs: Batch | None = None,
+        targets: Batch | None = None,
+        *,
+        rounds: int = 10,
+        most_s: float = 20.0,
+        memory: bool = False,
+        shard: Shard = "none",
+    ) -> Profile:
+        """Measure the costs of every layer on these devices (every rank must call).
+
+        Parameters, buffers, gradients, optimizer state, random generators and the
+        number of steps are then as before, to the bit.
+
+        Args:
+            inputs, targets: as for `step`; the first micro-batch is used.
+            rounds: passes to count, after a warm-up.
+            most_s: seconds after which fewer rounds will do, but 5 at least.
+            memory: also measure what the passes leave and need, on CPUs by a run of
+                torch's profiler (none other may run); on a GPU this resets
+                `torch.accelerator.max_memory_allocated`.
+            shard: what replicas shall share: gathers and sums are measured for it,
+                with the layers whole.
+
+        Raises:
+            RequestError: the batch does not fit, or layers are sharded.
+            PeerError: another stage died, did not answer, or does not profile.
+        """
+        executors = self.stages.executors
+        if any(one.collectives.has_units for one in executors.values()):
+            raise RequestError(
+                "layers that are sharded cannot be profiled, as they cannot be copied; "
+                "profile the bare ones, in a pipeline with shard='none': their passes "
+                "are the same, and profile(shard=...) measures the collectives"
+            )
+        self.synchronize()
+        inputs, targets = self._batches.pair(inputs, targets)
+        self.stages.transport.doing = "profile"
+        parts = Profiled(
+            executors,
+            self.schedule,
+            tuple(len(layers) for layers in self.split),
+            self._options,
+            self._n_steps,
+            self.place,
+            shard,
+        )
+        with self.stages.running():
+            return measure(
+                parts, inputs, targets, rounds=rounds, most_s=most_s, memory=memory
+            )
+
+    # State.
 
     def synchronize(self) -> None:
         """Wait for the decision on the last step; parameters and state are then right.
@@ -329,12 +560,119 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
             PeerError: another stage died or did not answer.
             NonFiniteError: too many steps in a row were skipped.
         """
-        self._lifecycle.synchronize()
+        self.stages.synchronize()
+
+    def attach(self, *schedulers: Any) -> None:
+        """Hand over LR schedulers of `optimizers`: their state is saved and loaded.
+
+        The script still steps them.
+
+        Raises:
+            RequestError: one is not of an optimizer of this pipeline.
+        """
+        self._checkpoints.attach(schedulers)
+
+    def state_dict(self) -> State:
+        """The validated state of this process's stages, by the model's own names.
+
+        Parameters, persistent buffers, optimizers, attached schedulers, loss scale,
+        number of steps, and the state of post-validation. Tensors are not copied. In
+        one process it is the state of the whole model.
+        """
+        return self._checkpoints.state_dict(self._n_steps)
+
+    def load_state_dict(self, state: State, *, model_only: bool = False) -> None:
+        """Go on from a state (every rank must call).
+
+        Args:
+            state: of `state_dict`, of this split or any other; what other ranks hold
+                may be in it.
+            model_only: load parameters and buffers, and leave all else as it is.
+
+        Raises:
+            RequestError: something is missing, unknown or of another shape; it is
+                named, and nothing is changed.
+        """
+        n_steps = self._checkpoints.load_state_dict(state, model_only=model_only)
+        self._n_steps = self._n_steps if n_steps is None else n_steps
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        keep: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = False,
+        trainable_only: bool = False,
+    ) -> None:
+        """Save a checkpoint while the run goes on (every rank must call).
+
+        The call waits for the decision on the last step and for a copy of the state;
+        files are written in the background, into ``folder/step-<steps done>``, which
+        is there when all of it is on the disk, or not at all. A save before that has
+        not ended is waited for; if it failed, that is logged.
+
+        Args:
+            folder: of this run's checkpoints; all ranks see the same.
+            keep: checkpoints that stay, the newest; None: all.
+            extra: numbers, texts, tensors and containers of them, which `load` returns:
+                the place in the data, for instance. Rank 0's counts.
+            wait: return when it is on the disk.
+            trainable_only: leave out frozen parameters, their optimizer state, and all
+                buffers: such a checkpoint, of a LoRA for instance, is loaded onto a
+                model that has them already.
+
+        Raises:
+            CheckpointError: the folder cannot be written; with ``wait``, or it failed.
+            RequestError: part of the state is nothing that a checkpoint can hold.
+        """
+        self._checkpoints.save(
+            folder,
+            n_steps=self._n_steps,
+            about={
+                "mode": self.schedule.name,
+                "n_stages": self.schedule.n_stages,
+                "n_microbatches": self.schedule.n_microbatches,
+                "split": [len(layers) for layers in self.split],
+            },
+            keep=keep,
+            extra=extra or {},
+            trainable_only=trainable_only,
+        )
+        if wait:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait until the last save is on the disk (every rank must call).
+
+        Raises:
+            CheckpointError: it failed; the checkpoints before it are as they were.
+        """
+        self._checkpoints.finish_saving()
+
+    def load(self, path: str | Path, *, model_only: bool = False) -> dict[str, Any]:
+        """Go on from a checkpoint (every rank must call).
+
+        Args:
+            path: of a checkpoint, or the folder that `save` was given: then the newest
+                one that is not damaged, and a damaged one is logged.
+            model_only: load parameters and buffers, and leave all else as it is.
+
+        Returns:
+            What `save` was given as ``extra``.
+
+        Raises:
+            CheckpointError: there is none; or names the damaged files.
+            RequestError: it does not fit this model; nothing is changed.
+        """
+        extra, n_steps = self._checkpoints.load(path, model_only=model_only)
+        self._n_steps = self._n_steps if n_steps is None else n_steps
+        return extra
 
     def close(self) -> None:
         """Synchronize, finish the last save, and end; also at the end of a ``with``."""
-        self._end_saving()
-        self._lifecycle.close()
+        self._checkpoints.end()
+        self.stages.close()
 
     def __enter__(self) -> Self:
         return self
@@ -343,4 +681,21 @@ class Pipeline(Stepping, Checkpoints, Switching, Evaluating, Reports, AbsentName
         if error is None:
             self.close()
         else:
-            calls.tell_failure(self._executors, error, doing="code outside of steps")
+            self.stages.transport.doing = "code outside of steps"
+            self.stages.transport.report(error)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Say that a pipeline is no function.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a Pipeline is not called: step() trains, evaluate() gives a loss, "
+            "predict() the outputs"
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return missing_attribute(self, name)

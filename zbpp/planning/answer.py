@@ -21,6 +21,7 @@ from zbpp.core import (
     lower_bound,
     parse_costs,
     parse_schedule,
+    peaks,
     schedule_text,
 )
 from zbpp.core.files.costs_file import costs_data
@@ -106,8 +107,8 @@ class Plan(PlanFigures):
         """Take over what was planned together with a split."""
         return cls(
             found.schedule,
-            found.costs,
-            found.memory,
+            found.costs.with_memory(MemoryModel()),
+            found.costs.memory,
             mode,
             split=found.split,
             ideal_step=found.ideal_step,
@@ -123,6 +124,12 @@ class Plan(PlanFigures):
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
         """Figures that are compared."""
         return ("step" if self.is_layered else "span", "barrier_step", "peak")
+
+    @cached_property
+    def peak(self) -> float:
+        """Largest memory of a stage."""
+        held = self.memory.on(self.schedule.placement)
+        return max(peaks(self.schedule.orders, held))
 
     @property
     def known_costs(self) -> Costs | None:

@@ -15,7 +15,6 @@ from zbpp.core import (
     Costs,
     LayerCosts,
     LimitError,
-    MemoryModel,
     Placement,
     RequestError,
     Schedule,
@@ -137,8 +136,8 @@ def _asked(
 def _planner(mode: Mode, placement: Placement, n_microbatches: int) -> SplitPlanner:
     """What plans a mode on a placement, for the costs of any split."""
 
-    def planner(costs: Costs, memory: MemoryModel, effort: str) -> Schedule:
-        problem = Problem(n_microbatches, costs, memory, effort)
+    def planner(costs: Costs, effort: str) -> Schedule:
+        problem = Problem(n_microbatches, costs, costs.memory, effort)
         if mode.place is None:
             return _plan_auto(problem, placement)
         return problem.plan(mode, placement)

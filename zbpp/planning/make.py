@@ -143,10 +143,10 @@ def _fits(mode: Mode, request: PlanRequest) -> bool:
     costs, memory = chunk_models(request)
     for placement in placements(mode, request):
         try:
-            splits = costs.on(placement).splits
             if mode.order is not None:
                 return _order_fits(mode, placement, n_microbatches, memory)
-            check_one_fits(mode.name, placement, memory, n_microbatches, splits=splits)
+            table = costs.with_memory(memory)
+            check_one_fits(mode.name, placement, table, n_microbatches)
             return True
         except RequestError:  # over the limit, or a list of another number of chunks
             continue

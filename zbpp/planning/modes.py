@@ -26,7 +26,6 @@ __all__ = [
     "is_auto",
     "is_file",
     "one_of",
-    "promised_memory",
 ]
 
 AUTO = "auto"
@@ -246,13 +245,3 @@ def is_file(mode: str) -> bool:
     if _plain(mode) in _NAMES:
         return False
     return mode.endswith((".json", ".csv")) or Path(mode).is_file()
-
-
-def promised_memory(n_stages: int) -> dict[str, int]:
-    """Forwards of a whole stage that modes hold at most without a limit, by name.
-
-    >>> promised_memory(4)
-    {'ZBH1': 4, 'ZBH2': 7, 'ZB': 8, 'ZBV': 4, 'ZBVPP': 4, 'VHalf': 3, 'VMin': 2}
-    """
-    memories = {mode.name: mode.memory(n_stages) for mode in _ROWS}
-    return {name: most for name, most in memories.items() if most is not None}

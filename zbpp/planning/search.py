@@ -82,8 +82,7 @@ class Problem:
         return plan_placement(
             placement=placement,
             n_microbatches=self.n_microbatches,
-            costs=self.costs,
-            memory=self.memory,
+            costs=self.costs.with_memory(self.memory),
             effort=self.effort,
             name=name,
             memory_cap=memory_cap,
@@ -147,15 +146,14 @@ class Problem:
 
     def _limited(self, mode: Mode | None, placement: Placement) -> MemoryModel:
         """The memory of a mode: what it promises; else what its placement may have."""
-        splits = self.costs.on(placement).splits
         promised = None if mode is None else mode.memory(placement.n_stages)
-        return capped(
-            self.memory,
+        limited = capped(
+            self.costs.with_memory(self.memory),
             placement,
-            splits=splits,
             memory_cap=math.inf if promised is None else promised,
             default_limit=_allowance(placement),
         )
+        return limited.memory
 
 
 def placements(mode: Mode, request: PlanRequest) -> list[Placement]:

@@ -94,13 +94,15 @@ def stage_like(
         n_chunks=n_chunks,
         loss_fn=loss_fn or options.loss_fn,
         device=options.device,
-        autocast=options.autocast,
-        seed=options.seed,
-        exact_sums=options.exact_sums,
+        autocast=options.numerics.autocast,
+        seed=options.numerics.seed,
+        exact_sums=options.numerics.exact_sums,
     )
 
 
-def begin(stage: Stage, given: Given, *, step: int, n_microbatches: int) -> None:
+def begin(
+    stage: Stage | Executor, given: Given, *, step: int, n_microbatches: int
+) -> None:
     """Start a step of the same micro-batch over and over."""
     inputs, targets = given.inputs, given.targets
     each = range(n_microbatches)

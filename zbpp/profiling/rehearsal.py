@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from zbpp.core import (
     Pass,
     PassKind,
-    Program,
     Receive,
     Schedule,
     Send,
@@ -26,8 +25,7 @@ from zbpp.core.measured import robust_mean
 from zbpp.profiling.capture import Given, begin
 from zbpp.profiling.links import Link
 from zbpp.profiling.waits import host_gaps, latencies
-from zbpp.runtime.comm.transport import Opening
-from zbpp.runtime.executor import Executor
+from zbpp.runtime.executor import Executor, drive
 from zbpp.runtime.job_times import JobTimes
 from zbpp.schedules import lower
 
@@ -86,8 +84,8 @@ def rehearse(
     while done < n:
         transport.gather(None)
         began = time.perf_counter()
-        begin(runner, given, step=step, n_microbatches=m)
-        _run(executor, program)
+        begin(executor, given, step=step, n_microbatches=m)
+        drive({stage: executor}, {stage: program})
         done += 1
         if done == 1:
             slowest = max(transport.gather(time.perf_counter() - began))
@@ -96,13 +94,6 @@ def rehearse(
     executor.times, runner.where, runner.defers = kept
     runner.begin(step=step, inputs=None, targets=None, n_microbatches=1)
     return found
-
-
-def _run(executor: Executor, program: Program) -> None:
-    stage = executor.stage
-    executor.transport.begin(Opening(stage.n_microbatches, stage.inputs))
-    for _ in executor.run(program):
-        raise AssertionError("a stage that is a process waits for no other here")
 
 
 def seen_in(

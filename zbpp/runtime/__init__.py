@@ -3,7 +3,7 @@
 Read `stage` (F, B and W of one micro-batch), then `executor` (the loop that runs one
 stage's program). Their rooms: `backward` splits, `compiled` what torch has compiled,
 `comm` sends, `optim` steps and rolls back, `parallel` serves replicas and shards,
-`driver` serves `zbpp.Pipeline`, `support` serves all.
+`driver` serves `zbpp.Pipeline`, `support` serves all. `policies` are its options.
 
 What a script needs of it stands below, loaded when it is first used.
 """

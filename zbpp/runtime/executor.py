@@ -1,23 +1,29 @@
-"""The loop that runs one stage's program. It knows jobs and messages, never modes.
+"""Runs one stage's program: a table from instructions to handlers, and one loop.
 
-    instruction   call
-    Receive       announce it to the transport
-    F B W BW      take what it reads, compute, keep what it writes
-    Send          hand it to the transport
-    Reduce        start the sum of gradient norms and losses over all stages
-    AddTied       wait for the other stages' gradients of tied parameters, and add
-    Step          wait for that sum, clip, step or skip; or step speculatively
-    Check         validate that step; if it is invalid, replay what came before
+    instruction    handler            what it does
+    F              Forward            take what it reads, compute, keep what it writes
+    B, BW, W       InputBackward ..   the same
+    Receive        PostReceive        announce a value to the transport
+    Send           SendValue          hand a value to the transport
+    UNSHARD ..     RunCollective      collectives of the processes of the same stage
+    AddTied        AddTiedGradients   wait for other stages' gradients, add them
+    Reduce         StartReduction     start the sum of norms and losses over all stages
+    O              TakeStep           wait for that sum, clip, step or skip; or step
+                                      speculatively
+    V              ValidateStep       validate that step; if it is invalid, what came
+                                      before runs once more
 
-A program is bound to the stage once (`zbpp.runtime.bound`): a step then goes through a
-list of calls. Every job leaves its times (`zbpp.runtime.job_times`), and under a
-profiler a range with its name. The times of O and V are those of their work: the wait
-for the sum is none.
+The executor knows jobs and messages, never modes. A program is bound once: each of its
+instructions becomes a handler that knows the `ValueSlot` of each value, so that no step
+looks anything up. A new kind of job needs one class and its row in `HANDLERS`.
+
+Every job leaves its times (`zbpp.runtime.job_times`), and under a profiler a range with
+its name. The times of O and V are those of their work, without the wait for the sum.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from contextlib import nullcontext
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -26,38 +32,435 @@ from zbpp.core import (
     Check,
     Collective,
     CollectiveKind,
-    Job,
+    Instruction,
     Pass,
+    PassKind,
     Program,
+    Receive,
     Reduce,
+    Send,
     Step,
+    TiedGradient,
+    Value,
+    input_of,
+    output_of,
 )
-from zbpp.runtime.bound import BoundProgram, Call, StageParts
+from zbpp.core.jobs import StageKind
 from zbpp.runtime.comm.transport import Opening, Transport
+from zbpp.runtime.constants import without_constants
 from zbpp.runtime.error_notes import note_pass
+from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.parallel.stage import Collectives
+from zbpp.runtime.replay import Replay
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.collectives import is_broken
-from zbpp.runtime.support.fault_injection import requested_fault
+from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.support.torch_internals import profiling
+from zbpp.runtime.values import Nested, Tensors
 
-__all__ = ["Executor", "drive"]
-
-_T = TypeVar("_T")
+__all__ = ["HANDLERS", "BoundProgram", "Executor", "Handler", "drive"]
 
 
-class Executor(StageParts):
+class ValueSlot:
+    """A value of this stage: computed here, announced by another stage, or neither."""
+
+    __slots__ = ("is_posted", "tensors", "value")
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+        self.tensors: Tensors | None = None
+        self.is_posted = False
+
+    def take(self) -> Tensors:
+        """Return the tensors that were computed here, and forget them."""
+        tensors, self.tensors = self.tensors, None
+        assert tensors is not None, f"nobody has computed the {self.value}"
+        return tensors
+
+
+class BoundProgram:
+    """The handlers of one program.
+
+    Args:
+        executor: runs the program.
+        program: of the executor's stage.
+        training: False runs the forwards without keeping anything for a backward.
+    """
+
+    def __init__(self, executor: "Executor", program: Program, *, training: bool):
+        self.executor = executor
+        self.training = training
+        self.received = {x.value for x in program if isinstance(x, Receive)}
+        self._slots: dict[Value, ValueSlot] = {}
+        self._made_for = program, executor.transport
+        self.before: list[Handler] = []
+        """Those before the V; without one, none."""
+        self.check: ValidateStep | None = None
+        self.rest: list[Handler] = []
+        """Those after the V; without one, all."""
+        for instruction in program:
+            handler = HANDLERS[kind_of_instruction(instruction)](self, instruction)
+            if isinstance(handler, ValidateStep):
+                self.check, self.before, self.rest = handler, self.rest, []
+            else:
+                self.rest.append(handler)
+        self.reduces = any(
+            isinstance(x, Collective) and x.kind is CollectiveKind.REDUCE_GRAD
+            for x in program
+        )
+        """Gradients are summed over replicas."""
+
+    def fits(self, program: Program, transport: Transport) -> bool:
+        """True if these are the handlers of a program with its messages moved so."""
+        return self._made_for[0] is program and self._made_for[1] is transport
+
+    def slot(self, value: Value) -> ValueSlot:
+        """Return the place of a value."""
+        return self._slots.setdefault(value, ValueSlot(value))
+
+    def forget(self) -> None:
+        """Drop the values that were computed here; they will be computed once more."""
+        for slot in self._slots.values():
+            slot.tensors = None
+
+    def posted(self) -> list[ValueSlot]:
+        """Return the values that are announced and not read yet, in program order."""
+        return [slot for slot in self._slots.values() if slot.is_posted]
+
+    def assert_empty(self) -> None:
+        """After a step no value may be left over."""
+        for slot in self._slots.values():
+            assert slot.tensors is None and not slot.is_posted, slot.value
+
+
+class Handler:
+    """One instruction of a bound program.
+
+    Args:
+        bound: the program.
+        instruction: one of its instructions.
+    """
+
+    waits: bool = False
+    """True where it may wait for another stage of this process: ask `ready` first."""
+
+    def __init__(self, bound: BoundProgram, instruction: Any) -> None:
+        self.executor = bound.executor
+        self.instruction = instruction
+        self.timed = _Timed(self.executor, instruction)
+        """Within this the instruction runs as a job."""
+
+    def ready(self) -> bool:
+        """True if `run` goes on without another stage of this process."""
+        return True
+
+    def run(self) -> None:
+        """Do it."""
+        raise NotImplementedError
+
+
+class PassHandler(Handler):
+    """A pass: where the value that it reads comes from, and its result goes to."""
+
+    instruction: Pass
+
+    def __init__(self, bound: BoundProgram, instruction: Pass) -> None:
+        super().__init__(bound, instruction)
+        n_chunks = len(self.executor.stage_of)
+        reads, writes = (
+            input_of(instruction, n_chunks),
+            output_of(instruction, n_chunks),
+        )
+        self._input = None if reads is None else bound.slot(reads)
+        self._output = None if writes is None else bound.slot(writes)
+        self.waits = self.executor.transport.is_local and reads in bound.received
+
+    def ready(self) -> bool:
+        """True if the value that it reads is there."""
+        assert self._input is not None
+        return self.executor.transport.ready(self._input.value)
+
+    def take_input(self) -> Tensors | None:
+        """Return what the pass reads, of this stage or of another; None: nothing."""
+        slot = self._input
+        if slot is None:
+            return None
+        if not slot.is_posted:
+            return slot.take()
+        slot.is_posted = False
+        executor, job = self.executor, self.instruction
+        tensors = executor.transport.receive(slot.value, job)
+        if type(tensors) is Nested:
+            tensors = executor.stage.constants.fill(tensors, job.microbatch)
+        return tensors
+
+    def keep(self, result: Tensors | None) -> None:
+        """Keep what the pass has computed for whom it is for."""
+        if self._output is not None:
+            self._output.tensors = result
+
+
+class Forward(PassHandler):
+    """F in training."""
+
+    def run(self) -> None:
+        """Run the forward; a replay watches what it changes."""
+        executor, job = self.executor, self.instruction
+        inputs = self.take_input()
+        with self.timed, executor.replay.forward(job):
+            outputs = executor.stage.forward(job.chunk, job.microbatch, inputs)
+        self.keep(outputs)
+
+
+class Predict(PassHandler):
+    """F in an evaluation, which keeps nothing for a backward."""
+
+    def run(self) -> None:
+        """Run the forward without gradients."""
+        executor, job = self.executor, self.instruction
+        inputs = self.take_input()
+        with self.timed:
+            outputs = executor.stage.predict(job.chunk, job.microbatch, inputs)
+        self.keep(outputs)
+
+
+class InputBackward(PassHandler):
+    """B."""
+
+    def run(self) -> None:
+        """Compute the gradients of the inputs."""
+        executor, job = self.executor, self.instruction
+        gradients = self.take_input()
+        executor.optimizer.before_gradients()
+        with self.timed:
+            result = executor.stage.backward_input(job.chunk, job.microbatch, gradients)
+        self.keep(result)
+
+
+class FullBackward(PassHandler):
+    """BW."""
+
+    def run(self) -> None:
+        """Compute all gradients."""
+        executor, job = self.executor, self.instruction
+        gradients = self.take_input()
+        executor.optimizer.before_gradients()
+        with self.timed:
+            result = executor.stage.backward(job.chunk, job.microbatch, gradients)
+        self.keep(result)
+
+
+class WeightBackward(PassHandler):
+    """W."""
+
+    def run(self) -> None:
+        """Compute the gradients of the weights."""
+        executor, job = self.executor, self.instruction
+        executor.optimizer.before_gradients()
+        with self.timed:
+            executor.stage.backward_weight(job.chunk, job.microbatch)
+
+
+class SendValue(Handler):
+    """The send of an activation or a gradient."""
+
+    def __init__(self, bound: BoundProgram, instruction: Send) -> None:
+        super().__init__(bound, instruction)
+        assert isinstance(instruction.value, Value)
+        self._slot = bound.slot(instruction.value)
+
+    def run(self) -> None:
+        """Hand the value to the transport."""
+        executor, value = self.executor, self._slot.value
+        peer, tensors = self.instruction.peer, self._slot.take()
+        if type(tensors) is Nested:
+            tensors = without_constants(tensors, value.chunk, peer, executor.stage_of)
+        executor.transport.send(value, tensors, peer)
+
+
+class PostReceive(Handler):
+    """The receive of an activation or a gradient."""
+
+    def __init__(self, bound: BoundProgram, instruction: Receive) -> None:
+        super().__init__(bound, instruction)
+        assert isinstance(instruction.value, Value)
+        self._slot = bound.slot(instruction.value)
+
+    def run(self) -> None:
+        """Announce to the transport that the value will come."""
+        self._slot.is_posted = True
+        self.executor.transport.post(self._slot.value, self.instruction.peer)
+
+
+class DropReceived(Handler):
+    """A value that was announced before an invalid step was found so."""
+
+    waits = True
+
+    def __init__(self, bound: BoundProgram, instruction: Check, slot: ValueSlot):
+        super().__init__(bound, instruction)
+        self._slot = slot
+
+    def ready(self) -> bool:
+        """True if the value is there."""
+        return self.executor.transport.ready(self._slot.value)
+
+    def run(self) -> None:
+        """Take the value out of its channel."""
+        self._slot.is_posted = False
+        self.executor.transport.receive(self._slot.value, self.instruction)
+
+
+class SendTiedGradient(Handler):
+    """The send of a chunk's gradients of a parameter that several chunks hold."""
+
+    def run(self) -> None:
+        """Hand the gradients to the transport."""
+        executor, send = self.executor, self.instruction
+        executor.stage.ties.send(send.value, executor.transport, send.peer)
+
+
+class PostTiedGradient(Handler):
+    """The receive of another stage's gradients of such a parameter."""
+
+    def run(self) -> None:
+        """Announce to the transport that they will come."""
+        executor, receive = self.executor, self.instruction
+        executor.stage.ties.post(receive.value, executor.transport, receive.peer)
+
+
+class AddTiedGradients(Handler):
+    """The sum of the gradients of such parameters."""
+
+    waits = True
+
+    def ready(self) -> bool:
+        """True if the other stages' gradients are there."""
+        return self.executor.stage.ties.ready(self.executor.transport)
+
+    def run(self) -> None:
+        """Wait for the other stages' gradients, and add them."""
+        executor, ties = self.executor, self.executor.stage.ties
+        job = Step(self.instruction.stage)
+        received = ties.receive(executor.transport, job)
+        executor.times.begin_norms()
+        ties.add(received)
+        executor.collectives.sum_tied()
+
+
+class RunCollective(Handler):
+    """A collective of the processes that hold the same chunk."""
+
+    def run(self) -> None:
+        """Run it; those that go on beside other jobs get their times as a whole."""
+        executor, job = self.executor, self.instruction
+        times, collectives = executor.times, executor.collectives
+        start = times.now()
+        with record_function(str(job)) if executor.is_profiled else _NOTHING:
+            collectives.run(job)
+        if job.kind is CollectiveKind.REDUCE_WAIT:
+            sums = Collective(CollectiveKind.REDUCE_GRAD, job.chunk)
+            began = collectives.began.pop(job.chunk, start)
+            times.marks.append((sums, began, times.now()))
+        elif job.kind is CollectiveKind.UNSHARD:
+            times.marks.append((job, start, times.now()))
+
+
+class StartReduction(Handler):
+    """The start of the sum over all stages that the step waits for."""
+
+    def run(self) -> None:
+        """Leave each gradient where it belongs, and start the sum."""
+        executor = self.executor
+        executor.collectives.end_sums(executor.transport.add_over_replicas)
+        executor.times.begin_norms()
+        executor.optimizer.reduce(executor.transport)
+        executor.times.end_norms()
+
+
+class TakeStep(Handler):
+    """O."""
+
+    waits = True
+
+    def ready(self) -> bool:
+        """True if the step waits for no stage of this process."""
+        return self.executor.optimizer.ready()
+
+    def run(self) -> None:
+        """Wait for the sum, unless the step is speculative, and step."""
+        optimizer, job = self.executor.optimizer, self.instruction
+        if not optimizer.steps_at_once:
+            optimizer.wait(job)
+        with self.timed:
+            optimizer.step(job)
+
+
+class ValidateStep(Handler):
+    """V."""
+
+    waits = True
+    is_invalid = False
+    """The last step was speculative and invalid, on all stages."""
+
+    def ready(self) -> bool:
+        """True if the validation waits for no stage of this process."""
+        return self.executor.optimizer.ready_to_validate()
+
+    def run(self) -> None:
+        """Settle the last step."""
+        optimizer, job = self.executor.optimizer, self.instruction
+        optimizer.wait(job)
+        with self.timed:
+            self.is_invalid = optimizer.validate(job)
+
+
+def _bind_forward(bound: BoundProgram, instruction: Pass) -> Handler:
+    return (Forward if bound.training else Predict)(bound, instruction)
+
+
+HANDLERS: Mapping[Any, Callable[[BoundProgram, Any], Handler]] = {
+    PassKind.F: _bind_forward,
+    PassKind.B: InputBackward,
+    PassKind.W: WeightBackward,
+    PassKind.BW: FullBackward,
+    (Send, Value): SendValue,
+    (Receive, Value): PostReceive,
+    (Send, TiedGradient): SendTiedGradient,
+    (Receive, TiedGradient): PostTiedGradient,
+    **dict.fromkeys(CollectiveKind, RunCollective),
+    AddTied: AddTiedGradients,
+    Reduce: StartReduction,
+    StageKind.STEP: TakeStep,
+    StageKind.CHECK: ValidateStep,
+}
+"""What makes the handler of an instruction, by its kind."""
+
+
+def kind_of_instruction(instruction: Instruction) -> Any:
+    """Return the key of an instruction in `HANDLERS`."""
+    match instruction:
+        case Send(value) | Receive(value):
+            return type(instruction), type(value)
+        case Reduce() | AddTied():
+            return type(instruction)
+    return instruction.kind
+
+
+class Executor:
     """Runs programs on one stage.
 
     Args:
         stage: the stage's chunks.
-        transport: its messages.
-        optimizer: its share of the optimizer step.
+        transport: moves the stage's messages.
+        optimizer: the stage's share of the optimizer step.
         stage_of: stage of every chunk of the whole model.
-        rank: of this process, for faults on demand.
-        collectives: of its replicas and shards; None: it has none.
+        collectives: of the stage's replicas and shards; None: it has none.
+        times: note when jobs run; None: by a clock that fits the stage's device.
+        stream: computes this stage, where several share a GPU and each has its own.
+        inject_fault: called with the name of each instruction, for faults on demand.
     """
 
     def __init__(
@@ -67,33 +470,44 @@ class Executor(StageParts):
         optimizer: StageOptimizer,
         *,
         stage_of: Sequence[int],
-        rank: int,
         collectives: Collectives | None = None,
+        times: JobTimes | None = None,
+        stream: StageStream | None = None,
+        inject_fault: InjectFault = no_fault,
     ) -> None:
-        super().__init__(stage, transport, optimizer, stage_of, collectives)
+        self.stage = stage
+        self.transport = transport
+        self.optimizer = optimizer
+        self.stage_of = stage_of
+        self.collectives = collectives or Collectives({})
+        self.times = times or JobTimes(stage.device)
+        self.stream = stream
+        self.replay = Replay(stage, replays=optimizer.speculates)
+        self._inject_fault = inject_fault
         self.opening = Opening(1)
-        """Of the step that begins next."""
-        self.stream: StageStream | None = None
-        """Computes this stage, where several share a GPU and each has its own."""
-        self._rank = rank
-        self._fault = requested_fault()
+        """Begins the messages of the next step."""
+        self.is_profiled = False
         self._bound: dict[bool, BoundProgram] = {}  # by whether it trains
-        self._is_invalid = False
-        self._norms_began: Any = None  # where tied gradients are added first
-        optimizer.inject_fault = self._inject_fault
-        self.collectives.now = self.times.now
         self._progress = self.collectives.progress(stage.chunks.values())
-        self._others: Mapping[type, Callable[[Any], Call]] = {
-            Step: lambda x: Call(optimizer.ready, partial(self._step, x), x),
-            Check: lambda x: Call(
-                optimizer.ready_to_validate, partial(self._check, x), x
-            ),
-            Collective: lambda x: Call(None, partial(self._collective, x), x),
-            Reduce: lambda x: Call(None, self._reduce, x),
-            AddTied: lambda x: Call(
-                partial(stage.ties.ready, self.transport), partial(self._add_tied, x), x
-            ),
-        }
+
+    def begin(
+        self,
+        *,
+        n_microbatches: int,
+        n_inputs: int | None = None,
+        n_targets: int | None = None,
+        **step: Any,
+    ) -> None:
+        """Begin a step or an evaluation: take the micro-batches that the stage reads.
+
+        Args:
+            n_microbatches: of the step.
+            n_inputs: samples of the inputs, where they were cut here.
+            n_targets: samples of the targets, where they were cut here.
+            step: see `Stage.begin`.
+        """
+        self.stage.begin(n_microbatches=n_microbatches, **step)
+        self.opening = Opening(n_microbatches, self.stage.inputs, n_inputs, n_targets)
 
     def run(self, program: Program, *, training: bool = True) -> Iterator[None]:
         """Run a program; yield where another stage of this process must go first.
@@ -109,10 +523,16 @@ class Executor(StageParts):
         bound = self._bind(program, training=training)
         self.times.begin(training=training)
         self.is_profiled = profiling()
-        if not training:
-            yield from self._run(bound.rest)
-        else:
-            yield from self._train(bound)
+        for handler in self._in_order(bound) if training else bound.rest:
+            if handler.waits:
+                while not handler.ready():
+                    yield
+            try:
+                self._inject_fault(handler.instruction)
+                handler.run()
+            except Exception as error:
+                self._explain(error, handler.instruction)
+                raise
         self.collectives.end()
         bound.assert_empty()
         self.stage.assert_empty()
@@ -122,30 +542,53 @@ class Executor(StageParts):
         """Bind a program, or return it as it was bound before."""
         bound = self._bound.get(training)
         if bound is None or not bound.fits(program, self.transport):
-            bound = BoundProgram(self, program, self._others, training=training)
+            bound = BoundProgram(self, program, training=training)
             self._bound[training] = bound
         return bound
 
-    def _train(self, bound: BoundProgram) -> Iterator[None]:
-        replay, rest = self.replay, bound.rest
+    def _in_order(self, bound: BoundProgram) -> Iterator[Handler]:
+        """Yield the handlers of a training step; those before an invalid V twice."""
         self.optimizer.begin_step()
-        self.buffers.begin()
-        if replay is not None:
-            replay.begin(may_rewind=self.optimizer.may_replay)
-        yield from self._run(bound.before)
-        if rest and isinstance(rest[0].instruction, Check):
-            yield from self._run(rest[:1])
-            if self._is_invalid:
-                yield from self._replay_forwards(rest[0].instruction, bound)
-            rest = rest[1:]
-        if replay is not None:
-            replay.decided()
+        self.replay.begin(may_rewind=self.optimizer.may_replay)
+        yield from bound.before
+        if bound.check is not None:
+            yield bound.check
+            if bound.check.is_invalid:
+                yield from self._rewind(bound, bound.check)
+                yield from bound.before
+        self.replay.decide()
         self.optimizer.begin_backward()
         self.stage.ties.begin()
         if bound.reduces:
             self.stage.watch_weights(self._progress)
-        yield from self._run(rest)
-        self.buffers.end()
+        yield from bound.rest
+        self.replay.end()
+
+    def _rewind(self, bound: BoundProgram, check: ValidateStep) -> Iterator[Handler]:
+        """The speculative step is invalid: go back to where this step began.
+
+        All stages do so together, so what has been sent before is sent again; what has
+        come of it and was not read yet is invalid as well.
+        """
+        self._inject_fault("replay")
+        bound.forget()
+        self.collectives.rewind()
+        self.replay.rewind()
+        for slot in bound.posted():
+            yield DropReceived(bound, check.instruction, slot)
+
+    def _explain(self, error: Exception, instruction: Instruction) -> None:
+        """Note where an error was raised.
+
+        Raises:
+            PeerError: it is that of a collective which another process has not ended.
+        """
+        if isinstance(error, RuntimeError) and is_broken(error):
+            raise self.transport.lost_peer(str(instruction), error) from error
+        error.add_note(f"in {instruction}")
+        if isinstance(instruction, Pass):
+            chunk = self.stage.chunks[instruction.chunk]
+            note_pass(error, instruction, list(chunk.numbered()), chunk.name_of)
 
     def settle(self) -> None:
         """Leave the state after the last whole step; the caller may then write to it.
@@ -155,105 +598,44 @@ class Executor(StageParts):
         """
         self.optimizer.settle()
         if self.optimizer.counts:
-            self.buffers.end()
+            self.replay.end()
         else:
-            self.buffers.restore()  # an exception has torn the step
+            self.replay.restore_buffers()  # an exception has torn the step
 
-    def _run(self, calls: Sequence[Call]) -> Iterator[None]:
-        for ready, run, instruction in calls:
-            if ready is not None:
-                while not ready():
-                    yield
-            try:
-                if self._fault is not None:
-                    self._inject_fault(str(instruction))
-                run()
-            except Exception as error:
-                if isinstance(error, RuntimeError) and is_broken(error):
-                    lost = self.transport.lost_peer(str(instruction), error)
-                    raise lost from error
-                error.add_note(f"in {instruction}")
-                if isinstance(instruction, Pass):
-                    chunk = self.stage.chunks[instruction.chunk]
-                    layers = list(chunk.numbered())
-                    note_pass(error, instruction, layers, chunk.name_of)
-                raise
 
-    def _replay_forwards(self, job: Check, bound: BoundProgram) -> Iterator[None]:
-        """The speculative step is invalid: run what was before V once more.
+_NOTHING = nullcontext()
 
-        All stages do so together, so what has been sent before is sent again; what has
-        come of it and was not read yet is invalid as well.
-        """
-        assert self.replay is not None
-        self._inject_fault("replay")
-        bound.forget()
-        self.collectives.rewind()
-        self.replay.rewind()
-        for place in bound.posted():
-            while not self.transport.ready(place.value):
-                yield
-            place.is_posted = False
-            self.transport.receive(place.value, job)
-        yield from self._run(bound.before)
 
-    def _inject_fault(self, name: str) -> None:
-        """Let the fault happen that was asked for here, if any."""
-        if self._fault is not None:
-            self._fault.inject(self._rank, self.stage.step, name)
+class _Timed:
+    """Within this a job runs: it leaves its times, and a range under a profiler.
 
-    def _collective(self, job: Collective) -> None:
-        """Run a collective; those that go on beside other jobs are noted whole."""
-        start = self.times.now()
-        if self.is_profiled:
-            with record_function(str(job)):
-                self.collectives.run(job)
-        else:
-            self.collectives.run(job)
-        if job.kind is CollectiveKind.REDUCE_WAIT:
-            sums = Collective(CollectiveKind.REDUCE_GRAD, job.chunk)
-            began = self.collectives.began.pop(job.chunk, start)
-            self.times.marks.append((sums, began, self.times.now()))
-        elif job.kind is CollectiveKind.UNSHARD:
-            self.times.marks.append((job, start, self.times.now()))
+    Where an exception ends a job, it leaves no times.
+    """
 
-    def _add_tied(self, instruction: AddTied) -> None:
-        ties = self.stage.ties
-        received = ties.receive(self.transport, Step(instruction.stage))
-        self._norms_began = self.times.now()
-        ties.add(received)
-        self.collectives.sum_tied()
+    __slots__ = ("_executor", "_job", "_range", "_start")
 
-    def _reduce(self) -> None:
-        self.collectives.end_sums(self.transport.add_over_replicas)
-        start, self._norms_began = self._norms_began or self.times.now(), None
-        self.optimizer.reduce(self.transport)
-        self.times.norms.append((start, self.times.now()))
+    def __init__(self, executor: Executor, job: Any) -> None:
+        self._executor = executor
+        self._job = job
 
-    def _step(self, job: Step) -> None:
-        if not self.optimizer.steps_at_once:
-            self.optimizer.wait(job)
-        self._timed(job, partial(self.optimizer.step, job))
+    def __enter__(self) -> None:
+        self._start = self._executor.times.now()
+        self._range = None
+        if self._executor.is_profiled:
+            self._range = record_function(str(self._job))
+            self._range.__enter__()
 
-    def _check(self, job: Check) -> None:
-        self.optimizer.wait(job)
-        self._is_invalid = self._timed(job, partial(self.optimizer.validate, job))
-
-    def _timed(self, job: Job, action: Callable[[], _T]) -> _T:
-        """Note when a job runs, and name it in profiles as it is named in the plots."""
-        start = self.times.now()
-        if self.is_profiled:
-            with record_function(str(job)):
-                result = action()
-        else:
-            result = action()
-        self.times.marks.append((job, start, self.times.now()))
-        return result
+    def __exit__(self, kind: type | None, *error: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(kind, *error)
+        if kind is None:
+            times = self._executor.times
+            times.marks.append((self._job, self._start, times.now()))
 
 
 def drive(
     executors: Mapping[int, Executor],
-    programs: Sequence[Program],
+    programs: Sequence[Program] | Mapping[int, Program],
     *,
     training: bool = True,
 ) -> None:
@@ -261,29 +643,23 @@ def drive(
 
     Args:
         executors: by stage; all stages, or the only one of this process.
-        programs: one per stage of the pipeline.
+        programs: by stage.
         training: False runs the forwards alone.
     """
-    running = []
+    running: dict[Iterator[None], StageStream | None] = {}
     for stage, executor in executors.items():
         executor.transport.begin(executor.opening if training else None)
-        run = executor.run(programs[stage], training=training)
-        running.append((run, executor.stream))
-    streams = [stream for _, stream in running if stream is not None]
+        running[executor.run(programs[stage], training=training)] = executor.stream
+    streams = [stream for stream in running.values() if stream is not None]
     for stream in streams:
         stream.fork()
     while running:
-        running = [one for one in running if _goes_on(*one)]
+        for run, of_stage in list(running.items()):
+            with _NOTHING if of_stage is None else of_stage.running():
+                if next(run, _DONE) is _DONE:
+                    del running[run]
     for stream in streams:
         stream.join()
-
-
-def _goes_on(run: Iterator[None], stream: StageStream | None) -> bool:
-    """Run a program as far as it can go; return whether anything is left of it."""
-    if stream is None:
-        return next(run, _DONE) is not _DONE
-    with stream.running():
-        return next(run, _DONE) is not _DONE
 
 
 _DONE = object()

@@ -59,11 +59,12 @@ class JobTimes:
         self.marks: list[Mark] = []
         """Of the step that runs; the executor appends to it."""
         self.norms: list[tuple[Any, Any]] = []
-        """Before and after the norms of a step that runs; no job is told of them."""
+        """Before and after the norms of the step that runs, which are in no job."""
+        self._norms_began: Any = None
 
     def begin(self, *, training: bool) -> None:
         """Start a step; what an evaluation notes is forgotten."""
-        self.marks, self.norms = [], []
+        self.marks, self.norms, self._norms_began = [], [], None
         if not training:
             return
         if self._make_event is not None:
@@ -75,6 +76,16 @@ class JobTimes:
             elif before.event.query():
                 before.time_s()  # so that no long chain builds up
         self._steps.append(_Noted(self._base, self.marks, self.norms))
+
+    def begin_norms(self) -> None:
+        """Note that the norms of a step begin, unless they have begun."""
+        if self._norms_began is None:
+            self._norms_began = self.now()
+
+    def end_norms(self) -> None:
+        """Note that they have ended."""
+        self.norms.append((self._norms_began, self.now()))
+        self._norms_began = None
 
     def forget(self) -> None:
         """Forget the steps so far: those to come are of another schedule."""

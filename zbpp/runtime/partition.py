@@ -1,13 +1,12 @@
 """Deal the layers of a model to chunks, and build only those that are needed here."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from torch import nn
 
 from zbpp.core import RequestError, a_kind
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
-from zbpp.runtime.ties.find import BuilderWatch, refuse_sharing
+from zbpp.runtime.ties.find import refuse_sharing
 
 __all__ = ["Model", "build_chunks", "check_layers", "count_layers", "partition_layers"]
 
@@ -74,35 +73,29 @@ def count_layers(model: Model, n_layers: int | None) -> int:
 
 
 def build_chunks(
-    model: Model,
+    build: Callable[[range], Sequence[nn.Module]],
     ranges: Sequence[range],
     held: Sequence[int],
     *,
-    knows_ties: bool = False,
+    may_share: bool = False,
     own_name: OwnName = layer_name,
 ) -> list[Chunk]:
-    """Make the chunks of one stage.
+    """Make the chunks of one process.
 
     Args:
-        model: layers or a builder.
+        build: makes the layers of a range of global indices.
         ranges: layers of each chunk.
         held: the chunks of this process.
-        knows_ties: the caller has said which parameters layers share.
-        own_name: of the model's parameters.
+        may_share: the parameters that layers share are known.
+        own_name: gives the model's own names of parameters.
 
     Raises:
-        RequestError: a builder returns a wrong number of layers, or layers of
+        RequestError: the builder returns a wrong number of layers, or layers of
             different chunks share a parameter that nobody has named.
     """
-    chunk_of = partial(_chunk, own_name=own_name)
-    if isinstance(model, _LAYERS):
-        return [chunk_of(i, ranges[i], [model[n] for n in ranges[i]]) for i in held]
-    if knows_ties:
-        return [chunk_of(i, ranges[i], model(ranges[i])) for i in held]
-    watch = BuilderWatch(model)
-    chunks = [chunk_of(i, ranges[i], watch.layers(ranges[i])) for i in held]
-    refuse_sharing((c.index, *one) for c in chunks for one in c.numbered())
-    watch.check(ranges)
+    chunks = [_chunk(i, ranges[i], build(ranges[i]), own_name) for i in held]
+    if not may_share:
+        refuse_sharing((c.index, *layer) for c in chunks for layer in c.numbered())
     return chunks
 
 
@@ -140,7 +133,7 @@ def check_layers(layers: Iterable[tuple[int, object]]) -> None:
 
 
 def _chunk(
-    index: int, layers: range, built: Sequence[nn.Module], *, own_name: OwnName
+    index: int, layers: range, built: Sequence[nn.Module], own_name: OwnName
 ) -> Chunk:
     if len(built) != len(layers):
         raise RequestError(

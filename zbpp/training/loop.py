@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from zbpp import diagnostics
 from zbpp.core import RequestError, Schedule, WorkerError, write_costs
 from zbpp.models.configs.text_model import TextModel
 from zbpp.models.layered import layer_name
@@ -63,7 +64,7 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
     same = {"data": data, **model.about()}
     saver = RunSaver(pipeline, options, same=same, samples=windows)
     about_start = saver.resume()
-    costs = pipeline.chosen.known_costs or costs_of(options, schedule)[0]
+    costs = pipeline.plan.known_costs or costs_of(options, schedule)[0]
     recorder = Recorder(
         enabled=pipeline.rank == 0,
         steps=options.steps or 0,
@@ -78,7 +79,7 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
     with recorder, recorder.hearing():
         recorder.say(about_data)
         recorder.say(about_model)
-        for line in (pipeline.chosen.line, about_start):
+        for line in (pipeline.plan.line, about_start):
             if line:
                 recorder.say(line)
         stopped = _run_steps(
@@ -189,7 +190,7 @@ def _run_steps(
             inputs, targets = model.batch(*_share(pipeline, batch))
         recorder.add(pipeline.step(inputs, targets))
         if step == first:
-            recorder.say(f"backward: {pipeline.split_summary()}")
+            recorder.say(f"backward: {diagnostics.split_summary(pipeline)}")
         if options.cuda_graphs and step == first + 2:
             recorder.say(_describe_graphs(pipeline))
         for rate in rates:
@@ -200,7 +201,7 @@ def _run_steps(
 
 def _describe_graphs(pipeline: Pipeline) -> str:
     """One line about passes that are CUDA graphs (every rank must call)."""
-    parts = pipeline.gather(pipeline.graph_report())
+    parts = pipeline.gather(diagnostics.graph_report(pipeline))
     found = sorted((i, why) for one in parts for i, why in one.items())
     words = [f"{i}: {why or 'recorded'}" for i, why in found]
     return f"CUDA graphs of chunks: {'; '.join(words)}"
@@ -252,7 +253,7 @@ def _conclude(
 def _trace(pipeline: Pipeline, options: Train, recorder: Recorder) -> None:
     """Write the last step's timeline, if it was asked for (every rank must call)."""
     if options.trace is not None:
-        timeline = pipeline.timeline()
+        timeline = diagnostics.timeline(pipeline)
         if pipeline.rank == 0:
             with recorder.writing(f"--trace {options.trace}"):
                 write_trace([timeline], options.trace, microseconds_per_unit=1e6)
@@ -266,7 +267,7 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
     """
     planned, memory = None, None
     if measures_first(options) and not pipeline.n_switches:
-        planned, memory = pipeline.chosen.costs, pipeline.chosen.memory
+        planned, memory = pipeline.plan.costs, pipeline.plan.memory
     is_long = pipeline.gather(recorder.seconds >= _LONG_S)[0]
     if memory is None and (options.costs_out is not None or is_long):
         if pipeline.rank == 0:
@@ -274,12 +275,12 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
             memory = memory_of(pipeline, estimate_layers(options, optimizer))
         memory = pipeline.gather(memory)[0]
     if options.costs_out is not None:
-        costs = pipeline.measured_costs(_WINDOW)
+        costs = diagnostics.measured_costs(pipeline, _WINDOW)
         if pipeline.rank == 0:
             assert memory is not None
             with recorder.writing(f"--costs_out {options.costs_out}"):
                 write_costs(costs, memory, options.costs_out)
-    prediction = pipeline.prediction(planned, memory, n=_WINDOW)
+    prediction = diagnostics.prediction(pipeline, planned, memory, n=_WINDOW)
     recorder.say(prediction.line)
     return prediction
 

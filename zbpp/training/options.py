@@ -68,9 +68,8 @@ class RunOptions:
     post_validation_rollback: Literal["auto", "deferred", "compiled", "snapshot"] = (
         "auto"
     )
-    """Keep a copy of the parameters and step twice (compiled: the first time by a
-    kernel of its own; auto: for stages of 2**25 parameters), or copy the whole state
-    too."""
+    """Keep a copy of the parameters and step twice (deferred; auto: where the optimizer
+    allows it), or copy the whole state too (compiled: as auto)."""
     model: Annotated[str | None, tyro.conf.arg(metavar="hf:PATH")] = None
     """A causal language model of transformers: hf:config.json, with random weights, or
     hf:FOLDER, a checkpoint of safetensors; left out: a Llama of the sizes below."""

@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from zbpp.core import LayerCosts, RequestError
-from zbpp.memory import layer_memory
 from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
-from zbpp.runtime.partition import Model
 from zbpp.runtime.support.random_state import random_state, set_random_state
 from zbpp.runtime.values import as_value
 
@@ -57,12 +55,11 @@ class MeasuredPipeline(Protocol):
 
 def measure_layers(
     build: Callable[..., MeasuredPipeline],
-    model: Model,
+    model: Any,
     example: tuple[Batch, Batch],
     *,
     device: torch.device,
-    estimate: Callable[..., LayerCosts] = layer_memory,
-    **of_memory: Any,
+    estimate: Callable[[tuple[Any, Any]], LayerCosts],
 ) -> LayerCosts:
     """Profile the layers, and estimate their memory (every rank must call).
 
@@ -71,8 +68,7 @@ def measure_layers(
         model: as `zbpp.Pipeline` takes it; given layers end where they were.
         example: inputs and targets of one step, on every rank.
         device: of the pipeline.
-        estimate: gives the memory, from the model, a micro-batch and the rest.
-        of_memory: further arguments of `zbpp.memory.layer_memory`.
+        estimate: gives the memory of the layers for a micro-batch.
 
     Returns:
         Costs in ms and bytes, the same on every rank.
@@ -88,14 +84,12 @@ def measure_layers(
         )
     homes = _homes(model)
     before = random_state(device)
-    pipeline = build(model, schedule=SAFE_MODE, watch=False)
+    pipeline = build(model, schedule=SAFE_MODE)
     m = pipeline.n_microbatches
     inputs, targets = split_inputs(example[0], m)[0], split_targets(example[1], m)[0]
     memory = None
     if pipeline.rank == 0:
-        memory = estimate(
-            model, (as_value(inputs), targets), device=device, **of_memory
-        )
+        memory = estimate((as_value(inputs), targets))
     memory = pipeline.gather(memory)[0]
     assert memory is not None, "rank 0 has estimated it"
     times = pipeline.profile(*example).layers
@@ -106,7 +100,7 @@ def measure_layers(
     return times.with_memory_of(memory)
 
 
-def _homes(model: Model) -> list[tuple[nn.Module, torch.device]]:
+def _homes(model: Any) -> list[tuple[nn.Module, torch.device]]:
     """Layers that exist already, and where their parameters are."""
     if not isinstance(model, nn.Sequential | nn.ModuleList | Sequence):
         return []

@@ -5,9 +5,9 @@
                             | plan, switch                | drifted? plan, switch
 
 A window is the last steps; the executors keep their times, so watching costs nothing
-but `Pipeline.measured_costs` at its end, which holds messages and optimizer too. Rank 0
-plans while the others wait, and the schedule travels as text. It has the same placement
-and split: the bits of a run stay what they were.
+but `zbpp.diagnostics.measured_costs` at its end, which holds messages and optimizer
+too. Rank 0 plans while the others wait, and the schedule travels as text. It has the
+same placement and split: the bits of a run stay what they were.
 """
 
 import logging
@@ -23,7 +23,9 @@ from zbpp.core import (
     parse_schedule,
     schedule_text,
 )
+from zbpp.diagnostics import measured_costs
 from zbpp.planning import PlanRequest, make_plan
+from zbpp.runtime.driver.stages import LocalStages
 from zbpp.schedules import without_checks, without_collectives
 
 __all__ = [
@@ -171,9 +173,8 @@ class Watched(Protocol):
 
     schedule: Schedule
     rank: int
-
-    def measured_costs(self, n: int) -> Costs:
-        """Costs of the last steps, messages and optimizer among them."""
+    device: Any
+    stages: LocalStages
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all."""
@@ -207,7 +208,7 @@ class Watcher:
         schedule = pipeline.schedule
         if schedule.runs(PassKind.BW):  # B and W cannot be told apart
             return
-        measured = pipeline.measured_costs(self._watch.window)
+        measured = measured_costs(pipeline, self._watch.window)
         text: str | None = None
         if pipeline.rank == 0:
             self._planned, found = self._look(schedule, measured)

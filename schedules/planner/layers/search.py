@@ -27,7 +27,6 @@ from zbpp.core import (
     Costs,
     LayerCosts,
     LimitError,
-    MemoryModel,
     Pass,
     PassKind,
     Placement,
@@ -37,7 +36,7 @@ from zbpp.core import (
     lower_bound,
 )
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.figures import ROUNDING, PlanFigures, is_below
+from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
 from zbpp.schedules.planner.layers.balance import Loads, balance, even_split, moved
 from zbpp.schedules.planner.limits import check_one_fits
 
@@ -72,9 +71,9 @@ _MOST_DRAWS = 1600  # known splits, and too long ones, included
 
 
 class SplitPlanner(Protocol):
-    """A mode with its sizes: a schedule for the costs and memory of chunks."""
+    """A mode with its sizes: a schedule for the costs of chunks."""
 
-    def __call__(self, costs: Costs, memory: MemoryModel, effort: str) -> Schedule:
+    def __call__(self, costs: Costs, effort: str) -> Schedule:
         """Plan.
 
         Raises:
@@ -83,45 +82,22 @@ class SplitPlanner(Protocol):
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class LayerPlan(PlanFigures):
     """A schedule, the split that it is for, and what even chunks would take."""
 
     schedule: Schedule
     """With ``split`` and ``recompute`` in it."""
     costs: Costs
     """Of the chunks."""
-    memory: MemoryModel
-    """Of the chunks."""
     split: tuple[int, ...]
     """Layers of each chunk."""
     recompute: frozenset[int]
     """Layers that are recomputed, of the whole model."""
-    step: float
-    """Longest span of a stage with its optimizer, in the unit of the costs."""
-    barrier_step: float
-    """Time of a step among many, behind a barrier."""
-    peak: float
-    """Largest memory of a stage."""
     ideal_step: float
     """Work of a step, shared evenly by the stages."""
     even_step: float | None
     """``step`` of even chunks, with the same mode; None: they do not fit."""
-
-    @property
-    def gain(self) -> float | None:
-        """Share by which the step is shorter than that of even chunks."""
-        if not self.even_step:
-            return None
-        return 1 - self.step / self.even_step
-
-    def is_better_than(self, other: "LayerPlan") -> bool:
-        """Compare ``step``, then ``barrier_step``, then ``peak``."""
-        return is_below(self.figures, other.figures)
-
-    @property
-    def figures(self) -> tuple[float, float, float]:
-        """``step``, ``barrier_step`` and ``peak``."""
-        return self.step, self.barrier_step, self.peak
+    names = "step", "barrier_step", "peak"
 
 
 class Choice(NamedTuple):
@@ -143,7 +119,6 @@ class Trial(PlanFigures):
     choice: Choice
     schedule: Schedule
     costs: Costs
-    memory: MemoryModel
     names = "step", "barrier_step", "peak"
 
 
@@ -206,9 +181,9 @@ class Trials:
         return self._done[key]
 
     def _plan(self, choice: Choice, effort: str) -> Trial | None:
-        costs, memory = self._on_chunks(choice)
+        costs = self._on_chunks(choice)
         try:
-            return Trial(choice, self._planner(costs, memory, effort), costs, memory)
+            return Trial(choice, self._planner(costs, effort), costs)
         except LimitError as error:
             self._error = error
             return None
@@ -265,14 +240,13 @@ class Trials:
         return self._bounds[choice]
 
     def _bound(self, choice: Choice) -> float:
-        costs, memory = self._on_chunks(choice)
-        sizes = self.placement, self.n_microbatches
+        costs, m = self._on_chunks(choice), self.n_microbatches
         try:
-            check_one_fits("split", self.placement, memory, self.n_microbatches)
+            check_one_fits("split", self.placement, costs, m)
         except LimitError:
             return math.inf
         load = self.loads(choice.recompute).largest(choice.split)
-        return max(load, lower_bound(*sizes, costs, memory))
+        return max(load, lower_bound(self.placement, m, costs, costs))
 
     def by_bound(self, choices: Iterable[Choice], budget: Budget) -> list[Choice]:
         """Sort by lower bounds, as far as the budget reaches; equal ones keep order."""
@@ -286,8 +260,8 @@ class Trials:
 
     def in_flight(self, choice: Choice) -> list[int]:
         """Micro-batches that each chunk holds at most where no memory limit is."""
-        costs, memory = self._on_chunks(choice)
-        plan = self._planner(costs, memory.without_limit(), "fast")
+        costs = replace(self._on_chunks(choice), limit=None)
+        plan = self._planner(costs, "fast")
         most = [0] * self.placement.n_chunks
         for order in plan.orders:
             held = dict.fromkeys(range(len(most)), 0)
@@ -297,9 +271,10 @@ class Trials:
                     most[job.chunk] = max(most[job.chunk], held[job.chunk])
         return most
 
-    def _on_chunks(self, choice: Choice) -> tuple[Costs, MemoryModel]:
+    def _on_chunks(self, choice: Choice) -> Costs:
         split, recompute = choice
-        return self.layers.on(self.placement, split, recompute=recompute)
+        costs, memory = self.layers.on(self.placement, split, recompute=recompute)
+        return costs.with_memory(memory)
 
 
 Neighbours = Callable[[Trial], Iterable[Choice]]
@@ -509,12 +484,8 @@ def finished(trials: Trials, best: Trial, effort: str) -> LayerPlan:
     return LayerPlan(
         schedule=schedule,
         costs=best.costs,
-        memory=best.memory,
         split=split,
         recompute=recompute,
-        step=best.step,
-        barrier_step=best.barrier_step,
-        peak=best.peak,
         ideal_step=total / trials.placement.n_stages,
         even_step=None if even is None else even.step,
     )

@@ -18,6 +18,6 @@ Five ideas make plans good:
 `compiled` hands the loops of 2 and 3 to C, where there is a compiler.
 """
 
-from zbpp.schedules.planner.search.plan import plan_placement, plan_wave
+from zbpp.schedules.planner.search.plan import plan_placement
 
-__all__ = ["plan_placement", "plan_wave"]
+__all__ = ["plan_placement"]

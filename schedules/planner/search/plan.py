@@ -42,12 +42,7 @@ the first two depend on nothing but the arguments.
 import math
 from dataclasses import replace
 
-from zbpp.core import (
-    Costs,
-    MemoryModel,
-    Placement,
-    Schedule,
-)
+from zbpp.core import Costs, Placement, Schedule
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
 from zbpp.schedules.planner.limits import capped, check_one_fits
 from zbpp.schedules.planner.request import check_sizes
@@ -65,54 +60,12 @@ from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.search.rules import is_line
 from zbpp.schedules.planner.search.seeds import seeds
 
-__all__ = ["plan_placement", "plan_wave"]
+__all__ = ["plan_placement"]
 
 _UNIT = Costs()
-_NO_LIMIT = MemoryModel()
 _MARGIN = 0.01
 _LONG = 1200  # passes placed, for each pass of the plan
 _SMALL = 3000  # passes; larger lines are planned once
-
-
-def plan_wave(
-    *,
-    n_stages: int,
-    n_microbatches: int,
-    chunks_per_stage: int = 2,
-    costs: Costs = _UNIT,
-    memory: MemoryModel = _NO_LIMIT,
-    effort: str = "default",
-    name: str = "wave",
-    memory_cap: float = math.inf,
-    default_limit: float = math.inf,
-) -> Schedule:
-    """Plan a wave: `plan_placement` where chunks go to and fro.
-
-    Args:
-        n_stages: stages, at least 1.
-        n_microbatches: micro-batches in a step, at least 1.
-        chunks_per_stage: 2 is the V; any number is planned by the same rules.
-        costs: see `plan_placement`, as the arguments below.
-        memory: likewise.
-        effort: likewise.
-        name: likewise.
-        memory_cap: likewise.
-        default_limit: likewise.
-
-    Raises:
-        RequestError: as `plan_placement`.
-    """
-    check_sizes(n_stages, n_microbatches, chunks_per_stage)
-    return plan_placement(
-        placement=Placement.wave(n_stages, chunks_per_stage),
-        n_microbatches=n_microbatches,
-        costs=costs,
-        memory=memory,
-        effort=effort,
-        name=name,
-        memory_cap=memory_cap,
-        default_limit=default_limit,
-    )
 
 
 def plan_placement(
@@ -120,7 +73,6 @@ def plan_placement(
     placement: Placement,
     n_microbatches: int,
     costs: Costs = _UNIT,
-    memory: MemoryModel = _NO_LIMIT,
     effort: str = "default",
     name: str = "planned",
     memory_cap: float = math.inf,
@@ -131,12 +83,11 @@ def plan_placement(
     Args:
         placement: chunk to stage: a wave, interleaved, or any other.
         n_microbatches: micro-batches in a step, at least 1.
-        costs: one entry per chunk or stage, or numbers for all stages.
-        memory: likewise; every limit must hold one micro-batch.
+        costs: times and memories of chunks; every limit must hold one micro-batch.
         effort: ``fast``, ``default``, ``best`` or ``best:SECONDS``.
         name: the mode, for people.
         memory_cap: a further limit on every stage, in M_B of that stage.
-        default_limit: the same, only where ``memory`` has no limit.
+        default_limit: the same, only where ``costs`` have no limit.
 
     Raises:
         LimitError: a limit holds no micro-batch; it names the smallest that works.
@@ -144,17 +95,12 @@ def plan_placement(
     """
     most_chunks = max(map(len, placement.chunks_of))
     check_sizes(placement.n_stages, n_microbatches, most_chunks)
-    splits = costs.on(placement).splits
-    check_one_fits(name, placement, memory, n_microbatches, splits=splits)
+    check_one_fits(name, placement, costs, n_microbatches)
     limited = capped(
-        memory,
-        placement,
-        splits=splits,
-        memory_cap=memory_cap,
-        default_limit=default_limit,
+        costs, placement, memory_cap=memory_cap, default_limit=default_limit
     )
-    problem = PlacementProblem.of(placement, n_microbatches, costs, limited)
-    problems = [problem, *_without_overhead(costs, limited, problem)]
+    problem = PlacementProblem.of(placement, n_microbatches, limited)
+    problems = [problem, *_without_overhead(limited, problem)]
     efforts = shares(effort, len(problems))
     plans = [_best(variant, next(efforts)) for variant in problems]
     rows = shortest([timed(problem, plan.rows).plan for plan in plans]).rows
@@ -163,12 +109,12 @@ def plan_placement(
         placement,
         n_microbatches,
         problem.orders(rows),
-        memory=None if memory.limit is None else memory,
+        memory=None if costs.limit is None else costs.memory,
     )
 
 
 def _without_overhead(
-    costs: Costs, memory: MemoryModel, problem: PlacementProblem
+    costs: Costs, problem: PlacementProblem
 ) -> list[PlacementProblem]:
     """The problem in which sends occupy no stage, where it is another one.
 
@@ -181,7 +127,7 @@ def _without_overhead(
         return []
     delays = replace(costs, send_occupies=0.0)
     placement, m = problem.placement, problem.n_microbatches
-    return [PlacementProblem.of(placement, m, delays, memory)]
+    return [PlacementProblem.of(placement, m, delays)]
 
 
 def _best(problem: PlacementProblem, effort: str) -> Plan:

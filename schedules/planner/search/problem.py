@@ -25,7 +25,6 @@ from typing import TypeAlias
 from zbpp.core import (
     ChunkMemory,
     Costs,
-    MemoryModel,
     Order,
     Pass,
     PassKind,
@@ -36,7 +35,7 @@ from zbpp.core import (
 )
 from zbpp.core.bulk import gc_paused
 from zbpp.core.jobs import passes
-from zbpp.schedules.planner.limits import beyond, micro_batch
+from zbpp.schedules.planner.limits import beyond, joined, micro_batch
 
 __all__ = ["PlacementProblem", "Plan", "Row", "Rows"]
 
@@ -67,20 +66,15 @@ class PlacementProblem:
 
     @classmethod
     def of(
-        cls,
-        placement: Placement,
-        n_microbatches: int,
-        costs: Costs,
-        memory: MemoryModel,
+        cls, placement: Placement, n_microbatches: int, costs: Costs
     ) -> "PlacementProblem":
         """Put the numbers together; every limit must hold one micro-batch.
 
         Raises:
             RequestError: lists of a wrong length.
         """
-        times = costs.on(placement)
-        held = memory.on(placement, times.splits).above_fixed()
-        return cls(times, held, n_microbatches)
+        held = joined(costs, placement).above_fixed()
+        return cls(costs.times_on(placement), held, n_microbatches)
 
     @property
     def placement(self) -> Placement:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from pool import Pool
 from torch import nn
 
+from zbpp import diagnostics
 from zbpp.core import Pass, PassKind, Timeline
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.comm.clocks import compare_clocks
-from zbpp.runtime.driver import collective_calls
 from zbpp.simulator import step_time, trace_events
 
 AHEAD_S = 1000.0
@@ -79,7 +79,7 @@ def timelines() -> tuple[Timeline, Timeline]:
         ) as pipeline:
             pipeline.step(torch.ones(2, 2), torch.zeros(2, 2))
             wrong = pipeline.timeline()
-            patch.setattr(collective_calls, "clock_name", lambda: f"machine {rank}")
+            patch.setattr(diagnostics, "clock_name", lambda: f"machine {rank}")
             return pipeline.timeline(), wrong
 
 

@@ -59,6 +59,11 @@ def test_a_schedule_with_a_v_of_its_own_is_run_as_it_is() -> None:
     assert pipeline.step(*tokens(0)).rollbacks == 0
 
 
+def test_the_compiled_way_is_the_automatic_one() -> None:
+    with pytest.warns(FutureWarning, match="'compiled' is the same as 'auto'"):
+        make_pipeline("ZBH1", 2, rollback="compiled")
+
+
 def test_requests_that_make_no_sense_are_refused() -> None:
     assert "one of 'auto', 'deferred'" in refusal(
         make_pipeline, "ZBH1", 2, rollback="x"

@@ -9,16 +9,14 @@ from pool import Pool
 from rollback_checks import finish
 from torch import Tensor, nn
 
-from zbpp.runtime.optim.rollback import buckets, parameter_only
+from zbpp.runtime.optim.rollback import buckets
 from zbpp.runtime.optim.rollback.buckets import Piece, cut_into_buckets
-from zbpp.runtime.optim.rollback.parameter_only import ParameterStep
 from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
 from zbpp.runtime.support import sharded
 
 SHAPES = ((64, 64), (7, 5), (200, 3), (1, 3), (130,), (96, 24))
 """Even and uneven shards, one that rank 1 has nothing of, and one of many pieces."""
 MAKERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "compiled": ("AdamW", {"fused": True}),
     "fused": ("AdamW", {"fused": True, "weight_decay": 0.1}),
     "AdamW": ("AdamW", {}),
     "SGD": ("SGD", {"momentum": 0.9}),
@@ -55,7 +53,6 @@ def bits(optimizer: torch.optim.Optimizer) -> list[Any]:
 def step_and_compare(kind: str, lost: bool = False) -> tuple[list[bool], list[bool]]:
     """Six steps, every third one rolled back; ``lost``: shards' clocks stand still."""
     torch.set_num_threads(1)
-    parameter_only._SMALLEST = 64
     buckets._BUCKET_BYTES["cpu"] = 2048
     if lost:
         Piece.state_in = lambda self, held: {  # type: ignore[method-assign]
@@ -65,7 +62,6 @@ def step_and_compare(kind: str, lost: bool = False) -> tuple[list[bool], list[bo
         return _step_and_compare(kind)
     finally:
         buckets._BUCKET_BYTES["cpu"] = 2**22
-        parameter_only._SMALLEST = 2**14
         Piece.state_in = _state_in  # type: ignore[method-assign]
 
 
@@ -81,8 +77,7 @@ def _step_and_compare(kind: str) -> tuple[list[bool], list[bool]]:
         )
         for _ in range(2)
     )
-    alone = ParameterStep(ours) if kind == "compiled" else None
-    rollback = RecomputeRollback(ours, alone)
+    rollback = RecomputeRollback(ours)
     same, local = [], []
     for step in range(1, 7):
         for each in (theirs, ours):
@@ -92,9 +87,7 @@ def _step_and_compare(kind: str) -> tuple[list[bool], list[bool]]:
         before = bits(ours)
         rollback.speculate()
         local.append(
-            bool(rollback.stepped_alone)
-            if kind == "compiled"
-            else any(p.whole is not None for b in cut_into_buckets(ours) for p in b)
+            any(p.whole is not None for b in cut_into_buckets(ours) for p in b)
         )
         if step % 3 == 0:
             rollback.undo()
@@ -107,13 +100,7 @@ def _step_and_compare(kind: str) -> tuple[list[bool], list[bool]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.slow] * (kind == "compiled"))
-        for kind in MAKERS
-    ],
-)
+@pytest.mark.parametrize("kind", MAKERS)
 def test_shards_are_stepped_as_torch_steps_them(pool: Pool, kind: str) -> None:
     for same, local in pool.run(step_and_compare, 2, kind):
         assert all(same)

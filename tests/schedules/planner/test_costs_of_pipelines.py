@@ -71,7 +71,7 @@ def test_the_solver_knows_links_loss_and_joint_stages():
     costs = Costs(1.0, 1.0, 0.5, comm=(0.2, 0.7), loss=0.1, splits=(True, False, True))
     memory = MemoryModel(limit=2)
     schedule = plan("ZB", n_stages=3, n_microbatches=3, costs=costs, memory=memory)
-    proof = certify(schedule, costs, memory, seconds=100, workers=1)
+    proof = certify(schedule, costs.with_memory(memory), seconds=100, workers=1)
     assert proof.is_optimal
     assert proof.span == pytest.approx(span(simulate(proof.schedule, costs)))
     assert proof.span <= span(simulate(schedule, costs)) * (1 + 1e-9)

@@ -23,7 +23,6 @@ from zbpp.schedules import (
     plan_one_f_one_b,
     plan_placement,
     plan_vpp,
-    plan_wave,
     plan_zb_h1,
     plan_zb_h2,
 )
@@ -72,11 +71,11 @@ def random_case(seed: int) -> dict:
             comm=rng.choice((0.0, 0.3, edges)),
             loss=rng.choice((0.0, 0.4)),
             splits=tuple(rng.random() < 0.8 for _ in range(p)),
-        ),
-        "memory": MemoryModel(
-            m_b,
-            tuple(share * held for held in m_b),
-            tuple(held * rng.choice((1.0, 1.3, 2.0, p / 2 + 1, p)) for held in least),
+            m_b=m_b,
+            m_w=tuple(share * held for held in m_b),
+            limit=tuple(
+                held * rng.choice((1.0, 1.3, 2.0, p / 2 + 1, p)) for held in least
+            ),
         ),
     }
 
@@ -85,9 +84,9 @@ def check(case: dict, effort: str) -> float:
     """Plan, and judge the plan by itself; return its span."""
     schedule = plan_placement(**case, effort=effort)
     sizes = case["placement"], case["n_microbatches"]
-    judged = Schedule("judge", *sizes, schedule.orders, case["memory"])
+    judged = Schedule("judge", *sizes, schedule.orders, case["costs"].memory)
     longest = span(simulate(judged, case["costs"]))
-    assert lower_bound(*sizes, case["costs"], case["memory"]) <= longest * (1 + 1e-9)
+    assert lower_bound(*sizes, case["costs"], case["costs"]) <= longest * (1 + 1e-9)
     for splits, order in zip(case["costs"].splits, judged.orders, strict=True):
         kinds = {job.kind for job in order if isinstance(job, Pass)}
         assert (PassKind.BW in kinds) != splits
@@ -132,8 +131,14 @@ def test_no_time_and_no_memory_are_planned_too(seed, p, m, zero, v):
     case = {
         "placement": Placement.wave(p) if v == 2 else Placement.single(p),
         "n_microbatches": m,
-        "costs": Costs(**times, comm=rng.choice((0.0, 0.3)), splits=(True,) * p),
-        "memory": MemoryModel(rng.choice((0.0, 1.0)), 0.0, rng.choice((1.0, 1.9))),
+        "costs": Costs(
+            **times,
+            comm=rng.choice((0.0, 0.3)),
+            splits=(True,) * p,
+            m_b=rng.choice((0.0, 1.0)),
+            m_w=0.0,
+            limit=rng.choice((1.0, 1.9)),
+        ),
     }
     assert check(case, "fast") < math.inf
 
@@ -170,8 +175,7 @@ def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, cost
     planned = plan_placement(
         placement=vpp.placement,
         n_microbatches=m,
-        costs=costs,
-        memory=memory,
+        costs=costs.with_memory(memory),
         effort="fast",
     )
     assert planned.placement == Placement.interleaved(p, v)
@@ -180,12 +184,6 @@ def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, cost
     with pytest.raises(ScheduleError, match="over the limit"):  # control: 1 less
         less = MemoryModel(limit=max(peaks(planned.orders, unit)) - 0.1)
         Schedule("less", planned.placement, m, planned.orders, less)
-
-
-def test_a_wave_is_a_placement():
-    request = {"n_microbatches": 5, "name": "x", "effort": "fast"}
-    wave = plan_wave(n_stages=3, **request)
-    assert wave == plan_placement(placement=Placement.wave(3), **request)
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
     request = {
         "placement": Placement((0, 1, 0)),
         "n_microbatches": 2,
-        "memory": MemoryModel(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=2.5),
+        "costs": Costs(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=2.5),
     }
     with pytest.raises(
         LimitError, match=r"memory 3 on stage 0, over the limit 2\.5; the smal"
@@ -133,8 +133,9 @@ def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
         plan_placement(**request)
     assert error.value.smallest == 3
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
-    request["memory"] = MemoryModel(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=3)
-    assert plan_placement(**request).memory == request["memory"]
+    memory = MemoryModel(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=3)
+    request["costs"] = Costs().with_memory(memory)
+    assert plan_placement(**request).memory == memory
 
 
 def test_a_limit_that_the_plan_breaks_would_be_noticed():

@@ -62,7 +62,7 @@ def problem_of(seed: int) -> PlacementProblem:
     if seed % 3 == 0:
         peak_w = rng.choice((0.0, 0.1))
         memory = MemoryModel(m_w=1.3, peak_b=0.9, peak_w=peak_w, limit=4.0)
-    return PlacementProblem.of(placement, rng.randint(1, 8), costs, memory)
+    return PlacementProblem.of(placement, rng.randint(1, 8), costs.with_memory(memory))
 
 
 def some_settings(problem: PlacementProblem) -> Iterator[Settings]:
@@ -160,8 +160,8 @@ def test_moves_keep_a_plan_valid_and_are_the_same_in_c_and_in_python(
 
 def test_another_rule_and_another_draw_give_another_plan() -> None:
     """The comparisons above would see a difference."""
-    costs, memory = Costs(1.3, 1.1, 0.7, 0.1), MemoryModel(limit=2.0)
-    problem = PlacementProblem.of(Placement.wave(3), 8, costs, memory)
+    costs = Costs(1.3, 1.1, 0.7, 0.1, limit=2.0)
+    problem = PlacementProblem.of(Placement.wave(3), 8, costs)
     plans = set()
     for rule in (RULES[0], RULES[2]):
         settings = settings_of(problem, rule)
@@ -174,10 +174,10 @@ def test_another_rule_and_another_draw_give_another_plan() -> None:
 
 
 def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget() -> None:
-    costs, memory = Costs(2.0, 2.0, 2.0), MemoryModel(limit=4.0)
-    problem = PlacementProblem.of(Placement.wave(4), 8, costs, memory)
+    costs = Costs(2.0, 2.0, 2.0, limit=4.0)
+    problem = PlacementProblem.of(Placement.wave(4), 8, costs)
     best = seeds(problem, Budget(math.inf))[0].plan
-    bound = lower_bound(problem.placement, 8, costs, memory)
+    bound = lower_bound(problem.placement, 8, costs, costs)
     assert best.span == pytest.approx(bound)
     budget = Budget(1e4)
     assert compiled.improve(problem, best, budget, XorShift64(0)) is best

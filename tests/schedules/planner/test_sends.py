@@ -58,7 +58,7 @@ def test_no_optimum_is_below_the_bound(limit: float) -> None:
     schedule = plan(
         "ZB", n_stages=2, n_microbatches=3, costs=costs, memory=memory, effort="fast"
     )
-    proof = certify(schedule, costs, memory, seconds=60, workers=1)
+    proof = certify(schedule, costs.with_memory(memory), seconds=60, workers=1)
     bound = lower_bound(schedule.placement, 3, costs, memory)
     assert proof.is_optimal and bound <= proof.span * (1 + 1e-9)
     # F and B of all micro-batches send, so does the stage's load

@@ -29,7 +29,7 @@ F, B, W, _ = PassKind
 
 def test_a_plan_at_the_bound_is_proved_optimal() -> None:
     plan = plan_zb_h1(n_stages=2, n_microbatches=4)
-    found = certify(plan, Costs(), MemoryModel(limit=2), seconds=100)
+    found = certify(plan, Costs(limit=2), seconds=100)
     assert found.is_optimal and (found.span, found.bound) == (13, 13)
     assert found.schedule.orders == plan.orders
 
@@ -38,7 +38,7 @@ def test_a_better_schedule_is_found_and_keeps_the_limit() -> None:
     costs, memory = Costs(comm=0.25), MemoryModel(limit=3)
     plan = plan_zb_h1(n_stages=2, n_microbatches=5)  # it uses memory 2 only
     before = span(simulate(plan, costs))
-    found = certify(plan, costs, memory, seconds=100)
+    found = certify(plan, costs.with_memory(memory), seconds=100)
     assert found.is_optimal and found.span < before
     assert span(simulate(found.schedule, costs)) == pytest.approx(found.span)
     assert found.schedule.memory == memory
@@ -47,7 +47,7 @@ def test_a_better_schedule_is_found_and_keeps_the_limit() -> None:
 
 def test_joint_backwards_stay_joint() -> None:
     plan = plan_one_f_one_b(n_stages=2, n_microbatches=3)
-    found = certify(plan, Costs(), MemoryModel(limit=2), seconds=100)
+    found = certify(plan, Costs(limit=2), seconds=100)
     assert found.is_optimal and found.span == 12
     jobs = {str(job) for order in found.schedule.orders for job in order}
     assert "0BW0" in jobs and "0B0" not in jobs
@@ -55,14 +55,14 @@ def test_joint_backwards_stay_joint() -> None:
 
 def test_v_placements_are_solved_too() -> None:
     plan = plan_zb_v(n_stages=2, n_microbatches=3)
-    found = certify(plan, Costs(), MemoryModel(limit=2), seconds=100)
+    found = certify(plan, Costs(limit=2), seconds=100)
     assert found.is_optimal and found.span == 9  # no bubble: the work of 3
 
 
 def test_our_own_bound_is_not_above_the_solvers() -> None:
     costs, memory = Costs(f=2, b=3, w=1.5, comm=0.5), MemoryModel(limit=2)
     plan = plan_zb_h1(n_stages=2, n_microbatches=4)
-    found = certify(plan, costs, memory, seconds=100)
+    found = certify(plan, costs.with_memory(memory), seconds=100)
     ours = lower_bound(plan.placement, plan.n_microbatches, costs, memory)
     assert ours <= found.bound + 1e-9 <= found.span + 2e-9
 
@@ -76,9 +76,9 @@ def test_peaks_and_what_b_adds_are_kept_and_cost_what_they_must() -> None:
     memory = MemoryModel(m_b=1, m_w=2, m_fixed=10, peak_b=3, limit=14)
     plan = plan_zb_h1(n_stages=2, n_microbatches=3)
     start = one_by_one(plan.placement, 3, memory)
-    found = certify(start, Costs(), memory, seconds=100)
+    found = certify(start, Costs().with_memory(memory), seconds=100)
     assert found.is_optimal and found.span == 13
-    free = certify(start, Costs(), replace(memory, peak_b=1), seconds=100)
+    free = certify(start, Costs().with_memory(replace(memory, peak_b=1)), seconds=100)
     assert free.is_optimal and free.span < found.span
 
 
@@ -93,9 +93,9 @@ def test_bounds_are_below_optima_of_the_true_memory_and_small_plans_meet_them() 
         costs, memory = random_case(rng, p, v)
         memory = replace(memory, limit=random_limit(rng, placement, costs, memory))
         plan = plan_placement(
-            placement=placement, n_microbatches=m, costs=costs, memory=memory
+            placement=placement, n_microbatches=m, costs=costs.with_memory(memory)
         )
-        found = certify(plan, costs, memory, seconds=1, workers=1)
+        found = certify(plan, costs.with_memory(memory), seconds=1, workers=1)
         if not found.is_optimal:
             continue
         n_solved += 1
@@ -134,14 +134,15 @@ def test_passes_in_no_time_keep_their_order_memory_and_peaks() -> None:
     costs = Costs(0, (0, 0, 0, 1), (0, 2, 0, 0), 0.5)
     memory = MemoryModel(2.0, 0.0, limit=2.0)
     start = one_by_one(Placement.wave(2), 2, memory)
-    found = certify(start, costs, memory, seconds=100)
+    found = certify(start, costs.with_memory(memory), seconds=100)
     assert found.is_optimal and found.span == 6
     assert span(simulate(found.schedule, costs)) == 6
     costs, line = Costs(w=0), Placement.single(2)
     spans = []
     for limit in (1.5, 9.0):
         memory = MemoryModel(limit=limit, peak_w=1)
-        found = certify(one_by_one(line, 2, memory), costs, memory, seconds=100)
+        start = one_by_one(line, 2, memory)
+        found = certify(start, costs.with_memory(memory), seconds=100)
         spans.append(found.span)
     assert spans == [8, 6]
 
@@ -149,10 +150,10 @@ def test_passes_in_no_time_keep_their_order_memory_and_peaks() -> None:
 def test_a_plan_over_the_limit_is_refused() -> None:
     plan = plan_zb_h1(n_stages=4, n_microbatches=8)
     with pytest.raises(RequestError, match="over the limit 3"):
-        certify(plan, Costs(), MemoryModel(limit=3))
+        certify(plan, Costs(limit=3))
 
 
 def test_times_that_cannot_be_made_whole_are_refused() -> None:
     plan = plan_zb_h1(n_stages=2, n_microbatches=2)
     with pytest.raises(RequestError, match="too many digits"):
-        certify(plan, Costs(f=1 / 3), MemoryModel(limit=2))
+        certify(plan, Costs(f=1 / 3, limit=2))

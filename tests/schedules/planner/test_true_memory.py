@@ -62,8 +62,7 @@ def plan_all(seed: int, effort: str) -> int:
                 schedule = plan_placement(
                     placement=placement,
                     n_microbatches=m,
-                    costs=costs,
-                    memory=limited,
+                    costs=costs.with_memory(limited),
                     effort=effort,
                 )
             else:
@@ -108,16 +107,17 @@ def test_the_smallest_limit_is_planned_and_one_below_it_is_refused(v):
         p, m = rng.randint(1, 4), rng.randint(1, 6)
         costs, memory = random_case(rng, p, v)
         placement = Placement.wave(p, v) if v > 1 else Placement.single(p)
-        request = {"placement": placement, "n_microbatches": m, "costs": costs}
+        request = {"placement": placement, "n_microbatches": m}
         held = memory.on(placement, costs.on(placement).splits)
         each = tuple(needs(held, placement))
         for limit in (max(each), each):
             limited = replace(memory, limit=limit)
-            schedule = plan_placement(**request, memory=limited, effort="fast")
+            table = costs.with_memory(limited)
+            schedule = plan_placement(**request, costs=table, effort="fast")
             check(schedule, costs, limited)
         least = max(each)
         with pytest.raises(LimitError) as error:
-            plan_placement(**request, memory=replace(memory, limit=least * 0.999))
+            plan_placement(**request, costs=replace(table, limit=least * 0.999))
         assert error.value.smallest == pytest.approx(least)
 
 

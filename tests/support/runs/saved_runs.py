@@ -1,6 +1,6 @@
 """Runs that save and load: dropout, clipping, a scheduler, rollbacks, buffers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,15 @@ def run(
     *,
     save: str | None = None,
     loaded: str | None = None,
+    after_load: Callable[[Pipeline, list[Any]], object] | None = None,
     **more: Any,
 ) -> Outcome:
     """Six steps, or three and a save, or a load and three."""
     pipeline, schedulers = make(mode, n_stages, **more)
     if loaded is not None:
         assert pipeline.load(loaded) == {"position": [SAVED_AFTER, 0.1]}
+    if after_load is not None:
+        after_load(pipeline, schedulers)
     results = []
     end = STEPS if save is None else SAVED_AFTER
     for step in range(pipeline.n_steps, end):

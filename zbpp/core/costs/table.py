@@ -11,7 +11,7 @@
 each stage. `Costs.on` spreads them over the chunks of a placement, once.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from zbpp.core.costs.columns import check_memory_unit
 from zbpp.core.costs.memory_model import ChunkMemory, MemoryModel
@@ -53,6 +53,12 @@ class Costs(MemoryModel, Times):
     def with_memory(self, memory: MemoryModel) -> "Costs":
         """The same times with other memories."""
         return replace(self, **vars(memory))
+
+    @property
+    def memory(self) -> MemoryModel:
+        """The memories without the times."""
+        names = [field.name for field in fields(MemoryModel)]
+        return MemoryModel(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ hand over the same tensors, hence the same bits.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -135,9 +135,18 @@ class LocalHub:
     sums: list["_LocalSum"] = field(default_factory=list)
     n_ended: int = 0
 
-    def transports(self) -> list["LocalTransport"]:
-        """One transport per stage."""
-        return [LocalTransport(self) for _ in range(self.n_stages)]
+    def transports(
+        self, make_stream: Callable[[], StageStream] | None = None
+    ) -> list["LocalTransport"]:
+        """Make one transport per stage.
+
+        Args:
+            make_stream: makes the stream of each; None: all use the caller's.
+        """
+        return [
+            LocalTransport(self, None if make_stream is None else make_stream())
+            for _ in range(self.n_stages)
+        ]
 
 
 class _LocalSum:
@@ -176,10 +185,10 @@ class LocalTransport:
     is_local = True
     on_device = False
 
-    def __init__(self, hub: LocalHub) -> None:
+    def __init__(self, hub: LocalHub, stream: StageStream | None = None) -> None:
         self.peers = ALONE
         self._hub = hub
-        self.stream: StageStream | None = None
+        self.stream = stream
         """Of the stage, where each one has its own."""
         self.background = BackgroundWork()
         self.doing = "the start"

@@ -1,6 +1,6 @@
-"""Serve `zbpp.Pipeline`: the executors of one process, from start to end.
+"""Serve `zbpp.Pipeline`: the stages of one process, from start to end.
 
-`build` makes them, `agreement` compares the ranks, `batches` hands out a batch,
-`collective_calls` gather results of all stages, `state_access` settles before a look,
-`lifecycle` ends a failed run, `stop_request` a run that was sent a signal.
+`build` makes their executors, `agreement` compares the ranks, `stages` runs them and
+settles their steps, `batches` hands out a batch, `state_hooks` settle before a
+state_dict, `stop_request` ends a run that was sent a signal.
 """

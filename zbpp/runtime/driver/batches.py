@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zbpp.core import Placement, RequestError
-from zbpp.runtime.comm.transport import Opening, Reduction
+from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.driver.alike import (
     Beginning,
     check_alike,
@@ -125,16 +125,17 @@ class Batches:
             weight = torch.tensor([sum(weights)], dtype=torch.float64)
             total = self._transport.add_over_replicas(weight)
         for stage, executor in self._executors.items():
-            executor.stage.begin(
+            executor.begin(
                 step=step,
                 inputs=cut_inputs if stage == self._first else None,
                 targets=cut_targets if stage == self._last else None,
                 n_microbatches=m,
+                n_inputs=n_inputs,
+                n_targets=n_targets,
                 weights=weights if stage == self._last else None,
                 total=None if total is None else partial(_number, total),
                 keeps_outputs=predicts or keeps_outputs,
             )
-            executor.opening = Opening(m, executor.stage.inputs, n_inputs, n_targets)
 
     def samples(self, inputs: Batch, targets: Batch) -> tuple[int | None, int | None]:
         """Samples of inputs and targets where this process reads them, else None."""

@@ -9,24 +9,25 @@ import torch
 from torch import nn
 
 from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Value, What
-from zbpp.core.sharding import Shard
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.distributed import DistributedTransport
-from zbpp.runtime.comm.transport import LocalHub, LocalTransport, Transport
-from zbpp.runtime.compiled.layers import Compiling
+from zbpp.runtime.comm.transport import LocalHub, Transport
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.graphed.device import pools_on
 from zbpp.runtime.graphed.stage import GraphedStage
+from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.stage import bind_parallel
-from zbpp.runtime.partition import Model, build_chunks
+from zbpp.runtime.partition import build_chunks
+from zbpp.runtime.policies import DataParallel, Execution, Numerics
 from zbpp.runtime.stage import LossFn, Stage
 from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.support.fault_injection import fault_injector
 from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.ties.bind import bind_ties
 from zbpp.runtime.ties.plan import TiePlan
@@ -36,22 +37,23 @@ __all__ = ["StageOptions", "build_executors", "make_transports"]
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Settings of every stage; `zbpp.Pipeline` explains the fields."""
+    """Settings of every stage; `zbpp.Pipeline` explains the fields.
+
+    Args:
+        rules: by which steps are taken.
+        recompute: layers of the whole model whose graph B computes again.
+        replicas: how they share.
+    """
 
     loss_fn: LossFn
     optimizer: MakeOptimizer | None
     own_name: OwnName
     rules: StepRules
     device: torch.device
-    autocast: torch.dtype | None
-    seed: int | None
-    exact_sums: bool = True
+    numerics: Numerics
+    execution: Execution
+    replicas: DataParallel
     recompute: frozenset[int] = frozenset()
-    stage_streams: bool = False
-    cuda_graphs: bool = False
-    compile: Compiling = False
-    shard: Shard = "none"
-    alternating_buffers: bool = False
 
 
 def make_transports(
@@ -59,22 +61,26 @@ def make_transports(
     place: Place,
     device: torch.device,
     *,
-    timeouts_s: tuple[float, float],
+    execution: Execution,
 ) -> dict[int, Transport]:
     """The transports of this process's stages: its own, or where it is alone all."""
     if place.everyone is None or place.n_ranks == 1:
-        return dict(enumerate(LocalHub(len(programs)).transports()))
+        make_stream = None
+        if execution.stage_streams and runs_ahead(device):
+            make_stream = partial(StageStream, device)
+        return dict(enumerate(LocalHub(len(programs)).transports(make_stream)))
     neighbours = [
         {i.peer for i in program if isinstance(i, Send)} for program in programs
     ]
     sources = [_first_source(program) for program in programs]
     transport = DistributedTransport(
-        *(place.everyone, place.pipeline),
+        place.everyone,
+        place.pipeline,
         neighbours=neighbours,
         sources=sources,
         device=device,
-        timeout_s=timeouts_s[0],
-        first_timeout_s=timeouts_s[1],
+        timeout_s=execution.timeout_s,
+        first_timeout_s=execution.start_timeout_s,
         peers=place.peers,
         sides=place.sides,
     )
@@ -95,23 +101,20 @@ def _first_source(program: Program) -> int | None:
 
 
 def build_executors(
-    model: Model,
+    build: Callable[[range], Sequence[nn.Module]],
     plan: TiePlan,
     transports: dict[int, Transport],
     options: StageOptions,
     place: Place,
-    *,
-    knows_ties: bool = False,
 ) -> dict[int, Executor]:
     """Build the layers, the optimizer and the executor of each local stage.
 
     Args:
-        model: layers or a builder.
+        build: makes the layers of a range of global indices.
         plan: chunks, their placement, and the parameters that layers share.
         transports: of the stages of this process.
         options: of every stage.
         place: of this process.
-        knows_ties: the plan's ties are all, so a builder is not watched for more.
 
     Raises:
         RequestError: the builder or the sharing of parameters is wrong.
@@ -119,7 +122,11 @@ def build_executors(
     placement, ranges = plan.placement, plan.ranges
     held = [chunk for stage in transports for chunk in placement.chunks_of[stage]]
     built = build_chunks(
-        model, ranges, held, knows_ties=knows_ties, own_name=options.own_name
+        build,
+        ranges,
+        held,
+        may_share=bool(plan.ties),
+        own_name=options.own_name,
     )
     chunks = {chunk.index: chunk for chunk in built}
     for chunk in built:
@@ -130,7 +137,9 @@ def build_executors(
         plan,
         {s: [chunks[index] for index in placement.chunks_of[s]] for s in transports},
     )
-    if options.cuda_graphs and place.mesh is not None:
+    numerics, execution = options.numerics, options.execution
+    shard = options.replicas.shard
+    if execution.cuda_graphs and place.mesh is not None:
         raise RequestError(
             "cuda_graphs does not go with a mesh: the sums of replicas and shards are "
             "in no graph; leave one of them out"
@@ -139,33 +148,36 @@ def build_executors(
     for stage, transport in transports.items():
         own, tied = bound[stage]
         shared = [one.own for one in tied.held.values()]
-        if shared and options.shard != "none":
+        if shared and shard != "none":
             raise RequestError(
-                f"shard is {options.shard!r}, and layers share parameters, which can "
+                f"shard is {shard!r}, and layers share parameters, which can "
                 "only be replicated; give shard='none', or untie them"
             )
+        times = JobTimes(options.device)
         own, collectives = bind_parallel(
             own,
             place,
-            options.shard,
+            shard,
             tied=shared,
-            alternating=options.alternating_buffers,
+            alternating=options.replicas.alternating_buffers,
+            now=times.now,
         )
-        own = [compiled_chunk(chunk, options.compile) for chunk in own]
+        own = [compiled_chunk(chunk, execution.compile) for chunk in own]
         make_stage: Callable[..., Stage] = Stage
-        if options.cuda_graphs:
+        if execution.cuda_graphs:
             make_stage = partial(GraphedStage, make_pool=pools_on(options.device))
         runner = make_stage(
             own,
             n_chunks=placement.n_chunks,
             loss_fn=options.loss_fn,
             device=options.device,
-            autocast=options.autocast,
-            seed=options.seed,
-            exact_sums=options.exact_sums,
+            autocast=numerics.autocast,
+            seed=numerics.seed,
+            exact_sums=numerics.exact_sums,
             recompute=options.recompute,
             ties=tied,
         )
+        inject_fault = fault_injector(place.rank, runner)
         share = StageOptimizer(
             runner,
             make_optimizer=options.optimizer,
@@ -174,18 +186,18 @@ def build_executors(
             own_name=options.own_name,
             background=transport.background,
             is_reporter=stage == 0,
+            inject_fault=inject_fault,
         )
-        executors[stage] = executor = Executor(
+        executors[stage] = Executor(
             runner,
             transport,
             share,
             stage_of=placement.stage_of,
-            rank=place.rank,
             collectives=collectives,
+            times=times,
+            stream=getattr(transport, "stream", None),
+            inject_fault=inject_fault,
         )
-        has_streams = options.stage_streams and runs_ahead(options.device)
-        if has_streams and isinstance(transport, LocalTransport):
-            executor.stream = transport.stream = StageStream(options.device)
     share_first_bits(executors, plan)
     return executors
 

@@ -10,7 +10,6 @@ from zbpp.runtime.optim.param_groups import parameters_of
 from zbpp.runtime.optim.patience import Patience
 
 __all__ = [
-    "log_not_compiled",
     "warn_barrier_fallback",
     "warn_snapshot_cost",
     "warn_unstepped",
@@ -46,14 +45,6 @@ def warn_barrier_fallback(patience: Patience) -> None:
         patience.failures,
         patience.window,
         patience.clean,
-    )
-
-
-def log_not_compiled(reason: Exception) -> None:
-    """Speculative steps copy the optimizer state, a little at a time."""
-    _log.info(
-        "post-validation: speculative steps take half as long again as plain ones: %s",
-        reason,
     )
 
 

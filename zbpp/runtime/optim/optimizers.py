@@ -31,8 +31,7 @@ class StageOptimizers:
         is_reporter: whether it says what concerns all stages.
 
     Raises:
-        RequestError: the builder gives something else, or a rollback was asked for
-            that there is none of.
+        RequestError: the builder gives something else.
     """
 
     def __init__(

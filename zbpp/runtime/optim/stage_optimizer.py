@@ -12,7 +12,7 @@ the decision are therefore the same bits on every stage, for any number of stage
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,6 +34,7 @@ from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.errors import NonFiniteError, torn_step
+from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.sharded import is_sharded, sum_partial
 
 __all__ = ["MakeOptimizer", "StageOptimizer", "clip_factor"]
@@ -66,6 +67,7 @@ class StageOptimizer:
         own_name: the model's own names of parameters.
         background: when this stage waits for messages.
         is_reporter: whether it says what concerns all stages.
+        inject_fault: called with the name of what comes now, for faults on demand.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class StageOptimizer:
         own_name: OwnName,
         background: BackgroundWork,
         is_reporter: bool = False,
+        inject_fault: InjectFault = no_fault,
     ) -> None:
         self._stage = stage
         self._clip = rules.clip_grad_norm
@@ -104,8 +107,7 @@ class StageOptimizer:
         self._said = not is_reporter
         self.result: StepResult | None = None
         """Of the last step."""
-        self.inject_fault: Callable[[str], None] = _nothing
-        """Called with the name of what comes now, for faults on demand."""
+        self._inject_fault = inject_fault
 
     # In the order of a step.
 
@@ -291,16 +293,16 @@ class StageOptimizer:
     def _carry_out(self, decision: Decision, pending: _Pending) -> None:
         optimizers, stepped = self.optimizers, pending.stepped
         if stepped is not None and not decision.corrects:
-            self.inject_fault("commit")  # `_keep` is under way, or comes
+            self._inject_fault("commit")  # `_keep` is under way, or comes
         else:
             self._background.offer(None)
             optimizers.forget()
             for parameter, gradient in pending.gradients:
                 parameter.grad = gradient
             if stepped is not None:
-                self.inject_fault("undo")
+                self._inject_fault("undo")
                 stepped.undo()
-            self.inject_fault("redo")
+            self._inject_fault("redo")
             self._torn = True
             multiply_gradients(optimizers.parameters(), decision.factor)
             optimizers.step(pending.values, skipped=decision.skipped)
@@ -323,7 +325,3 @@ class StageOptimizer:
         except BaseException:
             self._torn = True
             raise
-
-
-def _nothing(*_: object) -> None:
-    """No fault is asked for."""

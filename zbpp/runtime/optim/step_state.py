@@ -4,6 +4,7 @@ A step's decision moves the loss scale, the gate of speculation, and the count o
 skipped steps: too many in a row end the run, with the place of the first bad gradient.
 """
 
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -51,6 +52,14 @@ def step_rules(
     if rollback not in get_args(RollbackMethod):
         choices = ", ".join(map(repr, get_args(RollbackMethod)))
         raise RequestError(f"rollback is {rollback!r}; choose one of {choices}")
+    if rollback == "compiled":
+        warnings.warn(
+            "rollback='compiled' is the same as 'auto': there is no compiled step any "
+            "more; leave rollback out",
+            FutureWarning,
+            stacklevel=3,
+        )
+        rollback = "auto"
     if max_consecutive_skips is not None and max_consecutive_skips < 1:
         raise RequestError(
             f"max_consecutive_skips is {max_consecutive_skips}; choose 1 or more, or "

@@ -65,6 +65,7 @@ class Collectives:
         tied: parameters whose gradients other stages add to first.
         buffers: that layers are gathered and reduced in; None: their own.
         unsharded: what parameters were before ``shard`` dealt them out.
+        now: reads the clock by which the stage's jobs are timed.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Collectives:
         tied: Buckets | None = None,
         buffers: AlternatingBuffers | None = None,
         unsharded: Mapping[nn.Parameter, Unsharded] | None = None,
+        now: Callable[[], Any] = time.perf_counter,
     ) -> None:
         self._layers = layers
         self.buffers = buffers
@@ -91,7 +93,7 @@ class Collectives:
         self._uses: Reduction | None = None
         self.began: dict[int, Any] = {}
         """The start, by `now`, of the first sum of each chunk that is under way."""
-        self.now: Callable[[], Any] = time.perf_counter
+        self._now = now
 
     @property
     def has_units(self) -> bool:
@@ -137,7 +139,7 @@ class Collectives:
         begun = self._n_begun.get(chunk, 0)
         ready = layers[index - layers[0].index : len(layers) - begun]
         self._n_begun[chunk] = begun + len(ready)
-        self.began.setdefault(chunk, self.now())
+        self.began.setdefault(chunk, self._now())
         for layer in reversed(ready):
             self._begin_sum(layer)
 
@@ -271,6 +273,7 @@ def bind_parallel(
     tied: Sequence[nn.Parameter] = (),
     *,
     alternating: bool = False,
+    now: Callable[[], Any] = time.perf_counter,
 ) -> tuple[list[Chunk], Collectives]:
     """Find what of a stage's chunks is sharded or replicated; all its peers must call.
 
@@ -282,6 +285,7 @@ def bind_parallel(
         shard: how layers are wrapped that are not.
         tied: parameters that other layers hold too, as this stage steps them.
         alternating: gather and reduce in `AlternatingBuffers`.
+        now: see `Collectives`.
 
     Returns:
         The chunks, which know the parameter behind each leaf; and their collectives.
@@ -343,6 +347,7 @@ def bind_parallel(
         tied=Buckets(tied, groups) if groups and tied else None,
         buffers=buffers,
         unsharded=unsharded,
+        now=now,
     )
 
 

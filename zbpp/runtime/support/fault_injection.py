@@ -9,14 +9,19 @@ raises what torch does when memory runs out. Steps count from 0. Beside jobs the
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from zbpp.core import RequestError
 
-__all__ = ["Fault", "requested_fault"]
+__all__ = ["Fault", "InjectFault", "fault_injector", "no_fault", "requested_fault"]
+
+InjectFault = Callable[[object], None]
+"""Called with what comes now: an instruction, or the name of a part of a validation."""
 
 _SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM"}
 _KINDS = ("raise", "memory", *_SIGNALS)
@@ -64,3 +69,27 @@ def requested_fault(environment: Mapping[str, str] = os.environ) -> Fault | None
             f"{', '.join(_KINDS)}"
         )
     return Fault(parts[0], int(parts[1]), int(parts[2]), parts[3])
+
+
+class HasStep(Protocol):
+    """Knows the number of the step that runs."""
+
+    step: int
+
+
+def no_fault(_: object) -> None:
+    """No fault is asked for."""
+
+
+def fault_injector(rank: int, stage: HasStep) -> InjectFault:
+    """Make what lets the fault of ``ZBPP_FAULT`` happen on a stage of a rank.
+
+    Raises:
+        RequestError: see `requested_fault`.
+    """
+    fault = requested_fault()
+    return no_fault if fault is None else partial(_inject, fault, rank, stage)
+
+
+def _inject(fault: Fault, rank: int, stage: HasStep, what: object) -> None:
+    fault.inject(rank, stage.step, str(what))

@@ -6,7 +6,6 @@ Each has a fallback, so that a torch without the name is slower, not wrong.
 import importlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -27,7 +26,6 @@ except ImportError:
 __all__ = [
     "PassHook",
     "arrived",
-    "compiled",
     "container_functions",
     "copying",
     "data_parallel",
@@ -37,7 +35,6 @@ __all__ = [
     "is_fake",
     "is_in_ddp",
     "mark_called",
-    "multiply_add",
     "outside_fake_mode",
     "plain_step",
     "profiling",
@@ -197,50 +194,6 @@ def mark_called(optimizer: torch.optim.Optimizer) -> None:
     2.13; elsewhere the mark does nothing.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def multiply_add() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """``a * b + c``, rounded once, for use in what `compiled` compiles.
-
-    Seen in torch 2.13.
-
-    Raises:
-        ImportError: it is gone.
-    """
-    module = importlib.import_module("torch._inductor.inductor_prims")
-    if not hasattr(module, "fma"):
-        raise ImportError(f"torch {torch.__version__} has no fused multiply-add")
-    return cast(Callable[[Tensor, Tensor, Tensor], Tensor], module.fma)
-
-
-def compiled(
-    function: Callable[..., None], example: tuple[Tensor, ...]
-) -> Callable[..., None]:
-    """One kernel for matrices of any number of rows, and else just like the example.
-
-    Calls are not checked: that would take longer than many a kernel. Seen in torch
-    2.13; without `aot_compile` they are checked, and without `mark_dynamic` another
-    number of rows is compiled once more.
-
-    Raises:
-        RuntimeError: it cannot be compiled, or compilation is switched off.
-    """
-    kernel = torch.compile(function, fullgraph=True)
-    if kernel is function:
-        raise RuntimeError("torch.compile is switched off")
-    dynamo = importlib.import_module("torch._dynamo")
-    for matrix in example:
-        if matrix.dim() == 2 and hasattr(dynamo, "mark_dynamic"):
-            dynamo.mark_dynamic(matrix, 0)
-    ahead = getattr(kernel, "aot_compile", None)
-    if ahead is None:
-        return kernel
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
-        unchecked = ahead((example, {}))
-    if hasattr(unchecked, "disable_guard_check"):
-        unchecked.disable_guard_check()
-    return cast(Callable[..., None], unchecked)
 
 
 PassHook = Callable[[Any, str, int, Callable[[], Any]], Any]

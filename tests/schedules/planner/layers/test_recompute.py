@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, RequestError, Schedule
+from zbpp.core import Costs, LayerCosts, Placement, RequestError, Schedule
 from zbpp.planning import MODES
 from zbpp.planning.search import Problem
 from zbpp.schedules import LayerPlan, plan_recompute, plan_split
@@ -18,10 +18,8 @@ F, B, W, M_W, M_R = 10.419, 10.207, 7.715, 32 / 74, 2 / 74
 """28.3B of arXiv 2401.10241; M_R: the inputs, 2 sbh of 74 sbh a layer."""
 
 
-def planner(
-    p: int, m: int, chunks: int, costs: Costs, memory: MemoryModel, effort: str
-) -> Schedule:
-    problem = Problem(m, costs, memory, effort)
+def planner(p: int, m: int, chunks: int, costs: Costs, effort: str) -> Schedule:
+    problem = Problem(m, costs, costs.memory, effort)
     if chunks == 1:
         return problem.plan(MODES["ZB"], Placement.single(p))
     return problem.plan(MODES["ZBV"], Placement.wave(p))

@@ -1,6 +1,6 @@
 """Take an optimizer step that can be rolled back to the bit.
 
-    Deferred   O   step p alone, or with a temporary copy of the state (m, v, step)
+    Deferred   O   step p with a temporary copy of the state (m, v, step)
                V   valid: step a copy of the old p with the state itself
                    invalid: copy the old p back; the state was never touched
     Snapshot   O   step; there is a copy of p and the state as they were
@@ -30,8 +30,6 @@ from zbpp.runtime.optim.rollback.buckets import (
     treats_parameters_apart,
 )
 from zbpp.runtime.optim.rollback.copies import Copies, Scratch, State
-from zbpp.runtime.optim.rollback.parameter_only import ParameterStep, bits_of
-from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.torch_internals import has_plain_step, plain_step
 
@@ -64,29 +62,14 @@ class RecomputeRollback:
 
     Args:
         optimizer: one that `can_defer`.
-        parameter_step: steps large parameters without their state, if there is one.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameter_step: ParameterStep | None = None,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._alone = parameter_step
         self._copies = Copies()
         self._values: list[State] = []
         self._left: deque[list[Piece]] = deque()
         self._stepped: dict[Tensor, Mark] = {}
-        self.stepped_alone: set[Tensor] = set()
-        """In the last speculative step: those whose state it did not copy."""
-        self._n_steps = 0
-        self._compared: list[Piece] = []
-
-    @property
-    def steps_alone(self) -> bool:
-        """It has a step for parameters without their state."""
-        return self._alone is not None
 
     @torch.no_grad()
     def speculate(self) -> None:
@@ -94,14 +77,7 @@ class RecomputeRollback:
         self._values = copy_groups(self._optimizer)
         self._left = deque(cut_into_buckets(self._optimizer))
         self._stepped = {}
-        self.stepped_alone = set()
-        self._n_steps += 1
-        if self._alone is not None:
-            self._alone.begin(self._values)
-        if self._left:
-            self._compared = self._left[self._n_steps % len(self._left)]
         scratch = Scratch()
-        rests: list[Piece] = []
         try:
             for bucket in self._left:
                 for piece in bucket:
@@ -110,27 +86,13 @@ class RecomputeRollback:
                         if piece.whole is not None:  # the first step was on all of it
                             self._copies.drop(piece.whole)
                         self._stepped[piece.parameter] = None
-                others = [p for p in bucket if not self._step_alone(p, rests)]
-                self._step_on_copies(others, scratch)
-            self._step_on_copies(rests, scratch)
+                self._step_on_copies(bucket, scratch)
         except BaseException:
             self.undo()  # as if the step had been left to V
             raise
         self._stepped = {parameter: mark(parameter) for parameter in self._stepped}
 
-    def _step_alone(self, piece: Piece, rests: list[Piece]) -> bool:
-        """Step a whole parameter without its state, but for a rest, if that can be."""
-        if self._alone is None or not self._alone.takes(piece):
-            return False
-        if piece.first:
-            self.stepped_alone.add(piece.parameter)
-            rest = self._alone.step(piece)
-            rests += [rest] if rest is not None else []
-        return True
-
     def _step_on_copies(self, bucket: Sequence[Piece], scratch: Scratch) -> None:
-        if not bucket:
-            return
         held = self._optimizer.state
         states = [
             scratch.copy(piece.of_state(piece.state_in(held))) for piece in bucket
@@ -165,41 +127,17 @@ class RecomputeRollback:
                         value.copy_(new)
             if piece.last:
                 self._copies.trust(parameter, self._stepped[parameter])
-                if self._alone is not None:
-                    self._alone.counted(parameter)
-        if bucket is self._compared:
-            self._compare(bucket, copies)
-            self._compared = []  # gradients live in there
-
-    def _compare(self, bucket: Sequence[Piece], copies: Sequence[Tensor]) -> None:
-        """One bucket in each step: were the parameters stepped as their copies were?"""
-        for piece, copy in zip(bucket, copies, strict=True):
-            parameter = piece.parameter
-            if (
-                parameter in self.stepped_alone
-                and not runs_ahead(parameter.device)  # would wait for it
-                and mark(parameter) == self._stepped[parameter]
-                and not torch.equal(bits_of(piece.of(parameter)), bits_of(copy))
-            ):
-                raise RuntimeError(
-                    f"the compiled step of a parameter of shape "
-                    f"{tuple(parameter.shape)} differs from the optimizer's, though "
-                    "both agreed at the start; choose rollback='deferred' and report it"
-                )
 
     @torch.no_grad()
     def undo(self) -> None:
         """Put the parameters back; the state was never touched."""
         self._left.clear()
-        self._compared = []
         for parameter in self._stepped:
             parameter.copy_(self._copies.of(parameter))
 
     def forget(self) -> None:
         """Copy all parameters anew in the next step."""
         self._copies.forget()
-        if self._alone is not None:
-            self._alone.forget()
 
     def _step(
         self,

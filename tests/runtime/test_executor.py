@@ -1,4 +1,4 @@
-"""A program is bound to its stage once; wrong bindings do not go unnoticed."""
+"""Programs are bound to a table of handlers once; wrong bindings are noticed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,8 +9,8 @@ import torch
 from small_model import batch, make_pipeline, train, train_plainly
 from torch import Tensor
 
-from zbpp.core import Pass, PassKind, Value, input_of
-from zbpp.runtime import bound
+from zbpp.core import KINDS, PairKind, Pass, PassKind, Value, input_of
+from zbpp.runtime import executor
 from zbpp.runtime.backward.split import SplitGraph
 
 
@@ -50,22 +50,33 @@ def test_a_wrong_place_and_a_lost_weight_gradient_are_noticed(
     assert trains_as_ever("1F1B")
     for kind in (PassKind.F, PassKind.BW):
         with monkeypatch.context() as patched:
-            patched.setattr(bound, "input_of", neighbour_of(kind))
+            patched.setattr(executor, "input_of", neighbour_of(kind))
             assert not trains_as_ever("1F1B")
     monkeypatch.setattr(SplitGraph, "backward", without_weights)
     assert not trains_as_ever("1F1B")
 
 
-def test_programs_stay_bound_until_they_change() -> None:
-    pipeline = make_pipeline("ZBH1", 2)
-    found = [pipeline.evaluate(*batch(99), n_microbatches=m) for m in (3, 3, 4, 3)]
-    assert found[0] == found[1] == found[3] == pytest.approx(found[2])
-    (executor, _) = pipeline._executors.values()
-    evaluates = executor._bound[False]
+def test_every_kind_of_job_has_a_handler() -> None:
+    # `lower` takes pairs apart
+    assert KINDS.keys() - executor.HANDLERS.keys() == {PairKind.FB}
+
+
+def test_programs_stay_bound_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_bound = 0
+    bind = executor.BoundProgram.__init__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal n_bound
+        n_bound += 1
+        bind(self, *args, **kwargs)
+
+    monkeypatch.setattr(executor.BoundProgram, "__init__", counted)
+    pipeline = make_pipeline("ZBH1", 1)
+    losses = [pipeline.evaluate(*batch(99), n_microbatches=m) for m in (3, 3, 4, 3)]
+    assert losses[0] == losses[1] == losses[3] == pytest.approx(losses[2])
+    assert n_bound == 3  # for 3, 4 and 3 micro-batches
     pipeline.step(*batch(0))
-    trains = executor._bound[True]
     pipeline.evaluate(*batch(99), n_microbatches=3)
     pipeline.step(*batch(1))
-    assert executor._bound == {False: evaluates, True: trains}
-    pipeline.evaluate(*batch(99), n_microbatches=6)
-    assert executor._bound[False] is not evaluates
+    assert n_bound == 4
+    pipeline.close()

@@ -1,0 +1,232 @@
+"""The state of a pipeline: taken, loaded, saved in the background, resumed.
+
+Names are the model's own, so a state fits any schedule and any number of stages.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zbpp.checkpoint.folder import open_newest
+from zbpp.checkpoint.manifest import CheckpointError
+from zbpp.checkpoint.model import LocalModel
+from zbpp.checkpoint.saving import Saver, Snapshot
+from zbpp.checkpoint.state import (
+    Checked,
+    State,
+    check_state,
+    load_state,
+    names_in,
+    read_state,
+    refuse_misfits,
+    state_of,
+    take_snapshot,
+)
+from zbpp.checkpoint.values import misfit
+from zbpp.core import RequestError
+from zbpp.models import Layered, Tie
+from zbpp.runtime.driver.stages import LocalStages
+
+__all__ = ["Checkpoints"]
+
+_log = logging.getLogger("zbpp")
+
+
+class Checkpoints:
+    """Takes, loads and saves the state of the stages of this process.
+
+    `zbpp.Pipeline` explains the arguments of the methods, and what they raise.
+
+    Args:
+        stages: whose state it is.
+        layered: the model, which knows its own names.
+        ties: parameters that several layers share.
+        rank: of this process; rank 0 writes what concerns all.
+        writes: this process writes the parts of its stage; its peers have the same.
+    """
+
+    def __init__(
+        self,
+        stages: LocalStages,
+        layered: Layered,
+        ties: tuple[Tie, ...],
+        *,
+        rank: int,
+        writes: bool,
+    ) -> None:
+        self._stages = stages
+        self._layered = layered
+        self._ties = ties
+        self._rank = rank
+        self._writes = writes
+        self._schedulers: tuple[Any, ...] = ()
+        self._saver: Saver | None = None
+
+    def attach(self, schedulers: tuple[Any, ...]) -> None:
+        """Take over LR schedulers, whose state is saved and loaded."""
+        optimizers = {id(optimizer) for optimizer in self._stages.optimizers}
+        for scheduler in schedulers:
+            if id(getattr(scheduler, "optimizer", None)) not in optimizers:
+                raise RequestError(
+                    f"the {type(scheduler).__name__} is not of an optimizer of this "
+                    "pipeline; make one for each of pipeline.optimizers"
+                )
+        self._schedulers = schedulers
+
+    def state_dict(self, n_steps: int) -> State:
+        """The state after some steps."""
+        self._stages.synchronize()
+        run = self._stages.history.state_dict()
+        return state_of(self._local_model(), step=n_steps, run=run)
+
+    def load_state_dict(self, state: State, *, model_only: bool) -> int | None:
+        """Load a state; return the number of steps done, None if they stay."""
+        self._stages.synchronize()
+        with self._stages.failures_told("load a state", of_requests=False):
+            local = self._local_model()
+            try:
+                checked = check_state(local, state, model_only=model_only)
+            except RequestError as error:
+                checked = Checked(wrong=[str(error)])
+            held = {part: set(state.get(part, ())) for part in checked.used}
+            return self._take(state, checked, held, model_only=model_only)
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        n_steps: int,
+        about: Mapping[str, Any],
+        keep: int | None,
+        extra: Mapping[str, Any],
+        trainable_only: bool,
+    ) -> None:
+        """Begin to save; files are written in the background.
+
+        Args:
+            folder: of this run's checkpoints.
+            n_steps: steps done.
+            about: the schedule, for whoever reads the manifest.
+            keep: checkpoints that stay.
+            extra: what `load` shall return.
+            trainable_only: leave out what is not trained.
+        """
+        if keep is not None and keep < 1:
+            raise RequestError(f"keep is {keep}; it must be at least 1, or None")
+        self._stages.synchronize()
+        with self._stages.failures_told("save", of_requests=False):
+            try:
+                snapshot: Snapshot | str = take_snapshot(
+                    self._local_model(),
+                    about,
+                    self._stages.history.state_dict(),
+                    step=n_steps,
+                    extra=extra,
+                    saves=self._writes,
+                    trainable_only=trainable_only,
+                )
+            except RequestError as error:
+                snapshot = str(error)
+            if self._saver is None:
+                self._saver = Saver(self._rank, self._stages.transport.gather)
+            failure = self._saver.begin(Path(folder), snapshot, keep=keep)
+            self._warn(failure, "a checkpoint was not saved, the run goes on")
+
+    def finish_saving(self) -> None:
+        """Wait until the last save is on the disk."""
+        if self._saver is not None and self._saver.is_saving:
+            with self._stages.failures_told("finish saving", of_requests=False):
+                failure = self._saver.finish()
+            if failure is not None:
+                raise CheckpointError(f"the checkpoint was not saved: {failure}")
+
+    def end(self) -> None:
+        """Wait for the last save at the end of the run; a failure is logged."""
+        if self._stages.has_ended:  # the other ranks may be gone
+            return
+        try:
+            self.finish_saving()
+        except CheckpointError as error:
+            self._warn(str(error), "the run ends")
+
+    def load(
+        self, path: str | Path, *, model_only: bool
+    ) -> tuple[dict[str, Any], int | None]:
+        """Load a checkpoint.
+
+        Returns:
+            The ``extra`` of `save`, and the number of steps done, None if they stay.
+        """
+        self._stages.synchronize()
+        with self._stages.failures_told("load", of_requests=False):
+            folder, manifest, damaged = open_newest(
+                Path(path), rank=self._rank, gather=self._stages.transport.gather
+            )
+            for text in damaged:
+                self._warn(text, "a damaged checkpoint is passed over")
+            local = self._local_model()
+            state: State = {}
+            try:
+                state = read_state(folder, manifest, local, model_only=model_only)
+                checked = check_state(local, state, model_only=model_only)
+            except RequestError as error:
+                checked = Checked(wrong=[str(error)])
+            names = names_in(manifest)
+            held = {part: names[part] for part in checked.used}
+            state.setdefault("aliases", manifest.aliases)
+            n_steps = self._take(state, checked, held, model_only=model_only)
+        return dict(state.get("extra") or {}), n_steps
+
+    def _take(
+        self,
+        state: State,
+        checked: Checked,
+        held: Mapping[str, set[str]],
+        *,
+        model_only: bool,
+    ) -> int | None:
+        """Load on all ranks, or on none."""
+        if not model_only and "run" in state:
+            checked.wrong += self._run_misfits(state["run"])
+        elif not model_only and not checked.wrong:
+            checked.wrong.append("the state of the run (run) is missing")
+        refuse_misfits(
+            checked, held, state.get("aliases", {}), self._stages.transport.gather
+        )
+        load_state(checked)
+        if model_only:
+            return None
+        for executor in self._stages.executors.values():
+            executor.optimizer.history.load_state_dict(state["run"])
+        return int(state["step"])
+
+    def _local_model(self) -> LocalModel:
+        stages = [one.stage for one in self._stages.executors.values()]
+        return LocalModel(
+            self._stages.layers(),
+            self._layered.own_name,
+            ties=(*self._ties, *self._layered.buffers),
+            copies={
+                copy: original
+                for stage in stages
+                for copy, original in stage.ties.unseen_copies()
+            },
+            optimizers=self._stages.optimizers,
+            schedulers=self._schedulers,
+        )
+
+    def _run_misfits(self, saved: Any) -> list[str]:
+        """Say why a saved state of the run cannot go on here; empty if it can."""
+        history = self._stages.history
+        here = history.state_dict()
+        text = misfit(saved, {**here, "scaler": None}, "the state of the run")
+        if text is not None:
+            return [text]
+        wrong: list[str] = history.check_state(saved)
+        text = misfit(saved["scaler"], here["scaler"], "the state of the loss scale")
+        return wrong or ([] if text is None else [text])
+
+    def _warn(self, text: str | None, what: str) -> None:
+        if text is not None and self._rank == 0:
+            _log.warning("%s: %s", what, text)

@@ -1,0 +1,174 @@
+"""Plan for a model before its pipeline is made; measure its layers where asked."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from zbpp.core import Costs, LayerCosts, MemoryModel, Schedule
+from zbpp.memory import layer_memory
+from zbpp.models import Layered, layered_of
+from zbpp.models.given import Given, model_to_build
+from zbpp.pipeline.arguments import Processes, device_of, join, loss_of
+from zbpp.pipeline.pipeline import Pipeline
+from zbpp.planning import Plan, PlanRequest
+from zbpp.planning.pipelines import (
+    LayersOf,
+    costs_or_layers,
+    memory_model,
+    plan_pipeline,
+)
+from zbpp.runtime.optim.make import MakeOptimizer
+from zbpp.runtime.partition import partition_layers
+from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
+from zbpp.runtime.stage import LossFn
+from zbpp.schedules import Recomputing, Split
+from zbpp.tuning.measure import measure_layers
+
+__all__ = ["Measuring", "plan_model"]
+
+
+class Measuring(TypedDict, total=False):
+    """How the pipeline that measures an ``example`` is made, as `zbpp.Pipeline`."""
+
+    optimizer: MakeOptimizer | None
+    loss_fn: LossFn | None
+    numerics: Numerics
+    step: StepPolicy
+    execution: Execution
+
+
+def plan_model(
+    model: Given,
+    schedule: str | Path | Schedule | Plan = "auto",
+    *,
+    n_stages: int | None = None,
+    n_microbatches: int | None = None,
+    costs: Costs | None = None,
+    layer_costs: LayersOf | None = None,
+    example: Any = None,
+    memory: MemoryModel | str | float | None = None,
+    split: Split = None,
+    recompute: Recomputing | None = None,
+    mesh: Processes | None = None,
+    device: torch.device | str | None = None,
+    **measuring: Unpack[Measuring],
+) -> Plan:
+    """Plan a schedule and a split for a model; `zbpp.Pipeline` runs the plan.
+
+    Without costs only the orders are chosen, and layers are dealt evenly.
+
+    Args:
+        model: as `zbpp.Pipeline` takes it.
+        schedule: a mode such as ``"auto"``, a schedule or plan file, a `Schedule`, or a
+            `Plan`.
+        n_stages: number of stages; None: the schedule's, or one per process.
+        n_microbatches: micro-batches in a step; None: the schedule's.
+        costs: times of the chunks.
+        layer_costs: costs of the layers, or a file of them, in place of ``costs``.
+        example: inputs and targets of a step, on every rank, in place of either: the
+            layers are then measured on the devices of the pipeline, and their memory is
+            estimated; every rank must call.
+        memory: of the chunks; a text as ``"16GiB"``, or a number, is the limit of a
+            stage.
+        split: layers of each chunk, or ``"even"``: the first chunks get one more, or
+            ``"balanced"``: by the costs of layers. None: the schedule's; if it has
+            none, balanced with costs of layers, else even.
+        recompute: layers that B computes again, to hold less: ``"auto"`` (by costs with
+            m_r, and a limit), ``"all"``, ``"none"``, numbers. None: the schedule's.
+        mesh: processes of the pipeline, as for `zbpp.Pipeline`.
+        device: of this process, as for `zbpp.Pipeline`.
+        measuring: with ``example``, the optimizer, loss_fn and policies that
+            `zbpp.Pipeline` will be given.
+
+    Raises:
+        RequestError: the model, the costs and the request do not fit together.
+        PeerError: another process died or did not answer while measuring.
+    """
+    execution = measuring.get("execution", Execution())
+    place, replicas = join(
+        mesh,
+        device=device_of(device),
+        n_stages=n_stages,
+        timeout_s=execution.start_timeout_s,
+    )
+    layered = layered_of(model)
+    memory = memory_model(memory)
+    if example is not None and layer_costs is None:
+        layer_costs = _measure(
+            model,
+            layered,
+            example,
+            n_stages=n_stages,
+            n_microbatches=n_microbatches,
+            mesh=mesh if replicas.shard == "none" else DataParallel(mesh=replicas.mesh),
+            device=device_of(device),
+            measuring=measuring,
+        )
+    request = PlanRequest(
+        schedule=schedule,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        costs=costs_or_layers(costs, layer_costs),
+        memory=memory,
+        split=split,
+        recompute=recompute,
+    )
+    plan = plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)
+    chunks = partition_layers(
+        layered.n_layers, plan.schedule.placement.n_chunks, plan.split
+    )
+    layers = tuple(map(len, chunks))
+    return replace(plan, schedule=replace(plan.schedule, split=layers), split=layers)
+
+
+def _measure(
+    model: Given,
+    layered: Layered,
+    example: Any,
+    *,
+    n_stages: int | None,
+    n_microbatches: int | None,
+    mesh: Processes | None,
+    device: torch.device,
+    measuring: Measuring,
+) -> LayerCosts:
+    """Measure the layers with an example before they are dealt to stages."""
+    if not isinstance(example, tuple) and layered.cut_batch is not None:
+        example = layered.cut_batch(example)
+    numerics = measuring.get("numerics", Numerics())
+    step = measuring.get("step", StepPolicy())
+    execution = measuring.get("execution", Execution())
+    optimizer = measuring.get("optimizer")
+    loss_fn = loss_of(layered, measuring.get("loss_fn"))
+    build = partial(
+        Pipeline,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        mesh=mesh,
+        device=device,
+        numerics=numerics,
+        step=StepPolicy(post_validation=step.post_validation, rollback=step.rollback),
+        execution=replace(execution, watch=False, cuda_graphs=False),
+    )
+
+    def estimate(batch: tuple[Any, Any]) -> LayerCosts:
+        return layer_memory(
+            model_to_build(model, layered),
+            batch,
+            loss_fn=loss_fn,
+            device=device,
+            optimizer=optimizer,
+            n_layers=layered.n_layers,
+            post_validation=step.post_validation is not False,
+            rollback=step.rollback,
+            autocast=numerics.autocast,
+            exact_sums=numerics.exact_sums,
+            compile=execution.compile,
+        )
+
+    return measure_layers(build, model, example, device=device, estimate=estimate)

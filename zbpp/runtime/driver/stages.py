@@ -1,0 +1,265 @@
+"""The stages of this process: what they do together, from the first step to the end.
+
+No step follows a failure, and none is left without its decision.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbpp.core import Placement, Program, RequestError
+from zbpp.runtime.comm.transport import Reduction, Transport
+from zbpp.runtime.driver.state_hooks import StateHooks
+from zbpp.runtime.executor import Executor, drive
+from zbpp.runtime.loss import names_text
+from zbpp.runtime.microbatches import merge
+from zbpp.runtime.optim.decision import StepSums
+from zbpp.runtime.optim.step_state import History
+from zbpp.runtime.support.errors import torn_step
+from zbpp.runtime.support.pytree import map_tensors
+
+__all__ = ["LocalStages", "eval_mode"]
+
+
+class LocalStages:
+    """The stages of this process; where it is alone these are all of the pipeline.
+
+    Args:
+        executors: one for each stage, by its number.
+        placement: the chunks of the whole pipeline.
+    """
+
+    def __init__(self, executors: Mapping[int, Executor], placement: Placement) -> None:
+        self.executors = executors
+        self._last = placement.stage_of[-1]
+        self._is_running = False
+        self._ended: str | None = None
+        self._hooks = StateHooks(
+            (layer for _, layer in self.layers()), self.optimizers, self.synchronize
+        )
+
+    @property
+    def first(self) -> Executor:
+        """The executor of the first stage here, for what is the same on all."""
+        return next(iter(self.executors.values()))
+
+    @property
+    def transport(self) -> Transport:
+        """The messages to the other processes."""
+        return self.first.transport
+
+    @property
+    def history(self) -> History:
+        """The decisions on the steps so far, the same on all stages."""
+        return self.first.optimizer.history
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of these stages."""
+        shares = (executor.optimizer for executor in self.executors.values())
+        return [one for share in shares for one in share.optimizers.all]
+
+    def layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Global index and layer, stage after stage."""
+        for executor in self.executors.values():
+            yield from executor.stage.numbered()
+
+    def gather_dict(self, by_key: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Join what every process knows by stage or by name; all must call."""
+        joined: dict[Any, Any] = {}
+        for part in self.transport.gather(by_key):
+            joined |= part
+        return joined
+
+    # Runs and failures.
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no call is taken any more: after `close`, or a failed step."""
+        return self._ended is not None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this block programs run; after a failure in it nothing runs again.
+
+        Raises:
+            RuntimeError: an earlier call has failed: messages and gradients are half
+                done.
+        """
+        if self._ended is not None:
+            raise RuntimeError(f"{self._ended}; build a new Pipeline")
+        self._is_running = True
+        try:
+            with self.failures_told():
+                yield
+        except BaseException as error:
+            self._ended = f"an earlier step failed ({type(error).__name__}: {error})"
+            raise
+        finally:
+            self._is_running = False
+
+    def drive(self, programs: Sequence[Program], *, training: bool = True) -> None:
+        """Run one program on each stage."""
+        drive(self.executors, programs, training=training)
+
+    @contextmanager
+    def failures_told(
+        self, doing: str | None = None, *, of_requests: bool = True
+    ) -> Iterator[None]:
+        """Tell the other processes of an error that leaves this block.
+
+        Args:
+            doing: the call that is under way; None: that which began last.
+            of_requests: False: not of a `RequestError`, which they find themselves.
+        """
+        self.transport.doing = doing or self.transport.doing
+        try:
+            yield
+        except BaseException as error:
+            if of_requests or not isinstance(error, RequestError):
+                self.transport.report(error)
+            raise
+
+    # State.
+
+    def synchronize(self) -> None:
+        """Settle the last step on every stage of this process.
+
+        Raises:
+            RuntimeError: it is called from within a step, say by a signal handler; or
+                a torn step counts on one stage and not on another.
+        """
+        if self._is_running:
+            raise RuntimeError(
+                "parameters and optimizer state are asked for in the middle of a step; "
+                "note the wish (a signal handler sets a flag) and ask between steps"
+            )
+        stages = self.executors.values()
+        if self._ended is not None and len({x.optimizer.counts for x in stages}) > 1:
+            raise torn_step(self.first.stage.step)
+        for executor in stages:
+            executor.settle()
+
+    def close(self) -> None:
+        """Settle the last step, finish the messages, give back all that is held."""
+        if self._ended is not None:
+            return
+        self.synchronize()
+        self._hooks.remove()
+        self._ended = "the pipeline is closed"
+        for executor in self.executors.values():
+            executor.transport.flush()
+            executor.transport.close()
+
+    def let_go(self) -> None:
+        """End without waiting for anyone: the pipeline was dropped without `close`.
+
+        Python may call this at any time, in any thread.
+        """
+        if self._ended is not None:
+            return
+        self._ended = "the pipeline was dropped"
+        for executor in self.executors.values():
+            executor.transport.let_go()
+
+    # Results of a run.
+
+    def mean_loss(
+        self, samples: tuple[int | None, int | None]
+    ) -> tuple[float, tuple[int | None, int | None]]:
+        """Mean over the samples of all replicas' batches whose forwards have run.
+
+        Args:
+            samples: numbers of inputs and targets, where this process knows them.
+
+        Returns:
+            The mean, and the samples as any process of this pipeline knows them.
+        """
+        sums: list[Reduction] = []
+        peers = self.transport.peers
+        for executor in self.executors.values():
+            table = executor.stage.loss.table()
+            # the samples count once a process
+            counts = [0 if sums else count or 0 for count in samples]
+            vector = torch.cat([table.flatten(), table.new_tensor(counts)])
+            sums.append(executor.transport.reduce(vector))
+        rows = peers.rows(sums[0].result())
+        losses, weights = (
+            peers.of_replicas(rows)[:, :-2].reshape(-1, *table.shape)[:, :2].unbind(1)
+        )
+        n_inputs, n_targets = (int(count) or None for count in rows[peers.row, -2:])
+        mean = float((losses * weights).sum() / weights.sum())
+        return mean, (n_inputs, n_targets)
+
+    def learn_metrics(self) -> StepSums | None:
+        """Tell all processes the metrics of the step that has run; all must call.
+
+        From the next step on they are summed with its losses.
+
+        Returns:
+            The sums with those of this step; None: there are no metrics.
+
+        Raises:
+            RequestError: replicas have different ones.
+        """
+        first = self.first
+        returned = {x.stage.loss.returned for x in self.executors.values()}
+        every = set().union(*first.transport.gather(returned)) - {None}
+        if len({frozenset(names) for names in every}) > 1:
+            texts = "; others: ".join(map(names_text, sorted(every)))
+            raise RequestError(
+                f"replicas of the pipeline return different metrics of loss_fn: {texts}"
+            )
+        names = min(every, default=())
+        for executor in self.executors.values():
+            executor.stage.loss.names = names
+        if not names:
+            return None
+        sums = [
+            executor.transport.reduce(executor.stage.loss.table().flatten())
+            for executor in self.executors.values()
+        ]
+        return StepSums(
+            sums[0],
+            n_layers=0,
+            n_microbatches=first.stage.n_microbatches,
+            metrics=names,
+            step=first.stage.step,
+            peers=first.transport.peers,
+        )
+
+    def last_outputs(self, *, everywhere: bool = False) -> Any:
+        """Take the outputs of all micro-batches, joined; None on other processes.
+
+        Args:
+            everywhere: give them to all processes, on the CPU; all must call.
+        """
+        outputs: Any = None
+        if self._last in self.executors:
+            stage = self.executors[self._last].stage
+            by_number, stage.outputs = stage.outputs, None
+            if by_number is not None:
+                outputs = merge([by_number[i] for i in sorted(by_number)])
+        if not everywhere:
+            return outputs
+        on_host = map_tensors(outputs, lambda x: x.cpu())
+        every = self.transport.gather_pipeline(on_host)
+        return next((outputs for outputs in every if outputs is not None), None)
+
+
+@contextmanager
+def eval_mode(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Layers in eval mode; afterwards each module is in its own mode again."""
+    modes = [
+        (module, module.training) for layer in layers for module in layer.modules()
+    ]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,195 @@
+"""How a pipeline computes, steps, executes and replicates: small values with defaults.
+
+`zbpp.Pipeline` takes one of each. Nothing here imports torch when ``import zbpp`` does.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zbpp.core import RequestError, a_kind
+from zbpp.core.sharding import Shard
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from zbpp.runtime.compiled.layers import Compiling
+    from zbpp.runtime.microbatches import Weigh, WeighName
+    from zbpp.runtime.optim.loss_scale import LossScaler
+    from zbpp.runtime.optim.patience import Patience
+    from zbpp.runtime.optim.step_state import RollbackMethod
+
+__all__ = ["DataParallel", "Execution", "Numerics", "StepPolicy"]
+
+_MAX_SECONDS = 1e9
+"""30 years; torch counts time-outs in whole units of 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What decides the bits of losses and gradients.
+
+    Args:
+        autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
+        seed: seeds dropout by step, layer and micro-batch, alike in all modes.
+        first_step: number of the first step, for dropout; `Pipeline.load` sets it too.
+        exact_sums: add gradients in micro-batch order, rounded as ``loss.backward()``
+            does; then all modes agree to the last bit. False adds them as they come,
+            within the matrix products: a few per cent faster, with less memory.
+        weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
+            the targets (or ``targets["labels"]``) that are not -100; or a function
+            that counts the targets of a micro-batch. None: the model's, else samples.
+
+    Raises:
+        RequestError: a value is none of these.
+    """
+
+    autocast: "torch.dtype | None" = None
+    seed: int | None = None
+    first_step: int = 0
+    exact_sums: bool = True
+    weigh: "WeighName | Weigh | None" = None
+
+    def __post_init__(self) -> None:
+        if self.autocast is not None and not _is_floating(self.autocast):
+            raise RequestError(
+                f"autocast is {self.autocast!r}; give a dtype, torch.bfloat16 or "
+                "torch.float16, or None"
+            )
+        if self.seed is not None and not is_whole(self.seed):
+            raise RequestError(f"seed is {self.seed!r}; give a whole number, or None")
+        if not (is_whole(self.first_step) and self.first_step >= 0):
+            raise RequestError(
+                f"first_step is {self.first_step!r}; give the number of steps done "
+                "before, from 0 on (pipeline.n_steps when the state was saved)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPolicy:
+    """When the optimizer steps, and when it leaves a step out.
+
+    Args:
+        post_validation: step without waiting for the other stages' gradient norms, and
+            roll the step back in the next one if they ask for it; None: where the
+            schedule splits the backward or has V's. The results are the same.
+        rollback: how a step is rolled back: ``"deferred"``, with a copy of parameters
+            and a second step; ``"snapshot"``, with one of the optimizer state as well;
+            ``"auto"``: deferred wherever the optimizer is one of torch's that steps
+            each parameter by itself.
+        patience: when steps become speculative, or give way to a barrier again; None:
+            as a `zbpp.runtime.Patience` says that is given nothing.
+        max_consecutive_skips: with an Inf or NaN gradient, before the run ends; None:
+            any number.
+        loss_scale: of fp16 gradients: a number, or a `zbpp.runtime.LossScaler`.
+
+    Raises:
+        RequestError: a value is none of these.
+    """
+
+    post_validation: bool | None = None
+    rollback: "RollbackMethod" = "auto"
+    patience: "Patience | None" = None
+    max_consecutive_skips: int | None = 5
+    loss_scale: "LossScaler | float | None" = None
+
+    def __post_init__(self) -> None:
+        check_count("max_consecutive_skips", self.max_consecutive_skips)
+        scale = self.loss_scale
+        if not (scale is None or is_number(scale) or hasattr(scale, "may_shrink")):
+            raise RequestError(
+                f"loss_scale is {a_kind(scale)}; give a number or a "
+                "zbpp.runtime.LossScaler, which does what torch.amp.GradScaler does"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How passes are executed, watched and waited for; the results are the same.
+
+    Args:
+        compile: compile each layer by itself, ``"blocks"``, but for layers that are
+            seeded, recomputed or tied; see docs/compile.md.
+        cuda_graphs: record passes on a GPU, and replay them; see docs/gpus.md.
+        stage_streams: stages of this process, on one GPU, compute side by side.
+        watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
+            for its defaults: after the first steps and when costs drift. None: where
+            the schedule is given as ``"auto"``.
+        timeout_s: how long a stage waits for another before it gives up; longer than
+            whatever one rank alone may have to do: compile, evaluate, load.
+        first_timeout_s: the same at the start and in the first step; None: timeout_s.
+
+    Raises:
+        RequestError: a time-out is no time.
+    """
+
+    compile: "Compiling" = False
+    cuda_graphs: bool = False
+    stage_streams: bool = False
+    watch: Any = None
+    timeout_s: float = 600.0
+    first_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "first_timeout_s"):
+            time_s = getattr(self, name)
+            if time_s is None and name == "first_timeout_s":
+                continue
+            if not (is_number(time_s) and 0 < time_s <= _MAX_SECONDS):
+                raise RequestError(
+                    f"{name} is {time_s!r}; give seconds, above 0 and up to "
+                    f"{_MAX_SECONDS:g}"
+                )
+
+    @property
+    def start_timeout_s(self) -> float:
+        """The time-out at the start and in the first step."""
+        return self.first_timeout_s or self.timeout_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """A mesh, and what its replicas hold in parts.
+
+    Args:
+        mesh: of stages, data and tensor parallelism; see `zbpp.mesh`. Each replica is
+            given its own share of the batch. Layers may be wrapped by `fully_shard` or
+            `replicate`; those that are not are replicated, or wrapped by ``shard``.
+        shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
+            or ``"parameters"`` as well; ``"none"``: each holds all.
+        alternating_buffers: for ``shard="parameters"``; see docs/data_parallel.md.
+    """
+
+    mesh: "DeviceMesh | None" = None
+    shard: Shard = "none"
+    alternating_buffers: bool = False
+
+
+def is_whole(value: object) -> bool:
+    """True for an int that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """True for an int or float that is neither a bool nor NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value == value
+
+
+def check_count(name: str, count: object) -> None:
+    """Refuse what is neither a whole number from 1 on nor None.
+
+    Raises:
+        RequestError: it is something else; names it.
+    """
+    if count is None:
+        return
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise RequestError(f"{name} is {count!r}; give a whole number from 1 on")
+
+
+def _is_floating(dtype: Any) -> bool:
+    import torch
+
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
