@@ -24,7 +24,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zbpp.core import Costs, MemoryModel, PassTimes, Schedule
+from zbpp.core import ChunkCosts, Costs, MemoryModel, Schedule
 from zbpp.emulation.run import emulate
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
@@ -165,7 +165,7 @@ def published(_: Gain) -> Table:
     return table
 
 
-def chain(times: PassTimes, ends: Sequence[float]) -> tuple[list[float], list[float]]:
+def chain(times: ChunkCosts, ends: Sequence[float]) -> tuple[list[float], list[float]]:
     """The published protocol: partial sums go down the stages, the whole sum up.
 
     O of a stage waits for the sum over the stages before it; V for the whole sum, which
