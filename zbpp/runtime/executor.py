@@ -112,6 +112,9 @@ class BoundProgram:
             for x in program
         )
         """Gradients are summed over replicas."""
+        self.has_passes = any(isinstance(x, Pass) for x in program)
+        self.is_whole = self.has_passes and any(isinstance(x, Step) for x in program)
+        """It is a step, and no part of one."""
 
     def fits(self, program: Program, transport: Transport) -> bool:
         """True if these are the handlers of a program with its messages moved so."""
@@ -486,8 +489,8 @@ class Executor:
         self.buffers = KeptBuffers(layer for _, layer in stage.numbered())
         self._replay = Replay(stage, self.buffers) if optimizer.speculates else None
         self._inject_fault = inject_fault
-        self.opening = Opening(1)
-        """Begins the messages of the next step."""
+        self.opening: Opening | None = Opening(1)
+        """Begins the messages of the next step; None: its shapes are known."""
         self.is_profiled = False
         self._bound: dict[bool, BoundProgram] = {}  # by whether it trains
         self._progress = self.collectives.progress(stage.chunks.values())
@@ -511,6 +514,15 @@ class Executor:
         self.stage.begin(n_microbatches=n_microbatches, **step)
         self.opening = Opening(n_microbatches, self.stage.inputs, n_inputs, n_targets)
 
+    def begin_end(self, gradient_factor: float) -> None:
+        """Begin what a step of several parts does behind them all.
+
+        Args:
+            gradient_factor: what the gradients are multiplied by.
+        """
+        self.stage.gradient_factor = gradient_factor
+        self.opening = None
+
     def run(self, program: Program, *, training: bool = True) -> Iterator[None]:
         """Run a program; yield where another stage of this process must go first.
 
@@ -523,7 +535,7 @@ class Executor:
             Exception: whatever the model raises, with a note that names the job.
         """
         bound = self._bind(program, training=training)
-        self.times.begin(training=training)
+        self.times.begin(training=training and bound.is_whole)
         self.is_profiled = profiling()
         for handler in self._in_order(bound) if training else bound.rest:
             if handler.waits:
@@ -564,7 +576,8 @@ class Executor:
         if replay is not None:
             replay.decided()
         self.optimizer.begin_backward()
-        self.stage.ties.begin()
+        if bound.has_passes and not self.stage.first:
+            self.stage.ties.begin()
         if bound.reduces:
             self.stage.watch_weights(self._progress)
         yield from bound.rest

@@ -225,7 +225,7 @@ class LocalStages:
         return StepSums(
             sums[0],
             n_layers=0,
-            n_microbatches=first.stage.n_microbatches,
+            n_microbatches=first.stage.first + first.stage.n_microbatches,
             metrics=names,
             step=first.stage.step,
             peers=first.transport.peers,

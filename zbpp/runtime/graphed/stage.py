@@ -181,7 +181,7 @@ class GraphedStage(Stage):
 
         outputs = slot.forward(taken, targets, forward)
         if is_last:
-            self.loss.values[microbatch] = outputs[0].detach()
+            self.loss.keep(microbatch, outputs[0].detach())
         return outputs, slot
 
 

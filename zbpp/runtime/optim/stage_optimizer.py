@@ -125,7 +125,10 @@ class StageOptimizer:
         """The last step has been decided: what follows from it for this one."""
         if self.history.scaler is not None:
             self._stage.loss_scale = self.history.scaler.scale
-        self._finder = NonFiniteFinder(self._stage) if self.history.searches else None
+        if self._finder is not None:
+            self._finder.watch()
+        elif self.history.searches:
+            self._finder = NonFiniteFinder(self._stage)
 
     def reduce(self, transport: Transport) -> None:
         """Start the sum of norms and losses over all stages."""
@@ -133,7 +136,8 @@ class StageOptimizer:
         parameters = self.optimizers.parameters()
         if any(map(is_sharded, parameters)):
             sum_partial(parameters)
-        multiply_gradients(parameters, 1.0 / self._stage.loss_scale)
+        factor = self._stage.gradient_factor / self._stage.loss_scale
+        multiply_gradients(parameters, factor)
         vector = step_vector(
             *(self._stage, parameters, transport.peers),
             n_layers=self._n_layers,
@@ -147,7 +151,7 @@ class StageOptimizer:
         sums = StepSums(
             transport.reduce(vector),
             n_layers=self._n_layers,
-            n_microbatches=self._stage.n_microbatches,
+            n_microbatches=self._stage.first + self._stage.n_microbatches,
             metrics=self._stage.loss.names,
             n_tied=len(self._stage.ties.plan.slots),
             step=self._stage.step,
