@@ -28,8 +28,10 @@ from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
 from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime import recompute as room
+from zbpp.runtime import state_recorder
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.state_recorder import BufferSnapshot
 
 Change = Callable[[Any, Any], Any]
 WITH_DROPOUT = {"model": lambda layers: build(layers, dropout=0.3)}
@@ -76,7 +78,7 @@ def test_settings_change_nothing_about_it(more: dict[str, Any]) -> None:
 def test_dropout_that_is_not_drawn_again_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(room, "set_random_state", lambda *_: None)
+    monkeypatch.setattr(state_recorder, "set_random_state", lambda *_: None)
     with pytest.raises(AssertionError):
         assert_no_difference("ZBH1", 2, **WITH_DROPOUT)
 
@@ -171,7 +173,7 @@ def test_what_a_forward_changes_is_changed_once(
 
 
 def test_buffers_that_change_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_set_buffers", lambda *_: None)
+    monkeypatch.setattr(BufferSnapshot, "restore", lambda _: None)
     with pytest.raises(AssertionError):
         test_what_a_forward_changes_is_changed_once(running_mean, False)
 

@@ -12,7 +12,7 @@ from pool import Pool
 from small_model import assert_same, batch, build, make_pipeline
 
 from zbpp.planning import plan
-from zbpp.runtime import recompute
+from zbpp.runtime import state_recorder
 
 CLIP = 0.3
 
@@ -26,7 +26,7 @@ def run(mode: str, again: bool, seed: int | None, broken: bool = False) -> Any:
     torch.manual_seed(5)
     with pytest.MonkeyPatch.context() as patch, uncertain_sums(0, share=0):
         if broken:
-            patch.setattr(recompute, "set_random_state", lambda *_: None)
+            patch.setattr(state_recorder, "set_random_state", lambda *_: None)
         pipeline = make_pipeline(
             *(schedule, None),
             model=partial(build, dropout=0.3), seed=seed,

@@ -12,7 +12,8 @@ from moments import uncertain_sums
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime import kept_tensors
+from zbpp.runtime import replay
+from zbpp.runtime.state_recorder import BufferRecorder
 
 N_STEPS, M = 5, 4
 Change = Callable[[nn.Module, Tensor], Tensor]
@@ -138,7 +139,7 @@ def test_a_replay_leaves_the_bits_of_a_barrier(
 def test_a_large_batch_that_is_changed_in_place(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_tensors, "_SMALL", 0)
+    monkeypatch.setattr(replay, "_SMALL_BYTES", 0)
     compare(in_place, schedule=mode)
 
 
@@ -146,7 +147,7 @@ def test_a_large_batch_that_is_changed_in_place(
 def test_a_loss_that_changes_its_targets(
     small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_tensors, "_SMALL", small)
+    monkeypatch.setattr(replay, "_SMALL_BYTES", small)
     compare(None, loss_fn=changing_loss)
 
 
@@ -169,7 +170,7 @@ def late(change: Change) -> Change:
 def test_a_large_constant_that_changes_late_ends_the_run_in_words(
     change: Change, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_tensors, "_SMALL", 0)
+    monkeypatch.setattr(replay, "_SMALL_BYTES", 0)
     with pytest.raises(RuntimeError, match=reason):
         run(late(change), post_validation=True)
 
@@ -177,13 +178,14 @@ def test_a_large_constant_that_changes_late_ends_the_run_in_words(
 def test_constants_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """But in the first step, which sees what changes."""
     copied: list[int] = []
-    begin = kept_tensors.KeptBuffers.begin
+    snapshot = BufferRecorder.snapshot
 
-    def counted(self: Any) -> None:
-        begin(self)
-        copied.append(sum(copy.nbytes for copy in self._copies.values()))
+    def counted(self: BufferRecorder) -> Any:
+        taken = snapshot(self)
+        copied.append(sum(copy.nbytes for copy in taken.copies.values()))
+        return taken
 
-    monkeypatch.setattr(kept_tensors.KeptBuffers, "begin", counted)
+    monkeypatch.setattr(BufferRecorder, "snapshot", counted)
     run(running_mean, post_validation=True)
     table = 64 * 128 * 4
     first, rest = copied[:2], copied[2:]

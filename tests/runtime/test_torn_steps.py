@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.kept_tensors import KeptBuffers
+from zbpp.runtime.replay import Replay
 
 N_STEPS, TORN, M = 6, 3, 4
 NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
@@ -141,7 +141,7 @@ def test_the_comparison_sees_buffers_of_a_torn_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
-    monkeypatch.setattr(KeptBuffers, "restore", lambda self: None)
+    monkeypatch.setattr(Replay, "restore_buffers", lambda self: None)
     assert goes_on_right("batch", WAYS[-1], ("forward", 7), tmp_path) is False
 
 
@@ -177,7 +177,7 @@ def test_a_step_with_all_its_gradients_counts(monkeypatch: pytest.MonkeyPatch) -
         def torn(self: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(KeptBuffers, "end", torn)
+        patch.setattr(Replay, "end", torn)
         with pytest.raises(KeyboardInterrupt) as error:
             train(pipeline, range(TORN, TORN + 1))
     assert "step 3 had all its gradients and counts" in error.value.__notes__[-1]

@@ -22,7 +22,7 @@ its name. The times of O and V are those of their work, without the wait for the
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from torch.profiler import record_function
@@ -50,7 +50,6 @@ from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.constants import without_constants
 from zbpp.runtime.error_notes import note_pass
 from zbpp.runtime.job_times import JobTimes
-from zbpp.runtime.kept_tensors import KeptBuffers
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.replay import Replay
@@ -213,7 +212,7 @@ class Forward(PassHandler):
         """Run the forward; a replay watches what it changes."""
         executor, job = self.executor, self.instruction
         inputs = self.take_input()
-        with self.timed, executor.watched(job):
+        with self.timed, executor.replay.forward(job):
             outputs = executor.stage.forward(job.chunk, job.microbatch, inputs)
         self.keep(outputs)
 
@@ -486,8 +485,7 @@ class Executor:
         self.collectives = collectives or Collectives({})
         self.times = times or JobTimes(stage.device)
         self.stream = stream
-        self.buffers = KeptBuffers(layer for _, layer in stage.numbered())
-        self._replay = Replay(stage, self.buffers) if optimizer.speculates else None
+        self.replay = Replay(stage, replays=optimizer.speculates)
         self._inject_fault = inject_fault
         self.opening: Opening | None = Opening(1)
         """Begins the messages of the next step; None: its shapes are known."""
@@ -562,26 +560,22 @@ class Executor:
 
     def _in_order(self, bound: BoundProgram) -> Iterator[Handler]:
         """Yield the handlers of a training step; those before an invalid V twice."""
-        replay = self._replay
         self.optimizer.begin_step()
-        self.buffers.begin()
-        if replay is not None:
-            replay.begin(may_rewind=self.optimizer.may_replay)
+        self.replay.begin(may_rewind=self.optimizer.may_replay)
         yield from bound.before
         if bound.check is not None:
             yield bound.check
             if bound.check.is_invalid:
                 yield from self._rewind(bound, bound.check)
                 yield from bound.before
-        if replay is not None:
-            replay.decided()
+        self.replay.decide()
         self.optimizer.begin_backward()
         if bound.has_passes and not self.stage.first:
             self.stage.ties.begin()
         if bound.reduces:
             self.stage.watch_weights(self._progress)
         yield from bound.rest
-        self.buffers.end()
+        self.replay.end()
 
     def _rewind(self, bound: BoundProgram, check: ValidateStep) -> Iterator[Handler]:
         """The speculative step is invalid: go back to where this step began.
@@ -589,11 +583,10 @@ class Executor:
         All stages do so together, so what has been sent before is sent again; what has
         come of it and was not read yet is invalid as well.
         """
-        assert self._replay is not None
         self._inject_fault("replay")
         bound.forget()
         self.collectives.rewind()
-        self._replay.rewind()
+        self.replay.rewind()
         for slot in bound.posted():
             yield DropReceived(bound, check.instruction, slot)
 
@@ -618,15 +611,9 @@ class Executor:
         """
         self.optimizer.settle()
         if self.optimizer.counts:
-            self.buffers.end()
+            self.replay.end()
         else:
-            self.buffers.restore()  # an exception has torn the step
-
-    # For handlers.
-
-    def watched(self, job: Pass) -> AbstractContextManager[object]:
-        """Let a replay see what a forward changes."""
-        return _NOTHING if self._replay is None else self._replay.forward(job)
+            self.replay.restore_buffers()  # an exception has torn the step
 
 
 _NOTHING = nullcontext()

@@ -10,8 +10,8 @@ it they are what they were in B. A layer that works in place on its input is giv
 copy. Other state of a layer, as a counter in Python, changes twice.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -19,17 +19,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.state_recorder import BufferRecorder, ForwardState
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
-from zbpp.runtime.support.random_state import (
-    drawn_from,
-    random_state,
-    set_random_state,
-)
 
 __all__ = ["Recomputed", "recomputed_of"]
-
-_Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 
 class Recomputed:
@@ -52,13 +46,11 @@ class Recomputed:
         device: torch.device,
         call: Callable[[object], object] | None = None,
     ) -> None:
-        self.layer = layer
         self._call = layer if call is None else call
-        self.name = name
-        self.device = device
-        self.changing: set[tuple[nn.Module, str]] = set()
-        """Buffers that a forward has changed."""
-        self.is_first = True
+        self._name = name
+        self._device = device
+        self._recorder = BufferRecorder([layer])
+        self._is_first = True
         self._changes_input = False
 
     def __call__(self, value: object) -> object:
@@ -71,21 +63,26 @@ class Recomputed:
             return self._call(value)
         is_tuple = type(value) is tuple
         given = value if isinstance(value, tuple) and is_tuple else (value,)
-        seen = _Seen(self)
+        state = ForwardState(self._recorder, self._device)
         output: object = checkpoint(
-            partial(self._forward, is_tuple=is_tuple, copies=self._copies_input),
+            partial(
+                self._forward,
+                is_tuple=is_tuple,
+                copies=self._is_first or self._changes_input,
+            ),
             *given,
             use_reentrant=False,
-            preserve_rng_state=False,  # `_Seen` does, for all generators
-            context_fn=lambda: (nullcontext(), seen),
+            preserve_rng_state=False,  # `ForwardState` does, for all generators
+            context_fn=lambda: (nullcontext(), state),
         )
-        seen.learn()
-        self.is_first = False
+        if lost := state.buffers.lost():
+            raise RuntimeError(
+                f"{self._name}: {lost} was constant so far and has changed, so the "
+                "layer cannot be recomputed; leave it out of recompute"
+            )
+        state.end()
+        self._is_first = False
         return output
-
-    @property
-    def _copies_input(self) -> bool:
-        return self.is_first or self._changes_input
 
     def _forward(self, *given: object, is_tuple: bool, copies: bool) -> object:
         value: object = given if is_tuple else given[0]
@@ -98,7 +95,7 @@ class Recomputed:
             self._changes_input = True
             if not copies:
                 raise RuntimeError(
-                    f"{self.name} has changed its input in place, which it did not do "
+                    f"{self._name} has changed its input in place, which it did not do "
                     "before, so it cannot be recomputed; let it copy its input, or "
                     "leave it out of recompute"
                 )
@@ -144,87 +141,3 @@ class _Copies:
         """Return what an output is a copy of, if that was not written to."""
         made, before, original = self._made.get(id(tensor), (None, None, tensor))
         return original if made is None or mark(made) == before else tensor
-
-
-class _Seen(AbstractContextManager[None]):
-    """Random state and buffers as a forward sees them; within this they are back.
-
-    Args:
-        run: whose forward is about to run.
-    """
-
-    def __init__(self, run: Recomputed) -> None:
-        self._run = run
-        self._random = random_state(run.device)
-        self._buffers = _buffers(run.layer)
-        self._marks = {b: mark(b) for *_, b in _each(self._buffers)}
-        self._copies = {
-            buffer: buffer.detach().clone()
-            for module, name, buffer in _each(self._buffers)
-            if run.is_first or (module, name) in run.changing
-        }
-        self._undo: Callable[[], None] | None = None
-
-    def learn(self) -> None:
-        """After the forward: note what it has changed, and drop what it has not.
-
-        Raises:
-            RuntimeError: a buffer that was constant so far has changed.
-        """
-        run = self._run
-        for module, name, buffer in _each(self._buffers):
-            copy, at = self._copies.get(buffer), self._marks[buffer]
-            is_marked = at is None or mark(buffer) != at
-            if copy is None and is_marked:
-                raise RuntimeError(
-                    f"{run.name}: the buffer {name} of a {type(module).__name__} was "
-                    "constant so far and has changed, so the layer cannot be "
-                    "recomputed; leave it out of recompute"
-                )
-            if is_marked or (copy is not None and not torch.equal(copy, buffer)):
-                run.changing.add((module, name))
-            elif (module, name) not in run.changing:
-                self._copies.pop(buffer, None)
-        self._marks = {}
-        self._random = drawn_from(self._random, random_state(run.device))
-
-    def __enter__(self) -> None:
-        """Bring back what the forward saw."""
-        device = self._run.device
-        buffers = _buffers(self._run.layer)
-        values = {buffer: buffer.detach().clone() for buffer in self._copies}
-        draws = any(state is not None for state in self._random)
-        states = random_state(device) if draws else self._random
-
-        def undo() -> None:
-            set_random_state(states, device)
-            _set_buffers(buffers, values)
-
-        self._undo = undo
-        set_random_state(self._random, device)
-        _set_buffers(self._buffers, self._copies)
-
-    def __exit__(self, *_: object) -> None:
-        """Undo it, and what the second forward has done."""
-        assert self._undo is not None
-        self._undo()
-
-
-def _buffers(layer: nn.Module) -> _Buffers:
-    return [(m, dict(m._buffers)) for m in layer.modules() if m._buffers]
-
-
-def _each(buffers: _Buffers) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for module, held in buffers:
-        for name, buffer in held.items():
-            if buffer is not None:
-                yield module, name, buffer
-
-
-def _set_buffers(buffers: _Buffers, values: dict[Tensor, Tensor]) -> None:
-    """Give modules their buffers; `.data`, as graphs that hold one must not notice."""
-    for buffer, value in values.items():
-        buffer.data.copy_(value)
-    for module, held in buffers:
-        module._buffers.clear()
-        module._buffers.update(held)

@@ -33,11 +33,13 @@ from zbpp.runtime.ties.stage import StageTies
 from zbpp.runtime.uploads import uploads_to
 from zbpp.runtime.values import Tensors, as_value, detached, leaves, mapped, ready
 
-__all__ = ["LossFn", "Stage"]
+__all__ = ["LossFn", "Saved", "Stage"]
 
 
 @dataclass(slots=True)
-class _Saved:
+class Saved:
+    """What a micro-batch keeps on a chunk from F to W."""
+
     graph: MicrobatchGraph
     asked: Tensors
     ends: Tensors
@@ -171,7 +173,7 @@ class Stage:
         self.n_microbatches, self.first = n_microbatches, first
         self.gradient_factor = 1.0
         """What a step of several parts multiplies its gradients by at the end."""
-        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._saved: dict[tuple[int, int], Saved] = {}
         self.constants.begin()
         for order in self._orders.values():
             order.begin()
@@ -199,12 +201,14 @@ class Stage:
 
     def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """Forward without gradients, for evaluation."""
-        taken = self._uploads.take(microbatch) if inputs is None else inputs
+        read = self._uploads.take(microbatch) if inputs is None else inputs
+        held, passed = self.chunks[chunk], self._passed_on(chunk, read)
         with torch.no_grad(), self._computes:
-            found = self._run_layers(chunk, microbatch, taken)
+            value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
+            outputs = self._finish(chunk, microbatch, value, passed)
         if chunk == self._last and self.outputs is not None:
-            self.outputs[microbatch] = as_value(found)
-        return found
+            self.outputs[microbatch] = as_value(outputs)
+        return outputs
 
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """F: run the layers (and the loss, on the last chunk); keep the graph.
@@ -219,25 +223,24 @@ class Stage:
             The outputs, detached; those that need a gradient say so.
         """
         taken = self._uploads.take(microbatch) if inputs is None else leaves(inputs)
-        outputs, graph = self._run(chunk, microbatch, taken)
-        cut_off = detached(outputs)
-        ends = cut_off if chunk == self._last else ()
-        self._saved[chunk, microbatch] = _Saved(graph, taken if chunk else (), ends)
-        return cut_off
-
-    def _run(
-        self, chunk: int, microbatch: int, taken: Tensors
-    ) -> tuple[Tensors, MicrobatchGraph]:
-        """Return the outputs, and what B and W are run of."""
-        read, asked = taken, taken if chunk else ()
+        asked = taken if chunk else ()
+        read = taken
         if self._autocasts or chunk in self._changes_inputs:
             # autocast casts a leaf once for all its uses, whose gradients would then
             # be added in 16 bits; in the whole model it is no leaf
             read = mapped(taken, alias_of)
+        held, passed = self.chunks[chunk], self._passed_on(chunk, read)
         with (queue := WeightQueue()), self._computes:
-            outputs = self._run_layers(chunk, microbatch, read)
+            value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
+            outputs = self._finish(chunk, microbatch, value, passed)
+        if chunk == self._last:
+            self._refuse_without_graph(chunk, read, outputs)
         plans, exact = self._orders[chunk].plans, self._exact_sums
-        return outputs, SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
+        graph = SplitGraph(outputs, asked, queue, is_exact=exact, plans=plans)
+        cut_off = detached(outputs)
+        ends = cut_off if chunk == self._last else ()
+        self._saved[chunk, microbatch] = Saved(graph, asked, ends)
+        return cut_off
 
     def backward_input(
         self, chunk: int, microbatch: int, gradients: Tensors | None
@@ -264,7 +267,7 @@ class Stage:
 
     def _backward(
         self,
-        saved: _Saved,
+        saved: Saved,
         chunk: int,
         microbatch: int,
         gradients: Tensors | None,
@@ -290,17 +293,52 @@ class Stage:
         own = (chunk == 0, self.inputs), (chunk == self._last, self.loss.targets)
         return [part[microbatch] for reads, part in own if reads and part is not None]
 
+    def _seeds(self, microbatch: int) -> Callable[[int], None] | None:
+        """What seeds the generators before each layer; None: nothing does."""
+        return None if self._seed is None else partial(self._seed_layer, microbatch)
+
     def _seed_layer(self, microbatch: int, layer: int) -> None:
         assert self._seed is not None
         seed = mixed_seed(self._seed, self.step, layer, self.first + microbatch)
         seed_torch(seed, self.device)
 
-    def _refuse_without_graph(self, chunk: int, inputs: Tensors) -> None:
+    def _passed_on(self, chunk: int, inputs: Tensors) -> GivenConstants | None:
+        """The inputs that the chunk may pass on as they are; None: there are none."""
+        if len(inputs) == 1 and inputs[0].requires_grad:
+            return None
+        return GivenConstants(self.chunks[chunk], inputs)
+
+    def _finish(
+        self,
+        chunk: int,
+        microbatch: int,
+        value: object,
+        passed: GivenConstants | None,
+    ) -> Tensors:
+        """Return what a chunk puts out: a value as it travels, or the loss."""
+        if chunk == self._last and self.loss.targets is not None:
+            if self.outputs is not None:
+                self.outputs[microbatch] = map_tensors(value, Tensor.detach)
+            value = self.loss(value, microbatch)
+        if isinstance(value, Tensor):
+            outputs: Tensors = ready((value,))
+        else:
+            held = self.chunks[chunk]
+            outputs = ready((passed or GivenConstants(held, ())).flatten(value))
+        if self.constants.kept or type(outputs) is not tuple:
+            self.constants.ran(chunk, microbatch, outputs)
+        return outputs
+
+    def _refuse_without_graph(
+        self, chunk: int, inputs: Tensors, outputs: Tensors
+    ) -> None:
         """Refuse a loss from which no gradient leads back, if one is waited for.
 
         Raises:
             RequestError: so it is.
         """
+        if self.loss.targets is None or outputs[0].requires_grad:
+            return
         learning = chain(inputs, self.chunks[chunk].leaves_once())
         if any(x.requires_grad for x in learning):
             raise RequestError(
@@ -308,24 +346,3 @@ class Stage:
                 "loss_fn compute it from the outputs by torch, without detach(), "
                 "item(), argmax() or no_grad()"
             )
-
-    def _run_layers(self, chunk: int, microbatch: int, inputs: Tensors) -> Tensors:
-        value: object = as_value(inputs)
-        held = self.chunks[chunk]
-        is_plain = len(inputs) == 1 and inputs[0].requires_grad
-        given = None if is_plain else GivenConstants(held, inputs)
-        seeds = None if self._seed is None else partial(self._seed_layer, microbatch)
-        value = held.run(value, self._recomputed, seeds)
-        if chunk == self._last and self.loss.targets is not None:
-            if self.outputs is not None:
-                self.outputs[microbatch] = map_tensors(value, Tensor.detach)
-            value = self.loss(value, microbatch)
-            if not value.requires_grad and torch.is_grad_enabled():
-                self._refuse_without_graph(chunk, inputs)
-        if isinstance(value, Tensor):
-            outputs: Tensors = ready((value,))
-        else:
-            outputs = ready((given or GivenConstants(held, ())).flatten(value))
-        if self.constants.kept or type(outputs) is not tuple:
-            self.constants.ran(chunk, microbatch, outputs)
-        return outputs

@@ -1,22 +1,14 @@
-"""Load the compiled loops, and hand them arrays."""
+"""Load the compiled loops."""
 
 import ctypes
 import logging
 import os
-from array import array
-from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
 
-__all__ = ["Buffer", "address", "check", "floats", "library", "whole_numbers"]
+__all__ = ["check", "library"]
 
-Buffer: TypeAlias = "array[Any]"
-"""An array of numbers; a structure that points to it must not outlive it."""
-
-_GIVEN_UP = 1
-
-
+_GIVEN_UP = 1  # as in loops.h
 _LOG = logging.getLogger("zbpp")
 
 
@@ -55,21 +47,6 @@ def _load() -> ctypes.CDLL | None:
 
 library = _load()
 """The compiled loops, or None."""
-
-
-def floats(numbers: Iterable[float]) -> Buffer:
-    """Put numbers into an array of doubles."""
-    return array("d", numbers)
-
-
-def whole_numbers(numbers: Iterable[int]) -> Buffer:
-    """Put whole numbers into an array of 64 bits each."""
-    return array("q", numbers)
-
-
-def address(buffer: Buffer) -> ctypes.c_void_p:
-    """The address of an array's numbers; it must live as long as this is used."""
-    return ctypes.c_void_p(buffer.buffer_info()[0])
 
 
 def check(result: int) -> bool:

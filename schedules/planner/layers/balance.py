@@ -27,11 +27,11 @@ from itertools import accumulate, combinations, pairwise
 
 from zbpp.core import LayerCosts, LimitError, Placement, RequestError
 from zbpp.core.costs.columns import per_stage
+from zbpp.schedules.planner.figures import is_below
 
 __all__ = ["Balance", "Loads", "balance", "even_split", "moved"]
 
 _CLOSE = 1e-9  # relative
-_ROUNDING = 1e-12  # relative
 _MOST_LISTED = 30_000  # splits: .5 s
 
 
@@ -412,7 +412,7 @@ def _descend(loads: Loads, split: tuple[int, ...]) -> tuple[int, ...]:
                 if neighbour is None:
                     continue
                 figures = _figures(loads, neighbour)
-                if _is_below(figures, best):
+                if is_below(figures, best):
                     best, split = figures, neighbour
         if split == before:
             return split
@@ -430,13 +430,6 @@ def _figures(loads: Loads, split: Sequence[int]) -> tuple[float, float, float, f
 
 def _squares(values: Sequence[float]) -> float:
     return math.fsum(value * value for value in values)
-
-
-def _is_below(figures: Sequence[float], others: Sequence[float]) -> bool:
-    for mine, theirs in zip(figures, others, strict=True):
-        if abs(mine - theirs) > _ROUNDING * max(abs(mine), abs(theirs)):
-            return mine < theirs
-    return False
 
 
 def _does_not_fit(loads: Loads) -> LimitError:

@@ -36,7 +36,7 @@ from zbpp.core import (
     lower_bound,
 )
 from zbpp.schedules.planner.budget import Budget, parse_effort
-from zbpp.schedules.planner.figures import ROUNDING, PlanFigures, is_below
+from zbpp.schedules.planner.figures import ROUNDING, PlanFigures
 from zbpp.schedules.planner.layers.balance import Loads, balance, even_split, moved
 from zbpp.schedules.planner.limits import check_one_fits
 
@@ -82,7 +82,7 @@ class SplitPlanner(Protocol):
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class LayerPlan(PlanFigures):
     """A schedule, the split that it is for, and what even chunks would take."""
 
     schedule: Schedule
@@ -93,32 +93,11 @@ class LayerPlan:
     """Layers of each chunk."""
     recompute: frozenset[int]
     """Layers that are recomputed, of the whole model."""
-    step: float
-    """Longest span of a stage with its optimizer, in the unit of the costs."""
-    barrier_step: float
-    """Time of a step among many, behind a barrier."""
-    peak: float
-    """Largest memory of a stage."""
     ideal_step: float
     """Work of a step, shared evenly by the stages."""
     even_step: float | None
     """``step`` of even chunks, with the same mode; None: they do not fit."""
-
-    @property
-    def gain(self) -> float | None:
-        """Share by which the step is shorter than that of even chunks."""
-        if not self.even_step:
-            return None
-        return 1 - self.step / self.even_step
-
-    def is_better_than(self, other: "LayerPlan") -> bool:
-        """Compare ``step``, then ``barrier_step``, then ``peak``."""
-        return is_below(self.figures, other.figures)
-
-    @property
-    def figures(self) -> tuple[float, float, float]:
-        """``step``, ``barrier_step`` and ``peak``."""
-        return self.step, self.barrier_step, self.peak
+    names = "step", "barrier_step", "peak"
 
 
 class Choice(NamedTuple):
@@ -507,9 +486,6 @@ def finished(trials: Trials, best: Trial, effort: str) -> LayerPlan:
         costs=best.costs,
         split=split,
         recompute=recompute,
-        step=best.step,
-        barrier_step=best.barrier_step,
-        peak=best.peak,
         ideal_step=total / trials.placement.n_stages,
         even_step=None if even is None else even.step,
     )

@@ -68,7 +68,7 @@ def _run_with_values_of_now(self: GroupValues, action: Callable[[], object]) -> 
 
 
 def _rewind_without_buffers(self: Replay) -> None:
-    self._replays = True
+    self._is_rewound = True
     self._stage.discard()
 
 

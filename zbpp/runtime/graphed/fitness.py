@@ -6,20 +6,17 @@ unseen: where a step may be rolled back, buffers that change could not be restor
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.support.marks import mark
+from zbpp.runtime.state_recorder import BufferRecorder, ForwardState
 from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.support.random_state import drawn_from, random_state
 from zbpp.runtime.values import Nested, Tensors
 
 __all__ = ["identity_of", "kind_of", "reason_against", "watched"]
-
-_T = TypeVar("_T")
 
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks"),
@@ -43,19 +40,20 @@ def reason_against(chunk: Chunk) -> str:
 
 
 def watched(
-    chunk: Chunk, device: torch.device, run: Callable[[], tuple[Tensors, _T]]
-) -> tuple[tuple[Tensors, _T], str]:
+    chunk: Chunk, device: torch.device, run: Callable[[], Tensors]
+) -> tuple[Tensors, str]:
     """Run a forward as it is; say as well why it must not be recorded, or nothing."""
-    buffers = [b for module in _modules(chunk) for b in module.buffers(recurse=False)]
-    marks, states = [mark(b) for b in buffers], random_state(device)
-    found = run()
-    if any(x is not None for x in drawn_from(states, random_state(device))):
-        return found, "it draws random numbers"
-    if marks != [mark(b) for b in buffers]:
-        return found, "it changes buffers"
-    if isinstance(found[0], Nested):
-        return found, "it gives more than tensors"
-    return found, ""
+    state = ForwardState(BufferRecorder(chunk.layers), device)
+    outputs = run()
+    changed = state.buffers.changed(compares=True)
+    state.end()
+    if state.draws:
+        return outputs, "it draws random numbers"
+    if changed:
+        return outputs, "it changes buffers"
+    if isinstance(outputs, Nested):
+        return outputs, "it gives more than tensors"
+    return outputs, ""
 
 
 def kind_of(taken: Tensors, targets: object) -> Any:

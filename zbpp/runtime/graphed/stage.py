@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.accumulate import MicrobatchGraph
 from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.graphed.device import MakePool
@@ -24,8 +23,8 @@ from zbpp.runtime.graphed.fitness import (
     watched,
 )
 from zbpp.runtime.graphed.slot import Slot, Totals
-from zbpp.runtime.stage import Stage
-from zbpp.runtime.values import Tensors
+from zbpp.runtime.stage import Saved, Stage
+from zbpp.runtime.values import Tensors, detached, leaves
 
 __all__ = ["GraphedStage"]
 
@@ -127,27 +126,29 @@ class GraphedStage(Stage):
             if graphs.n_recorded >= _MOST_TIMES:
                 graphs.why_not = "its parameters or buffers get other memory"
 
-    def _run(
-        self, chunk: int, microbatch: int, taken: Tensors
-    ) -> tuple[Tensors, MicrobatchGraph]:
-        """Return the outputs, and what B and W are run of."""
+    def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
+        """F; see `Stage.forward`."""
         graphs = self._graphs[chunk]
-        run = partial(super()._run, chunk, microbatch)
-        kind = None
-        if self._make_pool is not None and not graphs.why_not:
-            targets = self.loss.targets if chunk == self._last else None
-            kind = kind_of(taken, targets and targets[microbatch])
-        keeps = chunk == self._last and self.outputs is not None
-        if kind is None or keeps or not self.loss.counts(microbatch):
-            return run(taken)
+        keeps_outputs = chunk == self._last and self.outputs is not None
+        if (
+            self._make_pool is None
+            or graphs.why_not
+            or keeps_outputs
+            or not self.loss.counts(microbatch)
+        ):
+            return super().forward(chunk, microbatch, inputs)
+        targets = self.loss.targets if chunk == self._last else None
+        taken = self._uploads.take(microbatch) if inputs is None else leaves(inputs)
+        kind = kind_of(taken, targets and targets[microbatch])
+        if kind is None:
+            return super().forward(chunk, microbatch, taken)
         first = graphs.first.setdefault(kind, self._n_steps)
         if self._n_steps - first < _WARM_UP:
-            found, graphs.why_not = watched(
-                self.chunks[chunk], self.device, partial(run, taken)
-            )
+            run = partial(super().forward, chunk, microbatch, taken)
+            outputs, graphs.why_not = watched(self.chunks[chunk], self.device, run)
             if chunk == self._last and self.loss.returned:
                 graphs.why_not = "loss_fn returns metrics"
-            return found
+            return outputs
         slot = self._slot(chunk, graphs, kind)
         return self._replay(slot, chunk, microbatch, taken)
 
@@ -168,21 +169,25 @@ class GraphedStage(Stage):
 
     def _replay(
         self, slot: Slot, chunk: int, microbatch: int, taken: Tensors
-    ) -> tuple[Tensors, MicrobatchGraph]:
+    ) -> Tensors:
         is_last = chunk == self._last
         targets = self.loss.take(microbatch) if is_last else None
-        run = super()._run
+        run = super().forward
 
         def forward(inputs: Tensors, targets: object) -> tuple[Tensors, SplitGraph]:
             with self.loss.reading(targets):
-                found = run(chunk, microbatch, inputs)
-            assert isinstance(found[1], SplitGraph)
-            return found[0], found[1]
+                outputs = run(chunk, microbatch, inputs)
+            graph = self._saved[chunk, microbatch].graph
+            assert isinstance(graph, SplitGraph)
+            return outputs, graph
 
         outputs = slot.forward(taken, targets, forward)
+        cut_off = detached(outputs)
+        ends = cut_off if is_last else ()
+        self._saved[chunk, microbatch] = Saved(slot, taken if chunk else (), ends)
         if is_last:
             self.loss.keep(microbatch, outputs[0].detach())
-        return outputs, slot
+        return cut_off
 
 
 def _free(graphs: _Graphs, kind: Any, slot: Slot) -> None:
