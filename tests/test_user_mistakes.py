@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import Tensor, nn
 
 import zbpp
-from zbpp import Pipeline
+from zbpp import Pipeline, diagnostics
 
 mse = nn.functional.mse_loss
 X, Y = torch.ones(8, 4), torch.zeros(8, 4)
@@ -31,7 +32,7 @@ def made(model: Any = None, **more: Any) -> Pipeline:
         "n_stages": 2,
         "n_microbatches": 4,
     }
-    return Pipeline(layers() if model is None else model, **settings | more)
+    return flat_pipeline(layers() if model is None else model, **settings | more)
 
 
 def step(inputs: Any = X, targets: Any = Y, **more: Any) -> Any:
@@ -292,7 +293,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "make one for each of pipeline.optimizers",
     ),
-    "times before a step": (lambda: made().timeline(), "call pipeline.step"),
+    "times before a step": (lambda: diagnostics.timeline(made()), "call pipeline.step"),
     "a tie to nowhere": (
         lambda: made(ties=[((0, "weight"), (9, "weight"))]),
         "ties?|9",

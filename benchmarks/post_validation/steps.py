@@ -115,11 +115,15 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
         schedule=schedule,
         clip_grad_norm=1e9,
-        post_validation=way != "barrier",
-        patience=Patience(failures=11),  # speculative from the first step on
-        rollback=way.split(",")[0] if way not in ("barrier", "free") else "deferred",
+        step=zbpp.StepPolicy(
+            post_validation=way != "barrier",
+            patience=Patience(failures=11),
+            rollback=way.split(",")[0]
+            if way not in ("barrier", "free")
+            else "deferred",
+        ),
     )
-    for executor in pipeline._executors.values():
+    for executor in pipeline.stages.executors.values():
         give_gradients(executor.optimizer)
         if way.endswith("busy"):
             executor.transport.background._in_thread = False

@@ -87,7 +87,7 @@ def test_a_limit_beside_a_plan_has_its_unit(tmp_path, capsys):
     assert main(["show", str(path), "--memory_limit", "4GiB"]) == 0
     assert "within memory 4.00 GiB" in capsys.readouterr().out
     with make_pipeline(path, 3, memory="4GiB") as pipeline:
-        assert pipeline.memory.limit == 2.0**32
+        assert pipeline.plan.memory.limit == 2.0**32
     assert main(["show", str(path), "--memory_limit", "2GiB"]) == 2
     assert "over the limit 2.00 GiB" in capsys.readouterr().err
 
@@ -101,7 +101,7 @@ def test_a_pipeline_runs_a_plan_and_keeps_what_it_was_made_for(tmp_path):
             losses.append(pipeline.step(*batch(0)).loss)
             assert tuple(map(len, pipeline.split)) == plan.split
             known = None if source is plan.schedule else plan.costs
-            assert pipeline.chosen.known_costs == known
+            assert pipeline.plan.known_costs == known
     assert len(set(losses)) == 1
 
 

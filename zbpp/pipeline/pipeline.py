@@ -187,7 +187,6 @@ class Pipeline:
             self.layered.build, self._ties, transports, self._options, self.place
         )
         self.stages = LocalStages(executors, placement)
-        self._executors = executors
         self._parts: tuple[tuple[Program, ...], tuple[Program, ...]] | None = None
         self._use(self.schedule)
         self.n_switches = 0

@@ -45,6 +45,7 @@ class Loss:
         """Names of the metrics that loss_fn returns; None: it has not run here."""
         self.names: tuple[str, ...] = ()
         """The same, once all processes know them."""
+        self._all_weights: list[float] = []
         self.begin(None, None, n_microbatches=1)
 
     def begin(

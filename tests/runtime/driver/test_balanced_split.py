@@ -1,6 +1,7 @@
 """A pipeline split by the costs of its layers, by a schedule, or as asked."""
 
 import pytest
+from flat import flat_pipeline
 from layer_plan import plan_layers
 from small_model import N_LAYERS, adamw, assert_same, batch, build, loss_fn, refusal
 
@@ -14,7 +15,7 @@ LAYERS = LayerCosts(n_layers=N_LAYERS, f=TIMES, b=TIMES, w=TIMES)
 
 def pipeline(schedule: str | Schedule = "ZBH1", **options: object) -> Pipeline:
     sizes = {} if isinstance(schedule, Schedule) else {"n_microbatches": 4}
-    return Pipeline(
+    return flat_pipeline(
         build,
         **{
             "n_layers": N_LAYERS,

@@ -16,6 +16,7 @@ from tape import TapePool
 from torch import Tensor, nn
 
 import zbpp
+from zbpp import diagnostics
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.graphed import slot
@@ -31,7 +32,7 @@ def _plays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stages(pipeline: Pipeline) -> list[GraphedStage]:
-    found = [executor.stage for executor in pipeline._executors.values()]
+    found = [executor.stage for executor in pipeline.stages.executors.values()]
     return [one for one in found if isinstance(one, GraphedStage)]
 
 
@@ -60,7 +61,7 @@ def test_replays_have_the_bits_of_passes(mode: str) -> None:
     most = {"1F1B": [2, 1], "FThenB": [6, 6], "ZBH1": [2, 2]}.get(mode)
     slots = [n for stage in stages(found[2]) for n in stage.n_slots.values()]
     assert slots == most or (most is None and all(slots))
-    assert not any(found[2].graph_report().values())
+    assert not any(diagnostics.graph_report(found[2]).values())
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -170,7 +171,7 @@ def test_chunks_that_do_more_run_as_ever(make: Any, why: str) -> None:
     pipeline = with_layer(make)
     for i in range(4):
         pipeline.step(*batch(i))
-    assert pipeline.graph_report() == {0: "", 1: why}
+    assert diagnostics.graph_report(pipeline) == {0: "", 1: why}
     assert stages(pipeline)[1].n_slots == {1: 0}
 
 
@@ -212,7 +213,7 @@ def train_played() -> tuple[list[float], str]:
     with patch("zbpp.runtime.driver.build.pools_on", lambda device: TapePool):
         with make_pipeline("ZBV", None, cuda_graphs=True) as pipeline:
             losses = [pipeline.step(*batch(i)).loss for i in range(5)]
-            assert not any(pipeline.graph_report().values())
+            assert not any(diagnostics.graph_report(pipeline).values())
         replicas = zbpp.mesh(stages=1, data_parallel=2)
         try:
             make_pipeline("1F1B", 1, cuda_graphs=True, mesh=replicas)

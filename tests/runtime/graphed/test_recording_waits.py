@@ -15,6 +15,7 @@ from pool import Pool
 from small_model import batch, make_pipeline
 from tape import TapePool
 
+from zbpp import diagnostics
 from zbpp.runtime.comm.channels import Port
 from zbpp.runtime.comm.distributed import DistributedTransport
 
@@ -59,7 +60,7 @@ def train(mode: str) -> tuple[list[float], int]:
     nccl = patch.object(DistributedTransport, "on_device", True)
     with pools, port, nccl, make_pipeline(mode, None, cuda_graphs=True) as pipeline:
         losses = [pipeline.step(*batch(i)).loss for i in range(N_STEPS)]
-        assert not any(pipeline.graph_report().values())
+        assert not any(diagnostics.graph_report(pipeline).values())
     return losses, WaitingPool.n_waits
 
 

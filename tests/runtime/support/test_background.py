@@ -143,7 +143,7 @@ def count_slices(rollback: str, never: bool = False) -> tuple[int, int]:
     """
     history = history_of(rollback)
     pipeline = make(history, None, post_validation=True)
-    executor = pipeline._executors[pipeline.rank]
+    executor = pipeline.stages.executors[pipeline.rank]
     for _ in range(3):  # in which stages tell one another what they were handed
         pipeline.step(*batch(history, 0))
     share, background = executor.optimizer, executor.transport.background
