@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "half a stage": (lambda: made(n_stages=1.5), "n_stages is 1.5; give a whole"),
     "a split of another model": (lambda: made(split=[1, 2]), r"split \[1, 2\] must"),
     "a split's name": (lambda: made(split="equal"), "split is 'equal'; choose"),
-    "a split without costs": (lambda: made(split="balanced"), "give layers="),
+    "a split without costs": (lambda: made(split="balanced"), "give layer_costs="),
     "bytes without costs": (lambda: made(memory="16GiB"), "or example= of zbpp"),
     "a unit's typo": (lambda: made(memory="16 gigs"), "16 gigs"),
     # numbers

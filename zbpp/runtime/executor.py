@@ -112,8 +112,6 @@ class BoundProgram:
         )
         """Gradients are summed over replicas."""
         self.has_passes = any(isinstance(x, Pass) for x in program)
-        self.is_whole = self.has_passes and any(isinstance(x, Step) for x in program)
-        """It is a step, and no part of one."""
 
     def fits(self, program: Program, transport: Transport) -> bool:
         """True if these are the handlers of a program with its messages moved so."""
@@ -236,7 +234,6 @@ class InputBackward(PassHandler):
         """Compute the gradients of the inputs."""
         executor, job = self.executor, self.instruction
         gradients = self.take_input()
-        executor.optimizer.before_gradients()
         with self.timed:
             result = executor.stage.backward_input(job.chunk, job.microbatch, gradients)
         self.keep(result)
@@ -249,7 +246,6 @@ class FullBackward(PassHandler):
         """Compute all gradients."""
         executor, job = self.executor, self.instruction
         gradients = self.take_input()
-        executor.optimizer.before_gradients()
         with self.timed:
             result = executor.stage.backward(job.chunk, job.microbatch, gradients)
         self.keep(result)
@@ -261,7 +257,6 @@ class WeightBackward(PassHandler):
     def run(self) -> None:
         """Compute the gradients of the weights."""
         executor, job = self.executor, self.instruction
-        executor.optimizer.before_gradients()
         with self.timed:
             executor.stage.backward_weight(job.chunk, job.microbatch)
 
@@ -490,6 +485,7 @@ class Executor:
         self.opening: Opening | None = Opening(1)
         """Begins the messages of the next step; None: its shapes are known."""
         self.is_profiled = False
+        self._is_part = False
         self._bound: dict[bool, BoundProgram] = {}  # by whether it trains
         self._progress = self.collectives.progress(stage.chunks.values())
 
@@ -499,6 +495,7 @@ class Executor:
         n_microbatches: int,
         n_inputs: int | None = None,
         n_targets: int | None = None,
+        is_part: bool = False,
         **step: Any,
     ) -> None:
         """Begin a step or an evaluation: take the micro-batches that the stage reads.
@@ -507,8 +504,10 @@ class Executor:
             n_microbatches: of the step.
             n_inputs: samples of the inputs, where they were cut here.
             n_targets: samples of the targets, where they were cut here.
+            is_part: it is one of several parts of a step, which leaves no times.
             step: see `Stage.begin`.
         """
+        self._is_part = is_part
         self.stage.begin(n_microbatches=n_microbatches, **step)
         self.opening = Opening(n_microbatches, self.stage.inputs, n_inputs, n_targets)
 
@@ -533,7 +532,7 @@ class Executor:
             Exception: whatever the model raises, with a note that names the job.
         """
         bound = self._bind(program, training=training)
-        self.times.begin(training=training and bound.is_whole)
+        self.times.begin(training=training and not self._is_part)
         self.is_profiled = profiling()
         for handler in self._in_order(bound) if training else bound.rest:
             if handler.waits:

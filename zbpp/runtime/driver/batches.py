@@ -179,6 +179,7 @@ class Batches:
                 n_targets=n_targets,
                 weights=weights if stage == self._last else None,
                 total=whole,
+                is_part=part is not None,
                 first=0 if part is None else part.first,
                 loss_fn=None if part is None else part.loss_fn,
                 keeps_outputs=predicts or keeps_outputs,
