@@ -150,7 +150,7 @@ def _measure(
         mesh=mesh,
         device=device,
         numerics=numerics,
-        step=StepPolicy(post_validation=step.post_validation, rollback=step.rollback),
+        step=StepPolicy(post_validation=step.post_validation),
         execution=replace(execution, watch=False, cuda_graphs=False),
     )
 
@@ -163,7 +163,6 @@ def _measure(
             optimizer=optimizer,
             n_layers=layered.n_layers,
             post_validation=step.post_validation is not False,
-            rollback=step.rollback,
             autocast=numerics.autocast,
             exact_sums=numerics.exact_sums,
             compile=execution.compile,
