@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from pool import Pool
 
 import zbpp
@@ -40,7 +41,7 @@ def run(
     kind: str, mode: str, n_stages: int | None, folder: str, *, load: bool
 ) -> list[float]:
     """Two steps and a save, or a load and two steps."""
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         model(kind), optimizer=adamw, schedule=mode, n_stages=n_stages, seed=1,
         n_microbatches=2, clip_grad_norm=1.0,
     )  # fmt: skip
