@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import Tensor, nn
 
 import zbpp
@@ -45,7 +46,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def pipeline_of(layers: Any, mode: str, n_stages: int, **more: Any) -> zbpp.Pipeline:
     given = {"loss_fn": nn.functional.mse_loss, "optimizer": adamw} | more
-    return zbpp.Pipeline(
+    return flat_pipeline(
         layers, schedule=mode, n_stages=n_stages, n_microbatches=2, **given
     )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from pool import Pool
 
 import zbpp
@@ -44,7 +45,7 @@ def run(
     kind: str, mode: str, n_stages: int | None, folder: str, *, load: bool
 ) -> list[float]:
     """Two steps and a save, or a load and two steps."""
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         model(kind),
         optimizer=adamw,
         schedule=mode,

@@ -112,13 +112,14 @@ def _look_for_compiled(model: nn.Module) -> None:
     if inner is not None:
         raise RequestError(
             f"torch.compile has wrapped this {type(inner).__name__} as a whole; give "
-            'the model that it was called with, and compile="blocks" to zbpp.Pipeline'
+            'the model that it was called with, and compile="blocks" '
+            "in execution=zbpp.Execution(...)"
         )
     if model._compiled_call_impl is not None:
         warnings.warn(
             f"this {type(model).__name__} is compiled as a whole, by model.compile(), "
             "and a pipeline calls its layers only, which are not compiled; leave "
-            'that out, and give compile="blocks" to zbpp.Pipeline',
+            'that out, and give compile="blocks" in execution=zbpp.Execution()',
             stacklevel=4,
         )
 

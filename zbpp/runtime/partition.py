@@ -65,10 +65,13 @@ def count_layers(model: Model, n_layers: int | None) -> int:
         raise RequestError(
             f"{a_kind(model)} cannot be cut into layers; {_way(model)}give an "
             "nn.Sequential, a list of layers, or a function that builds the layers of "
-            "a range of indices (with n_layers)"
+            "a range of indices, in zbpp.layers_from(build, n_layers=...)"
         )
     if n_layers is None:
-        raise RequestError("a model given as a builder needs n_layers")
+        raise RequestError(
+            "a model given as a builder needs n_layers: zbpp.layers_from(build, "
+            "n_layers=...)"
+        )
     return n_layers
 
 

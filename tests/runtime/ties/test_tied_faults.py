@@ -68,7 +68,7 @@ def copies(pipeline: Pipeline) -> list[Tensor]:
     pipeline.synchronize()
     return [
         one.own
-        for executor in pipeline._executors.values()
+        for executor in pipeline.stages.executors.values()
         for one in executor.stage.ties.held.values()
     ]
 
@@ -240,7 +240,7 @@ def test_a_norm_that_counts_a_copy_is_another(monkeypatch) -> None:
     def norm(*, counts_twice: bool) -> float:
         pipeline = Model().pipeline("ZBH1", 2)
         if counts_twice:
-            for executor in pipeline._executors.values():
+            for executor in pipeline.stages.executors.values():
                 executor.stage.ties.copies = set()
         return pipeline.step(*batch(0)).grad_norm
 
