@@ -638,7 +638,7 @@ EXPLAINED: dict[str, str] = {
     "comm/channels.py PendingSum.done: not asked: `self._work.is_completed()`": (
         "the copy's event is behind it"
     ),
-    "driver/lifecycle.py Lifecycle.close: without `executor.transport.flush()`": (
+    "driver/stages.py LocalStages.close: without `executor.transport.flush()`": (
         "when these runs close, the sums of their last steps have been read"
     ),
     "parallel/buffers.py Turn.gather: without `gathering.wait()`": (
