@@ -3,6 +3,7 @@
 import masked_model
 import pytest
 import torch
+from flat import flat_pipeline
 from masked_model import M, batch, build, cut, loss_fn, make, train
 from pool import Pool
 from small_model import adamw, assert_same
@@ -149,7 +150,7 @@ class Out(nn.Module):
 def write_to_the_mask(mode: str, n_stages: int | None) -> list[float]:
     torch.manual_seed(0)
     layers = [*(Writes(at) for at in range(5)), Out()]
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         layers, loss_fn=nn.functional.mse_loss, optimizer=adamw, schedule=mode,
         n_stages=n_stages, n_microbatches=2, split="even",
     )  # fmt: skip
