@@ -641,9 +641,6 @@ EXPLAINED: dict[str, str] = {
     "driver/stages.py LocalStages.close: without `executor.transport.flush()`": (
         "when these runs close, the sums of their last steps have been read"
     ),
-    "optim/rollback/adam_kernel.py adam_numbers: no pin_memory: "
-    "`runs_ahead(like.device)`": _CODE,
-    "optim/rollback/adam_kernel.py adam_numbers: no non_blocking: `True`": _CODE,
     "parallel/buffers.py Turn.gather: without `gathering.wait()`": (
         "torch gathers later wherever these runs do"
     ),
