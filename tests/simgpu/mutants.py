@@ -652,10 +652,10 @@ EXPLAINED: dict[str, str] = {
     "optim/stage_optimizer.py StageOptimizer._keep: not asked: `pending.sums.done()`": (
         "the thread that asks runs on CPUs only"
     ),
-    "support/fsdp_internals.py Unit.begin: without `self.widening.take_over()`": (
+    "support/fsdp.py Unit.begin: without `self.take_over_widening()`": (
         "only parameters of 16 bits whose sums have 32 are widened"
     ),
-    "support/fsdp_internals.py Unit.wait: without "
+    "support/fsdp.py Unit.wait: without "
     "`torch.accelerator.current_stream().wait_event(event)`": (
         "`finalize_backward` waits for an event behind it"
     ),

@@ -617,6 +617,7 @@ class _Timed:
     def __init__(self, executor: Executor, job: Any) -> None:
         self._executor = executor
         self._job = job
+        self._range: Any = None
 
     def __enter__(self) -> None:
         self._start = self._executor.times.now()

@@ -13,10 +13,12 @@ from torch.distributed.fsdp import fully_shard, share_comm_ctx
 import zbpp
 from zbpp.checkpoint.shards import whole as gathered
 from zbpp.memory.tracker import StorageTracker
-from zbpp.runtime.parallel.buffers import AlternatingBuffers
-from zbpp.runtime.parallel.turns import OrderError, ParameterTurn
-from zbpp.runtime.support.fsdp_in_place import _Name
-from zbpp.runtime.support.fsdp_internals import Unit
+from zbpp.runtime.parallel.buffers import (
+    AlternatingBuffers,
+    OrderError,
+    ParameterTurn,
+)
+from zbpp.runtime.support.fsdp_buffers import BufferedUnit, _Name
 
 __all__ = [
     "alike",
@@ -77,7 +79,7 @@ def places(
             loss = pipeline.step(x, x).loss
         pipeline.synchronize()
         (executor,) = pipeline._executors.values()
-        held = executor.collectives.buffers
+        held = getattr(executor.collectives, "buffers", None)
     if alternating:
         assert all(len(seen) == 1 for seen in at.values())
     firsts = [min(at[i]) for i in range(depth)]
@@ -211,7 +213,7 @@ def _broken(way: str) -> str:
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     share_comm_ctx(layers)  # type: ignore[arg-type]
-    units = [Unit(layer) for layer in layers]
+    units = [BufferedUnit(layer) for layer in layers]
     for unit in units:
         unit.begin(keeps=False)
         unit.module.unshard()
