@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -39,12 +39,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 Halves = tuple[Callable[[], None], Callable[[], None]]
 
 
-_plans: WeakKeyDictionary[nn.Module, PlanMemory] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.Module, SplitPlanCache] = WeakKeyDictionary()
 
 
-def plans_of(module: nn.Module) -> PlanMemory:
+def plans_of(module: nn.Module) -> SplitPlanCache:
     """The memory of a chunk's graphs, as a stage has it."""
-    return _plans.setdefault(module, PlanMemory())
+    return _plans.setdefault(module, SplitPlanCache())
 
 
 def full(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Halves:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from zbpp.memory.layers import model_memory
 from zbpp.profiling.memory import allocated_by
 from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.compiled.backend import zbpp
 from zbpp.training.llama import Block as LlamaBlock
@@ -78,7 +78,7 @@ class Contender:
         self, module: nn.Module, *, is_split: bool = False, is_exact: bool = True
     ) -> None:
         self.module, self._is_split, self._is_exact = module, is_split, is_exact
-        self._plans = PlanMemory()
+        self._plans = SplitPlanCache()
 
     def forward(self, shape: tuple[int, ...], dtype: torch.dtype) -> Halves:
         """F; return what runs B and W."""

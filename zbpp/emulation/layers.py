@@ -5,8 +5,8 @@ processor from the others.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import Job, Message, PassTimes, TiedGradient, What
-from zbpp.runtime.backward.queue import WeightQueue, current_queue
+from zbpp.core import ChunkCosts, Job, Message, TiedGradient, What
+from zbpp.runtime.backward.queue import DeferredWork, WeightQueue, current_queue
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.comm.transport import Opening, Reduction, Transport
 from zbpp.runtime.support.errors import PeerError
@@ -84,37 +84,34 @@ class _Sleep(torch.autograd.Function):
             _take(None, b_s + w_s)
             return dx, torch.zeros_like(weight), None, None
         clock = None if ctx.adds else queue
-        queue.put(_Sleeping(clock, weight, w_s), _Sleeping.add)
+        queue.put(_SleepingW(clock, weight, w_s))
         _take(clock, b_s)
         return dx, None, None, None
 
 
-@dataclass(frozen=True)
-class _Sleeping:
-    """The W of a layer: zeros, after its time."""
+class _SleepingW(DeferredWork):
+    """The W of a layer: zeros, after its time.
 
-    queue: WeightQueue | None
-    weight: Tensor
-    seconds: float
-    kept: tuple[Tensor, ...] = ()
+    Args:
+        queue: whose pass the time is counted from; None: it comes on top.
+        weight: that gets the zeros.
+        seconds: the time.
+    """
 
-    @property
-    def edges(self) -> tuple[Tensor]:
-        """The root that the gradient goes to."""
-        return (self.weight,)
+    __slots__ = ("_queue", "_seconds", "_weight")
 
-    def compute(self) -> tuple[Tensor]:
-        """Return the gradient."""
-        zero = torch.zeros_like(self.weight)
-        _take(self.queue, self.seconds)
-        return (zero,)
+    def __init__(
+        self, queue: WeightQueue | None, weight: Tensor, seconds: float
+    ) -> None:
+        super().__init__((weight,), ())
+        self._queue, self._weight, self._seconds = queue, weight, seconds
 
-    def add(self) -> bool:
-        """Add it, if there is one already."""
-        if self.weight.grad is None:
-            return False
-        _take(self.queue, self.seconds)
-        return True
+    def run(self, *, in_place: bool) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return the gradient; where there is one already, nothing is added."""
+        weight = self._weight
+        zeros = [] if weight.grad is not None else [(weight, torch.zeros_like(weight))]
+        _take(self._queue, self._seconds)
+        return zeros
 
 
 class EmulatedLayer(nn.Module):
@@ -169,11 +166,11 @@ class DelayedTransport:
 
     Args:
         inner: what moves the messages.
-        times: in ms; `PassTimes.delay` of each edge is kept.
+        times: in ms; `ChunkCosts.delay` of each edge is kept.
         stage: whose transport this is.
     """
 
-    def __init__(self, inner: Transport, times: PassTimes, *, stage: int) -> None:
+    def __init__(self, inner: Transport, times: ChunkCosts, *, stage: int) -> None:
         self._inner = inner
         self._stage = stage
         self.background = inner.background

@@ -13,8 +13,8 @@ from zoo import Case, Fn
 from zoo_runs import ORDERS, differences, plainly, split
 
 from zbpp.runtime.backward import graph as graph_module
-from zbpp.runtime.backward import parts, ways, weight_rules
-from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward import paths, products
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph
 
 ENDS = torch.tensor([3, 3, 7, 16], dtype=torch.int32)
@@ -73,7 +73,7 @@ def test_a_grouped_product_turned_the_wrong_way_would_be_noticed(
     def wrong(self: Any, dy: Tensor) -> tuple[Tensor]:
         return (torch._grouped_mm(self.other.mT, dy, offs=self.ends.flip(0)),)
 
-    monkeypatch.setattr(weight_rules._OfGroups, "of", wrong)
+    monkeypatch.setattr(products._GroupedGrad, "of", wrong)
     got, want, _ = both(GROUPED["right"](), [torch.randn(16, 8)])
     assert not torch.equal(got[0], want[0])
 
@@ -108,6 +108,7 @@ REASONS = {
     "one chunk used twice": "B: its parts overlap",
     "a part and the whole": "B: used 2 times",
     "a part and its norm": "B: used in parts, and in other ways",
+    "experts selected, hooks": "B: used in parts, and a hook is to see them as one",
 }
 
 
@@ -115,7 +116,9 @@ REASONS = {
 def test_the_report_says_why_parts_do_not_wait(name: str) -> None:
     module = PARTS[name].build()
     graph = SplitGraph([module(x) for x in PARTS[name].inputs(0)])
-    assert graph.report() == {module.get_parameter("w"): REASONS[name]}
+    name_of = {p: name for name, p in module.named_parameters()}
+    where = {name_of[p]: text for p, text in graph.report().items()}
+    assert where.get("w", where.get("up")) == REASONS[name]
 
 
 def finds(case: Case, orders: tuple[str, ...] = tuple(ORDERS)) -> bool:
@@ -132,51 +135,26 @@ def finds(case: Case, orders: tuple[str, ...] = tuple(ORDERS)) -> bool:
 def test_parts_that_wait_wrongly_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(ways, "overlap", lambda *_: False)
-        patched.setattr(parts, "overlap", lambda *_: False)
+    with monkeypatch.context() as patched:  # a gradient from W beside one from B
+        patched.setattr(graph_module, "refusal_of_slices", lambda *_: None)
         assert not finds(PARTS["parts that overlap"])
         assert not finds(PARTS["a part used thrice"])
-    with monkeypatch.context() as patched:  # a gradient from W beside one from B
-        patched.setattr(graph_module, "refusal", lambda *_: None)
         assert not finds(PARTS["a part and its norm"])
-    wrong = {
-        **ways._VIEWS,
-        "SelectBackward0": (
-            lambda x, node, _: x.select(0, (node._saved_index + 1) % len(x)), ()
-        ),
-    }  # fmt: skip
-    monkeypatch.setattr(ways, "_VIEWS", wrong)
+    take = paths._slice_of
+
+    def wrong(*args: Any) -> Any:
+        part = take(*args)
+        return part._replace(start=part.start - 1, stop=part.stop - 1)
+
+    monkeypatch.setattr(paths, "_slice_of", wrong)
     assert not finds(PARTS["experts selected"])
 
 
-def test_parts_are_added_without_autograd_and_seen_by_hooks_as_one(
+def test_slices_are_added_without_autograd_and_may_be_others_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = Fn(selected, router=(6, 4), up=(4, 8, 6), down=(4, 6, 8))
-    seen: list[Tensor] = []
-    calls: list[int] = []
-    run = torch.autograd.backward
-
-    def backward(*args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        run(*args, **kwargs)
-
-    for turn, n_calls in ((0, 0), (1, 1), (2, 1)):
-        graph = SplitGraph([module(torch.randn(3, 4, 6))])
-        graph.backward_input(torch.ones(3, 4, 6))
-        if turn == 1:  # registered between B and W
-            module.get_parameter("up").register_hook(seen.append)
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.autograd, "backward", backward)
-            graph.backward_weight()
-        assert len(calls) == n_calls * turn
-    assert [x.shape for x in seen] == [(4, 8, 6)] * 2
-
-
-def test_a_plan_serves_other_parts_if_they_do_not_overlap() -> None:
     module = Fn(lambda m, x: x @ m.w[m.i] + x @ m.w[m.j], w=(3, 6, 6))
-    other, plans = copy.deepcopy(module), PlanMemory()
+    other, plans = copy.deepcopy(module), SplitPlanCache()
     for turn, (i, j) in enumerate([(0, 1), (2, 0), (1, 1), (1, 2)]):
         module.i = other.i = i  # type: ignore[assignment]
         module.j = other.j = j  # type: ignore[assignment]
@@ -187,5 +165,17 @@ def test_a_plan_serves_other_parts_if_they_do_not_overlap() -> None:
             {"W"} if i != j else {"B: its parts overlap"}
         )
         graph.backward_input(torch.ones(4, 6))
-        graph.backward_weight()
+        with monkeypatch.context() as patched:
+            patched.delattr(torch.autograd, "backward")
+            graph.backward_weight()
         assert all(map(torch.equal, gradients(module), gradients(other))), turn
+
+
+def test_a_hook_that_comes_between_b_and_w_sees_slices_as_one() -> None:
+    module = Fn(selected, router=(6, 4), up=(4, 8, 6), down=(4, 6, 8))
+    seen: list[Tensor] = []
+    graph = SplitGraph([module(torch.randn(3, 4, 6))])
+    graph.backward_input(torch.ones(3, 4, 6))
+    module.get_parameter("up").register_hook(seen.append)
+    graph.backward_weight()
+    assert [x.shape for x in seen] == [(4, 8, 6)]

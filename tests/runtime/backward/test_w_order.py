@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.backward import graph as graphs
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.backward.split import SplitGraph
 
 
@@ -27,14 +27,14 @@ class Routed(nn.Module):
 def orders() -> list[list[int]]:
     """Of two graphs that are alike: B follows the plan of the second one."""
     torch.manual_seed(0)
-    layer, plans, found = Routed(), PlanMemory(), []
+    layer, plans, found = Routed(), SplitPlanCache(), []
     names = {id(p): i for i, p in enumerate(layer.parameters())}
     for _ in range(2):
         x = torch.randn(4, 8, requires_grad=True)
         queue = WeightQueue()
         graph = SplitGraph([layer(x)], [x], queue, plans=plans)
         graph.backward_input(torch.ones(4, 8))
-        edges = [work.edges[0][0] for work, _ in queue._work]
+        edges = [work.roots[0][0] for work in queue._work]
         found.append([names[id(_leaf(node))] for node in edges])
     return found
 
@@ -55,6 +55,6 @@ def test_the_order_is_that_of_autograds_engine(monkeypatch: pytest.MonkeyPatch) 
         return plan._replace(products=plan.products[::-1])
 
     sort = graphs.plan_split
-    monkeypatch.setattr("zbpp.runtime.backward.remembered.plan_split", unsorted)
+    monkeypatch.setattr("zbpp.runtime.backward.plan_cache.plan_split", unsorted)
     first, second = orders()
     assert first != second, "the negative control"

@@ -76,10 +76,10 @@ def test_wrong_weight_work_would_be_noticed(
 ) -> None:
     run = WeightQueue.run
 
-    def forget(queue: WeightQueue, _: object = None) -> None:
+    def forget(queue: WeightQueue, _: object, *, in_place: bool) -> None:
         queue._work.clear()
 
-    def double(queue: WeightQueue, _: object = None) -> None:
+    def double(queue: WeightQueue, _: object, *, in_place: bool) -> None:
         queue._work *= 2
         run(queue)
 

@@ -48,7 +48,7 @@ PARTS: dict[str, Case] = {
         lambda: Checkpointed(experts()), "inner.router inner.up inner.down"),
     "experts selected, autocast": Case(experts, "router up down", autocast=True),
     "experts selected, hooks": Case(
-        lambda: hooked_weight(experts(), "up"), "router up down"),
+        lambda: hooked_weight(experts(), "up"), "router down"),
     "experts selected, one frozen": Case(
         lambda: frozen(experts(), "up"), "router down"),
     "experts unbound": Case(stacked(lambda w: w.unbind()), "w"),
@@ -67,10 +67,10 @@ PARTS: dict[str, Case] = {
     "parts by narrow": Case(
         over(lambda w: (w.narrow(1, 0, 4), w.narrow(1, 4, 2))), "w"),
     "parts of parts": Case(stacked(
-        lambda w: (w[0][:, :2], w[0][:, 2:4], w[-1][:, -2:])), "w"),
+        lambda w: (w[0][:, :2], w[0][:, 2:4], w[-1][:, -2:])), ""),
     "parts of a transposed weight": Case(
         lambda: Fn(lambda m, x: sum((x @ w).sum(-1) for w in m.w.t().split(2, 1)),
-                   w=(5, 6)), "w"),
+                   w=(5, 6)), ""),
     "parts that are linear": Case(lambda: Fn(
         lambda m, x: sum(f.linear(x, w, m.b) for w in m.w.chunk(2)),
         w=(10, 6), b=(5,)), "w"),

@@ -1,8 +1,9 @@
-"""The split backward; it knows no pipeline, and of the runtime only `support`.
+"""The split backward of any module; it knows no pipeline.
 
-Read `split` (B and W as two calls), then `graph` (which products can wait) with `ways`
-(from an operand to its leaf), `engine` (autograd runs B), `deferred_product` with
-`weight_rules` (how one is computed later), `parts` (of one leaf), `queue` (where it
-waits) and `accumulate` (the order of the sums). `hooks` finds those of others;
-`remembered` keeps plans; `torch_stage` serves torch's pipeline.
+Read `split` (B and W as two calls), then `graph` (which products can wait) with `paths`
+(from an operand to its leaf) and `plan_cache` (graphs seen before), `engine` (autograd
+runs B), `products` and `regions` (what is computed later, of products and of compiled
+regions), `queue` (where it waits), `grads` (the one writer of ``.grad``) and
+`accumulate` (the order of the sums). `hooks` finds those of others, `causes` gives
+reasons for reports; `torch_stage` serves torch's pipeline.
 """

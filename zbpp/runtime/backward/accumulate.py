@@ -21,13 +21,19 @@ Then B's gradients wait for that W, and no gradient is added to those of another
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from zbpp.runtime.backward.queue import EachSum, Late, Progress
-from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward.grads import (
+    PendingGrads,
+    add_gradient,
+    restore_gradients,
+    set_gradients_aside,
+)
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
+from zbpp.runtime.backward.queue import EachSum, Progress
+from zbpp.runtime.support.autograd_internals import NoGrad
 
-__all__ = ["GradientOrder", "MicrobatchGraph", "run_apart"]
+__all__ = ["GradientOrder", "MicrobatchGraph", "run_isolated"]
 
 
 class MicrobatchGraph(Protocol):
@@ -77,7 +83,7 @@ class GradientOrder:
         self._parameters = list(parameters)
         self._widen = widen
         self._is_released = is_released
-        self.plans = PlanMemory()
+        self.plans = SplitPlanCache()
         """Of the chunk's graphs."""
         self.begin()
 
@@ -92,7 +98,7 @@ class GradientOrder:
         self._n_w = 0
         self._waiting: dict[int, Sequence[Tensor]] = {}
         """Of each micro-batch whose B has been added, what its W will add to."""
-        self._late: dict[int, Late] = {}
+        self._late: dict[int, PendingGrads] = {}
 
     def listen(self, n_microbatches: int, one: Progress) -> None:
         """Tell how far the step's last W is, or all, if each is summed by itself."""
@@ -116,11 +122,13 @@ class GradientOrder:
             apart = self._parameters
         elif others := self._waits_for(waiting):
             apart = [p for p in graph.in_b() if p in others]
-        result, found = run_apart(graph, gradients, apart)
+        result, found = run_isolated(graph, gradients, apart)
         self._b.add(microbatch, lambda: self._end_b(microbatch, found, waiting))
         return result
 
-    def _end_b(self, microbatch: int, found: Late, waiting: Sequence[Tensor]) -> None:
+    def _end_b(
+        self, microbatch: int, found: PendingGrads, waiting: Sequence[Tensor]
+    ) -> None:
         """Add what B has kept apart, but for what an earlier W goes before."""
         if self.each is not None:
             self._late[microbatch] = found
@@ -239,28 +247,22 @@ class _Turns:
             self._turn += 1
 
 
-def run_apart(
+def run_isolated(
     graph: MicrobatchGraph,
     gradients: Sequence[Tensor | None],
     parameters: Sequence[Tensor],
-) -> tuple[tuple[Tensor | None, ...], Late]:
-    """Run B; return its result, and what it adds to some parameters, apart."""
-    kept = [(p, p.grad) for p in parameters]
-    for p in parameters:
-        p.grad = None
+) -> tuple[tuple[Tensor | None, ...], PendingGrads]:
+    """Run B; return its result, and what some parameters would have got from it."""
+    before = set_gradients_aside(parameters)
     try:
         result = graph.backward_input(gradients)
         return result, [(p, p.grad) for p in parameters if p.grad is not None]
     finally:
-        for p, gradient in kept:
-            p.grad = gradient
+        restore_gradients(before)
 
 
-def _add_all(late: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Add as autograd does: the first gradient of a parameter is kept as it is."""
-    with torch.no_grad():
-        for parameter, gradient in late:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+def _add_all(pending: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients that B has made before it was their turn."""
+    with NoGrad():
+        for parameter, gradient in pending:
+            add_gradient(parameter, gradient, is_fresh=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from zbpp.runtime.backward.ways import LEAF
-from zbpp.runtime.backward.weight_rules import RULES
+from zbpp.runtime.backward.paths import LEAF
+from zbpp.runtime.backward.products import RULES
 from zbpp.runtime.support.compile_internals import is_compiled
 
 __all__ = ["NO_WEIGHT", "causes_in_b"]

@@ -1,6 +1,6 @@
 """The ends of a graph: where gradients of outputs enter it, and where it begins."""
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ __all__ = [
     "End",
     "Ends",
     "alias_of",
-    "check_cut",
     "end_of",
     "fitting",
     "zeros_for_none",
@@ -127,35 +126,3 @@ def zeros_for_none(
             pairs = zip(needing, found, strict=True)
             return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in pairs)
     return tuple(found)  # type: ignore[arg-type]
-
-
-def check_cut(
-    inside: Container[Any], first: Collection[Any], *, is_reentrant: bool
-) -> None:
-    """Refuse what would run, or count, what is above an input that is no leaf.
-
-    Args:
-        inside: the nodes of B.
-        first: those of its inputs.
-        is_reentrant: there is a reentrant checkpoint.
-
-    Raises:
-        RequestError: there is something.
-    """
-    if is_reentrant:
-        raise RequestError(
-            "a reentrant checkpoint cannot stop at an input that is no leaf; give "
-            "x.detach().requires_grad_(), or checkpoint with use_reentrant=False"
-        )
-    nodes = list(first)
-    above: set[Any] = set()
-    while nodes:
-        for node, _ in nodes.pop().next_functions:
-            if node in inside or node in first:
-                raise RequestError(
-                    f"a {type(node).__name__} is both above an input and in the graph "
-                    "below it, where B stops; give x.detach().requires_grad_() as input"
-                )
-            if node is not None and node not in above:
-                above.add(node)
-                nodes.append(node)

@@ -9,11 +9,12 @@ and the leaf (the transpose, autocast's cast, the leaf's hooks) then runs in W, 
 autograd itself; so nothing has to be known about it.
 
 A leaf with a second use stays in B: its gradients would be added up in another order.
-But parts of a leaf that overlap nowhere may wait together, as they add no two numbers.
+But slices of a leaf that share no index may wait together, as no two of their gradients
+are added to one element.
 """
 
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,25 +22,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from zbpp.runtime.backward.causes import NO_WEIGHT
-from zbpp.runtime.backward.deferred_product import (
-    Product,
-    Site,
-    edges_by_leaf,
-    find_target,
-    is_dtensor,
-)
-from zbpp.runtime.backward.ends import PLAIN, End, check_cut
+from zbpp.runtime.backward.ends import PLAIN, End
 from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.backward.ways import (
-    CUTS,
+from zbpp.runtime.backward.paths import (
     LEAF,
+    cut_of,
     follow,
-    is_part,
+    is_cut,
+    is_dtensor,
     needs_gradient,
-    refusal,
+    refusal_of_slices,
 )
-from zbpp.runtime.backward.weight_rules import RULES, Rule
-from zbpp.runtime.compiled.plan import RegionSite, plan_region
+from zbpp.runtime.backward.products import RULES, Product, Rule, SplitSite
+from zbpp.runtime.backward.regions import RegionSite, plan_region
 from zbpp.runtime.support.autograd_internals import (
     can_read_saved,
     has_saved,
@@ -61,81 +56,71 @@ class SplitPlan(NamedTuple):
     """The work of B, and what it leaves for W.
 
     Args:
-        products: nodes to split, those of later operators first.
+        products: nodes to split, in the order in which autograd's engine runs them.
+        regions: nodes of compiled regions that leave something to W, and what.
         leaves: all leaves whose gradient is computed in B.
-        waiting: the other leaves.
-        reasons: why a leaf is none of those, where there is more to say than that no
-            product uses it.
+        waiting: the leaves whose gradient is computed in W.
+        reasons: why a leaf is not among those, by its id, where there is more to say
+            than that no product uses it.
         is_reentrant: there is a reentrant checkpoint; B then runs all.
-        returns: gradients may be returned to B, which adds them itself.
-        regions: nodes of compiled ones that leave something to W, and what.
-        is_alone: only pieces of regions wait, and W adds to their leaves by itself; B
-            may run down to all leaves, as those get no gradient.
-        may_stop: and it may be asked for its own leaves: each region leads to one.
+        has_slices: products wait that use slices of a leaf; another graph of the same
+            nodes may take other slices.
+        captures: autograd may return all gradients of B, which are then added to their
+            leaves; see `zbpp.runtime.backward.engine`.
     """
 
-    products: list[Site]
+    products: Sequence[SplitSite]
+    regions: Sequence[tuple[Any, RegionSite]]
     leaves: list[Tensor]
     waiting: list[Tensor]
     reasons: dict[int, str]
-    is_reentrant: bool
-    returns: bool = False
-    regions: Sequence[tuple[Any, RegionSite]] = ()
-    is_alone: bool = False
-    may_stop: bool = False
+    is_reentrant: bool = False
+    has_slices: bool = False
+    captures: bool = False
 
     def where(self) -> dict[Tensor, str]:
         """Give for each leaf ``"W"``, or ``"B: "`` and the reason."""
-        found = dict.fromkeys(self.waiting, "W")
+        where = dict.fromkeys(self.waiting, "W")
         for leaf in self.leaves:
             reason = self.reasons.get(id(leaf), NO_WEIGHT)
-            found[leaf] = f"B: {REENTRANT if self.is_reentrant else reason}"
-        return found
+            where[leaf] = f"B: {REENTRANT if self.is_reentrant else reason}"
+        return where
 
 
 def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan:
-    """Walk the graph that ends in the roots and begins with the inputs.
+    """Walk the graph that ends in the roots, and plan its B and W.
 
     Args:
         roots: ends of tensors that require a gradient.
-        inputs: tensors whose gradients the stage above waits for.
-
-    Raises:
-        RequestError: a leaf is also used above an input that is no leaf.
+        inputs: leaves whose gradients the stage above waits for.
     """
-    inputs = list(inputs)
-    kept = {id(x) for x in inputs}
-    first: dict[Any, None] = {x.grad_fn: None for x in inputs if not x.is_leaf}
-    graph = _walk((node_of(root) for root in roots), first)
-    if first:
-        check_cut(graph.uses, first, is_reentrant=graph.is_reentrant)
-    products: list[Site] = []
-    reasons: dict[int, str] = {}
+    graph = _walk((node_of(root) for root in roots), {id(x) for x in inputs})
+    if graph.is_reentrant:
+        return SplitPlan([], [], graph.leaves_but(()), [], {}, is_reentrant=True)
+    splits = [_split(node, rule, graph) for node, rule in graph.products]
+    sites = [split for split in splits if split is not None]
+    regions: list[tuple[Any, RegionSite]] = []
     deferred: dict[Any, None] = {}
-    for node, rule in graph.products if not graph.is_reentrant else ():
-        found = _split(node, rule, graph.uses, kept, reasons, is_cut=bool(first))
-        if found is not None:
-            product, leaves = found
-            products.append(product)
+    for node in graph.regions:
+        region = plan_region(node, graph.waiting_leaf, graph.reasons)
+        if region is not None:
+            regions.append((node, region))
+            deferred.update(dict.fromkeys(region.leaves))
+    refused, has_slices = _refused_slices([site for site, _ in sites], graph)
+    products = []
+    for site, leaves in sites:
+        if not refused.intersection(leaves):
+            products.append(site)
             deferred.update(dict.fromkeys(leaves))
-    regions = []
-    for node in graph.regions if not graph.is_reentrant else ():
-        site = _split_region(node, graph.uses, kept, reasons)
-        if site is not None:
-            regions.append((node, site))
-            deferred.update(dict.fromkeys(site.leaves))
-    if any(product.leaf is not None for _, product, _ in products):
-        products = _keep_parts(products, deferred, graph.uses, reasons)
     # As autograd's engine comes to them, so that W frees what it needs in one order.
-    products.sort(key=lambda site: -sequence_number(site[0]))
-    leaves = [
-        leaf
-        for node in graph.leaves
-        if node not in deferred and (leaf := node.variable).requires_grad
-    ]
-    waiting = [node.variable for node in deferred]
+    products.sort(key=lambda site: -sequence_number(site.node))
     return SplitPlan(
-        *(products, leaves, waiting, reasons, graph.is_reentrant), regions=regions
+        products,
+        regions,
+        graph.leaves_but(deferred),
+        [node.variable for node in deferred],
+        graph.reasons,
+        has_slices=has_slices,
     )
 
 
@@ -147,21 +132,66 @@ def node_of(end: End) -> Node:
 
 @dataclass
 class _Graph:
+    """The nodes of a graph that a plan has to look at."""
+
     uses: dict[Any, int]
     """Number of edges that lead to each node, roots included."""
-    leaves: list[Any]
-    products: list[tuple[Any, Rule]]
-    regions: list[Any]
+    inputs: set[int]
+    """Ids of leaves that are no parameters."""
+    leaves: list[Any] = field(default_factory=list)
+    products: list[tuple[Any, Rule]] = field(default_factory=list)
+    regions: list[Any] = field(default_factory=list)
+    reasons: dict[int, str] = field(default_factory=dict)
     is_reentrant: bool = False
 
+    def leaves_but(self, deferred: Iterable[Any]) -> list[Tensor]:
+        """Return the leaves that learn, without those whose nodes are given."""
+        deferred = set(deferred)
+        return [
+            leaf
+            for node in self.leaves
+            if node not in deferred and (leaf := node.variable).requires_grad
+        ]
 
-def _walk(roots: Iterable[Node], first: Container[Any]) -> _Graph:
-    """Visit every node once, from the roots, and go no further from the first."""
+    def waiting_leaf(self, node: Any, *, may_be_slice: bool = False) -> Any | None:
+        """Follow the path from an operand to a leaf that it alone uses.
+
+        Slices of it may be used by others; see `refusal_of_slices`.
+
+        Returns:
+            The leaf's node, or None, and the reason is noted.
+        """
+        count, is_slice = 1, False
+        if not needs_gradient(node):
+            return None
+        while type(node).__name__ != LEAF:
+            above = follow(node)
+            if above is None:
+                return None
+            if is_cut(node):
+                is_slice = True
+            else:
+                count = max(count, self.uses[node])
+            node = above
+        leaf = node.variable
+        if id(leaf) in self.inputs or not leaf.requires_grad:
+            return None
+        if not is_slice:
+            count = max(count, self.uses[node])
+        reason = _refusal(leaf, count, is_slice=is_slice, may_be_slice=may_be_slice)
+        if reason is None:
+            return node
+        self.reasons[id(leaf)] = reason
+        return None
+
+
+def _walk(roots: Iterable[Node], inputs: set[int]) -> _Graph:
+    """Visit every node once, from the roots."""
     uses: dict[Any, int] = {}
     for root in roots:
         uses[root] = uses.get(root, 0) + 1
-    graph = _Graph(uses, [], [], [])
-    nodes: list[Any] = [node for node in uses if node not in first]
+    graph = _Graph(uses, inputs)
+    nodes: list[Any] = list(uses)
     while nodes:
         node = nodes.pop()
         name = type(node).__name__
@@ -174,127 +204,74 @@ def _walk(roots: Iterable[Node], first: Container[Any]) -> _Graph:
             graph.is_reentrant = True
         elif is_compiled(node):
             graph.regions.append(node)
-        for below, _ in node.next_functions:
-            if below is None:
+        for child, _ in node.next_functions:
+            if child is None:
                 continue
-            if below in uses:
-                uses[below] += 1
+            if child in uses:
+                uses[child] += 1
                 continue
-            uses[below] = 1
-            if below not in first:
-                nodes.append(below)
+            uses[child] = 1
+            nodes.append(child)
     return graph
 
 
-def _split(
-    node: Any,
-    rule: Rule,
-    uses: dict[Any, int],
-    kept: set[int],
-    reasons: dict[int, str],
-    *,
-    is_cut: bool,
-) -> tuple[Site, list[Any]] | None:
-    """Take the first choice of operands that can all be deferred."""
+def _split(node: Any, rule: Rule, graph: _Graph) -> tuple[SplitSite, list[Any]] | None:
+    """Take the first choice of operands that can all wait, with their leaves' nodes."""
     edges = node.next_functions
     for choice, reads in zip(rule.choices, rule.reads, strict=True):
         operands = tuple(i for i in choice if needs_gradient(edges[i][0]))
         if choice[0] not in operands:
             continue
-        may_be_part = len(operands) == 1
+        may_be_slice = len(operands) == 1
         leaves = [
-            _leaf_above(edges[i][0], uses, kept, reasons, may_be_part=may_be_part)
-            for i in operands
+            graph.waiting_leaf(edges[i][0], may_be_slice=may_be_slice) for i in operands
         ]
         if None in leaves:
             why = "goes with an operand that stays in B"
-        elif not watch.is_free(node) and watch.has_hooks(node, before=is_cut):
+        elif not watch.is_free(node) and watch.has_hooks(node, before=False):
             why = "a hook on its product"
         elif not has_saved(node.__class__, rule.settings):
             why = "this torch hides what W needs"
         elif not all(can_read_saved(node, name) for name in reads):
             why = "packed by saved-tensor hooks"
         else:
-            whole = leaves[0] if is_part(edges[operands[0]][0]) else None
             saved = tuple(f"_saved_{name}" for name in reads)
-            product = Product(rule, operands, reads, saved, whole)
-            return (node, product, [edges[i] for i in operands]), leaves
-        reasons.update((id(leaf.variable), why) for leaf in leaves if leaf is not None)
+            product = Product(rule, operands, reads, saved)
+            return SplitSite(node, product, [edges[i] for i in operands]), leaves
+        graph.reasons.update((id(x.variable), why) for x in leaves if x is not None)
     return None
 
 
-def _split_region(
-    node: Any, uses: dict[Any, int], kept: set[int], reasons: dict[int, str]
-) -> RegionSite | None:
-    """Take the pieces of a compiled region whose leaves can all wait."""
-    is_hooked = not watch.is_free(node) and watch.has_hooks(node, before=False)
+def _refusal(
+    leaf: Tensor, count: int, *, is_slice: bool, may_be_slice: bool
+) -> str | None:
+    """Return why a leaf that a product uses cannot wait, or None if it can."""
+    if is_slice and (is_dtensor(leaf) or not may_be_slice):
+        return "used in parts"
+    if count > 1:
+        return f"used {count} times"
+    if not (type(leaf) in PLAIN or is_dtensor(leaf) or is_fake(leaf)):
+        return f"a {type(leaf).__name__}"
+    if leaf.layout is not torch.strided:
+        return f"its layout is {leaf.layout}"
+    hooks: dict[int, Any] = leaf._backward_hooks or {}
+    if any(map(is_multi_grad_hook, hooks.values())):
+        return "a hook on several gradients at once"
+    return None
 
-    def leaf_above(child: Any) -> Any | None:
-        if not needs_gradient(child) or is_hooked:
-            return None
-        return _leaf_above(child, uses, kept, reasons, may_be_part=False)
 
-    site = plan_region(node, leaf_above, reasons)
-    if site is None:
-        return None
-    found = [find_target(x, may_be_dealt=True) if x else None for x in site.edges]
-    own = [x if x is not None and x.way is None else None for x in found]
-    return site.aimed_at(own)
-
-
-def _keep_parts(
-    products: list[Site],
-    deferred: dict[Any, None],
-    uses: dict[Any, int],
-    reasons: dict[int, str],
-) -> list[Site]:
-    """Leave out products with a part of a leaf that cannot wait; it stays in B."""
+def _refused_slices(sites: Sequence[SplitSite], graph: _Graph) -> tuple[set[Any], bool]:
+    """Return leaves whose slices stay in B, and whether those of others wait."""
+    cuts: dict[Any, list[tuple[Any, int]]] = {}
+    for site in sites:
+        cut = cut_of(*site.edges[0][:2])
+        if cut is not None:
+            leaf = cut[0].next_functions[0][0]
+            cuts.setdefault(leaf, []).append(cut)
     refused = set()
-    for leaf, own in edges_by_leaf(products).items():
-        why = refusal(leaf, own, uses)
-        if why is not None:
+    for leaf, slices in cuts.items():
+        reason = refusal_of_slices(leaf, slices, graph.uses)
+        if reason is not None:
             refused.add(leaf)
-            reasons.setdefault(id(leaf.variable), why)
-            del deferred[leaf]
-    return [site for site in products if site[1].leaf not in refused]
-
-
-def _leaf_above(
-    node: Any,
-    uses: dict[Any, int],
-    kept: set[int],
-    reasons: dict[int, str],
-    *,
-    may_be_part: bool,
-) -> Any | None:
-    """Follow views and casts to a leaf that waits for nothing but this operand.
-
-    Or for others that are parts of it as well: those are counted later.
-    """
-    count, is_part = uses[node], False
-    while type(node).__name__ != LEAF:
-        is_part = is_part or type(node).__name__ in CUTS
-        node = follow(node)
-        if node is None:
-            return None
-        count = max(count, uses[node])
-    leaf = node.variable
-    if id(leaf) in kept or not leaf.requires_grad:
-        return None
-    why = None
-    if is_part and (is_dtensor(leaf) or not may_be_part):
-        why = "used in parts"
-    elif count > 1 and not is_part:
-        why = f"used {count} times"
-    elif not (type(leaf) in PLAIN or is_dtensor(leaf) or is_fake(leaf)):
-        why = f"a {type(leaf).__name__}"
-    elif leaf.layout is not torch.strided:
-        why = f"its layout is {leaf.layout}"
-    elif leaf._backward_hooks and any(
-        map(is_multi_grad_hook, leaf._backward_hooks.values())
-    ):
-        why = "a hook on several gradients at once"
-    if why is None:
-        return node
-    reasons[id(leaf)] = why
-    return None
+            graph.reasons.setdefault(id(leaf.variable), reason)
+    return refused, len(refused) < len(cuts)

@@ -17,10 +17,10 @@ from zbpp.runtime.support.autograd_internals import (
     sequence_number,
 )
 
-__all__ = ["HIDDEN", "HookWatch", "watch"]
+__all__ = ["UNKNOWN", "HookWatch", "watch"]
 
 
-HIDDEN = -1
+UNKNOWN = -1
 """The number of others' hooks where torch does not tell it."""
 
 
@@ -29,7 +29,7 @@ class HookWatch:
 
     def __init__(self) -> None:
         self._n_own = 0
-        self.n_others = HIDDEN
+        self.n_others = UNKNOWN
         """Hooks that others had registered at the last look."""
         self._first_node = 0
         self._clean_leaves: set[int] = set()
@@ -41,7 +41,7 @@ class HookWatch:
         its nodes apart from older hooks.
         """
         made = hooks_made()
-        n_others = HIDDEN if made is None else made - self._n_own
+        n_others = UNKNOWN if made is None else made - self._n_own
         if n_others != self.n_others or made is None:
             self.n_others = n_others
             self._first_node = nodes_made()

@@ -4,33 +4,28 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from contextvars import ContextVar, Token
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zbpp.runtime.backward.grads import Root, hand_over
 from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.support.autograd_internals import NoGrad, edge_at
+from zbpp.runtime.support.autograd_internals import NoGrad
 
 __all__ = [
-    "Add",
+    "DeferredWork",
     "EachSum",
-    "Late",
     "Progress",
     "Root",
     "WeightQueue",
-    "Work",
     "current_queue",
-    "hand_over",
 ]
 
-Root = Any
-"""A leaf, or a node and the number of its output."""
-Late = list[tuple[Tensor, Tensor]]
-"""Parameters, and gradients that are not yet added to theirs."""
-Compute = Callable[[], tuple[Tensor | None, ...]]
-
 _TOGETHER_BYTES = 4 * 2**20
+"""Gradients that one call of autograd accumulates: a call costs up to 0.1 ms with cold
+caches, and until then the gradients are held."""
 
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -41,24 +36,48 @@ _SPARSE_PARTS = {
 }
 
 
-class Work(Protocol):
-    """The work that B leaves of one node."""
+class DeferredWork:
+    """Work that B leaves for W.
 
-    @property
-    def edges(self) -> Sequence[Root]:
-        """The roots that the gradients go to; they may still grow in number."""
+    Args:
+        roots: where its gradients go.
+        kept: the operands that it holds.
+    """
 
-    @property
-    def compute(self) -> Compute:
-        """Returns one gradient for each edge."""
+    __slots__ = ("kept", "roots")
 
-    @property
-    def kept(self) -> Sequence[Tensor]:
-        """The operands."""
+    def __init__(self, roots: Sequence[Root], kept: Sequence[Tensor]) -> None:
+        self.roots, self.kept = roots, kept
+
+    def run(self, *, in_place: bool) -> Sequence[tuple[Root, Tensor | None]]:
+        """Compute the gradients, and add those that need no more than that.
+
+        Args:
+            in_place: add within a product's own kernel, where there is one.
+
+        Returns:
+            The gradients that autograd has to accumulate, with their roots.
+        """
+        raise NotImplementedError
+
+    def pieces(self) -> Sequence["DeferredWork"]:
+        """Return the smallest works that this one consists of."""
+        return (self,)
 
 
-Add = Callable[[Any], bool]
-"""Given work: adds its gradients to ``.grad`` itself, or returns False."""
+class _Call(DeferredWork):
+    """A function that returns one gradient for each root."""
+
+    __slots__ = ("_compute",)
+
+    def __init__(
+        self, roots: Sequence[Root], compute: Callable[[], Sequence[Tensor | None]]
+    ) -> None:
+        super().__init__(roots, ())
+        self._compute = compute
+
+    def run(self, *, in_place: bool) -> Sequence[tuple[Root, Tensor | None]]:
+        return list(zip(self.roots, self._compute(), strict=True))
 
 
 class Progress(Protocol):
@@ -91,24 +110,18 @@ class EachSum(Progress, ABC):
         """Sum what is there."""
 
 
-class _Call(NamedTuple):
-    edges: Sequence[Root]
-    compute: Compute
-    kept: tuple[Tensor, ...] = ()
-
-
-def _never(_: Any) -> bool:
-    """Leave a gradient to autograd."""
-    return False
-
-
 class WeightQueue:
-    """Weight-gradient work of one micro-batch, left by B for W."""
+    """Weight-gradient work of one micro-batch, left by B for W.
+
+    ``with queue:`` makes it the `current_queue` of this thread, for modules that defer
+    work by themselves.
+    """
 
     def __init__(self) -> None:
         watch.look()
-        self._work: list[tuple[Work, Add]] = []
+        self._work: list[DeferredWork] = []
         self._has_failed = False
+        self._tokens: list[Token[WeightQueue | None]] = []
         self.began_s = 0.0
         """`time.perf_counter` when the pass that runs now began, for emulation."""
 
@@ -122,38 +135,35 @@ class WeightQueue:
         """
         storages = {
             storage._cdata: storage.nbytes()
-            for work, _ in self._work
+            for work in self._work
             for tensor in work.kept
             for storage in (part.untyped_storage() for part in _parts(tensor))
         }
         return sum(storages.values())
 
-    def defer(self, roots: Sequence[Root], compute: Compute) -> None:
+    def put(self, work: DeferredWork) -> None:
+        """Keep work for W."""
+        self._work.append(work)
+
+    def defer(
+        self, roots: Sequence[Root], compute: Callable[[], Sequence[Tensor | None]]
+    ) -> None:
         """Keep a call for W.
 
         Args:
             roots: where the gradients go.
             compute: returns one for each root.
         """
-        self._work.append((_Call(roots, compute), _never))
+        self._work.append(_Call(roots, compute))
 
-    def put(self, work: Work, add: Add) -> None:
-        """Keep the work of a product.
+    def run(self, progress: Progress | None = None, *, in_place: bool = False) -> None:
+        """Do all work, hand to autograd what it has to accumulate, and forget it.
 
-        Args:
-            work: for W.
-            add: tried first, with the work.
-        """
-        self._work.append((work, add))
-
-    def run(self, progress: Progress | None = None) -> None:
-        """Make all calls, hand what they return to autograd, and forget them.
-
-        Operands are freed as W proceeds. Small gradients are handed over together: a
-        call of autograd costs up to 0.1 ms with cold caches.
+        Operands are freed as W proceeds.
 
         Args:
-            progress: told between the calls.
+            progress: told between the pieces of work.
+            in_place: see `DeferredWork.run`.
 
         Raises:
             RuntimeError: an earlier run has failed, so that gradients are missing.
@@ -164,84 +174,56 @@ class WeightQueue:
                 "and run a new forward, B and W"
             )
         self._has_failed = True
-        self._run(progress)
-        self._has_failed = False
-
-    def _run(self, progress: Progress | None) -> None:
         self.began_s = time.perf_counter()
         if progress is not None:
-            self._work = [one for pair in self._work for one in _apart(*pair)]
+            self._work = [piece for work in self._work for piece in work.pieces()]
         stop = n_all = len(self._work)
         if progress is not None:
-            progress.begin([work.edges for work, _ in self._work])
+            progress.begin([work.roots for work in self._work])
             stop = progress.done(0)
         self._work.reverse()
         while self._work:
             with NoGrad():
-                ready = self._compute_some(max(0, n_all - stop))
-            if ready:
-                hand_over(ready)
+                ready = self._run_some(max(0, n_all - stop), in_place)
+            hand_over(ready)
             if progress is not None:
                 stop = progress.done(n_all - len(self._work))
+        self._has_failed = False
 
-    def _compute_some(self, left: int) -> list[tuple[Root, Tensor]]:
-        """Make calls until enough is to be handed over, or so many are left."""
+    def _run_some(self, n_left: int, in_place: bool) -> list[tuple[Root, Tensor]]:
+        """Work until there is enough for one call of autograd, or no more is wanted."""
         watch.look()
         ready: list[tuple[Root, Tensor]] = []
         n_bytes = 0
-        while len(self._work) > left and n_bytes < _TOGETHER_BYTES:
-            work, add = self._work.pop()
-            if not add(work):
-                # no variable: a gradient is freed before the next is computed
-                ready += _defined(work.edges, work.compute())
-                n_bytes = sum(gradient.nbytes for _, gradient in ready)
-            del work
+        while len(self._work) > n_left and n_bytes < _TOGETHER_BYTES:
+            # no variables: operands are freed before the next work begins
+            for root, gradient in self._work.pop().run(in_place=in_place):
+                if gradient is not None:
+                    ready.append((root, gradient))
+                    n_bytes += gradient.nbytes
         return ready
 
     def __enter__(self) -> None:
-        """Let modules that run within it and defer by themselves use it.
-
-        A plain global, not a context variable: on a GPU autograd runs, and recomputes
-        checkpointed blocks, in a thread of its own.
-        """
-        _recording.append(self)
+        self._tokens.append(_current.set(self))
         self.began_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        _recording.pop()
+        _current.reset(self._tokens.pop())
 
 
-_recording: list[WeightQueue] = []
-"""The current queue is the last one."""
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that hold its numbers: itself, unless it is sparse."""
-    names = _SPARSE_PARTS.get(tensor.layout)
-    return [tensor] if names is None else [getattr(tensor, name)() for name in names]
-
-
-def _apart(work: Work, add: Add) -> list[tuple[Work, Add]]:
-    """Return several works that were put as one."""
-    apart = getattr(work, "apart", None)
-    return [(work, add)] if apart is None else apart(add)
-
-
-def _defined(
-    roots: Sequence[Root], gradients: tuple[Tensor | None, ...]
-) -> list[tuple[Root, Tensor]]:
-    pairs = zip(roots, gradients, strict=True)
-    return [(root, gradient) for root, gradient in pairs if gradient is not None]
-
-
-def hand_over(ready: list[tuple[Root, Tensor]]) -> None:
-    """Let autograd accumulate the gradients, and forget them."""
-    if ready:
-        roots = [edge_at(*x[:2]) if isinstance(x, tuple) else x for x, _ in ready]
-        torch.autograd.backward(roots, [gradient for _, gradient in ready])
-        ready.clear()
+_current: ContextVar[WeightQueue | None] = ContextVar("weight_queue", default=None)
 
 
 def current_queue() -> WeightQueue | None:
-    """The queue of the pass that runs now, if its weight gradients are deferred."""
-    return _recording[-1] if _recording else None
+    """The queue of the pass that runs now, if its weight gradients are deferred.
+
+    To be asked for in a forward: on a GPU autograd runs B in a thread of its own, which
+    has none.
+    """
+    return _current.get()
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that hold its elements: itself, unless it is sparse."""
+    names = _SPARSE_PARTS.get(tensor.layout)
+    return [tensor] if names is None else [getattr(tensor, name)() for name in names]

@@ -1,84 +1,200 @@
-"""The pieces of compiled regions that B leaves for W.
+"""The share of W of a compiled region: the pieces that its B leaves.
 
-    B    region ── operands of all its pieces    one piece of work
+    B    region ── operands of all its pieces    one work
     W    piece, piece, ...                       each added, its operands freed
 
-So it is where W knows the leaf of every piece, and autograd would only add to it. Else
+So it is where the leaf of every piece is known, and autograd would only add to it. Else
 each piece is work of its own, as the products of a graph are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zbpp.runtime.backward.deferred_product import (
-    DeferredWeightGrad,
+from zbpp.runtime.backward.grads import (
+    GradTarget,
+    Root,
+    WeightGradients,
+    add_gradient,
+    adds_only,
+)
+from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.paths import find_target
+from zbpp.runtime.backward.products import (
+    Edges,
+    ProductWork,
     check_versions,
     versions_of,
 )
-from zbpp.runtime.backward.hooks import watch
-from zbpp.runtime.backward.queue import Add, WeightQueue, Work, hand_over
-from zbpp.runtime.compiled.plan import RegionSite
-from zbpp.runtime.compiled.region import TAKERS, PieceGradients
+from zbpp.runtime.backward.queue import DeferredWork, WeightQueue
+from zbpp.runtime.compiled.region import Region, defer_pieces, reason_for, region_of
 
-__all__ = ["Taking"]
-
-_STRIDED = torch.strided
+__all__ = ["RegionSite", "defer_regions", "plan_region", "stop_deferring"]
 
 
-class Taking:
-    """Within this, compiled regions leave the operands of their pieces to W.
+class _KnownPiece(NamedTuple):
+    """A piece with a leaf that W adds to by itself, ready for every W.
+
+    Args:
+        leaf: the parameter.
+        take: takes the piece's operands from among the region's.
+        frees: places of the operands that no later piece needs.
+        compute, add, dtype: of its `Recipe`.
+    """
+
+    leaf: Tensor
+    take: Callable[[list[Any]], Sequence[Tensor]]
+    frees: Sequence[int]
+    compute: Callable[..., tuple[Tensor, ...]]
+    add: Callable[..., None] | None
+    dtype: torch.dtype
+
+
+class RegionSite(NamedTuple):
+    """The share of W of a region in a graph.
+
+    It does not hold the region's node, which leads to the chunk's input.
+
+    Args:
+        region: what its node runs.
+        edges: of each piece, where its gradients go on; empty: made in B.
+        leaves: the nodes of the leaves that wait.
+        targets: of each piece, where W adds its gradient, if that is known.
+        known: all pieces, if W adds the gradients of all as they are.
+    """
+
+    region: Region
+    edges: Sequence[Edges]
+    leaves: Sequence[Any]
+    targets: Sequence[GradTarget | None]
+    known: Sequence[_KnownPiece]
+
+    def leads_to(self, leaves: Collection[Any]) -> bool:
+        """True if all pieces lead to these nodes at once, with nothing in between."""
+        return all(node in leaves for edges in self.edges for node, _ in edges)
+
+    def in_graph_of(self, node: Any) -> "RegionSite":
+        """The same for a node of another graph of this kind, with the same leaves."""
+        below = node.next_functions
+        edges = [
+            [below[i] for i in numbers] if waiting else ()
+            for waiting, numbers in zip(self.edges, self.region.edges, strict=True)
+        ]
+        return self._replace(edges=edges)
+
+
+def plan_region(
+    node: Any, waiting_leaf: Callable[[Any], Any | None], reasons: dict[int, str]
+) -> RegionSite | None:
+    """Return what a compiled node leaves to W, or None.
+
+    Args:
+        node: of a compiled region, ours or another.
+        waiting_leaf: the node of the leaf that a node leads to, if that can wait.
+        reasons: gets why others cannot.
+    """
+    below = node.next_functions
+    region = region_of(node)
+    why = reason_for(node)
+    if region is None or why:
+        for child, _ in below:
+            variable = getattr(child, "variable", None)
+            if variable is not None:
+                reasons.setdefault(id(variable), why)
+        return None
+    if not watch.is_free(node) and watch.has_hooks(node, before=False):
+        return None
+    edges: list[Edges] = []
+    leaves: list[Any] = []
+    for numbers in region.edges:
+        found = [waiting_leaf(below[i][0]) for i in numbers]
+        waits = None not in found
+        edges.append([below[i] for i in numbers] if waits else ())
+        leaves += found if waits else []
+    if not leaves:
+        return None
+    targets = [find_target(piece) if piece else None for piece in edges]
+    return RegionSite(region, edges, leaves, targets, _known_pieces(region, targets))
+
+
+def _known_pieces(
+    region: Region, targets: Sequence[GradTarget | None]
+) -> list[_KnownPiece]:
+    """Return all pieces, or none if one has no target, or a transposed one."""
+    pieces = []
+    for piece, target, frees in zip(region.pieces, targets, region.frees, strict=True):
+        if target is None or target.is_transposed or target.part is not None:
+            return []
+        take = _taker(piece.operands)
+        pieces.append(_KnownPiece(target.leaf, take, frees, *piece.recipe))
+    return pieces
+
+
+def _taker(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Tensor]]:
+    """Return what takes the things at some places out of a list."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda held: [held[i] for i in places]
+
+
+def defer_regions(sites: Sequence[tuple[Any, RegionSite]], queue: WeightQueue) -> None:
+    """Let compiled regions leave their pieces to W when their nodes run.
 
     Args:
         sites: nodes of the regions, and their shares of W.
         queue: gets the work.
-        is_exact: see `SplitGraph`.
     """
-
-    __slots__ = ("_is_exact", "_queue", "_sites")
-
-    def __init__(
-        self,
-        sites: Sequence[tuple[Any, RegionSite]],
-        queue: WeightQueue,
-        is_exact: bool,
-    ) -> None:
-        self._sites, self._queue, self._is_exact = sites, queue, is_exact
-
-    def __enter__(self) -> None:
-        for node, site in self._sites:
-            TAKERS[node] = partial(_take, site, self._queue, self._is_exact)
-
-    def __exit__(self, *_: object) -> None:
-        for node, _site in self._sites:
-            TAKERS.pop(node, None)
+    for node, site in sites:
+        defer_pieces(node, partial(_defer, site, queue))
 
 
-def _take(
-    site: RegionSite, queue: WeightQueue, is_exact: bool, held: list[Any]
-) -> Sequence[int]:
+def stop_deferring(sites: Sequence[tuple[Any, RegionSite]]) -> None:
+    """Let compiled regions make all gradients again."""
+    for node, _ in sites:
+        defer_pieces(node, None)
+
+
+def _defer(site: RegionSite, queue: WeightQueue, held: list[Any]) -> Sequence[int]:
     """Keep a region's operands for W; return the numbers of pieces that B makes."""
     work = _RegionWork(site, held)
     if site.known:
-        queue.put(work, _EXACTLY if is_exact else _IN_PLACE)
+        queue.put(work)
         return ()
-    add = _alone(is_exact)
-    for number, edges in enumerate(site.edges):
-        if edges:
-            queue.put(work.piece(number), add)
+    for piece in work.pieces():
+        queue.put(piece)
     return [number for number, edges in enumerate(site.edges) if not edges]
 
 
-def _alone(is_exact: bool) -> Add:
-    """Return how a piece is added that is work of its own."""
-    own = DeferredWeightGrad
-    return own.add_exactly if is_exact else own.add_in_place
+class _PieceGradients(WeightGradients):
+    """The gradients of one piece; of its product's gradient B has left what it needs.
+
+    Args:
+        piece: of a region.
+        operands: that B has left; W drops the list.
+    """
+
+    __slots__ = ("_operands", "_piece")
+
+    def __init__(self, piece: Any, operands: list[Tensor]) -> None:
+        self._piece, self._operands = piece, operands
+
+    def of(self, dy: Tensor) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = self._piece.recipe.compute(*self._operands)
+        return gradients
+
+    def add_to(self, total: Tensor, dy: Tensor) -> bool:
+        add = self._piece.recipe.add
+        if add is None:
+            return False
+        add(total, *self._operands)
+        return True
 
 
-class _RegionWork:
+class _RegionWork(DeferredWork):
     """All pieces of one region.
 
     Args:
@@ -86,102 +202,70 @@ class _RegionWork:
         held: operands of the pieces, which the region numbers.
     """
 
-    __slots__ = ("_n_hooks", "_site", "_versions", "kept")
+    __slots__ = ("_n_hooks", "_site", "_versions")
 
     def __init__(self, site: RegionSite, held: list[Any]) -> None:
-        self._site, self.kept = site, held
+        self._site = site
+        self.kept: list[Any] = held
         self._versions = versions_of(held)
         self._n_hooks = watch.n_others
 
     @property
-    def edges(self) -> list[Any]:
-        """The roots that the gradients go to."""
-        return [edge for own in self._site.edges for edge in own]
+    def roots(self) -> list[Root]:  # type: ignore[override]  # rarely asked for
+        """Where the gradients go."""
+        return [edge for edges in self._site.edges for edge in edges]
 
-    def compute(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients.
-
-        Raises:
-            RuntimeError: an operand is no longer what B has left.
-        """
-        check_versions(self.kept, self._versions)
-        found: list[Tensor | None] = []
-        for number in range(len(self._site.targets)):
-            found += self._take(number).compute()
-        return tuple(found)
-
-    def apart(self, add: Add) -> list[tuple[Work, Add]]:
-        """Return the pieces as works of their own.
+    def run(self, *, in_place: bool) -> Sequence[tuple[Root, Tensor | None]]:
+        """Add each piece's gradient, or return those that autograd has to accumulate.
 
         Raises:
-            RuntimeError: an operand is no longer what B has left.
+            RuntimeError: an operand was changed in place after B.
         """
-        check_versions(self.kept, self._versions)
-        alone = _alone(add is _EXACTLY)
-        return [(self.piece(i), alone) for i in range(len(self._site.targets))]
-
-    def add_exactly(self) -> bool:
-        """Add each gradient as autograd would, unless there are hooks by now."""
-        return self._add(is_exact=True)
-
-    def add_in_place(self) -> bool:
-        """Add each within its product's kernel, where there is one."""
-        return self._add(is_exact=False)
-
-    def _add(self, *, is_exact: bool) -> bool:
-        if self._n_hooks != watch.n_others:
-            return False
         held = self.kept
         check_versions(held, self._versions)
-        for number, one in enumerate(self._site.known):
-            leaf, shards, take, frees, compute, add, dtype = one
-            total = leaf.grad
-            if shards is not None:
-                total = shards.own(total)
-            if (
-                total is None
-                or total.dtype is not dtype
-                or total.layout is not _STRIDED
-                or not leaf.requires_grad
+        known = self._site.known if self._n_hooks == watch.n_others else ()
+        left: list[tuple[Root, Tensor | None]] = []
+        for number, frees in enumerate(self._site.region.frees):
+            if not known or not (
+                known[number].leaf.requires_grad
+                and adds_only(known[number].leaf, known[number].dtype)
             ):
-                self._add_alone(number, is_exact)
-            else:
-                given = take(held)
+                piece = self._piece(number)
                 for i in frees:
                     held[i] = None
-                if is_exact or add is None:
-                    total.add_(compute(*given)[0])
-                else:
-                    add(total, *given)
-        return True
+                left += piece.run(in_place=in_place)
+                continue
+            leaf, take, _, compute, add, _ = known[number]
+            operands = take(held)
+            for i in frees:
+                held[i] = None
+            if in_place and add is not None and leaf.grad is not None:
+                add(leaf.grad, *operands)
+            else:
+                add_gradient(leaf, compute(*operands)[0], is_fresh=True)
+        return left
 
-    def _add_alone(self, number: int, is_exact: bool) -> None:
-        work = self._take(number)
-        if not (work.add_exactly() if is_exact else work.add_in_place()):
-            pairs = zip(work.edges, work.compute(), strict=True)
-            hand_over([(root, dw) for root, dw in pairs if dw is not None])
+    def pieces(self) -> Sequence[DeferredWork]:
+        """Return the pieces that wait as works of their own.
 
-    def _take(self, number: int) -> DeferredWeightGrad:
-        """Return the work of a piece, and forget what no later one needs."""
-        work = self.piece(number)
-        for i in self._site.region.frees[number]:
-            self.kept[i] = None
-        return work
+        Raises:
+            RuntimeError: an operand was changed in place after B.
+        """
+        check_versions(self.kept, self._versions)
+        edges = self._site.edges
+        return [self._piece(number) for number in range(len(edges)) if edges[number]]
 
-    def piece(self, number: int) -> DeferredWeightGrad:
+    def _piece(self, number: int) -> ProductWork:
         """Return the work of one piece alone."""
         site = self._site
-        _, places, recipe = site.region.pieces[number]
-        operands = [self.kept[i] for i in places]
-        shards = site.shards[number]
-        gradients = PieceGradients(recipe, operands, shards)
-        known = None if shards else site.targets[number]
-        return DeferredWeightGrad(
-            *(site.edges[number], gradients, operands),
-            *(versions_of(operands), known, self._n_hooks),
-            recipe.dtype,
+        piece = site.region.pieces[number]
+        operands = [self.kept[i] for i in piece.operands]
+        # a hook since B may be of the leaf: ProductWork then looks for it
+        is_as_planned = self._n_hooks == watch.n_others
+        return ProductWork(
+            site.edges[number],
+            _PieceGradients(piece, operands),
+            operands,
+            site.targets[number] if is_as_planned else None,
+            piece.recipe.dtype,
         )
-
-
-_EXACTLY = _RegionWork.add_exactly
-_IN_PLACE = _RegionWork.add_in_place

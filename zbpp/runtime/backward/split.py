@@ -33,14 +33,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.core import RequestError
 from zbpp.runtime.backward.causes import NO_WEIGHT, causes_in_b
 from zbpp.runtime.backward.data_parallel import check_module
 from zbpp.runtime.backward.ends import End, alias_of, end_of, fitting
-from zbpp.runtime.backward.engine import run_b, run_cut_b, run_full
+from zbpp.runtime.backward.engine import run_b, run_full
 from zbpp.runtime.backward.graph import REENTRANT, SplitPlan, node_of, plan_split
 from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.queue import Progress, WeightQueue
-from zbpp.runtime.backward.remembered import PlanMemory
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
 
 __all__ = ["SplitGraph", "run_forward", "split_forward"]
@@ -53,8 +54,7 @@ class SplitGraph:
 
     Args:
         outputs: of the forward; those that need no gradient count for nothing.
-        inputs: tensors whose gradients B returns. B stops there, also at one that is no
-            leaf: its own graph stays for a backward of its own.
+        inputs: leaves whose gradients B returns.
         queue: where B leaves its work for W; some may be in it already.
         is_exact: round each weight gradient before it is added, as autograd does.
             False adds it within the matrix product's own kernel: faster, without a
@@ -62,6 +62,9 @@ class SplitGraph:
             only C++ can see (DistributedDataParallel's) do not fire in W, and a view
             of a weight retains no gradient.
         plans: of the graphs of forwards like this one; they need not be planned again.
+
+    Raises:
+        RequestError: an input that requires a gradient is no leaf.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class SplitGraph:
         queue: WeightQueue | None = None,
         *,
         is_exact: bool = True,
-        plans: PlanMemory | None = None,
+        plans: SplitPlanCache | None = None,
     ) -> None:
         self._ends: list[End] = []
         self._shapes: list[torch.Size | None] = []
@@ -80,15 +83,18 @@ class SplitGraph:
                 self._ends.append(end_of(y))
                 self._shapes.append(None if y.is_nested else y.shape)
         self._inputs: list[Tensor] = []
-        self._is_cut = False
         for x in inputs:
             if x.requires_grad:
+                if not x.is_leaf:
+                    raise RequestError(
+                        "an input of B is no leaf, so its own graph would run in B "
+                        "too; run the forward on x.detach().requires_grad_()"
+                    )
                 self._inputs.append(x)
-                self._is_cut = self._is_cut or not x.is_leaf
         self._queue = WeightQueue() if queue is None else queue
         self._is_exact = is_exact
         self._plans = plans
-        self._found: SplitPlan | None = None
+        self._made_plan: SplitPlan | None = None
         self._n_hooks = 0
         self._is_done = self._deferred = False
         self.outputs: Any = None
@@ -103,9 +109,6 @@ class SplitGraph:
 
         Args:
             parameters: of the function, which a reentrant checkpoint hides.
-
-        Raises:
-            RequestError: B cannot stop at an input that is no leaf, see `plan_split`.
         """
         watch.look()
         inputs = {id(x) for x in self._inputs}
@@ -146,16 +149,16 @@ class SplitGraph:
 
     def _plan(self) -> SplitPlan:
         """Plan once, and again if hooks were registered since."""
-        if self._is_done and self._found is not None:
-            return self._found
+        if self._is_done and self._made_plan is not None:
+            return self._made_plan
         watch.look()
-        if self._found is None or self._n_hooks != watch.n_others:
-            if self._plans is None or self._is_cut:
-                self._found = plan_split(self._ends, self._inputs)
+        if self._made_plan is None or self._n_hooks != watch.n_others:
+            if self._plans is None:
+                self._made_plan = plan_split(self._ends, self._inputs)
             else:
-                self._found = self._plans.plan(self._ends, self._inputs)
+                self._made_plan = self._plans.plan(self._ends, self._inputs)
             self._n_hooks = watch.n_others
-        return self._found
+        return self._made_plan
 
     def backward_input(
         self, gradients: Tensor | Sequence[Tensor | None] | None = None
@@ -182,12 +185,9 @@ class SplitGraph:
         self._is_done = True
         result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
-            run = run_cut_b if self._is_cut else run_b
             with self._queue:
-                result = run(
-                    plan, (ends, given), self._inputs, self._queue, self._is_exact
-                )
-        self._found = SplitPlan([], [], plan.waiting, {}, plan.is_reentrant)
+                result = run_b(plan, (ends, given), self._inputs, self._queue)
+        self._made_plan = SplitPlan([], [], [], plan.waiting, {}, plan.is_reentrant)
         self._ends, self._inputs, self.outputs = [], [], None
         return result
 
@@ -209,7 +209,7 @@ class SplitGraph:
         self._ends, self._inputs, self.outputs = [], [], None
         if self._queue:
             self._deferred = True
-            self._queue.run()
+            self._queue.run(in_place=not self._is_exact)
         return result
 
     def input_gradients(
@@ -238,7 +238,7 @@ class SplitGraph:
         """
         if not self._is_done or self._ends:
             raise RuntimeError("W runs after B")
-        self._queue.run(progress)
+        self._queue.run(progress, in_place=not self._is_exact)
 
 
 def split_forward(

@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from zbpp.runtime.compiled.cut import cut_weights
-from zbpp.runtime.compiled.region import Region, frees_of, run_with
+from zbpp.runtime.compiled.region import Region, last_uses, run_with
 from zbpp.runtime.support.compile_internals import (
     compile_graph,
     compile_with,
-    graph_inputs,
     inductor_options,
     missing,
 )
@@ -78,68 +77,43 @@ class _Compiler:
 
     def __init__(self, inputs: Sequence[Any], finish: Finish | None = None) -> None:
         self._finish = finish or compile_graph
-        self._is_tensor = [isinstance(x, Tensor) for x in inputs]
-        self._weights: dict[int, int] = {}
-        """Of each weight, its place among the graph's inputs, and its own number."""
-        self._dealt: set[int] = set()
-        """Places of parts of DTensors."""
-        self._n_inputs = 0
-        self._is_known = True
-        for number, x in enumerate(inputs):
-            found = graph_inputs(x)
-            self._is_known &= found is not None
-            n, own = found or (1, 0)
+        self._n_inputs = len(inputs)
+        self._n_tensors = sum(isinstance(x, Tensor) for x in inputs)
+        self._edges: dict[int, int] = {}
+        """Of each weight by its place among the inputs, the number of the node's edge:
+        numbers among the inputs have none."""
+        n_before = 0
+        for place, x in enumerate(inputs):
             if isinstance(x, nn.Parameter) and x.requires_grad:
-                place = self._n_inputs + own
-                self._weights[place] = number
-                if n > 1:
-                    self._dealt.add(place)
-            self._n_inputs += n
+                self._edges[place] = n_before
+            n_before += isinstance(x, Tensor)
         self._n_forward = -1
         self.__name__ = "zbpp"
 
     def __call__(
-        self, graph: fx.GraphModule, inputs: Sequence[Any], **about: Any
+        self, graph: fx.GraphModule, inputs: Sequence[Any], **compile_kwargs: Any
     ) -> Any:
         """Compile a finished graph: a forward, or a backward."""
-        if not about.get("is_backward"):
+        if not compile_kwargs.get("is_backward"):
             self._n_forward = len(inputs)
-            return self._finish(graph, inputs, **about)
+            return self._finish(graph, inputs, **compile_kwargs)
         (results,) = next(iter(reversed(graph.graph.nodes))).args
         n_results = len(results)
-        why = self._refusal(n_results)
-        pieces = [] if why else cut_weights(graph.graph, self._weights.keys())
+        why, pieces = "", []
+        if self._n_forward != self._n_inputs or n_results < self._n_inputs:
+            why = "compiled with inputs that share memory, or with DTensors"
+        else:
+            pieces = cut_weights(graph.graph, self._edges.keys())
         if pieces:
             graph.recompile()
         elif not why:
             why = "no product's weight"
-        edges = _numbers(self._is_tensor)
-        own = [tuple(self._weights[i] for i in piece.slots) for piece in pieces]
         region = Region(
             pieces,
-            [tuple(edges[i] for i in numbers) for numbers in own],
-            sum(self._is_tensor),
-            frees_of(pieces),
+            [tuple(self._edges[i] for i in piece.slots) for piece in pieces],
+            self._n_tensors,
+            last_uses(pieces),
             why,
-            own,
-            [i for piece in pieces for i in piece.slots if i in self._dealt],
         )
-        compiled = self._finish(graph, inputs, **about)
+        compiled = self._finish(graph, inputs, **compile_kwargs)
         return run_with(compiled, n_results, region)
-
-    def _refusal(self, n_results: int) -> str:
-        """Say why nothing of the region can wait; empty: something may."""
-        if not self._is_known:
-            return "compiled with tensors made of tensors that are no DTensors"
-        if self._n_forward != self._n_inputs or n_results < self._n_inputs:
-            return "compiled with inputs that share memory"
-        return ""
-
-
-def _numbers(is_tensor: Sequence[bool]) -> list[int]:
-    """Of each input, the tensors before it: its edge, as numbers have none."""
-    numbers, n = [], 0
-    for one in is_tensor:
-        numbers.append(n)
-        n += one
-    return numbers

@@ -1,18 +1,14 @@
 """A compiled region at run time: its backward is B, and says what is left for W.
 
-Autograd runs the region's node. Whoever runs B has registered the node before, with
-what takes the pieces; where nobody has, all pieces are made at once, so that
+Autograd runs the region's node. Whoever runs B has told the node what takes the pieces
+(`defer_pieces`); where nobody has, all pieces are made at once, so that
 ``loss.backward()`` does what it always did.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from zbpp.runtime.compiled.cut import Piece
-from zbpp.runtime.compiled.recipe import Recipe
-from zbpp.runtime.compiled.shards import Shards
 from zbpp.runtime.support.compile_internals import (
     compiled_backward,
     current_node,
@@ -21,24 +17,19 @@ from zbpp.runtime.support.compile_internals import (
 )
 
 __all__ = [
-    "TAKERS",
-    "PieceGradients",
+    "DeferHook",
     "Region",
-    "Take",
-    "frees_of",
+    "defer_pieces",
+    "last_uses",
     "reason_for",
     "region_of",
+    "run_with",
 ]
 
 _STOCK = 'compiled without zbpp: use torch.compile(..., backend="zbpp")'
 
-Take = Callable[[list[Any]], Sequence[int]]
+DeferHook = Callable[[list[Any]], Sequence[int]]
 """Given what all pieces need: keeps it for W, but for the pieces that it returns."""
-
-TAKERS: dict[Any, Take] = {}
-"""The takers of a region's pieces while its B runs, by node.
-
-For all threads: on a GPU autograd has one of its own."""
 
 
 class Region(NamedTuple):
@@ -50,54 +41,13 @@ class Region(NamedTuple):
         n_edges: of the node; another number is another calling convention.
         frees: of each piece, the operands that no later piece needs.
         why: nothing may wait, in the words of a report; empty: something may.
-        inputs: of each piece, the numbers of the region's inputs.
-        dealt: places of gradients that the node hands on as DTensors.
     """
 
     pieces: Sequence[Piece]
     edges: Sequence[tuple[int, ...]]
     n_edges: int
-    frees: Sequence[Sequence[int]] = ()
+    frees: Sequence[Sequence[int]]
     why: str = ""
-    inputs: Sequence[tuple[int, ...]] = ()
-    dealt: Sequence[int] = ()
-
-
-class PieceGradients:
-    """The gradients of one piece, as a product of the graph has its own.
-
-    Args:
-        recipe: of the piece.
-        operands: that B has left; W drops the list.
-        shards: of each gradient, how it is dealt out; empty: none is.
-    """
-
-    __slots__ = ("operands", "recipe", "shards")
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        operands: list[Tensor],
-        shards: Sequence[Shards] = (),
-    ) -> None:
-        self.recipe = recipe
-        self.operands = operands
-        self.shards = shards
-
-    def of(self, _: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients."""
-        found = self.recipe.compute(*self.operands)
-        if not self.shards:
-            return found
-        pairs = zip(found, self.shards, strict=True)
-        return tuple([one.whole(x) for x, one in pairs])
-
-    def add_to(self, total: Tensor, _: Tensor) -> bool:
-        """Add the only gradient within the product's kernel, if there is one."""
-        if self.recipe.add is None:
-            return False
-        self.recipe.add(total, *self.operands)
-        return True
 
 
 def region_of(node: Any) -> Region | None:
@@ -119,7 +69,15 @@ def reason_for(node: Any) -> str:
     return _STOCK if lacking is None else f"compiled by a torch without {lacking}"
 
 
-def frees_of(pieces: Sequence[Piece]) -> list[list[int]]:
+def defer_pieces(node: Any, hook: DeferHook | None) -> None:
+    """Set what takes the pieces of a region when its node runs; None: nothing does.
+
+    It is kept on the node, so that passes that run at once do not meet.
+    """
+    node.zbpp_defer_hook = hook
+
+
+def last_uses(pieces: Sequence[Piece]) -> list[list[int]]:
     """Return the operands that each piece is the last to need."""
     last: dict[int, int] = {}
     for number, piece in enumerate(pieces):
@@ -135,29 +93,23 @@ def run_with(compiled: Callable[..., Any], n_results: int, region: Region) -> An
         n_results: of the backward as it was.
         region: whose pieces were cut off.
     """
-
-    dealt, all_pieces = region.dealt, range(len(region.pieces))
+    all_pieces = range(len(region.pieces))
 
     def backward(args: list[Any]) -> list[Any]:
-        found: list[Any] = list(compiled(args))
-        held = found[n_results:]
-        del found[n_results:]
-        take = TAKERS.get(current_node()) if TAKERS else None
-        left: Sequence[int] = all_pieces
-        if take is not None:
-            for slot in dealt:  # the node makes a DTensor, of something
-                found[slot] = held[0].new_empty(())
-            left = take(held)
-        for number in left:
+        results: list[Any] = list(compiled(args))
+        held = results[n_results:]
+        del results[n_results:]
+        hook: DeferHook | None = getattr(current_node(), "zbpp_defer_hook", None)
+        for number in all_pieces if hook is None else hook(held):
             slots, operands, recipe = region.pieces[number]
             given = [held[i] for i in operands]
-            if take is None:
+            if hook is None:
                 for i in region.frees[number]:
                     held[i] = None
             for slot, gradient in zip(slots, recipe.compute(*given), strict=True):
-                found[slot] = gradient
+                results[slot] = gradient
             del given
-        return found
+        return results
 
     backward._boxed_call = True  # type: ignore[attr-defined]
     backward.zbpp_region = region  # type: ignore[attr-defined]

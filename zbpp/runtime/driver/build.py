@@ -185,7 +185,6 @@ def build_executors(
             n_layers=ranges[-1].stop,
             rules=options.rules,
             own_name=options.own_name,
-            background=transport.background,
             is_reporter=stage == 0,
             inject_fault=inject_fault,
         )

@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zbpp.runtime.backward.accumulate import run_apart
-from zbpp.runtime.backward.engine import add_gradients
+from zbpp.runtime.backward.accumulate import run_isolated
+from zbpp.runtime.backward.grads import add_gradients
 from zbpp.runtime.backward.queue import Progress
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.support.autograd_internals import NoGrad
@@ -196,7 +196,7 @@ class Slot:
         return tuple(None if x is None else x.clone() for x in self._dx)
 
     def _run_b(self) -> None:
-        self._dx, made = run_apart(self._graph, self._dy, self._totals.parameters)
+        self._dx, made = run_isolated(self._graph, self._dy, self._totals.parameters)
         self._made = [p for p, _ in made], [gradient for _, gradient in made]
 
     def backward_weight(self, progress: Progress | None = None) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.graphed.slot import MakePool, Slot, Totals
@@ -172,7 +172,7 @@ class GraphedStage(Stage):
             graphs.identity = identity_of(self.chunks[chunk])
             graphs.n_recorded += 1
             # leaves' nodes know the stream that they were made on: make new ones
-            self._orders[chunk].plans = PlanMemory()
+            self._orders[chunk].plans = SplitPlanCache()
         free = graphs.free.setdefault(kind, [])
         slot = free.pop() if free else None
         if slot is None:

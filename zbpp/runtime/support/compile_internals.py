@@ -9,21 +9,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 __all__ = [
-    "DealtGradient",
     "Inner",
     "compile_errors",
     "compile_graph",
     "compile_with",
     "compiled_backward",
     "current_node",
-    "dealt_gradient",
-    "graph_inputs",
     "inductor_options",
     "is_compiled",
     "missing",
@@ -212,84 +209,3 @@ def _no_node() -> None:
 
 current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", _no_node)
 """Returns the node that autograd runs now in this thread. Seen in torch 2.13."""
-
-_DTENSOR = ["_local_tensor", "device_mesh"]
-"""The parts that compilation takes a DTensor into."""
-
-
-def graph_inputs(value: Any) -> tuple[int, int] | None:
-    """Count what a region's input is in the graph that is compiled.
-
-    A DTensor is its part and its mesh, and sizes and strides that are symbols; what is
-    no tensor of that kind is one.
-
-    Seen in torch 2.13. Where the name is gone, all that look like one tensor are one,
-    and the number of the graph's inputs tells that they are not.
-
-    Returns:
-        The number of inputs, and which one holds the numbers; None: other tensors made
-        of tensors.
-    """
-    if not isinstance(value, Tensor):
-        return 1, 0
-    module = sys.modules.get("torch.utils._python_dispatch")
-    check = getattr(module, "is_traceable_wrapper_subclass", None)
-    if check is None or not check(value):
-        return 1, 0
-    parts: Any = value
-    names, _ = parts.__tensor_flatten__()
-    if names != _DTENSOR or check(parts._local_tensor):
-        return None
-    sizes = (*value.size(), *value.stride())
-    symbols = sum(isinstance(n, torch.SymInt) for n in sizes)
-    return len(names) + symbols, names.index(_DTENSOR[0])
-
-
-class DealtGradient(NamedTuple):
-    """The fate of a DTensor's gradient of which a compiled region has a part.
-
-    Args:
-        placements: of the gradient.
-        meta: the compiler's own description.
-    """
-
-    placements: tuple[Any, ...]
-    meta: Any
-
-    def whole(self, part: Tensor, mesh: Any) -> Tensor:
-        """Return the DTensor of a process's part.
-
-        Args:
-            part: the numbers of this process.
-            mesh: of the parameter.
-        """
-        meta = self.meta
-        parts = dict(zip(_DTENSOR, (part, mesh), strict=True))
-        made: Tensor = meta.original_subclass_type.__tensor_unflatten__(
-            parts, meta.meta, meta.outer_size, meta.outer_stride
-        )
-        return made
-
-
-def dealt_gradient(node: Any, number: int) -> DealtGradient | None:
-    """Return how a compiled region's node wraps the gradient of an input.
-
-    Seen in torch 2.13.
-
-    Args:
-        node: of the region.
-        number: of the input.
-
-    Returns:
-        None: the gradient is no DTensor of a known size, or this torch does not tell.
-    """
-    forward = getattr(type(node), "_forward_cls", None)
-    about = getattr(forward, "maybe_subclass_metadata", None)
-    metas = getattr(about, "grad_input_metas", None) or ()
-    meta: Any = metas[number] if number < len(metas) else None
-    if list(getattr(meta, "attrs", ())) != _DTENSOR:
-        return None
-    sizes = (*meta.outer_size, *meta.outer_stride)
-    if not all(type(n) is int for n in sizes):
-        return None
-    return DealtGradient(tuple(meta.meta[0]), meta)

@@ -11,8 +11,8 @@ from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from zbpp.runtime.backward import remembered
-from zbpp.runtime.backward.remembered import PlanMemory
+from zbpp.runtime.backward import plan_cache
+from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph
 
 
@@ -25,8 +25,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(1)
         return original(*args)
 
-    original = remembered.plan_split
-    monkeypatch.setattr(remembered, "plan_split", plan)
+    original = plan_cache.plan_split
+    monkeypatch.setattr(plan_cache, "plan_split", plan)
     return found
 
 
@@ -95,7 +95,7 @@ def hooked_node(net: Net, x: Tensor) -> Tensor:
     return plain(net, x)
 
 
-def run(net: Net, x: Tensor, plans: PlanMemory | None) -> Tensor | None:
+def run(net: Net, x: Tensor, plans: SplitPlanCache | None) -> Tensor | None:
     x = x.clone().requires_grad_()
     y = net(x)
     if plans is None:
@@ -134,7 +134,7 @@ def test_a_plan_serves_where_all_is_alike(
 ) -> None:
     torch.manual_seed(0)
     net = Net()
-    other, plans = copy.deepcopy(net), PlanMemory()
+    other, plans = copy.deepcopy(net), SplitPlanCache()
     for turn in range(5):
         net.way = other.way = plain if turn < 2 else way
         x = torch.randn(3, 4)
@@ -147,13 +147,14 @@ def test_a_plan_serves_where_all_is_alike(
 def test_leaves_have_to_be_compared() -> None:
     """The negative control: the plan of another graph asks for another's leaves."""
     net = Net()
-    other, plans = copy.deepcopy(net), PlanMemory()
+    other, plans = copy.deepcopy(net), SplitPlanCache()
     x = torch.randn(3, 4)
     for way in (plain, another_norm):
         net.way = other.way = way
         run(net, x, plans)
         run(other, x, None)
-        for _, _, edges, _ in plans._trails[0]._steps:  # as if it had asked for these
+        for step in plans._signatures[0]._steps:  # as if it had asked for these
+            edges = step.fixed
             pairs = zip(net.norm.parameters(), net.other_norm.parameters(), strict=True)
             for one, instead in pairs:
                 mine, theirs = (get_gradient_edge(p).node for p in (one, instead))
@@ -173,11 +174,11 @@ def test_a_function_of_python_s_is_left_to_hooks() -> None:
         def backward(ctx: Any, dy: Tensor) -> Tensor:
             return dy
 
-    net, plans = Net(), PlanMemory()
+    net, plans = Net(), SplitPlanCache()
     run(net, torch.randn(3, 4), plans)
     net.way = lambda net, x: plain(net, Identity.apply(x))  # type: ignore[no-untyped-call]
     run(net, torch.randn(3, 4), plans)
-    assert [trail._returns for trail in plans._trails] == [False, True]
+    assert [one._captures for one in plans._signatures] == [False, True]
 
 
 def leaves_node(leaf: Tensor) -> Any:
@@ -189,7 +190,7 @@ def leaves_node(leaf: Tensor) -> Any:
 @pytest.mark.parametrize("plans", (False, True))
 def test_a_report_keeps_no_node_of_a_leaf_and_a_plan_does(plans: bool) -> None:
     """The look at its hooks has left an empty list on it, which every call visits."""
-    net, memory = Net(), PlanMemory()
+    net, memory = Net(), SplitPlanCache()
     x = torch.randn(2, 4, requires_grad=True)
     graph = SplitGraph([net(x)], [x], plans=memory)
     assert "W" in graph.report().values()
