@@ -12,7 +12,7 @@ from zbpp.memory.model import ModelMemory
 from zbpp.memory.parts import part_of, part_shape, part_share
 from zbpp.planning.replicas import Shard, gathers_in_passes
 from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.support.fsdp_in_place import aligned
+from zbpp.runtime.support.fsdp_buffers import aligned
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
 
