@@ -646,9 +646,6 @@ EXPLAINED: dict[str, str] = {
     ),
     "parallel/buffers.py _Gathering.is_completed: not asked: "
     "`self._work.is_completed()`": "torch does not ask",
-    "optim/stage_optimizer.py StageOptimizer._keep: not asked: `pending.sums.done()`": (
-        "the thread that asks runs on CPUs only"
-    ),
     "support/fsdp.py Unit.wait: without "
     "`torch.accelerator.current_stream().wait_event(event)`": (
         "`finalize_backward` waits for an event behind it"
