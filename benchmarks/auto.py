@@ -96,7 +96,7 @@ class Emulated:
         for mode, planned in plans.items():
             files[mode] = folder / f"{mode}.json"
             write_schedule(planned.schedule, files[mode])
-            write_costs(planned.costs, planned.memory, folder / "costs.json")
+            write_costs(planned.costs, folder / "costs.json")
             verdict = judge(
                 json.loads(schedule_text(planned.schedule)),
                 json.loads((folder / "costs.json").read_text()),

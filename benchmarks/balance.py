@@ -61,7 +61,7 @@ def judged_span(planned: Plan) -> float:
     """Replay a plan by the independent judge."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
-        write_costs(planned.costs, planned.memory, path)
+        write_costs(planned.costs, path)
         costs = json.loads(path.read_text())
     return judge(json.loads(schedule_text(planned.schedule)), costs).span
 

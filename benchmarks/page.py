@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from chromium import Chromium, executable
 
-from zbpp.core import Costs, MemoryModel
+from zbpp.core import Costs
 from zbpp.planning import plan
 from zbpp.simulator import simulate
 from zbpp.simulator.page import PageEntry, write_page
@@ -54,7 +54,6 @@ def main() -> None:
         schedule=schedule,
         simulated=simulate(schedule, costs),
         costs=costs,
-        memory=MemoryModel(),
     )
     jobs = sum(map(len, schedule.orders))
     with tempfile.TemporaryDirectory() as folder:

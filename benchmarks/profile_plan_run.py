@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     PassKind,
     Schedule,
     parse_schedule,
@@ -152,7 +151,7 @@ def _turn(
 ) -> dict[str, float]:
     """Profile, plan, switch to the plan, and run."""
     profile = pipeline.profile(batch, batch, rounds=options.rounds)
-    costs, _ = profile.costs()
+    costs = profile.costs()
     text = None
     if pipeline.rank == 0:
         planned = plan(
@@ -160,7 +159,6 @@ def _turn(
             n_stages=options.stages,
             n_microbatches=pipeline.n_microbatches,
             costs=costs,
-            memory=MemoryModel(),
         )
         text = schedule_text(planned)
     pipeline.switch(parse_schedule(pipeline.gather(text)[0]))

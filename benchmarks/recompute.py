@@ -56,7 +56,7 @@ def judged(planned: LayerPlan) -> float:
     """Span of a plan by the independent judge, which also holds it to its limit."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
-        write_costs(planned.costs, planned.costs.memory, path)
+        write_costs(planned.costs, path)
         costs = json.loads(path.read_text())
     span: float = judge(json.loads(schedule_text(planned.schedule)), costs).span
     assert abs(span - planned.step) < 1e-6 * span, (span, planned.step)

@@ -28,9 +28,9 @@ from itertools import chain
 
 from zbpp.core import (
     Check,
+    ChunkCosts,
     Costs,
     Job,
-    PassTimes,
     RequestError,
     Schedule,
     Slot,
@@ -132,7 +132,7 @@ def _end_to_end(parts: Sequence[_Rows]) -> _Rows:
 
 
 def _timeline(
-    schedule: Schedule, rows: Sequence[Sequence[Slot]], times: PassTimes
+    schedule: Schedule, rows: Sequence[Sequence[Slot]], times: ChunkCosts
 ) -> Timeline:
     """Make a timeline of what a replay has timed: collectives apart from jobs."""
     kept, lanes = off_lane(rows)

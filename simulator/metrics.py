@@ -16,7 +16,7 @@ bubble rate, as no work, and is told apart from idle time.
 from itertools import accumulate, chain
 
 from zbpp.core import (
-    MemoryModel,
+    Costs,
     Step,
     Timeline,
     held_during,
@@ -139,11 +139,11 @@ def overhead(timeline: Timeline) -> float:
 
 
 def memory_over_time(
-    timeline: Timeline, memory: MemoryModel
+    timeline: Timeline, costs: Costs
 ) -> list[list[tuple[float, float]]]:
     """List for each stage when its memory changes, and what it holds from then on.
 
-    Times are those of the timeline, memory is in the unit of the model. What is fixed
+    Times are those of the timeline, memory is in the unit of the costs. What is fixed
     is there from the first start. F takes its memory when it starts; B, W
     and BW leave less, or more, when they end; and inside each is its peak:
 
@@ -154,13 +154,13 @@ def memory_over_time(
              |_______F____________ time
 
     Raises:
-        RequestError: the model does not fit the placement.
+        RequestError: the costs do not fit the placement.
     """
     starts = [row[0].start for row in timeline.rows if row]
     origin = min(starts, default=0.0)
-    fixed = memory.on(timeline.placement).fixed
+    fixed = costs.on(timeline.placement).fixed
     curves = []
-    for stage, jobs in enumerate(memory_by_job(timeline, memory)):
+    for stage, jobs in enumerate(memory_by_job(timeline, costs)):
         before = fixed[stage]
         curve = [(origin, before)] if before else []
         for slot, (during, after) in zip(timeline.rows[stage], jobs, strict=True):
@@ -173,17 +173,15 @@ def memory_over_time(
     return curves
 
 
-def memory_by_job(
-    timeline: Timeline, memory: MemoryModel
-) -> list[list[tuple[float, float]]]:
+def memory_by_job(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
     """List for each job of each stage the most that it holds, and what it leaves.
 
-    In the unit of the model, fixed memory included.
+    In the unit of the costs, fixed memory included.
 
     Raises:
-        RequestError: the model does not fit the placement.
+        RequestError: the costs do not fit the placement.
     """
-    of_chunk = memory.on(timeline.placement)
+    of_chunk = costs.on(timeline.placement)
     stages = []
     for stage, row in enumerate(timeline.rows):
         jobs = [slot.job for slot in row]
@@ -194,16 +192,16 @@ def memory_by_job(
     return stages
 
 
-def peak_memory(timeline: Timeline, memory: MemoryModel) -> list[float]:
+def peak_memory(timeline: Timeline, costs: Costs) -> list[float]:
     """Largest memory that each stage holds, fixed memory and peaks included.
 
-    In the unit of the memory model.
+    In the unit of the costs.
 
     Raises:
-        RequestError: the model does not fit the placement.
+        RequestError: the costs do not fit the placement.
     """
     orders = [[slot.job for slot in row] for row in timeline.rows]
-    return peaks(orders, memory.on(timeline.placement))
+    return peaks(orders, costs.on(timeline.placement))
 
 
 def _stages(timeline: Timeline) -> range:

@@ -3,19 +3,19 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from zbpp.core import MemoryModel, RequestError
+from zbpp.core import Costs, RequestError
 
 __all__ = ["memory_unit", "write_file"]
 
 _BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20}
 
 
-def memory_unit(most: float, models: Iterable[MemoryModel]) -> tuple[str, float]:
+def memory_unit(most: float, costs: Iterable[Costs]) -> tuple[str, float]:
     """Name and size of the unit in which memory is shown; M_B where F leaves 1."""
     for name, size in _BYTES.items():
         if most >= size:
             return name, size
-    return ("M_B" if all(model.m_b == 1.0 for model in models) else ""), 1.0
+    return ("M_B" if all(one.m_b == 1.0 for one in costs) else ""), 1.0
 
 
 def write_file(path: str | Path, content: str | bytes) -> None:

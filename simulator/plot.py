@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbpp.core import MemoryModel, RequestError, Timeline, format_memory
+from zbpp.core import Costs, RequestError, Timeline, format_memory
 from zbpp.simulator.boxes import (
     DARK,
     IDLE,
@@ -57,7 +57,7 @@ def plot(
     timeline: Timeline | Sequence[Timeline],
     target: "str | Path | Axes",
     *,
-    memory: MemoryModel | None = None,
+    costs: Costs | None = None,
     time_unit: str = "",
 ) -> "Figure":
     """Draw a timeline into a file (png, svg, pdf by its suffix) or on axes.
@@ -68,8 +68,8 @@ def plot(
         timeline: simulated or measured; several are drawn below one another on one
             time axis (into a file only).
         target: the file to write, or axes to draw the timeline on.
-        memory: adds the peak to the title and, for one timeline in a file, memory
-            over time below.
+        costs: of the schedule; adds the peak of the memory to the title and, for one
+            timeline in a file, memory over time below.
         time_unit: for the label of the time axis.
 
     Returns:
@@ -83,16 +83,16 @@ def plot(
     timelines = [timeline] if isinstance(timeline, Timeline) else timeline
     drawings = [Drawing(one) for one in timelines]
     if not isinstance(target, str | Path):
-        return _draw_on([target], drawings, memory)
-    with_memory = memory is not None and len(drawings) == 1
+        return _draw_on([target], drawings, costs)
+    with_memory = costs is not None and len(drawings) == 1
     figure, panels = _layout(drawings, with_memory=with_memory)
-    if memory is not None and with_memory:
-        _draw_memory(panels[-1], timelines[0], memory)
+    if costs is not None and with_memory:
+        _draw_memory(panels[-1], timelines[0], costs)
     for axes in panels[:-1]:
         axes.tick_params(axis="x", length=0)
         axes.spines["bottom"].set_visible(False)
     panels[-1].set_xlabel(f"time ({time_unit})" if time_unit else "time")
-    _draw_on(panels[: len(drawings)], drawings, memory)
+    _draw_on(panels[: len(drawings)], drawings, costs)
     write_file(target, figure_bytes(figure, suffix))
     return figure
 
@@ -120,7 +120,7 @@ def _layout(
 
 
 def _draw_on(
-    panels: "Sequence[Axes]", drawings: Sequence[Drawing], memory: MemoryModel | None
+    panels: "Sequence[Axes]", drawings: Sequence[Drawing], costs: Costs | None
 ) -> "Figure":
     from matplotlib.transforms import offset_copy
 
@@ -129,7 +129,7 @@ def _draw_on(
     for axes, drawing in zip(panels, drawings, strict=True):
         _draw_timeline(axes, drawing)
         pad = 24 if axes is panels[0] else 6
-        _write_title(axes, drawing.timeline, memory, pad=pad)
+        _write_title(axes, drawing.timeline, costs, pad=pad)
     panels[0].set_xlim(0, max(step_time(one.timeline) for one in drawings) or 1.0)
     handles = _legend(drawings)
     above = offset_copy(panels[0].transAxes, figure, y=5, units="points")
@@ -292,13 +292,13 @@ def _write_texts(axes: "Axes", drawing: Drawing) -> None:
 
 
 def _write_title(
-    axes: "Axes", timeline: Timeline, memory: MemoryModel | None, *, pad: float
+    axes: "Axes", timeline: Timeline, costs: Costs | None, *, pad: float
 ) -> None:
     name, share = waste(timeline)
     facts = [f"{name} {100 * share:.2f} %"]
-    if memory is not None:
-        peak = max(peak_memory(timeline, memory))
-        unit = " M$_B$" if memory.m_b == 1.0 else ""
+    if costs is not None:
+        peak = max(peak_memory(timeline, costs))
+        unit = " M$_B$" if costs.m_b == 1.0 else ""
         facts.append(f"peak memory {format_memory(float(f'{peak:.4g}'))}{unit}")
     sizes = (
         f"{timeline.placement.n_stages} stages, {timeline.n_microbatches} micro-batches"
@@ -323,7 +323,7 @@ def _legend(drawings: Iterable[Drawing]) -> "list[Patch]":
     ]
 
 
-def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
+def _draw_memory(axes: "Axes", timeline: Timeline, costs: Costs) -> None:
     """Draw memory over time, one curve a stage, above what is there all the time.
 
     GiB |     _      _              a pass may hold more inside than it leaves
@@ -335,10 +335,10 @@ def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
     from matplotlib import colormaps
 
     origin, n_stages = origin_of(timeline), timeline.placement.n_stages
-    most = max(peak_memory(timeline, memory))
-    name, unit = memory_unit(most, [memory])
-    fixed = [amount / unit for amount in memory.on(timeline.placement).fixed]
-    for stage, curve in enumerate(memory_over_time(timeline, memory)):
+    most = max(peak_memory(timeline, costs))
+    name, unit = memory_unit(most, [costs])
+    fixed = [amount / unit for amount in costs.on(timeline.placement).fixed]
+    for stage, curve in enumerate(memory_over_time(timeline, costs)):
         # Of changes at the same time, the last one counts: no zero-width spikes.
         held = {0.0: fixed[stage]}
         held |= {time - origin: amount / unit for time, amount in curve}
@@ -351,8 +351,8 @@ def _draw_memory(axes: "Axes", timeline: Timeline, memory: MemoryModel) -> None:
             axes.axhline(fixed[stage], color=color, linewidth=0.8, linestyle=":")
     if any(fixed):
         axes.axhspan(0, min(fixed), color="#dddddd", linewidth=0, label="fixed")
-    if isinstance(memory.limit, int | float):
-        axes.axhline(memory.limit / unit, color=DARK, linewidth=1, linestyle="--")
+    if isinstance(costs.limit, int | float):
+        axes.axhline(costs.limit / unit, color=DARK, linewidth=1, linestyle="--")
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"memory ({name.replace('M_B', 'M$_B$')})" if name else "memory")
     axes.spines[["top", "right"]].set_visible(False)

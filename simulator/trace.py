@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.core import (
-    MemoryModel,
+    Costs,
     Placement,
     RequestError,
     Slot,
@@ -45,7 +45,7 @@ def write_trace(
     timelines: Timeline | Sequence[Timeline],
     path: str | Path,
     *,
-    memory: MemoryModel | Sequence[MemoryModel | None] | None = None,
+    costs: Costs | Sequence[Costs | None] | None = None,
     microseconds_per_unit: float = _PER_UNIT,
 ) -> None:
     """Write one or more timelines, simulated or measured, into one trace file.
@@ -53,8 +53,8 @@ def write_trace(
     Args:
         timelines: each becomes one process of the trace.
         path: the file to write.
-        memory: adds one counter a stage, in the unit of the model; a sequence has one
-            for each timeline.
+        costs: add a counter of the memory for each stage, in their unit; a sequence
+            has costs, or None, for each timeline.
         microseconds_per_unit: what one unit of the timelines is: 1000 for
             milliseconds, 1e6 for seconds.
 
@@ -62,13 +62,13 @@ def write_trace(
         RequestError: the file cannot be written.
     """
     runs = [timelines] if isinstance(timelines, Timeline) else timelines
-    if memory is None or isinstance(memory, MemoryModel):
-        memory = [memory] * len(runs)
+    if costs is None or isinstance(costs, Costs):
+        costs = [costs] * len(runs)
     lines = [
         json.dumps(event)
-        for run, (timeline, model) in enumerate(zip(runs, memory, strict=True))
+        for run, (timeline, of_run) in enumerate(zip(runs, costs, strict=True))
         for event in trace_events(
-            timeline, run=run, memory=model, microseconds_per_unit=microseconds_per_unit
+            timeline, run=run, costs=of_run, microseconds_per_unit=microseconds_per_unit
         )
     ]
     text = ",\n".join(lines)
@@ -79,7 +79,7 @@ def trace_events(
     timeline: Timeline,
     *,
     run: int = 0,
-    memory: MemoryModel | None = None,
+    costs: Costs | None = None,
     microseconds_per_unit: float = _PER_UNIT,
 ) -> list[Event]:
     """List the events of one timeline; times count from its first start."""
@@ -105,7 +105,7 @@ def trace_events(
         )
     events += _arrows(timeline, run, microseconds)
     origin = origin_of(timeline)
-    for stage, curve in enumerate(memory_over_time(timeline, memory) if memory else []):
+    for stage, curve in enumerate(memory_over_time(timeline, costs) if costs else []):
         events += [
             {
                 "name": f"memory of stage {stage}",

@@ -98,9 +98,9 @@ def test_costs_must_fit_the_placement():
 
 
 def test_a_limit_that_is_kept_stays_with_the_schedule():
-    assert plan("ZBH2", n_stages=4, n_microbatches=8).memory is None
+    assert plan("ZBH2", n_stages=4, n_microbatches=8).costs is None
     schedule = plan("ZBH2", n_stages=4, n_microbatches=8, memory=limited(7))
-    assert schedule.memory == limited(7)
+    assert schedule.costs == Costs(limit=7)
 
 
 def test_a_limit_that_is_broken_says_what_is_needed_and_what_would_fit():
@@ -116,7 +116,7 @@ def test_a_limit_that_is_broken_says_what_is_needed_and_what_would_fit():
     assert not {"FThenB", "VPP"} & set(would_fit)
     for name in would_fit:
         schedule = plan(name, n_stages=4, n_microbatches=8, memory=limited(4))
-        held = peaks(schedule.orders, limited(4).on(schedule.placement))
+        held = peaks(schedule.orders, Costs(limit=4).on(schedule.placement))
         assert max(held) <= 4
 
 
@@ -161,7 +161,7 @@ def test_fthenb_is_named_where_all_its_forwards_fit(n_microbatches, peak_o):
         schedule="FThenB", n_stages=2, n_microbatches=n_microbatches, memory=memory
     )
     schedule = plan("FThenB", n_stages=2, n_microbatches=n_microbatches)
-    held = max(peaks(schedule.orders, memory.on(schedule.placement)))
+    held = max(peaks(schedule.orders, request.chunk_costs.on(schedule.placement)))
     assert ("FThenB" in fitting_modes(request)) == (held <= 3.5)
 
 
@@ -184,7 +184,7 @@ def test_a_limit_that_is_too_low_names_the_smallest_that_works():
         with pytest.raises(RequestError, match=f"limit that works is {smallest:g}$"):
             plan(mode, n_stages=4, n_microbatches=8, memory=limited(1))
         schedule = plan(mode, n_stages=4, n_microbatches=8, memory=limited(smallest))
-        assert schedule.memory == limited(smallest)
+        assert schedule.costs == Costs(limit=smallest)
 
 
 def test_a_placement_that_holds_no_microbatch_names_the_mode_that_does():
@@ -197,7 +197,9 @@ def test_a_placement_that_holds_no_microbatch_names_the_mode_that_does():
         "limit 3; auto would fit: choose one, or raise memory_limit: the smallest "
         "limit that works is 4"
     )
-    assert plan("auto", n_stages=2, n_microbatches=4, memory=memory).memory == memory
+    assert plan(
+        "auto", n_stages=2, n_microbatches=4, memory=memory
+    ).costs == Costs().with_memory(memory)
 
 
 CHUNKED = tuple(mode.name for mode in MODES.values() if mode.chunks is None)
@@ -284,7 +286,7 @@ def test_a_schedule_file_must_agree_with_the_request(tmp_path):
         plan(path, chunks_per_stage=2)
     with pytest.raises(RequestError, match="1F1B with 2 stages and 3 micro-batches ne"):
         plan(path, memory=limited(1))
-    assert plan(path, memory=limited(2)).memory == limited(2)
+    assert plan(path, memory=limited(2)).costs == Costs(limit=2)
 
 
 def test_a_file_that_is_absent_or_wrong_is_refused(tmp_path):

@@ -9,6 +9,7 @@ graph_report                   which passes are CUDA graphs
 
 from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -175,7 +176,7 @@ def prediction(
     Args:
         pipeline: after some steps.
         costs: in ms; None: those of the same steps.
-        memory: in bytes, see `zbpp.memory`; None: none is predicted.
+        memory: in bytes, see `zbpp.memory`; None: that of the costs, if in bytes.
         n: last steps that count; what the script does between them is in their time.
 
     Raises:
@@ -186,13 +187,16 @@ def prediction(
     # stages that share the process: no stage's memory is known
     peak = peak_held(pipeline.device) if len(executors) == 1 else None
     held = pipeline.stages.gather_dict(dict.fromkeys(executors, peak))
+    given = costs is not None
+    costs = costs or measured_costs(pipeline, n, joint=True)
+    if memory is not None:
+        costs = replace(costs.with_memory(memory), memory_unit="bytes")
     return predict(
         pipeline.schedule,
         lines,
-        costs or measured_costs(pipeline, n, joint=True),
-        memory,
+        costs,
         held=[held[stage] for stage in sorted(held)],
-        given=costs is not None,
+        given=given,
         side_by_side=len(executors) == 1,
     )
 

@@ -36,7 +36,6 @@ from zbpp.bench.request import BenchRequest, planned
 from zbpp.bench.turns import _peak, _reset_peak
 from zbpp.cli.bench import _small_llama
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.torch_internals import hooked_passes
 
 CONTENDERS = (
@@ -76,18 +75,10 @@ def _process(
     contender, _, how = name.partition(", ")
     post_validation = None if not how else False
     zbpp.bench.ours.Pipeline = partial(Pipeline, post_validation=post_validation)  # type: ignore[misc]
-    # The profiler does not see the thread that commits a step while a stage waits.
-    BackgroundWork.waiting = lambda self: _Nothing()  # type: ignore[method-assign]
     found = _counted(contender, options) if counted else _resident(contender, options)
     torch.save(found, Path(folder) / str(rank))
     dist.barrier()
     dist.destroy_process_group()
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 def _built(contender: str, options: argparse.Namespace) -> Any:

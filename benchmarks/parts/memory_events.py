@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
-from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
+from zbpp.runtime.optim.rollback import DeferredStep
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.values import as_tensors, with_tensors
@@ -133,17 +133,17 @@ def measure_step(
     for p in parameters:
         p.grad = torch.zeros_like(p)
     optimizer = torch.optim.AdamW(parameters)
-    rollback = RecomputeRollback(optimizer)
+    rollback = DeferredStep(optimizer)
     with profiled() as run:
         with record_function("job state"):
             optimizer.step()
         with record_function("job copies"):
             if deferred:
-                rollback.speculate()
+                rollback.take()
                 rollback.undo()
         with record_function("job O"):
             if deferred:
-                rollback.speculate()
+                rollback.take()
             else:
                 optimizer.step()
     found = within(*events_of(run))

@@ -4,7 +4,6 @@ One process a stage, with its own layers only; the profiler counts from the star
 """
 
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.profiler import record_function
 import zbpp
 from zbpp.runtime.comm.channels import PendingSum
 from zbpp.runtime.optim.patience import Patience
-from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["real_peaks"]
@@ -48,8 +46,6 @@ def _stage(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n_stages)
     # Sums come late, so that every step is speculative, as in a long pipeline.
     PendingSum.done = lambda self: self._work is None  # type: ignore[method-assign]
-    # The profiler does not see the thread that commits a step while a stage waits.
-    BackgroundWork.waiting = lambda self: nullcontext()  # type: ignore[method-assign]
     with profiled() as run:
         _train(one, mode, n_microbatches)
     memory, ranges = events_of(run)

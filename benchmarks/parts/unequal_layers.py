@@ -53,6 +53,6 @@ def least_of_one_chunk(layers: LayerCosts, p: int, m: int, below: float) -> floa
                 yield from ((*own, end - first) for own in cuts(first, n_chunks - 1))
 
     for split in cuts(layers.n_layers, p):
-        bound = lower_bound(placement, m, *layers.on(placement, split))
+        bound = lower_bound(placement, m, layers.on(placement, split))
         least = min(least, max(bound, *loads.by_stage(split)[0]))
     return least

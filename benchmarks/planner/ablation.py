@@ -127,7 +127,9 @@ def spans(chosen: list[Case], effort: str) -> tuple[list[float], list[float], fl
         )
         times = costs.on(ours.placement)
         found.append(longest_span(replay(ours.orders, times, n_microbatches=m)))
-        gaps.append(found[-1] / lower_bound(ours.placement, m, costs, memory) - 1)
+        gaps.append(
+            found[-1] / lower_bound(ours.placement, m, costs.with_memory(memory)) - 1
+        )
     return found, gaps, time.process_time() - start
 
 

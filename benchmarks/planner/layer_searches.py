@@ -136,7 +136,7 @@ def highest_bounds(n_cases: int) -> None:
         costs = Costs(**{name: rows[name] for name in names}, loss=rows["loss"])
         memory = MemoryModel(1.0, rows["m_w"], rows["memory_limit"])
         v = len(case["f"]) // p
-        bounds = lower_bounds(Placement.wave(p, v), m, costs, memory)
+        bounds = lower_bounds(Placement.wave(p, v), m, costs.with_memory(memory))
         counts[v] += 1
         for name, bound in bounds.items():
             others = max(other for key, other in bounds.items() if key != name)

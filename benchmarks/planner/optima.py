@@ -57,7 +57,9 @@ def main() -> None:
         ours = plan("ZBV", n_stages=p, n_microbatches=m, costs=costs, memory=memory)
         rows = replay(ours.orders, costs.on(ours.placement), n_microbatches=m)
         span = longest_span(rows)
-        if span <= lower_bound(ours.placement, m, costs, memory) * (1 + 1e-9):
+        if span <= lower_bound(ours.placement, m, costs.with_memory(memory)) * (
+            1 + 1e-9
+        ):
             closed.append(0.0)
             continue
         found = certify(ours, costs.with_memory(memory), seconds=chosen.seconds)

@@ -70,7 +70,7 @@ def judged(mode: str, p: int, m: int, case: Case, effort: str) -> tuple[float, f
         mode, n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort=effort
     )
     verdict = judge(json.loads(schedule_text(schedule)), case)
-    bound = lower_bound(schedule.placement, m, costs, memory)
+    bound = lower_bound(schedule.placement, m, costs.with_memory(memory))
     return verdict.bubble, 1 - max(verdict.work) / bound
 
 

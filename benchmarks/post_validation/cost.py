@@ -2,17 +2,16 @@
 
     python benchmarks/post_validation/cost.py rollback --rounds 15
 
-compares, on one thread, four ways to step AdamW (fused) and roll it back:
+compares, on one thread, three ways to step AdamW (fused) and roll it back:
 
     deferred   a copy of the parameters, a first step with a temporary copy of the
                state, and a second step to commit
-    snapshot   a copy of parameters and optimizer state, made before the next step
-    at once    the same copy, made in the step and dropped after it
+    snapshot   a copy of parameters and optimizer state, made in the step and dropped
+               after it
     inverse    no copy: the formula solved for the old values, as published
 
 The ways take turns, round after round; every ratio is to the plain step of its round.
-The rest of a valid step (``later``) is done while a stage waits for messages, if
-it has to wait.
+The rest of a valid step (``later``) is done at V.
 The gain of speculative steps in a pipeline is the other half of the question, and has
 its own file, ``post_validation/gain.py``.
 """
@@ -21,9 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,8 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, Rollback
-from zbpp.runtime.optim.rollback.snapshot import Snapshot
+from zbpp.runtime.optim.rollback import DeferredStep, Rollback, SnapshotStep
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 
@@ -89,13 +86,12 @@ class Inverse:
     def __init__(self, optimizer: torch.optim.AdamW) -> None:
         self._optimizer = optimizer
 
-    def speculate(self) -> None:
+    def take(self) -> None:
         """Step."""
         self._optimizer.step()
 
-    def commit(self) -> Iterator[None]:
+    def commit(self) -> None:
         """Nothing."""
-        return iter(())
 
     def forget(self) -> None:
         """Nothing."""
@@ -124,9 +120,8 @@ class Inverse:
 
 
 WAYS: dict[str, Callable[[torch.optim.AdamW], Rollback]] = {
-    "deferred": RecomputeRollback,
-    "snapshot": partial(Snapshot, ahead=True),
-    "at once": Snapshot,
+    "deferred": DeferredStep,
+    "snapshot": SnapshotStep,
     "inverse": Inverse,
 }
 
@@ -136,12 +131,6 @@ def timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return (time.perf_counter() - start) * 1e3
-
-
-def finish(way: Rollback) -> None:
-    """Do the rest of a valid step."""
-    for _ in way.commit():
-        pass
 
 
 def held(optimizer: torch.optim.AdamW) -> list[Tensor]:
@@ -156,7 +145,7 @@ def held(optimizer: torch.optim.AdamW) -> list[Tensor]:
 def share_of_same_bits(optimizer: torch.optim.AdamW, way: Rollback) -> float:
     """Of all numbers, after a step has been rolled back."""
     before = held(optimizer)
-    way.speculate()
+    way.take()
     way.undo()
     after = held(optimizer)
     same = sum(
@@ -190,8 +179,8 @@ def run_once(options: Cost, way: str) -> None:
         if chosen is None:
             optimizer.step()
         else:
-            chosen.speculate()
-            finish(chosen)
+            chosen.take()
+            chosen.commit()
     lines = Path("/proc/self/status").read_text().splitlines()
     print(next(int(x.split()[1]) / 1024 for x in lines if x.startswith("VmHWM:")))
 
@@ -225,11 +214,11 @@ def rollback(options: Cost) -> None:
         rows["copy p"].append((timed(copy) / step, 0.0, 0.0))
         for name, way in ways.items():
             way.forget()  # the other ways have stepped
-            way.speculate()
-            finish(way)
-            early = timed(way.speculate)
-            later = timed(lambda way=way: finish(way))
-            way.speculate()
+            way.take()
+            way.commit()
+            early = timed(way.take)
+            later = timed(way.commit)
+            way.take()
             undo = timed(way.undo)
             rows[name].append((early / step - 1, later / step, undo / step))
     exact = {name: share_of_same_bits(optimizer, way) for name, way in ways.items()}

@@ -24,7 +24,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zbpp.core import Costs, MemoryModel, PassTimes, Schedule
+from zbpp.core import ChunkCosts, Costs, MemoryModel, Schedule
 from zbpp.emulation.run import emulate
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
@@ -165,7 +165,7 @@ def published(_: Gain) -> Table:
     return table
 
 
-def chain(times: PassTimes, ends: Sequence[float]) -> tuple[list[float], list[float]]:
+def chain(times: ChunkCosts, ends: Sequence[float]) -> tuple[list[float], list[float]]:
     """The published protocol: partial sums go down the stages, the whole sum up.
 
     O of a stage waits for the sum over the stages before it; V for the whole sum, which
@@ -221,15 +221,11 @@ def protocol_steps(
 def rollbacks(options: Gain) -> Table:
     """Gain if speculative steps and V's take their real times, simulated.
 
-    The times in plain optimizer steps are those of `cost.py`, on a CPU, for stages that
-    have time enough for a valid step's rest while they wait, or none.
+    The times in plain optimizer steps are those of `cost.py`, on a CPU.
     """
     ways = {
         "free": (1.0, 0.0),
-        "compiled": (1.05, 0.0),
-        "and never waits": (1.05, 1.2),
-        "deferred": (1.6, 0.0),
-        "never waits": (1.6, 1.1),
+        "deferred": (1.7, 1.1),
     }
     plain = options.optimizer_ms / options.job_ms
     table = Table(

@@ -5,9 +5,7 @@
     barrier      every step waits for the norm of all gradients
     free         speculative steps that cannot be rolled back: the least possible
     deferred     with a copy of the parameters, and a second step
-    compiled     the same, with a speculative step of the parameters alone
     snapshot     with a copy of the optimizer state
-    ..., busy    the same, but nothing is done while a stage waits for messages
 
 Two stages, a process each. F, B and W sleep for ``--job_ms`` each, so that they are no
 source of noise; fused AdamW steps ``--parameters`` numbers on each stage with gradients
@@ -21,7 +19,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,20 +35,11 @@ from zbpp.planning import plan
 from zbpp.planning.pipelines import choose_validation
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.patience import Patience
-from zbpp.runtime.optim.rollback.recompute import Rollback
+from zbpp.runtime.optim.rollback import Rollback
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.training.launch import launch
 
-WAYS = (
-    "barrier",
-    "free",
-    "deferred",
-    "deferred, busy",
-    "compiled",
-    "compiled, busy",
-    "snapshot",
-    "snapshot, busy",
-)
+WAYS = ("barrier", "free", "deferred", "snapshot")
 
 
 @dataclass(frozen=True)
@@ -72,11 +60,10 @@ class Free:
     """A speculative step that is never rolled back."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.speculate = optimizer.step
+        self.take = optimizer.step
 
-    def commit(self) -> Iterator[None]:
+    def commit(self) -> None:
         """Nothing."""
-        return iter(())
 
     def undo(self) -> None:
         """Cannot be."""
@@ -117,12 +104,10 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
         clip_grad_norm=1e9,
         post_validation=way != "barrier",
         patience=Patience(failures=11),  # speculative from the first step on
-        rollback=way.split(",")[0] if way not in ("barrier", "free") else "deferred",
+        rollback="snapshot" if way == "snapshot" else "deferred",
     )
     for executor in pipeline._executors.values():
         give_gradients(executor.optimizer)
-        if way.endswith("busy"):
-            executor.transport.background._in_thread = False
         if way == "free":
             use_free(executor.optimizer)
     return pipeline
@@ -146,7 +131,7 @@ def use_free(share: StageOptimizer) -> None:
     """Let the speculative steps be plain ones."""
     (optimizer,) = share.optimizers.all
     free: Rollback = Free(optimizer)
-    share.optimizers.rollback = lambda: free  # type: ignore[method-assign]
+    share.optimizers._rollback = lambda place: free  # type: ignore[method-assign]
 
 
 def worker(options: Steps, mode: str, out: str) -> None:

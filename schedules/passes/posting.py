@@ -22,10 +22,10 @@ from typing import Protocol
 
 from zbpp.core import (
     Check,
+    ChunkCosts,
     Collective,
     Job,
     Message,
-    PassTimes,
     Step,
     TiedGradient,
     passes_in,
@@ -67,7 +67,7 @@ class InTime:
     """
 
     def __init__(
-        self, orders: Orders, times: PassTimes, *, n_microbatches: int, ahead: int
+        self, orders: Orders, times: ChunkCosts, *, n_microbatches: int, ahead: int
     ) -> None:
         self._times = times
         self._ahead = ahead
@@ -104,7 +104,7 @@ class WhenSent:
     """
 
     def __init__(
-        self, orders: Orders, times: PassTimes, *, n_microbatches: int
+        self, orders: Orders, times: ChunkCosts, *, n_microbatches: int
     ) -> None:
         _, ends = _starts_and_ends(orders, times, n_microbatches=n_microbatches)
         self._numbers = _in_order_of_ends(orders, ends, times.placement.n_chunks)
@@ -118,7 +118,7 @@ class WhenSent:
 
 
 def _starts_and_ends(
-    orders: Orders, times: PassTimes, *, n_microbatches: int
+    orders: Orders, times: ChunkCosts, *, n_microbatches: int
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Time every column of every order; what is no pass takes no time."""
     passes = [[job for job in order if passes_in(job)] for order in orders]

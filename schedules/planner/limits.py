@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbpp.core import (
-    ChunkMemory,
+    ChunkCosts,
     Costs,
     LimitError,
     Placement,
@@ -25,7 +25,6 @@ __all__ = [
     "capped",
     "check_limits",
     "check_one_fits",
-    "joined",
     "micro_batch",
     "needs",
 ]
@@ -33,17 +32,17 @@ __all__ = [
 _MARGIN = 1e-9  # relative; as in `Schedule`
 
 
-def micro_batch(held: ChunkMemory, placement: Placement) -> list[float]:
+def micro_batch(held: ChunkCosts, placement: Placement) -> list[float]:
     """Return the memory of one micro-batch on each stage: M_B."""
     return [sum(held.m_b[chunk] for chunk in own) for own in placement.chunks_of]
 
 
-def beyond(held: ChunkMemory, placement: Placement) -> list[float]:
+def beyond(held: ChunkCosts, placement: Placement) -> list[float]:
     """Return what each stage needs beyond M_B to run one micro-batch at a time."""
     return [_beyond(held, own) for own in placement.chunks_of]
 
 
-def _beyond(held: ChunkMemory, chunks: Sequence[int]) -> float:
+def _beyond(held: ChunkCosts, chunks: Sequence[int]) -> float:
     """The largest of what its passes need, less M_B; never below 0."""
     before = most = 0.0
     for c in chunks:
@@ -58,7 +57,7 @@ def _beyond(held: ChunkMemory, chunks: Sequence[int]) -> float:
     return max(0.0, most - before)
 
 
-def needs(held: ChunkMemory, placement: Placement) -> list[float]:
+def needs(held: ChunkCosts, placement: Placement) -> list[float]:
     """Return the smallest limit of each stage: what one micro-batch at a time takes."""
     parts = zip(
         held.fixed,
@@ -92,7 +91,7 @@ def capped(
         memory_cap = min(memory_cap, default_limit)
     if math.isinf(memory_cap):
         return costs
-    held = joined(costs, placement)
+    held = costs.on(placement).joined()
     parts = zip(
         held.limit,
         held.fixed,
@@ -108,15 +107,6 @@ def capped(
     return replace(costs, limit=limits)
 
 
-def joined(costs: Costs, placement: Placement) -> ChunkMemory:
-    """Return the memory of chunks, B as BW on stages that cannot split it.
-
-    Raises:
-        RequestError: the costs do not fit the placement.
-    """
-    return costs.on(placement, costs.on(placement).splits)
-
-
 def check_one_fits(
     name: str, placement: Placement, costs: Costs, n_microbatches: int
 ) -> None:
@@ -126,12 +116,12 @@ def check_one_fits(
         LimitError: it names the smallest limit that works.
         RequestError: the costs do not fit the placement.
     """
-    held = joined(costs, placement)
+    held = costs.on(placement).joined()
     check_limits(name, needs(held, placement), held, n_microbatches)
 
 
 def check_limits(
-    name: str, wanted: Sequence[float], held: ChunkMemory, n_microbatches: int
+    name: str, wanted: Sequence[float], held: ChunkCosts, n_microbatches: int
 ) -> None:
     """Refuse what needs more memory than there is.
 

@@ -25,12 +25,11 @@ from math import lcm
 from typing import Any
 
 from zbpp.core import (
-    ChunkMemory,
+    ChunkCosts,
     Costs,
     Order,
     Pass,
     PassKind,
-    PassTimes,
     RequestError,
     Schedule,
     Slot,
@@ -109,7 +108,7 @@ def certify(
         costs = replace(costs, limit=max(peaks(schedule.orders, chunk_costs)))
         chunk_costs = costs.on(schedule.placement)
     # refused if it exceeds the limit
-    schedule = replace(schedule, memory=costs.memory)
+    schedule = replace(schedule, costs=costs)
     problem = _Problem(schedule, chunk_costs, cp_model.CpModel())
     problem.add_order()
     problem.add_memory(chunk_costs)
@@ -119,7 +118,7 @@ def certify(
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers or 0
     status = solver.solve(problem.model)
-    ours = lower_bound(schedule.placement, schedule.n_microbatches, costs, costs)
+    ours = lower_bound(schedule.placement, schedule.n_microbatches, costs)
     least = math.ceil(solver.best_objective_bound - 1e-6) - problem.n_ticks
     bound = max(ours, -(-least // problem.ticks) / problem.time_scale)
     span = problem.given_span / problem.time_scale
@@ -133,7 +132,7 @@ def certify(
 class _Problem:
     """The model under construction; times and memories as whole numbers."""
 
-    def __init__(self, schedule: Schedule, times: PassTimes, model: Any) -> None:
+    def __init__(self, schedule: Schedule, times: ChunkCosts, model: Any) -> None:
         self.schedule = schedule
         self.model = model
         self._placement = schedule.placement
@@ -197,7 +196,7 @@ class _Problem:
             if later in self._start:  # identical micro-batches: first come first
                 model.add(self._start[later] >= self._end(job))
 
-    def add_memory(self, memory: ChunkMemory) -> None:
+    def add_memory(self, memory: ChunkCosts) -> None:
         """Let B and W give back what F takes, within the stage's limit."""
         memory = memory.above_fixed()
         for stage, chunks in enumerate(self._placement.chunks_of):
@@ -221,7 +220,7 @@ class _Problem:
             )
 
     def _left(
-        self, memory: ChunkMemory, forward: Pass, b: Pass, w: Pass
+        self, memory: ChunkCosts, forward: Pass, b: Pass, w: Pass
     ) -> list[tuple[Any, Fraction]]:
         """Intervals of what F and B leave, and how much that is."""
         m_b, m_w = (
@@ -240,7 +239,7 @@ class _Problem:
         after = self.model.new_interval_var(self._end(b), length, self._end(w), name)
         return [(self._held(forward, b), m_b), (after, m_w)]
 
-    def _inside(self, memory: ChunkMemory, job: Pass) -> list[tuple[Any, Fraction]]:
+    def _inside(self, memory: ChunkCosts, job: Pass) -> list[tuple[Any, Fraction]]:
         """The interval of a pass, and its peak above what is counted otherwise."""
         peak = _exact(memory.peak(job))
         if job.kind is PassKind.F:
@@ -286,11 +285,11 @@ class _Problem:
         return replace(self.schedule, orders=tuple(orders))
 
 
-def _rows(schedule: Schedule, times: PassTimes) -> list[list[Slot]]:
+def _rows(schedule: Schedule, times: ChunkCosts) -> list[list[Slot]]:
     return replay(schedule.orders, times, n_microbatches=schedule.n_microbatches)
 
 
-def _at_least(times: PassTimes, least: float) -> PassTimes:
+def _at_least(times: ChunkCosts, least: float) -> ChunkCosts:
     """The times, with ``least`` for passes that take none."""
     kinds = times.f, times.b, times.w
     f, b, w = (tuple(max(one, least) for one in kind) for kind in kinds)

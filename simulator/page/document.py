@@ -49,7 +49,7 @@ def write_page(
         by_microbatches: for each mode pairs of m and bubble rate, for a chart.
 
     Raises:
-        RequestError: the file cannot be written, or costs or memory of an entry do not
+        RequestError: the file cannot be written, or the costs of an entry do not
             fit its placement.
     """
     panels = [Panel(entry, kind) for entry in entries for kind in entry.timelines]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 
-from zbpp.core import Costs, Job, MemoryModel, Schedule, Timeline
+from zbpp.core import Costs, Job, Schedule, Timeline
 from zbpp.simulator.metrics import bubble_rate, peak_memory, step_time
 from zbpp.simulator.output import memory_unit
 
@@ -22,8 +22,8 @@ class PageEntry:
         simulated: timeline by the simulator.
         measured: timeline of a real run in the same unit of time; its clock may start
             anywhere.
-        costs: of the simulation; its messages' delays are on the critical path.
-        memory: adds memory to the timelines, and peak and limit to the table.
+        costs: of the simulation; their messages' delays are on the critical path, and
+            they add memory to the timelines, and peak and limit to the table.
         step: time of a step among many; None: of the simulated timeline alone.
         step_measured: the same of the run; None: of the measured timeline.
         bubble_measured: bubble rate of the run, 0 to 1; None: of the measured timeline
@@ -40,7 +40,6 @@ class PageEntry:
     simulated: Timeline | None = None
     measured: Timeline | None = None
     costs: Costs | None = None
-    memory: MemoryModel | None = None
     step: float | None = None
     step_measured: float | None = None
     bubble_measured: float | None = None
@@ -89,17 +88,17 @@ class PageEntry:
 
     @cached_property
     def peak(self) -> float | None:
-        """Most memory that a stage holds, in the unit of the model."""
-        if self.memory is None or self.any_timeline is None:
+        """Most memory that a stage holds, in the unit of the costs."""
+        if self.costs is None or self.any_timeline is None:
             return None
-        return max(peak_memory(self.any_timeline, self.memory))
+        return max(peak_memory(self.any_timeline, self.costs))
 
     @property
     def limit(self) -> float | None:
         """Largest memory that a stage may hold; None: any."""
-        if self.memory is None or self.memory.limit is None:
+        if self.costs is None or self.costs.limit is None:
             return None
-        limit = self.memory.limit
+        limit = self.costs.limit
         return float(max(limit)) if isinstance(limit, tuple) else float(limit)
 
     def times_by_kind(self) -> dict[str, tuple[float, float]]:
@@ -136,8 +135,8 @@ class PageEntry:
 def unit_of_memory(entries: Sequence[PageEntry]) -> tuple[str, float]:
     """Name and size of the unit in which the entries' memory is shown."""
     peaks = [entry.peak for entry in entries if entry.peak is not None]
-    models = [entry.memory for entry in entries if entry.memory is not None]
-    return memory_unit(max(peaks, default=0.0), models)
+    costs = [entry.costs for entry in entries if entry.costs is not None]
+    return memory_unit(max(peaks, default=0.0), costs)
 
 
 def _jobs(timeline: Timeline) -> dict[Job, tuple[float, float]]:

@@ -73,7 +73,7 @@ def panels_data(
     """Collect what the scripts read: units, styles, and a timeline a panel.
 
     Raises:
-        RequestError: costs or memory of an entry do not fit its placement.
+        RequestError: the costs of an entry do not fit its placement.
     """
     name, size = unit_of_memory(entries)
     examples = {box.style: box for panel in panels for box in panel.drawing.boxes}
@@ -108,8 +108,8 @@ def _panel_data(panel: Panel, styles: Sequence[Style]) -> dict[str, Any]:
     per_line = Counter((box.lane, box.stage) for box in drawing.boxes)
     costs = entry.costs if panel.kind == "simulated" else None
     path = critical_places(timeline, costs, sent=panel.messages)
-    memory = entry.memory
-    fixed = None if memory is None else list(memory.on(timeline.placement).fixed)
+    costs = entry.costs
+    fixed = None if costs is None else list(costs.on(timeline.placement).fixed)
     return {
         "name": entry.name,
         "group": entry.group,
@@ -136,13 +136,11 @@ def _columns(
     panel: Panel, numbers: Mapping[Place, Sequence[int]], styles: Sequence[Style]
 ) -> str:
     """The columns of a timeline's boxes, as text."""
-    boxes, memory = panel.drawing.boxes, panel.entry.memory
+    boxes, costs = panel.drawing.boxes, panel.entry.costs
     wait, lasts = _times(boxes)
     held = [(0.0, 0.0)] * len(boxes)
     awaits = [0] * len(boxes)
-    for stage, jobs in enumerate(
-        memory_by_job(panel.timeline, memory) if memory else []
-    ):
+    for stage, jobs in enumerate(memory_by_job(panel.timeline, costs) if costs else []):
         for index, amounts in enumerate(jobs):
             for number in numbers[stage, index]:
                 held[number] = amounts

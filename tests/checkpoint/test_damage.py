@@ -129,14 +129,10 @@ def test_none_of_fifty_is_loaded(saved, tmp_path, pipeline, monkeypatch) -> None
         assert name in str(refused.value), (number, way.__name__)
         assert newest(folder) == folder / "step-00000001"
         assert pipeline.n_steps == 0 and not pipeline.optimizers[0].state
-        if number % 10 == 0:
-            pipeline.load(folder)
-            assert pipeline.n_steps == 1
-            state = pipeline.state_dict()["model"]
-            assert all(torch.equal(state[n], sound[n]) for n in sound)
-            pipeline._n_steps = 0
-            for optimizer in pipeline.optimizers:
-                optimizer.state.clear()
+    pipeline.load(folder)
+    assert pipeline.n_steps == 1
+    state = pipeline.state_dict()["model"]
+    assert all(torch.equal(state[n], sound[n]) for n in sound)
     assert not (tmp_path / "bomb-has-gone-off").exists()
 
 
@@ -148,19 +144,6 @@ def test_a_damaged_one_is_logged_when_the_one_before_is_taken(
     pipeline.load(tmp_path / "run")
     (record,) = caplog.records
     assert "passed over" in record.message and name in record.message
-
-
-def test_a_hash_that_is_not_compared_lets_damage_through(
-    saved, tmp_path, pipeline, monkeypatch
-) -> None:
-    """The negative control."""
-    shutil.copytree(saved, tmp_path / "run")
-    bad = tmp_path / "run" / "step-00000002" / "stage-0.safetensors"
-    data = bytearray(bad.read_bytes())
-    data[-1] ^= 1
-    bad.write_bytes(data)
-    monkeypatch.setattr("zbpp.checkpoint.opening.damaged", lambda *_: [])
-    pipeline.load(bad.parent)
 
 
 def test_nothing_there_is_said(tmp_path, pipeline) -> None:

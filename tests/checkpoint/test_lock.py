@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.checkpoint import CheckpointError
-from zbpp.checkpoint.lock import locked
+from zbpp.checkpoint import CheckpointError, locked
 
 
 def test_a_folder_is_held_by_one_run(tmp_path: Path) -> None:

@@ -156,8 +156,10 @@ def test_a_sparse_manifest_is_not_read(loader, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t["chunks"].append(t["chunks"][0]), "each once"),
+        (lambda t: t["chunks"].append(t["chunks"][0]), "not in one chunk"),
         (lambda t: t["chunks"][0].update(sizes=[4, 2]), "the whole of it"),
+        (lambda t: t["chunks"][0].update(file="stage-9.safetensors"), "in no file"),
+        (lambda t: t["chunks"][0].update(key="other"), "does not contain tensor"),
         (lambda t: t.update(shape=[10**9, 10**9]), "the whole of it"),
         (lambda t: t.update(dtype="F16"), "of another kind"),
     ],

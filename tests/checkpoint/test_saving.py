@@ -1,24 +1,34 @@
 """A save in the background is there as a whole, or not at all."""
 
-import errno
 import multiprocessing
 import os
 import random
+import resource
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from pool import PRELOAD, Pool
-from saved_runs import make, run, run_in_processes, save_for_ever
+from saved_runs import (
+    make,
+    make_constant,
+    run,
+    run_in_processes,
+    save_for_ever,
+    step_and_fill,
+)
 from small_model import batch
+from torch import nn
 
+import zbpp
 from zbpp.checkpoint import CheckpointError, newest, read_model
-from zbpp.checkpoint.saving import Saver, Snapshot
 from zbpp.core import RequestError
-
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def names(folder: Path) -> list[str]:
@@ -40,23 +50,21 @@ def test_the_state_of_its_moment_is_saved_while_steps_go_on(
 ) -> None:
     """Writing waits until the parameters have changed twice."""
     pipeline, _ = make("1F1B", 1)
-    gone_on = []
+    have_changed = threading.Event()
+    save_file = safetensors.torch.save_file
 
-    def late(*arguments):
-        while len(gone_on) < 2:
-            time.sleep(0.01)
-        return writes(*arguments)
+    def save_late(*arguments):
+        have_changed.wait()
+        save_file(*arguments)
 
-    from zbpp.checkpoint import storage
-
-    writes = storage.write_tensors
-    monkeypatch.setattr(storage, "write_tensors", late)
+    monkeypatch.setattr(safetensors.torch, "save_file", save_late)
     pipeline.step(*batch(0))
     then = {n: p.detach().clone() for n, p in pipeline.named_parameters()}
     pipeline.save(tmp_path)
     for step in range(1, 3):
         pipeline.step(*batch(step))
-        gone_on.append(step)
+    assert newest(tmp_path) is None
+    have_changed.set()
     pipeline.close()
     saved = read_model(tmp_path)
     assert all(torch.equal(saved[name], then[name]) for name in then)
@@ -64,54 +72,47 @@ def test_the_state_of_its_moment_is_saved_while_steps_go_on(
     assert not all(torch.equal(now[name], then[name]) for name in then)
 
 
-def test_a_full_disk_ends_no_run_and_leaves_the_one_before(
-    tmp_path, monkeypatch, caplog
-) -> None:
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can become longer than 16 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_ends_no_run_and_leaves_the_one_before(tmp_path, caplog) -> None:
     pipeline, _ = make("1F1B", 2)
     pipeline.step(*batch(0))
     pipeline.save(tmp_path, wait=True)
-
-    def fails(file, part):
-        file.write(part[: len(part) // 2])
-        raise FULL
-
-    with monkeypatch.context() as patch:
-        patch.setattr("zbpp.checkpoint.tensor_files._write_all", fails)
+    with full_disk():
         pipeline.step(*batch(1))
         pipeline.save(tmp_path)
         pipeline.step(*batch(2))
-        with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
+        with pytest.raises(CheckpointError, match=r"rank 0: .*File too large"):
             pipeline.finish_saving()
         assert names(tmp_path) == ["step-00000001"]
         pipeline.save(tmp_path)
-        while not pipeline._saver.saving.done():
+        while len(names(tmp_path)) > 1:  # what it has written is removed
             time.sleep(0.01)
     pipeline.save(tmp_path, wait=True)
-    assert "No space left" in caplog.text and "the run goes on" in caplog.text
+    assert "File too large" in caplog.text and "the run goes on" in caplog.text
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
     pipeline.close()
 
 
 def fail_on_rank_1(folder: str) -> tuple[str, list[str]]:
     """The others learn of it, and no half checkpoint stays."""
-    from zbpp.checkpoint import storage
-
     pipeline, _ = make("1F1B", None)
     pipeline.step(*batch(0))
-    writes = storage.write_tensors
-    if pipeline.rank == 1:
-
-        def fails(*_):
-            raise FULL
-
-        storage.write_tensors = fails
     words = ""
     try:
-        pipeline.save(folder, wait=True)
+        with full_disk() if pipeline.rank == 1 else nullcontext():
+            pipeline.save(folder, wait=True)
     except CheckpointError as error:
         words = str(error)
-    finally:
-        storage.write_tensors = writes
     left = names(Path(folder))
     pipeline.step(*batch(1))
     pipeline.close()
@@ -143,38 +144,36 @@ def test_folders_that_differ_are_refused(pool: Pool, tmp_path) -> None:
 
 def test_a_kill_while_one_is_replaced_leaves_it(tmp_path, monkeypatch) -> None:
     """A step is saved again, by a run that began anew; its folder has no name then."""
-    saver = Saver(0, lambda thing: [thing])
-
-    def save(value: float, keep: int = 1) -> str | None:
-        saver.begin(
-            tmp_path, Snapshot(3, {"model/w": torch.tensor(value)}, {}), keep=keep
-        )
-        return saver.finish()
-
-    assert save(1.0) is None
     renames = Path.rename
 
     def dies(path: Path, to: Path) -> Path:
         if path.name.startswith(".partial-"):
-            raise FULL
+            raise OSError("killed")
         return renames(path, to)
 
-    with monkeypatch.context() as patch:
+    def save(value: float) -> None:
+        pipeline = make_constant()
+        step_and_fill(pipeline, value)
+        pipeline.save(tmp_path, wait=True)
+
+    save(1.0)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="killed"):
         patch.setattr(Path, "rename", dies)
-        assert "No space left" in str(save(2.0))
-    assert not (tmp_path / "step-00000003").exists()
-    assert read_model(tmp_path) == {"w": torch.tensor(1.0)}
-    assert save(3.0) is None
-    assert names(tmp_path) == ["step-00000003"]
-    assert read_model(tmp_path) == {"w": torch.tensor(3.0)}
+        save(2.0)
+    assert not (tmp_path / "step-00000001").exists()
+    assert read_model(tmp_path) == {"0.w": torch.tensor([1.0])}
+    save(3.0)
+    assert names(tmp_path) == ["step-00000001"]
+    assert read_model(tmp_path) == {"0.w": torch.tensor([3.0])}
 
 
 def test_the_one_just_saved_stays(tmp_path) -> None:
     """Also where a run went on from an early one, and later ones are still there."""
-    saver = Saver(0, lambda thing: [thing])
-    for step in (3, 4, 2):
-        saver.begin(tmp_path, Snapshot(step, {"model/w": torch.ones(1)}, {}), keep=2)
-        assert saver.finish() is None
+    for n_steps in (3, 4, 2):
+        pipeline = make_constant()
+        for _ in range(n_steps):
+            step_and_fill(pipeline, 1.0)
+        pipeline.save(tmp_path, keep=2, wait=True)
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
 
 
@@ -202,10 +201,12 @@ def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
         assert found.name == f"step-{max(steps):08}", "the newest is damaged"
         (saved,) = read_model(folder).values()
         assert torch.equal(saved, torch.full_like(saved, max(steps)))
-        saver = Saver(0, lambda thing: [thing])
-        saver.begin(folder, Snapshot(1000, {"model/w": saved}, {}), keep=1)
-        assert saver.finish() is None
-        assert names(folder) == ["step-00001000"], "what was left is not cleared"
+        pipeline = make_constant(2_000_000)
+        pipeline.load(folder)
+        step_and_fill(pipeline, 0.0)
+        pipeline.save(folder, keep=1, wait=True)
+        left = [f"step-{max(steps) + 1:08}"]
+        assert names(folder) == left, "what was left is not cleared"
     assert partial >= 5, "no kill came in the middle"
 
 
@@ -215,3 +216,47 @@ def test_saves_of_processes_follow_each_other(pool: Pool, tmp_path) -> None:
     for mode in ("ZBV", "1F1B"):
         pool.run(run_in_processes, 2, mode, str(tmp_path), None)
     assert run("ZBH1", 2, loaded=str(tmp_path))
+
+
+class Counter(nn.Linear):
+    """Keeps a number that is neither a parameter nor a buffer."""
+
+    n_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n_calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"n_calls": self.n_calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.n_calls = state["n_calls"]
+
+
+def count_calls(folder: str) -> list[int]:
+    counts = []
+    for n_steps in (2, 0):
+        layers = [Counter(4, 4), Counter(4, 4)]
+        pipeline = zbpp.Pipeline(
+            layers,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=torch.optim.SGD,
+            schedule="1F1B",
+            n_microbatches=2,
+        )
+        for _ in range(n_steps):
+            pipeline.step(torch.ones(2, 4), torch.ones(2, 4))
+        if n_steps:
+            pipeline.save(folder, wait=True)
+        else:
+            pipeline.load(folder)
+        counts.append(layers[pipeline.rank].n_calls)
+        pipeline.close()
+    return counts
+
+
+@pytest.mark.dist
+def test_extra_states_of_all_stages_are_saved(pool: Pool, tmp_path) -> None:
+    for counted, loaded in pool.run(count_calls, 2, str(tmp_path)):
+        assert counted == loaded >= 4

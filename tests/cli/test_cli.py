@@ -7,7 +7,7 @@ import pytest
 from commands import SIZES, ZBH1, shown
 
 from zbpp.cli.commands import main
-from zbpp.core import Costs, MemoryModel, read_schedule
+from zbpp.core import Costs, read_schedule
 from zbpp.planning import MODES, plan
 from zbpp.schedules import to_torch_csv
 from zbpp.simulator import bubble_rate, makespan, peak_memory, simulate, span
@@ -80,15 +80,13 @@ def test_show_json_has_the_simulators_figures(capsys, costs_file, mode):
         "--costs",
         costs_file,
     )
-    costs, memory = Costs(3, 2, 1, 0.5, 7), MemoryModel(4, 1)
-    timeline = simulate(
-        plan(mode, n_stages=3, n_microbatches=7, costs=costs, memory=memory), costs
-    )
+    costs = Costs(3, 2, 1, 0.5, 7, m_b=4, m_w=1)
+    timeline = simulate(plan(mode, n_stages=3, n_microbatches=7, costs=costs), costs)
     assert (data["mode"], data["n_stages"], data["n_microbatches"]) == (mode, 3, 7)
     assert data["bubble_rate"] == bubble_rate(timeline)
     assert data["span"] == span(timeline)
     assert data["makespan"] == makespan(timeline)
-    assert data["peak_memory"] == peak_memory(timeline, memory)
+    assert data["peak_memory"] == peak_memory(timeline, costs)
     assert data["lower_bound"] <= data["span"]
     assert data["gap"] == pytest.approx(data["span"] / data["lower_bound"] - 1)
 

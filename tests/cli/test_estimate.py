@@ -69,7 +69,7 @@ def test_what_fits_is_named_and_the_files_feed_the_planner(
     assert main(["estimate", *SIZES, *model, *flags, "none"]) == 0
     out = capsys.readouterr().out
     assert "1F1B, FThenB fit 1000 KiB" in out and "1F1B none" not in out
-    _, memory = read_costs("costs.json")
+    memory = read_costs("costs.json")
     assert isinstance(memory.m_b, tuple) and len(memory.m_b) == 2
     assert memory.limit == 150 * 1024
     assert read_layers("layers.json").n_layers == 6

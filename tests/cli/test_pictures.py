@@ -11,7 +11,7 @@ from timeline_page import boxes_in, boxes_of_timeline, page_data, same_boxes
 
 from zbpp.cli.commands import Compare, main
 from zbpp.cli.pictures.several import command_text
-from zbpp.core import Costs, MemoryModel, read_costs
+from zbpp.core import Costs, read_costs
 from zbpp.planning import MODES, plan
 from zbpp.schedules import to_torch_csv
 from zbpp.simulator import (
@@ -38,7 +38,7 @@ def test_compare_json_has_the_simulators_figures(capsys, costs_file):
     assert one["costs"] == costs_file
     rows = {row["mode"]: row for row in one["modes"]}
     assert list(rows) == list(MODES)
-    costs, memory = read_costs(costs_file)
+    costs = read_costs(costs_file)
     steps = {}
     for mode in ("1F1B", "ZBH1", "ZBV"):
         schedule = plan(
@@ -46,7 +46,6 @@ def test_compare_json_has_the_simulators_figures(capsys, costs_file):
             n_stages=2,
             n_microbatches=3,
             costs=costs,
-            memory=memory,
             effort="fast",
         )
         timeline = simulate(schedule, costs)
@@ -115,10 +114,8 @@ def test_a_page_tells_the_command_that_repeats_it(capsys, tmp_path, costs_file):
     data = page_data(text)
     names = [panel["name"] for panel in data["panels"]]
     assert names == list(MODES)
-    costs, memory = read_costs(costs_file)
-    one = plan(
-        "ZBV", n_stages=2, n_microbatches=3, costs=costs, memory=memory, effort="fast"
-    )
+    costs = read_costs(costs_file)
+    one = plan("ZBV", n_stages=2, n_microbatches=3, costs=costs, effort="fast")
     panel = data["panels"][names.index("ZBV")]
     assert same_boxes(boxes_in(data, panel), boxes_of_timeline(simulate(one, costs)))
     command = compared(capsys, "--costs", costs_file, "--out", str(path))["command"]
@@ -133,9 +130,9 @@ def test_a_page_tells_the_command_that_repeats_it(capsys, tmp_path, costs_file):
 def test_measured_runs_stand_beside_the_simulated_ones(capsys, tmp_path, costs_file):
     """Runs whose F takes a quarter longer, in three orders; the controls: other sizes,
     and no costs to compare with."""
-    costs, memory = read_costs(costs_file)
+    costs = read_costs(costs_file)
     slow = replace(costs, f=1.25 * costs.f)
-    known = {"costs": costs, "memory": memory, "effort": "fast"}
+    known = {"costs": costs, "effort": "fast"}
     zbh1 = plan("ZBH1", n_stages=2, n_microbatches=3, **known)
     promised = replace(simulate(zbh1, costs), name="ZBH1, simulated")
     runs = [replace(simulate(zbh1, slow), name="ZBH1, measured")]
@@ -206,7 +203,7 @@ def test_plot_takes_several_schedules(tmp_path, capsys):
     for panel in panels:
         one = simulate(schedule_of(panel["name"]), Costs())
         assert same_boxes(boxes_in(data, panel), boxes_of_timeline(one))
-        assert panel["limit"] is MemoryModel().limit
+        assert panel["limit"] is Costs().limit
     capsys.readouterr()
     assert main(["plot", "1F1B,ZZZ", *SIZES, "--out", str(page)]) == 2
     assert "unknown schedule mode 'ZZZ'" in capsys.readouterr().err

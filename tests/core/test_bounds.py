@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpp.core import Costs, MemoryModel, Placement, RequestError
+from zbpp.core import Costs, Placement, RequestError
 from zbpp.planning import MODES, plan
 from zbpp.schedules import plan_placement
 from zbpp.simulator import lower_bound, lower_bounds, peak_memory, simulate, span
@@ -46,26 +46,26 @@ def cases(draw):
         st.tuples(*[st.floats(0.5, 2.0)] * n_chunks) | st.just((1.0,) * n_chunks)
     )
     share = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0, 2.0]))
-    memory = MemoryModel(held, tuple(share * amount for amount in held))
+    costs = replace(costs, m_b=held, m_w=tuple(share * amount for amount in held))
     if draw(st.booleans()):  # of BW none is given: a schedule here may run it, or B
         inside = st.tuples(*[st.sampled_from([0.0, 0.5, 3.0])] * n_chunks)
-        memory = replace(
-            memory,
+        costs = replace(
+            costs,
             peak_f=tuple(map(add, held, draw(inside))),
             peak_b=tuple(max(0.0, share - 1) * one + draw(time) for one in held),
             m_fixed=draw(inside),
         )
-    peaks = peak_memory(simulate(schedule, costs), memory)
+    peaks = peak_memory(simulate(schedule, costs), costs)
     limit = draw(st.sampled_from([None, max(peaks), tuple(peaks)]))
-    return schedule, costs, replace(memory, limit=limit)
+    return schedule, replace(costs, limit=limit)
 
 
 @given(cases())
 def test_no_schedule_is_shorter_than_a_bound(case):
-    schedule, costs, memory = case
+    schedule, costs = case
     longest = span(simulate(schedule, costs))
     for name, bound in lower_bounds(
-        schedule.placement, schedule.n_microbatches, costs, memory
+        schedule.placement, schedule.n_microbatches, costs
     ).items():
         assert bound <= longest * (1 + 1e-9), name
 
@@ -90,28 +90,27 @@ def planned_case(rng):
     kept = tuple(one * rng.choice((0.0, 0.2, 0.5, 0.9, 1.0)) for one in held)
     least = [sum(held[c] for c in chunks) for chunks in Placement.wave(p, v).chunks_of]
     size = rng.choice((1.0, 1.2, 1.5, 2.0, 3.0, p))
-    memory = MemoryModel(held, kept, tuple(size * one for one in least))
+    limit = tuple(size * one for one in least)
+    costs = replace(costs, m_b=held, m_w=kept, limit=limit)
     schedule = plan_placement(
         placement=Placement.wave(p, v),
         n_microbatches=m,
-        costs=costs.with_memory(memory),
+        costs=costs,
         effort="fast",
     )
-    peaks = peak_memory(simulate(schedule, costs), memory)
-    return schedule, costs, MemoryModel(held, kept, tuple(peaks))
+    peaks = peak_memory(simulate(schedule, costs), costs)
+    return schedule, replace(costs, limit=tuple(peaks))
 
 
 def judge_planned_cases(seed, n_cases):
     rng = random.Random(seed)
     tight = 0
     for _ in range(n_cases):
-        schedule, costs, memory = planned_case(rng)
+        schedule, costs = planned_case(rng)
         other = replace(costs, comm=rng.choice((0.0, 0.5)), w=rng.choice((0.0, 1.0)))
         for times in (costs, other):  # the order is valid for any times
             longest = span(simulate(schedule, times))
-            bounds = lower_bounds(
-                schedule.placement, schedule.n_microbatches, times, memory
-            )
+            bounds = lower_bounds(schedule.placement, schedule.n_microbatches, times)
             for name, bound in bounds.items():
                 assert bound <= longest * (1 + 1e-9), name
             tight += times is costs and max(bounds.values()) >= longest * (1 - 1e-9)
@@ -133,8 +132,15 @@ def optimum_bound(row):
     return lower_bound(
         Placement.wave(row["p"], chunks),
         row["m"],
-        Costs(chunks * c["F"], chunks * c["B"], chunks * c["W"], c["comm"]),
-        MemoryModel(1.0, c["wfrac"], row["mem_limit"]),
+        Costs(
+            chunks * c["F"],
+            chunks * c["B"],
+            chunks * c["W"],
+            c["comm"],
+            m_b=1.0,
+            m_w=c["wfrac"],
+            limit=row["mem_limit"],
+        ),
     )
 
 
@@ -153,7 +159,7 @@ def test_no_proved_optimum_is_below_the_bound_and_most_are_met():
 @pytest.mark.parametrize("m", [8, 16, 24, 64])
 def test_v_schedules_below_p_have_a_constant_idle_time(p, limit, idle, m):
     """The published V-Min and V-Half meet it in part, so they are optimal there."""
-    bound = lower_bound(Placement.wave(p), m, Costs(), MemoryModel(limit=limit))
+    bound = lower_bound(Placement.wave(p), m, Costs(limit=limit))
     assert bound == pytest.approx(3 * m + idle)
 
 
@@ -162,11 +168,11 @@ def test_published_v_schedules_are_proved_optimal():
     for row in rows("peers_public.json"):
         if "v" in row:
             c, m = row["costs"], row["m"]
-            costs = Costs(*(float(c[name]) for name in ("F", "B", "W", "comm")))
-            memory = MemoryModel(1.0, c["wfrac"], row["limit"])
+            times = (float(c[name]) for name in ("F", "B", "W", "comm"))
+            costs = Costs(*times, m_w=c["wfrac"], limit=row["limit"])
             work = m * float(c["F"] + c["B"] + c["W"])
             peer = work / (1 - row["v"]["bubble"])
-            bound = lower_bound(Placement.wave(row["p"]), m, costs, memory)
+            bound = lower_bound(Placement.wave(row["p"]), m, costs)
             assert bound <= peer * (1 + 2e-5)  # the bubble is rounded to five digits
             proved += bound >= peer * (1 - 2e-5)
     assert proved == 45  # of 65
@@ -174,10 +180,10 @@ def test_published_v_schedules_are_proved_optimal():
 
 @given(cases())
 def test_less_memory_never_lowers_a_bound(case):
-    schedule, costs, memory = case
-    sizes = schedule.placement, schedule.n_microbatches, costs
-    free = lower_bounds(*sizes, MemoryModel(memory.m_b, memory.m_w))
-    limited = lower_bounds(*sizes, memory)
+    schedule, costs = case
+    sizes = schedule.placement, schedule.n_microbatches
+    free = lower_bounds(*sizes, replace(costs, limit=None))
+    limited = lower_bounds(*sizes, costs)
     for name, bound in free.items():
         assert limited[name] >= bound * (1 - 1e-9), name
 
@@ -194,105 +200,96 @@ def test_less_memory_never_lowers_a_bound(case):
 def test_some_hand_made_schedules_are_proved_optimal(mode, p, m, costs):
     schedule = plan(mode, n_stages=p, n_microbatches=m)
     timeline = simulate(schedule, costs)
-    limit = max(peak_memory(timeline, MemoryModel()))
-    bound = lower_bound(schedule.placement, m, costs, MemoryModel(limit=limit))
+    limit = max(peak_memory(timeline, Costs()))
+    bound = lower_bound(schedule.placement, m, replace(costs, limit=limit))
     assert bound == pytest.approx(span(timeline))
 
 
 def test_a_bound_that_is_a_little_too_high_would_be_noticed():
     """Control of the two tests above: the margin between true and false is small."""
     timeline = simulate(plan("ZBH1", n_stages=4, n_microbatches=8))
-    bound = lower_bound(Placement.single(4), 8, Costs(), MemoryModel(limit=4))
+    bound = lower_bound(Placement.single(4), 8, Costs(limit=4))
     assert bound == 27 == span(timeline)
-    less = lower_bound(Placement.single(4), 8, Costs(), MemoryModel(limit=3))
+    less = lower_bound(Placement.single(4), 8, Costs(limit=3))
     assert less > span(timeline)
 
 
 @pytest.mark.parametrize(
-    ("proof", "placement", "m", "costs", "memory", "by_hand"),
+    ("proof", "placement", "m", "costs", "by_hand"),
     [
         # m (F + B + W) of the slower stage.
-        ("work", (0, 1), 5, Costs(w=(1, 2)), MemoryModel(), 5 * 4),
+        ("work", (0, 1), 5, Costs(w=(1, 2)), 5 * 4),
         # Down to stage 1 (1 + 1), there 5 (3 + 3), back up (1 + 1), then a W.
-        ("bottleneck", (0, 1), 5, Costs((1, 3), (1, 3), 1, 1), MemoryModel(), 35),
+        ("bottleneck", (0, 1), 5, Costs((1, 3), (1, 3), 1, 1), 35),
         # From F's start to B's start 1 + c + 2 + c; one F fills it: idle 4.
-        ("front and tail", (0, 1), 1, Costs(comm=1), MemoryModel(), 3 + 4),
+        ("front and tail", (0, 1), 1, Costs(comm=1), 3 + 4),
         # Two F's fit: front idle 5 - 2. Tail: 4 until the last B, filled by one B
         # and W, or by two W's: idle 4 - 2.
-        ("front and tail", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 12 + 3 + 2),
+        ("front and tail", (0, 1), 4, Costs(comm=1, limit=2), 12 + 3 + 2),
         # Two W's of 2 each fill all of the 4, so the tail is not idle.
-        ("front and tail", (0, 1), 4, Costs(w=2, comm=1), MemoryModel(limit=2), 16 + 3),
+        ("front and tail", (0, 1), 4, Costs(w=2, comm=1, limit=2), 16 + 3),
         # Two at a time, loop 6: F0 0, F2 6; 2 and 3 through stage 1 (2 + 4 + 2), a W.
-        ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2.5), 6 + 8 + 1),
+        ("cycle", (0, 1), 4, Costs(comm=1, limit=2.5), 6 + 8 + 1),
         # Two leave no room for a pending W: W0, or else F1 and B1, before F2.
-        ("cycle", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 8 + 1),
+        ("cycle", (0, 1), 4, Costs(comm=1, limit=2), 6 + 1 + 8 + 1),
         # The same, but stage 0 is slower: it takes 2 (2 + 2) itself for the last two.
-        (
-            "cycle",
-            (0, 1),
-            4,
-            Costs((2, 0.5), (2, 0.5)),
-            MemoryModel(limit=2),
-            6 + 8 + 1,
-        ),
+        ("cycle", (0, 1), 4, Costs((2, 0.5), (2, 0.5), limit=2), 6 + 8 + 1),
         # A large W is not waited for: F1 (1) or B1 (2) is shorter.
-        ("cycle", (0,), 3, Costs(1, 2, 9), MemoryModel(limit=2), (3 + 2) + 3 + 9),
+        ("cycle", (0,), 3, Costs(1, 2, 9, limit=2), (3 + 2) + 3 + 9),
         # With one at a time it must be: every loop ends with its W.
-        ("cycle", (0, 1), 3, Costs(), MemoryModel(limit=1), 2 * (4 + 1) + 4 + 1),
+        ("cycle", (0, 1), 3, Costs(limit=1), 2 * (4 + 1) + 4 + 1),
         # Each of 4 holds 1 for 6 and 0.5 for 1; the limit is 2.
-        ("area", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 4 * 6.5 / 2),
+        ("area", (0, 1), 4, Costs(comm=1, limit=2), 4 * 6.5 / 2),
         # V: stage 0 holds .5 for the loop of 4 and for the inner one of 1, and W's.
-        ("area", (0, 1, 1, 0), 4, Costs(), MemoryModel(limit=1), 4 * (2 + 0.5 + 0.25)),
+        ("area", (0, 1, 1, 0), 4, Costs(limit=1), 4 * (2 + 0.5 + 0.25)),
         # V, inner stage: B at 4, three F's fit, idle 1. After the last F: own 4 and 2
         # that fit beside it are left, but 4 to go: 24 + 1 - 6 + 4. Down, up, W: 3.
-        ("fill", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 3), 23 + 3),
+        ("fill", (0, 1, 1, 0), 4, Costs(2, 2, 2, m_b=2, m_w=1, limit=3), 23 + 3),
         # Stage 0: only 4 F's until 7, when its second chunk can start: idle 3.
-        ("fill", (0, 1, 2, 3, 3, 2, 1, 0), 4, Costs(2, 2, 2), MemoryModel(), 24 + 3),
+        ("fill", (0, 1, 2, 3, 3, 2, 1, 0), 4, Costs(2, 2, 2), 24 + 3),
         # Inner stage, one at a time: loop 4 and then W, B, W, F. Then 6 and 3.
-        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 2), 3 * 8 + 9),
+        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2, m_b=2, m_w=1, limit=2), 3 * 8 + 9),
         # The same where there is memory for a third chunk: after the loop W or B.
-        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2), MemoryModel(2, 1, 3), 3 * 5 + 9),
+        ("turns", (0, 1, 1, 0), 4, Costs(2, 2, 2, m_b=2, m_w=1, limit=3), 3 * 5 + 9),
         # Inner stage, 4 chunks at a time, no W beside them: loops 8 and 6, W's 2; of
         # these 5 run after the length. Ends 0 + 1 + 2 + 3, way to and from stage 0: 5.
         (
-            *("slots", (0, 1, 1, 0), 6, Costs(2, 2, 2, 1), MemoryModel(2, 1, 4)),
+            "slots",
+            (0, 1, 1, 0),
+            6,
+            Costs(2, 2, 2, 1, m_b=2, m_w=1, limit=4),
             (6 * (8 + 6 + 2) - 5 + 6 + 6) / 4 + 5,
         ),
         # One chunk, a W fits beside two: loop 6, F before the second, B after it, W.
-        ("slots", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2.5), (24 + 2) / 2 + 1),
+        ("slots", (0, 1), 4, Costs(comm=1, limit=2.5), (24 + 2) / 2 + 1),
         # One chunk: as cycle above.
-        ("turns", (0, 1), 4, Costs(comm=1), MemoryModel(limit=2), 6 + 1 + 8 + 1),
+        ("turns", (0, 1), 4, Costs(comm=1, limit=2), 6 + 1 + 8 + 1),
     ],
 )
-def test_bounds_by_hand(proof, placement, m, costs, memory, by_hand):
-    bounds = lower_bounds(Placement(placement), m, costs, memory)
+def test_bounds_by_hand(proof, placement, m, costs, by_hand):
+    bounds = lower_bounds(Placement(placement), m, costs)
     assert bounds[proof] == pytest.approx(by_hand)
 
 
 @pytest.mark.parametrize(
-    ("proof", "placement", "m", "costs", "memory", "by_hand"),
+    ("proof", "placement", "m", "costs", "by_hand"),
     [
         # Down 1 + 2, there 5 (3 + 3), back up 2 + 1, a W; the link to stage 2 is idle.
-        ("bottleneck", (0, 1, 2), 5, Costs((1, 3, 0), (1, 3, 0), 1, (2, 9)), None, 37),
+        ("bottleneck", (0, 1, 2), 5, Costs((1, 3, 0), (1, 3, 0), 1, (2, 9)), 37),
         # The loss is work of the last stage, and on the way of every loop.
-        ("work", (0, 1), 5, Costs(loss=1), None, 5 * 4),
-        ("cycle", (0, 1), 1, Costs(loss=1), None, 2 + 1 + 1 + 1 + 1),
+        ("work", (0, 1), 5, Costs(loss=1), 5 * 4),
+        ("cycle", (0, 1), 1, Costs(loss=1), 2 + 1 + 1 + 1 + 1),
         # Stage 0 sends 2, stage 1 sends 3: 1 + 2 + 1 + 3 + 1 + 1 + 3 + 1 + 2 + 1 + W.
-        ("cycle", (0, 1, 2), 1, Costs(comm=(2, 3)), None, 17),
+        ("cycle", (0, 1, 2), 1, Costs(comm=(2, 3)), 17),
         # B of stage 1 brings its W along: 1 + 1 + 2 on the way, 3 B's and W's after F0.
-        ("cycle", (0, 1), 1, Costs(splits=(True, False)), None, 1 + 1 + 2 + 1 + 1),
-        ("cycle", (0, 1), 1, Costs(splits=(False, False)), None, 1 + 1 + 2 + 2),
+        ("cycle", (0, 1), 1, Costs(splits=(True, False)), 1 + 1 + 2 + 1 + 1),
+        ("cycle", (0, 1), 1, Costs(splits=(False, False)), 1 + 1 + 2 + 2),
         # Two in flight leave room for the next F, as nothing waits for W.
-        (
-            *("cycle", (0, 1), 4, Costs(comm=1, splits=(False, True))),
-            *(MemoryModel(limit=2), 7 + 9),
-        ),
+        ("cycle", (0, 1), 4, Costs(comm=1, splits=(False, True), limit=2), 7 + 9),
     ],
 )
-def test_bounds_of_links_loss_and_splits_by_hand(
-    proof, placement, m, costs, memory, by_hand
-):
-    bounds = lower_bounds(Placement(placement), m, costs, memory)
+def test_bounds_of_links_loss_and_splits_by_hand(proof, placement, m, costs, by_hand):
+    bounds = lower_bounds(Placement(placement), m, costs)
     assert bounds[proof] == pytest.approx(by_hand)
 
 

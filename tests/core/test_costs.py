@@ -5,7 +5,6 @@ import pytest
 from zbpp.core import (
     Check,
     Costs,
-    MemoryModel,
     Pass,
     PassKind,
     Placement,
@@ -52,12 +51,11 @@ def test_the_loss_is_a_part_of_the_last_chunks_forward():
 
 
 def test_a_backward_that_cannot_be_split_is_one_b_of_both_times():
-    times = Costs(b=4.0, w=2.0, splits=(True, False)).on(V)
+    times = Costs(b=4.0, w=2.0, m_b=2.0, m_w=1.0, splits=(True, False)).on(V)
     assert times.b == (2.0, 3.0, 3.0, 2.0) and times.w == (1.0, 0.0, 0.0, 1.0)
     assert [times.of_pass(BW, chunk) for chunk in range(4)] == [3.0] * 4
-    memory = MemoryModel(m_b=2.0, m_w=1.0)
-    assert memory.on(V, times.splits).m_w == (0.5, 0.0, 0.0, 0.5)
-    assert memory.on(V).m_w == (0.5,) * 4  # what a real order keeps
+    assert times.joined().m_w == (0.5, 0.0, 0.0, 0.5)
+    assert times.m_w == (0.5,) * 4  # what a real order keeps
 
 
 def test_wrong_splits_are_refused():
@@ -83,7 +81,7 @@ def test_times_are_finite_and_not_negative(name, value):
 def test_memories_are_finite_and_not_negative(name):
     field = name.removeprefix("memory_")
     with pytest.raises(RequestError, match=f"^{name} is -1"):
-        MemoryModel(**{field: -1.0})
+        Costs(**{field: -1.0})
 
 
 def test_a_list_of_one_entry_a_stage_is_dealt_evenly_to_the_chunks_of_the_stage():
@@ -92,7 +90,7 @@ def test_a_list_of_one_entry_a_stage_is_dealt_evenly_to_the_chunks_of_the_stage(
     assert times.f == (0.5, 1.5, 1.5, 0.5)
     assert times.w == (1.0, 2.0, 3.0, 4.0)
     assert times.optimizer == (5.0, 7.0)
-    held = MemoryModel(m_b=(2.0, 4.0), m_w=1.0, limit=(3.0, 5.0)).on(V)
+    held = Costs(m_b=(2.0, 4.0), m_w=1.0, limit=(3.0, 5.0)).on(V)
     assert (held.m_b, held.m_w) == ((1.0, 2.0, 2.0, 1.0), (0.5,) * 4)
     swapped = Placement((1, 0))  # as many stages as chunks: entries are chunks
     assert Costs(f=(1.0, 3.0)).on(swapped).f == (1.0, 3.0)
@@ -102,18 +100,18 @@ def test_a_list_of_another_length_is_refused_with_both_numbers():
     with pytest.raises(RequestError, match="b has 3 entries for 4 chunks"):
         Costs(b=(1.0, 1.0, 1.0)).on(V)
     with pytest.raises(RequestError, match="m_b has 1 entries for 4 chunks"):
-        MemoryModel(m_b=(1.0,)).on(V)
+        Costs(m_b=(1.0,)).on(V)
     with pytest.raises(RequestError, match="memory_limit has 4 entries for 2 stages"):
-        MemoryModel(limit=(1.0,) * 4).on(V)
-    assert MemoryModel(limit=(1.0, 2.0)).on(V).limit == (1.0, 2.0)
+        Costs(limit=(1.0,) * 4).on(V)
+    assert Costs(limit=(1.0, 2.0)).on(V).limit == (1.0, 2.0)
 
 
 def test_b_may_leave_more_than_f_as_checkpoints_do():
-    held = MemoryModel(m_b=(3.0, 2.0), m_w=3.0).on(Placement.single(2))
+    held = Costs(m_b=(3.0, 2.0), m_w=3.0).on(Placement.single(2))
     assert held.peak_b == (0.0, 1.0)
     assert held.peak_bw == (0.0, 1.0)
 
 
 def test_a_peak_below_what_its_pass_leaves_is_refused():
     with pytest.raises(RequestError, match=r"chunk 1: peak_f 2 is below .* 3; give"):
-        MemoryModel(m_b=3.0, peak_f=(4.0, 2.0)).on(Placement.single(2))
+        Costs(m_b=3.0, peak_f=(4.0, 2.0)).on(Placement.single(2))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from zbpp.core import (
     Check,
     Costs,
-    MemoryModel,
     Pass,
     PassKind,
     Placement,
@@ -95,10 +94,10 @@ def test_schedule_file_has_the_fixed_format(tmp_path):
 
 def test_a_schedule_is_read_with_a_memory_limit():
     text = schedule_text(random_schedule(3))
-    memory = MemoryModel(limit=100.0)
-    assert parse_schedule(text, memory=memory).memory == memory
+    costs = Costs(limit=100.0)
+    assert parse_schedule(text, costs=costs).costs == costs
     with pytest.raises(ScheduleError, match="over the limit"):
-        parse_schedule(text, memory=MemoryModel(limit=0.01))
+        parse_schedule(text, costs=Costs(limit=0.01))
 
 
 def test_errors_begin_with_the_file(tmp_path):
@@ -135,28 +134,26 @@ def test_costs_are_read_back_as_they_were(
 ):
     path = tmp_path_factory.getbasetemp() / "costs.json"
     later = {"splits": splits, "reduction": reduction, "validation": validation}
-    costs = Costs(**times, comm=comm, loss=loss, **later)
-    memory = MemoryModel(m_b=2.0, limit=limit)
-    write_costs(costs, memory, path)
-    assert read_costs(path) == (costs, memory)
+    costs = Costs(**times, comm=comm, loss=loss, **later, m_b=2.0, limit=limit)
+    write_costs(costs, path)
+    assert read_costs(path) == costs
 
 
 def test_keys_left_out_take_their_defaults():
-    assert parse_costs("{}") == (Costs(), MemoryModel())
-    assert parse_costs('{"memory_limit": null}') == (Costs(), MemoryModel())
-    costs, memory = parse_costs('{"f": [1, 2.5], "memory_limit": 8, "m_w": 0.366}')
-    assert costs == Costs(f=(1, 2.5))
-    assert memory == MemoryModel(m_w=0.366, limit=8)
+    assert parse_costs("{}") == Costs()
+    assert parse_costs('{"memory_limit": null}') == Costs()
+    costs = parse_costs('{"f": [1, 2.5], "memory_limit": 8, "m_w": 0.366}')
+    assert costs == Costs(f=(1, 2.5), m_w=0.366, limit=8)
 
 
 def test_keys_that_say_nothing_new_are_left_out(tmp_path):
     """Files stay readable for those who know the first keys only."""
-    write_costs(Costs(), MemoryModel(), tmp_path / "costs.json")
+    write_costs(Costs(), tmp_path / "costs.json")
     keys = json.loads((tmp_path / "costs.json").read_text())
     assert set(keys) == {"f", "b", "w", "comm", "optimizer", "m_b", "m_w"}
-    write_costs(Costs(loss=1, splits=(True,)), MemoryModel(), tmp_path / "costs.json")
+    write_costs(Costs(loss=1, splits=(True,)), tmp_path / "costs.json")
     assert {"loss", "splits"} < set(json.loads((tmp_path / "costs.json").read_text()))
-    write_costs(Costs(reduction=0), MemoryModel(), tmp_path / "costs.json")
+    write_costs(Costs(reduction=0), tmp_path / "costs.json")
     assert "reduction" in json.loads((tmp_path / "costs.json").read_text())
 
 

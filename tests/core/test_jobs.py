@@ -12,7 +12,6 @@ from zbpp.core import (
     CollectiveKind,
     Costs,
     Lane,
-    MemoryModel,
     Pair,
     Pass,
     PassKind,
@@ -54,7 +53,7 @@ def test_a_job_is_read_as_it_is_written(job):
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_job_has_a_time_a_memory_and_a_stage(job):
-    times, memory = Costs().on(TWO), MemoryModel().on(TWO)
+    times, memory = Costs().on(TWO), Costs().on(TWO)
     work = [kind for part in parts_of(job) for kind in kind_of(part).work]
     assert times.of(job) == len(work), "a unit each of F, B and W"
     assert memory.peak(job) >= max(0.0, memory.change(job))

@@ -19,47 +19,47 @@ TWO = Placement.single(2)
 
 
 def test_times_and_what_passes_leave_are_added_up():
-    costs, memory = LAYERS.on(TWO, [1, 3])
+    costs = LAYERS.on(TWO, [1, 3])
     assert (costs.f, costs.b, costs.comm) == ((1.0, 9.0), (1.0, 3.0), (0.1,))
-    assert (memory.m_b, memory.m_w) == ((10.0, 90.0), (5.0, 15.0))
+    assert (costs.m_b, costs.m_w) == ((10.0, 90.0), (5.0, 15.0))
 
 
 def test_collectives_of_the_layers_are_added_up(tmp_path):
     layers = replace(LAYERS, all_gather=(1.0, 2.0, 3.0, 4.0), reduce_scatter=0.5)
-    costs, _ = layers.on(TWO, [1, 3])
+    costs = layers.on(TWO, [1, 3])
     assert (costs.all_gather, costs.reduce_scatter) == ((1.0, 9.0), (0.5, 1.5))
-    assert LAYERS.on(TWO, [1, 3])[0].all_gather == 0.0
+    assert LAYERS.on(TWO, [1, 3]).all_gather == 0.0
     write_layers(layers, tmp_path / "layers.json")
     assert parse_layers((tmp_path / "layers.json").read_text()) == layers
 
 
 def test_every_pass_of_a_chunk_has_an_overhead():
     layers = replace(LAYERS, pass_f=0.5, pass_b=0.25, pass_w=0.125)
-    one, _ = layers.on(TWO, [1, 3])
+    one = layers.on(TWO, [1, 3])
     assert (one.f, one.b, one.w) == ((1.5, 9.5), (1.25, 3.25), (1.125, 3.125))
-    four, _ = layers.on(Placement.wave(2), [1, 1, 1, 1])
+    four = layers.on(Placement.wave(2), [1, 1, 1, 1])
     assert sum(four.f) == sum(one.f) + 2 * 0.5, "two more passes"
-    again, _ = layers.on(TWO, [2, 2], recompute=[1])
+    again = layers.on(TWO, [2, 2], recompute=[1])
     assert again.b == (2.0 + 2.0 + 0.25, 2.25), "one pass, its layer's f once more"
 
 
 def test_peaks_stand_on_what_the_layers_before_have_left():
-    _, memory = LAYERS.on(TWO, [1, 3])
-    assert memory.peak_f == (15.0, 20.0 + 90.0)
+    costs = LAYERS.on(TWO, [1, 3])
+    assert costs.peak_f == (15.0, 20.0 + 90.0)
 
 
 def test_a_recomputed_layer_leaves_little_and_its_b_runs_f_again():
-    costs, memory = LAYERS.on(TWO, [2, 2], recompute=[1])
+    costs = LAYERS.on(TWO, [2, 2], recompute=[1])
     assert (costs.f, costs.b) == ((3.0, 7.0), (2.0 + 2.0, 2.0))
-    assert memory.m_b == (10.0 + 1.0, 70.0)
-    assert memory.peak_b == (21.0, 0.0)  # 22 - 1 of the forward that runs again
+    assert costs.m_b == (10.0 + 1.0, 70.0)
+    assert costs.peak_b == (21.0, 0.0)  # 22 - 1 of the forward that runs again
 
 
 def test_messages_take_a_delay_and_their_bytes():
     layers = LayerCosts(3, message=(100.0, 300.0), bandwidth=(50.0, 200.0), delay=0.5)
-    costs, _ = layers.on(Placement.single(3), [1, 1, 1])
+    costs = layers.on(Placement.single(3), [1, 1, 1])
     assert costs.comm == (2.5, 2.0)
-    assert layers.on(Placement.single(1), [3])[0].comm == 0.0
+    assert layers.on(Placement.single(1), [3]).comm == 0.0
 
 
 @pytest.mark.parametrize("split", ([4], [2, 1], [0, 4]))

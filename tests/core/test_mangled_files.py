@@ -16,7 +16,6 @@ from mangle import mangled_bytes, mangled_text
 import zbpp
 from zbpp.core import (
     Costs,
-    MemoryModel,
     RequestError,
     draw,
     parse_costs,
@@ -55,12 +54,10 @@ def use_csv(text: str) -> None:
 
 
 def use_costs(text: str) -> None:
-    costs, memory = parse_costs(text)
+    costs = parse_costs(text)
     for mode in ("ZB", "ZBV", "1F1B"):
         with suppress(RequestError):
-            plan = zbpp.plan(
-                mode, n_stages=2, n_microbatches=3, costs=costs, memory=memory
-            )
+            plan = zbpp.plan(mode, n_stages=2, n_microbatches=3, costs=costs)
             bubble_rate(simulate(plan, costs))
 
 
@@ -121,12 +118,10 @@ EXTREMES = st.one_of(
 @given(f=EXTREMES, w=EXTREMES, m_b=EXTREMES, m_w=EXTREMES, limit=EXTREMES)
 def test_extreme_costs_are_planned_or_refused(f, w, m_b, m_w, limit):
     with suppress(RequestError):
-        costs, memory = Costs(f=f, w=w), MemoryModel(m_b=m_b, m_w=m_w, limit=limit)
+        costs = Costs(f=f, w=w, m_b=m_b, m_w=m_w, limit=limit)
         for mode in ("ZB", "ZBV"):
             with suppress(RequestError):
-                plan = zbpp.plan(
-                    mode, n_stages=2, n_microbatches=4, costs=costs, memory=memory
-                )
+                plan = zbpp.plan(mode, n_stages=2, n_microbatches=4, costs=costs)
                 bubble_rate(simulate(plan, costs))
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from zbpp.core import (
-    MemoryModel,
+    Costs,
     Pass,
     PassKind,
     Placement,
@@ -16,7 +16,7 @@ from zbpp.core import (
 )
 
 F, B, W, BW = PassKind
-ONE = MemoryModel(m_b=1.0, m_w=0.4).on(Placement.single(1))
+ONE = Costs(m_b=1.0, m_w=0.4).on(Placement.single(1))
 
 
 def order(text: str):
@@ -49,7 +49,7 @@ def test_a_checkpointed_chunk_holds_most_where_b_computes_again():
     held     1  2  6  4  2  6  4  5  3
     inside         *        *     *
     """
-    memory = MemoryModel(m_b=1, m_w=3, peak_b=4).on(Placement.single(1))
+    memory = Costs(m_b=1, m_w=3, peak_b=4).on(Placement.single(1))
     jobs = order("0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2")
     assert held_during(jobs, memory, stage=0) == [1, 2, 6, 4, 2, 6, 4, 5, 3]
     assert memory.change(Pass(B, 0, 0)) == 2  # up, which was an error once
@@ -57,14 +57,14 @@ def test_a_checkpointed_chunk_holds_most_where_b_computes_again():
 
 def test_late_ws_of_checkpointed_chunks_cost_more_than_their_f():
     """Two W's put off hold 6, where two F's in flight hold 2."""
-    memory = MemoryModel(m_b=1, m_w=3).on(Placement.single(1))
+    memory = Costs(m_b=1, m_w=3).on(Placement.single(1))
     assert peaks([order("0F0 0F1 0B0 0B1 0W0 0W1")], memory) == [6]
     assert peaks([order("0F0 0F1 0B0 0W0 0B1 0W1")], memory) == [4]
     assert peaks([order("0F0 0F1 0BW0 0BW1")], memory) == [2 + 2]
 
 
 def test_fixed_memory_and_the_peak_of_an_optimizer_step_count():
-    model = MemoryModel(m_b=1, m_w=0.5, m_fixed=10, peak_w=0.25, peak_o=4)
+    model = Costs(m_b=1, m_w=0.5, m_fixed=10, peak_w=0.25, peak_o=4)
     memory = model.on(Placement.single(1))
     jobs = (*order("0F0 0B0 0W0"), Step(0))
     assert held_during(jobs, memory, stage=0) == [11, 11, 10.75, 14]
@@ -74,7 +74,7 @@ def test_fixed_memory_and_the_peak_of_an_optimizer_step_count():
 def test_a_limit_counts_all_of_it_and_says_bytes():
     rows = ((*order("0F0 0B0 0W0"), Step(0)),)
     gib = 2.0**30
-    model = MemoryModel(gib, 2 * gib, m_fixed=9 * gib, limit=11 * gib)
+    model = Costs(m_b=gib, m_w=2 * gib, m_fixed=9 * gib, limit=11 * gib)
     Schedule("fits", Placement.single(1), 1, rows, model)
     for worse in ({"m_fixed": 10 * gib}, {"peak_b": 2 * gib}, {"peak_o": 3 * gib}):
         with pytest.raises(ScheduleError, match=r"needs memory 12\.0 GiB, over the"):
@@ -83,9 +83,9 @@ def test_a_limit_counts_all_of_it_and_says_bytes():
 
 def test_a_limit_is_kept_to_the_last_digit_but_not_beyond():
     rows = (order("0F0 0B0 0F1 0B1 0W0 0W1"),)
-    Schedule("fits", Placement.single(1), 2, rows, MemoryModel(m_w=0.4, limit=1.4))
+    Schedule("fits", Placement.single(1), 2, rows, Costs(m_w=0.4, limit=1.4))
     with pytest.raises(ScheduleError) as error:
-        Schedule("no", Placement.single(1), 2, rows, MemoryModel(m_w=0.4, limit=1.39))
+        Schedule("no", Placement.single(1), 2, rows, Costs(m_w=0.4, limit=1.39))
     assert "row 0, column 2" in str(error.value)
     assert "0F1 needs memory 1.4, over the limit 1.39 of stage 0" in str(error.value)
 
@@ -96,6 +96,6 @@ def test_each_stage_has_its_own_limit():
         (Pass(F, 1, 0), Pass(BW, 1, 0), Step(1)),
     )
     placement = Placement.single(2)
-    Schedule("fits", placement, 1, rows, MemoryModel(limit=(1.0, 1.0)))
+    Schedule("fits", placement, 1, rows, Costs(limit=(1.0, 1.0)))
     with pytest.raises(ScheduleError, match=r"over the limit 0.5 of stage 1"):
-        Schedule("no", placement, 1, rows, MemoryModel(limit=(1.0, 0.5)))
+        Schedule("no", placement, 1, rows, Costs(limit=(1.0, 0.5)))

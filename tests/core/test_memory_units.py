@@ -7,7 +7,6 @@ import pytest
 from zbpp.core import (
     Costs,
     LayerCosts,
-    MemoryModel,
     RequestError,
     parse_costs,
     parse_layers,
@@ -24,8 +23,8 @@ SMALL = {"m_b": 20000, "m_w": 8000}
 """Bytes of a tiny model, or megabytes of a large one."""
 
 
-def costs(**data: object) -> MemoryModel:
-    return parse_costs(json.dumps(data))[1]
+def costs(**data: object) -> Costs:
+    return parse_costs(json.dumps(data))
 
 
 @pytest.mark.parametrize(
@@ -56,9 +55,9 @@ def test_version_2_is_not_read_by_the_size_of_its_numbers() -> None:
 def test_a_unit_of_time_makes_a_file_of_version_2(tmp_path) -> None:
     path = tmp_path / "costs.json"
     for unit, version in ((None, None), ("ms", 2)):
-        write_costs(Costs(f=2.0, time_unit=unit), MemoryModel(), path)
+        write_costs(Costs(f=2.0, time_unit=unit), path)
         assert json.loads(path.read_text()).get("version") == version
-        assert read_costs(path)[0].time_unit == unit
+        assert read_costs(path).time_unit == unit
         write_layers(LayerCosts(n_layers=2, time_unit=unit), path)
         assert json.loads(path.read_text()).get("version") == version
         assert read_layers(path).time_unit == unit
@@ -90,16 +89,16 @@ def test_a_limit_in_bytes_is_refused_where_the_unit_is_not_known() -> None:
 
 def test_a_number_beyond_any_use_is_taken_for_bytes_and_refused() -> None:
     with pytest.raises(RequestError, match="largest is 1;"):
-        check_unit(MemoryModel(limit=2.0**34))
-    check_unit(MemoryModel(limit=2.0**34, m_b=2.0**18))  # the control: kilobytes
+        check_unit(Costs(limit=2.0**34))
+    check_unit(Costs(limit=2.0**34, m_b=2.0**18))  # the control: kilobytes
 
 
 def test_the_unit_is_written_and_read(tmp_path) -> None:
     told, untold = costs(**SMALL, memory_unit="bytes"), costs(**SMALL)
     for memory in (told, untold):
-        write_costs(parse_costs("{}")[0], memory, tmp_path / "costs.json")
+        write_costs(memory, tmp_path / "costs.json")
         text = (tmp_path / "costs.json").read_text()
-        assert parse_costs(text)[1] == memory
+        assert parse_costs(text) == memory
         assert ("memory_unit" in text) == (memory is told)
     layers = parse_layers(json.dumps({"n_layers": 2, "m_b": "1GiB"}))
     write_layers(layers, tmp_path / "layers.json")

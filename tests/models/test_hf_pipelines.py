@@ -219,5 +219,5 @@ def test_an_example_gives_memory_and_a_split(family, is_made):
     ) as pipeline:
         assert sum(len(layers) for layers in pipeline.split) == 6
         sizes = [p.nbytes for p in model.parameters()]
-        assert sum(pipeline.memory.m_fixed) > 3 * sum(sizes), "weights and AdamW's"
+        assert sum(pipeline.plan.costs.m_fixed) > 3 * sum(sizes), "weights and AdamW's"
         assert pipeline.step(batch).loss > 0

@@ -136,7 +136,7 @@ def test_ties_of_the_span_go_to_the_shorter_step_and_then_to_less_memory():
         schedule = auto(8, 16, placement=placement).schedule
         timeline = simulate(schedule)
         step = steady_step_time(without_checks(schedule))
-        figures[name] = span(timeline), step, max(peak_memory(timeline, FREE))
+        figures[name] = span(timeline), step, max(peak_memory(timeline, Costs()))
     assert list(figures.values()) == [(48, 55, 15), (48, 51.5, 8), (48, 51.5, 11.75)]
     best = auto(8, 16)
     assert best.mode == "ZBV" and best.schedule.placement == Placement.wave(8)
@@ -155,13 +155,13 @@ def test_a_tie_in_time_goes_to_less_memory_as_it_really_is():
     """Peaks of B decide: one by one holds 1 and more inside, both at once hold 2."""
     one_by_one = by_hand("0F0 0B0 0W0 0F1 0B1 0W1")
     at_once = by_hand("0F0 0F1 0BW0 0BW1")
-    for memory, best in (
-        (MemoryModel(), one_by_one),
-        (MemoryModel(peak_b=5, peak_bw=0), at_once),
-        (MemoryModel(m_w=4), one_by_one),
+    for costs, best in (
+        (Costs(), one_by_one),
+        (Costs(peak_b=5, peak_bw=0), at_once),
+        (Costs(m_w=4), one_by_one),
     ):
         first, second = (
-            Plan(one, Costs(), memory, "by hand")
+            Plan(one, costs, "by hand")
             for one in sorted((one_by_one, at_once), key=lambda one: one is not best)
         )
         assert first.span == second.span and first.barrier_step == second.barrier_step
@@ -188,7 +188,9 @@ def test_all_are_planned_where_each_could_win():
     plans = [auto(costs=costs, memory=memory, placement=p) for p in SEARCHES.values()]
     spans = [one.span for one in plans]
     assert len(set(spans)) == 3 and best.span == min(spans)
-    assert best.schedule.name == "auto" and best.schedule.memory == memory
+    assert best.schedule.name == "auto" and best.schedule.costs == costs.with_memory(
+        memory
+    )
 
 
 def chunk_times(heavy: tuple[int, ...]) -> tuple[float, ...]:
@@ -242,7 +244,10 @@ def test_auto_holds_no_more_than_any_mode_of_the_same_times():
     memory = MemoryModel(m_b=1, m_w=1.5, m_fixed=20, peak_b=1, peak_w=0.25)
     assert not list(modes_better_than_auto(4, 8, Costs(), memory))
     best = auto(memory=memory).schedule
-    assert max(peaks(best.orders, memory.on(best.placement))) <= 20 + 2 * 4 + 1
+    assert (
+        max(peaks(best.orders, Costs().with_memory(memory).on(best.placement)))
+        <= 20 + 2 * 4 + 1
+    )
 
 
 def test_lists_say_how_many_chunks_are_meant():

@@ -87,7 +87,7 @@ def test_a_limit_beside_a_plan_has_its_unit(tmp_path, capsys):
     assert main(["show", str(path), "--memory_limit", "4GiB"]) == 0
     assert "within memory 4.00 GiB" in capsys.readouterr().out
     with make_pipeline(path, 3, memory="4GiB") as pipeline:
-        assert pipeline.memory.limit == 2.0**32
+        assert pipeline.plan.costs.limit == 2.0**32
     assert main(["show", str(path), "--memory_limit", "2GiB"]) == 2
     assert "over the limit 2.00 GiB" in capsys.readouterr().err
 

@@ -46,7 +46,7 @@ def test_layers_that_sleep_are_found_and_planned_for(
     )  # fmt: skip
     assert code == 0
     assert "layers / chunk" in capsys.readouterr().out
-    found, _ = read_costs(out)
+    found = read_costs(out)
     assert found.on(Placement.single(2)).f >= (4, 2)
     assert isinstance(found.b, tuple) and found.b >= (3, 6)
     sizes = ["--stages", "2", "--microbatches", "4"]
@@ -67,8 +67,8 @@ def test_the_own_model_is_profiled_in_time_and_memory(
     assert [chunk["stage"] for chunk in data["chunks"]] == [0, 1]
     found = read_layers(layers)
     assert found.n_layers == 6
-    costs, memory = read_costs(out)
-    assert memory.m_b == pytest.approx(
+    costs = read_costs(out)
+    assert costs.m_b == pytest.approx(
         (sum(found.of("m_b")[:3]), sum(found.of("m_b")[3:]))
     )
     for chunk in data["chunks"]:
@@ -94,15 +94,15 @@ def test_a_users_model_is_profiled_by_processes(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "link 0-1: delay" in done.stdout and "3 layers" not in done.stderr
-    costs, memory = read_costs("c.json")
+    costs = read_costs("c.json")
     assert isinstance(costs.comm, tuple) and costs.comm[0] > 0
-    assert isinstance(memory.m_fixed, tuple) and memory.m_fixed[0] > 4 * 2 * 72
+    assert isinstance(costs.m_fixed, tuple) and costs.m_fixed[0] > 4 * 2 * 72
     found = read_layers("l.json")
     assert found.parameters == (288.0, 288.0, 108.0)
     if replicas:
         both, whole = found.of("m_fixed")[0], 2 * 288.0
         own = (both - whole / 2) / 2 + whole  # what is in parts, and two that are whole
-        assert memory.m_fixed[0] == pytest.approx(2 * own)
+        assert costs.m_fixed[0] == pytest.approx(2 * own)
         assert min(costs.all_gather) > 0 and min(costs.reduce_scatter) > 0
 
 

@@ -38,7 +38,7 @@ def emulated(mode: str) -> dict[str, Any]:
     profile = pipeline.profile(batch, batch, rounds=5)
     pipeline.step(batch, batch)
     pipeline.close()
-    return profile.as_dict() | {"costs": profile.costs()[0]}
+    return profile.as_dict() | {"costs": profile.costs()}
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_rehearsal_leaves_no_trace_and_fixes_no_shape(pool: Any) -> None:
     assert first[2] and first[1] == other[1], "the same step after either profile"
     profile = first[0]
     assert min(profile.layers.pass_f, profile.layers.pass_b) > 0
-    costs, _ = profile.costs()
+    costs = profile.costs()
     for name in ("f", "b", "w"):
         pairs = zip(getattr(costs, name), profile.chunks, strict=True)
         for chunk, (found, one) in enumerate(pairs):
@@ -180,7 +180,7 @@ def test_a_heavy_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_layers_of_a_chunk_add_up_to_it() -> None:
     profile = profiled(schedule="ZBH1")
-    costs, _ = profile.costs()
+    costs = profile.costs()
     for chunk, name in ((0, "f"), (1, "b"), (1, "w")):
         (found,) = {getattr(costs, name)[chunk]}
         assert found == pytest.approx(profile.chunks[chunk].times[name.upper()].mean)
@@ -192,7 +192,7 @@ def test_the_layers_of_a_chunk_add_up_to_it() -> None:
 
 
 def test_other_splits_and_placements_follow(profile: Profile) -> None:
-    costs, _ = profile.costs(Placement.single(2), [1, 3])
+    costs = profile.costs(Placement.single(2), [1, 3])
     f, more = profile.layers.of("f"), profile.layers.pass_f
     assert more > 0, "to cut a graph takes some time"
     assert costs.f == pytest.approx((f[0] + more, sum(f[1:]) + more))
@@ -253,7 +253,7 @@ def test_a_stage_whose_w_has_nothing_to_do_is_named() -> None:
         )  # fmt: skip
         x = torch.randn(8, 4)
         profile = pipeline.profile(x, x, rounds=1)
-        found = profile.costs()[0].splits
+        found = profile.costs().splits
         assert found == (None if all(profile.splits) else profile.splits)
         return profile.splits
 

@@ -63,7 +63,7 @@ def test_gathers_and_sums_are_measured(pool: Pool, late: str) -> None:
         slow, other = (gathers, sums) if "gather" in late else (sums, gathers)
         assert all(one >= LATE_MS for one in slow)
         assert all(other)
-        costs, _ = parts.costs(Placement.single(2), (3, 5))
+        costs = parts.costs(Placement.single(2), (3, 5))
         assert costs.all_gather == pytest.approx((sum(gathers[:3]), sum(gathers[3:])))
         told = replace(parts.layers, parameters=1e3, replica_bandwidth=1e3)
         assert all(with_replicas(told, 4, "optimizer").of("all_gather"))

@@ -9,7 +9,6 @@ from small_model import batch, make_pipeline
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     Pass,
     PassKind,
     Placement,
@@ -92,9 +91,9 @@ def test_joint_passes_are_told_apart_only_if_that_is_asked_for() -> None:
 def test_a_simulated_run_is_predicted_to_the_digit(mode: str) -> None:
     schedule = plan(mode, n_stages=2, n_microbatches=4)
     timelines = steps(mode, 8)
-    memory = MemoryModel(m_b=2.0, m_w=1.0, m_fixed=10.0)
+    costs = replace(TIMES, m_b=2.0, m_w=1.0, m_fixed=10.0, memory_unit="bytes")
     found = predict(
-        schedule, timelines[4:], TIMES, memory,
+        schedule, timelines[4:], costs,
         held=[5.0, 6.0], given=True, side_by_side=True,
     )  # fmt: skip
     assert found.step_measured == pytest.approx(steady_step_time(schedule, TIMES))
@@ -103,7 +102,7 @@ def test_a_simulated_run_is_predicted_to_the_digit(mode: str) -> None:
     assert found.memory_predicted is not None and found.memory_predicted[0] > 10
     assert "(+0.0%)" in found.line.replace("-0.0", "+0.0")
     slow = predict(
-        schedule, timelines[4:], replace(TIMES, f=(1.0, 1.0)), None,
+        schedule, timelines[4:], replace(TIMES, f=(1.0, 1.0)),
         held=[None, 6.0], given=False, side_by_side=True,
     )  # fmt: skip
     assert slow.step_measured != pytest.approx(slow.step_predicted), "the control"
@@ -121,7 +120,7 @@ def test_a_pipeline_measures_all_costs_of_its_last_steps() -> None:
     costs = pipeline.measured_costs(3)
     for times in (costs.f, costs.b, costs.w, costs.optimizer):
         assert isinstance(times, tuple) and min(times) > 0
-    found = pipeline.prediction(memory=MemoryModel(m_fixed=100.0))
+    found = pipeline.prediction(memory=Costs(m_fixed=100.0))
     assert found.step_predicted > 0 and found.memory_predicted is not None
     assert found.step_measured is None, "two stages in one process take turns"
     assert found.line.startswith("prediction (simulated with the costs of the last")

@@ -23,7 +23,7 @@ from pages import (
 )
 
 from zbpp.cli.commands import main
-from zbpp.core import MemoryModel
+from zbpp.core import Costs
 from zbpp.planning import MODES, plan
 from zbpp.simulator import bubble_rate, peak_memory, simulate
 
@@ -210,7 +210,7 @@ def test_the_modes_have_the_figures_that_the_readme_gives():
         timeline = simulate(plan(mode, n_stages=4, n_microbatches=8))
         if mode != "auto":
             assert f"{bubble_rate(timeline):.2%}".replace("%", " %") == rate
-            assert f"{max(peak_memory(timeline, MemoryModel())):g}" == memory
+            assert f"{max(peak_memory(timeline, Costs())):g}" == memory
 
 
 def test_the_targets_and_packages_that_are_installed_exist():

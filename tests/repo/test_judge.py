@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zbpp.core import Costs, MemoryModel, peaks, schedule_text
+from zbpp.core import Costs, peaks, schedule_text
 from zbpp.planning import plan
 from zbpp.simulator import simulate, span
 
@@ -65,11 +65,11 @@ def true_memory(rng: random.Random, p: int, n: int) -> dict[str, Any]:
     }
 
 
-def models(costs: dict[str, Any]) -> tuple[Costs, MemoryModel]:
+def models(costs: dict[str, Any]) -> tuple[Costs, Costs]:
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in costs.items()}
     names = ("f", "b", "w", "comm", "loss", "splits", "send_occupies")
     times = {k: given.pop(k) for k in names if k in given}
-    return Costs(**times), MemoryModel(limit=given.pop("memory_limit"), **given)
+    return Costs(**times), Costs(limit=given.pop("memory_limit"), **given)
 
 
 def planned(seed: int) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -146,7 +146,7 @@ def test_judge_adds_up_memory_as_drawn_by_hand():
 
 def test_judge_refuses_plans_that_look_past_the_true_memory():
     """Negative control: a plan without peaks, judged with them."""
-    plain = plan("ZB", n_stages=3, n_microbatches=6, memory=MemoryModel(limit=3))
+    plain = plan("ZB", n_stages=3, n_microbatches=6, memory=Costs(limit=3))
     file = json.loads(schedule_text(plain))
     JUDGE.judge(file, {"memory_limit": 3})
     for key in ("m_fixed", "peak_b", "peak_f", "m_w"):

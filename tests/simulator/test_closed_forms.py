@@ -14,7 +14,7 @@ from itertools import product
 
 import pytest
 
-from zbpp.core import Costs, MemoryModel
+from zbpp.core import Costs
 from zbpp.planning import plan
 from zbpp.simulator import peak_memory, simulate, span
 
@@ -88,5 +88,5 @@ def test_peak_memory_of_the_stage_that_holds_most(mode):
             continue
         timeline = simulate(plan(mode, n_stages=p, n_microbatches=m))
         # With m_w = 0 a micro-batch counts until its B: the paper's table.
-        peak = max(peak_memory(timeline, MemoryModel(m_b=1, m_w=0)))
+        peak = max(peak_memory(timeline, Costs(m_b=1, m_w=0)))
         assert peak == pytest.approx(PEAK[mode](p, m)), (p, m)

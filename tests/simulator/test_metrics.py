@@ -6,7 +6,6 @@ import pytest
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     Pass,
     PassKind,
     Placement,
@@ -102,7 +101,7 @@ def test_free_jobs_make_no_bubble_and_no_division_by_zero():
 
 
 def test_memory_is_taken_at_the_start_of_f_and_given_back_at_ends():
-    memory = MemoryModel(m_b=(4, 3), m_w=(1, 2))
+    memory = Costs(m_b=(4, 3), m_w=(1, 2))
     assert memory_over_time(DRAWN, memory) == [
         [(100, 4), (108, 1), (110, 0)],
         [(102, 3), (108, 0)],
@@ -120,7 +119,7 @@ def test_peaks_stand_inside_passes_and_fixed_memory_below_all():
     10 |__|                    |___|   |__
            F          B    W         O
     """
-    memory = MemoryModel(
+    memory = Costs(
         m_b=(4, 3),
         m_w=(6, 2),
         m_fixed=(10, 0),
@@ -150,13 +149,13 @@ def test_what_w_still_needs_adds_to_the_peak():
         (tuple(parse_job(cell, stage=0) for cell in row),),
     )
     timeline = simulate(schedule)
-    assert peak_memory(timeline, MemoryModel(m_w=0.5)) == [2.5]
-    assert peak_memory(timeline, MemoryModel(m_w=0)) == [2]
+    assert peak_memory(timeline, Costs(m_w=0.5)) == [2.5]
+    assert peak_memory(timeline, Costs(m_w=0)) == [2]
 
 
 @pytest.mark.parametrize("mode", ["FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV"])
 def test_memory_ends_at_zero_and_its_maximum_is_the_peak(mode):
-    memory = MemoryModel(m_b=1.0, m_w=0.25)
+    memory = Costs(m_b=1.0, m_w=0.25)
     timeline = simulate(plan(mode, n_stages=3, n_microbatches=7), Costs(3, 2, 1, 0.5))
     curves = memory_over_time(timeline, memory)
     assert all(curve[-1][1] == pytest.approx(0) for curve in curves)
@@ -170,7 +169,7 @@ def test_memory_ends_at_zero_and_its_maximum_is_the_peak(mode):
 
 def test_a_memory_model_must_fit_the_placement():
     with pytest.raises(RequestError, match="m_b has 3 entries for 2 chunks"):
-        peak_memory(DRAWN, MemoryModel(m_b=(1, 1, 1)))
+        peak_memory(DRAWN, Costs(m_b=(1, 1, 1)))
 
 
 def test_o_and_v_are_no_waste_between_iterations():

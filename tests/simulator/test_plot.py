@@ -16,7 +16,6 @@ from zbpp.core import (
     KINDS,
     Costs,
     Lane,
-    MemoryModel,
     PassKind,
     RequestError,
 )
@@ -72,7 +71,7 @@ def test_a_v_is_a_box_or_a_line_and_has_its_own_colour(tmp_path, takes):
     schedule = post_validated(plan("ZBH2", n_stages=3, n_microbatches=5))
     costs = Costs(optimizer=2, validation=takes)
     timeline = join(simulate_iterations(schedule, costs, 2), name="twice")
-    figure = plot(timeline, tmp_path / "v.png", memory=MemoryModel())
+    figure = plot(timeline, tmp_path / "v.png", costs=Costs())
     axes = figure.axes[0]
     assert boxes(axes)["V 0"] == boxes(axes)["O 0"] == 3 * 2
     lines = [c for c in axes.collections if c.get_gid() == "V instants"]
@@ -115,7 +114,7 @@ def test_a_box_stands_where_its_job_runs_and_its_number_in_the_middle(tmp_path):
 
 
 def test_numbers_title_and_legend(tmp_path):
-    figure = plot(timeline_of("ZBV"), tmp_path / "v.png", memory=MemoryModel())
+    figure = plot(timeline_of("ZBV"), tmp_path / "v.png", costs=Costs())
     axes = figure.axes[0]
     numbers = [text.get_text() for text in axes.texts]
     assert sorted(numbers) == sorted([str(i) for i in range(8)] * 24 + ["O"] * 4)
@@ -177,8 +176,8 @@ def test_chunks_of_one_stage_differ_in_colour():
 
 
 def test_memory_over_time_is_drawn_below(tmp_path):
-    timeline, memory = timeline_of("ZBH1"), MemoryModel(limit=5)
-    figure = plot(timeline, tmp_path / "m.png", memory=memory, time_unit="ms")
+    timeline, memory = timeline_of("ZBH1"), Costs(limit=5)
+    figure = plot(timeline, tmp_path / "m.png", costs=memory, time_unit="ms")
     below = figure.axes[1]
     assert below.get_xlabel() == "time (ms)"
     *stages, limit = below.lines
@@ -192,8 +191,8 @@ def test_memory_over_time_is_drawn_below(tmp_path):
 
 def test_memory_in_bytes_stands_on_what_is_fixed(tmp_path):
     gib = 2.0**30
-    memory = MemoryModel(m_b=gib, m_w=gib / 2, m_fixed=10 * gib, limit=20 * gib)
-    figure = plot(timeline_of("ZBH1"), tmp_path / "m.png", memory=memory)
+    memory = Costs(m_b=gib, m_w=gib / 2, m_fixed=10 * gib, limit=20 * gib)
+    figure = plot(timeline_of("ZBH1"), tmp_path / "m.png", costs=memory)
     assert figure.axes[0].get_title("right").endswith("peak memory 14.0 GiB")
     below = figure.axes[1]
     assert below.get_ylabel() == "memory (GiB)"
@@ -203,13 +202,13 @@ def test_memory_in_bytes_stands_on_what_is_fixed(tmp_path):
     assert heights[-1] == {20}
     (base,) = below.patches
     assert (base.get_label(), base.get_y(), base.get_height()) == ("fixed", 0, 10)
-    plain = plot(timeline_of("ZBH1"), tmp_path / "m.png", memory=MemoryModel())
+    plain = plot(timeline_of("ZBH1"), tmp_path / "m.png", costs=Costs())
     assert not plain.axes[1].patches
 
 
 def test_several_timelines_share_one_time_axis(tmp_path):
     timelines = [timeline_of("1F1B"), timeline_of("ZBH1")]
-    figure = plot(timelines, tmp_path / "two.png", memory=MemoryModel())
+    figure = plot(timelines, tmp_path / "two.png", costs=Costs())
     upper, lower = figure.axes
     assert upper.get_xlim() == lower.get_xlim() == (0, step_time(timelines[0]))
     assert lower.get_title("left").startswith("ZBH1")
@@ -243,7 +242,7 @@ def test_ten_thousand_jobs_are_drawn_as_few_things(tmp_path):
     """A box of its own for each would take minutes."""
     timeline = timeline_of("ZBV", p=16, m=104)
     assert sum(map(len, timeline.rows)) > 9_900
-    figure = plot(timeline, tmp_path / "big.png", memory=MemoryModel())
+    figure = plot(timeline, tmp_path / "big.png", costs=Costs())
     assert len(figure.findobj()) < 1_000
 
 
@@ -265,7 +264,7 @@ def test_boxes_that_compute_layers_again_are_hatched(tmp_path):
     schedule = plan("ZBV", n_stages=2, n_microbatches=4)
     again = replace(schedule, recompute=(True, False, (0,), False))
     for one, expected in ((schedule, set()), (again, {"B 0", "B 1"})):
-        figure = plot(simulate(one), tmp_path / "x.svg", memory=MemoryModel())
+        figure = plot(simulate(one), tmp_path / "x.svg", costs=Costs())
         found = {
             str(shape.get_gid()).removesuffix(" recomputed")
             for shape in figure.axes[0].collections

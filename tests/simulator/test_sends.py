@@ -8,7 +8,6 @@ from timeline_page import boxes_in, page_data, page_text
 from zbpp.cli.report import print_report
 from zbpp.core import (
     Costs,
-    MemoryModel,
     Placement,
     RequestError,
     Schedule,
@@ -119,7 +118,7 @@ def test_pictures_pages_and_traces_show_it(tmp_path, capsys) -> None:
     assert (sent["send of 1BW0"]["ts"], sent["send of 1BW0"]["dur"]) == (6000, 1000)
     write_trace(timeline, tmp_path / "trace.json")
     assert read_trace(tmp_path / "trace.json") == [timeline]
-    print_report(TWO_STAGES, COSTS, MemoryModel())
+    print_report(TWO_STAGES, COSTS)
     shown = capsys.readouterr().out
     assert (
         "57.14% of the longest span is beyond the work of the busiest stage, sends"
@@ -130,18 +129,18 @@ def test_pictures_pages_and_traces_show_it(tmp_path, capsys) -> None:
 
 def test_files_and_layers_keep_it(tmp_path) -> None:
     costs = Costs(comm=2.0, send_occupies=(0.5, 0.0, 0.25))
-    write_costs(costs, MemoryModel(), tmp_path / "costs.json")
-    assert read_costs(tmp_path / "costs.json")[0] == costs
-    write_costs(Costs(), MemoryModel(), tmp_path / "plain.json")
+    write_costs(costs, tmp_path / "costs.json")
+    assert read_costs(tmp_path / "costs.json") == costs
+    write_costs(Costs(), tmp_path / "plain.json")
     assert "send_occupies" not in (tmp_path / "plain.json").read_text(encoding="utf-8")
     with pytest.raises(RequestError, match="send_occupies is -1"):
         parse_costs('{"send_occupies": -1}')
     with pytest.raises(RequestError, match="send_occupies has 5 entries for 2 stages"):
         Costs(send_occupies=(1.0,) * 5).on(V)
-    layers = chunk_layers(costs, MemoryModel(), V, (2, 1, 1, 1))
+    layers = chunk_layers(costs, V, (2, 1, 1, 1))
     write_layers(layers, tmp_path / "layers.json")
     assert parse_layers((tmp_path / "layers.json").read_text()) == layers
-    assert layers.on(V, (2, 1, 1, 1))[0].on(V) == costs.on(V)
+    assert layers.on(V, (2, 1, 1, 1)).on(V) == costs.on(V)
     gathered = with_gathers(
         Costs(send_occupies=1.0, all_gather=1.0),
         data_parallel=2,
@@ -154,7 +153,7 @@ def test_sleeping_layers_sleep_for_it() -> None:
     costs = Costs(comm=2.0, send_occupies=(0.5, 0.0, 0.25))
     times = costs.on(V)
     chunks = [sleeping_chunks(times, range(c, c + 1))[0].times for c in range(4)]
-    layers = chunk_layers(costs, MemoryModel(), V, (2, 1, 1, 1))
+    layers = chunk_layers(costs, V, (2, 1, 1, 1))
     sends = dict(zip((2, 3, 4), times.sending, strict=True))
     parts = [range(2), *(range(c + 1, c + 2) for c in range(1, 4))]
     by_layer = [

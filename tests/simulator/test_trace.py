@@ -8,7 +8,6 @@ import pytest
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     PassKind,
     RequestError,
     Slot,
@@ -61,7 +60,7 @@ def test_an_overlap_would_be_found():
 
 def test_a_file_holds_every_job_name_and_memory_of_each_run(tmp_path):
     timelines = [timeline_of("1F1B"), timeline_of("ZBV")]
-    write_trace(timelines, tmp_path / "t.json", memory=MemoryModel())
+    write_trace(timelines, tmp_path / "t.json", costs=Costs())
     data = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
     events = data["traceEvents"]
     assert {event["ph"] for event in events} == {"X", "C", "M", "s", "f"}
@@ -79,9 +78,9 @@ def test_a_file_holds_every_job_name_and_memory_of_each_run(tmp_path):
 
 
 def test_counters_of_memory_start_with_what_is_fixed_and_show_peaks():
-    memory = MemoryModel(m_fixed=10, peak_b=3)
+    memory = Costs(m_fixed=10, peak_b=3)
     timeline = timeline_of("ZBH1")
-    events = trace_events(timeline, memory=memory)
+    events = trace_events(timeline, costs=memory)
     counts = [event for event in events if event["ph"] == "C"]
     for stage in range(4):
         mine = [e for e in counts if e["name"] == f"memory of stage {stage}"]
@@ -111,7 +110,7 @@ def test_a_trace_is_read_back(tmp_path):
     """The control: a file of two steps, and one that is no trace."""
     path = tmp_path / "t.json"
     made = [timeline_of("1F1B"), replace(timeline_of("ZBV"), clock_error=0.25)]
-    write_trace(made, path, memory=MemoryModel())
+    write_trace(made, path, costs=Costs())
     for one, found in zip(made, read_trace(path), strict=True):
         for row, again in zip(one.rows, found.rows, strict=True):
             assert [slot.job for slot in row] == [slot.job for slot in again]
@@ -203,7 +202,7 @@ def test_simulated_and_measured_runs_have_one_schema():
             for row in one.rows
         ),
     )
-    first, second = (trace_events(t, memory=MemoryModel()) for t in (one, two))
+    first, second = (trace_events(t, costs=Costs()) for t in (one, two))
     assert [e | {"ts": 0, "dur": 0, "args": 0} for e in first] == [
         e | {"ts": 0, "dur": 0, "args": 0} for e in second
     ]

@@ -18,7 +18,7 @@ PATIENCE_S = 200.0
 AFTER_ERROR_S = 10.0
 """For the words of ranks that have lost the one that failed."""
 
-PRELOAD = ["zbpp.pipeline", "zbpp.checkpoint.storage", "torch._dynamo"]
+PRELOAD = ["zbpp.pipeline", "torch._dynamo"]
 """For all processes that a session forks; the first one to ask says what it is."""
 
 Prepare = Callable[[str, int, int], None]

@@ -2,13 +2,13 @@
 
 import random
 
-from zbpp.core import Costs, MemoryModel, Placement
+from zbpp.core import Costs, Placement
 from zbpp.schedules.planner.limits import needs
 
 __all__ = ["random_case", "random_limit"]
 
 
-def random_case(rng: random.Random, p: int, v: int) -> tuple[Costs, MemoryModel]:
+def random_case(rng: random.Random, p: int, v: int) -> tuple[Costs, Costs]:
     """Times and memories of p stages with v chunks each; no limit."""
     n = p * v
 
@@ -42,18 +42,18 @@ def random_case(rng: random.Random, p: int, v: int) -> tuple[Costs, MemoryModel]
         splits=splits if rng.random() < 0.2 else None,
     )
     given = {key: value for key, value in some.items() if rng.random() < 0.6}
-    return costs, MemoryModel(m_b, m_w, **given)
+    return costs, Costs(m_b=m_b, m_w=m_w, **given)
 
 
 def random_limit(
-    rng: random.Random, placement: Placement, costs: Costs, memory: MemoryModel
+    rng: random.Random, placement: Placement, costs: Costs, memory: Costs
 ) -> tuple[float, ...] | None:
     """A limit: none, the smallest that can work, a little more, or much more."""
     kind = rng.choice(("none", "smallest", "little", "much"))
     if kind == "none":
         return None
     p = placement.n_stages
-    held = memory.on(placement, costs.on(placement).splits)
+    held = costs.with_memory(memory).on(placement).joined()
     more = {"smallest": 0.0, "little": rng.uniform(0, 0.3), "much": rng.uniform(0, 2)}
     m_b = sum(held.m_b) / p
     return tuple(

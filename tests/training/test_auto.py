@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.core import Costs, MemoryModel, RequestError, write_costs
+from zbpp.core import Costs, RequestError, write_costs
 from zbpp.training.options import Train
 from zbpp.training.setup import measures_first, schedule_of
 from zbpp.training.start import start
@@ -67,7 +67,7 @@ def test_costs_that_are_given_are_not_measured(tmp_path):
     auto = replace(TINY, pipeline_schedule_mode="Auto")
     assert measures_first(auto) and schedule_of(auto).n_stages == 2
     path = tmp_path / "costs.json"
-    write_costs(Costs(), MemoryModel(), path)
+    write_costs(Costs(), path)
     assert not measures_first(replace(auto, costs=path))
     assert not measures_first(replace(auto, memory_limit=3.0))  # M_B, no bytes
     assert not measures_first(TINY)

@@ -339,7 +339,7 @@ def test_a_signal_saves_and_leaves_no_process(
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path) -> None:
-    from zbpp.checkpoint.lock import locked
+    from zbpp.checkpoint import locked
 
     options = replace(TINY, steps=1, save_dir=tmp_path / "run")
     refused = pytest.raises(RequestError, match="--save_dir: another run saves")

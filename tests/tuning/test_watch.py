@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zbpp.tuning.watch as tuning_watch
 from zbpp import diagnostics
-from zbpp.core import Costs, MemoryModel, PassKind, RequestError, Schedule
+from zbpp.core import Costs, PassKind, RequestError, Schedule
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span
@@ -54,7 +54,8 @@ def told_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(watch: Watch, planned: Costs | None, *phases: tuple[Costs, int]) -> list[int]:
     """Switches so far after each phase of steps."""
     steps = Steps(phases[0][0])
-    watcher = Watcher(watch, planned, MemoryModel(limit=8.0))
+    costs = replace(planned or Costs(), limit=8.0)
+    watcher = Watcher(watch, costs, has_costs=planned is not None)
     switches = []
     for costs, n_steps in phases:
         steps.costs = costs
@@ -78,19 +79,18 @@ def test_a_machine_that_slows_down_as_a_whole_has_not_drifted() -> None:
 
 
 def test_a_gain_that_is_too_small_is_left_alone() -> None:
-    found = replan(PLAN, SKEWED, MemoryModel(limit=8.0), effort="fast")
+    found = replan(PLAN, replace(SKEWED, limit=8.0), effort="fast")
     assert 0 < found.gain < 1
     watch = Watch(first=4, least_gain=found.gain * 1.01)
     assert run(watch, None, (SKEWED, 4)) == [0]
 
 
 def test_the_new_order_is_as_short_as_is_said_and_keeps_the_limit() -> None:
-    memory = MemoryModel(limit=3.0)
-    found = replan(PLAN, SKEWED, memory, effort="fast")
+    found = replan(PLAN, replace(SKEWED, limit=3.0), effort="fast")
     assert span(simulate(found.schedule, SKEWED)) == pytest.approx(found.then)
     assert found.schedule.placement == PLAN.placement
     with pytest.raises(RequestError):
-        replan(PLAN, SKEWED, MemoryModel(limit=0.5), effort="fast")
+        replan(PLAN, replace(SKEWED, limit=0.5), effort="fast")
 
 
 def test_plans_on_slow_links_are_for_their_messages_and_beside_their_messages() -> None:
@@ -98,11 +98,11 @@ def test_plans_on_slow_links_are_for_their_messages_and_beside_their_messages() 
     sent = plan("ZB", n_stages=4, n_microbatches=8, costs=slow)
     for schedule in (sent, post_validated(sent)):
         steps = Steps(slow, schedule)
-        Watcher(Watch(first=1, window=1), None, MemoryModel()).after_step(steps)
+        Watcher(Watch(first=1, window=1), Costs(), has_costs=False).after_step(steps)
         assert steps.schedule is schedule
     blind = Steps(slow, plan("ZB", n_stages=4, n_microbatches=8))
     before = span(simulate(blind.schedule, slow))
-    Watcher(Watch(first=1, window=1), None, MemoryModel()).after_step(blind)
+    Watcher(Watch(first=1, window=1), Costs(), has_costs=False).after_step(blind)
     assert blind.switches == 1
     assert span(simulate(blind.schedule, slow)) < before
 
@@ -113,7 +113,7 @@ def test_links_that_slow_down_have_drifted() -> None:
 
 def test_a_limit_that_nothing_fits_leaves_the_schedule_as_it_is(caplog) -> None:
     steps = Steps(SKEWED)
-    watcher = Watcher(Watch(first=4), None, MemoryModel(limit=0.5))
+    watcher = Watcher(Watch(first=4), Costs(limit=0.5), has_costs=False)
     with caplog.at_level(logging.WARNING, "zbpp"):
         for _ in range(4):
             watcher.after_step(steps)

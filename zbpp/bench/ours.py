@@ -16,7 +16,7 @@ from zbpp.bench.contender import (
 )
 from zbpp.bench.names import split_name
 from zbpp.bench.request import costs_of
-from zbpp.core import Costs, MemoryModel, PassKind, Schedule, Timeline, passes_in
+from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.pipeline import Pipeline
@@ -34,7 +34,6 @@ class Promised:
 
     schedule: Schedule
     costs: Costs
-    memory: MemoryModel
     given: bool
     """The costs were; else they are those of the same steps."""
 
@@ -82,18 +81,11 @@ class Ours:
 
     def promised(self, n_steps: int) -> Promised:
         """Simulate, with costs of the last steps or given ones (every rank must)."""
+        costs = self._given
+        if costs is None:
+            costs = measured_costs(self.pipeline, min(n_steps, _KEPT), joint=True)
         given = self._given is not None
-        costs = (
-            self._given[0]
-            if self._given is not None
-            else measured_costs(self.pipeline, min(n_steps, _KEPT), joint=True)
-        )
-        return Promised(
-            schedule=self.pipeline.schedule,
-            costs=costs,
-            memory=self._given[1] if self._given is not None else MemoryModel(),
-            given=given,
-        )
+        return Promised(self.pipeline.schedule, costs, given)
 
     def close(self) -> None:
         """Synchronize and end."""
@@ -113,7 +105,7 @@ def build_ours(field: Field, schedule: Schedule, *, steps: bool) -> Ours:
     if request.emulate is not None and known is not None:
         pipeline = emulated_pipeline(
             schedule,
-            known[0],
+            known,
             timeout_s=request.timeout_s,
             post_validation=schedule.runs(PassKind.W),
         )

@@ -157,7 +157,7 @@ def build_peer(field: Field, contender: str, *, steps: bool) -> Peer:
     optimizer = make_optimizer(request)
     known = costs_of(request)
     if request.emulate is not None and known is not None:
-        chunks = sleeping_chunks(known[0].on(placement), dist.get_rank())
+        chunks = sleeping_chunks(known.on(placement), dist.get_rank())
         loss: Callable[[Any, Any], Tensor] = sleeping_loss
         targets: list[Any] = [None] * request.microbatches
         inputs = [torch.zeros(1, 1, dtype=torch.float64)] * request.microbatches

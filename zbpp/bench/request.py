@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from zbpp.bench.names import OURS, peer_placement, split_name
-from zbpp.core import Costs, MemoryModel, RequestError, Schedule, read_costs
+from zbpp.core import Costs, RequestError, Schedule, read_costs
 from zbpp.core.costs.units import with_limit
 from zbpp.planning import is_auto, plan
 
@@ -57,8 +57,8 @@ class BenchRequest:
         return -(-self.steps // self.rounds)
 
 
-def costs_of(request: BenchRequest) -> tuple[Costs, MemoryModel] | None:
-    """Costs and memory to plan and predict with; None: there are none.
+def costs_of(request: BenchRequest) -> Costs | None:
+    """Costs to plan and predict with; None: there are none.
 
     Raises:
         RequestError: the file is not valid.
@@ -66,8 +66,8 @@ def costs_of(request: BenchRequest) -> tuple[Costs, MemoryModel] | None:
     path = request.emulate or request.costs
     if path is None:
         return None
-    costs, memory = read_costs(path)
-    return costs, with_limit(memory, request.memory_limit, name="--memory_limit")
+    costs = read_costs(path)
+    return with_limit(costs, request.memory_limit, name="--memory_limit")
 
 
 def planned(request: BenchRequest) -> BenchRequest:
@@ -77,7 +77,7 @@ def planned(request: BenchRequest) -> BenchRequest:
         RequestError: a contender cannot be had; it is named.
     """
     known = costs_of(request)
-    costs, memory = known or (Costs(), MemoryModel())
+    costs = known or Costs()
     found: dict[str, Schedule | None] = {}
     for contender in request.contenders:
         whose, name = split_name(contender)
@@ -92,7 +92,6 @@ def planned(request: BenchRequest) -> BenchRequest:
                     n_stages=request.stages,
                     n_microbatches=request.microbatches,
                     costs=costs,
-                    memory=memory,
                     effort=request.effort,
                 )
         except RequestError as error:

@@ -16,7 +16,7 @@ from rich.console import Console
 from zbpp.bench.contender import Field
 from zbpp.bench.names import OURS, split_name
 from zbpp.bench.outcome import Outcome
-from zbpp.core import MemoryModel, RequestError, Timeline, format_bytes
+from zbpp.core import Costs, RequestError, Timeline, format_bytes
 from zbpp.runtime.support.devices import device_name, runs_ahead
 from zbpp.simulator import write_trace
 from zbpp.simulator.page import PageEntry, write_page
@@ -56,8 +56,8 @@ def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
     trace = request.out / "trace.json"
     runs = [run for one in outcomes for run in _runs(one)]
     if runs:
-        lines, memories = zip(*runs, strict=True)
-        write_trace(lines, trace, memory=memories)
+        lines, costs = zip(*runs, strict=True)
+        write_trace(lines, trace, costs=costs)
     if request.json:
         print(json.dumps(data), flush=True)
         return
@@ -76,16 +76,16 @@ def _fastest(outcomes: Sequence[Outcome]) -> set[str]:
     return {one.name for one in found.values()}
 
 
-def _runs(one: Outcome) -> list[tuple[Timeline, MemoryModel | None]]:
-    """Plan of a contender, if it is ours, and what it did; with its memory."""
+def _runs(one: Outcome) -> list[tuple[Timeline, Costs | None]]:
+    """Plan of a contender, if it is ours, and what it did; with its costs."""
     name, promised = _title_of(one), one.promised
-    memory = promised.memory if promised else None
+    costs = promised.costs if promised else None
     both = {
         "simulated": promised.simulated if promised else None,
         "measured": one.measured.timeline if one.measured else None,
     }
     return [
-        (replace(line, name=f"{name}, {how}"), memory)
+        (replace(line, name=f"{name}, {how}"), costs)
         for how, line in both.items()
         if line is not None
     ]
@@ -198,7 +198,6 @@ def _entry(field: Field, one: Outcome, shown: Collection[str] = ()) -> PageEntry
         schedule=promised.schedule,
         simulated=promised.simulated,
         costs=promised.costs,
-        memory=promised.memory,
         step=promised.predicted_step,
     )
 

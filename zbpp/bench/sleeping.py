@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.bench.peer_stage import PeerChunk
-from zbpp.core import PassTimes
+from zbpp.core import ChunkCosts
 from zbpp.emulation.layers import sleep_until
 
 __all__ = ["sleeping_chunks", "sleeping_loss"]
@@ -52,7 +52,7 @@ class _SleepingLayer(nn.Module):
         return y
 
 
-def sleeping_chunks(times: PassTimes, stage: int) -> dict[int, PeerChunk]:
+def sleeping_chunks(times: ChunkCosts, stage: int) -> dict[int, PeerChunk]:
     """One layer a chunk of a stage, that sleeps for the chunk's times, in ms."""
     own = times.placement.chunks_of[stage]
     device = torch.device("cpu")

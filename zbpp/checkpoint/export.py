@@ -1,25 +1,99 @@
-"""The weights of a checkpoint as safetensors files with the model's own keys.
+"""Checkpoints without a pipeline: into a plain model, and as files for other programs.
 
     model.safetensors                        one file, or several and an index:
     model-00001-of-00003.safetensors, ..., model.safetensors.index.json
 
-These are the names that `transformers` looks for, so a folder with a ``config.json``
-beside them is one for its ``from_pretrained``. Tied weights are there once.
+    adapter_model.safetensors, adapter_config.json
+
+The first are the names that `transformers` looks for, so a folder with a
+``config.json`` beside them is one for its ``from_pretrained``; the others are those of
+`peft`. Tied weights are there once.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from zbpp.checkpoint.manifest import write_durably
-from zbpp.checkpoint.plain import find
-from zbpp.checkpoint.state import read_state
-from zbpp.checkpoint.tensor_files import write_file
+from zbpp.checkpoint.folder import alone, open_newest
+from zbpp.checkpoint.manifest import CheckpointError, write_durably
+from zbpp.checkpoint.model import LocalModel
+from zbpp.checkpoint.state import check_state, load_state, read_state, refuse_misfits
+from zbpp.checkpoint.tensors import write_tensors
 
-__all__ = ["export_safetensors"]
+__all__ = [
+    "AdapterConfig",
+    "export_adapter",
+    "export_safetensors",
+    "load",
+    "read_model",
+]
 
-_INDEX = "model.safetensors.index.json"
+_FORMAT = {"format": "pt"}  # transformers asks for it
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    *,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    schedulers: Sequence[Any] = (),
+    own_name: Callable[[str], str] | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint of a pipeline into a plain model.
+
+    Args:
+        path: a checkpoint, or a folder of them (the newest undamaged one counts).
+        model: as a whole; its ``state_dict`` has the names of the checkpoint.
+        optimizers: to be loaded too; none: the model alone is.
+        schedulers: of the optimizers.
+        own_name: from a name in ``model`` to one in the checkpoint, if they differ.
+
+    Returns:
+        ``step``, ``extra`` as it was given to `save`, and ``run``: what else was saved.
+
+    Raises:
+        CheckpointError: there is none that is undamaged.
+        RequestError: it does not fit; then nothing is changed.
+    """
+    folder, manifest, _ = open_newest(path)
+    local = LocalModel(
+        [(0, model)],
+        lambda _, name: own_name(name) if own_name is not None else name,
+        optimizers=optimizers,
+        schedulers=schedulers,
+    )
+    model_only = not optimizers
+    state = read_state(folder, manifest, None, model_only=model_only)
+    checked = check_state(local, state, model_only=model_only)
+    names = {part: set(state[part]) for part in checked.used}
+    refuse_misfits(checked, names, manifest.aliases, alone)
+    load_state(checked)
+    rest = {name: state.get(name) or {} for name in ("extra", "run")}
+    return {"step": state["step"], **rest}
+
+
+def read_model(path: str | Path) -> dict[str, Tensor]:
+    """Parameters and buffers of a checkpoint, by the model's own names, tied ones too.
+
+    Args:
+        path: a checkpoint, or a folder of them (the newest undamaged one counts).
+
+    Raises:
+        CheckpointError: there is none that is undamaged.
+    """
+    model, aliases = _read(path)
+    tied = {alias: model[name] for alias, name in aliases.items() if name in model}
+    return {**model, **tied}
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
+    folder, manifest, _ = open_newest(path)
+    state = read_state(folder, manifest, None, model_only=True)
+    return state["model"], state["aliases"]
 
 
 def export_safetensors(
@@ -38,36 +112,92 @@ def export_safetensors(
     Raises:
         CheckpointError: there is no checkpoint that is undamaged.
     """
-    folder, manifest = find(path)
-    model = read_state(folder, manifest, None, model_only=True)["model"]
-    tensors = {name: one for name, one in model.items() if isinstance(one, Tensor)}
-    parts = _parts(tensors, max_bytes)
+    model, _ = _read(path)
+    parts: list[dict[str, Tensor]] = [{}]
+    n_bytes = n_bytes_in_part = 0
+    for name, tensor in model.items():
+        if not isinstance(tensor, Tensor):  # an extra state of a module
+            continue
+        if parts[-1] and n_bytes_in_part + tensor.nbytes > max_bytes:
+            parts.append({})
+            n_bytes_in_part = 0
+        parts[-1][name] = tensor
+        n_bytes_in_part += tensor.nbytes
+        n_bytes += tensor.nbytes
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    about = {"format": "pt"}  # transformers asks for it
     if len(parts) == 1:
         file = out / "model.safetensors"
-        write_file(file, parts[0], about)
+        write_tensors(file, parts[0], _FORMAT)
         return [file]
-    files, where = [], dict[str, str]()
+    files, weight_map = [], dict[str, str]()
     for number, part in enumerate(parts, start=1):
         file = out / f"model-{number:05}-of-{len(parts):05}.safetensors"
-        write_file(file, part, about)
+        write_tensors(file, part, _FORMAT)
         files.append(file)
-        where |= dict.fromkeys(part, file.name)
-    size = sum(one.nbytes for one in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": where}
-    write_durably(out / _INDEX, json.dumps(index, indent=2) + "\n")
-    return [*files, out / _INDEX]
+        weight_map |= dict.fromkeys(part, file.name)
+    index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
+    index_file = out / "model.safetensors.index.json"
+    write_durably(index_file, json.dumps(index, indent=2) + "\n")
+    return [*files, index_file]
 
 
-def _parts(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    parts: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, one in tensors.items():
-        if parts[-1] and size + one.nbytes > max_bytes:
-            parts.append({})
-            size = 0
-        parts[-1][name] = one
-        size += one.nbytes
-    return parts
+class AdapterConfig(Protocol):
+    """What is needed of a `peft.PeftConfig`."""
+
+    def save_pretrained(self, save_directory: str) -> None:
+        """Write ``adapter_config.json`` into a folder."""
+
+
+def export_adapter(
+    path: str | Path,
+    out: str | Path,
+    config: AdapterConfig,
+    *,
+    adapter: str = "default",
+) -> list[Path]:
+    """Write the adapter that a checkpoint holds, for ``PeftModel.from_pretrained``.
+
+    Args:
+        path: a checkpoint of ``peft_model.get_base_model()``, whole or of its
+            trainable parameters, or a folder of them (the newest undamaged one counts).
+        out: a folder, made if it is not there.
+        config: ``peft_model.peft_config[adapter]``.
+        adapter: its name in the model.
+
+    Returns:
+        The two files.
+
+    Raises:
+        CheckpointError: there is no undamaged checkpoint, or no such adapter in it.
+    """
+    tensors = {
+        _peft_name(name, adapter): tensor.clone()  # tied ones share their memory
+        for name, tensor in read_model(path).items()
+        if adapter in name.split(".")
+    }
+    if not tensors:
+        raise CheckpointError(
+            f"{path} holds no parameter of an adapter {adapter!r}; save a pipeline of "
+            "peft_model.get_base_model(), and give adapter= its name"
+        )
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "adapter_model.safetensors"
+    write_tensors(file, tensors, _FORMAT)
+    config.save_pretrained(str(out))
+    return [file, out / "adapter_config.json"]
+
+
+def _peft_name(name: str, adapter: str) -> str:
+    """Name in peft's files of a tensor of the model that peft has changed.
+
+    >>> _peft_name("model.q_proj.lora_A.default.weight", "default")
+    'base_model.model.model.q_proj.lora_A.weight'
+    """
+    parts = name.split(".")
+    at = parts.index(adapter)
+    above = parts[:at]
+    if above and above[-1] == "modules_to_save":
+        above = above[:-1]
+    return ".".join(["base_model", "model", *above, *parts[at + 1 :]])

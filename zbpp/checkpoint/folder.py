@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which are there, which is the newest, which may go.
+"""A folder of checkpoints: which is the newest whole one, which may go, whose it is.
 
     run/
         step-00000010/                a checkpoint: it has a manifest
@@ -10,10 +10,14 @@
 There is no file that names the latest one: it could be torn, or name what is gone.
 """
 
+import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from zbpp.checkpoint.manifest import (
     MANIFEST,
@@ -25,128 +29,150 @@ from zbpp.checkpoint.manifest import (
 )
 
 __all__ = [
-    "begin",
-    "candidates",
-    "is_checkpoint",
+    "Gather",
+    "alone",
     "last_step",
+    "locked",
+    "make_partial",
     "newest",
-    "open_checkpoint",
+    "open_newest",
     "publish",
 ]
+
+Gather = Callable[[Any], list[Any]]
+"""Gives every process of a pipeline the values of all, by rank."""
 
 _PARTIAL, _OLD, _GONE = ".partial-", ".old-", ".gone-"
 
 
-def is_checkpoint(path: Path) -> bool:
-    """True for a checkpoint, also a damaged one; a folder of several is none."""
-    return (path / MANIFEST).exists() or path.name.startswith("step-")
+def alone(value: Any) -> list[Any]:
+    """The `Gather` of a single process."""
+    return [value]
 
 
-def candidates(path: str | Path) -> list[Path]:
-    """The checkpoint itself, or those in a folder, newest first, whatever their state.
+def open_newest(
+    path: str | Path, *, rank: int = 0, gather: Gather = alone
+) -> tuple[Path, Manifest, list[str]]:
+    """Verify a checkpoint, or find the newest undamaged one (every rank must call).
+
+    Each process hashes its share of the files, so each file is hashed once.
+
+    Args:
+        path: as rank 0 sees it.
+        rank: of this process.
+        gather: brings the findings of all processes together.
+
+    Returns:
+        The checkpoint, its manifest, and what is damaged in newer ones.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or names all that is damaged.
     """
-    path = Path(path)
-    if is_checkpoint(path) and path.is_dir():
-        return [path]
-    found = [(_step_of(one), one) for one in _folders(path)]
-    if not found:
-        raise CheckpointError(
-            f"there is no checkpoint in {path}; give the folder that `save` was given, "
-            "or one of its step-... folders"
-        )
-    return [one for _, one in sorted(found, reverse=True)]
+    try:
+        folders: list[Path] | str = _candidates(Path(path))
+    except CheckpointError as error:
+        folders = str(error)
+    folders = gather(folders)[0]
+    if isinstance(folders, str):
+        raise CheckpointError(folders)
+    passed_over: list[str] = []
+    for folder in folders:
+        manifest, problems = None, list[str]()
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            problems = [str(error)]
+        answers = gather(problems)
+        if manifest is not None and not any(answers):
+            share = sorted(manifest.files)[rank :: len(answers)]
+            answers = gather(damaged(folder, manifest, share))
+            if not any(answers):
+                return folder, manifest, passed_over
+        passed_over += sorted({text for answer in answers for text in answer})
+    raise CheckpointError(f"no checkpoint can be loaded: {'; '.join(passed_over)}")
 
 
 def newest(path: str | Path) -> Path | None:
     """The newest checkpoint whose files are all as they were written, or None."""
     try:
-        found = candidates(path)
+        return open_newest(path)[0]
     except CheckpointError:
         return None
-    for one in found:
-        try:
-            open_checkpoint(one)
-        except CheckpointError:
-            continue
-        return one
-    return None
 
 
 def last_step(path: str | Path) -> int | None:
     """Step of the newest checkpoint that has a manifest; its files are not read."""
     try:
-        steps = [_step_of(one) for one in candidates(path)]
+        steps = [_step_of(folder) for folder in _candidates(Path(path))]
     except CheckpointError:
         return None
-    return max((step for step, is_there in steps if is_there), default=None)
+    return max((step for step, has_manifest in steps if has_manifest), default=None)
 
 
-def open_checkpoint(path: Path) -> Manifest:
-    """Read the manifest of one checkpoint and verify all of its files.
+def _candidates(path: Path) -> list[Path]:
+    """The checkpoint itself, or those in a folder, newest first, whatever their state.
 
     Raises:
-        CheckpointError: names what is damaged.
+        CheckpointError: there is none.
     """
-    manifest = read_manifest(path)
-    wrong = damaged(path, manifest, manifest.files)
-    if wrong:
-        raise CheckpointError(f"the checkpoint is damaged: {'; '.join(wrong)}")
-    return manifest
+    is_checkpoint = (path / MANIFEST).exists() or path.name.startswith("step-")
+    if path.is_dir() and is_checkpoint:
+        return [path]
+    folders = [
+        (_step_of(child), child)
+        for child in (path.iterdir() if path.is_dir() else ())
+        if child.is_dir()
+        and (child.name.startswith("step-") or _awaits_replacement(child))
+    ]
+    if not folders:
+        raise CheckpointError(
+            f"there is no checkpoint in {path}; give the folder that `save` was given, "
+            "or one of its step-... folders"
+        )
+    return [child for _, child in sorted(folders, reverse=True)]
 
 
-def _folders(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        for one in path.iterdir():
-            named = one.name.startswith("step-") or _is_last_of_its_step(one)
-            if named and one.is_dir():
-                yield one
-
-
-def _is_last_of_its_step(path: Path) -> bool:
+def _awaits_replacement(path: Path) -> bool:
     """True for a replaced checkpoint if the new one has not got its name."""
     return path.name.startswith(_OLD) and not _name_before(path).exists()
 
 
 def _name_before(path: Path) -> Path:
-    name = path.name.removeprefix(_OLD).rpartition("-")[0]
-    return path.with_name(name)
+    return path.with_name(path.name.removeprefix(_OLD).rpartition("-")[0])
 
 
-def _step_of(path: Path) -> tuple[int, int]:
-    """For the order; a damaged manifest leaves the name to go by."""
+def _step_of(path: Path) -> tuple[int, bool]:
+    """Step, and whether the manifest tells it; a damaged one leaves the name for it."""
     try:
-        return read_manifest(path).step, 1
+        return read_manifest(path).step, True
     except CheckpointError:
         digits = path.name.rpartition("step-")[2]
-        return (int(digits) if digits.isdecimal() else -1), 0
+        return (int(digits) if digits.isdecimal() else -1), False
 
 
-def begin(folder: Path, step: int) -> Path:
+def make_partial(folder: Path, step: int) -> Path:
     """Make an empty folder to write a checkpoint into; clear what dead ones left.
 
     Raises:
         OSError: it cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for one in list(folder.iterdir()):
-        if _is_last_of_its_step(one):
-            one.rename(_name_before(one))
-        elif one.name.startswith((_PARTIAL, _OLD, _GONE)):
-            shutil.rmtree(one, ignore_errors=True)
+    for path in list(folder.iterdir()):
+        if _awaits_replacement(path):
+            path.rename(_name_before(path))
+        elif path.name.startswith((_PARTIAL, _OLD, _GONE)):
+            shutil.rmtree(path, ignore_errors=True)
     partial = folder / f"{_PARTIAL}step-{step:08}-{secrets.token_hex(4)}"
     partial.mkdir()
     return partial
 
 
-def publish(partial: Path, *, step: int, keep: int | None) -> Path:
+def publish(partial: Path, *, step: int, keep: int | None) -> None:
     """Give a finished checkpoint its name, at once and for good; remove old ones.
 
     Args:
         partial: complete, with its manifest, and on the disk.
-        step: of it.
+        step: steps that were done.
         keep: checkpoints that stay, this one and the newest others; None: all.
 
     Raises:
@@ -159,11 +185,51 @@ def publish(partial: Path, *, step: int, keep: int | None) -> Path:
     partial.rename(final)
     sync_folder(folder)
     if keep is not None:
-        others = [one for one in candidates(folder) if one != final]
-        valid = [one for one in others if _step_of(one)[1]]
-        for one in valid[keep - 1 :]:
-            one.rename(folder / f"{_GONE}{one.name}-{secrets.token_hex(4)}")
-    for one in folder.iterdir():
-        if one.name.startswith((_OLD, _GONE)):
-            shutil.rmtree(one, ignore_errors=True)
-    return final
+        others = [path for path in _candidates(folder) if path != final]
+        whole = [path for path in others if _step_of(path)[1]]
+        for path in whole[keep - 1 :]:
+            path.rename(folder / f"{_GONE}{path.name}-{secrets.token_hex(4)}")
+    for path in folder.iterdir():
+        if path.name.startswith((_OLD, _GONE)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for one run, which is made if it is not there.
+
+    The lock is the operating system's, on the folder itself: it ends with its process,
+    however that ends, and leaves no file. Where a file system has no locks, there is
+    none.
+
+    Raises:
+        CheckpointError: another process holds it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY) if sys.platform != "win32" else None
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error.strerror}") from error
+    try:
+        if handle is not None and not _try_to_lock(handle):
+            raise CheckpointError(
+                f"another run saves its checkpoints in {folder}; wait for its end, or "
+                "give another folder"
+            )
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _try_to_lock(handle: int) -> bool:
+    """Lock an open folder; False if another process has done so."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks here, on a network's file system for instance
+        return True
+    return True

@@ -5,27 +5,26 @@
         stage-0.safetensors    written by the process of stage 0
         ...
 
-A folder without a manifest is no checkpoint. It is JSON: nothing in it is executed.
+A folder without a manifest is no checkpoint. The manifest is JSON: nothing in it is
+executed.
 """
 
 import hashlib
 import json
-import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint.tensor_files import DTYPES, TensorIndex
 from zbpp.core import RequestError
 
 __all__ = [
     "MANIFEST",
     "CheckpointError",
     "Manifest",
+    "TensorIndex",
     "damaged",
     "read_manifest",
     "sha256_of",
@@ -35,8 +34,14 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "zbpp-checkpoint", 1
-_LONGEST = 2**29
-"""Bytes of a manifest: a million tensors take half of it."""
+_MAX_BYTES = 2**29
+"""Of a manifest: a million tensors take half of it."""
+
+TensorIndex = dict[str, dict[str, Any]]
+"""``dtype``, ``shape`` and ``chunks`` by tensor: file, key, offsets and sizes.
+
+Every tensor is one whole chunk. The format has room for more, which were never written.
+"""
 
 
 class CheckpointError(RequestError):
@@ -51,7 +56,7 @@ class Manifest:
         step: steps that were done.
         run: mode, stages, micro-batches and split of the run that saved; for people.
         files: bytes and sha256 of each file.
-        tensors: shape, kind and place of each tensor.
+        tensors: shape, dtype and place of each tensor.
         aliases: other names of tied tensors.
         values: the rest of the state, as `zbpp.checkpoint.values.encode` writes it.
     """
@@ -64,7 +69,7 @@ class Manifest:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The file's content."""
+        """The content of the file."""
         body = {"format": _FORMAT, "version": _VERSION, **vars(self)}
         return json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n"
 
@@ -77,113 +82,101 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode) or about.st_size > _LONGEST:
+        status = path.stat()
+        # a pipe would be waited for, and a sparse file of any size can be made
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
             raise CheckpointError(
-                f"{path} is no manifest: it is no file of at most {_LONGEST:,} bytes"
+                f"{path} is no manifest: it is no file of at most {_MAX_BYTES:,} bytes"
             )
         body = json.loads(path.read_bytes())
-        told = body.pop("sha256")
-        name, version = body.pop("format"), body.pop("version")
+        sha256 = body.pop("sha256")
+        name, version = body["format"], body["version"]
+        if (name, version) != (_FORMAT, _VERSION):
+            raise CheckpointError(
+                f"{path} is a {name} of version {version}; this zbpp reads {_FORMAT} "
+                f"of version {_VERSION}"
+            )
+        if sha256 != _digest(body):
+            raise ValueError("its text does not have the hash that it states")
+        del body["format"], body["version"]
+        manifest = Manifest(**body)
+        _check(manifest)
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing: {folder} is no checkpoint"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except CheckpointError:
-        raise
-    except (*_WRONG, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if name != _FORMAT or version != _VERSION:
-        raise CheckpointError(
-            f"{path} is a {name} of version {version}; this zbpp reads {_FORMAT} of "
-            f"version {_VERSION}"
-        )
-    if told != _digest({"format": name, "version": version, **body}):
-        raise CheckpointError(f"{path} is damaged: it does not have the hash it tells")
-    try:
-        manifest = Manifest(**body)
-        _check(manifest)
-    except _WRONG as error:
+    except (*_NOT_A_MANIFEST, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return manifest
 
 
-_WRONG = (ValueError, KeyError, AttributeError, TypeError)
-"""Errors of whoever reads JSON that is not what the reader takes it for."""
+_NOT_A_MANIFEST = (ValueError, KeyError, AttributeError, TypeError)
+"""What is raised by whoever reads JSON that is not what the reader takes it for."""
 
 
 def _check(manifest: Manifest) -> None:
-    """Refuse what is no path in the folder, no size, or not all of a tensor.
+    """Refuse what is no path in the folder, no size, or not one whole tensor.
 
-    The hash tells that the text is whole, not that a sound writer has written it.
+    The hash shows that the text is whole, not that a sound writer has written it.
     """
-    _whole("step", manifest.step)
-    for name, told in manifest.files.items():
+    _check_count("step", manifest.step)
+    for name, file in manifest.files.items():
         if Path(name).name != name or name in ("", "..") or "\0" in name:
             raise ValueError(f"{name!r} is no name of a file in the folder")
-        _whole(f"the bytes of {name}", told["bytes"])
-        if not isinstance(told["sha256"], str):
+        _check_count(f"the bytes of {name}", file["bytes"])
+        if not isinstance(file["sha256"], str):
             raise ValueError(f"the hash of {name} is no text")
-    for name, held in manifest.tensors.items():
-        _check_tensor(name, held, manifest.files)
+    for name, tensor in manifest.tensors.items():
+        if len(tensor["chunks"]) != 1:
+            raise ValueError(f"{name} is not in one chunk")
+        shape, chunk = tensor["shape"], tensor["chunks"][0]
+        for length in shape:
+            _check_count(f"the shape of {name}", length)
+        if chunk["sizes"] != shape or chunk["offsets"] != [0] * len(shape):
+            raise ValueError(f"the chunk of {name} is not the whole of it")
+        if chunk["file"] not in manifest.files or not isinstance(chunk["key"], str):
+            raise ValueError(f"the chunk of {name} is in no file")
     texts = (*manifest.aliases.values(), *manifest.aliases)
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("an alias is no name")
-    tables = (manifest.run, manifest.values)
     parts = (manifest.values.get(part, {}) for part in ("optimizer", "extra_states"))
-    if not all(isinstance(table, dict) for table in (*tables, *parts)):
+    tables = (manifest.run, manifest.values, *parts)
+    if not all(isinstance(table, dict) for table in tables):
         raise ValueError("run, values, or a part of the values is no table")
 
 
-def _check_tensor(
-    name: str, held: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """The parts of a tensor are in the files, within it, apart, and all of it."""
-    shape, itemsize = held["shape"], DTYPES[held["dtype"]].itemsize
-    boxes: list[list[tuple[int, int]]] = []
-    for chunk in held["chunks"]:
-        corner, sizes = chunk["offsets"], chunk["sizes"]
-        for number in (*shape, *corner, *sizes):
-            _whole(f"a place in {name}", number)
-        boxes.append([(a, a + n) for a, n in zip(corner, sizes, strict=True)])
-        within = all(b <= n for (_, b), n in zip(boxes[-1], shape, strict=True))
-        if not within or not isinstance(chunk["key"], str):
-            raise ValueError(f"a part of {name} is not in it")
-        if math.prod(sizes) * itemsize > files[chunk["file"]]["bytes"]:
-            raise ValueError(f"a part of {name} is larger than its file")
-    overlap = any(
-        all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, two, strict=True))
-        for one, two in combinations(boxes, 2)
-    )
-    covered = sum(math.prod(b - a for a, b in box) for box in boxes)
-    if not boxes or overlap or covered != math.prod(shape):
-        raise ValueError(f"the parts of {name} are not the whole of it, each once")
-
-
-def _whole(what: str, number: object) -> None:
+def _check_count(what: str, number: object) -> None:
     if type(number) is not int or not 0 <= number < 2**63:
         raise ValueError(f"{what} is {number!r:.40}, no whole number from 0 on")
 
 
-def damaged(folder: Path, manifest: Manifest, files: Iterable[str]) -> list[str]:
-    """Words about each of these files that is not what was written."""
-    found = []
-    for name in files:
-        told, path = manifest.files[name], folder / name
+def damaged(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Say of each file that is not what was written how it differs.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        names: files to be looked at.
+    """
+    problems = []
+    for name in names:
+        expected, path = manifest.files[name], folder / name
         try:
-            about = path.stat()
-            size = about.st_size
-            if not stat.S_ISREG(about.st_mode):
-                found.append(f"{path} is no file")
-            elif size != told["bytes"]:
-                found.append(f"{path} has {size:,} bytes, not {told['bytes']:,}")
-            elif sha256_of(path) != told["sha256"]:
-                found.append(f"{path} does not have the hash that the manifest tells")
+            status = path.stat()
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                problems.append(f"{path} is no file")
+            elif size != expected["bytes"]:
+                problems.append(f"{path} has {size:,} bytes, not {expected['bytes']:,}")
+            elif sha256_of(path) != expected["sha256"]:
+                problems.append(f"{path} does not have the hash in the manifest")
         except OSError as error:
-            found.append(f"{path} cannot be read: {error.strerror}")
-    return found
+            problems.append(f"{path} cannot be read: {error.strerror}")
+    return problems
 
 
 def sha256_of(path: Path) -> str:

@@ -15,16 +15,19 @@ from typing import Any
 
 from torch import Tensor
 
+from zbpp.checkpoint.folder import Gather
 from zbpp.checkpoint.manifest import CheckpointError, Manifest
-from zbpp.checkpoint.optimizer_state import (
+from zbpp.checkpoint.model import LocalModel, Slot, check_model, load_model, model_state
+from zbpp.checkpoint.optimizers import (
+    Found,
     check_optimizers,
+    check_schedulers,
     load_optimizers,
     optimizer_state,
+    scheduler_state,
 )
-from zbpp.checkpoint.owned import Owned, check_model, load_model, model_state
 from zbpp.checkpoint.saving import Snapshot
-from zbpp.checkpoint.scheduler_state import fit_schedulers, scheduler_state
-from zbpp.checkpoint.shards import whole
+from zbpp.checkpoint.tensors import TensorReader, whole
 from zbpp.checkpoint.values import decode, encode, misfit
 from zbpp.core import RequestError
 
@@ -41,25 +44,23 @@ __all__ = [
 ]
 
 State = dict[str, Any]
-_MODEL, _OPTIMIZER = "model", "optimizer"
-_TRAINABLE_ONLY = "trainable_only"
-_SHOWN = 8  # misfits that an error tells
+_MAX_SHOWN = 8  # misfits in an error
 
 
-def state_of(owned: Owned, *, step: int, run: Mapping[str, Any]) -> State:
+def state_of(local: LocalModel, *, step: int, run: Mapping[str, Any]) -> State:
     """The state of one process; its tensors are those of the model, not copies."""
     return {
         "step": step,
-        _MODEL: model_state(owned),
-        _OPTIMIZER: optimizer_state(owned),
-        "schedulers": scheduler_state(owned),
+        "model": model_state(local),
+        "optimizer": optimizer_state(local),
+        "schedulers": scheduler_state(local),
         "run": dict(run),
-        "aliases": owned.aliases(),
+        "aliases": local.aliases(),
     }
 
 
 def take_snapshot(
-    owned: Owned,
+    local: LocalModel,
     about: Mapping[str, Any],
     run: Mapping[str, Any],
     *,
@@ -70,148 +71,147 @@ def take_snapshot(
 ) -> Snapshot:
     """Collect what this process saves: each tensor once among all, and whole.
 
-    Those that hold parts of the same tensors must all call; one of them ``saves``.
-    ``trainable_only`` leaves out frozen parameters and all buffers.
+    Args:
+        local: whose state it is.
+        about: the schedule, for people who read the manifest.
+        run: what the runtime needs to go on.
+        step: steps done.
+        extra: of the script.
+        saves: false on all but one of the processes that hold shards of the same
+            tensors; they must call, too.
+        trainable_only: leave out frozen parameters and all buffers.
 
     Raises:
         RequestError: a part of the state is nothing that a checkpoint can hold.
     """
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {"extra_states": {}}
 
     def put(name: str, tensor: Tensor) -> None:
         gathered = whole(tensor)
         if saves:
             tensors[name] = gathered
 
-    for slot in owned.slots:
-        where = f"{_MODEL}/{slot.name}"
+    extra_states: dict[str, Any] = {}
+    for slot in local.slots:
+        name = f"model/{slot.saved_as}"
         if not slot.saves or (trainable_only and not slot.is_trainable):
             continue
         if isinstance(slot.value, Tensor):
-            put(where, slot.value.detach())
+            put(name, slot.value.detach())
         else:
-            values["extra_states"][slot.name] = encode(slot.value, where, put)
-    values[_OPTIMIZER] = {
-        name: encode(entries, f"{_OPTIMIZER}/{name}", put)
-        for name, entries in optimizer_state(
-            owned, saved=True, trainable_only=trainable_only
-        ).items()
+            extra_states[slot.saved_as] = encode(slot.value, name, put)
+    optimizers = optimizer_state(local, saved=True, trainable_only=trainable_only)
+    values: dict[str, Any] = {
+        "extra_states": extra_states,
+        "optimizer": {
+            name: encode(entries, f"optimizer/{name}", put)
+            for name, entries in optimizers.items()
+        },
+        "schedulers": [
+            encode(
+                entry,
+                f"schedulers/{'+'.join(entry['groups'][0][:1])}/{entry['place']}",
+                put,
+            )
+            for entry in scheduler_state(local)
+        ],
     }
-    values["schedulers"] = [
-        encode(one, f"schedulers/{'+'.join(one['groups'][0][:1])}/{one['place']}", put)
-        for one in scheduler_state(owned)
-    ]
     if not saves:
         values = {}
     values["run"] = encode(dict(run), "run", put)
     values["extra"] = encode(dict(extra), "extra", put)
-    aliases = owned.aliases() if saves else {}
-    about = {**about, _TRAINABLE_ONLY: trainable_only}
-    return Snapshot(step, tensors, values, aliases, about)
+    return Snapshot(
+        step,
+        tensors,
+        values,
+        local.aliases() if saves else {},
+        {**about, "trainable_only": trainable_only},
+    )
 
 
 def read_state(
-    folder: Path, manifest: Manifest, owned: Owned | None, *, model_only: bool = False
+    folder: Path,
+    manifest: Manifest,
+    local: LocalModel | None,
+    *,
+    model_only: bool = False,
 ) -> State:
     """Read what a process needs of a checkpoint.
 
     Args:
         folder: of the checkpoint.
         manifest: of it, verified.
-        owned: what is to be loaded; None: read everything.
+        local: what is to be loaded; None: read everything.
         model_only: leave out all but parameters and buffers.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    values, aliases = manifest.values, manifest.aliases
-    held = {
-        key.removeprefix(f"{_MODEL}/"): key
-        for key in manifest.tensors
-        if key.startswith(f"{_MODEL}/")
-    }
-    stepped = values.get(_OPTIMIZER, {})
-    if owned is not None:
-        wanted = {
-            name
-            for slot in owned.slots
-            for name in (slot.name, slot.own, aliases.get(slot.own, slot.own))
-        }
-        held = {name: key for name, key in held.items() if name in wanted}
-        stepped = {name: one for name, one in stepped.items() if name in wanted}
-    rest: dict[str, Any] = {"extra_states": values.get("extra_states", {})}
-    if not model_only:
-        rest |= {_OPTIMIZER: stepped} | {
-            name: values.get(name) for name in ("schedulers", "run", "extra")
-        }
-    from zbpp.checkpoint.storage import read_tensors
-
-    keys = set(held.values())
-
-    def note(key: str) -> Tensor:
-        keys.add(key)
-        return _NOTHING
-
-    try:
-        _decoded(rest, note)
-        tensors = read_tensors(folder, manifest.tensors, keys)
-        found = _decoded(rest, tensors.__getitem__)
-        if not model_only:
-            _check_entries(found)
-    except (OSError, RequestError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    read, values = TensorReader(folder, manifest.tensors).read, manifest.values
+    names = names_in(manifest)
+    if local is not None:
+        needed = set[str]().union(*(s.names_in(manifest.aliases) for s in local.slots))
+        names = {part: held & needed for part, held in names.items()}
     state: State = {
         "step": manifest.step,
-        _MODEL: {name: tensors[key] for name, key in held.items()},
-        "aliases": dict(aliases),
-        _TRAINABLE_ONLY: bool(manifest.run.get(_TRAINABLE_ONLY)),
+        "aliases": dict(manifest.aliases),
+        "trainable_only": bool(manifest.run.get("trainable_only")),
     }
-    state[_MODEL] |= found.pop("extra_states")
-    return state | found
+    try:
+        extra_states = values.get("extra_states", {})
+        state["model"] = {
+            name: decode(extra_states[name], read)
+            if name in extra_states
+            else read(f"model/{name}")
+            for name in sorted(names["model"])
+        }
+        if not model_only:
+            state["optimizer"] = {
+                name: decode(values["optimizer"][name], read)
+                for name in sorted(names["optimizer"])
+            }
+            for name in ("schedulers", "run", "extra"):
+                state[name] = decode(values.get(name), read)
+            _check_entries(state)
+    except _NOT_A_STATE as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    return state
 
 
-_NOTHING = Tensor()
+_NOT_A_STATE = (
+    ArithmeticError,
+    LookupError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What is raised by reading values that are not what they are taken for."""
 
 
-def _decoded(rest: Mapping[str, Any], get: Any) -> dict[str, Any]:
-    """Tables of encoded values are plain JSON down to their entries."""
-    found: dict[str, Any] = {}
-    for name, value in rest.items():
-        if name in (_OPTIMIZER, "extra_states"):
-            found[name] = {key: decode(one, get) for key, one in value.items()}
-        else:
-            found[name] = decode(value, get)
-    return found
-
-
-def _check_entries(found: Mapping[str, Any]) -> None:
-    """Refuse values that are none of what `optimizer_state` and others have saved.
+def _check_entries(state: State) -> None:
+    """Refuse values that are none of what `take_snapshot` has saved.
 
     Raises:
         RequestError: names the first one.
     """
-    one = {"kind": "", "state": {}, "options": {}}
-    for name, entries in found[_OPTIMIZER].items():
-        if not isinstance(entries, list):
-            raise RequestError(f"the optimizer's state of {name} is no list")
-        for entry in entries:
-            _refuse(misfit(entry, one, f"the optimizer's state of {name}"))
     expected: dict[str, Any] = {"schedulers": [], "run": {}, "extra": {}}
-    _refuse(misfit({n: found[n] for n in expected}, expected, "the state"))
-    for number, scheduler in enumerate(found["schedulers"]):
+    texts = [misfit({name: state[name] for name in expected}, expected, "the state")]
+    entry = {"kind": "", "state": {}, "options": {}}
+    for name, entries in state["optimizer"].items():
+        where = f"the optimizer's state of {name}"
+        texts.append(misfit(entries, [], where))
+        texts += [misfit(saved, entry, where) for saved in entries]
+    scheduler: dict[str, Any] = {"groups": [], "place": 0, "state": {}}
+    for number, saved in enumerate(state["schedulers"]):
         where = f"the state of scheduler {number}"
-        _refuse(misfit(scheduler, {"groups": [], "place": 0, "state": {}}, where))
-        groups = scheduler["groups"]
-        if not all(isinstance(group, list) for group in groups) or not all(
-            isinstance(name, str) for group in groups for name in group
-        ):
-            raise RequestError(f"{where} has groups that are no lists of names")
-
-
-def _refuse(words: str | None) -> None:
-    if words is not None:
-        raise RequestError(words)
+        texts.append(misfit(saved, scheduler, where))
+        for group in saved["groups"]:
+            texts.append(misfit(group, [], where))
+            texts += [misfit(name, "", where) for name in group]
+    for text in texts:
+        if text is not None:
+            raise RequestError(text)
 
 
 def names_in(manifest: Manifest) -> dict[str, set[str]]:
@@ -229,85 +229,96 @@ def names_in(manifest: Manifest) -> dict[str, set[str]]:
 
 @dataclass
 class Checked:
-    """The finding of one process about a state."""
+    """How a state fits what one process holds.
 
-    used: dict[str, set[str]] = field(default_factory=dict)
+    Args:
+        wrong: what does not fit, in words.
+        used: names in the state that this process needs, by part of the state.
+        model: slots and their values.
+        optimizers: parameters and their entries.
+        schedulers: each with its state.
+    """
+
     wrong: list[str] = field(default_factory=list)
+    used: dict[str, set[str]] = field(default_factory=dict)
+    model: list[tuple[Slot, Any]] = field(default_factory=list)
+    optimizers: list[Found] = field(default_factory=list)
     schedulers: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
 
-    def told(self) -> tuple[dict[str, set[str]], list[str]]:
-        """As the other processes are told."""
-        return self.used, self.wrong
 
-
-def check_state(owned: Owned, state: State, *, model_only: bool = False) -> Checked:
+def check_state(
+    local: LocalModel, state: State, *, model_only: bool = False
+) -> Checked:
     """Compare a state with what one process holds; nothing is changed.
 
     Raises:
         RequestError: it is no state.
     """
-    aliases = state.get("aliases", {})
-    if not isinstance(state.get(_MODEL), Mapping):
+    if not isinstance(state.get("model"), Mapping):
         raise RequestError(
             "this is no state of a pipeline: it has no 'model'; give what "
             "pipeline.state_dict() returns"
         )
+    aliases = state.get("aliases", {})
+    trainable_only = bool(state.get("trainable_only"))
     checked = Checked()
-    trainable_only = bool(state.get(_TRAINABLE_ONLY))
-    checked.used[_MODEL], checked.wrong = check_model(
-        owned, state[_MODEL], aliases, trainable_only=trainable_only
+    checked.model, checked.used["model"], checked.wrong = check_model(
+        local, state["model"], aliases, trainable_only=trainable_only
     )
-    if model_only:
-        return checked
-    entries = state.get(_OPTIMIZER, {})
-    checked.used[_OPTIMIZER], wrong = check_optimizers(
-        owned, entries, aliases, trainable_only=trainable_only
-    )
-    checked.schedulers, its = fit_schedulers(owned, state.get("schedulers", []))
-    checked.wrong += wrong + its
+    if not model_only:
+        checked.optimizers, checked.used["optimizer"], wrong = check_optimizers(
+            local, state.get("optimizer", {}), aliases, trainable_only=trainable_only
+        )
+        checked.wrong += wrong
+        checked.schedulers, wrong = check_schedulers(local, state.get("schedulers", []))
+        checked.wrong += wrong
     return checked
 
 
 def refuse_misfits(
-    told: Iterable[tuple[dict[str, set[str]], list[str]]],
-    given: Mapping[str, Iterable[str]],
+    checked: Checked,
+    names: Mapping[str, Iterable[str]],
     aliases: Mapping[str, str],
+    gather: Gather,
 ) -> None:
-    """Refuse a state that does not fit; the same on all processes.
+    """Refuse a state that does not fit on any process; all must call.
 
     Args:
-        told: what each process has found.
-        given: names of parameters in the state, by part: model and optimizer.
-        aliases: names in it that others stand for.
+        checked: the finding of this process.
+        names: of parameters in its state, by part: model and optimizer.
+        aliases: names in its state that others stand for.
+        gather: gives every process the values of all.
 
     Raises:
-        RequestError: names what is missing, unknown or different.
+        RequestError: names what is missing, unknown or different, on all alike.
     """
-    told = list(told)
-    wrong = [text for _, its in told for text in its]
-    for part, names in given.items():
-        used = {
-            aliases.get(name, name) for uses, _ in told for name in uses.get(part, ())
-        }
-        what = "" if part == _MODEL else "the optimizer's state of "
+    answers = gather((checked.wrong, checked.used, names, dict(aliases)))
+    first_names = {
+        alias: name for *_, table in answers for alias, name in table.items()
+    }
+    wrong = [text for texts, *_ in answers for text in texts]
+    for part in ("model", "optimizer"):
+        held = {name for _, _, names, _ in answers for name in names.get(part, ())}
+        used = {name for _, names, _, _ in answers for name in names.get(part, ())}
+        used = {first_names.get(name, name) for name in used}
+        what = "" if part == "model" else "the optimizer's state of "
         wrong += [
             f"{what}{name} is unknown here"
-            for name in sorted(names)
-            if aliases.get(name, name) not in used
+            for name in sorted(held)
+            if first_names.get(name, name) not in used
         ]
     if wrong:
-        shown = "; ".join(wrong[:_SHOWN])
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        shown = "; ".join(wrong[:_MAX_SHOWN])
+        n_more = len(wrong) - _MAX_SHOWN
+        more = f"; and {n_more} more" if n_more > 0 else ""
         raise RequestError(
             f"the state does not fit, and nothing was changed: {shown}{more}"
         )
 
 
-def load_state(owned: Owned, state: State, checked: Checked) -> None:
+def load_state(checked: Checked) -> None:
     """Load a state that was found to fit."""
-    aliases = state.get("aliases", {})
-    load_model(owned, state[_MODEL], aliases)
-    if _OPTIMIZER in checked.used:
-        load_optimizers(owned, state.get(_OPTIMIZER, {}), aliases)
-    for scheduler, its in checked.schedulers:
-        scheduler.load_state_dict(its)
+    load_model(checked.model)
+    load_optimizers(checked.optimizers)
+    for scheduler, state in checked.schedulers:
+        scheduler.load_state_dict(state)

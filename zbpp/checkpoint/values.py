@@ -40,13 +40,13 @@ def encode(value: Any, where: str, put: Callable[[str, Tensor], None]) -> Any:
         put(where, value)
         return {"tensor": where}
     if isinstance(value, list | tuple):
-        items = [encode(one, f"{where}/{i}", put) for i, one in enumerate(value)]
+        items = [encode(item, f"{where}/{i}", put) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
         kind = "counter" if isinstance(value, Counter) else "dict"
         rows = [
-            [encode(key, f"{where}/key", put), encode(one, f"{where}/{key}", put)]
-            for key, one in value.items()
+            [encode(key, f"{where}/key", put), encode(item, f"{where}/{key}", put)]
+            for key, item in value.items()
         ]
         return {kind: rows}
     raise RequestError(
@@ -66,27 +66,27 @@ def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
         RequestError: there is a kind that `encode` does not make.
     """
     if isinstance(value, list):
-        return [decode(one, get) for one in value]
+        return [decode(item, get) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
-        ((kind, held),) = value.items()
+        ((kind, content),) = value.items()
         match kind:
             case "tensor":
-                return get(held)
+                return get(content)
             case "float":
-                return float(held)
+                return float(content)
             case "tuple":
-                return tuple(decode(one, get) for one in held)
+                return tuple(decode(item, get) for item in content)
             case "dict":
-                return {decode(key, get): decode(one, get) for key, one in held}
+                return {decode(key, get): decode(item, get) for key, item in content}
             case "counter":
-                return Counter({decode(k, get): decode(one, get) for k, one in held})
+                return Counter({decode(k, get): decode(n, get) for k, n in content})
     raise RequestError(f"a checkpoint has no values of the kind {sorted(value)}")
 
 
 def misfit(saved: Any, here: Any, where: str) -> str | None:
-    """Words about the first part of a saved value that cannot stand for the one here.
+    """Describe the first part of a saved value that cannot stand for the one here.
 
     Numbers and tensors may stand for one another, lists may have other lengths, and
     anything may stand where None is now. Tables hold at least the keys of those here.
@@ -102,7 +102,7 @@ def misfit(saved: Any, here: Any, where: str) -> str | None:
         if not isinstance(saved, dict) or here.keys() - saved.keys():
             return f"{where} lacks parts that it has here"
         parts = (misfit(saved[key], here[key], f"{where}/{key}") for key in here)
-        return next((words for words in parts if words), None)
+        return next((text for text in parts if text), None)
     if type(saved) is not type(here):
         return f"{where} is a {type(saved).__name__}, here a {type(here).__name__}"
     return None

@@ -66,12 +66,10 @@ class Plan(SizedFlags):
         check_outputs(out=self.out, csv=self.csv)
         self._say_how_long()
         plan = self.plan(self.pipeline_schedule_mode)
-        schedule, costs, memory = plan.schedule, plan.costs, plan.memory
+        schedule, costs = plan.schedule, plan.costs
         proof = ""
         if self.solver is not None:
-            found = certify(
-                schedule, costs.with_memory(memory), seconds=self.solver_seconds
-            )
+            found = certify(schedule, costs, seconds=self.solver_seconds)
             proved = found.schedule
             schedule = replace(
                 proved, split=schedule.split, recompute=schedule.recompute
@@ -82,7 +80,7 @@ class Plan(SizedFlags):
         write_file(self.out, schedule_text(schedule))
         if self.csv is not None:
             write_file(self.csv, to_torch_csv(schedule))
-        summary = summarize(schedule, costs, memory)
+        summary = summarize(schedule, costs)
         print(
             f"{self.out}: {summary.mode}, {summary.n_stages} stages, "
             f"{summary.n_microbatches} micro-batches, "
@@ -127,13 +125,13 @@ class Show(ScheduleFlags):
 
     def run(self) -> None:
         """Print the report."""
-        schedule, costs, memory = self.load()
+        schedule, costs = self.load()
         if self.json:
-            summary, among = summarize(schedule, costs, memory), steady(schedule, costs)
+            summary, among = summarize(schedule, costs), steady(schedule, costs)
             print(json.dumps(asdict(summary) | asdict(among)))
         else:
             drawn = self.timelines(schedule, costs) if self.iterations != 1 else ()
-            print_report(schedule, costs, memory, drawn)
+            print_report(schedule, costs, drawn)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ class EstimateCommand:
             shard=self.shard,
             alternating_buffers=self.alternating_buffers,
         )
-        costs = Costs() if self.costs is None else read_costs(self.costs)[0]
+        costs = Costs() if self.costs is None else read_costs(self.costs)
         modes = [m if is_file(m) else canonical(m) for m in self.modes or USUAL_MODES]
 
         sizes: Any = {"n_stages": self.stages, "n_microbatches": self.microbatches}
@@ -241,7 +241,8 @@ class EstimateCommand:
         if self.costs_out is not None:
             schedule = plan_mode(mode, self.stages, self.microbatches, costs)
             bytes_of = stage_costs(memory, steps, schedule, limit)
-            _save(self.costs_out, lambda path: write_costs(costs, bytes_of, path))
+            in_bytes = costs.with_memory(bytes_of)
+            _save(self.costs_out, lambda path: write_costs(in_bytes, path))
         if self.layers_out is not None:
             layers = costs_of_layers(
                 memory,

@@ -9,7 +9,6 @@ import tyro
 from zbpp.core import (
     Costs,
     LayerCosts,
-    MemoryModel,
     RequestError,
     Schedule,
     Timeline,
@@ -83,14 +82,12 @@ class CommonFlags:
     shard: Shard = "none"
     """State that replicas hold in parts; each word includes those before."""
 
-    def models(self) -> tuple[Costs, MemoryModel]:
+    def chunk_costs(self) -> Costs:
         """Read the costs, and let the flag overrule the file's memory limit."""
-        costs, memory = Costs(), MemoryModel()
-        if self.costs is not None:
-            costs, memory = read_costs(self.costs)
-        memory = with_limit(memory, self.memory_limit, name="--memory_limit")
+        costs = Costs() if self.costs is None else read_costs(self.costs)
+        costs = with_limit(costs, self.memory_limit, name="--memory_limit")
         n, shard = self.data_parallel, self.shard
-        return with_gathers(costs, data_parallel=n, shard=shard), memory
+        return with_gathers(costs, data_parallel=n, shard=shard)
 
     def with_collectives(self, schedule: Schedule) -> Schedule:
         """Add the collectives of replicas, if there are several."""
@@ -149,9 +146,8 @@ class CommonFlags:
         if request.costs is not None:
             return request
         if self.costs is None and is_plan_file(mode):  # it has costs of its own
-            return replace(request, memory=MemoryModel(limit=self.memory_limit))
-        costs, memory = self.models()
-        return replace(request, costs=costs, memory=memory)
+            return replace(request, memory=self.memory_limit)
+        return replace(request, costs=self.chunk_costs())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +196,7 @@ class ScheduleFlags(SizedFlags):
     iterations: Annotated[int, shown_as("INT")] = 1
     """Iterations to draw; of several, with a barrier between them and without."""
 
-    def load(self) -> tuple[Schedule, Costs, MemoryModel]:
+    def load(self) -> tuple[Schedule, Costs]:
         """Plan or read the schedule."""
         modes = {self.schedule, self.pipeline_schedule_mode} - {None}
         if len(modes) != 1:
@@ -212,7 +208,7 @@ class ScheduleFlags(SizedFlags):
                 "--pipeline_schedule_mode with --stages and --microbatches"
             )
         plan = self.plan(str(modes.pop()))
-        return self.with_checks(plan.schedule), plan.costs, plan.memory
+        return self.with_checks(plan.schedule), plan.costs
 
     def timelines(self, schedule: Schedule, costs: Costs) -> list[Timeline]:
         """Simulate what is to be drawn.

@@ -11,7 +11,6 @@ from zbpp.core import (
     KINDS,
     Collective,
     Costs,
-    MemoryModel,
     Schedule,
     Scope,
     Timeline,
@@ -38,17 +37,14 @@ _MOST_CELLS = 1e6  # of a picture's line before it is cropped
 
 
 def print_report(
-    schedule: Schedule,
-    costs: Costs,
-    memory: MemoryModel,
-    drawn: Sequence[Timeline] = (),
+    schedule: Schedule, costs: Costs, drawn: Sequence[Timeline] = ()
 ) -> None:
     """Print the picture, a table of the stages and the figures of a schedule.
 
     ``drawn``: what the picture shows in place of one iteration; the table and the
     figures are those of one, unless they say otherwise.
     """
-    summary = summarize(schedule, costs, memory)
+    summary = summarize(schedule, costs)
     among = steady(schedule, costs)
     timeline = simulate(schedule, costs)
     print(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from zbpp.core import Costs, MemoryModel, Schedule, format_memory
+from zbpp.core import Costs, Schedule, format_memory
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import (
     bubble_rate,
@@ -51,23 +51,20 @@ class Summary:
     """For each chunk all layers (true), none, or these; None: nothing."""
 
 
-def summarize(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Summary:
+def summarize(schedule: Schedule, costs: Costs) -> Summary:
     """Simulate a schedule and compare it with the lower bound.
 
     The bound holds for every schedule with the same placement and costs within the
     memory limit; if there is none, within the largest memory that this one takes.
 
     Raises:
-        RequestError: costs or memory do not fit the placement.
+        RequestError: the costs do not fit the placement.
     """
     timeline = simulate(schedule, costs)
-    held = peak_memory(timeline, memory)
-    limit = max(held) if memory.limit is None else memory.limit
+    held = peak_memory(timeline, costs)
+    limit = max(held) if costs.limit is None else costs.limit
     bounds = lower_bounds(
-        schedule.placement,
-        schedule.n_microbatches,
-        costs,
-        replace(memory, limit=limit),
+        schedule.placement, schedule.n_microbatches, replace(costs, limit=limit)
     )
     by, bound = max(bounds.items(), key=lambda item: item[1])
     longest = span(timeline)

@@ -8,7 +8,7 @@ tested to give the same times.
 from collections.abc import Sequence
 
 from zbpp.core.bulk import bulk_construct, gc_paused
-from zbpp.core.costs import PassTimes
+from zbpp.core.costs import ChunkCosts
 from zbpp.core.jobs import (
     KINDS,
     Job,
@@ -57,7 +57,7 @@ class Clock:
 
     def __init__(
         self,
-        times: PassTimes,
+        times: ChunkCosts,
         *,
         n_microbatches: int,
         free: Sequence[float] | None = None,
@@ -138,7 +138,7 @@ class Clock:
 
 def replay(
     orders: Sequence[Sequence[Job]],
-    times: PassTimes,
+    times: ChunkCosts,
     *,
     n_microbatches: int,
     free: Sequence[float] | None = None,
@@ -204,7 +204,7 @@ def off_lane(
 
 
 def step_behind_barrier(
-    orders: Sequence[Sequence[Job]], times: PassTimes, *, n_microbatches: int
+    orders: Sequence[Sequence[Job]], times: ChunkCosts, *, n_microbatches: int
 ) -> float:
     """Time of a step among many, optimizer included, if all stages step together.
 
@@ -266,7 +266,7 @@ def can_finish(
 
 def _time_passes(
     orders: Sequence[Sequence[Job]],
-    times: PassTimes,
+    times: ChunkCosts,
     *,
     n_microbatches: int,
     free: Sequence[float] | None = None,

@@ -176,10 +176,10 @@ class JobKind:
             starts something: the stage goes on at once, and what awaits the state that
             it sets waits for its end.
         gradients_due: what it adds to the gradients that a Step waits for.
-        times: columns of `PassTimes` whose sum is its time.
-        keeps: columns of `ChunkMemory` with the sign by which it changes the memory
+        times: columns of `ChunkCosts` whose sum is its time.
+        keeps: columns of `ChunkCosts` with the sign by which it changes the memory
             that is held behind it.
-        peak: column of `ChunkMemory` with the most that it holds while it runs, above
+        peak: column of `ChunkCosts` with the most that it holds while it runs, above
             what is held before; None: nothing.
         torch: text of the same in torch's CSV files; None: torch has none like it.
         colour: in pictures, of those by Okabe and Ito, which people with any colour

@@ -6,7 +6,7 @@ a `Schedule` recomputes makes B longer, and changes what the passes hold.
 
 from dataclasses import replace
 
-from zbpp.core.costs import Costs, LayerCosts, MemoryModel
+from zbpp.core.costs import Costs, LayerCosts
 from zbpp.core.costs.layers import chunk_layers
 from zbpp.core.errors import RequestError
 from zbpp.core.schedule import Schedule
@@ -14,17 +14,14 @@ from zbpp.core.schedule import Schedule
 __all__ = ["recomputed"]
 
 
-def recomputed(
-    costs: Costs, memory: MemoryModel, schedule: Schedule
-) -> tuple[Costs, MemoryModel]:
-    """Costs and memory of a schedule's passes, with what it recomputes.
+def recomputed(costs: Costs, schedule: Schedule) -> Costs:
+    """Costs of a schedule's passes, with what it recomputes.
 
     Of a chunk whose layers are recomputed in part, all layers count as equal. Without
     ``m_r``, and with no limit to keep, a part that is recomputed leaves nothing.
 
     Args:
         costs: of the chunks without recompute.
-        memory: likewise.
         schedule: says what is recomputed; without that the costs stay as they are.
 
     Raises:
@@ -32,7 +29,7 @@ def recomputed(
             a limit; or a chunk is recomputed in part and its layers are not known.
     """
     if schedule.recompute is None or not any(schedule.recompute):
-        return costs, memory
+        return costs
     split = schedule.split or (1,) * schedule.placement.n_chunks
     if schedule.split is None and any(
         not isinstance(which, bool) for which in schedule.recompute
@@ -43,13 +40,13 @@ def recomputed(
         )
     # What an F computes again in a B finds its parameters gathered.
     gathers, bare = costs.gathers, replace(costs, gathers=False)
-    layers = with_m_r(chunk_layers(bare, memory, schedule.placement, split))
+    layers = with_m_r(chunk_layers(bare, schedule.placement, split))
     again, first = [], 0
     for chunk, n_layers in enumerate(split):
         again += [first + one for one in schedule.recomputes(chunk, n_layers)]
         first += n_layers
-    costs, memory = layers.on(schedule.placement, split, recompute=again)
-    return replace(costs, gathers=gathers), memory
+    costs = layers.on(schedule.placement, split, recompute=again)
+    return replace(costs, gathers=gathers)
 
 
 def with_m_r(layers: LayerCosts) -> LayerCosts:

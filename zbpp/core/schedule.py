@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zbpp.core.costs import MemoryModel
+from zbpp.core.costs import Costs
 from zbpp.core.jobs import Check, Job, PassKind, passes_in
 from zbpp.core.placement import Placement
 from zbpp.core.validation import Recompute, check_layers, validate
@@ -22,14 +22,14 @@ class Schedule:
         placement: chunk to stage.
         n_microbatches: micro-batches in a step, at least 1.
         orders: one order per stage.
-        memory: if given, no stage may exceed its limit.
+        costs: if given, no stage may exceed their memory limit.
         split: layers of each chunk that it was planned for; None: any.
         recompute: for each chunk True if B computes all its layers again, False, or
             the layers, counted from 0 in the chunk, that it does so with; None: none.
 
     Raises:
         ScheduleError: a pass is missing, doubled, on a wrong stage or before its
-            input; the stages wait for one another; or the memory exceeds the limit.
+            input; the stages wait for one another; or memory exceeds the limit.
         RequestError: split or recompute do not fit the chunks.
     """
 
@@ -37,13 +37,13 @@ class Schedule:
     placement: Placement
     n_microbatches: int
     orders: tuple[Order, ...]
-    memory: MemoryModel | None = None
+    costs: Costs | None = None
     split: tuple[int, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
 
     def __post_init__(self) -> None:
         check_layers(self.placement, self.split, self.recompute)
-        validate(self.placement, self.n_microbatches, self.orders, self.memory)
+        validate(self.placement, self.n_microbatches, self.orders, self.costs)
 
     @property
     def n_stages(self) -> int:

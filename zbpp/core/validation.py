@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.clock import can_finish, replay
-from zbpp.core.costs import Costs, MemoryModel
+from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.jobs import (
     KINDS,
@@ -52,7 +52,7 @@ def validate(
     placement: Placement,
     n_microbatches: int,
     orders: Orders,
-    memory: MemoryModel | None,
+    costs: Costs | None,
 ) -> None:
     """Check all rules.
 
@@ -95,8 +95,8 @@ def validate(
         _check_equal_collectives(orders, placement)
     _check_steps(orders)
     _check_progress(orders, placement, n_microbatches)
-    if memory is not None:
-        _check_memory(orders, placement, memory)
+    if costs is not None and costs.limit is not None:
+        _check_memory(orders, costs.on(placement))
 
 
 _WORK = (F, B, W)  # in the order in which it is done for each micro-batch
@@ -361,12 +361,11 @@ def _check_progress(orders: Orders, placement: Placement, n_microbatches: int) -
         )
 
 
-def _check_memory(orders: Orders, placement: Placement, model: MemoryModel) -> None:
+def _check_memory(orders: Orders, costs: ChunkCosts) -> None:
     """No stage may exceed its limit (with a margin for rounding)."""
-    memory = model.on(placement)
     for stage, order in enumerate(orders):
-        limit = memory.limit[stage]
-        during = held_during(order, memory, stage=stage)
+        limit = costs.limit[stage]
+        during = held_during(order, costs, stage=stage)
         if max(during, default=0.0) <= limit:
             continue
         for column, held in enumerate(during):

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from zbpp.core import LayerCosts, PassTimes
+from zbpp.core import ChunkCosts, LayerCosts
 from zbpp.emulation.layers import EmulatedLayer
 
 __all__ = ["sleeping_chunks", "sleeping_layers"]
 
 
-def sleeping_chunks(times: PassTimes, chunks: range) -> list[nn.Module]:
+def sleeping_chunks(times: ChunkCosts, chunks: range) -> list[nn.Module]:
     """Make one layer a chunk; a stage's first one carries its optimizer's time."""
     layers: list[nn.Module] = []
     for chunk in chunks:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-from zbpp.core import Collective, PassTimes, State, kind_of
+from zbpp.core import ChunkCosts, Collective, State, kind_of
 from zbpp.emulation.layers import EmulatedLayer, sleep_until
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.stage import Collectives
@@ -22,7 +22,7 @@ class SleepingCollectives(Collectives):
         chunks: of the stage; the first layer of each waits for its parameters.
     """
 
-    def __init__(self, times: PassTimes, chunks: Iterable[Chunk]) -> None:
+    def __init__(self, times: ChunkCosts, chunks: Iterable[Chunk]) -> None:
         super().__init__({})
         self._times = times
         self._free = 0.0

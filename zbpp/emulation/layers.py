@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from zbpp.core import Job, Message, PassTimes, TiedGradient, What
+from zbpp.core import ChunkCosts, Job, Message, TiedGradient, What
 from zbpp.runtime.backward.queue import DeferredWork, WeightQueue, current_queue
 from zbpp.runtime.comm.ping import Ping
 from zbpp.runtime.comm.transport import Opening, Reduction, Transport
@@ -166,11 +166,11 @@ class DelayedTransport:
 
     Args:
         inner: what moves the messages.
-        times: in ms; `PassTimes.delay` of each edge is kept.
+        times: in ms; `ChunkCosts.delay` of each edge is kept.
         stage: whose transport this is.
     """
 
-    def __init__(self, inner: Transport, times: PassTimes, *, stage: int) -> None:
+    def __init__(self, inner: Transport, times: ChunkCosts, *, stage: int) -> None:
         self._inner = inner
         self._stage = stage
         self.background = inner.background

@@ -159,7 +159,7 @@ def _split(schedule: Schedule, layers: LayerCosts) -> tuple[Schedule, Costs]:
     placement = schedule.placement
     split = schedule.split or even_split(layers.n_layers, placement.n_chunks)
     again = recomputed_layers(schedule, split)
-    costs, _ = layers.on(placement, split, recompute=again)
+    costs = layers.on(placement, split, recompute=again)
     return replace(schedule, split=split), costs
 
 

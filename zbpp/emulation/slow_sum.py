@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor
 
-from zbpp.core import Job, PassTimes
+from zbpp.core import ChunkCosts, Job
 from zbpp.emulation.layers import DelayedTransport, sleep_until
 from zbpp.runtime.comm.transport import Reduction, Transport
 
@@ -21,11 +21,11 @@ class SlowSums(DelayedTransport):
 
     Args:
         inner: what moves the messages.
-        times: in ms; `PassTimes.reduction` is kept, and each edge's delay.
+        times: in ms; `ChunkCosts.reduction` is kept, and each edge's delay.
         stage: whose transport this is.
     """
 
-    def __init__(self, inner: Transport, times: PassTimes, *, stage: int) -> None:
+    def __init__(self, inner: Transport, times: ChunkCosts, *, stage: int) -> None:
         super().__init__(inner, times, stage=stage)
 
     def reduce(self, vector: Tensor) -> "_SlowSum":

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from zbpp.memory.parts import part_of
 from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
-from zbpp.runtime.optim.rollback.buckets import treats_numbers_apart
-from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, can_defer
+from zbpp.runtime.optim.rollback import DeferredStep, can_defer, is_elementwise
 from zbpp.runtime.support.sharded import is_sharded
 
 __all__ = ["OptimizerMemory", "optimizer_memory"]
@@ -106,7 +105,7 @@ def _deferred_peaks(
     make_optimizer: MakeOptimizer,
     granularity: int,
 ) -> tuple[int, int]:
-    """Most that `RecomputeRollback` needs for a step, and to commit it.
+    """Most that `DeferredStep` needs for a step, and to commit it.
 
     Pieces are stepped one after the other, so of large parameters a few are enough.
     """
@@ -127,18 +126,17 @@ def _deferred_peaks(
     most = later = 0
     with tracker:
         for optimizer in made_optimizers(make_optimizer, stands):
-            if not treats_numbers_apart(optimizer):
+            if not is_elementwise(optimizer):
                 return 0, 0
             optimizer.step()
-            rollback = RecomputeRollback(optimizer)
-            rollback.speculate()  # makes the copies, which stay
+            rollback = DeferredStep(optimizer)
+            rollback.take()  # makes the copies, which stay
             rollback.undo()
             before = tracker.restart()
-            rollback.speculate()
+            rollback.take()
             most = max(most, tracker.most - before)
             before = tracker.restart()
-            for _ in rollback.commit():
-                pass
+            rollback.commit()
             later = max(later, tracker.most - before)
     return max(0, most), later
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zbpp.checkpoint.folder import open_newest
 from zbpp.checkpoint.manifest import CheckpointError
-from zbpp.checkpoint.opening import open_together
-from zbpp.checkpoint.owned import Owned
+from zbpp.checkpoint.model import LocalModel
 from zbpp.checkpoint.saving import Saver, Snapshot
 from zbpp.checkpoint.state import (
     Checked,
@@ -78,19 +78,19 @@ class Checkpoints:
         """The state after some steps."""
         self._stages.synchronize()
         run = self._stages.history.state_dict()
-        return state_of(self._owned(), step=n_steps, run=run)
+        return state_of(self._local_model(), step=n_steps, run=run)
 
     def load_state_dict(self, state: State, *, model_only: bool) -> int | None:
         """Load a state; return the number of steps done, None if they stay."""
         self._stages.synchronize()
         with self._stages.failures_told("load a state", of_requests=False):
-            owned = self._owned()
+            local = self._local_model()
             try:
-                checked = check_state(owned, state, model_only=model_only)
+                checked = check_state(local, state, model_only=model_only)
             except RequestError as error:
                 checked = Checked(wrong=[str(error)])
             held = {part: set(state.get(part, ())) for part in checked.used}
-            return self._take(owned, state, checked, held, model_only=model_only)
+            return self._take(state, checked, held, model_only=model_only)
 
     def save(
         self,
@@ -118,7 +118,7 @@ class Checkpoints:
         with self._stages.failures_told("save", of_requests=False):
             try:
                 snapshot: Snapshot | str = take_snapshot(
-                    self._owned(),
+                    self._local_model(),
                     about,
                     self._stages.history.state_dict(),
                     step=n_steps,
@@ -135,7 +135,7 @@ class Checkpoints:
 
     def finish_saving(self) -> None:
         """Wait until the last save is on the disk."""
-        if self._saver is not None and self._saver.saving is not None:
+        if self._saver is not None and self._saver.is_saving:
             with self._stages.failures_told("finish saving", of_requests=False):
                 failure = self._saver.finish()
             if failure is not None:
@@ -160,27 +160,26 @@ class Checkpoints:
         """
         self._stages.synchronize()
         with self._stages.failures_told("load", of_requests=False):
-            folder, manifest, damaged = open_together(
+            folder, manifest, damaged = open_newest(
                 Path(path), rank=self._rank, gather=self._stages.transport.gather
             )
             for text in damaged:
                 self._warn(text, "a damaged checkpoint is passed over")
-            owned = self._owned()
+            local = self._local_model()
             state: State = {}
             try:
-                state = read_state(folder, manifest, owned, model_only=model_only)
-                checked = check_state(owned, state, model_only=model_only)
+                state = read_state(folder, manifest, local, model_only=model_only)
+                checked = check_state(local, state, model_only=model_only)
             except RequestError as error:
                 checked = Checked(wrong=[str(error)])
             names = names_in(manifest)
             held = {part: names[part] for part in checked.used}
             state.setdefault("aliases", manifest.aliases)
-            n_steps = self._take(owned, state, checked, held, model_only=model_only)
+            n_steps = self._take(state, checked, held, model_only=model_only)
         return dict(state.get("extra") or {}), n_steps
 
     def _take(
         self,
-        owned: Owned,
         state: State,
         checked: Checked,
         held: Mapping[str, set[str]],
@@ -192,25 +191,19 @@ class Checkpoints:
             checked.wrong += self._run_misfits(state["run"])
         elif not model_only and not checked.wrong:
             checked.wrong.append("the state of the run (run) is missing")
-        aliases = state.get("aliases", {})
-        answers = self._stages.transport.gather((checked.told(), held, aliases))
-        all_held: dict[str, set[str]] = {}
-        all_aliases: dict[str, str] = {}
-        for _, held_there, aliases_there in answers:
-            all_aliases |= aliases_there
-            for part, names in held_there.items():
-                all_held.setdefault(part, set()).update(names)
-        refuse_misfits([told for told, _, _ in answers], all_held, all_aliases)
-        load_state(owned, state, checked)
+        refuse_misfits(
+            checked, held, state.get("aliases", {}), self._stages.transport.gather
+        )
+        load_state(checked)
         if model_only:
             return None
         for executor in self._stages.executors.values():
             executor.optimizer.history.load_state_dict(state["run"])
         return int(state["step"])
 
-    def _owned(self) -> Owned:
+    def _local_model(self) -> LocalModel:
         stages = [one.stage for one in self._stages.executors.values()]
-        return Owned(
+        return LocalModel(
             self._stages.layers(),
             self._layered.own_name,
             ties=(*self._ties, *self._layered.buffers),

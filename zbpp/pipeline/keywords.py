@@ -72,7 +72,7 @@ _DIAGNOSTICS = (
 )
 """Methods that are functions of `zbpp.diagnostics` now."""
 
-_RENAMED = {"chosen": "plan", "memory": "plan.memory"}
+_RENAMED = {"chosen": "plan", "memory": "plan.costs"}
 
 _INSTEAD = {
     "parameters": "named_parameters() gives the names and parameters of this process",

@@ -204,8 +204,8 @@ class Pipeline:
             execution.watch,
             is_auto(schedule),
             self.schedule,
-            self.plan.known_costs,
-            memory=self.plan.memory,
+            self.plan.costs,
+            has_costs=self.plan.has_costs,
         )
         self._checkpoints = Checkpoints(
             self.stages,

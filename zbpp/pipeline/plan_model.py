@@ -17,7 +17,6 @@ from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.pipelines import (
     LayersOf,
     costs_or_layers,
-    memory_model,
     plan_pipeline,
 )
 from zbpp.runtime.optim.make import MakeOptimizer
@@ -95,7 +94,14 @@ def plan_model(
         timeout_s=execution.start_timeout_s,
     )
     layered = layered_of(model)
-    memory = memory_model(memory)
+    request = PlanRequest(
+        schedule=schedule,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        memory=memory,
+        split=split,
+        recompute=recompute,
+    )
     if example is not None and layer_costs is None:
         layer_costs = _measure(
             model,
@@ -107,15 +113,7 @@ def plan_model(
             device=device_of(device),
             measuring=measuring,
         )
-    request = PlanRequest(
-        schedule=schedule,
-        n_stages=n_stages,
-        n_microbatches=n_microbatches,
-        costs=costs_or_layers(costs, layer_costs),
-        memory=memory,
-        split=split,
-        recompute=recompute,
-    )
+    request = replace(request, costs=costs_or_layers(costs, layer_costs))
     plan = plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)
     chunks = partition_layers(
         layered.n_layers, plan.schedule.placement.n_chunks, plan.split

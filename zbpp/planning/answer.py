@@ -15,13 +15,11 @@ from pathlib import Path
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     RequestError,
     Schedule,
     lower_bound,
     parse_costs,
     parse_schedule,
-    peaks,
     schedule_text,
 )
 from zbpp.core.files.costs_file import costs_data
@@ -80,7 +78,6 @@ class Plan(PlanFigures):
     Args:
         schedule: with the split and the recomputed layers in it, where they are known.
         costs: of the chunks, with what is recomputed.
-        memory: of the chunks, as the costs.
         mode: that the plan was made by: of auto the one that has won.
         has_costs: costs were given; else F, B and W take 1.
         split: layers of each chunk; None: they are not known.
@@ -93,7 +90,6 @@ class Plan(PlanFigures):
 
     schedule: Schedule
     costs: Costs
-    memory: MemoryModel
     mode: str
     has_costs: bool = True
     split: tuple[int, ...] | None = None
@@ -107,8 +103,7 @@ class Plan(PlanFigures):
         """Take over what was planned together with a split."""
         return cls(
             found.schedule,
-            found.costs.with_memory(MemoryModel()),
-            found.costs.memory,
+            found.costs,
             mode,
             split=found.split,
             ideal_step=found.ideal_step,
@@ -125,12 +120,6 @@ class Plan(PlanFigures):
         """Figures that are compared."""
         return ("step" if self.is_layered else "span", "barrier_step", "peak")
 
-    @cached_property
-    def peak(self) -> float:
-        """Largest memory of a stage."""
-        held = self.memory.on(self.schedule.placement)
-        return max(peaks(self.schedule.orders, held))
-
     @property
     def known_costs(self) -> Costs | None:
         """The costs, if any were given."""
@@ -138,11 +127,9 @@ class Plan(PlanFigures):
 
     @cached_property
     def lower_bound(self) -> float:
-        """No schedule of this placement, for these costs and memory, spans less."""
+        """No schedule of this placement, for these costs, spans less."""
         schedule = self.schedule
-        return lower_bound(
-            schedule.placement, schedule.n_microbatches, self.costs, self.memory
-        )
+        return lower_bound(schedule.placement, schedule.n_microbatches, self.costs)
 
     @property
     def gain(self) -> float | None:
@@ -191,7 +178,7 @@ def plan_text(plan: Plan) -> str:
         "figures": figures,
         "has_costs": plan.has_costs,
         "gathers": plan.costs.gathers,
-        "costs": costs_data(plan.costs, plan.memory),
+        "costs": costs_data(plan.costs),
         "rejected": [vars(lost) for lost in plan.rejected],
         "line": plan.line,
     }
@@ -233,16 +220,15 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
     for key, kind in _KINDS.items():
         if not isinstance(data.get(key), kind):
             fail(source, f"{key} is {data.get(key)!r}, not a {kind.__name__}")
-    costs, memory = parse_costs(json.dumps(data["costs"]), source=f"{source}: costs")
+    costs = parse_costs(json.dumps(data["costs"]), source=f"{source}: costs")
     schedule = parse_schedule(json.dumps(data["schedule"]), source=source)
     ideal, even = (data["figures"].get(key) for key in ("ideal_step", "even_step"))
     try:
+        costs = replace(costs, gathers=data["gathers"])
         costs.on(schedule.placement)
-        memory.on(schedule.placement)
         return Plan(
-            schedule if memory.limit is None else replace(schedule, memory=memory),
-            replace(costs, gathers=data["gathers"]),
-            memory,
+            schedule if costs.limit is None else replace(schedule, costs=costs),
+            costs,
             data["mode"],
             has_costs=data["has_costs"],
             split=schedule.split,

@@ -24,7 +24,7 @@ from zbpp.core import (
 from zbpp.core.costs import chunk_layers
 from zbpp.planning.answer import Plan, Rejected, recomputed_layers
 from zbpp.planning.modes import AUTO, BASELINE, MODES, USUAL_MODES, Mode
-from zbpp.planning.request import PlanRequest, chunk_models
+from zbpp.planning.request import PlanRequest
 from zbpp.planning.search import Problem, placements, searched_name
 from zbpp.schedules import Recomputing, Split, balance, even_split, plan_recompute
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
@@ -60,9 +60,9 @@ def plan_layers(mode: Mode, request: PlanRequest) -> Plan:
     schedule = _best_split(mode, request).schedule
     if not callable(request.split):
         schedule = replace(schedule, split=None if given is None else given.split)
-    costs, memory = recomputed(*chunk_models(request), schedule)
+    costs = recomputed(request.chunk_costs, schedule)
     has_costs = request.costs is not None
-    return Plan(schedule, costs, memory, mode.name, has_costs, split=schedule.split)
+    return Plan(schedule, costs, mode.name, has_costs, split=schedule.split)
 
 
 def _best_split(mode: Mode, request: PlanRequest) -> Plan:
@@ -114,7 +114,7 @@ def _asked(
                 raise RequestError(
                     f"{what} {part} shall be recomputed; the {what}s are 0 to {n - 1}"
                 )
-        layers = chunk_layers(*chunk_models(request), placement, parts)
+        layers = chunk_layers(request.chunk_costs, placement, parts)
         return layers, parts, recompute or ()
     layers = request.costs
     assert not callable(split), "costs of layers need no rule"
@@ -137,7 +137,7 @@ def _planner(mode: Mode, placement: Placement, n_microbatches: int) -> SplitPlan
     """What plans a mode on a placement, for the costs of any split."""
 
     def planner(costs: Costs, effort: str) -> Schedule:
-        problem = Problem(n_microbatches, costs, costs.memory, effort)
+        problem = Problem(n_microbatches, costs, effort)
         if mode.place is None:
             return _plan_auto(problem, placement)
         return problem.plan(mode, placement)
@@ -160,10 +160,9 @@ def _plan_auto(problem: Problem, placement: Placement) -> Schedule:
     if kind == "best" and contest.best is not None:
         problem = replace(problem, effort=f"best:{budget.seconds_left:g}")
         last = problem.search_whole(placement)
-        contest.offer(AUTO, Plan(last, problem.costs, problem.memory, AUTO))
+        contest.offer(AUTO, Plan(last, problem.costs, AUTO))
     _, best = contest.winner()
-    limited = None if problem.memory.limit is None else problem.memory
-    return replace(best.schedule, name=AUTO, memory=limited)
+    return replace(best.schedule, name=AUTO, costs=problem.limited)
 
 
 def _best_of_modes(request: PlanRequest, layers: LayerCosts) -> Plan:

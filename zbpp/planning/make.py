@@ -7,7 +7,6 @@ from zbpp.core import (
     Costs,
     LayerCosts,
     LimitError,
-    MemoryModel,
     Placement,
     RequestError,
     Schedule,
@@ -15,12 +14,11 @@ from zbpp.core import (
     peaks,
     recomputed,
 )
-from zbpp.core.costs.units import with_limit
 from zbpp.planning.answer import Plan
 from zbpp.planning.layers import plan_layers, rejected
 from zbpp.planning.modes import AUTO, MODES, Mode, canonical
 from zbpp.planning.orders import as_mode, given_orders, under_limit
-from zbpp.planning.request import PlanRequest, chunk_models
+from zbpp.planning.request import Memory, PlanRequest
 from zbpp.planning.search import Problem, placements
 from zbpp.schedules import check_effort
 from zbpp.schedules.planner.figures import ROUNDING
@@ -35,7 +33,7 @@ def plan(
     n_stages: int | None = None,
     n_microbatches: int | None = None,
     costs: Costs | None = None,
-    memory: MemoryModel | None = None,
+    memory: Memory | None = None,
     effort: str = "default",
     chunks_per_stage: int | None = None,
 ) -> Schedule:
@@ -66,42 +64,39 @@ def make_plan(request: PlanRequest) -> Plan:
             are missing, or costs, split and recompute do not fit the request.
     """
     check_effort(request.effort)
-    costs, memory = request.costs, request.memory
-    if isinstance(costs, LayerCosts) and memory is not None and costs.limit is None:
-        request = replace(request, costs=with_limit(costs, memory.limit))
+    has_costs = request.costs is not None
     orders = given_orders(request)
-    if isinstance(orders, Plan) and costs is None and request.recompute is None:
-        return under_limit(orders, memory)
+    if isinstance(orders, Plan) and not has_costs and request.recompute is None:
+        return under_limit(orders, request.limit)
     if orders is None:
         mode = MODES[canonical(str(request.schedule))]
     else:
         schedule = orders.schedule if isinstance(orders, Plan) else orders
         mode, request = as_mode(schedule, request)
-    if isinstance(costs, LayerCosts) or request.recompute is not None:
+    if isinstance(request.costs, LayerCosts) or request.recompute is not None:
         return plan_layers(mode, request)
-    costs, memory = chunk_models(request)
+    costs = request.chunk_costs
     if orders is not None:
-        costs, memory = recomputed(costs, memory, schedule)
+        costs = recomputed(costs, schedule)
     options = placements(mode, request)
     _, n_microbatches = request.sizes(mode.name)
-    problem = Problem(n_microbatches, costs, memory, request.effort)
+    problem = Problem(n_microbatches, costs, request.effort)
     try:
         if mode.place is None:
             plan = _best_of(problem, options)
         else:
             schedule = problem.plan(mode, options[0])
-            plan = Plan(schedule, costs, memory, mode.name, split=schedule.split)
+            plan = Plan(schedule, costs, mode.name, split=schedule.split)
     except LimitError as error:
         raise _with_others(error, request) from None
-    return plan if request.costs is not None else replace(plan, has_costs=False)
+    return plan if has_costs else replace(plan, has_costs=False)
 
 
 def _best_of(problem: Problem, options: Sequence[Placement]) -> Plan:
     """Plan auto: the best of all modes and placements, and why the others lost."""
     contest = problem.contest(options)
     name, best = contest.winner()
-    limited = None if problem.memory.limit is None else problem.memory
-    schedule = replace(best.schedule, name=AUTO, memory=limited)
+    schedule = replace(best.schedule, name=AUTO, costs=problem.limited)
     return replace(best, schedule=schedule, rejected=rejected(contest, name, best))
 
 
@@ -140,13 +135,12 @@ def _fits(mode: Mode, request: PlanRequest) -> bool:
     hand-made order grows evenly once all stages are warm.
     """
     _, n_microbatches = request.sizes(mode.name)
-    costs, memory = chunk_models(request)
+    costs = request.chunk_costs
     for placement in placements(mode, request):
         try:
             if mode.order is not None:
-                return _order_fits(mode, placement, n_microbatches, memory)
-            table = costs.with_memory(memory)
-            check_one_fits(mode.name, placement, table, n_microbatches)
+                return _order_fits(mode, placement, n_microbatches, costs)
+            check_one_fits(mode.name, placement, costs, n_microbatches)
             return True
         except RequestError:  # over the limit, or a list of another number of chunks
             continue
@@ -154,18 +148,19 @@ def _fits(mode: Mode, request: PlanRequest) -> bool:
 
 
 def _order_fits(
-    mode: Mode, placement: Placement, n_microbatches: int, memory: MemoryModel
+    mode: Mode, placement: Placement, n_microbatches: int, costs: Costs
 ) -> bool:
     """True if a hand-made order fits, as a short one of the same mode says."""
     p = placement.n_stages
     few = min(n_microbatches, 4 * p)
     warm = mode.order_on(placement, few).orders
-    needs = peaks(warm, memory.on(placement))
+    on_chunks = costs.on(placement)
+    needs = peaks(warm, on_chunks)
     if few < n_microbatches:
-        passes = replace(memory, peak_o=0.0).on(placement)
+        passes = replace(costs, peak_o=0.0).on(placement)
         fewer = peaks(mode.order_on(placement, few - p).orders, passes)
         growth = (n_microbatches - few) / p
         grown = zip(needs, peaks(warm, passes), fewer, strict=True)
         needs = [max(need, now + growth * (now - less)) for need, now, less in grown]
-    limits = zip(needs, memory.on(placement).limit, strict=True)
+    limits = zip(needs, on_chunks.limit, strict=True)
     return all(need <= limit * (1 + ROUNDING) for need, limit in limits)

@@ -98,7 +98,7 @@ class MeshPlan:
     def peak(self) -> float:
         """Most memory that a device holds, in the unit of the layers."""
         plan = self._plan
-        held = peak_memory(simulate(plan.schedule, plan.costs), plan.memory)
+        held = peak_memory(simulate(plan.schedule, plan.costs), plan.costs)
         return max(held) + self.whole
 
     @property
@@ -224,7 +224,7 @@ def _planned(
         return replace(mesh, reason=reason, needs=needs)
     schedule = replicated(plan.schedule, data_parallel=n, shard=shard)
     assert plan.split is not None
-    alone, _ = _any_stages(layers).on(
+    alone = _any_stages(layers).on(
         schedule.placement, plan.split, recompute=plan.recompute
     )
     mesh = replace(

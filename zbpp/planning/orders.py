@@ -9,7 +9,6 @@ from pathlib import Path
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     PassKind,
     RequestError,
     Schedule,
@@ -17,6 +16,7 @@ from zbpp.core import (
     passes_in,
     peaks,
 )
+from zbpp.core.costs.columns import PerChunk
 from zbpp.core.costs.units import with_limit
 from zbpp.core.files.json_text import read
 from zbpp.planning.answer import Plan, is_plan_text, parse_plan
@@ -85,32 +85,30 @@ def as_mode(schedule: Schedule, request: PlanRequest) -> tuple[Mode, PlanRequest
     return mode, sized
 
 
-def under_limit(plan: Plan, memory: MemoryModel | None) -> Plan:
+def under_limit(plan: Plan, limit: PerChunk | None) -> Plan:
     """Take a plan as it is, under another limit if there is one.
 
     Raises:
         LimitError: it needs more memory.
         RequestError: the limit has another unit.
     """
-    if memory is None or memory.limit is None:
+    if limit is None:
         return plan
-    memory = with_limit(plan.memory, memory.limit)
-    schedule = within_limit(plan.schedule, plan.costs, memory)
-    return replace(plan, schedule=schedule, memory=memory)
+    costs = with_limit(plan.costs, limit)
+    return replace(plan, schedule=within_limit(plan.schedule, costs), costs=costs)
 
 
-def within_limit(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Schedule:
+def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
     """Return a schedule that keeps the memory limit.
 
     Raises:
         LimitError: it needs more memory.
-        RequestError: costs or memory do not fit the placement, or a backward is split
-            that cannot be.
+        RequestError: the costs do not fit the placement, or a backward is split that
+            cannot be.
     """
-    splits = costs.on(schedule.placement).splits
-    model = memory.on(schedule.placement)
+    on_chunks = costs.on(schedule.placement)
     for stage, order in enumerate(schedule.orders):
-        for job in () if splits[stage] else order:
+        for job in () if on_chunks.splits[stage] else order:
             kinds = {part.kind for part in passes_in(job)}
             if not kinds.isdisjoint((PassKind.B, PassKind.W)):
                 raise RequestError(
@@ -118,8 +116,8 @@ def within_limit(schedule: Schedule, costs: Costs, memory: MemoryModel) -> Sched
                     f"backward (splits[{stage}] of the costs is false); plan again "
                     f"with these costs, or choose {JOINT_WORDS}"
                 )
-    if memory.limit is None:
+    if costs.limit is None:
         return schedule
-    needs = peaks(schedule.orders, model)
-    check_limits(schedule.name, needs, model, schedule.n_microbatches)
-    return replace(schedule, memory=memory)
+    needs = peaks(schedule.orders, on_chunks)
+    check_limits(schedule.name, needs, on_chunks, schedule.n_microbatches)
+    return replace(schedule, costs=costs)

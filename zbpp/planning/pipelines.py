@@ -12,12 +12,10 @@ from pathlib import Path
 from zbpp.core import (
     Costs,
     LayerCosts,
-    MemoryModel,
     PassKind,
     Placement,
     RequestError,
     Schedule,
-    parse_memory,
     read_layers,
 )
 from zbpp.core.costs.units import check_unit
@@ -37,7 +35,6 @@ __all__ = [
     "LayersOf",
     "choose_validation",
     "costs_or_layers",
-    "memory_model",
     "plan_pipeline",
     "split_of",
 ]
@@ -100,8 +97,8 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
         if plan.line:
             _log.info(plan.line)
         return plan
-    if request.memory is not None and not isinstance(orders, Plan):
-        check_unit(request.memory)
+    if not isinstance(orders, Plan):
+        check_unit(request.chunk_costs)
     if orders is None:
         plan = make_plan(replace(request, split=partial(_split_on, split, n_layers)))
         return replace(plan, split=split_of(plan.schedule, split, n_layers))
@@ -187,15 +184,3 @@ def choose_validation(
         asked = schedule.runs(PassKind.W) or schedule.is_post_validated
         wanted = steps and schedule.n_stages > 1 and asked
     return post_validated(schedule) if wanted else without_checks(schedule)
-
-
-def memory_model(memory: MemoryModel | str | float | None) -> MemoryModel | None:
-    """Read a limit, as a number or a text such as ``"16GiB"``.
-
-    Raises:
-        RequestError: the text is no amount of memory.
-    """
-    if isinstance(memory, MemoryModel) or memory is None:
-        return memory
-    limit = parse_memory(memory) if isinstance(memory, str) else float(memory)
-    return MemoryModel(limit=limit)

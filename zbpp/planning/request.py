@@ -4,16 +4,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, RequestError, Schedule
-from zbpp.core.costs.columns import Per, columns_of
+from zbpp.core import (
+    Costs,
+    LayerCosts,
+    MemoryModel,
+    Placement,
+    RequestError,
+    Schedule,
+    parse_memory,
+)
+from zbpp.core.costs.columns import Per, PerChunk, columns_of
+from zbpp.core.costs.units import with_limit
 from zbpp.planning.answer import Plan
 from zbpp.planning.modes import CHUNKED_MODES, Mode
 from zbpp.schedules import Recomputing, Split
 
 __all__ = [
+    "Memory",
     "PlanRequest",
     "SplitRule",
-    "chunk_models",
     "count_chunks",
     "listed_chunks",
     "parse_recompute",
@@ -22,6 +31,9 @@ __all__ = [
 
 _SPLITS: dict[str, Split] = {"balanced": "balanced", "even": "even"}
 _RECOMPUTE: dict[str, Recomputing] = {"auto": "auto", "all": "all", "none": "none"}
+
+Memory = MemoryModel | str | float
+"""Memory of chunks, or a limit: a text such as ``"16GiB"``, or a number."""
 
 SplitRule = Callable[[Placement], Sequence[int]]
 """Layers of each chunk of a placement."""
@@ -39,10 +51,12 @@ class PlanRequest:
         n_microbatches: micro-batches in a step, as above.
         chunks_per_stage: for VPP, ZBVPP and auto; None: as many as the lists of costs
             and memory are for, else 2 (auto: 1 and 2).
-        costs: times of chunks, or times, memories and limit of layers, which are then
-            split for the plan; None: those of a plan file, or F, B and W take 1.
-        memory: memory of chunks; if it has a limit, the plan keeps it or is refused.
-            With costs of layers the limit counts where they have none.
+        costs: of chunks, or of layers, which are then split for the plan; if they have
+            a limit, the plan keeps it or is refused. None: those of a plan file, or F,
+            B and W take 1.
+        memory: put into the costs, in place of what they say of it: memory of chunks,
+            or a limit alone. With costs of layers the limit counts where they have
+            none, and with those of a plan file in place of theirs.
         split: with costs of layers ``"balanced"``, ``"even"`` or the layers of each
             chunk; None: those of the file, else balanced. With costs of chunks a rule
             that tells the layers of each chunk, which share its costs evenly; None:
@@ -62,12 +76,43 @@ class PlanRequest:
     n_microbatches: int | None = None
     chunks_per_stage: int | None = None
     costs: Costs | LayerCosts | None = None
-    memory: MemoryModel | None = None
+    memory: Memory | None = None
     split: Split | SplitRule = None
     recompute: Recomputing | None = None
     effort: str = "default"
     placement: Placement | None = None
     by_mode: bool = False
+
+    def __post_init__(self) -> None:
+        memory, costs = self.memory, self.costs
+        if isinstance(memory, str):
+            memory = MemoryModel(limit=parse_memory(memory))
+        elif isinstance(memory, int | float):
+            memory = MemoryModel(limit=float(memory))
+        if memory is not None and costs is not None:
+            if isinstance(costs, Costs) and isinstance(self.memory, MemoryModel):
+                costs = costs.with_memory(memory)
+            elif isinstance(costs, Costs) or costs.limit is None:
+                costs = with_limit(costs, memory.limit)
+            memory = None
+        object.__setattr__(self, "costs", costs)
+        object.__setattr__(self, "memory", memory)
+
+    @property
+    def chunk_costs(self) -> Costs:
+        """Costs of chunks, or those that stand where none are given."""
+        assert not isinstance(self.costs, LayerCosts)
+        if self.costs is not None:
+            return self.costs
+        if self.memory is None:
+            return Costs()
+        assert isinstance(self.memory, MemoryModel)
+        return with_limit(Costs().with_memory(self.memory), None)
+
+    @property
+    def limit(self) -> PerChunk | None:
+        """Memory limit that is given without costs: beside those of a plan file."""
+        return self.memory.limit if isinstance(self.memory, MemoryModel) else None
 
     def sizes(self, name: str) -> tuple[int, int]:
         """Stages and micro-batches, which a mode needs.
@@ -112,29 +157,22 @@ def count_chunks(mode: Mode, request: PlanRequest) -> int | None:
         return mode.chunks or asked
     if isinstance(request.costs, LayerCosts):
         return None
-    costs, memory = chunk_models(request)
-    return listed_chunks(costs, memory, request.n_stages or 0)
+    return listed_chunks(request.chunk_costs, request.n_stages or 0)
 
 
-def chunk_models(request: PlanRequest) -> tuple[Costs, MemoryModel]:
-    """Costs and memory of chunks, or those that stand where none are given."""
-    assert not isinstance(request.costs, LayerCosts)
-    return request.costs or Costs(), request.memory or MemoryModel()
-
-
-def listed_chunks(costs: Costs, memory: MemoryModel, n_stages: int) -> int | None:
+def listed_chunks(costs: Costs, n_stages: int) -> int | None:
     """Tell from the lengths of the lists how many chunks a stage they are for.
 
-    >>> listed_chunks(Costs(f=(1.0, 2.0, 2.0, 1.0)), MemoryModel(), n_stages=2)
+    >>> listed_chunks(Costs(f=(1.0, 2.0, 2.0, 1.0)), n_stages=2)
     2
 
     None if all are numbers or lists of one entry a stage, which are dealt to any number
     of chunks, or if the longest list has no whole number of entries a stage: then the
     planner names the length that it needs.
     """
-    lengths, table = [0], costs.with_memory(memory)
+    lengths = [0]
     for name, about in columns_of(Costs).items():
-        value = getattr(table, name)
+        value = getattr(costs, name)
         if isinstance(value, tuple) and about.per is Per.CHUNK:
             lengths.append(len(value))
         elif isinstance(value, tuple) and about.per is Per.EDGE:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbpp.core import Costs, MemoryModel, Placement, Schedule, lower_bound
+from zbpp.core import Costs, Placement, Schedule, lower_bound
 from zbpp.planning.answer import Plan
 from zbpp.planning.modes import AUTO, MODES, Mode
 from zbpp.planning.orders import within_limit
@@ -45,14 +45,17 @@ class Problem:
     Args:
         n_microbatches: in a step.
         costs: of the chunks.
-        memory: of the chunks.
         effort: of each search.
     """
 
     n_microbatches: int
     costs: Costs
-    memory: MemoryModel
     effort: str
+
+    @property
+    def limited(self) -> Costs | None:
+        """The costs, if they have a limit that a schedule shall keep."""
+        return None if self.costs.limit is None else self.costs
 
     def plan(self, mode: Mode, placement: Placement) -> Schedule:
         """Plan a mode on one of its placements.
@@ -64,7 +67,7 @@ class Problem:
         """
         if mode.order is not None:
             schedule = mode.order_on(placement, self.n_microbatches)
-            return within_limit(schedule, self.costs, self.memory)
+            return within_limit(schedule, self.costs)
         most = mode.memory(placement.n_stages)
         assert most is not None, mode.name
         cap = most if mode.promise else math.inf
@@ -82,7 +85,7 @@ class Problem:
         return plan_placement(
             placement=placement,
             n_microbatches=self.n_microbatches,
-            costs=self.costs.with_memory(self.memory),
+            costs=self.costs,
             effort=self.effort,
             name=name,
             memory_cap=memory_cap,
@@ -132,7 +135,7 @@ class Problem:
                 if (placement, limits) in searched:
                     return
                 searched.add((placement, limits))
-            bound = lower_bound(placement, self.n_microbatches, self.costs, limited)
+            bound = lower_bound(placement, self.n_microbatches, limited)
             if contest.best is not None and contest.is_out(bound):
                 least, best = f"{bound:.4g}", contest.best
                 reason = f"its span is at least {least}, that of {best.mode} is "
@@ -141,19 +144,18 @@ class Problem:
             if mode is None:
                 schedule = self.search_whole(placement)
             else:
-                schedule = replace(self, memory=limited).plan(mode, placement)
-            contest.offer(name, Plan(schedule, self.costs, self.memory, name))
+                schedule = replace(self, costs=limited).plan(mode, placement)
+            contest.offer(name, Plan(schedule, self.costs, name))
 
-    def _limited(self, mode: Mode | None, placement: Placement) -> MemoryModel:
-        """The memory of a mode: what it promises; else what its placement may have."""
+    def _limited(self, mode: Mode | None, placement: Placement) -> Costs:
+        """Costs with the limit of a mode; without one that of its placement."""
         promised = None if mode is None else mode.memory(placement.n_stages)
-        limited = capped(
-            self.costs.with_memory(self.memory),
+        return capped(
+            self.costs,
             placement,
             memory_cap=math.inf if promised is None else promised,
             default_limit=_allowance(placement),
         )
-        return limited.memory
 
 
 def placements(mode: Mode, request: PlanRequest) -> list[Placement]:

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 
-from zbpp.core import Costs, MemoryModel, Schedule, Timeline, format_bytes
+from zbpp.core import Costs, Schedule, Timeline, format_bytes
+from zbpp.core.costs.units import is_in_bytes
 from zbpp.simulator import bubble_rate, peak_memory, simulate, steady_step_time
 
 __all__ = ["Prediction", "measured_step", "predict"]
@@ -69,7 +70,6 @@ def predict(
     schedule: Schedule,
     timelines: Sequence[Timeline],
     costs: Costs,
-    memory: MemoryModel | None,
     *,
     held: Sequence[float | None],
     given: bool,
@@ -80,8 +80,7 @@ def predict(
     Args:
         schedule: of the steps.
         timelines: of the last steps, in seconds, oldest first.
-        costs: in ms.
-        memory: in bytes; None: there is no prediction of it.
+        costs: in ms; memory is predicted if theirs is in bytes.
         held: memory of each stage.
         given: the costs were.
         side_by_side: every stage is a process.
@@ -95,9 +94,9 @@ def predict(
         bubble_measured=median(bubble_rate(one) for one in timelines)
         if side_by_side
         else None,
-        memory_predicted=None
-        if memory is None
-        else tuple(peak_memory(simulated, memory)),
+        memory_predicted=tuple(peak_memory(simulated, costs))
+        if is_in_bytes(costs)
+        else None,
         memory_measured=tuple(known) if len(known) == len(held) else None,
         given=given,
     )

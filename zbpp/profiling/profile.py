@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from zbpp.core import Costs, LayerCosts, MemoryModel, Placement, format_bytes
+from zbpp.core import Costs, LayerCosts, Placement, format_bytes
 from zbpp.core.sharding import Shard
 from zbpp.profiling.links import FASTEST, Link
 from zbpp.profiling.stopwatch import Spread
@@ -91,8 +91,8 @@ class Profile:
         split: Sequence[int] | None = None,
         *,
         recompute: Collection[int] = (),
-    ) -> tuple[Costs, MemoryModel]:
-        """Costs and memory to plan with, collectives of replicas included.
+    ) -> Costs:
+        """Costs to plan with, collectives of replicas included.
 
         Args:
             placement: None: as measured.
@@ -108,10 +108,10 @@ class Profile:
             all_gather=self.collectives.get("all_gather", 0.0),
             reduce_scatter=self.collectives.get("reduce_scatter", 0.0),
         )
-        costs, memory = layers.on(placement, split or self.split, recompute=recompute)
+        costs = layers.on(placement, split or self.split, recompute=recompute)
         if not all(self.splits) and placement == self.placement:
             costs = replace(costs, splits=self.splits)
-        return costs, memory
+        return costs
 
     def with_memory(self, estimated: LayerCosts) -> "Profile":
         """Take the memory of the layers from an estimate, see `zbpp.memory`."""

@@ -1,7 +1,7 @@
 """O and V of one stage, its norms, and the sum over the stages.
 
     barrier           O = step                  V = nothing
-    post-validation   O = speculative step      V = what a valid one leaves to do
+    post-validation   O = speculative step      V = the commit of a valid one
 
 The state that they change is put back by `zbpp.profiling.kept`.
 """
@@ -30,7 +30,7 @@ def time_steps(executor: Executor, watch: Stopwatch) -> None:
     """
     share = executor.optimizer
     optimizers, stage = share.optimizers, executor.stage
-    speculates = share.speculates and not optimizers.must_wait
+    speculates = share.speculates and not optimizers.needs_barrier
     for number in range(_WARM_UP + _ROUNDS):
         parameters = optimizers.parameters()
         vector = torch.zeros((), dtype=torch.float64, device=stage.device)
@@ -41,9 +41,8 @@ def time_steps(executor: Executor, watch: Stopwatch) -> None:
         if not speculates:
             counted.time("O", _step, executor)
             continue
-        rollback = optimizers.rollback()
-        counted.time("O", rollback.speculate)
-        counted.time("V", lambda rollback=rollback: list(rollback.commit()))
+        counted.time("O", optimizers.speculate)
+        counted.time("V", optimizers.commit)
 
 
 def _norms(

@@ -233,7 +233,6 @@ class InputBackward(PassHandler):
         """Compute the gradients of the inputs."""
         executor, job = self.executor, self.instruction
         gradients = self.take_input()
-        executor.optimizer.before_gradients()
         with self.timed:
             result = executor.stage.backward_input(job.chunk, job.microbatch, gradients)
         self.keep(result)
@@ -246,7 +245,6 @@ class FullBackward(PassHandler):
         """Compute all gradients."""
         executor, job = self.executor, self.instruction
         gradients = self.take_input()
-        executor.optimizer.before_gradients()
         with self.timed:
             result = executor.stage.backward(job.chunk, job.microbatch, gradients)
         self.keep(result)
@@ -258,7 +256,6 @@ class WeightBackward(PassHandler):
     def run(self) -> None:
         """Compute the gradients of the weights."""
         executor, job = self.executor, self.instruction
-        executor.optimizer.before_gradients()
         with self.timed:
             executor.stage.backward_weight(job.chunk, job.microbatch)
 

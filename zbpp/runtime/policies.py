@@ -110,7 +110,8 @@ class Execution:
     Args:
         compile: compile each layer by itself, ``"blocks"``, but for layers that are
             seeded, recomputed or tied; see docs/compile.md.
-        cuda_graphs: record passes on a GPU, and replay them; see docs/gpus.md.
+        cuda_graphs: record passes on a GPU, and replay them; experimental, and for
+            pipelines in one process only; see docs/gpus.md.
         stage_streams: stages of this process, on one GPU, compute side by side.
         watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
             for its defaults: after the first steps and when costs drift. None: where

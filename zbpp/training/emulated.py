@@ -23,7 +23,7 @@ def run_emulated(options: Train, schedule: Schedule) -> None:
     layers = sleeping_layers(options)
     outcome = emulate(
         schedule,
-        None if layers else costs_of(replace(options, layers=None), schedule)[0],
+        None if layers else costs_of(replace(options, layers=None), schedule),
         layers=layers,
         n_steps=options.steps or 1,
         timeout_s=options.timeout_s,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from zbpp.core import LayerCosts, MemoryModel
+from zbpp.core import Costs, LayerCosts
 from zbpp.memory import layer_memory
 from zbpp.pipeline import Pipeline
 from zbpp.planning.answer import recomputed_layers
@@ -36,8 +36,8 @@ def estimate_layers(
     )
 
 
-def memory_of(pipeline: Pipeline, layers: LayerCosts) -> MemoryModel:
-    """Give the chunks of a pipeline the memory of their layers."""
+def memory_of(pipeline: Pipeline, layers: LayerCosts) -> Costs:
+    """Give the chunks of a pipeline the costs of their layers."""
     split = [len(layers) for layers in pipeline.split]
     again = recomputed_layers(pipeline.schedule, split)
-    return layers.on(pipeline.schedule.placement, split, recompute=again)[1]
+    return layers.on(pipeline.schedule.placement, split, recompute=again)

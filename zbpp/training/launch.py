@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -48,7 +48,6 @@ def launch(
     device: str = "auto",
     timeout_s: float = 600.0,
     stops_itself: bool = False,
-    preload: Sequence[str] = (),
 ) -> None:
     """Run ``worker(*args)`` in processes that form one process group.
 
@@ -59,14 +58,13 @@ def launch(
         device: "auto", "cpu" or an accelerator's kind; chooses the backend.
         timeout_s: for joining the process group.
         stops_itself: the worker ends soon after SIGTERM, so it is waited for.
-        preload: modules that all workers will import, where one import does for all.
 
     Raises:
         SystemExit: SIGTERM has stopped the run.
         RequestError: a worker refused the request.
         WorkerError: a worker raised or was killed.
     """
-    context = _process_context(device, preload)
+    context = _process_context(device)
     reports = Path(tempfile.mkdtemp(prefix="zbpp-"))
     processes = [
         context.Process(
@@ -94,9 +92,7 @@ def launch(
         raise failed
 
 
-def _process_context(
-    device: str, preload: Sequence[str]
-) -> SpawnContext | ForkServerContext:
+def _process_context(device: str) -> SpawnContext | ForkServerContext:
     """Processes that share no state; where it can be, they are forked from one that
     has imported torch, which takes seconds. A first optimizer imports torch's compiler
     too, which may ask for GPUs: a process that has done so must not fork on one.
@@ -106,7 +102,7 @@ def _process_context(
     context = multiprocessing.get_context("forkserver")
     on_cpu = device == "cpu" or accelerator() is None
     compiler = ["torch._dynamo"] if on_cpu else []
-    context.set_forkserver_preload(["zbpp.pipeline", *compiler, *preload])
+    context.set_forkserver_preload(["zbpp.pipeline", *compiler])
     _start_fork_server()
     return context
 

@@ -64,7 +64,7 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
     same = {"data": data, **model.about()}
     saver = RunSaver(pipeline, options, same=same, samples=windows)
     about_start = saver.resume()
-    costs = pipeline.plan.known_costs or costs_of(options, schedule)[0]
+    costs = pipeline.plan.known_costs or costs_of(options, schedule)
     recorder = Recorder(
         enabled=pipeline.rank == 0,
         steps=options.steps or 0,
@@ -267,7 +267,7 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
     """
     planned, memory = None, None
     if measures_first(options) and not pipeline.n_switches:
-        planned, memory = pipeline.plan.costs, pipeline.plan.memory
+        planned = memory = pipeline.plan.costs
     is_long = pipeline.gather(recorder.seconds >= _LONG_S)[0]
     if memory is None and (options.costs_out is not None or is_long):
         if pipeline.rank == 0:
@@ -279,7 +279,7 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
         if pipeline.rank == 0:
             assert memory is not None
             with recorder.writing(f"--costs_out {options.costs_out}"):
-                write_costs(costs, memory, options.costs_out)
+                write_costs(costs.with_memory(memory), options.costs_out)
     prediction = diagnostics.prediction(pipeline, planned, memory, n=_WINDOW)
     recorder.say(prediction.line)
     return prediction

@@ -75,7 +75,7 @@ def run_profile(request: ProfileRequest, options: Train, schedule: Schedule) -> 
     emulated = options.emulate is not None
     loaded = None if request.load is None else request.load()
     if emulated:
-        costs, _ = costs_of(options)
+        costs = costs_of(options)
         pipeline = emulated_pipeline(schedule, costs, timeout_s=options.timeout_s)
         inputs: Any = emulated_batch(pipeline)
         targets: Any = inputs
@@ -151,8 +151,7 @@ def _estimate(loaded: UsersModel | None, options: Train) -> LayerCosts:
 
 
 def _write(profile: Profile, request: ProfileRequest, n_replicas: int) -> None:
-    costs, memory = _of_replica(profile, n_replicas).costs()
-    write_costs(costs, memory, request.out)
+    write_costs(_of_replica(profile, n_replicas).costs(), request.out)
     if request.layers_out is not None:
         write_layers(profile.layers, request.layers_out)
     if request.json:

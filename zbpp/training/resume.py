@@ -12,9 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zbpp.checkpoint import CheckpointError, newest
-from zbpp.checkpoint.folder import last_step
-from zbpp.checkpoint.lock import locked
+from zbpp.checkpoint import CheckpointError, last_step, locked, newest
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.training.options import Train

@@ -7,7 +7,6 @@ import torch
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     PassKind,
     RequestError,
     Schedule,
@@ -73,10 +72,8 @@ def model_of(options: Train) -> TextModel:
     )
 
 
-def costs_of(
-    options: Train, schedule: Schedule | None = None
-) -> tuple[Costs, MemoryModel]:
-    """Costs and memory to plan for and to simulate with.
+def costs_of(options: Train, schedule: Schedule | None = None) -> Costs:
+    """Costs to plan for and to simulate with.
 
     Args:
         options: of the run.
@@ -95,12 +92,12 @@ def costs_of(
                 recompute=recomputed_layers(schedule, schedule.split),
             )
     path = options.costs or options.emulate
-    costs, memory = (Costs(), MemoryModel()) if path is None else read_costs(path)
+    costs = Costs() if path is None else read_costs(path)
     if measures_first(options):  # in bytes, as what will be measured
-        memory = replace(memory, limit=options.memory_limit)
+        costs = replace(costs, limit=options.memory_limit)
     else:
-        memory = with_limit(memory, options.memory_limit, name="--memory_limit")
-    return (costs, memory) if schedule is None else recomputed(costs, memory, schedule)
+        costs = with_limit(costs, options.memory_limit, name="--memory_limit")
+    return costs if schedule is None else recomputed(costs, schedule)
 
 
 def schedule_of(options: Train) -> Schedule:
@@ -127,14 +124,11 @@ def schedule_of(options: Train) -> Schedule:
         effort=options.effort,
     )
     if request.costs is None:
-        costs, memory = costs_of(options)
         emulated = options.emulate is not None
         split = None if emulated else partial(placed_split, options, model)
-        request = replace(request, costs=costs, memory=memory, split=split)
+        request = replace(request, costs=costs_of(options), split=split)
     if measures_first(options):
-        request = replace(
-            request, schedule=SAFE_MODE, memory=MemoryModel(), recompute=None
-        )
+        request = replace(request, schedule=SAFE_MODE, costs=None, recompute=None)
     return make_plan(request).schedule
 
 

@@ -22,7 +22,6 @@ Worker = Callable[[Train, Schedule], int | None]
 
 _STEPS = 200
 _EMULATED_STEPS = 10
-_STORAGE = ["zbpp.checkpoint.storage"]
 
 
 def start(options: Train) -> None:
@@ -79,7 +78,6 @@ def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
                 device=device,
                 timeout_s=options.timeout_s,
                 stops_itself=options.save_dir is not None,
-                preload=_STORAGE if options.save_dir is not None else (),
             )
             return
         except WorkerError as error:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     PassKind,
     RequestError,
     Schedule,
@@ -117,9 +116,7 @@ def drift(planned: Costs, measured: Costs, schedule: Schedule) -> float:
     return sum(abs(a - b) for a, b in zip(before, now, strict=True)) / 2
 
 
-def replan(
-    schedule: Schedule, costs: Costs, memory: MemoryModel, *, effort: str
-) -> Replanned:
+def replan(schedule: Schedule, costs: Costs, *, effort: str) -> Replanned:
     """Plan the order of a schedule again, for other costs.
 
     Both spans are those of bare passes and their messages: V's and collectives are
@@ -135,7 +132,6 @@ def replan(
             n_stages=schedule.n_stages,
             n_microbatches=schedule.n_microbatches,
             costs=costs,
-            memory=memory,
             effort=effort,
         )
     )
@@ -149,8 +145,9 @@ def make_watcher(
     wanted: Watch | bool | None,
     is_auto: bool,
     schedule: Schedule,
-    costs: Costs | None,
-    memory: MemoryModel,
+    costs: Costs,
+    *,
+    has_costs: bool,
 ) -> "Watcher | None":
     """Make the watcher of a pipeline, if it is to have one.
 
@@ -158,14 +155,15 @@ def make_watcher(
         wanted: by the caller; None: as for the mode.
         is_auto: the mode is ``auto``.
         schedule: that is run first.
-        costs: that it was planned for; None: for none that were measured.
-        memory: with the limit that plans keep.
+        costs: that it was planned for, with the memory that plans keep.
+        has_costs: their times were given; else the first window is planned for.
     """
     if wanted is None:
         wanted = is_auto
     if wanted is False or schedule.n_stages == 1:
         return None
-    return Watcher(Watch() if wanted is True else wanted, costs, memory)
+    watch = Watch() if wanted is True else wanted
+    return Watcher(watch, costs, has_costs=has_costs)
 
 
 class Watched(Protocol):
@@ -188,16 +186,14 @@ class Watcher:
 
     Args:
         watch: when, and what for.
-        planned: costs of the present plan; None: it was made without any.
-        memory: with the limit that plans keep.
+        costs: of the present plan, with the memory that plans keep.
+        has_costs: their times were given; else the first window is planned for.
     """
 
-    def __init__(
-        self, watch: Watch, planned: Costs | None, memory: MemoryModel
-    ) -> None:
+    def __init__(self, watch: Watch, costs: Costs, *, has_costs: bool) -> None:
         self._watch = watch
-        self._planned = planned
-        self._memory = memory
+        self._costs = costs
+        self._has_costs = has_costs
         self._n_steps = 0
 
     def after_step(self, pipeline: Watched) -> None:
@@ -208,10 +204,10 @@ class Watcher:
         schedule = pipeline.schedule
         if schedule.runs(PassKind.BW):  # B and W cannot be told apart
             return
-        measured = measured_costs(pipeline, self._watch.window)
+        measured = measured_costs(pipeline, self._watch.window).with_memory(self._costs)
         text: str | None = None
         if pipeline.rank == 0:
-            self._planned, found = self._look(schedule, measured)
+            found = self._look(schedule, measured)
             if found is not None:
                 text = schedule_text(found.schedule)
                 _log.info(
@@ -224,19 +220,17 @@ class Watcher:
         if text is not None:
             pipeline.switch(parse_schedule(text))
 
-    def _look(
-        self, schedule: Schedule, measured: Costs
-    ) -> tuple[Costs, Replanned | None]:
-        """Costs to compare with from now on, and a schedule that gains enough."""
-        planned = self._planned
-        if planned is not None:
-            away = drift(planned, measured, schedule)
+    def _look(self, schedule: Schedule, measured: Costs) -> Replanned | None:
+        """Find a schedule that gains enough; what is measured is then compared with."""
+        if self._has_costs:
+            away = drift(self._costs, measured, schedule)
             if away <= self._watch.tolerance:
-                return planned, None
+                return None
             _log.info("auto: %.0f %% of the work is elsewhere than planned", 100 * away)
+        self._costs, self._has_costs = measured, True
         try:
-            found = replan(schedule, measured, self._memory, effort=self._watch.effort)
+            found = replan(schedule, measured, effort=self._watch.effort)
         except RequestError as error:
             _log.warning("auto: the schedule stays as it is: %s", error)
-            return measured, None
-        return measured, found if found.gain >= self._watch.least_gain else None
+            return None
+        return found if found.gain >= self._watch.least_gain else None

@@ -246,7 +246,7 @@ class Trials:
         except LimitError:
             return math.inf
         load = self.loads(choice.recompute).largest(choice.split)
-        return max(load, lower_bound(self.placement, m, costs, costs))
+        return max(load, lower_bound(self.placement, m, costs))
 
     def by_bound(self, choices: Iterable[Choice], budget: Budget) -> list[Choice]:
         """Sort by lower bounds, as far as the budget reaches; equal ones keep order."""
@@ -273,8 +273,7 @@ class Trials:
 
     def _on_chunks(self, choice: Choice) -> Costs:
         split, recompute = choice
-        costs, memory = self.layers.on(self.placement, split, recompute=recompute)
-        return costs.with_memory(memory)
+        return self.layers.on(self.placement, split, recompute=recompute)
 
 
 Neighbours = Callable[[Trial], Iterable[Choice]]

@@ -109,7 +109,7 @@ def plan_placement(
         placement,
         n_microbatches,
         problem.orders(rows),
-        memory=None if costs.limit is None else costs.memory,
+        costs=None if costs.limit is None else costs,
     )
 
 

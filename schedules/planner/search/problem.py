@@ -23,19 +23,18 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from zbpp.core import (
-    ChunkMemory,
+    ChunkCosts,
     Costs,
     Order,
     Pass,
     PassKind,
-    PassTimes,
     Placement,
     Step,
     lower_bound_on,
 )
 from zbpp.core.bulk import gc_paused
 from zbpp.core.jobs import passes
-from zbpp.schedules.planner.limits import beyond, joined, micro_batch
+from zbpp.schedules.planner.limits import beyond, micro_batch
 
 __all__ = ["PlacementProblem", "Plan", "Row", "Rows"]
 
@@ -60,8 +59,7 @@ class Plan:
 class PlacementProblem:
     """Times and memories by number in the chain; limits are above ``m_fixed``."""
 
-    times: PassTimes
-    memory: ChunkMemory
+    costs: ChunkCosts
     n_microbatches: int
 
     @classmethod
@@ -73,13 +71,12 @@ class PlacementProblem:
         Raises:
             RequestError: lists of a wrong length.
         """
-        held = joined(costs, placement).above_fixed()
-        return cls(costs.times_on(placement), held, n_microbatches)
+        return cls(costs.on(placement).joined().above_fixed(), n_microbatches)
 
     @property
     def placement(self) -> Placement:
         """Chunk to stage."""
-        return self.times.placement
+        return self.costs.placement
 
     @cached_property
     def n_stages(self) -> int:
@@ -99,7 +96,7 @@ class PlacementProblem:
     @cached_property
     def target(self) -> float:
         """The lower bound of the largest span, and what rounding adds to it."""
-        bound = lower_bound_on(self.times, self.memory, self.n_microbatches)
+        bound = lower_bound_on(self.costs, self.n_microbatches)
         return bound * (1 + _ROUNDING)
 
     @cached_property
@@ -120,24 +117,24 @@ class PlacementProblem:
     @cached_property
     def joint(self) -> tuple[bool, ...]:
         """Per stage: true if it cannot split its backward; its B's stand for BW."""
-        return tuple(not split for split in self.times.splits)
+        return tuple(not split for split in self.costs.splits)
 
     @cached_property
     def time(self) -> tuple[float, ...]:
         """The time of each number: F, B (BW where joint), W."""
-        times = self.times
+        times = self.costs
         return (*times.f, *reversed(times.b), *reversed(times.w))
 
     @cached_property
     def delay(self) -> tuple[float, ...]:
         """The time of the message from each number to the next, 0 on one stage."""
-        down = self.times.hops
+        down = self.costs.hops
         return (*down, 0.0, *reversed(down), 0.0)
 
     @cached_property
     def work(self) -> tuple[float, ...]:
         """Time that each stage computes."""
-        times = self.times
+        times = self.costs
         return tuple(
             self.n_microbatches
             * sum(times.f[c] + times.b[c] + times.w[c] for c in chunks)
@@ -164,14 +161,14 @@ class PlacementProblem:
     @cached_property
     def change(self) -> tuple[float, ...]:
         """The memory that each number takes (> 0) or gives back (< 0)."""
-        held, kept = self.memory.m_b, self.memory.m_w
+        held, kept = self.costs.m_b, self.costs.m_w
         freed = [after - before for before, after in zip(held, kept, strict=True)]
         return (*held, *reversed(freed), *(-left for left in reversed(kept)))
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
         """The most memory inside each number, above what is held before it."""
-        memory = self.memory
+        memory = self.costs
         return (*memory.peak_f, *reversed(memory.peak_b), *reversed(memory.peak_w))
 
     @cached_property
@@ -186,7 +183,7 @@ class PlacementProblem:
     def needs(self) -> tuple[float, ...]:
         """Room with which an F or B may start: it fits, and so does any W after it."""
         most_in_w = [
-            max(self.memory.peak_w[c] for c in chunks)
+            max(self.costs.peak_w[c] for c in chunks)
             for chunks in self.placement.chunks_of
         ]
         return tuple(
@@ -197,7 +194,7 @@ class PlacementProblem:
     @cached_property
     def limits(self) -> list[float]:
         """The memory limit of each stage, and what rounding adds to sums."""
-        return [limit * (1 + _ROUNDING) for limit in self.memory.limit]
+        return [limit * (1 + _ROUNDING) for limit in self.costs.limit]
 
     @cached_property
     def forward_limits(self) -> list[float]:
@@ -221,7 +218,7 @@ class PlacementProblem:
     @cached_property
     def beyond(self) -> list[float]:
         """Per stage the memory beyond M_B that one micro-batch needs."""
-        return beyond(self.memory, self.placement)
+        return beyond(self.costs, self.placement)
 
     def peak_of(self, row: Sequence[int]) -> float:
         """Most memory that a stage holds along a row."""
@@ -246,7 +243,7 @@ class PlacementProblem:
 
     def next_limits(self) -> list["PlacementProblem"]:
         """The same under the next lower quarter of M_B, and the next whole one."""
-        most = self._in_microbatches(self.memory.limit)
+        most = self._in_microbatches(self.costs.limit)
         if not 1 < most < math.inf:
             return []
         caps = {(math.ceil(4 * most) - 1) / 4, math.ceil(most) - 1.0}
@@ -255,7 +252,7 @@ class PlacementProblem:
     @cached_property
     def _microbatch(self) -> list[float]:
         """M_B of each stage."""
-        return micro_batch(self.memory, self.placement)
+        return micro_batch(self.costs, self.placement)
 
     def _in_microbatches(self, amounts: Sequence[float]) -> float:
         """The largest of the stages' amounts, in M_B of its stage."""
@@ -264,9 +261,9 @@ class PlacementProblem:
 
     def _capped(self, cap: float) -> "PlacementProblem":
         """The same with no more than so many M_B on any stage."""
-        parts = zip(self.memory.limit, self.beyond, self._microbatch, strict=True)
+        parts = zip(self.costs.limit, self.beyond, self._microbatch, strict=True)
         limit = tuple(min(limit, more + cap * held) for limit, more, held in parts)
-        return replace(self, memory=replace(self.memory, limit=limit))
+        return replace(self, costs=replace(self.costs, limit=limit))
 
     @gc_paused()
     def orders(self, rows: Rows) -> tuple[Order, ...]:

@@ -350,15 +350,15 @@ def _aheads(problem: PlacementProblem, rule: Rule) -> Iterator[float]:
 def _caps(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
     p, m = problem.n_stages, problem.n_microbatches
     for stage, chunks in enumerate(problem.placement.chunks_of):
-        first = problem.memory.m_b[chunks[0]]
-        room = problem.memory.limit[stage] - problem.beyond[stage]
+        first = problem.costs.m_b[chunks[0]]
+        room = problem.costs.limit[stage] - problem.beyond[stage]
         n_fit = room / first if first > 0 else math.inf
         cap = n_fit * rule.cap_scale * (1 - rule.cap_slope * stage / p) + rule.cap_more
         yield m if cap >= m else max(1, math.floor(cap + 1e-9))
 
 
 def _without_b(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
-    m, memory = problem.n_microbatches, problem.memory
+    m, memory = problem.n_microbatches, problem.costs
     held = micro_batch(memory, problem.placement)
     for limit, more, whole in zip(memory.limit, problem.beyond, held, strict=True):
         most = math.inf

@@ -122,7 +122,7 @@ def _rules(problem: PlacementProblem) -> Iterator[Settings]:
     if not is_line(problem):
         yield from (settings_of(problem, rule) for rule in RULES)
         return
-    p, memory = problem.n_stages, problem.memory
+    p, memory = problem.n_stages, problem.costs
     pairs = zip(memory.limit, problem.beyond, memory.m_b, strict=True)
     has_little = any(limit - beyond < p * m_b for limit, beyond, m_b in pairs)
     # below p M_B, those of at most d forwards first

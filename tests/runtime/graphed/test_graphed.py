@@ -6,7 +6,6 @@ Graphs of a GPU are played on the CPU, by `tape`.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from small_model import MODES, batch, build, make_pipeline
 from tape import TapePool
 from torch import Tensor, nn
 
-import zbpp
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.graphed import slot
@@ -207,23 +205,13 @@ def test_seeds_of_the_host_are_refused() -> None:
         make_pipeline("ZBH1", 2, cuda_graphs=True, seed=1)
 
 
-def train_played() -> tuple[list[float], str]:
-    """In two processes; and what is said to a mesh of replicas."""
-    with patch("zbpp.runtime.driver.build.pools_on", lambda device: TapePool):
-        with make_pipeline("ZBV", None, cuda_graphs=True) as pipeline:
-            losses = [pipeline.step(*batch(i)).loss for i in range(5)]
-            assert not any(pipeline.graph_report().values())
-        replicas = zbpp.mesh(stages=1, data_parallel=2)
-        try:
-            make_pipeline("1F1B", 1, cuda_graphs=True, mesh=replicas)
-        except RequestError as error:
-            return losses, str(error)
-    return losses, ""
+def refusal() -> str:
+    with pytest.raises(RequestError) as error:
+        make_pipeline("ZBV", None, cuda_graphs=True)
+    return str(error.value)
 
 
-def test_processes_replay_too(pool: Pool) -> None:
-    expected = make_pipeline("ZBV", 2)
-    losses = [expected.step(*batch(i)).loss for i in range(5)]
-    for found, text in pool.run(train_played, 2):
-        assert found == losses
-        assert text.startswith("cuda_graphs does not go with a mesh")
+@pytest.mark.dist
+def test_several_processes_are_refused(pool: Pool) -> None:
+    for text in pool.run(refusal, 2):
+        assert text.startswith("cuda_graphs is for a pipeline in one process")

@@ -14,8 +14,6 @@ from small_model import make_pipeline
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.support.errors import PeerError
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:

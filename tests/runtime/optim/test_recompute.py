@@ -14,26 +14,25 @@ from rollback_checks import (
 )
 from stock_optimizers import Counting
 
-from zbpp.runtime.optim.rollback import buckets
-from zbpp.runtime.optim.rollback.recompute import RecomputeRollback, can_defer
-from zbpp.runtime.optim.rollback.snapshot import Snapshot
+from zbpp.runtime.optim import rollback
+from zbpp.runtime.optim.rollback import DeferredStep, SnapshotStep, can_defer
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bucket", [1, 100, 2**22])
 def test_deferred(name: str, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_BUCKET_BYTES", {"cpu": bucket})
+    monkeypatch.setattr(rollback, "_BUCKET_BYTES", {"cpu": bucket})
     assert can_defer(make(OPTIMIZERS[name]))
-    check(OPTIMIZERS[name], RecomputeRollback)
+    check(OPTIMIZERS[name], DeferredStep)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_snapshot(name: str) -> None:
-    check(OPTIMIZERS[name], Snapshot)
+    check(OPTIMIZERS[name], SnapshotStep)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="a newer torch has it")
-@pytest.mark.parametrize("kind", [RecomputeRollback, Snapshot])
+@pytest.mark.parametrize("kind", [DeferredStep, SnapshotStep])
 def test_muon_takes_matrices(kind: type[Any]) -> None:
     check(lambda p: torch.optim.Muon(p, lr=0.01), kind, shapes=((7, 5), (4, 4), (3, 9)))
 
@@ -55,8 +54,8 @@ def test_what_cannot_be_deferred() -> None:
 
 @pytest.mark.slow
 def test_deferred_keeps_one_copy_of_the_parameters_and_no_more() -> None:
-    rollback = RecomputeRollback(stepped_once(100))
+    deferred = DeferredStep(stepped_once(100))
     before = live_bytes()
-    for growth in growths(rollback, before):
+    for growth in growths(deferred, before):
         assert growth == 4 * 1000 * 100 * 4
     assert live_bytes() - before == 4 * 1000 * 100 * 4

@@ -6,12 +6,9 @@ import pytest
 import torch
 from outcomes import bytes_of
 from pool import Pool
-from rollback_checks import finish
 from torch import Tensor, nn
 
-from zbpp.runtime.optim.rollback import buckets
-from zbpp.runtime.optim.rollback.buckets import Piece, cut_into_buckets
-from zbpp.runtime.optim.rollback.recompute import RecomputeRollback
+from zbpp.runtime.optim.rollback import _BUCKET_BYTES, DeferredStep, _Part, _parts
 from zbpp.runtime.support import sharded
 
 SHAPES = ((64, 64), (7, 5), (200, 3), (1, 3), (130,), (96, 24))
@@ -51,21 +48,19 @@ def bits(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def step_and_compare(kind: str, lost: bool = False) -> tuple[list[bool], list[bool]]:
-    """Six steps, every third one rolled back; ``lost``: shards' clocks stand still."""
+    """Six steps, every third one rolled back; ``lost``: shards' state stands still."""
     torch.set_num_threads(1)
-    buckets._BUCKET_BYTES["cpu"] = 2048
+    state, size = _Part.state, _BUCKET_BYTES["cpu"]
+    _BUCKET_BYTES["cpu"] = 2048
     if lost:
-        Piece.state_in = lambda self, held: {  # type: ignore[method-assign]
-            name: value.clone() for name, value in _state_in(self, held).items()
+        _Part.state = lambda self, held: {  # type: ignore[method-assign]
+            name: value.clone() for name, value in state(self, held).items()
         }
     try:
         return _step_and_compare(kind)
     finally:
-        buckets._BUCKET_BYTES["cpu"] = 2**22
-        Piece.state_in = _state_in  # type: ignore[method-assign]
-
-
-_state_in = Piece.state_in
+        _BUCKET_BYTES["cpu"] = size
+        _Part.state = state  # type: ignore[method-assign]
 
 
 def _step_and_compare(kind: str) -> tuple[list[bool], list[bool]]:
@@ -77,7 +72,7 @@ def _step_and_compare(kind: str) -> tuple[list[bool], list[bool]]:
         )
         for _ in range(2)
     )
-    rollback = RecomputeRollback(ours)
+    rollback = DeferredStep(ours)
     same, local = [], []
     for step in range(1, 7):
         for each in (theirs, ours):
@@ -85,16 +80,14 @@ def _step_and_compare(kind: str) -> tuple[list[bool], list[bool]]:
             for p, g in zip(each.param_groups[0]["params"], gradients, strict=True):
                 p.grad = g
         before = bits(ours)
-        rollback.speculate()
-        local.append(
-            any(p.whole is not None for b in cut_into_buckets(ours) for p in b)
-        )
+        rollback.take()
+        local.append(any(part.cut is not None for part in _parts(ours)))
         if step % 3 == 0:
             rollback.undo()
             same.append(bits(ours) == before)
         else:
             theirs.step()
-            finish(rollback.commit())
+            rollback.commit()
             same.append(bits(ours) == bits(theirs))
     return same, local
 

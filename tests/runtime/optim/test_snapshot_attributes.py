@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from zbpp.runtime.optim.rollback.snapshot import Snapshot
+from zbpp.runtime.optim.rollback import SnapshotStep
 
 
 class Counting(torch.optim.SGD):
@@ -23,9 +23,9 @@ class Counting(torch.optim.SGD):
 def test_attributes_are_rolled_back_too() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = Counting([parameter])
-    rollback = Snapshot(optimizer)
+    rollback = SnapshotStep(optimizer)
     parameter.grad = torch.ones(3)
-    rollback.speculate()
+    rollback.take()
     assert (optimizer.calls, float(optimizer.seen)) == (1, 1.0)
     rollback.undo()
     assert (optimizer.calls, float(optimizer.seen)) == (0, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import zbpp
-from zbpp.checkpoint.shards import whole
+from zbpp.checkpoint.tensors import whole
 
 pytestmark = pytest.mark.dist
 

@@ -13,7 +13,6 @@ from judged import judge
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     Pair,
     Pass,
     PassKind,
@@ -76,7 +75,7 @@ def test_the_judge_agrees_for_any_number_of_micro_batches(p, m, fb):
     data |= {} if fb is None else {"fb": fb}
     verdict = judge(json.loads(schedule_text(schedule)), data)
     assert verdict.span == pytest.approx(span(simulate(schedule, costs)))
-    memory = MemoryModel().on(schedule.placement)
+    memory = Costs().on(schedule.placement)
     assert verdict.peaks == pytest.approx(peaks(schedule.orders, memory))
     assert max(verdict.peaks) <= p + 0.5
 
@@ -106,8 +105,7 @@ def test_auto_takes_pairs_where_they_pay():
             schedule="auto",
             n_stages=2,
             n_microbatches=12,
-            costs=Costs(f=2, b=2, w=2, comm=0.2, fb=fb),
-            memory=MemoryModel(limit=2.5),
+            costs=Costs(f=2, b=2, w=2, comm=0.2, fb=fb, limit=2.5),
         )
         assert make_plan(request).mode == name
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     PassKind,
     RequestError,
     Schedule,
@@ -91,7 +90,7 @@ def largest_idle(mode: str, p: int, m: int, costs: Costs) -> float:
 
 
 def peak(schedule: Schedule, m_w: float) -> float:
-    return max(peaks(schedule.orders, MemoryModel(m_w=m_w).on(schedule.placement)))
+    return max(peaks(schedule.orders, Costs(m_w=m_w).on(schedule.placement)))
 
 
 @pytest.mark.parametrize("mode", MODES)

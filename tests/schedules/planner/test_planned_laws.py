@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     Pass,
     PassKind,
     Placement,
@@ -84,9 +83,9 @@ def check(case: dict, effort: str) -> float:
     """Plan, and judge the plan by itself; return its span."""
     schedule = plan_placement(**case, effort=effort)
     sizes = case["placement"], case["n_microbatches"]
-    judged = Schedule("judge", *sizes, schedule.orders, case["costs"].memory)
+    judged = Schedule("judge", *sizes, schedule.orders, case["costs"])
     longest = span(simulate(judged, case["costs"]))
-    assert lower_bound(*sizes, case["costs"], case["costs"]) <= longest * (1 + 1e-9)
+    assert lower_bound(*sizes, case["costs"]) <= longest * (1 + 1e-9)
     for splits, order in zip(case["costs"].splits, judged.orders, strict=True):
         kinds = {job.kind for job in order if isinstance(job, Pass)}
         assert (PassKind.BW in kinds) != splits
@@ -149,7 +148,7 @@ def test_a_plan_is_never_worse_than_a_hand_made_order_that_fits(seed):
     p, m = rng.randint(1, 8), rng.randint(1, 20)
     costs = Costs(*(tuple(rng.uniform(0.2, 2) for _ in range(p)) for _ in range(3)))
     for limit in (1, p / 2, p, 1.5 * p, 2 * p - 1):
-        memory = MemoryModel(m_w=0.4, limit=max(1, limit))
+        memory = Costs(m_w=0.4, limit=max(1, limit))
         planned = plan(
             "ZB",
             n_stages=p,
@@ -170,8 +169,8 @@ def test_a_plan_is_never_worse_than_a_hand_made_order_that_fits(seed):
 @pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.5, 0.5, 0.2, loss=0.5)])
 def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, costs):
     vpp = plan_vpp(n_stages=p, n_microbatches=m, chunks_per_stage=v)
-    unit = MemoryModel().on(vpp.placement)
-    memory = MemoryModel(limit=max(peaks(vpp.orders, unit)))
+    unit = Costs().on(vpp.placement)
+    memory = Costs(limit=max(peaks(vpp.orders, unit)))
     planned = plan_placement(
         placement=vpp.placement,
         n_microbatches=m,
@@ -182,7 +181,7 @@ def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, cost
     assert span(simulate(planned, costs)) < span(simulate(vpp, costs))
     assert max(peaks(planned.orders, unit)) <= memory.limit * (1 + 1e-9)
     with pytest.raises(ScheduleError, match="over the limit"):  # control: 1 less
-        less = MemoryModel(limit=max(peaks(planned.orders, unit)) - 0.1)
+        less = Costs(limit=max(peaks(planned.orders, unit)) - 0.1)
         Schedule("less", planned.placement, m, planned.orders, less)
 
 
@@ -193,9 +192,9 @@ def test_stages_that_differ_a_little_cost_little():
     for seed in range(12):
         rng = random.Random(seed)
         times = [tuple(rng.uniform(0.9, 1.1) for _ in range(8)) for _ in range(3)]
-        costs, memory = Costs(*times), MemoryModel(limit=8)
+        costs, memory = Costs(*times), Costs(limit=8)
         schedule = plan("ZB", n_stages=8, n_microbatches=24, costs=costs, memory=memory)
-        bound = lower_bound(schedule.placement, 24, costs, memory)
+        bound = lower_bound(schedule.placement, 24, costs.with_memory(memory))
         gaps.append(span(simulate(schedule, costs)) / bound - 1)
     assert sum(gaps) / len(gaps) <= 0.02
 
@@ -207,7 +206,7 @@ def test_more_memory_never_makes_a_plan_worse(model, step):
     costs = {"unit": Costs(), "1.5B": Costs(18.522, 18.086, 9.337, 0.601)}[model]
     before = math.inf
     for quarters in range(4, 81, step):
-        memory = MemoryModel(1.0, 0.366, quarters / 4)
+        memory = Costs(m_b=1.0, m_w=0.366, limit=quarters / 4)
         schedule = plan("ZB", n_stages=8, n_microbatches=24, costs=costs, memory=memory)
         longest = span(simulate(schedule, costs))
         assert longest <= before * (1 + 1e-9), quarters

@@ -9,7 +9,6 @@ import zbpp.schedules.planner.search.plan
 from zbpp.core import (
     Costs,
     LimitError,
-    MemoryModel,
     Placement,
     RequestError,
     Schedule,
@@ -40,7 +39,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("limit", PICTURES)
 def test_a_plan_is_what_is_drawn_on_top_of_the_file(limit):
-    schedule = plan("ZB", n_stages=2, n_microbatches=4, memory=MemoryModel(limit=limit))
+    schedule = plan("ZB", n_stages=2, n_microbatches=4, memory=Costs(limit=limit))
     assert draw(simulate(schedule)) == dedent(PICTURES[limit])
     first, rest = dedent(PICTURES[limit]).split("\n")
     picture = f"limit {limit}  {first}\n         {rest}"
@@ -49,7 +48,7 @@ def test_a_plan_is_what_is_drawn_on_top_of_the_file(limit):
 
 @pytest.mark.parametrize("limit", [1.0, 1.5, 2.0])
 def test_a_v_is_what_is_drawn_on_top_of_its_file(limit):
-    costs, memory = Costs(f=2.0, b=2.0, w=2.0), MemoryModel(limit=limit)
+    costs, memory = Costs(f=2.0, b=2.0, w=2.0), Costs(limit=limit)
     schedule = plan("ZBV", n_stages=2, n_microbatches=3, costs=costs, memory=memory)
     text = zbpp.schedules.planner.search.plan.__doc__
     lines = [line.strip() for line in text.splitlines()]
@@ -66,20 +65,20 @@ def test_modes_of_one_chunk_promise_a_memory_and_plan_for_the_times():
         ("ZBH2", 7, plan_zb_h2),
     ):
         schedule = plan(mode, n_stages=4, n_microbatches=12, costs=times)
-        held = peaks(schedule.orders, MemoryModel().on(schedule.placement))
-        assert max(held) <= promise and schedule.memory is None
+        held = peaks(schedule.orders, Costs().on(schedule.placement))
+        assert max(held) <= promise and schedule.costs is None
         by_hand = pattern(n_stages=4, n_microbatches=12)
         assert span(simulate(schedule, times)) <= span(simulate(by_hand, times))
-        low = plan(mode, n_stages=4, n_microbatches=12, memory=MemoryModel(limit=2))
-        assert max(peaks(low.orders, MemoryModel().on(low.placement))) <= 2
-        high = plan(mode, n_stages=4, n_microbatches=12, memory=MemoryModel(limit=99))
-        assert max(peaks(high.orders, MemoryModel().on(high.placement))) <= promise
+        low = plan(mode, n_stages=4, n_microbatches=12, memory=Costs(limit=2))
+        assert max(peaks(low.orders, Costs().on(low.placement))) <= 2
+        high = plan(mode, n_stages=4, n_microbatches=12, memory=Costs(limit=99))
+        assert max(peaks(high.orders, Costs().on(high.placement))) <= promise
     free = plan("ZB", n_stages=4, n_microbatches=12, costs=times)
-    assert max(peaks(free.orders, MemoryModel().on(free.placement))) <= 8
+    assert max(peaks(free.orders, Costs().on(free.placement))) <= 8
 
 
 def test_waves_keep_the_memory_of_their_names():
-    unit = MemoryModel().on(Placement.wave(6))
+    unit = Costs().on(Placement.wave(6))
     size = {"n_stages": 6, "n_microbatches": 14, "effort": "fast"}
     for mode, most in (
         ("ZBV", 6),
@@ -88,11 +87,11 @@ def test_waves_keep_the_memory_of_their_names():
         ("VMin", 3),
     ):
         schedule = plan(mode, **size)
-        assert schedule.memory is None
+        assert schedule.costs is None
         assert max(peaks(schedule.orders, unit)) <= most
-        less = plan(mode, **size, memory=MemoryModel(limit=2))
+        less = plan(mode, **size, memory=Costs(limit=2))
         assert max(peaks(less.orders, unit)) <= 2
-    more = plan("VMin", **size, memory=MemoryModel(limit=9))
+    more = plan("VMin", **size, memory=Costs(limit=9))
     assert max(peaks(more.orders, unit)) <= 3
 
 
@@ -102,22 +101,22 @@ def test_any_number_of_chunks():
             "ZBVPP", n_stages=3, n_microbatches=8, chunks_per_stage=v, effort="fast"
         )
         assert schedule.placement == Placement.wave(3, v)
-        memory = MemoryModel().on(schedule.placement)
+        memory = Costs().on(schedule.placement)
         assert max(peaks(schedule.orders, memory)) <= 3 + 1e-9
 
 
 @pytest.mark.parametrize("limit", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("n_microbatches", [1, 2, 9])
 def test_the_smallest_memory_is_enough(limit, n_microbatches):
-    memory = MemoryModel(limit=limit)
+    memory = Costs(limit=limit)
     schedule = plan("ZBV", n_stages=4, n_microbatches=n_microbatches, memory=memory)
-    assert schedule.memory == memory
+    assert schedule.costs == memory
     with pytest.raises(RequestError, match="smallest limit that works is 1"):
-        plan("ZBV", n_stages=4, n_microbatches=2, memory=MemoryModel(limit=0.9))
+        plan("ZBV", n_stages=4, n_microbatches=2, memory=Costs(limit=0.9))
 
 
 def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
-    memory = MemoryModel(m_b=(1.0, 2.0), m_w=0.5, limit=1.5)
+    memory = Costs(m_b=(1.0, 2.0), m_w=0.5, limit=1.5)
     with pytest.raises(
         RequestError, match=r"stage 1, over the limit 1\.5; .* works is 2"
     ):
@@ -133,15 +132,15 @@ def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
         plan_placement(**request)
     assert error.value.smallest == 3
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
-    memory = MemoryModel(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=3)
-    request["costs"] = Costs().with_memory(memory)
-    assert plan_placement(**request).memory == memory
+    memory = Costs(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=3)
+    request["costs"] = memory
+    assert plan_placement(**request).costs == memory
 
 
 def test_a_limit_that_the_plan_breaks_would_be_noticed():
-    schedule = plan("ZB", n_stages=3, n_microbatches=6, memory=MemoryModel(limit=2))
+    schedule = plan("ZB", n_stages=3, n_microbatches=6, memory=Costs(limit=2))
     with pytest.raises(ScheduleError, match="over the limit"):
-        Schedule("x", schedule.placement, 6, schedule.orders, MemoryModel(limit=1.9))
+        Schedule("x", schedule.placement, 6, schedule.orders, Costs(limit=1.9))
 
 
 def test_the_same_request_gives_the_same_schedule():
@@ -149,7 +148,7 @@ def test_the_same_request_gives_the_same_schedule():
         "n_stages": 4,
         "n_microbatches": 7,
         "costs": Costs(f=1.1, b=0.9, w=0.6, comm=0.1),
-        "memory": MemoryModel(limit=2.5),
+        "memory": Costs(limit=2.5),
     }
     assert plan("ZBV", **request) == plan("ZBV", **request)
     assert plan("ZB", **request) == plan("ZB", **request)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.core import Costs, MemoryModel, Placement, Schedule, lower_bound
+from zbpp.core import Costs, Placement, Schedule, lower_bound
 from zbpp.planning import plan
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
 from zbpp.schedules.patterns.zb_v import plan_zb_v
@@ -39,7 +39,7 @@ def test_proved_optima_are_met(row):
     """The V's costs and span are in units of a chunk's pass."""
     unit = 1.0 if row["kind"] == "single" else 2.0
     costs = Costs(f=unit, b=unit, w=unit)
-    memory = MemoryModel(m_w=row["costs"]["wfrac"], limit=row["mem_limit"])
+    memory = Costs(m_w=row["costs"]["wfrac"], limit=row["mem_limit"])
     p, m = row["p"], row["m"]
     schedule = plan(
         MODES[row["kind"]], n_stages=p, n_microbatches=m, costs=costs, memory=memory
@@ -52,7 +52,7 @@ def test_proved_optima_are_met(row):
 )
 def test_pairs_and_shifts_find_optima_that_no_single_move_does(p, m, limit, optimum):
     """Proved by the solver; without groups 46, without shifts 41."""
-    costs, memory = Costs(2.0, 2.0, 2.0), MemoryModel(limit=limit)
+    costs, memory = Costs(2.0, 2.0, 2.0), Costs(limit=limit)
     schedule = plan("ZBV", n_stages=p, n_microbatches=m, costs=costs, memory=memory)
     assert span(simulate(schedule, costs)) == optimum
 
@@ -64,7 +64,9 @@ def test_pairs_and_shifts_find_optima_that_no_single_move_does(p, m, limit, opti
 def test_the_papers_bubbles_are_met(row, name):
     costs = Costs(row["tf"], row["tb"], row["tw"], row["tcomm"])
     p, m = row["p"], row["m"]
-    memory = MemoryModel(1.0, row["m_w_over_m_b"], 2 * p if name == "ZB-2p" else p)
+    memory = Costs(
+        m_b=1.0, m_w=row["m_w_over_m_b"], limit=2 * p if name == "ZB-2p" else p
+    )
     schedule = plan(
         "ZBV" if name == "ZB-V" else "ZB",
         n_stages=p,
@@ -77,7 +79,7 @@ def test_the_papers_bubbles_are_met(row, name):
     if name in row["bubble"]:
         assert bubble_rate(planned) < row["bubble"][name] + 5e-5
     if name == "ZB-V":
-        bound = lower_bound(schedule.placement, m, costs, memory)
+        bound = lower_bound(schedule.placement, m, costs.with_memory(memory))
         assert span(planned) <= bound * 1.001
 
 
@@ -97,7 +99,7 @@ def check_peer(row: dict, kind: str, effort: str) -> None:
     """At least as good, and better where it is over 1 % above its bound."""
     times = row["costs"]
     costs = Costs(*(float(times[name]) for name in ("F", "B", "W", "comm")))
-    memory = MemoryModel(1.0, times["wfrac"], row["limit"])
+    memory = Costs(m_b=1.0, m_w=times["wfrac"], limit=row["limit"])
     p, m, peer = row["p"], row["m"], row[kind]["bubble"]
     schedule = plan(
         MODES[kind],
@@ -111,7 +113,7 @@ def check_peer(row: dict, kind: str, effort: str) -> None:
     ours = bubble_rate(simulate(schedule, costs))
     assert ours <= peer + 1e-5  # five digits are given
     work = m * (times["F"] + times["B"] + times["W"])
-    bound = lower_bound(schedule.placement, m, costs, memory)
+    bound = lower_bound(schedule.placement, m, costs.with_memory(memory))
     if work / (1 - peer) > 1.01 * bound:
         assert ours < peer - 1e-5
 
@@ -145,7 +147,7 @@ def test_published_patterns_are_met(pattern, model, p, m):
     """Under the memory of a pattern, whenever its W's are placed."""
     rows_of, limit = PATTERNS[pattern]
     costs, share = MODELS[model]
-    memory = MemoryModel(m_w=share, limit=limit(p))
+    memory = Costs(m_w=share, limit=limit(p))
     problem = PlacementProblem.of(Placement.wave(p), m, costs.with_memory(memory))
     order = [array("i", row) for row in rows_of(problem.numbers, m)]
     plans = [
@@ -164,7 +166,7 @@ def test_published_patterns_are_met(pattern, model, p, m):
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (6, 9), (7, 10), (16, 24)])
 def test_the_hand_made_zb_v_is_met(model, p, m):
     costs, share = MODELS[model]
-    memory = MemoryModel(m_w=share, limit=float(p))
+    memory = Costs(m_w=share, limit=float(p))
     hand_made = span(simulate(plan_zb_v(n_stages=p, n_microbatches=m), costs))
     schedule = plan(
         "ZBV", n_stages=p, n_microbatches=m, costs=costs, memory=memory, effort="fast"

@@ -13,7 +13,6 @@ import pytest
 
 from zbpp.core import (
     Costs,
-    MemoryModel,
     Placement,
     Schedule,
     longest_span,
@@ -58,10 +57,10 @@ def problem_of(seed: int) -> PlacementProblem:
         splits=tuple(rng.random() < 0.8 for _ in range(p)),
         send_occupies=0.2 if seed % 4 == 0 else 0.0,
     )
-    memory = MemoryModel(limit=rng.choice((1.0, 1.75, 3.0)))
+    memory = Costs(limit=rng.choice((1.0, 1.75, 3.0)))
     if seed % 3 == 0:
         peak_w = rng.choice((0.0, 0.1))
-        memory = MemoryModel(m_w=1.3, peak_b=0.9, peak_w=peak_w, limit=4.0)
+        memory = Costs(m_w=1.3, peak_b=0.9, peak_w=peak_w, limit=4.0)
     return PlacementProblem.of(placement, rng.randint(1, 8), costs.with_memory(memory))
 
 
@@ -96,7 +95,7 @@ def random_rows(problem: PlacementProblem, rng: random.Random) -> Rows:
 
 def clock_span(problem: PlacementProblem, rows: Rows) -> float:
     m = problem.n_microbatches
-    return longest_span(replay(problem.orders(rows), problem.times, n_microbatches=m))
+    return longest_span(replay(problem.orders(rows), problem.costs, n_microbatches=m))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -104,7 +103,7 @@ def test_rows_are_timed_as_by_the_clock(seed: int) -> None:
     problem = problem_of(seed)
     rows = random_rows(problem, random.Random(seed))
     orders = [order[:-1] for order in problem.orders(rows)]
-    slots = replay(orders, problem.times, n_microbatches=problem.n_microbatches)
+    slots = replay(orders, problem.costs, n_microbatches=problem.n_microbatches)
     times, _ = time_rows(problem, rows)
     assert times is not None
     assert times.starts == [[slot.start for slot in row] for row in slots]
@@ -177,7 +176,7 @@ def test_moves_stop_at_the_bound_and_at_the_end_of_the_budget() -> None:
     costs = Costs(2.0, 2.0, 2.0, limit=4.0)
     problem = PlacementProblem.of(Placement.wave(4), 8, costs)
     best = seeds(problem, Budget(math.inf))[0].plan
-    bound = lower_bound(problem.placement, 8, costs, costs)
+    bound = lower_bound(problem.placement, 8, costs)
     assert best.span == pytest.approx(bound)
     budget = Budget(1e4)
     assert compiled.improve(problem, best, budget, XorShift64(0)) is best

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbpp.core import Costs, MemoryModel, lower_bound
+from zbpp.core import Costs, lower_bound
 from zbpp.planning import plan
 from zbpp.schedules import certify
 from zbpp.schedules.planner.search import plan as search_plan
@@ -21,7 +21,7 @@ def spans(seed: int) -> tuple[float, float]:
     times = [tuple(rng.choice((0.7, 1.0, 1.2)) for _ in range(p)) for _ in "fbw"]
     sends = rng.choice((0.1, 0.2, 0.4))
     costs = Costs(*times, comm=1.5 * sends, send_occupies=sends)
-    memory = MemoryModel(limit=rng.choice((0.75, 1.0, 1.5)) * max(p, 2))
+    memory = Costs(limit=rng.choice((0.75, 1.0, 1.5)) * max(p, 2))
     found = []
     for planned in (costs, replace(costs, send_occupies=0.0)):
         schedule = plan(
@@ -33,7 +33,7 @@ def spans(seed: int) -> tuple[float, float]:
             effort="fast",
         )
         found.append(span(simulate(schedule, costs)))
-        bound = lower_bound(schedule.placement, m, costs, memory)
+        bound = lower_bound(schedule.placement, m, costs.with_memory(memory))
         assert bound <= found[-1] * (1 + 1e-9)
     return found[0], found[1]
 
@@ -54,12 +54,12 @@ def test_the_search_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_optimum_is_below_the_bound(limit: float) -> None:
     pytest.importorskip("ortools")
     costs = Costs(comm=0.5, send_occupies=(0.25,))
-    memory = MemoryModel(limit=limit)
+    memory = Costs(limit=limit)
     schedule = plan(
         "ZB", n_stages=2, n_microbatches=3, costs=costs, memory=memory, effort="fast"
     )
     proof = certify(schedule, costs.with_memory(memory), seconds=60, workers=1)
-    bound = lower_bound(schedule.placement, 3, costs, memory)
+    bound = lower_bound(schedule.placement, 3, costs.with_memory(memory))
     assert proof.is_optimal and bound <= proof.span * (1 + 1e-9)
     # F and B of all micro-batches send, so does the stage's load
     assert bound >= 3 * 3.25

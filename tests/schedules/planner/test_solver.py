@@ -8,7 +8,6 @@ import pytest
 from tests.support.true_memory import random_case, random_limit
 from zbpp.core import (
     Costs,
-    MemoryModel,
     Pass,
     PassKind,
     Placement,
@@ -35,13 +34,13 @@ def test_a_plan_at_the_bound_is_proved_optimal() -> None:
 
 
 def test_a_better_schedule_is_found_and_keeps_the_limit() -> None:
-    costs, memory = Costs(comm=0.25), MemoryModel(limit=3)
+    costs = Costs(comm=0.25, limit=3)
     plan = plan_zb_h1(n_stages=2, n_microbatches=5)  # it uses memory 2 only
     before = span(simulate(plan, costs))
-    found = certify(plan, costs.with_memory(memory), seconds=100)
+    found = certify(plan, costs, seconds=100)
     assert found.is_optimal and found.span < before
     assert span(simulate(found.schedule, costs)) == pytest.approx(found.span)
-    assert found.schedule.memory == memory
+    assert found.schedule.costs == costs
     assert found.schedule.orders[0][-1] == plan.orders[0][-1]
 
 
@@ -60,10 +59,10 @@ def test_v_placements_are_solved_too() -> None:
 
 
 def test_our_own_bound_is_not_above_the_solvers() -> None:
-    costs, memory = Costs(f=2, b=3, w=1.5, comm=0.5), MemoryModel(limit=2)
+    costs, memory = Costs(f=2, b=3, w=1.5, comm=0.5), Costs(limit=2)
     plan = plan_zb_h1(n_stages=2, n_microbatches=4)
     found = certify(plan, costs.with_memory(memory), seconds=100)
-    ours = lower_bound(plan.placement, plan.n_microbatches, costs, memory)
+    ours = lower_bound(plan.placement, plan.n_microbatches, costs.with_memory(memory))
     assert ours <= found.bound + 1e-9 <= found.span + 2e-9
 
 
@@ -73,7 +72,7 @@ def test_peaks_and_what_b_adds_are_kept_and_cost_what_they_must() -> None:
     0 | F0 .  .  B0 F1 W0 .  B1 F2 W1 .  B2 W2
     1 | .  F0 B0 W0 .  F1 B1 W1 .  F2 B2 W2
     """
-    memory = MemoryModel(m_b=1, m_w=2, m_fixed=10, peak_b=3, limit=14)
+    memory = Costs(m_b=1, m_w=2, m_fixed=10, peak_b=3, limit=14)
     plan = plan_zb_h1(n_stages=2, n_microbatches=3)
     start = one_by_one(plan.placement, 3, memory)
     found = certify(start, Costs().with_memory(memory), seconds=100)
@@ -100,12 +99,14 @@ def test_bounds_are_below_optima_of_the_true_memory_and_small_plans_meet_them() 
             continue
         n_solved += 1
         n_met += found.schedule.orders == plan.orders
-        for name, bound in lower_bounds(placement, m, costs, memory).items():
+        for name, bound in lower_bounds(
+            placement, m, costs.with_memory(memory)
+        ).items():
             assert bound <= found.span * (1 + 1e-6), name
     assert n_solved >= 20 and n_met >= 0.9 * n_solved
 
 
-def one_by_one(placement: Placement, m: int, memory: MemoryModel) -> Schedule:
+def one_by_one(placement: Placement, m: int, memory: Costs) -> Schedule:
     """Each stage does all of a micro-batch before it begins the next."""
     return Schedule(
         "one by one",
@@ -132,7 +133,7 @@ def one_by_one(placement: Placement, m: int, memory: MemoryModel) -> Schedule:
 def test_passes_in_no_time_keep_their_order_memory_and_peaks() -> None:
     """Several share an instant; one after the other they fit, at once they do not."""
     costs = Costs(0, (0, 0, 0, 1), (0, 2, 0, 0), 0.5)
-    memory = MemoryModel(2.0, 0.0, limit=2.0)
+    memory = Costs(m_b=2.0, m_w=0.0, limit=2.0)
     start = one_by_one(Placement.wave(2), 2, memory)
     found = certify(start, costs.with_memory(memory), seconds=100)
     assert found.is_optimal and found.span == 6
@@ -140,7 +141,7 @@ def test_passes_in_no_time_keep_their_order_memory_and_peaks() -> None:
     costs, line = Costs(w=0), Placement.single(2)
     spans = []
     for limit in (1.5, 9.0):
-        memory = MemoryModel(limit=limit, peak_w=1)
+        memory = Costs(limit=limit, peak_w=1)
         start = one_by_one(line, 2, memory)
         found = certify(start, costs.with_memory(memory), seconds=100)
         spans.append(found.span)

@@ -9,7 +9,6 @@ from tests.support.true_memory import random_case, random_limit
 from zbpp.core import (
     Costs,
     LimitError,
-    MemoryModel,
     Placement,
     RequestError,
     Schedule,
@@ -28,16 +27,16 @@ FIXED = ("FThenB", "1F1B", "VPP")
 PLANNED = {1: ("ZB", "ZBH1", "ZBH2"), 2: ("ZBV", "VHalf", "VMin"), 3: ("ZBVPP",)}
 
 
-def check(schedule: Schedule, costs: Costs, memory: MemoryModel) -> None:
+def check(schedule: Schedule, costs: Costs, memory: Costs) -> None:
     """Valid, within the limit, and not below a bound for the memory that it takes."""
     placement, m = schedule.placement, schedule.n_microbatches
     most = peaks(schedule.orders, memory.on(placement))
     for held, limit in zip(most, memory.on(placement).limit, strict=True):
         assert held <= limit * (1 + 1e-9)
     taken = replace(memory, limit=tuple(most))
-    replace(schedule, memory=taken)  # validated
+    replace(schedule, costs=taken)  # validated
     span = longest_span(replay(schedule.orders, costs.on(placement), n_microbatches=m))
-    for name, bound in lower_bounds(placement, m, costs, taken).items():
+    for name, bound in lower_bounds(placement, m, costs.with_memory(taken)).items():
         assert bound <= span * (1 + 1e-9), name
 
 
@@ -108,7 +107,7 @@ def test_the_smallest_limit_is_planned_and_one_below_it_is_refused(v):
         costs, memory = random_case(rng, p, v)
         placement = Placement.wave(p, v) if v > 1 else Placement.single(p)
         request = {"placement": placement, "n_microbatches": m}
-        held = memory.on(placement, costs.on(placement).splits)
+        held = costs.with_memory(memory).on(placement).joined()
         each = tuple(needs(held, placement))
         for limit in (max(each), each):
             limited = replace(memory, limit=limit)
@@ -123,7 +122,7 @@ def test_the_smallest_limit_is_planned_and_one_below_it_is_refused(v):
 
 def test_one_micro_batch_needs_what_its_passes_need_one_after_the_other():
     """F leaves 1, B adds 3 to it and has 4 inside, W has .5 more."""
-    memory = MemoryModel(m_b=1, m_w=4, m_fixed=10, peak_f=2, peak_b=4, peak_w=0.5)
+    memory = Costs(m_b=1, m_w=4, m_fixed=10, peak_f=2, peak_b=4, peak_w=0.5)
     held = memory.on(Placement.single(1))
     assert needs(held, Placement.single(1)) == [10 + 1 + 4]
     split = memory.on(Placement.wave(1))  # B of chunk 1: .5 of chunk 0, .5, and 2
@@ -133,7 +132,7 @@ def test_one_micro_batch_needs_what_its_passes_need_one_after_the_other():
 
 def test_a_promise_in_m_b_is_one_of_micro_batches_in_flight():
     """ZBH1 promises p of them: the first stage holds 4, and the inside of a B."""
-    memory = MemoryModel(m_b=1, m_w=0.5, m_fixed=100, peak_b=3)
+    memory = Costs(m_b=1, m_w=0.5, m_fixed=100, peak_b=3)
     schedule = plan("ZBH1", n_stages=4, n_microbatches=8, memory=memory)
     most = peaks(schedule.orders, memory.on(schedule.placement))
     assert max(most) == 100 + 4 + 3
@@ -143,7 +142,7 @@ def test_a_promise_in_m_b_is_one_of_micro_batches_in_flight():
 
 def test_planners_that_look_past_the_peaks_are_caught(monkeypatch):
     """Negative control of the check above."""
-    memory = MemoryModel(m_b=1, m_w=0.5, peak_b=1.5, limit=3.5)
+    memory = Costs(m_b=1, m_w=0.5, peak_b=1.5, limit=3.5)
     request = {"n_stages": 3, "n_microbatches": 6, "memory": memory}
     assert plan("ZB", **request) and plan("ZBV", **request)
     unaware = property(lambda problem: problem.limits)
@@ -158,6 +157,6 @@ def test_bounds_that_let_no_b_add_memory_would_be_too_high(monkeypatch):
     """Negative control: the proofs need m_w <= m_b, so the relaxed one counts."""
     from zbpp.core.bounds import paths
 
-    monkeypatch.setattr(paths, "relaxed_memory", lambda memory, placement: memory)
+    monkeypatch.setattr(paths, "relaxed_memory", lambda costs: costs)
     with pytest.raises(AssertionError):
         plan_all(38, "fast")

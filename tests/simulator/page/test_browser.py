@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from chromium import Chromium, executable
 
-from zbpp.core import Costs, MemoryModel, Pass, Slot
+from zbpp.core import Costs, Pass, Slot
 from zbpp.planning import plan
 from zbpp.schedules import add_collectives
 from zbpp.simulator import makespan, messages, simulate, step_time
@@ -18,8 +18,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(executable() is None, reason="no Chromium is installed"),
 ]
-COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
-MEMORY = MemoryModel(m_fixed=2, limit=12)
+COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3, m_fixed=2, limit=12)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def browser(tmp_path_factory):
 def entry_of(mode, p, m):
     schedule = plan(mode, n_stages=p, n_microbatches=m, effort="fast")
     timeline = simulate(schedule, COSTS)
-    return PageEntry(name=mode, simulated=timeline, costs=COSTS, memory=MEMORY)
+    return PageEntry(name=mode, simulated=timeline, costs=COSTS)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +94,7 @@ def check_hover(browser, panel, timeline, stage, index):
     for name, time in (times | {"lasts": slot.duration}).items():
         value, unit = text[name].split()
         assert (float(value), unit) == (pytest.approx(time, rel=2e-5), "ms")
-    after = memory_by_job(timeline, MEMORY)[stage][index][1]
+    after = memory_by_job(timeline, COSTS)[stage][index][1]
     assert float(text["memory after"].split()[0]) == pytest.approx(after)
 
 

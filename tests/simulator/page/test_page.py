@@ -18,7 +18,7 @@ from timeline_page import (
     same_boxes,
 )
 
-from zbpp.core import Costs, MemoryModel, RequestError, Slot
+from zbpp.core import Costs, RequestError, Slot
 from zbpp.planning import MODES, plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import (
@@ -56,7 +56,7 @@ def shaken(timeline, by=0.4):
 def entry_of(mode, **more):
     schedule = plan(mode, n_stages=3, n_microbatches=5)
     timeline = simulate(schedule, COSTS)
-    given = {"memory": MemoryModel(limit=5), "costs": COSTS} | more
+    given = {"costs": replace(COSTS, limit=5)} | more
     return PageEntry(name=mode, schedule=schedule, simulated=timeline, **given)
 
 
@@ -70,7 +70,7 @@ def kept(timeline, **options):
 def test_a_page_holds_every_job_of_a_timeline(mode):
     timeline = timeline_of(mode)
     for one in (timeline, shaken(timeline)):
-        assert same_boxes(kept(one, memory=MemoryModel()), boxes_of_timeline(one))
+        assert same_boxes(kept(one, costs=Costs()), boxes_of_timeline(one))
     last = timeline.rows[-1][-1]
     later = Slot(last.job, last.start, last.end * (1 + 1e-5))
     moved = replace(
@@ -108,14 +108,14 @@ def test_simulated_stands_above_measured():
 
 
 def test_memory_messages_and_path_are_those_of_the_simulator():
-    memory = MemoryModel(m_fixed=10, peak_b=3, limit=40)
-    one = entry_of("ZBV", memory=memory)
+    costs = replace(COSTS, m_fixed=10, peak_b=3, limit=40)
+    one = entry_of("ZBV", costs=costs)
     (panel,) = page_data(page_text([one]))["panels"]
     columns, timeline = columns_of(panel), one.simulated
-    held = [pair for row in memory_by_job(timeline, memory) for pair in row]
+    held = [pair for row in memory_by_job(timeline, costs) for pair in row]
     assert list(zip(columns["during"], columns["after"], strict=True)) == held
-    assert panel["peak"] == max(peak_memory(timeline, memory))
-    assert panel["fixed"] == list(memory.on(timeline.placement).fixed)
+    assert panel["peak"] == max(peak_memory(timeline, costs))
+    assert panel["fixed"] == list(costs.on(timeline.placement).fixed)
     assert panel["limit"] == 40
     firsts = [sum(panel["lines"][:stage]) for stage in range(3)]
     assert {
@@ -248,5 +248,5 @@ def test_98304_bars_take_less_than_2_mib():
     timeline = simulate(schedule, COSTS)
     assert sum(map(len, timeline.rows)) == 98_304 + 64
     one = PageEntry(name="x", simulated=timeline, measured=shaken(timeline))
-    text = page_text([replace(one, memory=MemoryModel(), costs=COSTS)])
+    text = page_text([replace(one, costs=COSTS)])
     assert len(text.encode()) < 2 * 2**20

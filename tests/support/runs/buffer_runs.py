@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, share_comm_ctx
 
 import zbpp
-from zbpp.checkpoint.shards import whole as gathered
+from zbpp.checkpoint.tensors import whole as gathered
 from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.parallel.buffers import AlternatingBuffers
 from zbpp.runtime.parallel.turns import OrderError, ParameterTurn

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from moments import idle_moments, uncertain_sums
+from moments import small_buckets, uncertain_sums
 from outcomes import Outcome, difference, look
 from stock_optimizers import OF_ALL_PARAMETERS, OPTIMIZERS
 from torch import Tensor, nn
@@ -276,7 +276,7 @@ def run(history: History, n_stages: int | None, **more: Any) -> Outcome:
 
 def compare(history: History) -> tuple[str | None, Outcome]:
     """Run with and without post-validation."""
-    with uncertain_sums(history.seed), idle_moments(history.seed):
+    with uncertain_sums(history.seed), small_buckets():
         ours = run(history, history.n_stages, post_validation=True)
     theirs = run(history, history.n_stages, post_validation=False)
     return difference(ours, theirs), ours

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpp
 from zbpp import Costs
-from zbpp.checkpoint.shards import whole as gathered
+from zbpp.checkpoint.tensors import whole as gathered
 from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.optim.decision import StepSums, clip_factor
 from zbpp.runtime.optim.patience import Patience

@@ -8,7 +8,7 @@ import torch
 from outcomes import bytes_of
 from torch import Tensor, nn
 
-from zbpp.runtime.optim.rollback.recompute import Rollback
+from zbpp.runtime.optim.rollback import Rollback
 
 SHAPES = ((7, 5), (33,), (4, 4), (1,), (20, 3), (23, 13), (1000,))
 """With buckets of 100 bytes, the last two are stepped in pieces."""
@@ -64,11 +64,6 @@ def held(optimizer: torch.optim.Optimizer) -> list[Any]:
     return found
 
 
-def finish(slices: Iterator[None]) -> None:
-    for _ in slices:
-        pass
-
-
 def check(optimizer: Make, kind: type[Any], **more: Any) -> None:
     """Six steps: valid and invalid speculative steps against plain ones."""
     plain, ours = make(optimizer, **more), make(optimizer, **more)
@@ -77,10 +72,10 @@ def check(optimizer: Make, kind: type[Any], **more: Any) -> None:
         for each in (plain, ours):
             give_gradients(each, step)
         before = held(ours)
-        rollback.speculate()
+        rollback.take()
         if step % 2:
             plain.step()
-            finish(rollback.commit())
+            rollback.commit()
         else:
             rollback.undo()
             rollback.undo()  # interrupted, and asked for once more
@@ -112,6 +107,6 @@ def stepped_once(width: int) -> torch.optim.Optimizer:
 def growths(rollback: Rollback, before: int) -> Iterator[int]:
     """Bytes that have come after each of three speculative steps, all of them valid."""
     for _ in range(3):
-        rollback.speculate()
+        rollback.take()
         yield live_bytes() - before
-        finish(rollback.commit())
+        rollback.commit()

@@ -1,6 +1,6 @@
 """Runs that save and load: dropout, clipping, a scheduler, rollbacks, buffers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ from small_model import N_LAYERS, batch, build, loss_fn, make_pipeline
 from torch import Tensor, nn
 
 from zbpp.checkpoint import load
-from zbpp.checkpoint.saving import Saver, Snapshot
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
 
@@ -78,12 +77,15 @@ def run(
     *,
     save: str | None = None,
     loaded: str | None = None,
+    after_load: Callable[[Pipeline, list[Any]], object] | None = None,
     **more: Any,
 ) -> Outcome:
     """Six steps, or three and a save, or a load and three."""
     pipeline, schedulers = make(mode, n_stages, **more)
     if loaded is not None:
         assert pipeline.load(loaded) == {"position": [SAVED_AFTER, 0.1]}
+    if after_load is not None:
+        after_load(pipeline, schedulers)
     results = []
     end = STEPS if save is None else SAVED_AFTER
     for step in range(pipeline.n_steps, end):
@@ -103,12 +105,40 @@ def run_in_processes(mode: str, save: str | None, loaded: str | None) -> Outcome
     return run(mode, None, save=save, loaded=loaded)
 
 
+class Constant(nn.Module):
+    """A parameter that no step changes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * self.w[:1]
+
+
+def make_constant(size: int = 1) -> Pipeline:
+    return Pipeline(
+        nn.Sequential(Constant(size)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        schedule="1F1B",
+        n_stages=1,
+        n_microbatches=1,
+    )
+
+
+def step_and_fill(pipeline: Pipeline, value: float) -> None:
+    pipeline.step(torch.ones(1), torch.ones(1))
+    for _, parameter in pipeline.named_parameters():
+        parameter.data.fill_(value)
+
+
 def save_for_ever(folder: str) -> None:
     """A second save begins after the first, and is killed at any time."""
-    saver = Saver(0, lambda thing: [thing])
+    pipeline = make_constant(2_000_000)
     for step in range(1, 100):
-        values = torch.full((2_000_000,), float(step))
-        saver.begin(Path(folder), Snapshot(step, {"model/w": values}, {}), keep=2)
+        step_and_fill(pipeline, step)
+        pipeline.save(folder, keep=2)
 
 
 class Plain(nn.Module):

@@ -118,7 +118,7 @@ class Compare(MeshFlags):
                 "writes: without times nothing can be set beside what was measured"
             )
         assert self.stages is not None
-        known = None if self.costs is None else self.models()
+        known = None if self.costs is None else self.chunk_costs()
         runs = read_runs(
             self.measured, n_stages=self.stages, n_microbatches=self.microbatches
         )
@@ -126,7 +126,7 @@ class Compare(MeshFlags):
             mode: (row.plan.schedule, row.plan.costs)
             for mode, row in comparison.planned.items()
         }
-        return tuple(beside(runs, planned, *(known or (None, None))))
+        return tuple(beside(runs, planned, known))
 
     def _plan(self, mode: str) -> Planned:
         """Plan a mode; with a layers file, split the layers for it."""
@@ -138,7 +138,7 @@ class Compare(MeshFlags):
         )
         plan = make_plan(request)
         plan = replace(plan, schedule=self.with_collectives(plan.schedule))
-        return Planned(plan, summarize(plan.schedule, plan.costs, plan.memory))
+        return Planned(plan, summarize(plan.schedule, plan.costs))
 
     def _print(self, comparison: Comparison, name: str) -> None:
         validated = self.enable_optimizer_post_validation

@@ -112,7 +112,6 @@ class Comparison:
                 measured=own[mode].measured if mode in own else None,
                 step_measured=own[mode].step_measured if mode in own else None,
                 costs=row.plan.costs,
-                memory=row.plan.memory,
                 step=self.step(mode),
                 gap=row.summary.gap,
                 shown=mode in shown,

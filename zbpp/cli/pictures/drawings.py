@@ -8,7 +8,7 @@ from zbpp.cli.flags import ScheduleFlags
 from zbpp.cli.outputs import check_outputs, check_picture
 from zbpp.cli.pictures.several import command_text, schedules_in
 from zbpp.cli.summary import summarize
-from zbpp.core import Costs, MemoryModel, Schedule
+from zbpp.core import Costs, Schedule
 from zbpp.simulator import plot, write_trace
 from zbpp.simulator.page import PageEntry, write_page
 
@@ -19,7 +19,7 @@ __all__ = ["Plot", "Trace"]
 class _Several(ScheduleFlags):
     """Schedules, separated by commas."""
 
-    def loaded(self) -> Iterator[tuple[Schedule, Costs, MemoryModel]]:
+    def loaded(self) -> Iterator[tuple[Schedule, Costs]]:
         """Plan or read each schedule."""
         named = self.schedule or self.pipeline_schedule_mode
         if named is None or (self.schedule and self.pipeline_schedule_mode):
@@ -47,31 +47,30 @@ class Plot(_Several):
         else:
             timelines = [
                 timeline
-                for schedule, costs, _ in loaded
+                for schedule, costs in loaded
                 for timeline in self.timelines(schedule, costs)
             ]
-            plot(timelines, self.out, memory=loaded[0][2])
+            plot(timelines, self.out, costs=loaded[0][1])
         print(self.out)
 
-    def _write_page(self, loaded: list[tuple[Schedule, Costs, MemoryModel]]) -> None:
+    def _write_page(self, loaded: list[tuple[Schedule, Costs]]) -> None:
         entries = []
-        for schedule, costs, memory in loaded:
-            summary = summarize(schedule, costs, memory)
+        for schedule, costs in loaded:
+            summary = summarize(schedule, costs)
             for timeline in self.timelines(schedule, costs):
                 entry = PageEntry(
                     name=timeline.name,
                     schedule=schedule,
                     simulated=timeline,
                     costs=costs,
-                    memory=memory,
                     gap=summary.gap if self.iterations == 1 else None,
                 )
                 entries.append(entry)
         sizes = dict.fromkeys(
             f"{one.n_stages} stages, {one.n_microbatches} micro-batches"
-            for one, _, _ in loaded
+            for one, _ in loaded
         )
-        names = dict.fromkeys(one.name for one, _, _ in loaded)
+        names = dict.fromkeys(one.name for one, _ in loaded)
         facts = [*sizes, *([f"costs {self.costs}"] if self.costs else [])]
         write_page(
             entries,
@@ -93,10 +92,10 @@ class Trace(_Several):
         """Write, and name the file."""
         check_outputs(out=self.out)
         runs = [
-            (timeline, memory)
-            for schedule, costs, memory in self.loaded()
+            (timeline, costs)
+            for schedule, costs in self.loaded()
             for timeline in self.timelines(schedule, costs)
         ]
-        timelines, memories = zip(*runs, strict=True)
-        write_trace(timelines, self.out, memory=memories)
+        timelines, costs = zip(*runs, strict=True)
+        write_trace(timelines, self.out, costs=costs)
         print(self.out)

@@ -10,7 +10,6 @@ from zbpp.cli.pictures.several import paths_in
 from zbpp.core import (
     Check,
     Costs,
-    MemoryModel,
     Pass,
     RequestError,
     Schedule,
@@ -97,7 +96,6 @@ def beside(
     runs: Sequence[Timeline],
     planned: Mapping[str, tuple[Schedule, Costs]],
     costs: Costs | None,
-    memory: MemoryModel | None,
 ) -> list[Run]:
     """Put a simulation beside each run: the mode's of the same order, or its own.
 
@@ -105,7 +103,6 @@ def beside(
         runs: in ms.
         planned: modes with their costs.
         costs: in ms, for orders that no mode has; None: these are not simulated.
-        memory: of the same.
     """
     found = []
     for run in runs:
@@ -128,7 +125,6 @@ def beside(
             simulated=simulated,
             measured=run,
             costs=None if simulated is None else of,
-            memory=memory if simulated is not None else None,
             step_measured=_step(run),
         )
         found.append(Run(entry.name, mode, entry))

@@ -139,9 +139,10 @@ class MeshFlags(CommonFlags):
             RequestError: its lists have no one length.
         """
         assert self.costs is not None
-        costs, memory = read_costs(self.costs)
-        memory = with_limit(memory, self.memory_limit, name="--memory_limit")
-        values = (costs.f, costs.b, costs.w, memory.m_b, memory.m_w, memory.m_fixed)
+        costs = with_limit(
+            read_costs(self.costs), self.memory_limit, name="--memory_limit"
+        )
+        values = (costs.f, costs.b, costs.w, costs.m_b, costs.m_w, costs.m_fixed)
         lengths = {len(value) for value in values if isinstance(value, tuple)}
         if len(lengths) != 1:
             raise RequestError(
@@ -149,11 +150,9 @@ class MeshFlags(CommonFlags):
                 f"stages; they have {sorted(lengths) or 'none'}; --layers takes a file "
                 "of layers"
             )
-        limit, n = memory.limit, lengths.pop()
-        layers = chunk_layers(
-            costs, replace(memory, limit=None), Placement.single(n), None
-        )
-        return replace(layers, limit=limit)
+        bare = replace(costs, limit=None)
+        layers = chunk_layers(bare, Placement.single(lengths.pop()))
+        return replace(layers, limit=costs.limit)
 
     def _of_model(self) -> LayerCosts:
         """Estimate the memory of a model's layers, and times by their operations."""

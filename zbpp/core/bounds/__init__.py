@@ -27,7 +27,7 @@ from zbpp.core.bounds.first_chunk import (
     work,
 )
 from zbpp.core.bounds.paths import stages_of
-from zbpp.core.costs import ChunkMemory, Costs, MemoryModel, PassTimes
+from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.placement import Placement
 
 __all__ = ["lower_bound", "lower_bound_on", "lower_bounds"]
@@ -46,45 +46,35 @@ _BOUNDS = {  # by the names that `zbpp show --json` has always given
 
 
 def lower_bound(
-    placement: Placement,
-    n_microbatches: int,
-    costs: Costs = _UNIT,
-    memory: MemoryModel | None = None,
+    placement: Placement, n_microbatches: int, costs: Costs = _UNIT
 ) -> float:
     """Return the best of `lower_bounds`."""
-    return max(lower_bounds(placement, n_microbatches, costs, memory).values())
+    return max(lower_bounds(placement, n_microbatches, costs).values())
 
 
 def lower_bounds(
-    placement: Placement,
-    n_microbatches: int,
-    costs: Costs = _UNIT,
-    memory: MemoryModel | None = None,
+    placement: Placement, n_microbatches: int, costs: Costs = _UNIT
 ) -> dict[str, float]:
     """Bound the largest span of every schedule of a placement, one entry per proof.
 
-    Without a memory model, or without a limit in it, memory is no constraint. On a
-    stage that cannot split its backward, B stands for BW, W takes no time and keeps
-    nothing (`PassTimes`, `MemoryModel.on`): the proofs hold as they stand.
+    Without a limit in the costs memory is no constraint. On a stage that cannot split
+    its backward, B stands for BW, W takes no time and keeps nothing
+    (`ChunkCosts.joined`): the proofs hold as they stand.
 
     >>> lower_bounds(Placement.single(4), 8)["work"]
     24.0
 
     Raises:
-        RequestError: costs or memory do not fit the placement.
+        RequestError: the costs do not fit the placement.
     """
-    times = costs.on(placement)
-    held = (memory or MemoryModel()).on(placement, times.splits)
-    return _all_bounds(times.without_pairs(), held, n_microbatches)
+    return _all_bounds(costs.on(placement).joined().without_pairs(), n_microbatches)
 
 
-def lower_bound_on(times: PassTimes, memory: ChunkMemory, n_microbatches: int) -> float:
-    """Return the best bound of schedules without pairs; all is on its placement."""
-    return max(_all_bounds(times, memory, n_microbatches).values())
+def lower_bound_on(costs: ChunkCosts, n_microbatches: int) -> float:
+    """Return the best bound of schedules without pairs, for costs that are joined."""
+    return max(_all_bounds(costs, n_microbatches).values())
 
 
-def _all_bounds(
-    times: PassTimes, memory: ChunkMemory, n_microbatches: int
-) -> dict[str, float]:
-    stages = stages_of(times, memory, n_microbatches)
+def _all_bounds(costs: ChunkCosts, n_microbatches: int) -> dict[str, float]:
+    stages = stages_of(costs, n_microbatches)
     return {name: max(map(bound, stages)) for name, bound in _BOUNDS.items()}

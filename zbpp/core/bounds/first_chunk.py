@@ -51,7 +51,7 @@ def front_and_tail(stage: Stage) -> float:
 
 def _front(stage: Stage) -> float:
     paths = stage.paths
-    times, last_chunk = paths.times, paths.last_chunk
+    times, last_chunk = paths.costs, paths.last_chunk
     forwards = stage.m * sum(stage.f)
     fits = stage.fits(min(stage.m_b), stage.peak_b[-1])
     if fits < stage.m * stage.v:
@@ -139,7 +139,7 @@ def memory_area(stage: Stage) -> float:
                   F   loop     B     W
     """
     paths = stage.paths
-    limit = paths.net.limit[stage.index]
+    limit = paths.costs.limit[stage.index]
     if not 0 < limit < math.inf:
         return 0.0
     held = sum(_held(paths, chunk) for chunk in stage.chunks)
@@ -148,9 +148,9 @@ def memory_area(stage: Stage) -> float:
 
 def _held(paths: PathLengths, c: int) -> float:
     """Memory of a micro-batch on a chunk, times the time that it is held at least."""
-    times, memory = paths.times, paths.net
-    b, w = times.b[c], times.w[c]
-    split = memory.peak_b[c] * b + (memory.m_w[c] + memory.peak_w[c]) * w
-    joint = memory.m_b[c] * w + memory.peak_bw[c] * (b + w)
-    inside = (memory.peak_f[c] - memory.m_b[c]) * times.f[c]
-    return memory.m_b[c] * paths.loop(c) + min(split, joint) + inside
+    costs = paths.costs
+    b, w = costs.b[c], costs.w[c]
+    split = costs.peak_b[c] * b + (costs.m_w[c] + costs.peak_w[c]) * w
+    joint = costs.m_b[c] * w + costs.peak_bw[c] * (b + w)
+    inside = (costs.peak_f[c] - costs.m_b[c]) * costs.f[c]
+    return costs.m_b[c] * paths.loop(c) + min(split, joint) + inside

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zbpp.core.costs import ChunkMemory, PassTimes
-from zbpp.core.placement import Placement
+from zbpp.core.costs import ChunkCosts
 
 __all__ = ["MARGIN", "PathLengths", "Stage", "count", "stages_of"]
 
@@ -27,12 +26,12 @@ MARGIN = 1e-9  # relative; a limit of 0.3 holds three times 0.1
 _BUSY = 4  # stages with the most F and B; a micro-batch goes through all, at any price
 
 
-def stages_of(times: PassTimes, memory: ChunkMemory, m: int) -> list["Stage"]:
+def stages_of(costs: ChunkCosts, m: int) -> list["Stage"]:
     """The stages, in the order of their first chunks."""
-    paths = PathLengths(times, memory, m)
+    paths = PathLengths(costs)
     down, up, chunks_of = paths.down, paths.up, paths.chunks_of
-    last_pass = 2 * times.placement.n_chunks - 1
-    passes = [*times.f, *reversed(times.b)]
+    last_pass = 2 * costs.placement.n_chunks - 1
+    passes = [*costs.f, *reversed(costs.b)]
     passes_of = [(*cs, *(last_pass - c for c in reversed(cs))) for cs in chunks_of]
     busy = sorted(passes_of, key=lambda qs: -sum(passes[q] for q in qs))[:_BUSY]
     around = math.inf
@@ -40,21 +39,21 @@ def stages_of(times: PassTimes, memory: ChunkMemory, m: int) -> list["Stage"]:
     for index in sorted(range(len(chunks_of)), key=lambda stage: chunks_of[stage][0]):
         chunks = chunks_of[index]
         first = chunks[0]
-        around = min(around, down[first] + up[first] - times.w[first])
+        around = min(around, down[first] + up[first] - costs.w[first])
         stages.append(
             Stage(
                 paths=paths,
                 index=index,
                 chunks=chunks,
-                f=[times.f[c] for c in chunks],
-                b=[times.b[c] for c in chunks],
-                w=[times.w[c] for c in chunks],
-                m_b=[paths.memory.m_b[c] for c in chunks],
-                m_w=[paths.memory.m_w[c] for c in chunks],
-                peak_f=[paths.memory.peak_f[c] for c in chunks],
-                peak_b=[paths.memory.peak_b[c] for c in chunks],
-                limit=paths.memory.limit[index] * (1 + MARGIN),
-                net=paths.net.limit[index] * (1 + MARGIN),
+                f=[costs.f[c] for c in chunks],
+                b=[costs.b[c] for c in chunks],
+                w=[costs.w[c] for c in chunks],
+                m_b=[paths.relaxed.m_b[c] for c in chunks],
+                m_w=[paths.relaxed.m_w[c] for c in chunks],
+                peak_f=[paths.relaxed.peak_f[c] for c in chunks],
+                peak_b=[paths.relaxed.peak_b[c] for c in chunks],
+                limit=paths.relaxed.limit[index] * (1 + MARGIN),
+                net=paths.costs.limit[index] * (1 + MARGIN),
                 m=m,
                 start=[paths.starts[q] - down[first] for q in passes_of[index]],
                 around=down[first] + up[first] - around,
@@ -70,35 +69,33 @@ def stages_of(times: PassTimes, memory: ChunkMemory, m: int) -> list["Stage"]:
 class PathLengths:
     """Times and memory of a pipeline, and the way down the chunks and up again.
 
-    ``memory`` is that of `relaxed_memory`, ``net`` the one above what is fixed, with
-    all peaks. ``down[c]`` is the time from the start of F of chunk 0 to the start of F
-    of c, ``up[c]`` that from the end of B of c to the end of B of chunk 0; ``starts``
-    holds the earliest start of each pass of the whole model.
+    ``costs`` are above what is fixed, with all peaks, and ``relaxed`` those of
+    `relaxed_memory`. ``down[c]`` is the time from the start of F of chunk 0 to the
+    start of F of c, ``up[c]`` that from the end of B of c to the end of B of chunk 0;
+    ``starts`` holds the earliest start of each pass of the whole model.
     """
 
-    def __init__(self, times: PassTimes, memory: ChunkMemory, m: int) -> None:
-        self.times = times
-        self.net = memory.above_fixed()
-        self.memory = relaxed_memory(self.net, times.placement)
-        self.m = m
-        self.chunks_of = times.placement.chunks_of
-        self.last_chunk = last = times.placement.n_chunks - 1
+    def __init__(self, costs: ChunkCosts) -> None:
+        self.costs = costs = costs.above_fixed()
+        self.relaxed = relaxed_memory(costs)
+        self.chunks_of = costs.placement.chunks_of
+        self.last_chunk = last = costs.placement.n_chunks - 1
         self.down, self.up = [0.0], [0.0]
         for chunk in range(last):
-            delay = times.delay(chunk, chunk + 1)
-            self.down.append(self.down[-1] + times.f[chunk] + delay)
-            self.up.append(self.up[-1] + times.b[chunk] + delay)
-        whole = self.down[-1] + times.f[-1] + times.b[-1] + self.up[-1]
+            delay = costs.delay(chunk, chunk + 1)
+            self.down.append(self.down[-1] + costs.f[chunk] + delay)
+            self.up.append(self.up[-1] + costs.b[chunk] + delay)
+        whole = self.down[-1] + costs.f[-1] + costs.b[-1] + self.up[-1]
         backwards = range(last, -1, -1)
-        ups = [whole - self.up[chunk] - times.b[chunk] for chunk in backwards]
+        ups = [whole - self.up[chunk] - costs.b[chunk] for chunk in backwards]
         self.starts = [*self.down, *ups]
         self._ahead: dict[int, list[float]] = {}
 
     def loop(self, chunk: int) -> float:
         """Time from the start of a chunk's F to the end of its B, nothing waiting."""
-        times, last = self.times, self.last_chunk
-        down = self.down[last] - self.down[chunk] + times.f[last]
-        up = self.up[last] - self.up[chunk] + times.b[last]
+        costs, last = self.costs, self.last_chunk
+        down = self.down[last] - self.down[chunk] + costs.f[last]
+        up = self.up[last] - self.up[chunk] + costs.b[last]
         return down + up
 
     def through(self, chunk: int, n: int) -> float:
@@ -116,10 +113,10 @@ class PathLengths:
     def _longest_ahead(self, n: int) -> list[float]:
         """For each chunk the longest way of n through a stage that begins there, or
         later, counted from chunk 0."""
-        times = self.times
+        costs = self.costs
         longest = [-math.inf] * (self.last_chunk + 2)
         for chunks in self.chunks_of:
-            busy = sum(times.f[chunk] + times.b[chunk] for chunk in chunks)
+            busy = sum(costs.f[chunk] + costs.b[chunk] for chunk in chunks)
             first = chunks[0]
             longest[first] = self.down[first] + self.up[first] + n * busy
         for chunk in range(self.last_chunk, -1, -1):
@@ -127,7 +124,7 @@ class PathLengths:
         return longest
 
 
-def relaxed_memory(memory: ChunkMemory, placement: Placement) -> ChunkMemory:
+def relaxed_memory(costs: ChunkCosts) -> ChunkCosts:
     """Memory as the proofs of the bounds see it: with few peaks.
 
     Every schedule that keeps the true model keeps this one too, so that a bound under
@@ -142,20 +139,19 @@ def relaxed_memory(memory: ChunkMemory, placement: Placement) -> ChunkMemory:
       either.
 
     Args:
-        memory: above what is fixed.
-        placement: chunk to stage.
+        costs: above what is fixed.
     """
-    inside = [peak - left for peak, left in zip(memory.peak_f, memory.m_b, strict=True)]
+    placement = costs.placement
+    inside = [peak - left for peak, left in zip(costs.peak_f, costs.m_b, strict=True)]
     off = [max(0.0, min(inside[c] for c in cs)) for cs in placement.chunks_of]
     off_of = [off[stage] for stage in placement.stage_of]
-    peak_b = map(min, memory.peak_b, memory.peak_bw)
-    peaks = zip(memory.peak_f, memory.m_b, peak_b, off_of, strict=True)
+    peak_b = map(min, costs.peak_b, costs.peak_bw)
+    peaks = zip(costs.peak_f, costs.m_b, peak_b, off_of, strict=True)
     both = [(max(b, f - less), max(0.0, peak - less)) for f, b, peak, less in peaks]
     return replace(
-        memory,
+        costs,
         limit=tuple(
-            max(0.0, limit - less)
-            for limit, less in zip(memory.limit, off, strict=True)
+            max(0.0, limit - less) for limit, less in zip(costs.limit, off, strict=True)
         ),
         peak_f=tuple(peak for peak, _ in both),
         peak_b=tuple(peak for _, peak in both),
@@ -238,7 +234,7 @@ class Stage:
 
     def fits(self, amount: float, beside: float = 0.0) -> float:
         """Number of times that an amount fits in the limit beside another."""
-        limit = self.paths.memory.limit[self.index]
+        limit = self.paths.relaxed.limit[self.index]
         if amount <= 0 or math.isinf(limit):
             return math.inf
         room = limit - beside + MARGIN * beside

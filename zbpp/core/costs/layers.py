@@ -27,7 +27,6 @@ from zbpp.core.costs.columns import (
     edge_delays,
     per_chunk,
 )
-from zbpp.core.costs.memory_model import MemoryModel
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
@@ -42,8 +41,8 @@ PerLayer = float | tuple[float, ...]
 class LayerCosts:
     """Times and memories of the layers of a model.
 
-    The fields mean for a layer what those of `Costs` and `MemoryModel` mean for a
-    chunk; a number stands for every layer. Besides:
+    The fields mean for a layer what those of `Costs` mean for a chunk; a number stands
+    for every layer. Besides:
 
     Args:
         n_layers: layers of the model.
@@ -159,8 +158,8 @@ class LayerCosts:
         split: Sequence[int],
         *,
         recompute: Collection[int] = (),
-    ) -> tuple[Costs, MemoryModel]:
-        """Costs and memory of the chunks of a split.
+    ) -> Costs:
+        """Costs of the chunks of a split.
 
         Args:
             placement: chunk to stage.
@@ -199,7 +198,10 @@ class LayerCosts:
             column = columns[name]
             return tuple(sum(column[i] for i in chunk) + overhead for chunk in chunks)
 
-        costs = Costs(
+        m_b, m_w = columns["m_b"], columns["m_w"]
+        change_b = [w - b for w, b in zip(m_w, m_b, strict=True)]
+        freed = [-held for held in m_w]
+        return Costs(
             f=total("f", self.pass_f),
             b=total("b", self.pass_b),
             w=total("w", self.pass_w),
@@ -212,11 +214,6 @@ class LayerCosts:
             time_unit=self.time_unit,
             all_gather=total("all_gather") if self.all_gather else 0.0,
             reduce_scatter=total("reduce_scatter") if self.reduce_scatter else 0.0,
-        )
-        m_b, m_w = columns["m_b"], columns["m_w"]
-        change_b = [w - b for w, b in zip(m_w, m_b, strict=True)]
-        freed = [-held for held in m_w]
-        memory = MemoryModel(
             m_b=total("m_b"),
             m_w=total("m_w"),
             limit=self.limit,
@@ -231,7 +228,6 @@ class LayerCosts:
             ),
             peak_o=total("peak_o"),
         )
-        return costs, memory
 
     def _columns(self, recompute: Collection[int]) -> dict[str, list[float]]:
         """Each column with an entry a layer, as it is where some are recomputed."""
@@ -292,10 +288,7 @@ def _peak(order: range, peak: Sequence[float], change: Sequence[float]) -> float
 
 
 def chunk_layers(
-    costs: Costs,
-    memory: MemoryModel,
-    placement: Placement,
-    split: Sequence[int] | None = None,
+    costs: Costs, placement: Placement, split: Sequence[int] | None = None
 ) -> LayerCosts:
     """Costs of layers that give those of the chunks again, on this placement.
 
@@ -304,8 +297,8 @@ def chunk_layers(
     needs as much in one layer as in the chunk (temporaries come one after the other).
 
     Args:
-        costs: of the chunks; what F and B gather is a part of their layers' f and b.
-        memory: likewise; ``peak_bw`` follows from the other peaks.
+        costs: of the chunks; what F and B gather is a part of their layers' f and b,
+            and ``peak_bw`` follows from the other peaks.
         placement: chunk to stage.
         split: layers of each chunk; None: one each.
 
@@ -329,8 +322,8 @@ def chunk_layers(
     if costs.gathers:
         f, b = (tuple(map(add, times, gathers)) for times in (f, b))
         gathers = (0.0,) * len(gathers)
-    held = memory.on(placement)
-    m_b, m_w = dealt("m_b", memory.m_b), dealt("m_w", memory.m_w)
+    held = costs.on(placement)
+    m_b, m_w = dealt("m_b", costs.m_b), dealt("m_w", costs.m_w)
     more = {
         "peak_f": [p - b for p, b in zip(held.peak_f, held.m_b, strict=True)],
         "peak_b": [
@@ -370,19 +363,19 @@ def chunk_layers(
         optimizer=dealt("optimizer", costs.optimizer),
         m_b=m_b,
         m_w=m_w,
-        m_fixed=dealt("m_fixed", memory.m_fixed),
+        m_fixed=dealt("m_fixed", costs.m_fixed),
         peak_f=peaks["peak_f"],
         peak_b=peaks["peak_b"],
         peak_w=peaks["peak_w"],
-        peak_o=dealt("peak_o", memory.peak_o),
-        m_r=None if memory.m_r is None else dealt("m_r", memory.m_r),
+        peak_o=dealt("peak_o", costs.peak_o),
+        m_r=None if costs.m_r is None else dealt("m_r", costs.m_r),
         comm=at_cuts("comm", costs.comm),
         send_occupies=at_cuts("send_occupies", costs.send_occupies),
         loss=costs.loss,
         reduction=costs.reduction,
         validation=costs.validation,
-        limit=memory.limit,
-        memory_unit=memory.memory_unit,
+        limit=costs.limit,
+        memory_unit=costs.memory_unit,
         time_unit=costs.time_unit,
         all_gather=gathers,
         reduce_scatter=dealt("reduce_scatter", costs.reduce_scatter),

@@ -11,14 +11,39 @@
 each stage. `Costs.on` spreads them over the chunks of a placement, once.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import add, sub
 
-from zbpp.core.costs.columns import check_memory_unit
-from zbpp.core.costs.memory_model import ChunkMemory, MemoryModel
-from zbpp.core.costs.times import PassTimes, Times
+from zbpp.core.costs.columns import (
+    check_memory_unit,
+    columns_of,
+    edge_delays,
+    per_chunk,
+    per_stage,
+    reduction_delay,
+)
+from zbpp.core.costs.memory_model import MemoryModel
+from zbpp.core.costs.times import Times
+from zbpp.core.errors import RequestError
+from zbpp.core.jobs import (
+    KINDS,
+    Job,
+    JobKind,
+    Pair,
+    Pass,
+    PassKind,
+    kind_of,
+    parts_of,
+    place_of,
+)
 from zbpp.core.placement import Placement
+from zbpp.core.timeline import sending_time
 
 __all__ = ["ChunkCosts", "Costs"]
+
+_MARGIN = 1e-9  # relative, for sums that were rounded
+_ROUNDING = 1e-14  # relative, of one sum
 
 
 @dataclass(frozen=True)
@@ -34,33 +59,245 @@ class Costs(MemoryModel, Times):
         check_memory_unit(self.memory_unit)
         Times.__post_init__(self)
 
-    def on(
-        self, placement: Placement, splits: tuple[bool, ...] | None = None
-    ) -> "ChunkCosts":
-        """Give every chunk its share.
-
-        Args:
-            placement: chunk to stage.
-            splits: see `ChunkMemory.joined`; None: every stage splits its backward.
+    def on(self, placement: Placement) -> "ChunkCosts":
+        """Give every chunk its share, and every stage its limit.
 
         Raises:
             RequestError: a list has another length than `zbpp.core.costs.columns` says,
                 or a peak is below what its pass leaves.
         """
-        memory = super().on(placement, splits)
-        return ChunkCosts(**vars(self.times_on(placement)), **vars(memory))
+        splits = (True,) * placement.n_stages if self.splits is None else self.splits
+        if len(splits) != placement.n_stages:
+            raise RequestError(
+                f"splits has {len(splits)} entries for {placement.n_stages} stages"
+            )
+
+        def chunks(name: str) -> tuple[float, ...]:
+            return per_chunk(name, getattr(self, name), placement)
+
+        def stages(name: str) -> tuple[float, ...]:
+            column = chunks(name)
+            return tuple(sum(column[c] for c in cs) for cs in placement.chunks_of)
+
+        f, b, w = chunks("f"), chunks("b"), chunks("w")
+        all_gather = chunks("all_gather")
+        if self.gathers:
+            f, b = (tuple(map(add, times, all_gather)) for times in (f, b))
+        f = (*f[:-1], f[-1] + self.loss)
+        if not all(splits):
+            can = [splits[stage] for stage in placement.stage_of]
+            b = tuple(map(add, b, _where([not split for split in can], w)))
+            w = _where(can, w)
+        hops = edge_delays(self.comm, placement)
+        sending = edge_delays(self.send_occupies, placement, name="send_occupies")
+        hops = tuple(map(max, hops, sending))
+        reduction = self.reduction
+        if reduction is None:
+            reduction = reduction_delay(hops, placement.n_stages)
+        if any(sending):
+            f = tuple(map(add, f, (*sending, 0.0)))
+            b = tuple(map(add, b, (0.0, *sending)))
+            hops = tuple(map(sub, hops, sending))
+        m_b, m_w = chunks("m_b"), chunks("m_w")
+        none = (0.0,) * placement.n_chunks
+        peak_b = self._peaks("peak_b", tuple(map(_rise, m_b, m_w)), placement)
+        peak_w = self._peaks("peak_w", none, placement)
+        in_turn = none
+        if self.peak_bw is None:
+            in_turn = tuple(
+                max(of_b, w - b + of_w)
+                for b, w, of_b, of_w in zip(m_b, m_w, peak_b, peak_w, strict=True)
+            )
+        return ChunkCosts(
+            placement=placement,
+            f=f,
+            b=b,
+            w=w,
+            hops=hops,
+            optimizer=stages("optimizer"),
+            splits=splits,
+            reduction=reduction,
+            validation=(self.validation,) * placement.n_stages,
+            all_gather=all_gather,
+            reduce_scatter=chunks("reduce_scatter"),
+            sending=sending if any(sending) else (),
+            fb=() if self.fb is None else chunks("fb"),
+            m_b=m_b,
+            m_w=m_w,
+            limit=per_stage(self.limit, placement),
+            fixed=stages("m_fixed"),
+            peak_f=self._peaks("peak_f", m_b, placement),
+            peak_b=peak_b,
+            peak_w=peak_w,
+            peak_bw=self._peaks("peak_bw", in_turn, placement),
+            peak_o=stages("peak_o"),
+        )
+
+    def _peaks(
+        self, name: str, least: tuple[float, ...], placement: Placement
+    ) -> tuple[float, ...]:
+        """Spread a column of peaks; each is at least what its pass adds."""
+        value = getattr(self, name)
+        if value is None:
+            return least
+        peaks = per_chunk(name, value, placement)
+        for chunk, (peak, left) in enumerate(zip(peaks, least, strict=True)):
+            if peak < left * (1 - _MARGIN):
+                raise RequestError(
+                    f"chunk {chunk}: {name} {peak:g} is below what the pass adds, "
+                    f"{left:g}; give the most that is held inside it, or leave it out"
+                )
+        return tuple(map(max, peaks, least))
 
     def with_memory(self, memory: MemoryModel) -> "Costs":
         """The same times with other memories."""
-        return replace(self, **vars(memory))
+        return replace(self, **{x: getattr(memory, x) for x in _MEMORY})
 
-    @property
-    def memory(self) -> MemoryModel:
-        """The memories without the times."""
-        names = [field.name for field in fields(MemoryModel)]
-        return MemoryModel(**{name: getattr(self, name) for name in names})
+
+_MEMORY = (*columns_of(MemoryModel), "memory_unit")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkCosts(ChunkMemory, PassTimes):
-    """`Costs` on a placement: one entry for each chunk, edge or stage."""
+class ChunkCosts:
+    """`Costs` on a placement: one entry per chunk, or as said here.
+
+    ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer``, ``validation``,
+    ``splits``, ``limit``, ``fixed`` and ``peak_o`` have one per stage. The last F
+    includes the loss. ``f`` and ``b`` end with the time for which a message occupies
+    its sender, per edge in ``sending`` (empty: none does); ``hops`` is what is left of
+    its time (see `zbpp.core.costs.times`). On a stage that cannot split its backward,
+    ``b`` is the time of both parts and ``w`` is 0: its gradient cannot leave earlier.
+    Without ``fb`` (empty) the passes of a pair run one after the other.
+    """
+
+    placement: Placement
+    f: tuple[float, ...]
+    b: tuple[float, ...]
+    w: tuple[float, ...]
+    hops: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    splits: tuple[bool, ...]
+    reduction: float
+    validation: tuple[float, ...]
+    all_gather: tuple[float, ...]
+    reduce_scatter: tuple[float, ...]
+    sending: tuple[float, ...]
+    fb: tuple[float, ...]
+    m_b: tuple[float, ...]
+    m_w: tuple[float, ...]
+    limit: tuple[float, ...]
+    fixed: tuple[float, ...]
+    peak_f: tuple[float, ...]
+    peak_b: tuple[float, ...]
+    peak_w: tuple[float, ...]
+    peak_bw: tuple[float, ...]
+    peak_o: tuple[float, ...]
+
+    def of(self, job: Job) -> float:
+        """Time of one job."""
+        if isinstance(job, Pair):
+            if not self.fb:
+                return self.of(job.forward) + self.of(job.backward)
+            return self.fb[job.forward.chunk] + sending_time(job, self.sending)
+        return self._sum(kind_of(job), place_of(job))
+
+    def of_pass(self, kind: PassKind, chunk: int) -> float:
+        """Time of one pass of a chunk."""
+        return self._sum(KINDS[kind], chunk)
+
+    def _sum(self, kind: JobKind, place: int) -> float:
+        columns: list[tuple[float, ...]] = [getattr(self, name) for name in kind.times]
+        return sum(column[place] for column in columns)
+
+    def delay(self, source: int, target: int) -> float:
+        """Time of a message from its job's end to its reader: none on one stage.
+
+        A pure delay: it occupies neither stage (arXiv 2401.10241, appendix).
+        """
+        if source == target:
+            return 0.0
+        return self.hops[source if source < target else target]
+
+    def change(self, job: Job) -> float:
+        """Memory that a job leaves behind it: more than before, or less (< 0)."""
+        change = 0.0
+        for part in parts_of(job):
+            for name, sign in kind_of(part).keeps:
+                column: tuple[float, ...] = getattr(self, name)
+                change += sign * column[place_of(part)]
+        return change
+
+    def peak(self, job: Job) -> float:
+        """Most that a job holds above what its stage holds before it; 0 or more.
+
+        The parts of a pair may hold their most at the same time.
+        """
+        peak = 0.0
+        for part in parts_of(job):
+            name = kind_of(part).peak
+            if name is not None:
+                column: tuple[float, ...] = getattr(self, name)
+                peak += column[place_of(part)]
+        return peak
+
+    def joined(self) -> "ChunkCosts":
+        """The same for planners and bounds, which write BW as B where it is one pass.
+
+        There nothing is kept for W, and B has the peak of BW.
+        """
+        if all(self.splits):
+            return self
+        can = [self.splits[stage] for stage in self.placement.stage_of]
+        peaks_b = zip(self.peak_b, self.peak_bw, can, strict=True)
+        return replace(
+            self,
+            m_w=_where(can, self.m_w),
+            peak_b=tuple(b if split else bw for b, bw, split in peaks_b),
+            peak_w=_where(can, self.peak_w),
+        )
+
+    def above_fixed(self) -> "ChunkCosts":
+        """The same with what is always there taken off the limits.
+
+        What rounding may have taken from their difference is given back.
+        """
+        if not any(self.fixed):
+            return self
+        limit = tuple(
+            max(0.0, limit - fixed) + _ROUNDING * fixed
+            for limit, fixed in zip(self.limit, self.fixed, strict=True)
+        )
+        return replace(self, limit=limit, fixed=(0.0,) * len(limit))
+
+    def without_pairs(self) -> "ChunkCosts":
+        """The same for lower bounds: no pair is shorter than its passes in turn.
+
+        On each stage all passes are shortened by as much as the pair that saves most.
+        Any schedule's starts are then possible with its passes one after the other.
+        """
+        if not self.fb:
+            return self
+        f, b, w = list(self.f), list(self.b), list(self.w)
+        for chunks in self.placement.chunks_of:
+            pairs = [
+                Pair(Pass(PassKind.F, c, 0), Pass(PassKind.BW, d, 1))
+                for c in chunks
+                for d in chunks
+            ]
+            in_turn = [self.of(x.forward) + self.of(x.backward) for x in pairs]
+            shares = [self.of(x) / t for x, t in zip(pairs, in_turn, strict=True) if t]
+            share = min([1.0, *shares])
+            for times in (f, b, w):
+                for c in chunks:
+                    times[c] *= share
+        return replace(self, f=tuple(f), b=tuple(b), w=tuple(w), fb=())
+
+
+def _rise(m_b: float, m_w: float) -> float:
+    """What B leaves more than it finds."""
+    return max(0.0, m_w - m_b)
+
+
+def _where(can: Sequence[bool], column: Sequence[float]) -> tuple[float, ...]:
+    """A column that is 0 where something cannot be."""
+    return tuple(x if split else 0.0 for x, split in zip(column, can, strict=True))

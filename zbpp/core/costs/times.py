@@ -13,25 +13,12 @@ and replay: F and B of a chunk whose message leaves the stage last send_occupies
 and the rest of comm is a pure delay. All starts are the same as if the two were apart.
 """
 
-from dataclasses import dataclass, replace
-from operator import add, sub
+from dataclasses import dataclass
 
-from zbpp.core.costs.columns import (
-    Per,
-    PerChunk,
-    check_columns,
-    column,
-    columns_of,
-    edge_delays,
-    per_chunk,
-    reduction_delay,
-)
+from zbpp.core.costs.columns import Per, PerChunk, check_columns, column
 from zbpp.core.errors import RequestError
-from zbpp.core.jobs import KINDS, Job, JobKind, Pair, Pass, PassKind, kind_of, place_of
-from zbpp.core.placement import Placement
-from zbpp.core.timeline import sending_time
 
-__all__ = ["PassTimes", "Times"]
+__all__ = ["Times"]
 
 
 @dataclass(frozen=True)
@@ -80,131 +67,3 @@ class Times:
                 raise RequestError(
                     f"splits[{stage}] is {split!r}; write true or false for each stage"
                 )
-
-    def times_on(self, placement: Placement) -> "PassTimes":
-        """Give every chunk its share.
-
-        Raises:
-            RequestError: a list has another length than `zbpp.core.costs.columns` says.
-        """
-        columns = {
-            name: per_chunk(name, getattr(self, name), placement)
-            for name, about in columns_of(Times).items()
-            if about.per is Per.CHUNK and getattr(self, name) is not None
-        }
-        f, b, w, all_gather = (columns[x] for x in ("f", "b", "w", "all_gather"))
-        if self.gathers:
-            f, b = (tuple(map(add, times, all_gather)) for times in (f, b))
-        splits = (True,) * placement.n_stages if self.splits is None else self.splits
-        if len(splits) != placement.n_stages:
-            raise RequestError(
-                f"splits has {len(splits)} entries for {placement.n_stages} stages"
-            )
-        can = [splits[stage] for stage in placement.stage_of]
-        parts = list(zip(b, w, can, strict=True))
-        hops = edge_delays(self.comm, placement)
-        sending = edge_delays(self.send_occupies, placement, name="send_occupies")
-        hops = tuple(map(max, hops, sending))
-        reduction = self.reduction
-        if reduction is None:
-            reduction = reduction_delay(hops, placement.n_stages)
-        f = (*f[:-1], f[-1] + self.loss)
-        b = tuple(one if split else one + two for one, two, split in parts)
-        if any(sending):
-            f = tuple(map(add, f, (*sending, 0.0)))
-            b = tuple(map(add, b, (0.0, *sending)))
-            hops = tuple(map(sub, hops, sending))
-        return PassTimes(
-            placement=placement,
-            f=f,
-            b=b,
-            w=tuple(two if split else 0.0 for _, two, split in parts),
-            hops=hops,
-            optimizer=tuple(
-                sum(columns["optimizer"][chunk] for chunk in chunks)
-                for chunks in placement.chunks_of
-            ),
-            splits=splits,
-            reduction=reduction,
-            validation=(self.validation,) * placement.n_stages,
-            all_gather=all_gather,
-            reduce_scatter=columns["reduce_scatter"],
-            sending=sending if any(sending) else (),
-            fb=columns.get("fb", ()),
-        )
-
-
-@dataclass(frozen=True)
-class PassTimes:
-    """`Times` on a placement: one entry per chunk.
-
-    ``hops`` has one entry per edge, from chunk c to c+1; ``optimizer``, ``validation``
-    and ``splits`` have one per stage. The last F includes the loss. ``f`` and ``b`` end
-    with the time for which a message occupies its sender, per edge in ``sending``
-    (empty: none does); ``hops`` is what is left of its time (see the module's text). On
-    a stage that cannot split its backward, ``b`` is the time of both parts and ``w`` is
-    0: its gradient cannot leave earlier. Without ``fb`` (empty) the passes of a pair
-    run one after the other.
-    """
-
-    placement: Placement
-    f: tuple[float, ...]
-    b: tuple[float, ...]
-    w: tuple[float, ...]
-    hops: tuple[float, ...]
-    optimizer: tuple[float, ...]
-    splits: tuple[bool, ...]
-    reduction: float
-    validation: tuple[float, ...]
-    all_gather: tuple[float, ...]
-    reduce_scatter: tuple[float, ...]
-    sending: tuple[float, ...]
-    fb: tuple[float, ...]
-
-    def of(self, job: Job) -> float:
-        """Time of one job."""
-        if isinstance(job, Pair):
-            if not self.fb:
-                return self.of(job.forward) + self.of(job.backward)
-            return self.fb[job.forward.chunk] + sending_time(job, self.sending)
-        return self._sum(kind_of(job), place_of(job))
-
-    def of_pass(self, kind: PassKind, chunk: int) -> float:
-        """Time of one pass of a chunk."""
-        return self._sum(KINDS[kind], chunk)
-
-    def _sum(self, kind: JobKind, place: int) -> float:
-        columns: list[tuple[float, ...]] = [getattr(self, name) for name in kind.times]
-        return sum(column[place] for column in columns)
-
-    def without_pairs(self) -> "PassTimes":
-        """Times for lower bounds: no pair is shorter than its passes in turn.
-
-        On each stage all passes are shortened by as much as the pair that saves most.
-        Any schedule's starts are then possible with its passes one after the other.
-        """
-        if not self.fb:
-            return self
-        f, b, w = list(self.f), list(self.b), list(self.w)
-        for chunks in self.placement.chunks_of:
-            pairs = [
-                Pair(Pass(PassKind.F, c, 0), Pass(PassKind.BW, d, 1))
-                for c in chunks
-                for d in chunks
-            ]
-            in_turn = [self.of(x.forward) + self.of(x.backward) for x in pairs]
-            shares = [self.of(x) / t for x, t in zip(pairs, in_turn, strict=True) if t]
-            share = min([1.0, *shares])
-            for times in (f, b, w):
-                for c in chunks:
-                    times[c] *= share
-        return replace(self, f=tuple(f), b=tuple(b), w=tuple(w), fb=())
-
-    def delay(self, source: int, target: int) -> float:
-        """Time of a message from its job's end to its reader: none on one stage.
-
-        A pure delay: it occupies neither stage (arXiv 2401.10241, appendix).
-        """
-        if source == target:
-            return 0.0
-        return self.hops[source if source < target else target]

@@ -12,7 +12,7 @@ from typing import TypeVar
 from zbpp.core.amounts import BYTES_FROM, format_bytes
 from zbpp.core.costs.columns import PerChunk, columns_of
 from zbpp.core.costs.layers import LayerCosts
-from zbpp.core.costs.memory_model import MemoryModel
+from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
     "with_limit",
 ]
 
-_M = TypeVar("_M", MemoryModel, LayerCosts)
-_NO_COSTS = MemoryModel()
+_C = TypeVar("_C", bound=Costs | LayerCosts)
+_NO_COSTS = Costs()
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _FORM = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -57,7 +57,7 @@ def parse_memory(text: str) -> float:
     )
 
 
-def with_limit(costs: _M, limit: PerChunk | None, *, name: str = "memory_limit") -> _M:
+def with_limit(costs: _C, limit: PerChunk | None, *, name: str = "memory_limit") -> _C:
     """Give costs another limit; None leaves theirs.
 
     A limit of their own that has no unit is in theirs, however large it is.
@@ -72,7 +72,7 @@ def with_limit(costs: _M, limit: PerChunk | None, *, name: str = "memory_limit")
     return costs
 
 
-def check_unit(costs: MemoryModel | LayerCosts, *, name: str = "memory_limit") -> None:
+def check_unit(costs: Costs | LayerCosts, *, name: str = "memory_limit") -> None:
     """Refuse a limit in bytes where the memories are in another unit.
 
     Args:
@@ -95,14 +95,12 @@ def check_unit(costs: MemoryModel | LayerCosts, *, name: str = "memory_limit") -
     )
 
 
-def is_in_bytes(costs: MemoryModel | LayerCosts) -> bool:
+def is_in_bytes(costs: Costs | LayerCosts) -> bool:
     """True if memories are said to be in bytes."""
     return costs.memory_unit == "bytes"
 
 
-def is_limit_in_bytes(
-    limit: PerChunk, costs: MemoryModel | LayerCosts = _NO_COSTS
-) -> bool:
+def is_limit_in_bytes(limit: PerChunk, costs: Costs | LayerCosts = _NO_COSTS) -> bool:
     """True if a limit has a unit, or is beyond any use in the unit of the costs."""
     limits = limit if isinstance(limit, tuple) else (limit,)
     most = BYTES_FROM * max(1.0, _largest(costs))
@@ -114,7 +112,7 @@ def _has_unit(limit: PerChunk | None) -> bool:
     return any(isinstance(one, Bytes) for one in limits)
 
 
-def _largest(costs: MemoryModel | LayerCosts) -> float:
+def _largest(costs: Costs | LayerCosts) -> float:
     values: list[PerChunk | None] = [
         getattr(costs, name)
         for name, about in columns_of(type(costs)).items()

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.core.amounts import BYTES_FROM
-from zbpp.core.costs import Costs, LayerCosts, MemoryModel
+from zbpp.core.costs import Costs, LayerCosts
 from zbpp.core.costs.columns import Column, Per, columns_of
-from zbpp.core.costs.times import Times
 from zbpp.core.costs.units import Bytes
 from zbpp.core.errors import RequestError
 from zbpp.core.files.json_text import (
@@ -48,15 +47,15 @@ _OTHER_UNITS = ("limit", "message")
 """Memories that say nothing of the unit of the others."""
 
 
-def write_costs(costs: Costs, memory: MemoryModel, path: str | Path) -> None:
+def write_costs(costs: Costs, path: str | Path) -> None:
     """Write a costs file, in the form that `parse_costs` reads."""
-    text = json.dumps(costs_data(costs, memory)) + "\n"
+    text = json.dumps(costs_data(costs)) + "\n"
     Path(path).write_text(text, encoding="utf-8")
 
 
-def costs_data(costs: Costs, memory: MemoryModel) -> dict[str, object]:
+def costs_data(costs: Costs) -> dict[str, object]:
     """The object of a costs file."""
-    data = _entries(costs.with_memory(memory), _ALWAYS)
+    data = _entries(costs, _ALWAYS)
     data.pop("gathers", None)
     return data
 
@@ -77,7 +76,7 @@ def _entries(costs: Any, always: tuple[str, ...]) -> dict[str, object]:
     }
 
 
-def read_costs(path: str | Path) -> tuple[Costs, MemoryModel]:
+def read_costs(path: str | Path) -> Costs:
     """Read a costs file; keys that are left out take their defaults.
 
     Raises:
@@ -104,7 +103,7 @@ def is_layers_file(path: str | Path) -> bool:
     return "n_layers" in object_of(read(path), str(path))
 
 
-def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel]:
+def parse_costs(text: str, *, source: str = "costs") -> Costs:
     """Read costs from JSON text; ``source`` names it in errors.
 
     ============  =======================================================  =======
@@ -145,12 +144,8 @@ def parse_costs(text: str, *, source: str = "costs") -> tuple[Costs, MemoryModel
     values = _read_columns(source, data, _OF_CHUNKS, "splits")
     if "splits" in data:
         values["splits"] = booleans(source, "splits", data["splits"])
-    of_times, of_memory = (
-        {x.name: values[x.name] for x in fields(table) if x.name in values}
-        for table in (Times, MemoryModel)
-    )
     try:
-        return Costs(**of_times), MemoryModel(**of_memory)
+        return Costs(**values)
     except RequestError as error:
         fail(source, str(error))
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from zbpp.core.costs import MemoryModel
+from zbpp.core.costs import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.files.json_text import fail, integer, object_of, read, refuse_unknown
 from zbpp.core.jobs import Job
@@ -53,17 +53,17 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     Path(path).write_text(schedule_text(schedule), encoding="utf-8")
 
 
-def read_schedule(path: str | Path, *, memory: MemoryModel | None = None) -> Schedule:
+def read_schedule(path: str | Path, *, costs: Costs | None = None) -> Schedule:
     """Read a schedule file and validate it.
 
     Raises:
         RequestError: the file cannot be read or holds no valid schedule.
     """
-    return parse_schedule(read(path), source=str(path), memory=memory)
+    return parse_schedule(read(path), source=str(path), costs=costs)
 
 
 def parse_schedule(
-    text: str, *, source: str = "schedule", memory: MemoryModel | None = None
+    text: str, *, source: str = "schedule", costs: Costs | None = None
 ) -> Schedule:
     """Read a schedule from JSON text; ``source`` names it in errors.
 
@@ -105,7 +105,7 @@ def parse_schedule(
             placement,
             n_microbatches,
             orders,
-            memory,
+            costs,
             split=_parse_split(source, data.get("split")),
             recompute=_parse_recompute(source, data.get("recompute")),
         )

@@ -15,7 +15,7 @@ from zbpp.runtime.comm.transport import LocalHub, Transport
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.graphed.device import pools_on
+from zbpp.runtime.graphed.slot import pools_on
 from zbpp.runtime.graphed.stage import GraphedStage
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.make import MakeOptimizer
@@ -139,10 +139,11 @@ def build_executors(
     )
     numerics, execution = options.numerics, options.execution
     shard = options.replicas.shard
-    if execution.cuda_graphs and place.mesh is not None:
+    if execution.cuda_graphs and place.n_ranks > 1:
         raise RequestError(
-            "cuda_graphs does not go with a mesh: the sums of replicas and shards are "
-            "in no graph; leave one of them out"
+            "cuda_graphs is for a pipeline in one process: to record a graph waits for "
+            "the whole device, and with it for messages of other processes; leave it "
+            "out, or run all stages in one process"
         )
     executors = {}
     for stage, transport in transports.items():
@@ -184,7 +185,6 @@ def build_executors(
             n_layers=ranges[-1].stop,
             rules=options.rules,
             own_name=options.own_name,
-            background=transport.background,
             is_reporter=stage == 0,
             inject_fault=inject_fault,
         )

@@ -16,7 +16,7 @@ from zbpp.runtime.driver.state_hooks import StateHooks
 from zbpp.runtime.executor import Executor, drive
 from zbpp.runtime.loss import names_text
 from zbpp.runtime.microbatches import merge
-from zbpp.runtime.optim.decision import StepSums
+from zbpp.runtime.optim.decision import StepSums, StepVectorLayout
 from zbpp.runtime.optim.step_state import History
 from zbpp.runtime.support.errors import torn_step
 from zbpp.runtime.support.pytree import map_tensors
@@ -224,9 +224,7 @@ class LocalStages:
         ]
         return StepSums(
             sums[0],
-            n_layers=0,
-            n_microbatches=first.stage.n_microbatches,
-            metrics=names,
+            StepVectorLayout(0, first.stage.n_microbatches, metrics=names),
             step=first.stage.step,
             peers=first.transport.peers,
         )

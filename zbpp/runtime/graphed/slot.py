@@ -7,9 +7,14 @@
 A slot is taken by one micro-batch after another, so its graphs always run in the same
 order, and may share memory. What a pass is given is copied in, and what it gives is
 copied out: so messages, losses and gradients outlive the next micro-batch.
+
+What a graph needs between its kernels lies in a pool. Only CUDA's graphs are made:
+other accelerators run their passes without (`torch.accelerator.Graph` is untried).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,15 +23,62 @@ from zbpp.runtime.backward.accumulate import run_isolated
 from zbpp.runtime.backward.grads import add_gradients
 from zbpp.runtime.backward.queue import Progress
 from zbpp.runtime.backward.split import SplitGraph
-from zbpp.runtime.graphed.device import Pool
 from zbpp.runtime.support.autograd_internals import NoGrad
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.values import Tensors
 
-__all__ = ["Slot", "Totals"]
+__all__ = ["MakePool", "Pool", "Slot", "Totals", "pools_on"]
 
 Run = Callable[[Tensors, object], tuple[Tensors, SplitGraph]]
 """F, of inputs and targets; returns its outputs, and what B and W are run of."""
+
+
+class Pool(Protocol):
+    """Memory of graphs that always run one after the other, in the same order."""
+
+    def record(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Record what an action launches, without running it; return what runs it.
+
+        Raises:
+            RuntimeError: it does what no graph can, such as waiting for the device.
+        """
+
+
+MakePool = Callable[[], Pool]
+
+
+class DevicePool:
+    """A pool of a GPU.
+
+    Args:
+        stream: records; autograd runs a backward on the stream of its forward, so all
+            pools have the same one.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, action: Callable[[], None]) -> Callable[[], None]:
+        """See `Pool`. Other threads may use the GPU meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        mode = "thread_local"
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+        ):
+            action()
+        return graph.replay
+
+
+def pools_on(device: torch.device) -> MakePool | None:
+    """Return what makes the pools of one stage; None: the device has no graphs.
+
+    Libraries keep scratch memory for each stream. So stages that compute side by side
+    must not record on the same one.
+    """
+    if device.type != "cuda":
+        return None
+    return partial(DevicePool, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 class Totals:

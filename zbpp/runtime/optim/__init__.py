@@ -1,6 +1,9 @@
-"""The optimizer step across stages: `stage_optimizer` is its transaction.
+"""The optimizer step across stages; read in this order.
 
-`optimizers` holds a stage's optimizers, `norms` and `decision` judge the sums,
-`step_state` keeps what follows for the next steps (`patience`, `loss_scale`);
-`rollback/` rolls a speculative step back, `untouched` notices writes before that.
+decision          judges a step by sums over all stages
+stage_optimizer   the transaction: states of a step, and the transitions between them
+optimizers        the optimizers of a stage, as if they were one (`make` builds them)
+rollback          a step of one optimizer that can be undone
+mutation_guard    notices writes to what may be undone
+step_state        what follows for the next steps (`patience`, `loss_scale`)
 """

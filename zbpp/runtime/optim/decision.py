@@ -8,16 +8,17 @@ A step that was taken before the sums were known is invalid in the last two case
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zbpp.core import Job
 from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.comm.transport import Reduction
 
-__all__ = ["Decision", "StepSums", "clip_factor", "decide"]
+__all__ = ["Decision", "StepSums", "StepVectorLayout", "clip_factor", "decide"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Decision:
     skipped: bool
 
     @property
-    def corrects(self) -> bool:
-        """A step on the gradients as they are is invalid."""
+    def requires_rollback(self) -> bool:
+        """True if a step on the gradients as they are is invalid."""
         return self.skipped or self.factor < 1.0
 
 
@@ -44,46 +45,110 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 def decide(norm: float, max_norm: float | None) -> Decision:
     """Judge a step by its global gradient norm.
 
-    >>> decide(4.0, 2.0).corrects, decide(1.0, 2.0).corrects
+    >>> decide(4.0, 2.0).requires_rollback, decide(1.0, 2.0).requires_rollback
     (True, False)
     """
     skipped = not math.isfinite(norm)
     return Decision(norm, 1.0 if skipped else clip_factor(norm, max_norm), skipped)
 
 
+@dataclass(frozen=True)
+class StepVectorLayout:
+    """The places of a step's numbers in the vector that is summed over the stages.
+
+        squared norms | losses, weights, metrics | tied parameters | bad gradients
+        by layer      | rows of micro-batches    | by slot         | by layer
+
+    Args:
+        n_layers: of the whole model.
+        n_microbatches: of the step.
+        metrics: names of the metrics that ``loss_fn`` returns.
+        n_tied: numbers that stages tell of their copies of tied parameters.
+        has_notes: gradients were searched for those that are not finite.
+    """
+
+    n_layers: int
+    n_microbatches: int
+    metrics: tuple[str, ...] = ()
+    n_tied: int = 0
+    has_notes: bool = False
+
+    @property
+    def norms(self) -> slice:
+        """Squared gradient norms."""
+        return slice(0, self.n_layers)
+
+    @property
+    def losses(self) -> slice:
+        """Losses, weights and metrics, flat."""
+        n_rows = 2 + len(self.metrics)
+        return slice(self.n_layers, self.n_layers + n_rows * self.n_microbatches)
+
+    @property
+    def tied(self) -> slice:
+        """Fingerprints of tied parameters."""
+        return slice(self.losses.stop, self.losses.stop + self.n_tied)
+
+    @property
+    def notes(self) -> slice:
+        """Notes of `NonFiniteFinder`."""
+        n_notes = self.n_layers if self.has_notes else 0
+        return slice(self.tied.stop, self.tied.stop + n_notes)
+
+    def vector(
+        self,
+        device: torch.device,
+        *,
+        norms: Iterable[tuple[int, Tensor]],
+        losses: Tensor | None,
+        tied: Mapping[int, Tensor],
+        notes: Mapping[int, int],
+    ) -> Tensor:
+        """Make one stage's vector, float64; each entry of another stage is zero.
+
+        Args:
+            device: of the stage.
+            norms: layers and their squared norms.
+            losses: of the stage with the last chunk; None: another process of the
+                stage counts them.
+            tied: fingerprints by slot.
+            notes: of layers whose gradients are not finite.
+        """
+        vector = torch.zeros(self.notes.stop, dtype=torch.float64, device=device)
+        for layer, squared in norms:
+            vector[self.norms.start + layer] = squared
+        if losses is not None:
+            vector[self.losses] = losses.flatten()
+        for slot, fingerprint in tied.items():
+            vector[self.tied.start + slot] = fingerprint
+        for layer, note in notes.items():
+            vector[self.notes.start + layer] = note
+        return vector
+
+
 class StepSums:
     """The sums of one step: squared norm of each layer, loss of each micro-batch.
 
     Reading them waits for the reduction, which needs no more of the other stages than
-    that they have ended their step. They are read from it once.
+    that they have ended their step.
 
     Args:
-        reduction: under way.
-        n_layers: of the whole model: so many squared norms.
-        n_microbatches: so many losses come next, and as many weights of them.
-        metrics: names; a value of each micro-batch for each of them next.
-        n_tied: so many numbers on tied parameters next; the rest comes behind them.
-        step: which one, from 0.
-        peers: processes of the stage; each has such numbers of its own.
+        reduction: under way, of vectors with this layout.
+        layout: of the vectors.
+        step: number of the step, from 0.
+        peers: processes of the stage; the sums have a row for each of them.
     """
 
     def __init__(
         self,
         reduction: Reduction,
+        layout: StepVectorLayout,
         *,
-        n_layers: int,
-        n_microbatches: int,
-        metrics: Sequence[str] = (),
-        n_tied: int = 0,
         step: int,
         peers: Peers = ALONE,
     ) -> None:
         self._reduction = reduction
-        self._n_layers = n_layers
-        self._n_microbatches = n_microbatches
-        self._metrics = metrics
-        self._first_tied = n_layers + (2 + len(metrics)) * n_microbatches
-        self._n_tied = n_tied
+        self._layout = layout
         self.step = step
         self._peers = peers
         self._host: Tensor | None = None
@@ -104,7 +169,7 @@ class StepSums:
 
     def norm(self, job: Job | None = None) -> float:
         """Norm of all gradients of all stages, before clipping."""
-        by_layer = self.read(job)[:, : self._n_layers].sum(dim=0)
+        by_layer = self.read(job)[:, self._layout.norms].sum(dim=0)
         return float(by_layer.sum().sqrt())
 
     def losses(self) -> Tensor:
@@ -120,23 +185,22 @@ class StepSums:
         _, weights, *rows = self._table()
         return {
             name: _mean(row, weights)
-            for name, row in zip(self._metrics, rows, strict=True)
+            for name, row in zip(self._layout.metrics, rows, strict=True)
         }
 
     def _table(self) -> Tensor:
         """Losses, weights and metrics, a row each, of all replicas' micro-batches."""
-        size, n = 2 + len(self._metrics), self._n_microbatches
-        rows = self._peers.of_replicas(self.read())
-        rows = rows[:, self._n_layers : self._first_tied]
+        size, n = 2 + len(self._layout.metrics), self._layout.n_microbatches
+        rows = self._peers.of_replicas(self.read())[:, self._layout.losses]
         return rows.reshape(-1, size, n).transpose(0, 1).reshape(size, -1)
 
     def tied(self) -> Tensor:
-        """This peer's behind the losses and weights, see `zbpp.runtime.ties`."""
-        return self.read()[self._peers.row, self._first_tied :][: self._n_tied]
+        """Fingerprints of tied parameters, of this process's peers on other stages."""
+        return self.read()[self._peers.row, self._layout.tied]
 
     def notes(self) -> Tensor:
-        """The entries behind all others, of the peer that has found most."""
-        return self.read()[:, self._first_tied + self._n_tied :].amax(dim=0)
+        """Notes on gradients that are not finite, of the peer that has found most."""
+        return self.read()[:, self._layout.notes].amax(dim=0)
 
 
 def _mean(values: Tensor, weights: Tensor) -> float:

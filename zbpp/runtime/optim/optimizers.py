@@ -1,23 +1,30 @@
 """The optimizers of one stage, built, stepped and rolled back as if they were one."""
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.chunk import OwnName
-from zbpp.runtime.optim.log_messages import warn_unstepped
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.param_groups import GroupValues, parameters_of
-from zbpp.runtime.optim.rollback.buckets import treats_numbers_apart
-from zbpp.runtime.optim.rollback.choose import RollbackChooser
-from zbpp.runtime.optim.rollback.recompute import Rollback
+from zbpp.runtime.optim.rollback import (
+    DeferredStep,
+    Rollback,
+    SnapshotStep,
+    can_defer,
+    is_elementwise,
+)
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.stage import Stage
+from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
 from zbpp.runtime.support.torch_internals import has_step_hooks, mark_called
 
-__all__ = ["JointRollback", "MakeOptimizer", "StageOptimizers"]
+__all__ = ["MakeOptimizer", "StageOptimizers"]
+
+_log = logging.getLogger("zbpp")
 
 
 class StageOptimizers:
@@ -28,7 +35,7 @@ class StageOptimizers:
         make_optimizer: builds one or several; None: gradients are the caller's.
         rules: how steps are taken.
         own_name: names the parameters to a builder that asks for names.
-        is_reporter: whether it says what concerns all stages.
+        is_reporter: this stage logs what concerns all stages.
 
     Raises:
         RequestError: the builder gives something else.
@@ -49,11 +56,11 @@ class StageOptimizers:
         self.all: list[torch.optim.Optimizer] = []
         if make_optimizer is not None and named:
             self.all = made_optimizers(make_optimizer, named)
-        self._rollbacks = [
-            RollbackChooser(optimizer, rules, is_reporter=is_reporter)
-            for optimizer in self.all
-        ]
-        self._said: set[Tensor] = set()
+        self._always_snapshot = rules.rollback == "snapshot"
+        self._is_reporter = is_reporter
+        self._rollbacks: dict[int, Rollback] = {}
+        """Of the optimizers in their places, as they have stepped last."""
+        self._reported: set[Tensor] = set()
 
     def __bool__(self) -> bool:
         return bool(self.all)
@@ -61,11 +68,11 @@ class StageOptimizers:
     def parameters(self) -> list[Tensor]:
         """Those that are stepped, as the groups stand now; without a builder all."""
         if self._leaves_gradients:
-            return list(_can_learn(self._stage))
+            return list(_trainable(self._stage))
         owned = (p for optimizer in self.all for p in parameters_of(optimizer))
         return list(dict.fromkeys(owned))
 
-    def drop_others(self) -> None:
+    def clear_unowned_grads(self) -> None:
         """Clear gradients that no optimizer steps; name their parameters once.
 
         Left alone, they would grow from step to step, and take up memory. To leave
@@ -74,28 +81,37 @@ class StageOptimizers:
         if self._leaves_gradients:
             return
         owned = set(self.parameters())
-        learning = (p for p in _can_learn(self._stage) if p.grad is not None)
-        others: set[Tensor] = {p for p in learning if p not in owned}
-        for p in others:
+        learning = (p for p in _trainable(self._stage) if p.grad is not None)
+        unowned: set[Tensor] = {p for p in learning if p not in owned}
+        for p in unowned:
             p.grad = None
-        if others - self._said:
-            warn_unstepped(self._names(others - self._said))
-            self._said |= others
+        if unowned - self._reported:
+            self._warn_unstepped(unowned - self._reported)
+            self._reported |= unowned
 
-    def _names(self, parameters: set[Tensor]) -> list[str]:
-        return [name for _, name, p in self._stage.named_stepped() if p in parameters]
+    def _warn_unstepped(self, parameters: set[Tensor]) -> None:
+        names = [n for _, n, p in self._stage.named_stepped() if p in parameters]
+        _log.warning(
+            "%d parameter(s) have gradients, but no optimizer steps them (%s%s): their "
+            "gradients are cleared, and do not count in the norm; if that is not "
+            "meant, let the optimizer's builder take all the parameters that it is "
+            "called with",
+            len(names),
+            ", ".join(names[:5]),
+            ", ..." if len(names) > 5 else "",
+        )
 
     @property
-    def must_wait(self) -> bool:
+    def needs_barrier(self) -> bool:
         """A step may do what cannot be rolled back, so it must be taken once.
 
         Hooks of a step may do anything. On sharded parameters an optimizer that mixes
-        numbers communicates, which all processes of the mesh must do at the same time.
+        elements communicates, which all processes of the mesh must do at the same time.
         """
         return any(
             has_step_hooks(optimizer)
             or (
-                not treats_numbers_apart(optimizer)
+                not is_elementwise(optimizer)
                 and any(map(is_sharded, parameters_of(optimizer)))
             )
             for optimizer in self.all
@@ -110,9 +126,45 @@ class StageOptimizers:
         """The values of all parameter groups as they are now, by optimizer."""
         return [GroupValues(optimizer) for optimizer in self.all]
 
-    def rollback(self) -> Rollback:
-        """Take speculative steps of all; the optimizers may have got hooks by now."""
-        return JointRollback([chooser.now() for chooser in self._rollbacks])
+    def speculate(self) -> None:
+        """Step all on the gradients as they are, until `commit` or `undo`.
+
+        If one of the steps raises, none has been taken.
+        """
+        taken: list[Rollback] = []
+        try:
+            for place in range(len(self.all)):
+                rollback = self._rollback(place)
+                rollback.take()
+                taken.append(rollback)
+        except BaseException:
+            for rollback in reversed(taken):
+                rollback.undo()
+            raise
+
+    def commit(self) -> None:
+        """Keep the speculative steps of all."""
+        for rollback in self._rollbacks.values():
+            rollback.commit()
+
+    def undo(self) -> None:
+        """Roll all back, the last one first: two may step the same parameter."""
+        for _, rollback in sorted(self._rollbacks.items(), reverse=True):
+            rollback.undo()
+
+    def _rollback(self, place: int) -> Rollback:
+        """Choose how a step is rolled back: a script may have changed the optimizer."""
+        optimizer = self.all[place]
+        last = self._rollbacks.get(place)
+        if can_defer(optimizer) and not self._always_snapshot:
+            if not isinstance(last, DeferredStep):
+                last = DeferredStep(optimizer)
+        elif not isinstance(last, SnapshotStep):
+            last = SnapshotStep(optimizer)
+            if self._is_reporter and not self._always_snapshot:
+                _warn_snapshot_cost(optimizer)
+        self._rollbacks[place] = last
+        return last
 
     def step(self, values: Sequence[GroupValues], *, skipped: bool) -> None:
         """Step all, or only set back the values of the groups.
@@ -134,45 +186,8 @@ class StageOptimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def forget(self) -> None:
-        """Others may write to parameters and state now."""
-        for chooser in self._rollbacks:
-            chooser.forget()
-
-
-class JointRollback:
-    """Speculative steps of several optimizers: all are valid, or none is.
-
-    Args:
-        rollbacks: one for each, in the order of their steps.
-    """
-
-    def __init__(self, rollbacks: Sequence[Rollback]) -> None:
-        self._rollbacks = rollbacks
-
-    def speculate(self) -> None:
-        """Step all."""
-        stepped: list[Rollback] = []
-        try:
-            for rollback in self._rollbacks:
-                rollback.speculate()
-                stepped.append(rollback)
-        except BaseException:  # as if all had been left to V
-            JointRollback(stepped).undo()
-            raise
-
-    def commit(self) -> Iterator[None]:
-        """Each item is a slice of what is left to do after valid steps."""
-        for rollback in self._rollbacks:
-            yield from rollback.commit()
-
-    def undo(self) -> None:
-        """Roll all back, the last one first: two may step the same parameter."""
-        for rollback in reversed(self._rollbacks):
-            rollback.undo()
-
-    def forget(self) -> None:
-        """Others may write to parameters and state now."""
-        for rollback in self._rollbacks:
+        """Trust no copy any more, as others may write to parameters and state."""
+        for rollback in self._rollbacks.values():
             rollback.forget()
 
 
@@ -180,13 +195,24 @@ def _skip() -> None:
     """Take no step."""
 
 
-def _can_learn(stage: Stage) -> Iterator[nn.Parameter]:
+def _warn_snapshot_cost(optimizer: torch.optim.Optimizer) -> None:
+    held = [*parameters_of(optimizer), *tensors_in(optimizer.state)]
+    _log.warning(
+        "post-validation: %s can only be rolled back by a copy of its whole state "
+        "(%.1f MiB now on stage 0), made in every step; "
+        "--no-enable_optimizer_post_validation (post_validation=False) does without",
+        type(optimizer).__name__,
+        sum(tensor.nbytes for tensor in held) / 2**20,
+    )
+
+
+def _trainable(stage: Stage) -> Iterator[nn.Parameter]:
     """The parameters that may have gradients, each once; frozen ones may thaw."""
-    return (p for _, _, p in _learning(stage))
+    return (p for _, _, p in _numbered(stage))
 
 
-def _learning(stage: Stage) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """The same with their layers, and their global names."""
+def _numbered(stage: Stage) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """The parameters that may have gradients, with layers and global names."""
     seen: set[Tensor] = set(stage.ties.aliases)
     for layer, name, p in stage.named_stepped():
         if p not in seen and (p.is_floating_point() or p.is_complex()):
@@ -195,8 +221,8 @@ def _learning(stage: Stage) -> Iterator[tuple[int, str, nn.Parameter]]:
 
 
 def _named(stage: Stage, own_name: OwnName) -> Iterator[tuple[str, nn.Parameter]]:
-    """The same by the model's own names; a tied one has that of its first holder."""
+    """Trainable parameters by the model's own names; a tied one has its first name."""
     ties = stage.ties.plan.ties
     first = {own_name(*place): own_name(*tie[0]) for tie in ties for place in tie}
-    for _, name, p in _learning(stage):
+    for _, name, p in _numbered(stage):
         yield first.get(name, name), p

@@ -63,7 +63,7 @@ class StepResult:
     @property
     def rollbacks(self) -> int:
         """Times that the step was rolled back: 1 if it was speculative and invalid."""
-        return int(self.speculative and self._decision.corrects)
+        return int(self.speculative and self._decision.requires_rollback)
 
     @property
     def _decision(self) -> Decision:

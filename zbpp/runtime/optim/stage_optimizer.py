@@ -1,4 +1,4 @@
-"""The optimizer step of one stage: behind its barrier, or speculative.
+"""The optimizer step of one stage: behind a barrier, or speculative.
 
     barrier          reduce ---- O: wait, clip, step or skip
     post-validation  reduce ---- O: step at once ---- V: wait; keep the step, or roll
@@ -13,46 +13,82 @@ the decision are therefore the same bits on every stage, for any number of stage
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from torch import Tensor
 
-from zbpp.core import Job
+from zbpp.core import Job, RequestError
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.transport import Transport
-from zbpp.runtime.optim.decision import Decision, StepSums, clip_factor, decide
-from zbpp.runtime.optim.log_messages import warn_barrier_fallback
-from zbpp.runtime.optim.norms import NonFiniteFinder, multiply_gradients
+from zbpp.runtime.optim.decision import (
+    Decision,
+    StepSums,
+    StepVectorLayout,
+    clip_factor,
+    decide,
+)
+from zbpp.runtime.optim.mutation_guard import MutationGuard
+from zbpp.runtime.optim.norms import (
+    NonFiniteFinder,
+    multiply_gradients,
+    squared_norms,
+)
 from zbpp.runtime.optim.optimizers import MakeOptimizer, StageOptimizers
 from zbpp.runtime.optim.param_groups import GroupValues
 from zbpp.runtime.optim.result import StepResult
-from zbpp.runtime.optim.rollback.recompute import Rollback
 from zbpp.runtime.optim.step_state import History, StepRules
-from zbpp.runtime.optim.step_vector import step_vector
-from zbpp.runtime.optim.untouched import Untouched
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.errors import NonFiniteError, torn_step
 from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.sharded import is_sharded, sum_partial
 
-__all__ = ["MakeOptimizer", "StageOptimizer", "clip_factor"]
+__all__ = ["MakeOptimizer", "StageOptimizer", "StepState", "clip_factor"]
+
+
+class StepState(Enum):
+    """Where the last step of a stage stands.
+
+    IDLE -> REDUCING -> IDLE                        behind a barrier
+                     -> SPECULATED -> IDLE          valid: kept
+                                   -> INVALID       rolled back, and taken again
+                                      INVALID -> IDLE at V, where all stages replay
+    """
+
+    IDLE = auto()
+    """The last step is decided and done."""
+    REDUCING = auto()
+    """The gradients are there, and their sums are under way; nothing is stepped."""
+    SPECULATED = auto()
+    """O is over, and the sums are not known; what is stepped may have to be undone."""
+    INVALID = auto()
+    """The step is done right, but forwards after it have used wrong parameters, here
+    or on another stage: the next V must ask for a replay."""
+    TORN = auto()
+    """An exception has interrupted a step that cannot be taken back any more."""
 
 
 @dataclass
 class _Pending:
     """A step whose gradients are there and whose decision is not known yet.
 
-    ``local_norm`` is that of this stage's gradients, or 0: if they alone ask for a
-    correction, there is no use in stepping before it.
+    Args:
+        sums: of all stages, under way.
+        speculative: O does not wait for them.
+        local_norm: norm of this stage's gradients, or 0: if they alone ask for a
+            correction, there is no use in stepping before it.
+        groups: values of the parameter groups that the step belongs to.
+        has_stepped: the optimizers have stepped at O.
+        gradients: of the step, taken from the parameters at O.
     """
 
     sums: StepSums
     speculative: bool
     local_norm: float
-    values: Sequence[GroupValues] = ()
-    stepped: Rollback | None = None
+    groups: Sequence[GroupValues] = ()
+    has_stepped: bool = False
     gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
 
 
@@ -65,8 +101,7 @@ class StageOptimizer:
         n_layers: layers of the whole model.
         rules: how steps are taken.
         own_name: the model's own names of parameters.
-        background: when this stage waits for messages.
-        is_reporter: whether it says what concerns all stages.
+        is_reporter: this stage logs what concerns all stages.
         inject_fault: called with the name of what comes now, for faults on demand.
     """
 
@@ -78,15 +113,12 @@ class StageOptimizer:
         n_layers: int,
         rules: StepRules,
         own_name: OwnName,
-        background: BackgroundWork,
         is_reporter: bool = False,
         inject_fault: InjectFault = no_fault,
     ) -> None:
         self._stage = stage
         self._clip = rules.clip_grad_norm
         self._n_layers = n_layers
-        self._rules = rules
-        self._background = background
         self.optimizers = StageOptimizers(
             stage,
             make_optimizer,
@@ -94,17 +126,16 @@ class StageOptimizer:
             own_name=own_name,
             is_reporter=is_reporter,
         )
-        self._untouched = Untouched(stage, self.optimizers)
+        self._guard = MutationGuard(stage, self.optimizers)
         self.speculates = rules.post_validation
         """Some steps may be speculative."""
-        self.history = History(rules)
+        self.history = History(rules, is_reporter=is_reporter)
         self._finder: NonFiniteFinder | None = None
         self._sums: StepSums | None = None
+        self._state = StepState.IDLE
         self._pending: _Pending | None = None
-        self._replay = False
-        self._torn = False
-        self._error: Exception | None = None
-        self._said = not is_reporter
+        self._error: NonFiniteError | RequestError | None = None
+        """Found at O, and raised at V, where all stages find it."""
         self.result: StepResult | None = None
         """Of the last step."""
         self._inject_fault = inject_fault
@@ -112,49 +143,54 @@ class StageOptimizer:
     # In the order of a step.
 
     def begin_step(self) -> None:
-        """Another step begins, and the last one may not be decided yet.
+        """Begin another step; the last one may not be decided yet.
 
         Raises:
-            RequestError: others have written to what that one has stepped.
+            RequestError: others have written to what the last step has changed.
         """
-        self._untouched.check()
-        self._untouched.end()  # forwards may change parameters: replays do so again
+        self._guard.check()
+        self._guard.end()  # forwards may change parameters: replays do so again
         self._sums = None
 
     def begin_backward(self) -> None:
-        """The last step has been decided: what follows from it for this one."""
+        """Begin the backwards; the last step has been decided."""
         if self.history.scaler is not None:
             self._stage.loss_scale = self.history.scaler.scale
         self._finder = NonFiniteFinder(self._stage) if self.history.searches else None
 
     def reduce(self, transport: Transport) -> None:
         """Start the sum of norms and losses over all stages."""
-        self.optimizers.drop_others()
-        parameters = self.optimizers.parameters()
+        stage, optimizers = self._stage, self.optimizers
+        optimizers.clear_unowned_grads()
+        parameters = optimizers.parameters()
         if any(map(is_sharded, parameters)):
             sum_partial(parameters)
-        multiply_gradients(parameters, 1.0 / self._stage.loss_scale)
-        vector = step_vector(
-            *(self._stage, parameters, transport.peers),
-            n_layers=self._n_layers,
-            finder=self._finder,
+        multiply_gradients(parameters, 1.0 / stage.loss_scale)
+        layout = StepVectorLayout(
+            self._n_layers,
+            stage.n_microbatches,
+            metrics=stage.loss.names,
+            n_tied=len(stage.ties.plan.slots),
+            has_notes=self._finder is not None,
+        )
+        peers = transport.peers
+        counted = [p for p in parameters if p not in stage.ties.copies]
+        vector = layout.vector(
+            stage.device,
+            norms=squared_norms(stage, counted, peers),
+            losses=stage.loss.table() if peers.counts_losses else None,
+            tied=stage.ties.fingerprints(),
+            notes={} if self._finder is None else self._finder.found,
         )
         self._finder = None
         speculative = self.history.speculates
         local_norm = 0.0
         if speculative and not runs_ahead(vector.device):  # there it holds up the host
-            local_norm = float(vector[: self._n_layers].sum().sqrt())
-        sums = StepSums(
-            transport.reduce(vector),
-            n_layers=self._n_layers,
-            n_microbatches=self._stage.n_microbatches,
-            metrics=self._stage.loss.names,
-            n_tied=len(self._stage.ties.plan.slots),
-            step=self._stage.step,
-            peers=transport.peers,
-        )
+            local_norm = float(vector[layout.norms].sum().sqrt())
+        sums = StepSums(transport.reduce(vector), layout, step=stage.step, peers=peers)
         self._sums = sums
         self._pending = _Pending(sums, speculative, local_norm)
+        self._state = StepState.REDUCING
         self.result = StepResult(sums, self._clip, speculative=speculative)
 
     @property
@@ -168,67 +204,51 @@ class StageOptimizer:
 
     @property
     def steps_at_once(self) -> bool:
-        """True if `step` does not wait for the sum."""
-        one = self._pending
-        return one is None or (one.speculative and not self.optimizers.must_wait)
+        """True if `step` does not wait for the sums."""
+        pending = self._pending
+        return pending is None or (
+            pending.speculative and not self.optimizers.needs_barrier
+        )
 
     def ready(self) -> bool:
         """True if `step` goes on without another stage of this process."""
         return self.steps_at_once or self.ready_to_validate()
 
     def step(self, job: Job) -> None:
-        """Step at once, or wait for the norm first; see above."""
+        """Step at once, or wait for the sums first; see above."""
         pending = self._pending
         assert pending is not None, "a Step needs a Reduce before it"
-        optimizers = self.optimizers
-        optimizers.mark_called()
+        self.optimizers.mark_called()
         if not pending.speculative:
             self.settle(job)
-        elif optimizers.must_wait or pending.sums.done():
-            self._settle(job)  # an invalid one is told at V, where all stages are
-        elif optimizers:
+        elif self.optimizers.needs_barrier or pending.sums.done():
+            self._decide(job)  # if it is invalid, V says so, where all stages are
+        else:
             self._speculate(pending)
-            self._untouched.begin()
-
-    def _speculate(self, pending: _Pending) -> None:
-        """Step at once, unless it is known already that the step is invalid."""
-        pending.values = self.optimizers.group_values()
-        if not decide(pending.local_norm, self._clip).corrects:
-            rollback = self.optimizers.rollback()
-            rollback.speculate()
-            pending.stepped = rollback
-            for values in pending.values:
-                values.end()
-            self._background.offer(self._keep(pending, rollback))
-        # also where nothing is stepped yet: others' copies have been refreshed by now
-        self._stage.ties.note_write()
-        pending.gradients = [(p, p.grad) for p in self.optimizers.parameters()]
-        self.optimizers.zero_grad()  # the caller might do so too
-
-    def before_gradients(self) -> None:
-        """Finish the last valid step: it needs the gradients of that step."""
-        self._background.finish()
 
     @property
     def may_replay(self) -> bool:
         """True if `validate` may find that the last step was invalid."""
-        return self._replay or (self._pending is not None and self._pending.speculative)
+        return self._state is StepState.INVALID or (
+            self._pending is not None and self._pending.speculative
+        )
 
     def ready_to_validate(self) -> bool:
         """True if `validate` goes on without another stage of this process."""
         return self._pending is None or self._pending.sums.ready()
 
     def validate(self, job: Job) -> bool:
-        """Settle the last step.
+        """Decide on the last step, and leave the state that the decision asks for.
 
         Returns:
             True if it was speculative and invalid: what has been computed since, on
             whatever stage, does not count. The same on every stage.
         """
-        self._settle(job)
+        self._decide(job)
         self._raise()
-        replay, self._replay = self._replay, False
-        return replay
+        must_replay = self._state is StepState.INVALID
+        self._state = StepState.IDLE
+        return must_replay
 
     def wait(self, job: Job | None = None) -> None:
         """Wait for the last step's sums, and leave everything as it is."""
@@ -246,82 +266,86 @@ class StageOptimizer:
             RequestError: others have written to what the step has changed.
             RuntimeError: an exception has interrupted an optimizer step.
         """
-        self._untouched.check()
-        if self._pending is not None and not self._pending.sums.ready():
-            self._take_back(self._pending)
-        self._settle(job)
-        self._background.finish()
+        self._guard.check()
+        pending = self._pending
+        if pending is not None and not pending.sums.ready():
+            self._finish(pending, decide(math.nan, self._clip))
+            self._pending, self._state = None, StepState.IDLE
+        self._decide(job)
         self.optimizers.forget()
         self._raise()
 
-    # How it is done.
+    # The transitions.
 
-    def _take_back(self, pending: _Pending) -> None:
-        """Leave the state before a step whose sums will never be complete."""
-        self._untouched.end()
-        if self.optimizers:
-            self._carry_out(decide(math.nan, self._clip), pending)
-        self._pending = None
+    def _speculate(self, pending: _Pending) -> None:
+        """Step at once, unless it is known already that the step is invalid."""
+        optimizers = self.optimizers
+        if optimizers:
+            pending.groups = optimizers.group_values()
+            if not decide(pending.local_norm, self._clip).requires_rollback:
+                optimizers.speculate()
+                pending.has_stepped = True
+                for values in pending.groups:
+                    values.end()
+            # also where nothing is stepped yet: other stages' copies are refreshed
+            self._stage.ties.note_write()
+            pending.gradients = [(p, p.grad) for p in optimizers.parameters()]
+            optimizers.zero_grad()  # the caller might do so too
+            self._guard.begin()
+        self._state = StepState.SPECULATED
 
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _settle(self, job: Job | None) -> None:
-        if self._torn:
+    def _decide(self, job: Job | None) -> None:
+        """Wait for the sums, and end the step as they ask for."""
+        if self._state is StepState.TORN:
             raise torn_step(self._stage.step)
         pending = self._pending
         if pending is None:
             return
         decision = decide(pending.sums.norm(job), self._clip)
-        self._untouched.end()
-        if self.optimizers:
-            self._carry_out(decision, pending)
-        self._pending = None
-        self._replay = pending.speculative and decision.corrects
-        speculated = self.history.speculates
+        self._finish(pending, decision)
+        self._pending, self._state = None, StepState.IDLE
+        if pending.speculative and decision.requires_rollback:
+            self._state = StepState.INVALID
         try:
             self.history.note(decision, pending.sums)
         except NonFiniteError as error:
             self._error = error
         self._error = self._error or self._stage.ties.difference(pending.sums.tied())
-        if speculated and not self.history.speculates and not self._said:
-            self._said = True
-            warn_barrier_fallback(self._rules.patience)
 
-    def _carry_out(self, decision: Decision, pending: _Pending) -> None:
-        optimizers, stepped = self.optimizers, pending.stepped
-        if stepped is not None and not decision.corrects:
-            self._inject_fault("commit")  # `_keep` is under way, or comes
-        else:
-            self._background.offer(None)
-            optimizers.forget()
-            for parameter, gradient in pending.gradients:
-                parameter.grad = gradient
-            if stepped is not None:
-                self._inject_fault("undo")
-                stepped.undo()
-            self._inject_fault("redo")
-            self._torn = True
-            multiply_gradients(optimizers.parameters(), decision.factor)
-            optimizers.step(pending.values, skipped=decision.skipped)
-        optimizers.zero_grad()
-        self._stage.ties.note_write()
-        self._torn = False
-
-    def _keep(self, pending: _Pending, stepped: Rollback) -> Iterator[bool]:
-        """Once the step is known to be valid, do what it has left to do."""
-        while not pending.sums.done():
-            yield False
-        if decide(pending.sums.norm(), self._clip).corrects:
+    def _finish(self, pending: _Pending, decision: Decision) -> None:
+        """Keep the step, or roll it back and take it once more."""
+        self._guard.end()
+        optimizers = self.optimizers
+        if not optimizers:
             return
-        self._untouched.end()
-        try:
-            for _ in stepped.commit():
-                yield True
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self._torn = True
-            raise
+        if pending.has_stepped and not decision.requires_rollback:
+            self._inject_fault("commit")
+            with self._tearing():
+                optimizers.commit()
+                optimizers.zero_grad()
+                self._stage.ties.note_write()
+            return
+        optimizers.forget()
+        for parameter, gradient in pending.gradients:
+            parameter.grad = gradient
+        if pending.has_stepped:
+            self._inject_fault("undo")
+            optimizers.undo()
+        self._inject_fault("redo")
+        with self._tearing():
+            multiply_gradients(optimizers.parameters(), decision.factor)
+            optimizers.step(pending.groups, skipped=decision.skipped)
+            optimizers.zero_grad()
+            self._stage.ties.note_write()
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """Within this an exception leaves a state that is neither old nor new."""
+        state, self._state = self._state, StepState.TORN
+        yield
+        self._state = state
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

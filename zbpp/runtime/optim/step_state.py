@@ -4,6 +4,7 @@ A step's decision moves the loss scale, the gate of speculation, and the count o
 skipped steps: too many in a row end the run, with the place of the first bad gradient.
 """
 
+import logging
 import warnings
 from collections.abc import Mapping
 from copy import deepcopy
@@ -18,6 +19,8 @@ from zbpp.runtime.optim.patience import Patience, SpeculationGate
 from zbpp.runtime.support.errors import NonFiniteError
 
 __all__ = ["History", "RollbackMethod", "StepRules", "step_rules"]
+
+_log = logging.getLogger("zbpp")
 
 RollbackMethod = Literal["auto", "deferred", "compiled", "snapshot"]
 """The way in which speculative steps are rolled back; see `zbpp.Pipeline`."""
@@ -82,10 +85,12 @@ class History:
 
     Args:
         rules: of the pipeline.
+        is_reporter: this stage logs what concerns all stages.
     """
 
-    def __init__(self, rules: StepRules) -> None:
+    def __init__(self, rules: StepRules, *, is_reporter: bool = False) -> None:
         self._rules = rules
+        self._warns = is_reporter
         self._gate = SpeculationGate(rules.patience)
         self.scaler = deepcopy(rules.loss_scale)
         self._skips = 0
@@ -129,8 +134,11 @@ class History:
         Raises:
             NonFiniteError: it was skipped, as were too many before it.
         """
-        self._gate.note(decision.corrects)
-        searched = self.searches
+        speculated, searched = self.speculates, self.searches
+        self._gate.note(decision.requires_rollback)
+        if self._warns and speculated and not self.speculates:
+            self._warns = False
+            _warn_barrier_fallback(self._rules.patience)
         scaling = self.scaler is not None and self.scaler.may_shrink
         if self.scaler is not None:
             self.scaler.update(not decision.skipped)
@@ -154,3 +162,13 @@ class History:
             "look at that layer and its inputs, lower the learning rate, or raise "
             "max_consecutive_skips"
         )
+
+
+def _warn_barrier_fallback(patience: Patience) -> None:
+    _log.warning(
+        "post-validation: %d of the last %d steps had to be rolled back, so the "
+        "optimizer now waits for the norm, until %d steps in a row need no correction",
+        patience.failures,
+        patience.window,
+        patience.clean,
+    )

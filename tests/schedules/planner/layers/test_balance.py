@@ -34,8 +34,8 @@ def judged(
     in_flight: Sequence[float] | None = None,
 ) -> tuple[float, list[float]]:
     """Largest load of a stage, and memory of each, from the costs of the chunks."""
-    costs, memory = layers.on(placement, split, recompute=recompute)
-    times, held = costs.on(placement), memory.on(placement)
+    costs = layers.on(placement, split, recompute=recompute)
+    times = held = costs.on(placement)
     loads = list(times.optimizer)
     stages = [0.0] * placement.n_stages
     for chunk, stage in enumerate(placement.stage_of):

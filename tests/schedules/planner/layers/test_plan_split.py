@@ -33,7 +33,7 @@ def test_the_plan_carries_its_split_and_keeps_the_limit() -> None:
     found = plan_layers("zbv", llama(24.0), n_stages=4, n_microbatches=8, effort="fast")
     assert found.schedule.split == found.split and sum(found.split) == 32
     assert len(found.split) == 8 and found.schedule.placement == Placement.wave(4)
-    assert found.peak <= 24.0 and found.schedule.memory == found.memory
+    assert found.peak <= 24.0 and found.schedule.costs == found.costs
     assert found.costs.f == llama(None).on(Placement.wave(4), found.split)[0].f
 
 
@@ -64,7 +64,7 @@ def test_where_a_mode_holds_much_the_early_stages_get_few_layers() -> None:
     layers = LayerCosts(n_layers=32, limit=13.0)
     found = plan_layers("1F1B", layers, n_stages=8, n_microbatches=16, effort="fast")
     assert found.split[0] == 1 and found.even_step is None and found.gain is None
-    memory = found.memory.on(found.schedule.placement)
+    memory = found.costs.on(found.schedule.placement)
     assert max(peaks(found.schedule.orders, memory)) <= 13.0
 
 
@@ -116,8 +116,8 @@ def test_layers_planned_evenly_are_what_a_mode_plans() -> None:
     """The control of `step`: it is the span that the mode's own plan has."""
     layers = LayerCosts(n_layers=8)
     found = plan_layers("ZBV", layers, n_stages=2, n_microbatches=4)
-    costs, memory = layers.on(Placement.wave(2), (2, 2, 2, 2))
-    direct = plan("ZBV", n_stages=2, n_microbatches=4, costs=costs, memory=memory)
+    costs = layers.on(Placement.wave(2), (2, 2, 2, 2))
+    direct = plan("ZBV", n_stages=2, n_microbatches=4, costs=costs)
     assert found.even_step == found.step
     assert found.schedule.orders == direct.orders
 

@@ -19,7 +19,7 @@ F, B, W, M_W, M_R = 10.419, 10.207, 7.715, 32 / 74, 2 / 74
 
 
 def planner(p: int, m: int, chunks: int, costs: Costs, effort: str) -> Schedule:
-    problem = Problem(m, costs, costs.memory, effort)
+    problem = Problem(m, costs, effort)
     if chunks == 1:
         return problem.plan(MODES["ZB"], Placement.single(p))
     return problem.plan(MODES["ZBV"], Placement.wave(p))

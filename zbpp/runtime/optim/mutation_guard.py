@@ -17,18 +17,18 @@ from zbpp.runtime.optim.optimizers import StageOptimizers
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.marks import Mark, mark
 
-__all__ = ["Untouched"]
+__all__ = ["MutationGuard"]
 
 
-class Untouched:
+class MutationGuard:
     """Marks of a stage's stepped parameters and optimizer state.
 
     Writes through ``tensor.data`` leave no mark and are not seen, nor are those to
     sharded tensors.
 
     Args:
-        stage: which names its parameters.
-        optimizers: of the stage.
+        stage: names the parameters in the error.
+        optimizers: step the parameters.
     """
 
     def __init__(self, stage: Stage, optimizers: StageOptimizers) -> None:

@@ -1,0 +1,185 @@
+"""Parameters and buffers of one process, by the model's own names.
+
+A `LocalModel` is what one process holds: the layers of its stages, or a plain module as
+a whole. A parameter that several layers hold is saved once, under its first name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.checkpoint.tensors import copy_into
+from zbpp.core import RequestError
+
+__all__ = ["LocalModel", "Slot", "check_model", "load_model", "model_state"]
+
+Place = tuple[int, str]
+"""Global index of a layer, and a name in it."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter, a persistent buffer or an extra state of a module.
+
+    ``name`` is the model's own, ``saved_as`` that of the first layer that holds it:
+    there ``saves`` is true. ``set_extra`` is None for tensors. ``is_copy``: another
+    stage of this process steps a tensor of its own for it.
+    """
+
+    name: str
+    saved_as: str
+    value: Any
+    saves: bool
+    set_extra: Callable[[Any], None] | None = None
+    is_copy: bool = False
+
+    @property
+    def is_trainable(self) -> bool:
+        """True for a parameter that is not frozen."""
+        return isinstance(self.value, Tensor) and self.value.requires_grad
+
+    def names_in(self, aliases: Mapping[str, str]) -> set[str]:
+        """Names that a state with these aliases may have for it."""
+        return {self.saved_as, self.name, aliases.get(self.name, self.name)}
+
+
+class LocalModel:
+    """The layers, optimizers and schedulers of one process.
+
+    Args:
+        layers: by global index.
+        own_name: the model's own name of what a layer holds under a name.
+        ties: places of parameters that are one in the model.
+        copies: of tied parameters, each with the one that is in a layer.
+        optimizers: of the parameters.
+        schedulers: of the optimizers.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[tuple[int, nn.Module]],
+        own_name: Callable[[int, str], str],
+        *,
+        ties: Sequence[Sequence[Place]] = (),
+        copies: Mapping[Tensor, Tensor] | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        schedulers: Sequence[Any] = (),
+    ) -> None:
+        self._own_name = own_name
+        self._first_of: dict[Place, Place] = {
+            place: tie[0] for tie in ties for place in tie
+        }
+        self.optimizers, self.schedulers = tuple(optimizers), tuple(schedulers)
+        self.slots = list(self._find(sorted(layers, key=lambda pair: pair[0])))
+        self._slots = {
+            id(slot.value): slot
+            for slot in reversed(self.slots)
+            if isinstance(slot.value, Tensor)
+        }
+        for copy, original in (copies or {}).items():
+            slot = self._slots[id(original)]
+            self._slots[id(copy)] = replace(slot, saves=False, is_copy=True)
+
+    def _find(self, layers: Iterable[tuple[int, nn.Module]]) -> Iterator[Slot]:
+        names: dict[int, str] = {}  # of the tensors seen
+        for index, layer in layers:
+            for name, value in layer.state_dict(keep_vars=True).items():
+                place = index, name
+                first = self._first_of.get(place, place)
+                saved_as = self._own_name(*first)
+                is_repeated = isinstance(value, Tensor) and id(value) in names
+                if isinstance(value, Tensor):
+                    saved_as = names.setdefault(id(value), saved_as)
+                path, _, last = name.rpartition(".")
+                yield Slot(
+                    self._own_name(*place),
+                    saved_as,
+                    value,
+                    saves=first == place and not is_repeated,
+                    set_extra=layer.get_submodule(path).set_extra_state
+                    if last == "_extra_state"
+                    else None,
+                )
+
+    def slot_of(self, parameter: Tensor) -> Slot:
+        """The first slot of a parameter.
+
+        Raises:
+            RequestError: it is in no layer.
+        """
+        slot = self._slots.get(id(parameter))
+        if slot is None:
+            raise RequestError(
+                f"an optimizer steps a parameter of shape {tuple(parameter.shape)} "
+                "that is in no layer of the model, so a checkpoint has no name for it"
+            )
+        return slot
+
+    def aliases(self) -> dict[str, str]:
+        """Names of what is saved under another name, with that."""
+        return {s.name: s.saved_as for s in self.slots if s.name != s.saved_as}
+
+
+def model_state(local: LocalModel) -> dict[str, Any]:
+    """Tensors (those of the model, no copies) and extra states by all own names."""
+    return {
+        slot.name: slot.value.detach() if isinstance(slot.value, Tensor) else slot.value
+        for slot in local.slots
+    }
+
+
+def check_model(
+    local: LocalModel,
+    model: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    *,
+    trainable_only: bool = False,
+) -> tuple[list[tuple[Slot, Any]], set[str], list[str]]:
+    """Find the value of every slot in a state.
+
+    Args:
+        local: to be loaded.
+        model: a state, by own names, for these layers or for more.
+        aliases: other names of tied tensors.
+        trainable_only: nothing else needs to be in the state.
+
+    Returns:
+        What to load, names in the state that are used, and what does not fit.
+    """
+    found, used, wrong = list[tuple[Slot, Any]](), set[str](), list[str]()
+    for slot in local.slots:
+        names = {name for name in slot.names_in(aliases) if name in model}
+        if not names:
+            if slot.is_trainable or not trainable_only:
+                wrong.append(f"{slot.name} is missing")
+            continue
+        used |= names
+        saved = model[min(names)]
+        found.append((slot, saved))
+        if isinstance(slot.value, Tensor) != isinstance(saved, Tensor):
+            wrong.append(f"{slot.name} is a {type(saved).__name__} in the state")
+        elif isinstance(saved, Tensor):
+            here = slot.value
+            if saved.shape != here.shape:
+                wrong.append(
+                    f"{slot.name} has shape {tuple(saved.shape)}, the model's "
+                    f"{tuple(here.shape)}"
+                )
+            if saved.dtype != here.dtype:
+                wrong.append(
+                    f"{slot.name} has dtype {saved.dtype}, the model's {here.dtype}"
+                )
+    return found, used, wrong
+
+
+def load_model(found: Sequence[tuple[Slot, Any]]) -> None:
+    """Copy a state that `check_model` has found right into the model."""
+    with torch.no_grad():
+        for slot, value in found:
+            if slot.set_extra is not None:
+                slot.set_extra(value)
+            else:
+                copy_into(slot.value, value)

@@ -1,0 +1,207 @@
+"""Tensors of a checkpoint: gathered, copied to the host, written, read, put back.
+
+Files are those of the `safetensors` package. A tensor that is sharded over processes
+(DTensor) is saved whole and loaded shard by shard, so that a checkpoint knows no mesh
+and fits any other, and the plain model.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from zbpp.checkpoint.manifest import CheckpointError, TensorIndex
+from zbpp.core import RequestError
+from zbpp.runtime.support.devices import runs_ahead
+
+__all__ = [
+    "HostCopies",
+    "TensorReader",
+    "copy_into",
+    "shard_like",
+    "whole",
+    "write_tensors",
+]
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; every process that holds a shard of it must call."""
+    return cast(Any, tensor.detach()).full_tensor() if _is_sharded(tensor) else tensor
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Copy a value into a parameter or buffer, or into this process's shard of it.
+
+    Args:
+        target: of the model.
+        value: whole, or sharded as the target is.
+    """
+    if not _is_sharded(target):
+        target.copy_(whole(value))
+        return
+    sharded: Any = target
+    if _is_sharded(value) and _has_layout_of(value, sharded):
+        sharded.to_local().copy_(cast(Any, value).to_local())
+        return
+    chunks = sharded.__create_chunk_list__()
+    if chunks and math.prod(chunks[0].sizes):
+        places = zip(chunks[0].offsets, chunks[0].sizes, strict=True)
+        shard = whole(value)[tuple(slice(at, at + size) for at, size in places)]
+        sharded.to_local().copy_(shard)
+
+
+def _has_layout_of(value: Any, target: Any) -> bool:
+    return bool(
+        value.device_mesh == target.device_mesh
+        and value.placements == target.placements
+    )
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Optimizer state of a parameter's shape, sharded as the parameter is.
+
+    Args:
+        value: whole, or sharded already.
+        parameter: whose state it is; another shape is left whole.
+    """
+    if not _is_sharded(parameter) or value.shape != parameter.shape:
+        return whole(value)
+    made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    copy_into(made, value)
+    return made
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which is kept from one save to the next.
+
+    A save blocks its caller for this copy only. Memory that was used before is written
+    at several times the speed of fresh memory, whose pages are cleared one by one.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy tensors of any device; those of the last call are overwritten."""
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            copy, is_async = self._copies.get(name), runs_ahead(tensor.device)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_async
+                )
+            copies[name] = copy.copy_(tensor.detach(), non_blocking=is_async)
+        if any(runs_ahead(tensor.device) for tensor in tensors.values()):
+            torch.accelerator.synchronize()
+        self._copies = copies
+        return copies
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> TensorIndex:
+    """Write a safetensors file, wait until the disk has it, and read it back.
+
+    Args:
+        path: of the file, overwritten if it exists.
+        tensors: on the CPU, contiguous, none in the memory of another.
+        metadata: texts for the header.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        CheckpointError: it cannot be written: the disk is full, for instance.
+    """
+    safetensors = _safetensors()
+    from safetensors.torch import save_file
+
+    index: TensorIndex = {}
+    try:
+        save_file(dict(tensors), path, metadata)
+        # the package makes files that only their owner may read
+        path.chmod(path.parent.stat().st_mode & 0o666)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        with safetensors.safe_open(path, framework="pt") as file:
+            for name, tensor in tensors.items():
+                if not torch.equal(_bytes(file.get_tensor(name)), _bytes(tensor)):
+                    raise CheckpointError(f"{path} does not hold what was written")
+                shape = list(tensor.shape)
+                chunk = {
+                    "file": path.name,
+                    "key": name,
+                    "offsets": [0] * len(shape),
+                    "sizes": shape,
+                }
+                dtype = file.get_slice(name).get_dtype()
+                index[name] = {"dtype": dtype, "shape": shape, "chunks": [chunk]}
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    except KeyError as error:  # so the package says that its format has no such dtype
+        raise CheckpointError(f"safetensors files hold no {error.args[0]}") from error
+    return index
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """As numbers that are equal where the bits are: a NaN is, and -0.0 is not 0.0."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class TensorReader:
+    """Reads tensors of a checkpoint, each when it is asked for.
+
+    Args:
+        folder: of the checkpoint, whose files are verified.
+        index: of the tensors, as the manifest has it.
+    """
+
+    def __init__(self, folder: Path, index: TensorIndex) -> None:
+        self._folder, self._index = folder, index
+        self._files: dict[str, Any] = {}
+
+    def read(self, name: str) -> Tensor:
+        """A new tensor on the CPU.
+
+        Raises:
+            CheckpointError: the files do not hold it as the index says.
+        """
+        safetensors = _safetensors()
+        if name not in self._index:
+            raise CheckpointError(f"{self._folder} has no tensor {name!r:.80}")
+        entry = self._index[name]
+        (chunk,) = entry["chunks"]
+        path = self._folder / chunk["file"]
+        try:
+            file = self._files.get(path.name)
+            if file is None:
+                file = safetensors.safe_open(path, framework="pt")
+                self._files[path.name] = file
+            part = file.get_slice(chunk["key"])
+            if (part.get_dtype(), part.get_shape()) != (entry["dtype"], entry["shape"]):
+                raise CheckpointError(f"{name} in {path} is of another kind")
+            # a copy: the file may be removed, or cut off, while the tensor lives
+            tensor: Tensor = file.get_tensor(chunk["key"]).clone()
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return tensor
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise RequestError(
+            "checkpoints need the package safetensors: pip install 'zbpp[train]'"
+        ) from error
+    return safetensors
