@@ -1,7 +1,4 @@
-"""Names of torch's compiler which torch does not document; see `torch_internals`.
-
-Where one is gone, compiled regions run wholly in B, and reports say so.
-"""
+"""What zbpp asks of torch's compiler by names of its own; see `private_names`."""
 
 import importlib
 import sys
@@ -42,10 +39,7 @@ lowered when it first runs could not tell B in advance what is left to W."""
 
 
 def missing() -> str | None:
-    """The name that this torch lacks, without which no region is split.
-
-    Seen in torch 2.13.
-    """
+    """The name that this torch lacks, without which no region is split."""
     for place, names in _NAMES.items():
         module = _module(place)
         for name in names:
@@ -126,15 +120,12 @@ def inductor_options(
 
 
 def is_compiled(node: Any) -> bool:
-    """True for the node of a compiled region. Seen in torch 2.9 to 2.13."""
+    """True for the node of a compiled region."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def compiled_backward(node: Any) -> Any:
-    """Return what a compiled region's node runs; None: unknown, or not compiled yet.
-
-    Seen in torch 2.13.
-    """
+    """Return what a compiled region's node runs; None: unknown, or not compiled yet."""
     forward = getattr(type(node), "_forward_cls", None)
     return getattr(forward, "compiled_bw", None)
 
@@ -144,4 +135,4 @@ def _no_node() -> None:
 
 
 current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", _no_node)
-"""Returns the node that autograd runs now in this thread. Seen in torch 2.13."""
+"""Returns the node that autograd runs now in this thread."""
