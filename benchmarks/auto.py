@@ -182,7 +182,7 @@ def compute(options: Real, mode: str, file: str) -> None:
     pipeline.gather(None)
     step_ms = 1e3 * (time.perf_counter() - start) / options.steps
     if pipeline.rank == 0:
-        said = {"step_ms": step_ms, "chosen": pipeline.chosen.line}
+        said = {"step_ms": step_ms, "chosen": pipeline.plan.line}
         Path(file).write_text(json.dumps(said))
     pipeline.close()
 

@@ -181,14 +181,14 @@ def measure(options: Options, mode: str, file: str) -> None:
     seconds = options.job_ms / 1e3
     pipeline = zbpp.Pipeline(
         [EmulatedLayer(*(3 * (seconds,)), adds=True) for _ in range(n_chunks)],
-        split=(1,) * n_chunks,
+        schedule,
         loss_fn=lambda outputs, targets: outputs.mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        schedule=schedule,
-        post_validation=options.post_validation,
-        patience=Patience(failures=11),
-        watch=False,
         device="cpu",
+        step=zbpp.StepPolicy(
+            post_validation=options.post_validation, patience=Patience(failures=11)
+        ),
+        execution=zbpp.Execution(watch=False),
     )
     if len(cores) >= options.stages:
         os.sched_setaffinity(0, {cores[pipeline.rank]})

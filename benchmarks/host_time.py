@@ -54,7 +54,7 @@ def layers(mode: str) -> list[nn.Module]:
 
 def ours(mode: str, m: int, batch: tuple[Any, Any]) -> Any:
     """Return a step of zbpp, and the pipeline."""
-    options = {"schedule": mode, "n_microbatches": m, "watch": False}
+    options = {"schedule": mode, "n_microbatches": m}
     pipeline = zbpp.Pipeline(layers(mode), loss_fn=mse_loss, optimizer=None, **options)
     return (lambda: pipeline.step(*batch)), pipeline
 

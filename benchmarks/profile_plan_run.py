@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from zbpp import diagnostics
 from zbpp.core import (
     Costs,
     PassKind,
@@ -33,8 +34,10 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.emulation.run import emulated_batch, emulated_pipeline, steps_in_a_row
+from zbpp.models import layers_from
 from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
+from zbpp.runtime.policies import StepPolicy
 from zbpp.simulator import steady_step_time
 from zbpp.training.launch import launch
 
@@ -125,13 +128,12 @@ def prepare(options: Emulated | Real, mode: str) -> tuple[Pipeline, Tensor]:
         return pipeline, emulated_batch(pipeline)
     torch.manual_seed(0)
     pipeline = Pipeline(
-        partial(build, options.width),
-        n_layers=options.layers,
+        layers_from(partial(build, options.width), n_layers=options.layers),
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda ps: torch.optim.AdamW(ps, fused=True),
         schedule=schedule,
-        post_validation=options.post_validation,
         device="cpu",
+        step=StepPolicy(post_validation=options.post_validation),
     )
     return pipeline, torch.randn(m * options.samples, options.width)
 
@@ -170,7 +172,7 @@ def _turn(
         "load": os.getloadavg()[0],
     }
     if not pipeline.schedule.runs(PassKind.BW):
-        window = pipeline.measured_costs(options.steps)
+        window = diagnostics.measured_costs(pipeline, options.steps)
         found["window_ms"] = steady_step_time(pipeline.schedule, window)
     if isinstance(options, Emulated):
         nominal = costs_of(options, pipeline.schedule)

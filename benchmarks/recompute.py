@@ -148,20 +148,20 @@ def _run_small(found: LayerPlan, recompute: Any) -> tuple[list[float], str]:
     import torch
     from torch.optim import AdamW
 
-    from zbpp.pipeline import Pipeline
+    from zbpp.models import layers_from
+    from zbpp.pipeline import Pipeline, plan_model
     from zbpp.training.fingerprint import combine, fingerprints
     from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 
     config = LlamaConfig(
         dim=32, n_blocks=P * LAYERS - 2, n_heads=2, hidden=64, seq=16, seed=0
     )
+    model = layers_from(partial(build_layers, config), n_layers=config.n_layers)
     pipeline = Pipeline(
-        partial(build_layers, config),
-        n_layers=config.n_layers,
+        model,
+        plan_model(model, found.schedule, device="cpu", recompute=recompute),
         loss_fn=cross_entropy,
         optimizer=partial(AdamW, fused=True),
-        schedule=found.schedule,
-        recompute=recompute,
         clip_grad_norm=1.0,
         device="cpu",
     )
@@ -216,8 +216,10 @@ class Real:
         from parts.memory_events import events_of, profiled
         from torch.optim import AdamW
 
-        from zbpp.pipeline import Pipeline
+        from zbpp.models import layers_from
+        from zbpp.pipeline import Pipeline, plan_model
         from zbpp.planning.answer import recomputed_layers
+        from zbpp.runtime.policies import StepPolicy
         from zbpp.training.fingerprint import combine, fingerprints
         from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 
@@ -225,17 +227,21 @@ class Real:
             dim=self.dim, n_blocks=self.n_blocks, n_heads=4, hidden=3 * self.dim,
             seq=self.seq, seed=0,
         )  # fmt: skip
+        model = layers_from(partial(build_layers, config), n_layers=config.n_layers)
         pipeline = Pipeline(
-            partial(build_layers, config),
-            n_layers=config.n_layers,
+            model,
+            plan_model(
+                model,
+                mode,
+                n_stages=2,
+                n_microbatches=self.microbatches,
+                device="cpu",
+                recompute=recompute,
+            ),
             loss_fn=cross_entropy,
             optimizer=partial(AdamW, fused=True),
-            schedule=mode,
-            n_stages=2,
-            n_microbatches=self.microbatches,
-            recompute=recompute,
-            post_validation=False,
             device="cpu",
+            step=StepPolicy(post_validation=False),
         )
         generator = torch.Generator().manual_seed(1)
         shape = (self.steps + 2, self.microbatches, self.seq + 1)

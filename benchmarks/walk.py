@@ -71,7 +71,7 @@ def walk_step(mode: str, n_microbatches: int = 4) -> Walk:
     """Profile one step of a warm pipeline."""
     torch.manual_seed(0)
     layers = [Layer(8, 8) for _ in range(4)]
-    options: dict[str, Any] = {"schedule": mode, "n_stages": 2, "watch": False}
+    options: dict[str, Any] = {"schedule": mode, "n_stages": 2}
     pipeline = zbpp.Pipeline(
         nn.Sequential(*layers),
         loss_fn=mse_loss,

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import Tensor, nn
 
 import zbpp
-from zbpp import Pipeline
+from zbpp import Pipeline, diagnostics
 
 mse = nn.functional.mse_loss
 X, Y = torch.ones(8, 4), torch.zeros(8, 4)
@@ -31,7 +32,7 @@ def made(model: Any = None, **more: Any) -> Pipeline:
         "n_stages": 2,
         "n_microbatches": 4,
     }
-    return Pipeline(layers() if model is None else model, **settings | more)
+    return flat_pipeline(layers() if model is None else model, **settings | more)
 
 
 def step(inputs: Any = X, targets: Any = Y, **more: Any) -> Any:
@@ -227,7 +228,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "half a stage": (lambda: made(n_stages=1.5), "n_stages is 1.5; give a whole"),
     "a split of another model": (lambda: made(split=[1, 2]), r"split \[1, 2\] must"),
     "a split's name": (lambda: made(split="equal"), "split is 'equal'; choose"),
-    "a split without costs": (lambda: made(split="balanced"), "give layers="),
+    "a split without costs": (lambda: made(split="balanced"), "give layer_costs="),
     "bytes without costs": (lambda: made(memory="16GiB"), "or example= of zbpp"),
     "a unit's typo": (lambda: made(memory="16 gigs"), "16 gigs"),
     # numbers
@@ -293,7 +294,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "make one for each of pipeline.optimizers",
     ),
-    "times before a step": (lambda: made().timeline(), "call pipeline.step"),
+    "times before a step": (lambda: diagnostics.timeline(made()), "call pipeline.step"),
     "a tie to nowhere": (
         lambda: made(ties=[((0, "weight"), (9, "weight"))]),
         "ties?|9",

@@ -71,9 +71,8 @@ def _ours(
         schedule=mode,
         n_stages=p,
         n_microbatches=m,
-        watch=False,
-        cuda_graphs=graphs,
         device=device,
+        execution=zbpp.Execution(watch=False, cuda_graphs=graphs),
     )
     batch = _batch(m, device)
     kinds = 2 if mode == "1F1B" else 3

@@ -85,10 +85,10 @@ def _pair(
         schedule=mode,
         n_stages=1,
         n_microbatches=m,
-        patience=Patience(failures=11, window=10),
-        autocast=autocast,
-        watch=False,
         device=device,
+        numerics=zbpp.Numerics(autocast=autocast),
+        step=zbpp.StepPolicy(patience=Patience(failures=11, window=10)),
+        execution=zbpp.Execution(watch=False),
     )
     x, y = (_times(part, m).to(device) for part in batch)
     for _ in range(_STEPS):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import zbpp
+from zbpp import diagnostics
 from zbpp.core import Costs, Schedule
 from zbpp.planning import plan
 from zbpp.runtime.backward.queue import current_queue
@@ -115,7 +116,7 @@ def _spinning(p: int, sizes: Sizes) -> list[list[Any]]:
             warnings.filterwarnings("ignore", message=".*gains little here")
             for _ in range(n):
                 pipeline.step(x, x)
-        timelines = pipeline.timelines(n)
+        timelines = diagnostics.timelines(pipeline, n)
         ends = [max(slot.end for row in t.rows for slot in row) for t in timelines]
         times = [after - before for before, after in pairwise(ends)]
         per_stage = 1e3 * job_s * n_chunks / p
@@ -198,12 +199,12 @@ def _pipeline(
         loss_fn=mse_loss,
         optimizer=optimizer,
         schedule=schedule,
-        patience=Patience(failures=11, window=10),
-        autocast=torch.bfloat16 if on_gpu and optimizer is _adamw else None,
-        watch=False,
-        stage_streams=True,
-        cuda_graphs=graphs,
         device=sizes.device,
+        numerics=zbpp.Numerics(
+            autocast=torch.bfloat16 if on_gpu and optimizer is _adamw else None
+        ),
+        step=zbpp.StepPolicy(patience=Patience(failures=11, window=10)),
+        execution=zbpp.Execution(watch=False, stage_streams=True, cuda_graphs=graphs),
     )
 
 

@@ -68,15 +68,14 @@ def _train(one: Configuration, mode: str, n_microbatches: int) -> None:
         return [layers[i] for i in own]
 
     pipeline = zbpp.Pipeline(
-        build,
-        n_layers=n_layers,
+        zbpp.layers_from(build, n_layers=n_layers),
         loss_fn=loss_fn,
         optimizer=torch.optim.AdamW,
         schedule=mode,
         n_microbatches=n_microbatches,
         clip_grad_norm=1e9,
-        patience=Patience(failures=11, window=10),
-        autocast=one.autocast,
+        numerics=zbpp.Numerics(autocast=one.autocast),
+        step=zbpp.StepPolicy(patience=Patience(failures=11, window=10)),
     )
     mine = {id(layer) for _, layer in pipeline.named_layers()}
     layers[:] = [layer if id(layer) in mine else None for layer in layers]  # type: ignore[misc]

@@ -68,9 +68,6 @@ SEARCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "max_without_b": lambda: off(
         seeds, "RULES", tuple(replace(rule, max_without_b=float("inf")) for rule in V)
     ),
-    "alternate": lambda: off(
-        seeds, "RULES", tuple(replace(rule, alternate=0.0) for rule in V)
-    ),
     "less memory": lambda: off(plans, "_below_limit", keep),
     "top 3": lambda: off(
         plans, "improve_top_k", lambda problem, found, budget: found[0]

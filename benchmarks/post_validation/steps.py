@@ -102,11 +102,13 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
         schedule=schedule,
         clip_grad_norm=1e9,
-        post_validation=way != "barrier",
-        patience=Patience(failures=11),  # speculative from the first step on
-        rollback="snapshot" if way == "snapshot" else "deferred",
+        step=zbpp.StepPolicy(
+            post_validation=way != "barrier",
+            patience=Patience(failures=11),  # speculative from the first step on
+            rollback="snapshot" if way == "snapshot" else "deferred",
+        ),
     )
-    for executor in pipeline._executors.values():
+    for executor in pipeline.stages.executors.values():
         give_gradients(executor.optimizer)
         if way == "free":
             use_free(executor.optimizer)

@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 from zbpp.core import (
+    ChunkCosts,
     Costs,
     LimitError,
     RequestError,
@@ -49,11 +50,15 @@ class PlanFigures:
     names: tuple[str, ...]
 
     @cached_property
+    def chunk_costs(self) -> ChunkCosts:
+        """The costs on the placement."""
+        return self.costs.on(self.schedule.placement)
+
+    @cached_property
     def rows(self) -> list[list[Slot]]:
         """Jobs of each stage with their times."""
-        times = self.costs.on(self.schedule.placement)
-        m = self.schedule.n_microbatches
-        return [list(r) for r in replay(self.schedule.orders, times, n_microbatches=m)]
+        m, orders = self.schedule.n_microbatches, self.schedule.orders
+        return replay(orders, self.chunk_costs, n_microbatches=m)
 
     @cached_property
     def span(self) -> float:
@@ -63,8 +68,7 @@ class PlanFigures:
     @cached_property
     def steps(self) -> list[float]:
         """Span and optimizer of each stage."""
-        optimizers = self.costs.on(self.schedule.placement).optimizer
-        pairs = zip(self.rows, optimizers, strict=True)
+        pairs = zip(self.rows, self.chunk_costs.optimizer, strict=True)
         return [pass_span(row) + optimizer for row, optimizer in pairs]
 
     @cached_property
@@ -75,15 +79,13 @@ class PlanFigures:
     @cached_property
     def barrier_step(self) -> float:
         """Time of a step among many, behind a barrier."""
-        times = self.costs.on(self.schedule.placement)
-        m = self.schedule.n_microbatches
-        return step_behind_barrier(self.schedule.orders, times, n_microbatches=m)
+        m, orders = self.schedule.n_microbatches, self.schedule.orders
+        return step_behind_barrier(orders, self.chunk_costs, n_microbatches=m)
 
     @cached_property
     def peak(self) -> float:
         """Largest memory of a stage."""
-        held = self.costs.on(self.schedule.placement)
-        return max(peaks(self.schedule.orders, held))
+        return max(peaks(self.schedule.orders, self.chunk_costs))
 
     @property
     def time(self) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import Tensor, nn
 
 import zbpp
@@ -45,7 +46,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def pipeline_of(layers: Any, mode: str, n_stages: int, **more: Any) -> zbpp.Pipeline:
     given = {"loss_fn": nn.functional.mse_loss, "optimizer": adamw} | more
-    return zbpp.Pipeline(
+    return flat_pipeline(
         layers, schedule=mode, n_stages=n_stages, n_microbatches=2, **given
     )
 
@@ -101,9 +102,13 @@ def test_peft_reads_an_exported_adapter(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     base = transformers.LlamaForCausalLM(config)
     lora = peft.LoraConfig(
         r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from histories import ALWAYS
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def pipeline_of(modules: list[nn.Module], name: str) -> zbpp.Pipeline:
-    return zbpp.Pipeline(
+    return flat_pipeline(
         modules,
         loss_fn=nn.functional.mse_loss,
         optimizer=MAKE[name],

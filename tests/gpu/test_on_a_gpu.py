@@ -11,6 +11,7 @@ from gpu_run import train_to
 from gpu_waits import waits_are_errors
 from small_model import MODES, adamw, assert_same, batch, make_pipeline
 
+from zbpp import diagnostics
 from zbpp.core import Pass, PassKind
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim.patience import Patience
@@ -51,7 +52,9 @@ def trained(mode: str, n_stages: int, **more: object) -> tuple[Any, dict[str, An
     pipeline = pipeline_on_gpu(mode, n_stages, **more)
     results = [pipeline.step(*batch(step)) for step in range(5)]
     recorded = more.get("cuda_graphs", False)
-    assert all(bool(why) != recorded for why in pipeline.graph_report().values())
+    assert all(
+        bool(why) != recorded for why in diagnostics.graph_report(pipeline).values()
+    )
     losses = [(one.loss, one.grad_norm) for one in results]
     return losses, {n: p.detach().cpu() for n, p in pipeline.named_parameters()}
 
@@ -120,7 +123,7 @@ def test_jobs_take_the_time_of_their_kernels() -> None:
     x = torch.ones(4, 1)
     for _ in range(3):
         pipeline.step(x, x)
-    slots = [slot for row in pipeline.timeline().rows for slot in row]
+    slots = [slot for row in diagnostics.timeline(pipeline).rows for slot in row]
     for kind in (PassKind.F, PassKind.B, PassKind.W):
         own = [
             slot.duration

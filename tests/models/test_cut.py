@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import nn
 
-import zbpp
 from zbpp import RequestError
 from zbpp.models import cut, layered_of
 from zbpp.models.weights import Weights
@@ -103,7 +103,7 @@ def test_parameters_have_the_models_own_names():
 
 def test_buffers_above_the_blocks_are_saved_once_and_loaded():
     def state_and_loss(model, state=None):
-        with zbpp.Pipeline(
+        with flat_pipeline(
             cut(model, "body.blocks", **NAMES),
             **{"loss_fn": nn.functional.mse_loss, "optimizer": None, "n_stages": 2},
             **{"schedule": "1F1B", "n_microbatches": 2},

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from flat import flat_pipeline
 from hf_runs import (
     M,
     assert_plain,
@@ -134,7 +135,7 @@ def test_steps_recomputed_and_rolled_back_are_a_plain_loop():
     plain_one = untied("gemma3")
     optimizer = torch.optim.AdamW(plain_one.parameters(), lr=1e-2)
     batches = [batch_of("gemma3", 2 * M, seed=s, length=8 + s) for s in range(4)]
-    with zbpp.Pipeline(
+    with flat_pipeline(
         untied("gemma3"),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         schedule="ZBH1",
@@ -209,7 +210,7 @@ def test_an_example_gives_memory_and_a_split(family, is_made):
     with torch.device("cpu" if is_made else "meta"):
         model = untied(family)
     batch = batch_of(family, 2 * M)
-    with zbpp.Pipeline(
+    with flat_pipeline(
         model if is_made else zbpp.cut(model, weights=1),
         optimizer=torch.optim.AdamW,
         schedule="ZBH1",

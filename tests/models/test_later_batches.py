@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import Tensor, nn
 
 import zbpp
@@ -69,7 +70,7 @@ class Model(nn.Module):
 
 
 def pipeline_of(model: nn.Module) -> zbpp.Pipeline:
-    return zbpp.Pipeline(
+    return flat_pipeline(
         cut(model, "blocks", before=("embed", "hides"), after=("norm",)),
         **{"loss_fn": nn.functional.mse_loss, "optimizer": None, "n_stages": 2},
         **{"schedule": "ZBV", "n_microbatches": 1},

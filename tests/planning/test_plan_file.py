@@ -101,7 +101,7 @@ def test_a_pipeline_runs_a_plan_and_keeps_what_it_was_made_for(tmp_path):
             losses.append(pipeline.step(*batch(0)).loss)
             assert tuple(map(len, pipeline.split)) == plan.split
             known = None if source is plan.schedule else plan.costs
-            assert pipeline.chosen.known_costs == known
+            assert pipeline.plan.known_costs == known
     assert len(set(losses)) == 1
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
@@ -42,7 +43,7 @@ def make(optimizer: Callable[..., torch.optim.Optimizer], **more: Any) -> Pipeli
     numpy.random.seed(1)
     layers = build()
     torch.manual_seed(1)
-    return Pipeline(
+    return flat_pipeline(
         layers,
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda ps: optimizer(ps, lr=0.05),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -65,7 +66,7 @@ def test_two_processes_find_the_costs_of_layers_that_sleep(pool: Any) -> None:
 def rehearsed(shape: tuple[int, int]) -> tuple[Profile, list[float], bool]:
     """A profile with a batch of its own, then a step; the parameters before it."""
     torch.manual_seed(1)
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         lambda indices: [nn.Linear(8, 8) for _ in indices], n_layers=4,
         loss_fn=nn.functional.mse_loss, optimizer=torch.optim.Adam,
         schedule="ZBV", n_microbatches=2, device="cpu",
@@ -136,7 +137,7 @@ def layers() -> list[nn.Module]:
 
 def profiled(*, memory: bool = True, **more: Any) -> Profile:
     settings: dict[str, Any] = {"schedule": "ZBV", "n_stages": 2, "n_microbatches": 2}
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         layers(),
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from small_model import batch, make_pipeline
 
+from zbpp import diagnostics
 from zbpp.core import (
     Costs,
     Pass,
@@ -117,10 +118,10 @@ def test_a_pipeline_measures_all_costs_of_its_last_steps() -> None:
     pipeline = make_pipeline("ZBH1", 2)
     for step in range(3):
         pipeline.step(*batch(step))
-    costs = pipeline.measured_costs(3)
+    costs = diagnostics.measured_costs(pipeline, 3)
     for times in (costs.f, costs.b, costs.w, costs.optimizer):
         assert isinstance(times, tuple) and min(times) > 0
-    found = pipeline.prediction(memory=Costs(m_fixed=100.0))
+    found = diagnostics.prediction(pipeline, memory=Costs(m_fixed=100.0))
     assert found.step_predicted > 0 and found.memory_predicted is not None
     assert found.step_measured is None, "two stages in one process take turns"
     assert found.line.startswith("prediction (simulated with the costs of the last")
@@ -136,7 +137,7 @@ def test_o_and_v_do_not_hold_the_wait_for_the_sum(monkeypatch: Any) -> None:
         now[0] += 1.0
         return now[0]
 
-    for executor in pipeline._executors.values():
+    for executor in pipeline.stages.executors.values():
         executor.times = JobTimes(torch.device("cpu"))
         executor.times.now = clock
         read = executor.optimizer.wait
@@ -149,7 +150,7 @@ def test_o_and_v_do_not_hold_the_wait_for_the_sum(monkeypatch: Any) -> None:
         monkeypatch.setattr(executor.optimizer, "wait", wait)
     pipeline.step(*batch(1))
     assert waited == ["O", "O"]
-    slots = [s for row in pipeline.timeline().rows for s in row]
+    slots = [s for row in diagnostics.timeline(pipeline).rows for s in row]
     assert all(s.duration < 1e5 for s in slots if isinstance(s.job, Step))
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import Tensor, nn
 
-import zbpp
+from zbpp import diagnostics
 from zbpp.models import cut
 
 D = 4
@@ -49,7 +50,7 @@ class Model(nn.Module):
 def notes_of(error: type[Exception], model: object, **more: object) -> list[str]:
     inputs = torch.zeros(4, D)
     inputs[2:] = 5
-    pipeline = zbpp.Pipeline(
+    pipeline = flat_pipeline(
         model, optimizer=None, n_stages=1, n_microbatches=2, schedule="1F1B",
         **{"loss_fn": nn.functional.mse_loss} | more,
     )  # fmt: skip
@@ -111,12 +112,12 @@ def test_a_tuple_for_a_layer_of_two_arguments_gets_the_way_out():
 
 def test_reports_have_the_models_own_names():
     def names(model: object) -> set[str]:
-        with zbpp.Pipeline(
+        with flat_pipeline(
             model, loss_fn=nn.functional.mse_loss, optimizer=None,
             **{"n_stages": 2, "n_microbatches": 2, "schedule": "ZBH1"},
         ) as pipeline:  # fmt: skip
             pipeline.step(torch.ones(4, D), torch.ones(4, D))
-            return set(pipeline.split_report())
+            return set(diagnostics.split_report(pipeline))
 
     whole = Model("never")
     own = {name for name, _ in whole.named_parameters()}

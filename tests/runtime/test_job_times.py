@@ -6,6 +6,7 @@ from fake_stream import FakeStream
 from small_model import batch, build, loss_fn, make_pipeline
 from torch import Tensor, nn
 
+from zbpp import diagnostics
 from zbpp.core import Pass, PassKind, RequestError, Step
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.job_times import JobTimes
@@ -47,7 +48,7 @@ def on_a_gpu(streams: list[FakeStream]) -> Pipeline:
         n_stages=len(streams),
         n_microbatches=3,
     )
-    for stage, executor in pipeline._executors.items():
+    for stage, executor in pipeline.stages.executors.items():
         executor.times = JobTimes(
             torch.device("cpu"), make_event=streams[stage].event, window=4
         )
@@ -56,7 +57,7 @@ def on_a_gpu(streams: list[FakeStream]) -> Pipeline:
 
 def kinds(pipeline: Pipeline) -> dict[object, set[float]]:
     found: dict[object, set[float]] = {}
-    for row in pipeline.timeline().rows:
+    for row in diagnostics.timeline(pipeline).rows:
         for slot in row:
             kind = slot.job.kind if isinstance(slot.job, Pass) else type(slot.job)
             found.setdefault(kind, set()).add(round(slot.duration, 6))
@@ -73,13 +74,13 @@ def test_jobs_take_the_time_of_their_kernels_not_of_their_launches() -> None:
     assert found[PassKind.F] == {0.25} and found[PassKind.B] == {0.5}
     assert found[PassKind.W] == {0.0}
     assert found[Step] == {0.0}
-    costs = pipeline.measured_costs()
+    costs = diagnostics.measured_costs(pipeline)
     assert costs.f == (250.0, 250.0) and costs.b == (500.0, 500.0)
 
 
 def test_the_hosts_clock_would_not_see_the_kernels() -> None:
     pipeline = on_a_gpu([FakeStream(), FakeStream()])
-    for executor in pipeline._executors.values():
+    for executor in pipeline.stages.executors.values():
         executor.times = JobTimes(torch.device("cpu"))
     pipeline.step(torch.randn(6, 2), torch.randn(6, 2))
     assert 0.25 not in kinds(pipeline)[PassKind.F]  # the control
@@ -91,7 +92,7 @@ def test_no_step_waits_for_an_event_but_the_first_for_its_first() -> None:
     for _ in range(5):
         pipeline.step(torch.randn(6, 2), torch.randn(6, 2))
         assert [stream.n_waits for stream in streams] == [1, 1]
-    pipeline.timeline()
+    diagnostics.timeline(pipeline)
     assert [stream.n_waits for stream in streams] == [2, 2]
 
 
@@ -116,15 +117,15 @@ def test_steps_follow_one_another_on_one_axis_and_old_ones_are_dropped() -> None
 def test_an_evaluation_leaves_the_times_of_the_last_step() -> None:
     pipeline = make_pipeline("ZBH1", 2)
     pipeline.step(*batch(0))
-    before = pipeline.timeline()
+    before = diagnostics.timeline(pipeline)
     pipeline.evaluate(*batch(1))
-    assert pipeline.timeline() == before
+    assert diagnostics.timeline(pipeline) == before
 
 
 def test_times_are_refused_before_there_are_any() -> None:
     pipeline = make_pipeline("ZBH1", 2, model=build, loss_fn=loss_fn)
     with pytest.raises(RequestError, match="nothing is measured yet"):
-        pipeline.timeline()
+        diagnostics.timeline(pipeline)
 
 
 def test_a_profile_names_the_jobs() -> None:

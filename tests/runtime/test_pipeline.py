@@ -19,6 +19,7 @@ from small_model import (
 )
 from torch import Tensor, nn
 
+from zbpp import diagnostics
 from zbpp.core import Pass, Placement, Schedule, Step, parse_job
 from zbpp.runtime.optim.stage_optimizer import clip_factor
 
@@ -189,7 +190,7 @@ def test_a_step_without_a_finite_norm_is_skipped_on_all_stages(bad: float) -> No
 def test_the_timeline_holds_every_job_of_the_schedule_in_its_order() -> None:
     pipeline = make_pipeline("ZBV", 2)
     pipeline.step(*batch(0))
-    rows = pipeline.timeline().rows
+    rows = diagnostics.timeline(pipeline).rows
     assert tuple(tuple(slot.job for slot in row) for row in rows) == (
         pipeline.schedule.orders
     )

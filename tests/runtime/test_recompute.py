@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from histories import ALWAYS
 from moments import uncertain_sums
 from small_model import (
@@ -136,7 +137,7 @@ def run(change: Change, schedule: Schedule, *, post_validation: bool) -> Any:
     torch.manual_seed(0)
     elsewhere = None if change is in_place else change
     model = nn.Sequential(*map(Layer, (change, elsewhere, elsewhere, elsewhere)))
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         *(model,),
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda p: torch.optim.AdamW(p, lr=0.05),
@@ -341,7 +342,7 @@ def test_a_switch_brings_the_recompute_of_its_schedule() -> None:
     for step in range(3):
         losses.append(pipeline.step(*batch(step)).loss)
         pipeline.switch(replace(schedule, recompute=(step == 0, True)))
-        on_first = pipeline._executors[0].stage._recomputed
+        on_first = pipeline.stages.executors[0].stage._recomputed
         assert bool(on_first) == (step == 0)
     assert losses == [loss for loss, _ in plain[0]]
     assert_same(dict(pipeline.named_parameters()), plain[2])

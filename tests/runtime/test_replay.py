@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from histories import ALWAYS
 from moments import uncertain_sums
 from torch import Tensor, nn
 
-from zbpp.pipeline import Pipeline
 from zbpp.runtime import replay
 from zbpp.runtime.state_recorder import BufferRecorder
 
@@ -93,7 +93,7 @@ def run(change: Change | None, *, post_validation: bool, **more: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(Layer(change), Layer(None), Layer(None), Layer(None))
     settings = {"loss_fn": loss_fn, "schedule": "ZBH1", "clip_grad_norm": 0.01}
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         model,
         optimizer=lambda p: torch.optim.AdamW(p, lr=0.05),
         n_stages=2,

@@ -9,7 +9,7 @@ from zbpp.runtime.replay import Replay
 
 def test_a_replayed_forward_takes_no_number_of_the_others() -> None:
     pipeline = make_pipeline("1F1B", 1)
-    executor = pipeline._executors[0]
+    executor = pipeline.stages.executors[0]
     replay = Replay(executor.stage, replays=True)
     job = Pass(PassKind.F, 0, 0)
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from flat import flat_pipeline
 from small_model import adamw
 from torch import Tensor, nn
 
@@ -35,7 +36,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def pipeline_of(loss_fn: object, mode: str = "ZBV", **more: object) -> zbpp.Pipeline:
     given = {"optimizer": adamw, "n_stages": 2, "n_microbatches": M} | more
-    return zbpp.Pipeline(layers(), loss_fn=loss_fn, schedule=mode, **given)
+    return flat_pipeline(layers(), loss_fn=loss_fn, schedule=mode, **given)
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3], ids=["valid", "every step rolled back"])
@@ -134,14 +135,14 @@ def test_outputs_come_in_the_order_of_the_batch_and_only_if_asked_for(mode):
         assert torch.equal(result.outputs, expected)
         assert not result.outputs.requires_grad
         assert pipeline.step(inputs, targets).outputs is None
-        held = [one.stage.outputs for one in pipeline._executors.values()]
+        held = [one.stage.outputs for one in pipeline.stages.executors.values()]
         assert held == [None, None]
 
 
 def in_two_processes(mode: str) -> list[tuple[float, dict[str, float], object]]:
     """Loss, metrics and outputs of each step; run in a worker."""
     given = {"optimizer": adamw, "n_microbatches": M, "schedule": mode}
-    pipeline = zbpp.Pipeline(layers(), loss_fn=with_metrics, **given)
+    pipeline = flat_pipeline(layers(), loss_fn=with_metrics, **given)
     results = [pipeline.step(*batch(i), return_outputs=i == 1) for i in range(STEPS)]
     found = [(r.loss, r.metrics, r.outputs) for r in results]
     pipeline.close()

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from pool import Pool
 from torch import Tensor, nn
 
 from zbpp.core import RequestError, Value, What
-from zbpp.pipeline import Pipeline
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.header import spec_of
 from zbpp.runtime.microbatches import split_inputs
@@ -55,7 +55,7 @@ def layers(indices: range) -> list[nn.Module]:
 
 
 def train(n_stages: int | None, mode: str) -> list[float]:
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         layers, n_layers=6, loss_fn=lambda y, t: (y - t).square().mean(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1), n_microbatches=4,
         schedule=mode, n_stages=n_stages,

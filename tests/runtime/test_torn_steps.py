@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
@@ -26,7 +27,7 @@ def make(norm: str, mode: str, post_validation: bool) -> Pipeline:
         nn.Sequential(nn.Linear(8, 8), NORMS[norm](8), nn.Dropout(0.3))
         for _ in range(4)
     ]
-    return Pipeline(
+    return flat_pipeline(
         nn.Sequential(*layers),
         loss_fn=lambda y, t: ((y - t) ** 2).mean(),
         optimizer=lambda p: torch.optim.AdamW(p, lr=0.05),

@@ -6,6 +6,7 @@ from typing import Any
 import masked_model
 import pytest
 import torch
+from flat import flat_pipeline
 from masked_model import M, batch, build, cut, loss_fn, make, train
 from pool import Pool
 from small_model import adamw, assert_same
@@ -136,7 +137,7 @@ class Counted:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.sent: dict[tuple[What, int], list[int]] = {}
-        for executor in pipeline._executors.values():
+        for executor in pipeline.stages.executors.values():
             send = executor.transport.send
             executor.transport.send = partial(self._send, send)  # type: ignore[method-assign]
 
@@ -165,7 +166,7 @@ def test_constants_are_sent_to_a_stage_once(
     pipeline.evaluate(*cut(batch(0)))
     found = {c: n for (what, c), n in counted.sent.items() if what is What.ACTIVATION}
     assert [set(found[chunk]) for chunk in sorted(found)] == [{n} for n in tensors]
-    for executor in pipeline._executors.values():
+    for executor in pipeline.stages.executors.values():
         assert not executor.stage.constants.kept
 
 
@@ -192,7 +193,7 @@ class Out(nn.Module):
 def write_to_the_mask(mode: str, n_stages: int | None) -> list[float]:
     torch.manual_seed(0)
     layers = [*(Writes(at) for at in range(5)), Out()]
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         layers, loss_fn=nn.functional.mse_loss, optimizer=adamw, schedule=mode,
         n_stages=n_stages, n_microbatches=2, split="even",
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import masked_model
 import pytest
 import torch
+from flat import flat_pipeline
 from masked_model import IGNORED, N_LAYERS, M, build, cut
 from pool import Pool
 from small_model import adamw, assert_same, refusal
@@ -47,7 +48,7 @@ LOSSES: dict[str, tuple[Any, Callable[[Any], float]]] = {
 
 def make(mode: str, n_stages: int | None, weigh: Any, **more: Any) -> Pipeline:
     settings = {"optimizer": None, "loss_fn": LOSSES.get(weigh, (loss_fn,))[0]} | more
-    return Pipeline(
+    return flat_pipeline(
         build, n_layers=N_LAYERS, schedule=mode, n_stages=n_stages, weigh=weigh,
         n_microbatches=M, **settings,
     )  # fmt: skip
@@ -138,7 +139,7 @@ def test_a_micro_batch_without_tokens(mode: str) -> None:
     assert result.losses[1] == 0.0 and math.isfinite(result.loss)
     assert pipeline.evaluate(inputs, labels) == result.loss
     others = [0, 2, 3]
-    three = Pipeline(
+    three = flat_pipeline(
         build, n_layers=N_LAYERS, schedule=mode, n_stages=2, n_microbatches=3,
         loss_fn=loss_fn, optimizer=None, weigh="tokens",
     )  # fmt: skip

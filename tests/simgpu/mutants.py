@@ -638,12 +638,9 @@ EXPLAINED: dict[str, str] = {
     "comm/channels.py PendingSum.done: not asked: `self._work.is_completed()`": (
         "the copy's event is behind it"
     ),
-    "driver/lifecycle.py Lifecycle.close: without `executor.transport.flush()`": (
+    "driver/stages.py LocalStages.close: without `executor.transport.flush()`": (
         "when these runs close, the sums of their last steps have been read"
     ),
-    "optim/rollback/adam_kernel.py adam_numbers: no pin_memory: "
-    "`runs_ahead(like.device)`": _CODE,
-    "optim/rollback/adam_kernel.py adam_numbers: no non_blocking: `True`": _CODE,
     "parallel/buffers.py Turn.gather: without `gathering.wait()`": (
         "torch gathers later wherever these runs do"
     ),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import simgpu
 import zbpp
+from zbpp import diagnostics
 from zbpp.runtime.optim.patience import Patience
 
 __all__ = ["ONE_PROCESS", "TWO_PROCESSES", "Outcome", "Scenario", "differences"]
@@ -228,11 +229,11 @@ def with_times(mode: str, n_stages: int | None, **more: Any) -> Outcome:
     results = []
     for step in range(N_STEPS):
         results.append(trained.step(*batch(step)))
-        slots = [slot for row in trained.timeline().rows for slot in row]
+        slots = [slot for row in diagnostics.timeline(trained).rows for slot in row]
         outcome.numbers[f"no time runs backwards in step {step}"] = all(
             slot.end >= slot.start for slot in slots
         )
-        for executor in trained._executors.values():
+        for executor in trained.stages.executors.values():
             executor.times.norm_seconds()
     note_results(outcome, results)
     note_parameters(outcome, trained)

@@ -19,8 +19,11 @@ from zbpp.bench.request import costs_of
 from zbpp.core import Costs, PassKind, Schedule, Timeline, passes_in
 from zbpp.diagnostics import measured_costs, timelines
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
-from zbpp.pipeline import Pipeline
+from zbpp.models import layered_of
+from zbpp.pipeline import Pipeline, plan_model
+from zbpp.planning import Plan
 from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Execution, Numerics, StepPolicy
 from zbpp.simulator import simulate, steady_step_time
 
 __all__ = ["Ours", "Promised", "build_ours", "resolved"]
@@ -129,24 +132,41 @@ def resolved(field: Field, contender: str) -> Schedule:
 
 def _pipeline(field: Field, schedule: Schedule | str, *, steps: bool) -> Pipeline:
     request, loaded = field.request, field.model()
-    measures = isinstance(schedule, str)
-    return Pipeline(
-        loaded.model,
-        n_layers=loaded.n_layers,
-        loss_fn=loaded.loss_fn or own_loss,
-        optimizer=make_optimizer(request) if steps else None,
-        schedule=schedule,
-        n_microbatches=request.microbatches,
-        n_stages=request.stages,
-        example=(field.batch.inputs, field.batch.targets) if measures else None,
-        memory=request.memory_limit if measures else None,
-        watch=False,
-        clip_grad_norm=request.clip_grad_norm if steps else None,
-        patience=Patience(failures=11),  # speculative from the first step on
-        device=field.device,
-        autocast=autocast_of(request),
+    model = layered_of(loaded.model, loaded.n_layers)
+    numerics = Numerics(autocast=autocast_of(request), exact_sums=request.exact_sums)
+    execution = Execution(
         compile="blocks" if request.compile else False,
         cuda_graphs=request.cuda_graphs,
-        exact_sums=request.exact_sums,
+        watch=False,
         timeout_s=request.timeout_s,
+    )
+    optimizer = make_optimizer(request) if steps else None
+    plan: Schedule | Plan | str = schedule
+    if isinstance(schedule, str):
+        plan = plan_model(
+            model,
+            schedule,
+            n_stages=request.stages,
+            n_microbatches=request.microbatches,
+            example=(field.batch.inputs, field.batch.targets),
+            memory=request.memory_limit,
+            device=field.device,
+            loss_fn=loaded.loss_fn or own_loss,
+            optimizer=optimizer,
+            numerics=numerics,
+            execution=execution,
+        )
+    return Pipeline(
+        model,
+        plan,
+        loss_fn=loaded.loss_fn or own_loss,
+        optimizer=optimizer,
+        n_microbatches=request.microbatches,
+        n_stages=request.stages,
+        clip_grad_norm=request.clip_grad_norm if steps else None,
+        device=field.device,
+        numerics=numerics,
+        # speculative from the first step on
+        step=StepPolicy(patience=Patience(failures=11)),
+        execution=execution,
     )

@@ -25,9 +25,11 @@ from zbpp.emulation.build import sleeping_chunks, sleeping_layers
 from zbpp.emulation.collectives import SleepingCollectives
 from zbpp.emulation.layers import DelayedTransport, sleep_until
 from zbpp.emulation.slow_sum import SlowSums
+from zbpp.models import layers_from
 from zbpp.pipeline import Pipeline
 from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Execution, StepPolicy
 from zbpp.schedules import even_split
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
 
@@ -182,19 +184,19 @@ def emulated_pipeline(
         ends = accumulate(schedule.split or ())
         sends = dict(zip(ends, times.sending, strict=False))
         build = partial(sleeping_layers, layers, sends)
+    split = (1,) * placement.n_chunks if layers is None else schedule.split
     pipeline = Pipeline(
-        build,
-        n_layers=placement.n_chunks if layers is None else layers.n_layers,
-        split=(1,) * placement.n_chunks if layers is None else schedule.split,
+        layers_from(build, n_layers=sum(split or ())),
+        replace(schedule, split=split),
         loss_fn=_mean,
         optimizer=sleeping_optimizer,
-        schedule=schedule,
-        n_stages=schedule.n_stages,
-        post_validation=bool(post_validation),
-        rollback="snapshot",  # for an optimizer that is not one of torch's
-        patience=Patience(failures=11),  # speculative from the first step on
-        timeout_s=timeout_s,
         device="cpu",
+        step=StepPolicy(
+            post_validation=bool(post_validation),
+            rollback="snapshot",  # for an optimizer that is not one of torch's
+            patience=Patience(failures=11),  # speculative from the first step on
+        ),
+        execution=Execution(timeout_s=timeout_s),
     )
     for stage, executor in pipeline.stages.executors.items():
         executor.collectives = SleepingCollectives(

@@ -26,7 +26,7 @@ from zbpp.memory.trace import (
 )
 from zbpp.memory.tracker import storages_of
 from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.ties.find import find_ties
+from zbpp.runtime.ties.plan import find_ties
 from zbpp.runtime.values import UnfitValueError, as_tensors
 
 __all__ = ["ModelMemory"]

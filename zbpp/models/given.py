@@ -14,7 +14,7 @@ from zbpp.models.layered import Layered, Tie, layer_name
 from zbpp.models.peft import base_of, is_peft
 from zbpp.models.weights import Source, Weights, is_on_meta
 from zbpp.runtime.partition import Model, check_layers, count_layers
-from zbpp.runtime.ties.find import find_ties
+from zbpp.runtime.ties.plan import find_ties
 
 __all__ = ["Given", "cut", "layered_of", "layers_from", "model_to_build"]
 
@@ -112,13 +112,14 @@ def _look_for_compiled(model: nn.Module) -> None:
     if inner is not None:
         raise RequestError(
             f"torch.compile has wrapped this {type(inner).__name__} as a whole; give "
-            'the model that it was called with, and compile="blocks" to zbpp.Pipeline'
+            'the model that it was called with, and compile="blocks" '
+            "in execution=zbpp.Execution(...)"
         )
     if model._compiled_call_impl is not None:
         warnings.warn(
             f"this {type(model).__name__} is compiled as a whole, by model.compile(), "
             "and a pipeline calls its layers only, which are not compiled; leave "
-            'that out, and give compile="blocks" to zbpp.Pipeline',
+            'that out, and give compile="blocks" in execution=zbpp.Execution()',
             stacklevel=4,
         )
 

@@ -12,7 +12,7 @@ from functools import wraps
 from importlib import import_module
 from inspect import signature
 from operator import attrgetter
-from typing import Any
+from typing import Any, ParamSpec
 
 from zbpp.core import RequestError
 from zbpp.models.given import layered_of
@@ -112,7 +112,10 @@ def missing_attribute(pipeline: Any, name: str) -> Any:
     raise AttributeError(f"a Pipeline has no attribute {name!r}{hint}")
 
 
-def accepts_old_keywords(init: Callable[..., None]) -> Callable[..., None]:
+_Given = ParamSpec("_Given")
+
+
+def accepts_old_keywords(init: Callable[_Given, None]) -> Callable[_Given, None]:
     """Let ``Pipeline.__init__`` take the keywords that it had before 1.0."""
     parameters = signature(init).parameters
 

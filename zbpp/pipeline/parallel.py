@@ -1,22 +1,31 @@
-"""Programs of a pipeline's stages, with the collectives of replicas and shards."""
+"""Programs of a pipeline's stages: with the collectives of replicas, and in parts."""
 
 import os
 from collections.abc import Mapping
 
 from zbpp.core import (
+    AddTied,
     Collective,
     CollectiveKind,
     Costs,
+    Instruction,
     Program,
+    Receive,
+    Reduce,
     RequestError,
     Schedule,
+    Send,
+    Step,
+    TiedGradient,
 )
 from zbpp.core.sharding import reduces_every
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.schedules import add_collectives, lower
 
-__all__ = ["check_one_queue", "with_collectives"]
+__all__ = ["check_one_queue", "parts_of_step", "with_collectives"]
+
+Programs = tuple[Program, ...]
 
 
 def with_collectives(
@@ -27,7 +36,7 @@ def with_collectives(
     *,
     ties: tuple[tuple[int, ...], ...],
     costs: Costs | None = None,
-) -> tuple[Schedule, tuple[Program, ...]]:
+) -> tuple[Schedule, Programs]:
     """Add the jobs that the replicas' layers need; all processes must call.
 
     A schedule that has such jobs keeps them where they are. Without replicas there is
@@ -59,6 +68,23 @@ def with_collectives(
         check_one_queue(os.environ)
     programs = lower(schedule, ties=ties, costs=costs, on_device=transport.on_device)
     return schedule, programs
+
+
+def parts_of_step(programs: Programs) -> tuple[Programs, Programs]:
+    """Cut the programs of a step into its passes, and what comes behind them all.
+
+    Both ends of each channel are cut alike: gradients of tied parameters come last.
+    """
+
+    def is_end(instruction: Instruction) -> bool:
+        match instruction:
+            case Send(value) | Receive(value):
+                return isinstance(value, TiedGradient)
+        return isinstance(instruction, AddTied | Reduce | Step)
+
+    passes = tuple(tuple(x for x in each if not is_end(x)) for each in programs)
+    ends = tuple(tuple(x for x in each if is_end(x)) for each in programs)
+    return passes, ends
 
 
 def check_one_queue(environment: Mapping[str, str]) -> None:

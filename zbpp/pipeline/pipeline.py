@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.checkpoint.state import State
-from zbpp.core import RequestError, Schedule, schedule_text
+from zbpp.core import Program, RequestError, Schedule, schedule_text
 from zbpp.core.sharding import Shard
 from zbpp.diagnostics import split_warning
 from zbpp.models import Tie, layered_of
@@ -35,7 +35,7 @@ from zbpp.pipeline.arguments import (
 )
 from zbpp.pipeline.checkpoints import Checkpoints
 from zbpp.pipeline.keywords import accepts_old_keywords, missing_attribute
-from zbpp.pipeline.parallel import with_collectives
+from zbpp.pipeline.parallel import parts_of_step, with_collectives
 from zbpp.planning import Plan, PlanRequest, is_auto
 from zbpp.planning.answer import recomputed_layers
 from zbpp.planning.pipelines import choose_validation, plan_pipeline
@@ -44,7 +44,7 @@ from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import is_out_of_memory
 from zbpp.profiling.profile import Profile
 from zbpp.runtime.driver.agreement import check_agreement
-from zbpp.runtime.driver.batches import Batches
+from zbpp.runtime.driver.batches import Batches, StepPart
 from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.driver.compile_chunks import check_compile
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
@@ -55,7 +55,7 @@ from zbpp.runtime.optim.result import StepResult
 from zbpp.runtime.optim.step_state import step_rules
 from zbpp.runtime.parallel.wrap import check_shard
 from zbpp.runtime.partition import partition_layers
-from zbpp.runtime.policies import Execution, Numerics, StepPolicy
+from zbpp.runtime.policies import Execution, Numerics, StepPolicy, check_count
 from zbpp.runtime.stage import LossFn
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.ties.plan import TiePlan, check_ties
@@ -187,7 +187,7 @@ class Pipeline:
             self.layered.build, self._ties, transports, self._options, self.place
         )
         self.stages = LocalStages(executors, placement)
-        self._executors = executors
+        self._parts: tuple[tuple[Program, ...], tuple[Program, ...]] | None = None
         self._use(self.schedule)
         self.n_switches = 0
         """Times that the schedule was changed."""
@@ -215,13 +215,15 @@ class Pipeline:
             writes=self.place.peers.row == 0,
         )
         self._has_learned_metrics = False
+        self._part: StepPart | None = None
+        """The call that was last, of a step that is not taken yet."""
         self._forward_programs = lower_forward(placement, n_microbatches=1)
         self._forward_size = 1
         request = (
             schedule_text(self.schedule),
             self.split,
             rules,
-            numerics,
+            replace(numerics, weigh=None),  # a function looks different on each rank
             execution.compile,
         )
         check_agreement(executors, request, self._ties)
@@ -251,6 +253,99 @@ class Pipeline:
             RequestError: the batch does not fit.
             PeerError: another stage died or did not answer.
         """
+        if self._part is not None:
+            raise RequestError(
+                "step() is forward_backward() and optim_step() in one; after "
+                "forward_backward() call optim_step()"
+            )
+        self._run(inputs, targets, self._programs, keeps_outputs=return_outputs)
+        result = self._end_step(return_outputs=return_outputs)
+        if self._watcher is not None:
+            with self.stages.failures_told():
+                self._watcher.after_step(self)
+        return result
+
+    def forward_backward(
+        self,
+        inputs: Batch = None,
+        targets: Batch = None,
+        *,
+        loss_fn: LossFn | None = None,
+        n_calls: int = 1,
+    ) -> None:
+        """Add the gradients of one batch; `optim_step` steps after any number of calls.
+
+        ``step`` is one call and an `optim_step`. Several calls with equal batches have
+        the loss, the gradients and the norm of one step with the micro-batches of all,
+        to the bit if ``n_calls`` says how many they are, or if they are 1, 2, 4, 8, ...
+        Else gradients are rounded once more. The first call after an `optim_step`
+        validates it, where steps are post-validated.
+
+        Every rank must call, with the same ``n_calls``.
+
+        Args:
+            inputs: as for `step`.
+            targets: as for `step`.
+            loss_fn: of this call, in place of the pipeline's.
+            n_calls: calls before the next `optim_step`, as far as they are known.
+
+        Raises:
+            RequestError: the batch does not fit; or steps of this pipeline cannot be
+                taken in parts: there are replicas, CUDA graphs, or no optimizer.
+            PeerError: another stage died or did not answer.
+        """
+        if self._part is None:
+            self._refuse_parts()
+            check_count("n_calls", n_calls)
+            self._parts = self._parts or parts_of_step(self._programs)
+            part = StepPart(self.n_microbatches, n_calls)
+        else:
+            part = self._part
+        assert self._parts is not None
+        part.loss_fn = loss_fn
+        self._run(inputs, targets, self._parts[0], part=part)
+        part.n_calls += 1
+        self._part = part
+
+    def optim_step(self) -> StepResult:
+        """Clip and step by the gradients of the `forward_backward` calls before.
+
+        Ranks tell each other the weights of several calls: it waits for their passes.
+
+        Returns:
+            The result over the micro-batches of all calls.
+
+        Raises:
+            RequestError: there was no such call.
+            PeerError: another stage died or did not answer.
+        """
+        part, self._part = self._part, None
+        if part is None or self._parts is None:
+            raise RequestError("optim_step() comes after forward_backward()")
+        stages, factor = self.stages, 1.0
+        try:
+            with stages.running():
+                if part.n_calls > 1 or part.n_expected > 1:
+                    told = {"factor": part.gradient_factor} if part.divisor else {}
+                    factor = stages.gather_dict(told)["factor"]
+                for executor in stages.executors.values():
+                    executor.begin_end(factor)
+                stages.drive(self._parts[1])
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        return self._end_step(return_outputs=False)
+
+    def _run(
+        self,
+        inputs: Batch,
+        targets: Batch,
+        programs: tuple[Program, ...],
+        *,
+        keeps_outputs: bool = False,
+        part: StepPart | None = None,
+    ) -> None:
+        """Run programs of a step on a batch."""
         inputs, targets = self._batches.pair(inputs, targets)
         self._batches.begin(
             inputs,
@@ -258,15 +353,45 @@ class Pipeline:
             step=self._n_steps,
             n_microbatches=self.n_microbatches,
             training=True,
-            keeps_outputs=return_outputs,
+            keeps_outputs=keeps_outputs,
+            part=part,
         )
         try:
             with self.stages.running():
-                self.stages.drive(self._programs)
+                self.stages.drive(programs)
         except BaseException as error:
             self._note_failure(error)
             raise
-        return self._end_step(return_outputs=return_outputs)
+
+    def _refuse_parts(self) -> None:
+        """Refuse to take a step in parts where the engine cannot.
+
+        Raises:
+            RequestError: so it is.
+        """
+        reason = None
+        if self._options.optimizer is None:
+            reason = "optimizer is None; clear the gradients, and call step()"
+        elif self.place.n_replicas > 1:
+            reason = "replicas sum their gradients within the passes"
+        elif self._options.execution.cuda_graphs:
+            reason = "CUDA graphs keep the sums of whole steps"
+        if reason is not None:
+            raise RequestError(
+                f"this pipeline takes no step in parts: {reason}; give step() more "
+                "micro-batches in place of several forward_backward() calls"
+            )
+
+    def _refuse_between_parts(self) -> None:
+        """Refuse what would lose gradients that no step has used.
+
+        Raises:
+            RequestError: there are such.
+        """
+        if self._part is not None:
+            raise RequestError(
+                "gradients of forward_backward() wait for optim_step(); call it first"
+            )
 
     def _end_step(self, *, return_outputs: bool) -> StepResult:
         """Count a step that has run, and return its result."""
@@ -282,9 +407,6 @@ class Pipeline:
             self._has_learned_metrics = True
         if return_outputs:
             result = replace(result, outputs=stages.last_outputs())
-        if self._watcher is not None:
-            with stages.failures_told():
-                self._watcher.after_step(self)
         return result
 
     def _note_failure(self, error: BaseException) -> None:
@@ -320,6 +442,7 @@ class Pipeline:
                 different ones.
             PeerError: another stage died or does not switch.
         """
+        self._refuse_between_parts()
         self._check_same_jobs(schedule)
         schedule = choose_validation(schedule, self.schedule.is_post_validated)
         lower(schedule, ties=self._ties.chunks)  # it may be that it cannot be run
@@ -343,6 +466,7 @@ class Pipeline:
             ties=self._ties.chunks,
             costs=self.plan.known_costs,
         )
+        self._parts = None
 
     def _check_same_jobs(self, schedule: Schedule) -> None:
         now = self.schedule
@@ -418,6 +542,7 @@ class Pipeline:
         self, inputs: Batch, targets: Batch, n: int | None, *, predicts: bool
     ) -> Iterator[None]:
         """Run the forwards of a batch; within this their losses or outputs are read."""
+        self._refuse_between_parts()
         m = n or self.n_microbatches
         if self._forward_size != m:  # the placement never changes
             placement = self.schedule.placement
@@ -524,6 +649,7 @@ class Pipeline:
             RequestError: the batch does not fit, or layers are sharded.
             PeerError: another stage died, did not answer, or does not profile.
         """
+        self._refuse_between_parts()
         executors = self.stages.executors
         if any(one.collectives.has_units for one in executors.values()):
             raise RequestError(
@@ -593,6 +719,7 @@ class Pipeline:
             RequestError: something is missing, unknown or of another shape; it is
                 named, and nothing is changed.
         """
+        self._refuse_between_parts()
         n_steps = self._checkpoints.load_state_dict(state, model_only=model_only)
         self._n_steps = self._n_steps if n_steps is None else n_steps
 
@@ -665,6 +792,7 @@ class Pipeline:
             CheckpointError: there is none; or names the damaged files.
             RequestError: it does not fit this model; nothing is changed.
         """
+        self._refuse_between_parts()
         extra, n_steps = self._checkpoints.load(path, model_only=model_only)
         self._n_steps = self._n_steps if n_steps is None else n_steps
         return extra

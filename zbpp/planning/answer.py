@@ -18,12 +18,11 @@ from zbpp.core import (
     RequestError,
     Schedule,
     lower_bound,
-    parse_costs,
-    parse_schedule,
     schedule_text,
 )
-from zbpp.core.files.costs_file import costs_data
+from zbpp.core.files.costs_file import costs_data, costs_of
 from zbpp.core.files.json_text import fail, number, object_of, read, refuse_unknown
+from zbpp.core.files.schedule_file import schedule_of
 from zbpp.schedules import LayerPlan
 from zbpp.schedules.planner.figures import PlanFigures
 
@@ -220,14 +219,18 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
     for key, kind in _KINDS.items():
         if not isinstance(data.get(key), kind):
             fail(source, f"{key} is {data.get(key)!r}, not a {kind.__name__}")
-    costs = parse_costs(json.dumps(data["costs"]), source=f"{source}: costs")
-    schedule = parse_schedule(json.dumps(data["schedule"]), source=source)
+    costs = costs_of(data["costs"], source=f"{source}: costs")
+    costs = replace(costs, gathers=data["gathers"])
+    schedule = schedule_of(
+        data["schedule"],
+        source=source,
+        costs=None if costs.limit is None else costs,
+    )
     ideal, even = (data["figures"].get(key) for key in ("ideal_step", "even_step"))
     try:
-        costs = replace(costs, gathers=data["gathers"])
         costs.on(schedule.placement)
         return Plan(
-            schedule if costs.limit is None else replace(schedule, costs=costs),
+            schedule,
             costs,
             data["mode"],
             has_costs=data["has_costs"],

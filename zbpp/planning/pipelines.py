@@ -58,8 +58,8 @@ def costs_or_layers(
         return costs
     if costs is not None:
         raise RequestError(
-            "costs and layers are both given; the costs of chunks follow from those of "
-            "layers: leave costs out"
+            "costs and layer_costs are both given; the costs of chunks follow from "
+            "those of layers: leave costs out"
         )
     return layers if isinstance(layers, LayerCosts) else read_layers(layers)
 
@@ -148,8 +148,8 @@ def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]
 def _split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ...]:
     if split == "balanced":
         raise RequestError(
-            "split is balanced, but there are no costs per layer; give layers=, or "
-            "leave split out"
+            "split is balanced, but there are no costs per layer; give layer_costs=, "
+            "or leave split out"
         )
     if split is None or split == "even":
         return even_split(n_layers, placement.n_chunks)

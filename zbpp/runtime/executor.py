@@ -111,6 +111,7 @@ class BoundProgram:
             for x in program
         )
         """Gradients are summed over replicas."""
+        self.has_passes = any(isinstance(x, Pass) for x in program)
 
     def fits(self, program: Program, transport: Transport) -> bool:
         """True if these are the handlers of a program with its messages moved so."""
@@ -481,9 +482,10 @@ class Executor:
         self.stream = stream
         self.replay = Replay(stage, replays=optimizer.speculates)
         self._inject_fault = inject_fault
-        self.opening = Opening(1)
-        """Begins the messages of the next step."""
+        self.opening: Opening | None = Opening(1)
+        """Begins the messages of the next step; None: its shapes are known."""
         self.is_profiled = False
+        self._is_part = False
         self._bound: dict[bool, BoundProgram] = {}  # by whether it trains
         self._progress = self.collectives.progress(stage.chunks.values())
 
@@ -493,6 +495,7 @@ class Executor:
         n_microbatches: int,
         n_inputs: int | None = None,
         n_targets: int | None = None,
+        is_part: bool = False,
         **step: Any,
     ) -> None:
         """Begin a step or an evaluation: take the micro-batches that the stage reads.
@@ -501,10 +504,21 @@ class Executor:
             n_microbatches: of the step.
             n_inputs: samples of the inputs, where they were cut here.
             n_targets: samples of the targets, where they were cut here.
+            is_part: it is one of several parts of a step, which leaves no times.
             step: see `Stage.begin`.
         """
+        self._is_part = is_part
         self.stage.begin(n_microbatches=n_microbatches, **step)
         self.opening = Opening(n_microbatches, self.stage.inputs, n_inputs, n_targets)
+
+    def begin_end(self, gradient_factor: float) -> None:
+        """Begin what a step of several parts does behind them all.
+
+        Args:
+            gradient_factor: what the gradients are multiplied by.
+        """
+        self.stage.gradient_factor = gradient_factor
+        self.opening = None
 
     def run(self, program: Program, *, training: bool = True) -> Iterator[None]:
         """Run a program; yield where another stage of this process must go first.
@@ -518,7 +532,7 @@ class Executor:
             Exception: whatever the model raises, with a note that names the job.
         """
         bound = self._bind(program, training=training)
-        self.times.begin(training=training)
+        self.times.begin(training=training and not self._is_part)
         self.is_profiled = profiling()
         for handler in self._in_order(bound) if training else bound.rest:
             if handler.waits:
@@ -555,7 +569,8 @@ class Executor:
                 yield from bound.before
         self.replay.decide()
         self.optimizer.begin_backward()
-        self.stage.ties.begin()
+        if bound.has_passes and not self.stage.first:
+            self.stage.ties.begin()
         if bound.reduces:
             self.stage.watch_weights(self._progress)
         yield from bound.rest

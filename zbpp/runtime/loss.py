@@ -45,6 +45,7 @@ class Loss:
         """Names of the metrics that loss_fn returns; None: it has not run here."""
         self.names: tuple[str, ...] = ()
         """The same, once all processes know them."""
+        self._all_weights: list[float] = []
         self.begin(None, None, n_microbatches=1)
 
     def begin(
@@ -53,25 +54,35 @@ class Loss:
         weights: Sequence[float] | None,
         *,
         n_microbatches: int,
+        first: int = 0,
         total: Callable[[], float] | None = None,
+        loss_fn: LossFn | None = None,
     ) -> None:
-        """Start a step: take its targets.
+        """Start a step, or the next part of one: take its targets.
 
         Args:
             targets: of each micro-batch; None: there is no loss here.
             weights: of each micro-batch; None: all alike.
             n_microbatches: their number.
+            first: micro-batches of the step's earlier parts, whose losses stay.
             total: weight of the whole batch, of which others have parts; None: there
                 is no more than these. Asked for once, before the first backward.
+            loss_fn: in place of the usual one.
         """
+        self._used_fn = loss_fn or self._loss_fn
         self.targets = targets
         self._uploads.begin(targets)
         self._n_microbatches = n_microbatches
+        self._first = first
+        earlier = self._all_weights if first else []
+        self._all_weights = [*earlier, *(weights or [1.0] * n_microbatches)]
         self._weights = weights
         self._shares = None if weights is None else shares(weights)
         self._total = total
-        self.values: dict[int, Tensor] = {}
-        self.metrics: dict[int, Metrics] = {}
+        if not first:
+            self.values: dict[int, Tensor] = {}
+            """Losses by the number of the micro-batch in the step."""
+            self.metrics: dict[int, Metrics] = {}
 
     def __call__(self, outputs: object, microbatch: int) -> Tensor:
         """Loss of one micro-batch; its value is kept.
@@ -84,11 +95,12 @@ class Loss:
         if not self.counts(microbatch):
             loss = _nothing(outputs, self._device)
         else:
-            loss = self._loss_fn(outputs, self.take(microbatch))
+            loss = self._used_fn(outputs, self.take(microbatch))
+            number = self._first + microbatch
             if type(loss) is tuple and len(loss) == 2:
                 loss, metrics = loss
-                self.metrics[microbatch] = _numbers(metrics)
-            self._check_names(self.metrics.get(microbatch, {}))
+                self.metrics[number] = _numbers(metrics)
+            self._check_names(self.metrics.get(number, {}))
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise RequestError(
                 "loss_fn must return a scalar tensor, the mean over a micro-batch, or "
@@ -100,8 +112,12 @@ class Loss:
                 "in floating point: of a complex one, its abs() or real part"
             )
         # A copy: mse_loss's scalar holds the memory of all its summands.
-        self.values[microbatch] = loss.detach().clone()
+        self.keep(microbatch, loss.detach().clone())
         return loss
+
+    def keep(self, microbatch: int, value: Tensor) -> None:
+        """Note the value of a micro-batch's loss."""
+        self.values[self._first + microbatch] = value
 
     def discard(self) -> None:
         """Forget the losses so far; they will be computed once more."""
@@ -157,17 +173,17 @@ class Loss:
 
         All zero where there is no loss.
         """
-        n, size = self._n_microbatches, 2 + len(self.names)
+        n, size = len(self._all_weights), 2 + len(self.names)
         if not self.values:
             return torch.zeros(size, n, dtype=torch.float64, device=self._device)
         losses = torch.stack([self.values[i] for i in range(n)]).double()
-        weights = torch.tensor(self._weights or [1.0] * n, dtype=torch.float64)
+        weights = torch.tensor(self._all_weights, dtype=torch.float64)
         rows = [losses.to(self._device), sent_ahead(weights, self._device)]
         return torch.stack([*rows, *map(self._row, self.names)])
 
     def _row(self, name: str) -> Tensor:
         """A metric of each micro-batch; 0 where the weight is."""
-        n = self._n_microbatches
+        n = len(self._all_weights)
         values = [self.metrics.get(i, {}).get(name, 0.0) for i in range(n)]
         if not any(isinstance(value, Tensor) for value in values):
             numbers = torch.tensor(values, dtype=torch.float64)

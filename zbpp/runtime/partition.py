@@ -6,7 +6,7 @@ from torch import nn
 
 from zbpp.core import RequestError, a_kind
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
-from zbpp.runtime.ties.find import refuse_sharing
+from zbpp.runtime.ties.plan import refuse_sharing
 
 __all__ = ["Model", "build_chunks", "check_layers", "count_layers", "partition_layers"]
 
@@ -65,10 +65,13 @@ def count_layers(model: Model, n_layers: int | None) -> int:
         raise RequestError(
             f"{a_kind(model)} cannot be cut into layers; {_way(model)}give an "
             "nn.Sequential, a list of layers, or a function that builds the layers of "
-            "a range of indices (with n_layers)"
+            "a range of indices, in zbpp.layers_from(build, n_layers=...)"
         )
     if n_layers is None:
-        raise RequestError("a model given as a builder needs n_layers")
+        raise RequestError(
+            "a model given as a builder needs n_layers: zbpp.layers_from(build, "
+            "n_layers=...)"
+        )
     return n_layers
 
 

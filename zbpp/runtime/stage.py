@@ -136,27 +136,43 @@ class Stage:
         inputs: Sequence[Tensors] | None,
         targets: Sequence[object] | None,
         n_microbatches: int,
+        first: int = 0,
         weights: Sequence[float] | None = None,
         total: Callable[[], float] | None = None,
+        loss_fn: LossFn | None = None,
         keeps_outputs: bool = False,
     ) -> None:
         """Start a step: take its micro-batches, forget what an earlier one left.
+
+        Or start the next part of a step, which adds to the gradients and losses of the
+        parts before it.
 
         Args:
             step: its number.
             inputs: of each micro-batch, where this stage holds the first chunk.
             targets: where it holds the last; without any, no loss is computed.
             n_microbatches: their number.
+            first: micro-batches of the step's earlier parts.
             weights: of each micro-batch, with the targets; None: all alike.
-            total: of the whole batch's, if other replicas have parts of it.
+            total: of the whole batch's, if replicas or other parts have some of it.
+            loss_fn: in place of the usual one.
             keeps_outputs: keep what the last chunk puts out, before the loss.
         """
         self.ties.refresh()
         self.step, self.inputs = step, inputs
         self._uploads.begin(inputs)
-        self.loss.begin(targets, weights, n_microbatches=n_microbatches, total=total)
+        self.loss.begin(
+            targets,
+            weights,
+            n_microbatches=n_microbatches,
+            first=first,
+            total=total,
+            loss_fn=loss_fn,
+        )
         self.outputs: dict[int, object] | None = {} if keeps_outputs else None
-        self.n_microbatches = n_microbatches
+        self.n_microbatches, self.first = n_microbatches, first
+        self.gradient_factor = 1.0
+        """What a step of several parts multiplies its gradients by at the end."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self.constants.begin()
         for order in self._orders.values():
@@ -283,7 +299,7 @@ class Stage:
 
     def _seed_layer(self, microbatch: int, layer: int) -> None:
         assert self._seed is not None
-        seed = mixed_seed(self._seed, self.step, layer, microbatch)
+        seed = mixed_seed(self._seed, self.step, layer, self.first + microbatch)
         seed_torch(seed, self.device)
 
     def _passed_on(self, chunk: int, inputs: Tensors) -> GivenConstants | None:

@@ -1,5 +1,6 @@
 """From the options of a run to its pipeline and optimizer."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,17 +10,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
 from zbpp.core import Schedule
+from zbpp.models import layered_of
 from zbpp.models.configs.text_model import TextModel
-from zbpp.pipeline import Pipeline
+from zbpp.pipeline import Pipeline, plan_model
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.parallel.mesh import make_mesh
+from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 from zbpp.training.llama import dealt_out
 from zbpp.training.options import Train
 from zbpp.training.setup import device_of, measures_first, model_of
 from zbpp.training.splits import asked_recompute, asked_split, run_split
 
-__all__ = ["AUTOCAST", "build_pipeline", "make_optimizer", "mesh_of"]
+__all__ = ["AUTOCAST", "build_pipeline", "make_optimizer", "mesh_of", "numerics_of"]
 
 _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,32 +36,23 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
         options: of the run.
         schedule: to run; where `measures_first`, only its sizes count.
     """
-    model = model_of(options)
-    how: dict[str, Any] = {
-        "schedule": schedule,
-        "split": run_split(options, schedule, model),
-    }
-    if measures_first(options):
-        how = {
-            "schedule": "auto",
-            "split": asked_split(options),
-            "n_microbatches": schedule.n_microbatches,
-            "n_stages": schedule.n_stages,
-            "memory": options.memory_limit,
-            "example": _example(options, model, schedule.n_microbatches),
-            "recompute": asked_recompute(options),
-        }
-    given = model.given()
-    if (mesh := mesh_of(options, schedule.n_stages)) is not None:
-        how |= {"shard": options.shard, "mesh": mesh}
-        how["alternating_buffers"] = options.alternating_buffers
+    text_model = model_of(options)
+    made_of = text_model.given()
+    model = layered_of(made_of["model"], made_of.get("n_layers"))
+    loss_fn, optimizer = made_of.get("loss_fn"), partial(make_optimizer, options)
+    mesh = mesh_of(options, schedule.n_stages)
+    processes: DataParallel | None = None
+    if mesh is not None:
         if options.tensor_parallel > 1:
-            given["model"] = dealt_out(given["model"], mesh["tp"])
-    return Pipeline(
-        **given,
-        optimizer=partial(make_optimizer, options),
-        **how,
-        clip_grad_norm=options.clip_grad_norm,
+            model = replace(model, build=dealt_out(model.build, mesh["tp"]))
+        processes = DataParallel(
+            mesh=mesh,
+            shard=options.shard,
+            alternating_buffers=options.alternating_buffers,
+        )
+    device = device_of(options)
+    numerics = replace(numerics_of(options), seed=made_of.get("seed"))
+    step = StepPolicy(
         post_validation=options.enable_optimizer_post_validation,
         rollback=options.post_validation_rollback,
         patience=Patience(
@@ -67,14 +61,52 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
             clean=options.post_validation_clean,
         ),
         max_consecutive_skips=options.max_consecutive_skips,
-        device=device_of(options),
-        autocast=AUTOCAST[options.dtype],
         loss_scale=LossScaler() if options.dtype == "fp16" else None,
+    )
+    execution = Execution(
         compile="blocks" if options.compile else False,
         cuda_graphs=options.cuda_graphs,
-        exact_sums=options.exact_sums,
+        watch=measures_first(options),
         timeout_s=options.timeout_s,
     )
+    if measures_first(options):
+        plan = plan_model(
+            model,
+            "auto",
+            n_microbatches=schedule.n_microbatches,
+            n_stages=schedule.n_stages,
+            memory=options.memory_limit,
+            example=_example(options, text_model, schedule.n_microbatches),
+            split=asked_split(options),
+            recompute=asked_recompute(options),
+            mesh=processes,
+            device=device,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            numerics=numerics,
+            step=step,
+            execution=execution,
+        )
+    else:
+        split = run_split(options, schedule, text_model)
+        plan = plan_model(model, schedule, split=split, mesh=processes, device=device)
+    return Pipeline(
+        model,
+        plan,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        clip_grad_norm=options.clip_grad_norm,
+        mesh=processes,
+        device=device,
+        numerics=numerics,
+        step=step,
+        execution=execution,
+    )
+
+
+def numerics_of(options: Train) -> Numerics:
+    """How a run computes."""
+    return Numerics(autocast=AUTOCAST[options.dtype], exact_sums=options.exact_sums)
 
 
 def mesh_of(options: Train, n_stages: int) -> DeviceMesh | None:

@@ -14,12 +14,20 @@ from torch.optim import AdamW
 from zbpp.core import LayerCosts, Schedule, write_costs, write_layers
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.memory import layer_memory
+from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline
 from zbpp.planning.replicas import network_of, on_replicas
 from zbpp.profiling import Profile
 from zbpp.runtime.partition import Model
+from zbpp.runtime.policies import Execution, StepPolicy
 from zbpp.runtime.stage import LossFn
-from zbpp.training.build import AUTOCAST, build_pipeline, make_optimizer, mesh_of
+from zbpp.training.build import (
+    AUTOCAST,
+    build_pipeline,
+    make_optimizer,
+    mesh_of,
+    numerics_of,
+)
 from zbpp.training.estimate import estimate_layers
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of, device_of
@@ -103,19 +111,21 @@ def run_profile(request: ProfileRequest, options: Train, schedule: Schedule) -> 
 
 def _pipeline_of(loaded: UsersModel, options: Train, schedule: Schedule) -> Pipeline:
     return Pipeline(
-        loaded.model,
-        n_layers=loaded.n_layers,
+        layered_of(loaded.model, loaded.n_layers),
+        schedule,
         loss_fn=loaded.loss_fn or _own_loss,
         optimizer=partial(_adamw, options.lr),
-        schedule=schedule,
-        post_validation=options.enable_optimizer_post_validation,
-        rollback=options.post_validation_rollback,
-        device=device_of(options),
-        autocast=AUTOCAST[options.dtype],
-        compile="blocks" if options.compile else False,
-        exact_sums=options.exact_sums,
-        timeout_s=options.timeout_s,
         mesh=mesh_of(options, schedule.n_stages),
+        device=device_of(options),
+        numerics=numerics_of(options),
+        step=StepPolicy(
+            post_validation=options.enable_optimizer_post_validation,
+            rollback=options.post_validation_rollback,
+        ),
+        execution=Execution(
+            compile="blocks" if options.compile else False,
+            timeout_s=options.timeout_s,
+        ),
     )
 
 

@@ -13,7 +13,7 @@ const char *zbpp_stamp = ZBPP_STAMP;
    (NULL: there is none). */
 typedef struct {
     int64_t is_fair;
-    double overrun_tail, delay_b, delay_f, alternate;
+    double overrun_tail, delay_b, delay_f;
     const double *offset;
     const int64_t *max_in_flight, *max_without_b, *early;
     const double *overrun;
@@ -33,7 +33,6 @@ typedef struct {
     double start, free, held, slack, idle, wake;
     int32_t *row;
     int64_t n_row, n_pending, weight_of, n_ordered, n_early;
-    int ran_f;
 } Stage;
 
 /* A pass that is known to come. */
@@ -189,7 +188,6 @@ static int64_t choose(Draft *draft, int64_t s, double now) {
                     || i - numbers[first_b].n_done >= settings->max_without_b[s]))
                 continue;
             rank = (double)i * of->unit + settings->offset[q];
-            if (stage->ran_f == (q < of->n_chunks)) rank += settings->alternate;
         }
         if (!has_room(draft, s, q)) {
             starved |= arrival <= soon;
@@ -240,7 +238,6 @@ static double run(Draft *draft, int64_t s, int64_t q, double now) {
     int64_t i = ++number->n_done;
     number->next = i < number->n_arrivals ? number->arrivals[i] : INFINITY;
     stage->n_ordered++;
-    stage->ran_f = q < of->n_chunks;
     if (q >= of->n_chunks && !of->joint[s]) stage->n_pending++;
     if (q < last) {
         Number *other = number + 1;

@@ -107,7 +107,6 @@ def list_schedule(
         overrun_tail=float(settings.overrun_tail),
         delay_b=float(settings.delay_b),
         delay_f=float(settings.delay_f),
-        alternate=float(settings.alternate),
         offset=_doubles(settings.offset),
         max_in_flight=_whole(settings.max_in_flight),
         max_without_b=_whole(settings.max_without_b),

@@ -53,8 +53,7 @@ __all__ = ["Settings", "list_schedule"]
 class Settings:
     """Ranks and limits of one run; tuples have one entry per stage.
 
-    ``offset`` has one entry per F and B number, in the unit of the times. ``alternate``
-    is in the same unit and is added to the class, F or B, that ran last.
+    ``offset`` has one entry per F and B number, in the unit of the times.
     """
 
     offset: tuple[float, ...]
@@ -65,7 +64,6 @@ class Settings:
     overrun_tail: float
     delay_b: float = 0.0
     delay_f: float = 0.0
-    alternate: float = 0.0
     is_fair: bool = False
     order: "Rows | None" = None
 
@@ -130,7 +128,6 @@ class _Draft:
         self.start, self.free, self.held = [math.inf] * p, [0.0] * p, [0.0] * p
         self.slack = [below - work - problem.tiny for work in problem.work]
         self.idle, self.most_idle = [0.0] * p, -math.inf
-        self.ran_f = [False] * p
         self.n_early = list(settings.early)
         self.weights: list[list[int]] = [[] for _ in range(p)]
         self.n_weights = [0] * p  # of those that have run
@@ -180,7 +177,6 @@ class _Draft:
             return end
         self.done[q] += 1
         self.n_ordered[stage] += 1
-        self.ran_f[stage] = q < n
         if q >= n and not problem.joint[stage]:
             self.weights[stage].append(q + n)
         if q < last:
@@ -212,8 +208,6 @@ def _choose(draft: _Draft, stage: int, now: float) -> int:
         rank = 0.0
         if settings.order is None:
             rank = draft.done[q] * problem.unit + settings.offset[q]
-            if draft.ran_f[stage] == (q < problem.n_chunks):
-                rank += settings.alternate
         known.append(_Known(rank, q, arrival))
     known.sort()
     chosen = _best_ready(draft, now, known)

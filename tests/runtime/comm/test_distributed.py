@@ -130,7 +130,7 @@ def test_results_may_be_read_later(pool: Pool) -> None:
 def count_unfinished_sends(post_validation: bool, lets_go: bool) -> list[int]:
     """After each step, once its sums have been read."""
     pipeline = make_pipeline("ZBH1", None, post_validation=post_validation)
-    (executor,) = pipeline._executors.values()
+    (executor,) = pipeline.stages.executors.values()
     transport = executor.transport
     if not lets_go:
         transport._finish_sum = lambda n, *rest: transport._waits.finish(*rest)
@@ -172,7 +172,7 @@ def groups_left(closes: bool) -> tuple[bool, bool]:
     pipeline = make_pipeline("ZBV", None)
     pipeline.step(*batch(0))
     pipeline.synchronize()
-    (executor,) = pipeline._executors.values()
+    (executor,) = pipeline.stages.executors.values()
     groups = [weakref.ref(group) for group in executor.transport._groups()]
     before = all(group() is not None for group in groups)
     del executor
@@ -213,7 +213,7 @@ def drop_it_while_the_other_stage_is_late() -> str:
         gc.collect()
         store.set("stage 0 has dropped it", "")
         return "dropped"
-    (executor,) = pipeline._executors.values()
+    (executor,) = pipeline.stages.executors.values()
     reduce = executor.optimizer.reduce
 
     def reduce_late(transport: Any) -> None:

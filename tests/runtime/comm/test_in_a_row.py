@@ -91,7 +91,7 @@ def run_beside_each_other(own_channels: bool) -> tuple[Losses, int]:
     try:
         found = train_in_a_row(groups[half], closed=True)
         pipeline = make_pipeline("ZBH1", None, group=groups[half])
-        (executor,) = pipeline._executors.values()
+        (executor,) = pipeline.stages.executors.values()
         opened = {c.group for c in executor.transport._wire.channels.values()}
         return found, len(opened | {executor.transport._all})
     finally:

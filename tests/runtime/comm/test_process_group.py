@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from flat import flat_pipeline
 
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
@@ -143,7 +144,7 @@ def test_a_stage_waits_as_long_as_it_was_told_from_the_start_on(
     monkeypatch.setattr("zbpp.pipeline.pipeline.make_transports", make)
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     with pytest.raises(Reached):
-        Pipeline(
+        flat_pipeline(
             layers,
             optimizer=None,
             loss_fn=torch.nn.functional.mse_loss,

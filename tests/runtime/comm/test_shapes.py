@@ -50,7 +50,7 @@ def test_too_many_kinds_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) ->
 def count_messages(lengths: list[list[int]]) -> tuple[list[Counter[str]], list[float]]:
     """Messages that this rank sends in each step, by kind; losses."""
     pipeline = make_pipeline("1F1B", None)
-    (executor,) = pipeline._executors.values()
+    (executor,) = pipeline.stages.executors.values()
     wire = executor.transport._wire
     sent: Counter[str] = Counter()
     names = {HEADER: "header", KINDS: "kinds"}

@@ -26,7 +26,7 @@ def fail_before_the_other_sums(waits: bool) -> Tensor | str:
     """Stage 0 fails in O of step 1, whose sum stage 1 begins after that."""
     pipeline = make_pipeline("ZBH1", None, post_validation=True, **SETTINGS)
     pipeline.step(*batch(0))
-    executor = pipeline._executors[pipeline.rank]
+    executor = pipeline.stages.executors[pipeline.rank]
     reduce = executor.optimizer.reduce
     end_sum = DistributedTransport._end_sum
     store = dist.distributed_c10d._get_default_store()

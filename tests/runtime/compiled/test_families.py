@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from tiny_hf import batch_of, tiny
 from torch import Tensor
 
-import zbpp
+from zbpp import diagnostics
 from zbpp.runtime.compiled import backend
 
 pytestmark = [
@@ -19,12 +20,14 @@ pytestmark = [
 def stepped(family: str, **how: Any) -> tuple[set[str], dict[str, Tensor]]:
     """The parameters that wait for W, and the gradients of a step."""
     batch = batch_of(family, 4)
-    with zbpp.Pipeline(
+    with flat_pipeline(
         tiny(family, 2), optimizer=None, schedule="ZBH1", n_stages=2, n_microbatches=2,
         **how,
     ) as pipeline:  # fmt: skip
         pipeline.step(batch)
-        waits = {n for n, text in pipeline.split_report().items() if text == "W"}
+        waits = {
+            n for n, text in diagnostics.split_report(pipeline).items() if text == "W"
+        }
         return waits, {n: p.grad.clone() for n, p in pipeline.named_parameters()}
 
 

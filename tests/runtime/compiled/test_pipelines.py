@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from torch import Tensor, fx, nn
 from torch.nn import functional as f
 
-import zbpp
 from zbpp.runtime.support.random_state import seed_torch
 from zbpp.training.llama import LlamaConfig
 
@@ -45,7 +45,7 @@ def trained(
     layers: Any, mode: str, batches: Any, loss_fn: Any, n_stages: int = 2, **how: Any
 ) -> tuple[State, int]:
     """Losses, parameters, and how many of these W has computed."""
-    with zbpp.Pipeline(
+    with flat_pipeline(
         layers,
         loss_fn=loss_fn,
         optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2),
@@ -56,7 +56,7 @@ def trained(
     ) as pipeline:
         losses = [float(pipeline.step(x, y).loss) for x, y in batches]
         pipeline.synchronize()
-        stages = [one.stage for one in pipeline._executors.values()]
+        stages = [one.stage for one in pipeline.stages.executors.values()]
         where = [t for s in stages for own in s.where.values() for t in own.values()]
         named = {n: p.detach().clone() for n, p in pipeline.named_parameters()}
     return (losses, named), where.count("W")

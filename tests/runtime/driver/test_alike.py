@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,7 +32,7 @@ def outcome(case: Case) -> str:
     if place.get(case.get("parameters")) == 1:
         with torch.no_grad():
             layers[1].weight += 1e-6
-    pipeline = zbpp.Pipeline(
+    pipeline = flat_pipeline(
         layers,
         loss_fn=nn.functional.mse_loss,
         optimizer=torch.optim.SGD,

@@ -1,6 +1,7 @@
 """A pipeline split by the costs of its layers, by a schedule, or as asked."""
 
 import pytest
+from flat import flat_pipeline
 from layer_plan import plan_layers
 from small_model import N_LAYERS, adamw, assert_same, batch, build, loss_fn, refusal
 
@@ -14,7 +15,7 @@ LAYERS = LayerCosts(n_layers=N_LAYERS, f=TIMES, b=TIMES, w=TIMES)
 
 def pipeline(schedule: str | Schedule = "ZBH1", **options: object) -> Pipeline:
     sizes = {} if isinstance(schedule, Schedule) else {"n_microbatches": 4}
-    return Pipeline(
+    return flat_pipeline(
         build,
         **{
             "n_layers": N_LAYERS,
@@ -37,38 +38,40 @@ def test_balanced_is_the_default_once_costs_are_known(tmp_path) -> None:
     assert planned.split not in ((3, 3, 3), (1, 1, 7)) and planned.split[2] == 1
     path = tmp_path / "layers.json"
     write_layers(LAYERS, path)
-    for options in ({}, {"split": "balanced"}, {"layers": path}, {"split": None}):
-        made = pipeline(**{"layers": LAYERS, **options})
+    for options in ({}, {"split": "balanced"}, {"layer_costs": path}, {"split": None}):
+        made = pipeline(**{"layer_costs": LAYERS, **options})
         assert sizes_of(made) == planned.split == made.schedule.split
     assert sizes_of(pipeline()) == (3, 3, 3)  # the control: without costs
-    assert sizes_of(pipeline(split="even", layers=LAYERS)) == (3, 3, 3)
+    assert sizes_of(pipeline(split="even", layer_costs=LAYERS)) == (3, 3, 3)
 
 
 @pytest.mark.slow
 def test_an_explicit_split_wins_over_costs_and_over_the_schedule() -> None:
     planned = plan_layers("ZBH1", LAYERS, n_stages=3, n_microbatches=4).schedule
-    assert sizes_of(pipeline(split=(1, 1, 7), layers=LAYERS)) == (1, 1, 7)
+    assert sizes_of(pipeline(split=(1, 1, 7), layer_costs=LAYERS)) == (1, 1, 7)
     made = pipeline(planned, split=[1, 1, 7])
     assert sizes_of(made) == (1, 1, 7) == made.schedule.split
     assert sizes_of(pipeline(planned)) == planned.split
-    assert sizes_of(pipeline(planned, layers=LAYERS)) == planned.split
+    assert sizes_of(pipeline(planned, layer_costs=LAYERS)) == planned.split
     assert sizes_of(pipeline(planned, split="even")) == (3, 3, 3)
     plain = plan("ZBH1", n_stages=3, n_microbatches=4)
     assert sizes_of(pipeline(plain)) == (3, 3, 3)
-    balanced = pipeline(plain, layers=LAYERS)
+    balanced = pipeline(plain, layer_costs=LAYERS)
     assert sizes_of(balanced)[2] == 1
 
 
 def test_the_memory_limit_counts_for_the_split() -> None:
     """4 micro-batches of 1F1B on stage 0: at most 2 layers fit into 6."""
-    options = {"layers": LAYERS, "memory": MemoryModel(limit=6.0)}
+    options = {"layer_costs": LAYERS, "memory": MemoryModel(limit=6.0)}
     made = pipeline("1F1B", n_stages=3, **options)
-    assert sizes_of(made)[0] == 2 and sizes_of(pipeline("1F1B", layers=LAYERS))[0] > 2
+    assert (
+        sizes_of(made)[0] == 2 and sizes_of(pipeline("1F1B", layer_costs=LAYERS))[0] > 2
+    )
 
 
 def test_a_split_of_unequal_chunks_trains_to_the_same_bits() -> None:
     results = []
-    for options in ({"layers": LAYERS, "schedule": "ZBV", "n_stages": 2}, {}):
+    for options in ({"layer_costs": LAYERS, "schedule": "ZBV", "n_stages": 2}, {}):
         made = pipeline(**options)
         losses = [made.step(*batch(step)).loss for step in range(2)]
         made.synchronize()
@@ -80,12 +83,15 @@ def test_a_split_of_unequal_chunks_trains_to_the_same_bits() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split": "balanced"}, "there are no costs per layer; give layers="),
+        ({"split": "balanced"}, "there are no costs per layer; give layer_costs="),
         ({"split": "unequal"}, "choose balanced or even"),
-        ({"split": "unequal", "layers": LAYERS}, "choose balanced or even"),
-        ({"layers": LayerCosts(n_layers=8)}, "costs of 8 layers, but the model has 9"),
-        ({"layers": LAYERS, "costs": Costs()}, "leave costs out"),
-        ({"layers": LAYERS, "split": (3, 3, 2)}, "add up to 9 layers"),
+        ({"split": "unequal", "layer_costs": LAYERS}, "choose balanced or even"),
+        (
+            {"layer_costs": LayerCosts(n_layers=8)},
+            "costs of 8 layers, but the model has 9",
+        ),
+        ({"layer_costs": LAYERS, "costs": Costs()}, "leave costs out"),
+        ({"layer_costs": LAYERS, "split": (3, 3, 2)}, "add up to 9 layers"),
         ({"split": (3, 3, 2)}, "add up to 9 layers; it has 3, with the sum 8"),
     ],
 )

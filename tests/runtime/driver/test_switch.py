@@ -6,6 +6,7 @@ from pool import Pool
 from small_model import assert_same, batch, build, make_pipeline, refusal
 from torch import Tensor, nn
 
+from zbpp import diagnostics
 from zbpp.core import Costs, Schedule
 from zbpp.planning import plan
 from zbpp.runtime import Patience
@@ -40,7 +41,7 @@ def run(n_stages: int | None, modes: tuple[str, ...], **settings: object) -> Out
         result = pipeline.step(*batch(step))
         losses.append(result.loss)
         rollbacks += result.rollbacks
-        rows = pipeline.timeline().rows  # those of a replay come twice
+        rows = diagnostics.timeline(pipeline).rows  # those of a replay come twice
         orders = tuple(tuple(dict.fromkeys(slot.job for slot in row)) for row in rows)
         assert orders == pipeline.schedule.orders
         assert not step or pipeline.schedule.name == mode

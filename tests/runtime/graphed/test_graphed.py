@@ -14,6 +14,7 @@ from small_model import MODES, batch, build, make_pipeline
 from tape import TapePool
 from torch import Tensor, nn
 
+from zbpp import diagnostics
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.graphed import slot
@@ -29,7 +30,7 @@ def _plays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stages(pipeline: Pipeline) -> list[GraphedStage]:
-    found = [executor.stage for executor in pipeline._executors.values()]
+    found = [executor.stage for executor in pipeline.stages.executors.values()]
     return [one for one in found if isinstance(one, GraphedStage)]
 
 
@@ -58,7 +59,7 @@ def test_replays_have_the_bits_of_passes(mode: str) -> None:
     most = {"1F1B": [2, 1], "FThenB": [6, 6], "ZBH1": [2, 2]}.get(mode)
     slots = [n for stage in stages(found[2]) for n in stage.n_slots.values()]
     assert slots == most or (most is None and all(slots))
-    assert not any(found[2].graph_report().values())
+    assert not any(diagnostics.graph_report(found[2]).values())
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -168,7 +169,7 @@ def test_chunks_that_do_more_run_as_ever(make: Any, why: str) -> None:
     pipeline = with_layer(make)
     for i in range(4):
         pipeline.step(*batch(i))
-    assert pipeline.graph_report() == {0: "", 1: why}
+    assert diagnostics.graph_report(pipeline) == {0: "", 1: why}
     assert stages(pipeline)[1].n_slots == {1: 0}
 
 

@@ -80,7 +80,7 @@ def expected_states(history: History) -> list[list[State]]:
     owned = [
         {f"layers.{i}" for c in executor.stage.chunks.values()
          for i in range(c.first, c.first + len(c.layers))}
-        for executor in pipeline._executors.values()
+        for executor in pipeline.stages.executors.values()
     ]  # fmt: skip
     return [
         [

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from histories import ALWAYS
 from moments import uncertain_sums
 from torch import Tensor, nn
 
-from zbpp.pipeline import Pipeline
 from zbpp.runtime.optim import norms
 
 CLIP = 0.05
@@ -78,7 +78,7 @@ def test_complex_and_sparse_gradients(mode: str, sparse: bool) -> None:
     norms, expected = plain(sparse=sparse)
     model = layers(sparse=sparse)
     settings: dict[str, Any] = {"patience": ALWAYS, "clip_grad_norm": CLIP}
-    pipeline = Pipeline(
+    pipeline = flat_pipeline(
         model, loss_fn=loss_fn, schedule=mode, n_microbatches=4, n_stages=2,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.5), **settings,
     )  # fmt: skip

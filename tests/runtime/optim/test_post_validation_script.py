@@ -10,6 +10,7 @@ from outcomes import bytes_of, look, same
 from small_model import batch as tokens
 from small_model import make_pipeline, refusal
 
+from zbpp import diagnostics
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience
@@ -157,10 +158,12 @@ def test_the_timeline_of_a_replay_holds_what_really_ran() -> None:
     pipeline.step(*batch(history, 0))
     injector.begin(None)
     pipeline.step(*batch(history, 1))
-    rows = [[str(slot.job) for slot in row] for row in pipeline.timeline().rows]
+    rows = [
+        [str(slot.job) for slot in row] for row in diagnostics.timeline(pipeline).rows
+    ]
     assert " ".join(rows[0][:7]) == "0F0 0F1 0F2 V 0F0 0F1 0F2"
     assert " ".join(rows[2][:4]) == "2F0 V 2F0 2B0"
-    assert 0 <= bubble_rate(pipeline.timeline()) < 1
+    assert 0 <= bubble_rate(diagnostics.timeline(pipeline)) < 1
 
 
 def test_a_closed_pipeline_refuses_to_go_on() -> None:
@@ -214,7 +217,11 @@ def test_an_interrupted_speculative_step_is_left_to_v(monkeypatch: Any) -> None:
     monkeypatch.setattr(DeferredStep, "_step", interrupted)
     with uncertain_sums(0), pytest.raises(KeyboardInterrupt):
         pipeline.step(*tokens(0))
-    first = dict(pipeline._executors[0].stage.chunks[0].layers[0].named_parameters())
-    expected = dict(plain._executors[0].stage.chunks[0].layers[0].named_parameters())
+    first = dict(
+        pipeline.stages.executors[0].stage.chunks[0].layers[0].named_parameters()
+    )
+    expected = dict(
+        plain.stages.executors[0].stage.chunks[0].layers[0].named_parameters()
+    )
     weight = first["weight"].detach()
     assert not same(weight, expected["weight"])  # not stepped

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from flat import flat_pipeline
 from histories import ALWAYS
 from moments import uncertain_sums
 from pool import Pool
 from torch import Tensor, nn
-
-from zbpp.pipeline import Pipeline
 
 WIDTH, N_LAYERS, N_STEPS, CLIP = 16, 4, 4, 2.0
 
@@ -59,7 +58,7 @@ def train(model: list[nn.Module], kind: str, **more: Any) -> tuple[Any, ...]:
     """Norms, rollbacks, and all parameters of this process, made full."""
     settings: dict[str, Any] = {"clip_grad_norm": CLIP, "patience": ALWAYS}
     with uncertain_sums(0, share=0):
-        pipeline = Pipeline(
+        pipeline = flat_pipeline(
             model, loss_fn=loss_fn, optimizer=optimizer(kind), n_microbatches=4,
             **(settings | more),
         )  # fmt: skip

@@ -27,7 +27,7 @@ def other_memory(parameters: dict[str, torch.nn.Parameter], _: Any) -> None:
 def moments_set_to_zero(
     parameters: dict[str, torch.nn.Parameter], pipeline: Any
 ) -> Any:
-    state = pipeline._executors[0].optimizer.optimizers.all[0].state
+    state = pipeline.stages.executors[0].optimizer.optimizers.all[0].state
     state[parameters["layers.2.up.weight"]]["exp_avg"].zero_()
 
 

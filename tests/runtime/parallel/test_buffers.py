@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from buffer_runs import alike, broken_all, moves, places_all, taken_all
+from flat import flat_pipeline
 from mesh_runs import WIDTH, Found, loss_fn, train_all
 from pool import Pool
 
-import zbpp
 from zbpp import RequestError
 from zbpp.memory.api import estimate
 from zbpp.runtime.parallel.turns import GradientTurn, OrderError, ParameterTurn
@@ -218,7 +218,7 @@ def test_what_is_out_of_turn_shows(pool: Pool) -> None:
 
 def test_only_layers_of_passes_alternate() -> None:
     with pytest.raises(RequestError, match="shard='parameters'"):
-        zbpp.Pipeline(
+        flat_pipeline(
             [torch.nn.Linear(2, 2)],
             loss_fn=torch.nn.functional.mse_loss,
             optimizer=None,

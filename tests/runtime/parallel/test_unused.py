@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat import flat_pipeline
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -81,7 +82,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def train(mode: str, shard: Any, uses: str, **more: Any) -> dict[str, Tensor]:
     """Two stages, two replicas; the whole parameters of this process at the end."""
     mesh = zbpp.mesh(stages=2, data_parallel=2)
-    with zbpp.Pipeline(
+    with flat_pipeline(
         layers(),
         loss_fn=nn.functional.mse_loss,
         optimizer=adamw,
@@ -157,7 +158,7 @@ def train_partly(shard: Any) -> list[Tensor]:
     made = partly()
     for layer in made:
         fully_shard(layer[0], mesh=mesh["dp"])
-    with zbpp.Pipeline(
+    with flat_pipeline(
         made,
         loss_fn=nn.functional.mse_loss,
         optimizer=partial(torch.optim.SGD, lr=1e-3),

@@ -67,9 +67,9 @@ class Model:
 def copies(pipeline: Pipeline) -> list[Tensor]:
     pipeline.synchronize()
     return [
-        one.own
-        for executor in pipeline._executors.values()
-        for one in executor.stage.ties.held.values()
+        tie.parameter
+        for executor in pipeline.stages.executors.values()
+        for tie in executor.stage.ties.held.values()
     ]
 
 
@@ -227,8 +227,8 @@ def test_options_that_become_unequal_are_noticed() -> None:
 
 def test_an_exchange_that_is_left_out_is_noticed(monkeypatch) -> None:
     def own_alone(self: StageTies, received: object) -> None:
-        for one in self.held.values():
-            one.kept = None
+        for tie in self.held.values():
+            tie.kept_grad = None
 
     monkeypatch.setattr(StageTies, "add", own_alone)
     pipeline = Model().pipeline("ZBH1", 2, post_validation=False)
@@ -240,7 +240,7 @@ def test_a_norm_that_counts_a_copy_is_another(monkeypatch) -> None:
     def norm(*, counts_twice: bool) -> float:
         pipeline = Model().pipeline("ZBH1", 2)
         if counts_twice:
-            for executor in pipeline._executors.values():
+            for executor in pipeline.stages.executors.values():
                 executor.stage.ties.copies = set()
         return pipeline.step(*batch(0)).grad_norm
 

@@ -58,8 +58,8 @@ def run(
 def assert_copies_equal(pipeline: Pipeline) -> None:
     for tie in range(len(pipeline.ties)):
         own = [
-            executor.stage.ties.held[tie].own
-            for executor in pipeline._executors.values()
+            executor.stage.ties.held[tie].parameter
+            for executor in pipeline.stages.executors.values()
             if tie in executor.stage.ties.held
         ]
         assert all(torch.equal(own[0], copy) for copy in own)

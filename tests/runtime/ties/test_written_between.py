@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from flat import flat_pipeline
 from histories import ALWAYS
 from torch import Tensor, nn
 
@@ -40,7 +41,7 @@ def reload(pipeline: zbpp.Pipeline) -> None:
 def trained(
     mode: str, n_stages: int, between: Callable[[zbpp.Pipeline], None] | None
 ) -> list[Tensor]:
-    with zbpp.Pipeline(
+    with flat_pipeline(
         layers(),
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),

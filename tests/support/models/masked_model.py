@@ -7,6 +7,7 @@ from step to step.
 from typing import Any
 
 import torch
+from flat import flat_pipeline
 from small_model import adamw
 from torch import Tensor, nn
 
@@ -104,7 +105,7 @@ def cut(whole: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
 
 def make(mode: str, n_stages: int | None, **more: Any) -> Pipeline:
     settings = {"optimizer": adamw, "n_microbatches": M, "clip_grad_norm": 0.5} | more
-    return Pipeline(
+    return flat_pipeline(
         settings.pop("model", build), n_layers=N_LAYERS, loss_fn=loss_fn,
         schedule=mode, n_stages=n_stages, **settings,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """A small model, its data, and a plain torch loop to compare with."""
 
 import torch
+from flat import flat_pipeline
 from torch import Tensor, nn
 
 from zbpp.core import RequestError
@@ -62,7 +63,7 @@ def make_pipeline(mode: str, n_stages: int | None, **more: object) -> Pipeline:
     }
     settings |= more
     model = settings.pop("model", build)
-    return Pipeline(model, schedule=mode, n_stages=n_stages, **settings)
+    return flat_pipeline(model, schedule=mode, n_stages=n_stages, **settings)
 
 
 Trace = tuple[list[tuple[float, float]], float, dict[str, Tensor]]

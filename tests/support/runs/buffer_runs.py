@@ -1,5 +1,6 @@
 """Where a stage's layers are gathered, and how often, for tests."""
 
+from flat import flat_pipeline
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,7 +60,7 @@ def places(
             storage = p.untyped_storage()
             memory[storage._cdata] = storage.nbytes()
 
-    with zbpp.Pipeline(
+    with flat_pipeline(
         layers,
         loss_fn=loss_fn,
         optimizer=adamw,
@@ -76,7 +77,7 @@ def places(
         with Collected() as collected:
             loss = pipeline.step(x, x).loss
         pipeline.synchronize()
-        (executor,) = pipeline._executors.values()
+        (executor,) = pipeline.stages.executors.values()
         held = executor.collectives.buffers
     if alternating:
         assert all(len(seen) == 1 for seen in at.values())
@@ -126,7 +127,7 @@ def taken(depth: int, mode: str, broken: str | None = None) -> tuple[float, floa
     layers, x, n_bytes = alike(depth)
     with (
         breaking(broken),
-        zbpp.Pipeline(
+        flat_pipeline(
             layers,
             loss_fn=loss_fn,
             optimizer=None,
@@ -137,7 +138,7 @@ def taken(depth: int, mode: str, broken: str | None = None) -> tuple[float, floa
             alternating_buffers=True,
         ) as pipeline,
     ):
-        (executor,) = pipeline._executors.values()
+        (executor,) = pipeline.stages.executors.values()
         buffers = executor.collectives.buffers
         assert buffers is not None
         pipeline.step(x, x)

@@ -1,5 +1,6 @@
 """Steps of small models of transformers, plain and as pipelines; gradients by name."""
 
+from flat import flat_pipeline
 from functools import cache
 from typing import Any
 
@@ -49,7 +50,7 @@ def piped(
     family: str, mode: str, n_stages: int | None, n_blocks: int = 6, **more: Any
 ) -> Run:
     """The same in a pipeline; gradients of the stages of this process."""
-    with zbpp.Pipeline(
+    with flat_pipeline(
         tiny(family, n_blocks),
         optimizer=None,
         schedule=mode,
@@ -59,7 +60,7 @@ def piped(
     ) as pipeline:
         result = pipeline.step(batch_of(family, 2 * M))
         gradients: dict[str, Any] = {}
-        for executor in pipeline._executors.values():
+        for executor in pipeline.stages.executors.values():
             for index, layer in executor.stage.numbered():
                 for name, p in layer.named_parameters():
                     gradients[pipeline.layered.own_name(index, name)] = p.grad

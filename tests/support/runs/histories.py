@@ -4,6 +4,7 @@ A history is drawn from a seed and run twice, with and without post-validation; 
 must leave the same bits, whenever somebody looks.
 """
 
+from flat import flat_pipeline
 import math
 import random
 from dataclasses import dataclass, replace
@@ -210,7 +211,7 @@ def make(history: History, n_stages: int | None, **more: Any) -> Pipeline:
         "max_consecutive_skips": None,
         "seed": history.seed,
     }
-    return Pipeline(
+    return flat_pipeline(
         layers,
         loss_fn=lambda y, t: ((y.float() - t) ** 2).sum(),
         optimizer=OPTIMIZERS[history.optimizer],

@@ -1,5 +1,7 @@
 """Trainings on a mesh, and the same in one process, for tests."""
 
+from zbpp import diagnostics
+from flat import flat_pipeline
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -178,7 +180,7 @@ def train(
     patience = Patience(failures=99, window=10)
     with (
         breaking(broken),
-        zbpp.Pipeline(
+        flat_pipeline(
             made,
             loss_fn=loss_fn,
             optimizer=partial(adamw, lr=_rate(large)),
@@ -216,7 +218,7 @@ def train(
         found = [(one.loss, one.grad_norm) for one in results]
         parameters = whole(pipeline)
         rollbacks = sum(one.rollbacks for one in results)
-        where = pipeline.split_report()
+        where = diagnostics.split_report(pipeline)
         return Found(
             waits={name for name, text in where.items() if text == "W"},
             results=found,
@@ -280,8 +282,8 @@ def collect(
         with Collected() as collected:
             pipeline.step(x, y)
         pipeline.synchronize()
-        timeline = pipeline.timeline()
-        (stage,) = pipeline._executors
+        timeline = diagnostics.timeline(pipeline)
+        (stage,) = pipeline.stages.executors
         slots = (*timeline.rows[stage], *timeline.collectives[stage])
         jobs = [(str(slot.job), slot.start, slot.end) for slot in slots]
     return dict(collected.counts), dict(collected.bytes), jobs

@@ -40,7 +40,7 @@ def train_and_save(history: History, folder: str, fault: str) -> None:
                 if asked:
                     return
     except RuntimeError:
-        for executor in pipeline._executors.values():
+        for executor in pipeline.stages.executors.values():
             executor._fault = None  # it has struck
         save(pipeline, folder, f"broken{done}")
         raise

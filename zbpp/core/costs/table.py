@@ -131,6 +131,7 @@ class Costs(MemoryModel, Times):
             peak_w=peak_w,
             peak_bw=self._peaks("peak_bw", in_turn, placement),
             peak_o=stages("peak_o"),
+            memory_unit=self.memory_unit,
         )
 
     def _peaks(
@@ -192,6 +193,7 @@ class ChunkCosts:
     peak_w: tuple[float, ...]
     peak_bw: tuple[float, ...]
     peak_o: tuple[float, ...]
+    memory_unit: str | None = None
 
     def of(self, job: Job) -> float:
         """Time of one job."""

@@ -91,7 +91,7 @@ def check_unit(costs: Costs | LayerCosts, *, name: str = "memory_limit") -> None
         f"costs are bytes: the largest is {_largest(costs):g}; add "
         '"memory_unit": "bytes" to the file of the costs (memory_unit="bytes" in '
         "Python) if they are, or give m_b and m_w in bytes (--costs, layers=, or "
-        "example= of zbpp.Pipeline), or the limit in their unit"
+        "example= of zbpp.plan_model), or the limit in their unit"
     )
 
 

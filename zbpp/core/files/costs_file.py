@@ -29,6 +29,7 @@ from zbpp.core.files.json_text import (
 
 __all__ = [
     "costs_data",
+    "costs_of",
     "is_layers_file",
     "parse_costs",
     "parse_layers",
@@ -140,7 +141,15 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
     Raises:
         RequestError: the text holds no valid costs.
     """
-    data = object_of(text, source)
+    return costs_of(object_of(text, source), source=source)
+
+
+def costs_of(data: Mapping[str, Any], *, source: str = "costs") -> Costs:
+    """Read costs from the object of a costs file, see `parse_costs`.
+
+    Raises:
+        RequestError: the object holds no valid costs.
+    """
     values = _read_columns(source, data, _OF_CHUNKS, "splits")
     if "splits" in data:
         values["splits"] = booleans(source, "splits", data["splits"])

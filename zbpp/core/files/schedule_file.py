@@ -1,7 +1,9 @@
 """Schedule files: one row of jobs a stage."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from zbpp.core.costs import Costs
 from zbpp.core.errors import RequestError
@@ -12,7 +14,13 @@ from zbpp.core.schedule import Recompute, Schedule
 from zbpp.core.text import parse_job
 from zbpp.core.validation import mistake
 
-__all__ = ["parse_schedule", "read_schedule", "schedule_text", "write_schedule"]
+__all__ = [
+    "parse_schedule",
+    "read_schedule",
+    "schedule_of",
+    "schedule_text",
+    "write_schedule",
+]
 
 _FORMAT = "zbpp-schedule"
 _VERSION = 1
@@ -70,7 +78,17 @@ def parse_schedule(
     Raises:
         RequestError: the text holds no valid schedule.
     """
-    data = object_of(text, source)
+    return schedule_of(object_of(text, source), source=source, costs=costs)
+
+
+def schedule_of(
+    data: Mapping[str, Any], *, source: str = "schedule", costs: Costs | None = None
+) -> Schedule:
+    """Read a schedule from the object of a schedule file.
+
+    Raises:
+        RequestError: the object is no valid schedule.
+    """
     for key in _SCHEDULE_KEYS:
         if key not in data:
             fail(source, f"the key {key!r} is missing")

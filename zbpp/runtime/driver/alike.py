@@ -160,7 +160,7 @@ def _check_parameters(every: Sequence[Beginning]) -> None:
         "whose gradients would be added up; let every process begin with the same "
         "(seed it before it builds the layers, or load a checkpoint). For parameters "
         "that are meant to differ, as experts are, give no mesh: give each replica's "
-        "processes as group=, with optimizer=None, and sum what is shared yourself"
+        "processes as mesh=, with optimizer=None, and sum what is shared yourself"
     )
 
 

@@ -1,6 +1,7 @@
 """Hand the batch of a step to the stages that read it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from zbpp.runtime.driver.alike import (
 )
 from zbpp.runtime.driver.late_parameters import LateParameters
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.loss import LossFn
 from zbpp.runtime.microbatches import (
     Batch,
     CutBatch,
@@ -29,10 +31,48 @@ from zbpp.runtime.microbatches import (
     split_targets,
 )
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "StepPart"]
 
 _N_COMPARED = 3
 """Steps whose batches are compared between processes: a sampler may begin alike."""
+
+
+@dataclass
+class StepPart:
+    """The call that runs now, of several that add up to one step.
+
+    Their number need not be known, nor the weight of them all: losses are divided by
+    the weight of the first call, times the calls that are expected, and the gradients
+    are put right at the end.
+
+    Args:
+        n_microbatches: of each call.
+        n_expected: calls that the script has promised.
+        loss_fn: of this call; None: the usual one.
+    """
+
+    n_microbatches: int
+    n_expected: int
+    loss_fn: LossFn | None = None
+    n_calls: int = 0
+    divisor: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def first(self) -> int:
+        """Micro-batches of the calls before this one."""
+        return self.n_calls * self.n_microbatches
+
+    def weigh(self, weight: float) -> float:
+        """Count this call's weight; return what its losses are divided by."""
+        self.divisor = self.divisor or (weight or 1.0) * self.n_expected
+        self.weight += weight
+        return self.divisor
+
+    @property
+    def gradient_factor(self) -> float:
+        """What puts the gradients right, where the weights are known."""
+        return self.divisor / self.weight if self.weight else 1.0
 
 
 class Batches:
@@ -84,6 +124,7 @@ class Batches:
         training: bool,
         predicts: bool = False,
         keeps_outputs: bool = False,
+        part: StepPart | None = None,
     ) -> None:
         """Begin a step or an evaluation: give the stages the micro-batches they read.
 
@@ -95,6 +136,7 @@ class Batches:
             training: it is a step.
             predicts: leave targets and loss out, and keep the outputs.
             keeps_outputs: keep them beside the loss.
+            part: of a step that is taken behind several calls; None: it is whole.
 
         Raises:
             RequestError: a batch is missing, or cannot be cut so; or a parameter came
@@ -124,6 +166,9 @@ class Batches:
         if training and weights is not None:
             weight = torch.tensor([sum(weights)], dtype=torch.float64)
             total = self._transport.add_over_replicas(weight)
+        whole = None if total is None else partial(_number, total)
+        if part is not None and weights is not None:
+            whole = partial(float, part.weigh(sum(weights)))
         for stage, executor in self._executors.items():
             executor.begin(
                 step=step,
@@ -133,7 +178,10 @@ class Batches:
                 n_inputs=n_inputs,
                 n_targets=n_targets,
                 weights=weights if stage == self._last else None,
-                total=None if total is None else partial(_number, total),
+                total=whole,
+                is_part=part is not None,
+                first=0 if part is None else part.first,
+                loss_fn=None if part is None else part.loss_fn,
                 keeps_outputs=predicts or keeps_outputs,
             )
 

@@ -148,7 +148,7 @@ def build_executors(
     executors = {}
     for stage, transport in transports.items():
         own, tied = bound[stage]
-        shared = [one.own for one in tied.held.values()]
+        shared = [tie.parameter for tie in tied.held.values()]
         if shared and shard != "none":
             raise RequestError(
                 f"shard is {shard!r}, and layers share parameters, which can "

@@ -224,7 +224,9 @@ class LocalStages:
         ]
         return StepSums(
             sums[0],
-            StepVectorLayout(0, first.stage.n_microbatches, metrics=names),
+            StepVectorLayout(
+                0, first.stage.first + first.stage.n_microbatches, metrics=names
+            ),
             step=first.stage.step,
             peers=first.transport.peers,
         )

@@ -199,7 +199,7 @@ class GraphedStage(Stage):
         ends = cut_off if is_last else ()
         self._saved[chunk, microbatch] = Saved(slot, taken if chunk else (), ends)
         if is_last:
-            self.loss.values[microbatch] = outputs[0].detach()
+            self.loss.keep(microbatch, outputs[0].detach())
         return cut_off
 
 

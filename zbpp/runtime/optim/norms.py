@@ -157,7 +157,11 @@ class NonFiniteFinder:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self.found: dict[int, int] = {}
-        stage.watch_gradients(self._look)
+        self.watch()
+
+    def watch(self) -> None:
+        """Look also at the micro-batches of the step's part that begins now."""
+        self._stage.watch_gradients(self._look)
 
     def _look(self, chunk_index: int, microbatch: int) -> None:
         chunk = self._stage.chunks[chunk_index]
@@ -166,7 +170,8 @@ class NonFiniteFinder:
                 continue
             for place, (_, p) in enumerate(chunk.named_leaves(index)):
                 if p.grad is not None and not _is_finite(p.grad):
-                    self.found[index] = 1 + place + microbatch * self.STRIDE
+                    number = self._stage.first + microbatch
+                    self.found[index] = 1 + place + number * self.STRIDE
                     break
 
     @classmethod

@@ -156,7 +156,10 @@ class StageOptimizer:
         """Begin the backwards; the last step has been decided."""
         if self.history.scaler is not None:
             self._stage.loss_scale = self.history.scaler.scale
-        self._finder = NonFiniteFinder(self._stage) if self.history.searches else None
+        if self._finder is not None:
+            self._finder.watch()
+        elif self.history.searches:
+            self._finder = NonFiniteFinder(self._stage)
 
     def reduce(self, transport: Transport) -> None:
         """Start the sum of norms and losses over all stages."""
@@ -165,10 +168,10 @@ class StageOptimizer:
         parameters = optimizers.parameters()
         if any(map(is_sharded, parameters)):
             sum_partial(parameters)
-        multiply_gradients(parameters, 1.0 / stage.loss_scale)
+        multiply_gradients(parameters, stage.gradient_factor / stage.loss_scale)
         layout = StepVectorLayout(
             self._n_layers,
-            stage.n_microbatches,
+            stage.first + stage.n_microbatches,
             metrics=stage.loss.names,
             n_tied=len(stage.ties.plan.slots),
             has_notes=self._finder is not None,

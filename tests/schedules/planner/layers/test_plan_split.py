@@ -34,7 +34,7 @@ def test_the_plan_carries_its_split_and_keeps_the_limit() -> None:
     assert found.schedule.split == found.split and sum(found.split) == 32
     assert len(found.split) == 8 and found.schedule.placement == Placement.wave(4)
     assert found.peak <= 24.0 and found.schedule.costs == found.costs
-    assert found.costs.f == llama(None).on(Placement.wave(4), found.split)[0].f
+    assert found.costs.f == llama(None).on(Placement.wave(4), found.split).f
 
 
 @pytest.mark.parametrize("mode", ["1F1B", "VPP", "ZBH1", "ZBVPP"])
