@@ -47,7 +47,6 @@ from zbpp.core import (
 )
 from zbpp.core.jobs import StageKind
 from zbpp.runtime.comm.transport import Opening, Transport
-from zbpp.runtime.constants import without_constants
 from zbpp.runtime.error_notes import note_pass
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
@@ -58,7 +57,7 @@ from zbpp.runtime.support.collectives import is_broken
 from zbpp.runtime.support.fault_injection import InjectFault, no_fault
 from zbpp.runtime.support.streams import StageStream
 from zbpp.runtime.support.torch_internals import profiling
-from zbpp.runtime.values import Nested, Tensors
+from zbpp.runtime.values import Tensors
 
 __all__ = ["HANDLERS", "BoundProgram", "Executor", "Handler", "drive"]
 
@@ -192,10 +191,7 @@ class PassHandler(Handler):
             return slot.take()
         slot.is_posted = False
         executor, job = self.executor, self.instruction
-        tensors = executor.transport.receive(slot.value, job)
-        if type(tensors) is Nested:
-            tensors = executor.stage.constants.fill(tensors, job.microbatch)
-        return tensors
+        return executor.transport.receive(slot.value, job)
 
     def keep(self, result: Tensors | None) -> None:
         """Keep what the pass has computed for whom it is for."""
@@ -271,11 +267,8 @@ class SendValue(Handler):
 
     def run(self) -> None:
         """Hand the value to the transport."""
-        executor, value = self.executor, self._slot.value
-        peer, tensors = self.instruction.peer, self._slot.take()
-        if type(tensors) is Nested:
-            tensors = without_constants(tensors, value.chunk, peer, executor.stage_of)
-        executor.transport.send(value, tensors, peer)
+        slot, peer = self._slot, self.instruction.peer
+        self.executor.transport.send(slot.value, slot.take(), peer)
 
 
 class PostReceive(Handler):

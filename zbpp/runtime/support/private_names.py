@@ -87,7 +87,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.utils._pytree.SUPPORTED_NODES",
         _AT_LEAST,
-        "classes that are registered with torch's pytree are no containers",
+        "zbpp.runtime does not load",
     ),
     PrivateName(
         "torch.distributed._composable.contract._get_registry",

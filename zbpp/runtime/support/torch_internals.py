@@ -13,7 +13,6 @@ import torch.autograd.graph
 import torch.autograd.profiler
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 try:
     from torch.distributed._composable.contract import _get_registry
@@ -23,7 +22,6 @@ except ImportError:
 __all__ = [
     "PassHook",
     "arrived",
-    "container_functions",
     "copying",
     "data_parallel",
     "has_plain_step",
@@ -92,17 +90,6 @@ def copying(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
         "torch._subclasses.fake_tensor"
     ].FakeCopyMode(mode)
     return made
-
-
-def container_functions(
-    kind: type,
-) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], Any]] | None:
-    """Return how torch's pytree takes a kind of container apart, and joins it again.
-
-    None: it is none, as far as torch tells.
-    """
-    known = getattr(pytree, "SUPPORTED_NODES", {}).get(kind)
-    return None if known is None else (known.flatten_fn, known.unflatten_fn)
 
 
 _DATA_PARALLEL = {
