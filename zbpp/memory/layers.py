@@ -10,6 +10,7 @@ from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.memory.trace import TraceOptions
 from zbpp.models.given import Given, layered_of, model_to_build
 from zbpp.runtime.compiled.layers import Compiling
+from zbpp.runtime.driver.compile_chunks import check_compile
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
@@ -42,6 +43,7 @@ def model_memory(
         n_layers=layered.n_layers,
         device=device,
     ).of_size(microbatch_size)
+    check_compile(compile)
     options = TraceOptions(device, loss_fn, autocast, exact_sums, compile=compile)
     return ModelMemory(fake, options)
 
@@ -78,8 +80,8 @@ def layer_memory(
         device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
         autocast: compute dtype of the forward.
         exact_sums: as in `zbpp.Pipeline`.
-        compile: as in `zbpp.Pipeline`; layers that may still move between chunks count
-            as blocks, each by itself. One that takes several graphs counts as it is.
+        compile: as in `zbpp.Pipeline`; a layer that takes several graphs counts as it
+            is.
 
     Raises:
         RequestError: the model has no layers, or decides by its data.
