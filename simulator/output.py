@@ -1,4 +1,4 @@
-"""What pictures, pages and traces share: writing a file, and the unit of memory."""
+"""Shared by pictures, pages and traces: writing a file, and the unit of memory."""
 
 from collections.abc import Collection
 from pathlib import Path

@@ -32,14 +32,15 @@ __all__ = [
 _MARGIN = 1e-9  # relative; as in `Schedule`
 
 
-def micro_batch(held: ChunkCosts, placement: Placement) -> list[float]:
+def micro_batch(costs: ChunkCosts) -> list[float]:
     """Return the memory of one micro-batch on each stage: M_B."""
-    return [sum(held.m_b[chunk] for chunk in own) for own in placement.chunks_of]
+    chunks_of = costs.placement.chunks_of
+    return [sum(costs.m_b[chunk] for chunk in chunks) for chunks in chunks_of]
 
 
-def beyond(held: ChunkCosts, placement: Placement) -> list[float]:
+def beyond(costs: ChunkCosts) -> list[float]:
     """Return what each stage needs beyond M_B to run one micro-batch at a time."""
-    return [_beyond(held, own) for own in placement.chunks_of]
+    return [_beyond(costs, chunks) for chunks in costs.placement.chunks_of]
 
 
 def _beyond(held: ChunkCosts, chunks: Sequence[int]) -> float:
@@ -57,16 +58,18 @@ def _beyond(held: ChunkCosts, chunks: Sequence[int]) -> float:
     return max(0.0, most - before)
 
 
-def needs(held: ChunkCosts, placement: Placement) -> list[float]:
-    """Return the smallest limit of each stage: what one micro-batch at a time takes."""
+def needs(costs: ChunkCosts, n_in_flight: float = 1.0) -> list[float]:
+    """Return the limit of each stage under which so many micro-batches are in flight.
+
+    One is the least: a smaller limit holds no micro-batch.
+    """
     parts = zip(
-        held.fixed,
-        beyond(held, placement),
-        micro_batch(held, placement),
-        held.peak_o,
-        strict=True,
+        costs.fixed, beyond(costs), micro_batch(costs), costs.peak_o, strict=True
     )
-    return [fixed + max(more + one, peak_o) for fixed, more, one, peak_o in parts]
+    return [
+        fixed + max(more + n_in_flight * m_b, peak_o)
+        for fixed, more, m_b, peak_o in parts
+    ]
 
 
 def capped(
@@ -91,20 +94,9 @@ def capped(
         memory_cap = min(memory_cap, default_limit)
     if math.isinf(memory_cap):
         return costs
-    held = costs.on(placement).joined()
-    parts = zip(
-        held.limit,
-        held.fixed,
-        beyond(held, placement),
-        micro_batch(held, placement),
-        held.peak_o,
-        strict=True,
-    )
-    limits = tuple(
-        min(limit, fixed + max(more + memory_cap * one, peak_o))
-        for limit, fixed, more, one, peak_o in parts
-    )
-    return replace(costs, limit=limits)
+    chunk_costs = costs.on(placement).joined()
+    promised = needs(chunk_costs, memory_cap)
+    return replace(costs, limit=tuple(map(min, chunk_costs.limit, promised)))
 
 
 def check_one_fits(
@@ -117,7 +109,7 @@ def check_one_fits(
         RequestError: the costs do not fit the placement.
     """
     held = costs.on(placement).joined()
-    check_limits(name, needs(held, placement), held, n_microbatches)
+    check_limits(name, needs(held), held, n_microbatches)
 
 
 def check_limits(

@@ -167,6 +167,9 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path) -> None:
     pipeline = made(1)
     with pytest.raises(RequestError, match="extra/file is a PosixPath"):
         pipeline.save(tmp_path, extra={"file": tmp_path})
+    with pytest.raises(CheckpointError, match=r"files hold no torch\.complex128"):
+        extra = {"numbers": torch.zeros(1, dtype=torch.complex128)}
+        pipeline.save(tmp_path, extra=extra, wait=True)
     with pytest.raises(RequestError, match="keep is 0"):
         pipeline.save(tmp_path, keep=0)
     (tmp_path / "file").touch()

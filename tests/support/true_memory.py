@@ -58,5 +58,5 @@ def random_limit(
     m_b = sum(held.m_b) / p
     return tuple(
         need + more[kind] * (m_b if kind == "little" else p * m_b)
-        for need in needs(held, placement)
+        for need in needs(held)
     )

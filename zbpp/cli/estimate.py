@@ -68,7 +68,7 @@ class EstimateCommand:
     post_validation: YesNoUnsaid = None
     """Count what a rollback needs; left out: where the backward is split."""
     rollback: Literal["auto", "deferred", "compiled", "snapshot"] = "auto"
-    """Way of rolling back (compiled: as auto)."""
+    """Has no effect: the class of the optimizer decides how a step is rolled back."""
     exact_sums: bool = True
     """Add gradients in micro-batch order."""
     data_parallel: int = 1
@@ -80,8 +80,6 @@ class EstimateCommand:
     with --shard parameters."""
     compile: bool = False
     """Estimate layers compiled one by one, as zbpp train --compile runs them."""
-    compile_chunks: bool = False
-    """Estimate each chunk compiled as one, as compile="chunks" of a pipeline does."""
     device: str = "cpu"
     """Whose kernels are taken: cpu, cuda or another accelerator, which a machine must
     then have; it is left alone."""
@@ -126,12 +124,11 @@ class EstimateCommand:
             device=self.device,
             autocast=None if dtype is None else getattr(torch, dtype),
             exact_sums=self.exact_sums,
-            compile=_compiling(chunks=self.compile_chunks, layers=self.compile),
+            compile=self.compile,
         )
         steps = Steps(
             self._optimizer(),
             self.post_validation,
-            self.rollback,
             self._split(),
             data_parallel=self.data_parallel,
             shard=self.shard,
@@ -250,13 +247,8 @@ class EstimateCommand:
                 memory,
                 steps.optimizer,
                 post_validation=self.post_validation is not False,
-                rollback=self.rollback,
             )
             _save(self.layers_out, lambda path: write_layers(layers, path))
-
-
-def _compiling(*, chunks: bool, layers: bool) -> Literal["blocks", "chunks", False]:
-    return "chunks" if chunks else "blocks" if layers else False
 
 
 def _save(path: Path, write: Any) -> None:
@@ -287,7 +279,7 @@ def _print(found: "Estimate", limit: float | None, largest: dict[str, int]) -> N
     Terminal(highlight=False, width=120).print(table)
     for mode, reason in found.refused.items():
         print(f"{mode}: {reason}")
-    how = f"compiled {found.compiled}" if found.compiled else "no compiler"
+    how = "compiled blocks" if found.compiled else "no compiler"
     print(
         f"micro-batches of {found.samples} samples; {how}; kernels of {found.device}. "
         "The parts have their peaks at their own times: their sum may be more."

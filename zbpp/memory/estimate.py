@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 from zbpp.core import Costs, MemoryModel, RequestError, Schedule
-from zbpp.memory.compiling.layers import runs_at_once
 from zbpp.memory.fixed import Fixed, Steps, fixed_of, layer_parts
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
@@ -228,18 +227,13 @@ def _on_stage(
     """A stage's chunks, and what it holds besides."""
     own = schedule.placement.chunks_of[stage]
     layers = {c: ranges[c] for c in own}
-    held = [layer for chunk in layers.values() for layer in chunk]
-    chunks = {c: _chunk(memory, steps, ranges[c], held) for c in own}
+    chunks = {c: _chunk(memory, steps, ranges[c]) for c in own}
     made = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
     return chunks, fixed_of(memory, steps, schedule, layers, made)
 
 
-def _chunk(
-    memory: ModelMemory, steps: Steps, layers: range, on_stage: Sequence[int]
-) -> ChunkPasses:
-    bare = steps.n_parts == 1  # nothing is gathered between layers
-    at_once = bare and runs_at_once(memory.fake.layers, layers, on_stage)
-    passes = memory.chunk(layers, at_once=at_once)
+def _chunk(memory: ModelMemory, steps: Steps, layers: range) -> ChunkPasses:
+    passes = memory.chunk(layers)
     if not steps.alternating_buffers:
         return passes
     return passes.summed_in_turn(layer_parts(memory, steps.n_parts, layers))

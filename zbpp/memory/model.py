@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.memory.alike import classes_of, shortened
-from zbpp.memory.compiling.layers import CompiledLayers
+from zbpp.memory.compiled_layers import CompiledLayers
 from zbpp.memory.fake import FakeModel, reading_fakes
 from zbpp.memory.operations import layer_operations
 from zbpp.memory.operators.scratch import KernelScratch
@@ -76,28 +76,10 @@ class ModelMemory:
         """Layers of the model."""
         return len(self.fake.layers)
 
-    def chunk(self, own: range, *, at_once: bool = True) -> ChunkPasses:
-        """The passes of consecutive layers as one chunk.
-
-        Args:
-            own: the layers.
-            at_once: they are compiled as one, where chunks are.
-        """
-        is_whole = at_once and self.options.compile == "chunks"
-        if is_whole and not (whole := self._trace_at_once(own)).refused:
-            return whole.passes
+    def chunk(self, own: range) -> ChunkPasses:
+        """The passes of consecutive layers as one chunk."""
         traced, stands = self._trace(own)
         return traced.passes.repeated(stands)
-
-    def _trace_at_once(self, own: range) -> Traced:
-        """Trace layers that are compiled as one: there are no spans between them."""
-        is_last = own.stop == self.n_layers
-        classes = tuple(self._classes[i] for i in own)
-        key = (classes, own.start == 0, is_last, "at once")
-        if key not in self._chunks:
-            layers = [nn.Sequential(*(self.fake.layers[i] for i in own))]
-            self._chunks[key] = self._run(own, self._ends(own, is_last), layers=layers)
-        return self._chunks[key]
 
     def parameters(self, layers: Sequence[int]) -> list[nn.Parameter]:
         """Of some layers, each once."""
@@ -151,19 +133,17 @@ class ModelMemory:
         self,
         layers: Sequence[int],
         make: MakeOptimizer | None,
-        rollback: str,
         *,
         n_parts: int = 1,
     ) -> OptimizerMemory:
         """Memory of the optimizer of a stage with these layers, divided in parts."""
-        key = (tuple(self._classes[i] for i in layers), rollback, n_parts)
+        key = (tuple(self._classes[i] for i in layers), n_parts)
         if key not in self._optimizers:
             self._optimizers[key] = optimizer_memory(
                 self.fake.mode,
                 self._named(layers),
                 self.gradients(layers),
                 make,
-                rollback=rollback,
                 granularity=self.granularity,
                 n_parts=n_parts,
             )
@@ -217,10 +197,9 @@ class ModelMemory:
         ends: Ends,
         *,
         recomputed: bool = False,
-        layers: Sequence[nn.Module] = (),
     ) -> Traced:
         """Trace some layers; once more if kernels need probing, or integers count."""
-        held = layers or [self.fake.layers[i] for i in places]
+        held = [self.fake.layers[i] for i in places]
 
         def trace() -> Traced:
             return trace_chunk(
@@ -243,7 +222,7 @@ class ModelMemory:
         except UnknownNumbers as error:
             if self._compiling and self._compiling.refuse(held[error.place]):
                 self._reads_fakes = reads_fakes  # once more, with that layer as it is
-                return self._run(places, ends, recomputed=recomputed, layers=held)
+                return self._run(places, ends, recomputed=recomputed)
             raise self._undecided(places[error.place], error) from error
 
     def operations(self) -> list[float]:

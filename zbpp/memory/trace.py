@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from zbpp.memory.compiling.layers import CompiledLayers, checkpointed
+from zbpp.memory.compiled_layers import CompiledLayers, checkpointed
 from zbpp.memory.operators.routing import IntegerNumbers
 from zbpp.memory.operators.scratch import KernelScratch
 from zbpp.memory.passes import ChunkPasses, LayerPasses, Messages

@@ -134,7 +134,7 @@ def _asked(
 
 
 def _planner(mode: Mode, placement: Placement, n_microbatches: int) -> SplitPlanner:
-    """What plans a mode on a placement, for the costs of any split."""
+    """Return the planner of a mode on a placement, for the costs of any split."""
 
     def planner(costs: Costs, effort: str) -> Schedule:
         problem = Problem(n_microbatches, costs, effort)
@@ -266,7 +266,7 @@ def rejected(contest: Contest[Plan], name: str, best: Plan) -> tuple[Rejected, .
 
 
 def _beside(best: Plan, lost: Plan) -> str:
-    """What a plan takes more than the best one."""
+    """Say how much more than the best plan another one takes."""
     if abs(lost.time - best.time) > best.time * ROUNDING:
         more = " with more messages" if lost.time < best.time else ""
         return f"{lost.time / best.time - 1:+.1%}{more}"

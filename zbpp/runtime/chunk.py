@@ -29,7 +29,6 @@ class Chunk:
         layers: the modules.
         leaves: by layer, parameters that stand in for tied ones in its forwards.
         calls: by layer, what runs its forward where that is not the module itself.
-        whole: runs all layers at once, where nothing is to be done between them.
         shards: of leaves that are gathered for the forwards, the parameter with this
             process's part, which is stepped.
         widen: adds gradients of fewer bits to their sums; None: all have those of sums.
@@ -43,7 +42,6 @@ class Chunk:
         default_factory=dict
     )
     calls: Mapping[int, Callable[[object], object]] = field(default_factory=dict)
-    whole: Callable[[object], object] | None = None
     shards: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     widen: Callable[[], None] | None = None
     own_name: OwnName = layer_name
@@ -110,10 +108,7 @@ class Chunk:
             instead: what runs a layer's forward in this step, by layer.
             before: called with each layer, before it runs.
         """
-        own = range(self.first, self.first + len(self.layers))
-        if self.whole is not None and before is None and instead.keys().isdisjoint(own):
-            return self.whole(value)
-        for index in own:
+        for index in range(self.first, self.first + len(self.layers)):
             if before is not None:
                 before(index)
             try:

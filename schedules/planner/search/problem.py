@@ -218,7 +218,7 @@ class PlacementProblem:
     @cached_property
     def beyond(self) -> list[float]:
         """Per stage the memory beyond M_B that one micro-batch needs."""
-        return beyond(self.costs, self.placement)
+        return beyond(self.costs)
 
     def peak_of(self, row: Sequence[int]) -> float:
         """Most memory that a stage holds along a row."""
@@ -252,7 +252,7 @@ class PlacementProblem:
     @cached_property
     def _microbatch(self) -> list[float]:
         """M_B of each stage."""
-        return micro_batch(self.costs, self.placement)
+        return micro_batch(self.costs)
 
     def _in_microbatches(self, amounts: Sequence[float]) -> float:
         """The largest of the stages' amounts, in M_B of its stage."""

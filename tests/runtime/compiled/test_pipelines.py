@@ -9,9 +9,8 @@ from flat import flat_pipeline
 from torch import Tensor, fx, nn
 from torch.nn import functional as f
 
-from zbpp.core import RequestError
 from zbpp.runtime.support.random_state import seed_torch
-from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
+from zbpp.training.llama import LlamaConfig
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
@@ -91,20 +90,6 @@ def test_modes_agree_on_tied_and_recomputed_blocks(plain_kernels: Graphs) -> Non
         assert same(split, full)
         assert w == w_full == 8
         assert len(plain_kernels) == n_graphs == 4  # with a gradient of x, and without
-
-
-def test_a_run_that_is_not_asked_for_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"compile is True; it must"):
-        trained(dropping(), "ZBH1", numbers(1), f.mse_loss, compile=True)
-
-
-@pytest.mark.slow
-def test_whole_chunks_are_split_as_blocks_are(plain_kernels: Graphs) -> None:
-    layers = build_layers(CONFIG, range(CONFIG.n_layers))
-    given = tokens(1), cross_entropy
-    one, w = trained(copy.deepcopy(layers), "ZBH1", *given, compile="chunks")
-    other, w_full = trained(copy.deepcopy(layers), "1F1B", *given, compile="chunks")
-    assert same(one, other) and w == w_full == 2 * 7 + 1
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_the_smallest_limit_is_planned_and_one_below_it_is_refused(v):
         placement = Placement.wave(p, v) if v > 1 else Placement.single(p)
         request = {"placement": placement, "n_microbatches": m}
         held = costs.with_memory(memory).on(placement).joined()
-        each = tuple(needs(held, placement))
+        each = tuple(needs(held))
         for limit in (max(each), each):
             limited = replace(memory, limit=limit)
             table = costs.with_memory(limited)
@@ -124,10 +124,10 @@ def test_one_micro_batch_needs_what_its_passes_need_one_after_the_other():
     """F leaves 1, B adds 3 to it and has 4 inside, W has .5 more."""
     memory = Costs(m_b=1, m_w=4, m_fixed=10, peak_f=2, peak_b=4, peak_w=0.5)
     held = memory.on(Placement.single(1))
-    assert needs(held, Placement.single(1)) == [10 + 1 + 4]
+    assert needs(held) == [10 + 1 + 4]
     split = memory.on(Placement.wave(1))  # B of chunk 1: .5 of chunk 0, .5, and 2
-    assert needs(split, Placement.wave(1)) == [10 + 0.5 + 0.5 + 2]
-    assert needs(replace(held, peak_o=(9.0,)), Placement.single(1)) == [10 + 9]
+    assert needs(split) == [10 + 0.5 + 0.5 + 2]
+    assert needs(replace(held, peak_o=(9.0,))) == [10 + 9]
 
 
 def test_a_promise_in_m_b_is_one_of_micro_batches_in_flight():

@@ -54,10 +54,10 @@ def run_b(
     if plan.captures:
         return _capture(plan, ends, inputs, queue)
     wanted: list[Any] = [leaf for leaf in plan.leaves if leaf.requires_grad]
-    wanted += [edge_at(site.node, 0) for site in plan.products]
+    wanted += [edge_at(site[0], 0) for site in plan.products]
     wanted += [edge_at(node, 0) for node, _ in plan.regions]
     hooks = [
-        watch.add_prehook(site.node, _deferring(site, queue)) for site in plan.products
+        watch.add_prehook(site[0], _deferring(site, queue)) for site in plan.products
     ]
     defer_regions(plan.regions, queue)
     try:
@@ -94,9 +94,11 @@ def _capture(
     with NoGrad():
         add_gradients(leaves, gradients[len(inputs) : first_product])
     of_products = gradients[first_product:]
-    for site, operands, dy in zip(plan.products, taken, of_products, strict=True):
+    for (_, product, waiting), operands, dy in zip(
+        plan.products, taken, of_products, strict=True
+    ):
         if dy is not None:
-            queue.put(site.product.work(site.edges, dy, operands))
+            queue.put(product.work(waiting, dy, operands))
     return gradients[: len(inputs)]
 
 

@@ -113,7 +113,7 @@ def plan_split(roots: Iterable[End], inputs: Iterable[Tensor] = ()) -> SplitPlan
             products.append(site)
             deferred.update(dict.fromkeys(leaves))
     # As autograd's engine comes to them, so that W frees what it needs in one order.
-    products.sort(key=lambda site: -sequence_number(site.node))
+    products.sort(key=lambda site: -sequence_number(site[0]))
     return SplitPlan(
         products,
         regions,
@@ -237,7 +237,7 @@ def _split(node: Any, rule: Rule, graph: _Graph) -> tuple[SplitSite, list[Any]] 
         else:
             saved = tuple(f"_saved_{name}" for name in reads)
             product = Product(rule, operands, reads, saved)
-            return SplitSite(node, product, [edges[i] for i in operands]), leaves
+            return (node, product, [edges[i] for i in operands]), leaves
         graph.reasons.update((id(x.variable), why) for x in leaves if x is not None)
     return None
 
@@ -264,7 +264,7 @@ def _refused_slices(sites: Sequence[SplitSite], graph: _Graph) -> tuple[set[Any]
     """Return leaves whose slices stay in B, and whether those of others wait."""
     cuts: dict[Any, list[tuple[Any, int]]] = {}
     for site in sites:
-        cut = cut_of(*site.edges[0][:2])
+        cut = cut_of(*site[2][0][:2])
         if cut is not None:
             leaf = cut[0].next_functions[0][0]
             cuts.setdefault(leaf, []).append(cut)

@@ -226,7 +226,7 @@ class _GraphSignature:
                 waiting = [edges[i] for i in product.operands]
             else:
                 waiting = [(nodes[i], output) for i, output in below]
-            products.append(SplitSite(node, product, waiting))
+            products.append((node, product, waiting))
         if is_packed and not can_read(products):
             return None
         regions: list[tuple[Any, RegionSite]] = []

@@ -119,12 +119,9 @@ class Product(NamedTuple):
         return ProductWork(edges, gradients, [dy, *operands], self.target)
 
 
-class SplitSite(NamedTuple):
-    """A node of one graph to be split, how, and the edges of its waiting operands."""
-
-    node: Any
-    product: Product
-    edges: Edges
+SplitSite = tuple[Any, Product, Edges]
+"""A node of one graph to be split, how, and the edges of its waiting operands; a plain
+tuple, as some are made in every B."""
 
 
 def can_read(sites: Sequence[SplitSite]) -> bool:
@@ -168,26 +165,20 @@ class ProductWork(DeferredWork):
         Raises:
             RuntimeError: an operand was changed in place after B.
         """
-        target = self._plain_target()
-        check_versions(self.kept, self._versions)
-        dy = self.kept[0]
-        if target is None:
+        target, kept = self._target, self.kept
+        check_versions(kept, self._versions)
+        if target is None or self._n_hooks != watch.n_others:
+            target = find_target(self.roots)
+        dy = kept[0]
+        if (
+            target is None
+            or not target.leaf.requires_grad
+            or any([x.layout is not _STRIDED for x in kept])
+            or not adds_only(target.leaf, self._dtype or dy.dtype)
+        ):
             return list(zip(self.roots, self._gradients.of(dy), strict=True))
         target.add(self._gradients, dy, in_place=in_place)
         return ()
-
-    def _plain_target(self) -> GradTarget | None:
-        """Return where to add the gradient, if autograd would do no more than that."""
-        target = self._target
-        if target is None or self._n_hooks != watch.n_others:
-            target = find_target(self.roots)
-        if target is None or not target.leaf.requires_grad:
-            return None
-        for x in self.kept:
-            if x.layout is not _STRIDED:
-                return None
-        dtype = self._dtype or self.kept[0].dtype
-        return target if adds_only(target.leaf, dtype) else None
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:

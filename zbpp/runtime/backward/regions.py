@@ -225,17 +225,10 @@ class _RegionWork(DeferredWork):
         check_versions(held, self._versions)
         known = self._site.known if self._n_hooks == watch.n_others else ()
         left: list[tuple[Root, Tensor | None]] = []
-        for number, frees in enumerate(self._site.region.frees):
-            if not known or not (
-                known[number].leaf.requires_grad
-                and adds_only(known[number].leaf, known[number].dtype)
-            ):
-                piece = self._piece(number)
-                for i in frees:
-                    held[i] = None
-                left += piece.run(in_place=in_place)
+        for number, (leaf, take, frees, compute, add, dtype) in enumerate(known):
+            if not leaf.requires_grad or not adds_only(leaf, dtype):
+                left += self._run_alone(number, in_place)
                 continue
-            leaf, take, _, compute, add, _ = known[number]
             operands = take(held)
             for i in frees:
                 held[i] = None
@@ -243,7 +236,19 @@ class _RegionWork(DeferredWork):
                 add(leaf.grad, *operands)
             else:
                 add_gradient(leaf, compute(*operands)[0], is_fresh=True)
+        if not known:
+            for number in range(len(self._site.edges)):
+                left += self._run_alone(number, in_place)
         return left
+
+    def _run_alone(
+        self, number: int, in_place: bool
+    ) -> Sequence[tuple[Root, Tensor | None]]:
+        """Run one piece, and forget what no later one needs."""
+        piece = self._piece(number)
+        for i in self._site.region.frees[number]:
+            self.kept[i] = None
+        return piece.run(in_place=in_place)
 
     def pieces(self) -> Sequence[DeferredWork]:
         """Return the pieces that wait as works of their own.

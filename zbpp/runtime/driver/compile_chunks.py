@@ -1,62 +1,46 @@
-"""Compile the layers of a chunk, or the chunk."""
+"""Compile the layers of a chunk."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any
 
 from torch import nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.compiled.layers import (
-    Call,
-    Compiling,
-    compiled,
-    in_a_row,
-    is_worth_it,
-)
+from zbpp.runtime.compiled.layers import Call, Compiling, compiled, is_worth_it
 from zbpp.runtime.ties.bind import AliasedLayer
 
-__all__ = ["check_compile", "compiled_chunk", "compiled_layer", "has_compiled_part"]
+__all__ = ["check_compile", "compiled_chunk", "compiled_layer"]
 
 _PART = "compiles"
 """Attribute of a layer that says which module in it is compiled; None: none is."""
 
 
-def check_compile(how: object) -> Compiling:
-    """Return what is to be compiled.
+def check_compile(how: object) -> None:
+    """Refuse what is not a `Compiling`.
 
     Raises:
         RequestError: it is something else.
     """
-    if how not in get_args(Compiling):
+    if how == "chunks":
         raise RequestError(
-            f'compile is {how!r}; it must be "blocks", "chunks", or False'
+            'compile="chunks" is no more: compile="blocks" compiles each layer by '
+            "itself, and does the same"
         )
-    return cast(Compiling, how)
+    if how != "blocks" and not isinstance(how, bool):
+        raise RequestError(f'compile is {how!r}; it must be "blocks" or False')
 
 
 def compiled_chunk(chunk: Chunk, how: Compiling) -> Chunk:
-    """Return a chunk whose calls are compiled; its modules stay as they are.
-
-    A chunk with tied parameters, which each layer finds in its own place, is compiled
-    layer by layer.
-
-    Args:
-        chunk: of a stage.
-        how: what is compiled.
-    """
+    """Return a chunk whose layers' calls are compiled; its modules stay as they are."""
     if not how:
         return chunk
     calls = {
         index: _compiled_call(chunk.call(index), layer)
         for index, layer in chunk.numbered()
     }
-    whole = None
-    has_parts = any(map(has_compiled_part, chunk.layers))
-    if how == "chunks" and not chunk.leaves and not has_parts:
-        whole = compiled(in_a_row([chunk.call(index) for index in calls]))
-    return replace(chunk, calls=calls, whole=whole)
+    return replace(chunk, calls=calls)
 
 
 def compiled_layer(
@@ -75,11 +59,6 @@ def compiled_layer(
     if name:
         return _WithPart(layer, name, compile)
     return compile(layer) if name is not None and is_worth_it(layer) else None
-
-
-def has_compiled_part(layer: nn.Module) -> bool:
-    """True for a layer that says which module in it is compiled, if any."""
-    return hasattr(layer, _PART)
 
 
 def _compiled_call(call: Call, layer: nn.Module) -> Call:

@@ -1,7 +1,4 @@
-"""Names of graphs and their nodes which torch does not document; see `torch_internals`.
-
-Each has a fallback, so that a torch without the name is slower, not wrong.
-"""
+"""What zbpp asks of graphs and nodes by names of torch's own; see `private_names`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -34,20 +31,13 @@ __all__ = [
 
 
 def accumulates() -> bool:
-    """True if the backward that runs now is for all leaves, not ``autograd.grad``.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, the answer is yes; torch's
-    pipeline, which infers shapes by ``autograd.grad``, then adds that gradient too.
-    """
+    """True if the backward that runs now is for all leaves, not ``autograd.grad``."""
     is_for_all = getattr(torch.autograd, "_is_checkpoint_valid", None)
     return is_for_all is None or bool(is_for_all())
 
 
 class NoGrad:
-    """``torch.no_grad()`` in a fifth of its time: a pass enters one every time.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, it is torch's own.
-    """
+    """``torch.no_grad()`` in a fifth of its time: a pass enters one every time."""
 
     __slots__ = ("_before",)
 
@@ -90,9 +80,6 @@ def can_read_saved(node: Any, name: str) -> bool:
     read again, though it is still there: it lives as long as its node. We lift the
     refusal; the recompute still happens once. Other hooks (offloading, say) are left
     alone.
-
-    Seen in torch 2.13. Where a name is gone, the answer is no, and the gradients of
-    the node are all computed in B.
     """
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is None or not hasattr(raw, "unpack_hook"):
@@ -122,10 +109,7 @@ def is_packed(node: Any, name: str) -> bool:
 
 
 def is_built_in(node: Any) -> bool:
-    """True if a node is torch's own: it cannot ask which kind of backward runs.
-
-    Seen in torch 2.9 to 2.13. Elsewhere the answer may be no for all nodes.
-    """
+    """True if a node is torch's own: it cannot ask which kind of backward runs."""
     kind = type(node)
     return kind.__module__ == "builtins" and kind.__name__ != "CppFunction"
 
@@ -135,8 +119,8 @@ def returned_gradients(
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` for ends and wanted edges that are known to be right.
 
-    Without its checks, which take as long as two small nodes. Seen in torch 2.13; where
-    the name is gone, or a gradient is left to torch, the checks are made.
+    Without its checks, which take as long as two small nodes, but where a gradient is
+    left to torch.
     """
     run = _engine(gradients)
     if run is None:
@@ -222,18 +206,12 @@ def run_whole(
 
 
 def hooks_made() -> int | None:
-    """Count the removable hooks registered in this process so far, of any kind.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, None: nodes are then examined.
-    """
+    """Count the removable hooks registered in this process so far; None: unknown."""
     return getattr(RemovableHandle, "next_id", None)
 
 
 def nodes_made() -> int:
-    """Return the sequence number of the next node that this thread makes.
-
-    Seen in torch 2.13. Where the name is gone, a number above those of all nodes.
-    """
+    """Return the sequence number of the next node that this thread makes."""
     count = getattr(torch._C._autograd, "_get_sequence_nr", None)
     return sys.maxsize if count is None else int(count())
 
@@ -241,17 +219,13 @@ def nodes_made() -> int:
 def sequence_number(node: Any) -> int:
     """Return the number of a node, which no other that its thread has made has.
 
-    Leaves' nodes have one above all others. Seen in torch 2.9 to 2.13.
+    Leaves' nodes have one above all others.
     """
     return int(node._sequence_nr())
 
 
 def is_multi_grad_hook(hook: Any) -> bool:
-    """True for the parts of a `register_multi_grad_hook`, which counts gradients.
-
-    Seen in torch 2.9 to 2.13. Where the names differ, such a hook is not recognised,
-    and fires once in B and once in W.
-    """
+    """True for the parts of a `register_multi_grad_hook`, which counts gradients."""
     code = getattr(hook, "__code__", None)
     return (
         code is not None

@@ -1,14 +1,10 @@
-"""Names of torch's compiler which torch does not document; see `torch_internals`.
-
-Where one is gone, compiled regions run wholly in B, and reports say so.
-"""
+"""What zbpp asks of torch's compiler by names of its own; see `private_names`."""
 
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -24,9 +20,6 @@ __all__ = [
     "inductor_options",
     "is_compiled",
     "missing",
-    "without_kernels",
-    "write_code",
-    "writes_code",
 ]
 
 Inner = Callable[..., Any]
@@ -46,10 +39,7 @@ lowered when it first runs could not tell B in advance what is left to W."""
 
 
 def missing() -> str | None:
-    """The name that this torch lacks, without which no region is split.
-
-    Seen in torch 2.13.
-    """
+    """The name that this torch lacks, without which no region is split."""
     for place, names in _NAMES.items():
         module = _module(place)
         for name in names:
@@ -115,66 +105,6 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **about: Any) ->
     return module.compile_fx_inner(graph, inputs, **about)
 
 
-def writes_code() -> bool:
-    """True if this torch has the names that `write_code` needs. Seen in torch 2.13."""
-    graph = getattr(_module("torch._inductor.graph"), "GraphLowering", None)
-    names = "compile_to_module", "codegen"
-    parts = _module("torch._inductor.async_compile")
-    return all(hasattr(graph, name) for name in names) and hasattr(parts, _KERNELS)
-
-
-_KERNELS = "AsyncCompile"
-_CACHES = "fx_graph_cache", "fx_graph_remote_cache"  # of what is built
-
-
-def write_code(
-    graph: fx.GraphModule, inputs: Sequence[Any], **about: Any
-) -> tuple[str, dict[str, Any]]:
-    """Let Inductor write what runs a finished graph, and build none of its kernels.
-
-    Returns:
-        A module's source, whose ``call`` takes a list, and names that it needs.
-    """
-    found: list[tuple[str, dict[str, Any]]] = []
-
-    def written(lowered: Any) -> Any:
-        code, _ = lowered.codegen()
-        found.append((code.value, dict(lowered.constants)))
-        return SimpleNamespace(call=None)
-
-    config = _module("torch._inductor.config")
-    own = _module("torch._inductor.graph").GraphLowering
-    options = dict.fromkeys(_CACHES, False) | {"cpp_wrapper": False}
-    with config.patch(options), _instead(own, "compile_to_module", written):
-        compile_graph(graph, inputs, **about)
-    ((code, constants),) = found
-    return code, constants
-
-
-def without_kernels(code: str, kernels: Any) -> dict[str, Any]:
-    """Return the names of a module that Inductor has written.
-
-    Args:
-        code: its source.
-        kernels: stands for all that would build kernels.
-    """
-    names: dict[str, Any] = {"__name__": "written"}
-    parts = _module("torch._inductor.async_compile")
-    with _instead(parts, _KERNELS, lambda: kernels):
-        exec(compile(code, "<written by Inductor>", "exec"), names)
-    return names
-
-
-@contextmanager
-def _instead(holder: Any, name: str, new: Any) -> Iterator[None]:
-    before = getattr(holder, name)
-    setattr(holder, name, new)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)
-
-
 def inductor_options(
     mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None = None
 ) -> dict[str, Any]:
@@ -190,15 +120,12 @@ def inductor_options(
 
 
 def is_compiled(node: Any) -> bool:
-    """True for the node of a compiled region. Seen in torch 2.9 to 2.13."""
+    """True for the node of a compiled region."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def compiled_backward(node: Any) -> Any:
-    """Return what a compiled region's node runs; None: unknown, or not compiled yet.
-
-    Seen in torch 2.13.
-    """
+    """Return what a compiled region's node runs; None: unknown, or not compiled yet."""
     forward = getattr(type(node), "_forward_cls", None)
     return getattr(forward, "compiled_bw", None)
 
@@ -208,4 +135,4 @@ def _no_node() -> None:
 
 
 current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", _no_node)
-"""Returns the node that autograd runs now in this thread. Seen in torch 2.13."""
+"""Returns the node that autograd runs now in this thread."""

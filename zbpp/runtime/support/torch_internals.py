@@ -1,7 +1,4 @@
-"""The names which torch does not document; those of graphs: `autograd_internals`.
-
-Each has a fallback, so that a torch without the name is slower, not wrong.
-"""
+"""What zbpp asks of torch by names of its own; see `private_names`."""
 
 import importlib
 import inspect
@@ -40,10 +37,7 @@ __all__ = [
 
 
 def profiling() -> bool:
-    """True while a profiler records; a range costs some 10 us even if none does.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, ranges are always recorded.
-    """
+    """True while a profiler records; a range costs some 10 us even if none does."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
@@ -60,31 +54,20 @@ class _Arrived(torch.autograd.Function):
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """Await what a collective still writes, as tensor parallelism hands it on.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, nothing is awaited here.
-    """
+    """Await what a collective still writes, as tensor parallelism hands it on."""
     if not hasattr(tensor, "trigger_wait"):
         return tensor
     return cast(Tensor, _Arrived.apply(tensor))  # type: ignore[no-untyped-call]
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """True for a `FakeTensor`, which has sizes and no data, parameters included.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, no tensor is one: their weight
-    gradients then count to B, and estimates of memory are off.
-    """
+    """True for a `FakeTensor`, which has sizes and no data, parameters included."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and type(tensor) is getattr(module, "FakeTensor", None)
 
 
 def outside_fake_mode() -> AbstractContextManager[object]:
-    """Within this, tensors that are made are none of a mode of fake ones.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, it does nothing: models that are
-    cut at their blocks are then not estimated.
-    """
+    """Within this, tensors that are made are none of a mode of fake ones."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     unset = getattr(module, "unset_fake_temporarily", None)
     return nullcontext() if unset is None else unset()
@@ -94,7 +77,7 @@ def copying(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
     """Within this, a deep copy has fake tensors for fake ones, and real for real.
 
     By itself torch copies a fake tensor together with its mode, and memory is corrupted
-    then; its mode for copies makes new fakes of the old mode. Seen in torch 2.13.
+    then; its mode for copies makes new fakes of the old mode.
 
     Args:
         tensors: of what is copied.
@@ -120,9 +103,8 @@ _DATA_PARALLEL = {
 def data_parallel(module: nn.Module) -> str | None:
     """The name of what shards or replicates a module over processes, if anything does.
 
-    Seen in torch 2.13: `fully_shard` adds a base class, `replicate` an entry in the
-    module's registry of composable wrappers, and DistributedDataParallel notes itself
-    while its forward runs. Where a name is gone, that wrapper is not seen.
+    `fully_shard` adds a base class, `replicate` an entry in the module's registry of
+    composable wrappers, and DistributedDataParallel notes itself while it runs.
     """
     for base in type(module).__mro__:
         if base.__name__ in _DATA_PARALLEL:
@@ -139,10 +121,7 @@ def is_in_ddp() -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a step of this optimizer calls functions of others.
-
-    Seen in torch 2.9 to 2.13. Where a name is gone, the answer is yes.
-    """
+    """True if a step of this optimizer calls functions of others."""
     module = importlib.import_module("torch.optim.optimizer")
     hooks = [
         *(getattr(module, f"_global_optimizer_{when}_hooks", None) for when in _WHEN),
@@ -176,8 +155,7 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 def mark_called(optimizer: torch.optim.Optimizer) -> None:
     """Let a learning-rate scheduler know that a step was asked for before its own.
 
-    The step itself comes later, and the scheduler would warn. Seen in torch 2.9 to
-    2.13; elsewhere the mark does nothing.
+    The step itself comes later, and the scheduler would warn.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -197,8 +175,7 @@ _PASSES = {
 def hooked_passes(stages: Sequence[Any], hook: PassHook) -> Iterator[bool]:
     """Within this, torch's pipeline stages run their passes through a hook.
 
-    Seen in torch 2.9 to 2.13. Where a method or its ``full_backward`` is gone, the
-    passes stay as they are, and the value is False.
+    The value is False where stages have other methods; then passes stay as they are.
 
     Args:
         stages: objects of `torch.distributed.pipelining`.
