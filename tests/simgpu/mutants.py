@@ -617,6 +617,11 @@ EXPLAINED: dict[str, str] = {
     "comm/links.py HostWaits.wait: without `work.wait(self._failures.timeout)`": _GLOO,
     "comm/links.py P2PLink.read: without "
     "`self._waits.wait(message.work, context, message.peer)`": _TWICE,
+    "comm/mailbox.py Mailbox._read_header: without `self._link.wait(work, "
+    "(job, 'for', value, 'from'), peer)`": _TWICE,
+    "comm/mailbox.py Mailbox._read_header: without `self._link.confirm(work)`": (
+        "`.cpu()` waits too, but has no time-out for a stage that is lost just then"
+    ),
     "executor.py drive: all stages on the caller's stream": _SPEED,
     "executor.py TakeStep.run: without `optimizer.wait(job)`": _TIMES,
     "executor.py ValidateStep.run: without `optimizer.wait(job)`": _TIMES,
