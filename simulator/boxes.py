@@ -53,7 +53,7 @@ SEND = "SEND"
 LOOKS = {row.text: row for row in KINDS.values() if row.colour} | {
     SEND: JobKind(SEND, Scope.MICROBATCH, "only sends", colour="#8A8A8A")
 }
-"""What can be seen, by the text of the kind, in the order of legends."""
+"""Looks by the text of the kind, in the order of legends."""
 
 _LANES = list(Lane)
 _NUMBERS = {
@@ -64,7 +64,7 @@ _NUMBERS = {
 
 
 class Style(NamedTuple):
-    """How a box looks.
+    """The look of a box.
 
     ``leg``: the first (0), second (1), ... chunk of its stage, lighter each time;
     ``is_hatched``: a B that computes layers again.
@@ -124,7 +124,7 @@ class Box(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is written into it: the micro-batch; O and V have none."""
+        """Text inside the box: the micro-batch; O and V have none."""
         if self.lane or self.style.role == SEND:
             return ""
         numbers = [str(part.microbatch) for part in passes_in(self.job)]

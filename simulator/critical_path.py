@@ -153,7 +153,7 @@ class _Waits:
         return max(ends, key=itemgetter(0))[1] if ends else None
 
     def awaited(self, place: Place) -> Place | None:
-        """What a slot waited for longest; of several, what is on its own line."""
+        """Return what a slot waited for longest; of several, what is on its line."""
         line, index = place
         slot = self._lines[line][index]
         done: list[tuple[float, Place]] = []

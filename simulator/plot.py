@@ -299,7 +299,8 @@ def _write_title(
     if costs is not None:
         peak = max(peak_memory(timeline, costs))
         unit = " M$_B$" if costs.m_b == 1.0 else ""
-        facts.append(f"peak memory {format_memory(float(f'{peak:.4g}'))}{unit}")
+        amount = format_memory(float(f"{peak:.4g}"), costs.memory_unit)
+        facts.append(f"peak memory {amount}{unit}")
     sizes = (
         f"{timeline.placement.n_stages} stages, {timeline.n_microbatches} micro-batches"
     )

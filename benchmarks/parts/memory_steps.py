@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 import zbpp
-from zbpp.runtime.comm.channels import PendingSum
+from zbpp.runtime.comm.links import PendingSum
 from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.support.pytree import map_tensors
 
@@ -45,7 +45,7 @@ def _stage(
     store = dist.FileStore(f"{folder}/store", n_stages)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n_stages)
     # Sums come late, so that every step is speculative, as in a long pipeline.
-    PendingSum.done = lambda self: self._work is None  # type: ignore[method-assign]
+    PendingSum.done = lambda self: self._total is not None  # type: ignore[method-assign]
     with profiled() as run:
         _train(one, mode, n_microbatches)
     memory, ranges = events_of(run)

@@ -225,7 +225,7 @@ def rollbacks(options: Gain) -> Table:
     """
     ways = {
         "free": (1.0, 0.0),
-        "deferred": (1.7, 1.1),
+        "deferred": (1.6, 1.1),
     }
     plain = options.optimizer_ms / options.job_ms
     table = Table(

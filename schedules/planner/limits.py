@@ -131,10 +131,12 @@ def check_limits(
     stage = lacks.index(max(lacks))
     need, limit, fixed = wanted[stage], held.limit[stage], held.fixed[stage]
     if need > limit * (1 + _MARGIN):
-        of_it = f" ({format_memory(fixed, [need])} of it fixed)" if fixed else ""
+        unit = held.memory_unit
+        of_it = f" ({format_memory(fixed, unit)} of it fixed)" if fixed else ""
         raise LimitError(
             f"{name} with {len(wanted)} stages and {n_microbatches} micro-batches "
-            f"needs memory {format_memory(need, [limit])} on stage {stage}{of_it}, "
-            f"over the limit {format_memory(limit, [need])}",
+            f"needs memory {format_memory(need, unit)} on stage {stage}{of_it}, "
+            f"over the limit {format_memory(limit, unit)}",
             smallest=max(wanted),
+            unit=unit,
         )

@@ -61,8 +61,8 @@ def _columns(entries: Sequence[PageEntry], time_unit: str) -> dict[str, _Column]
         f"bubble{simulated}": lambda entry: _share(entry.bubble),
         "bubble measured": lambda entry: _share(entry.measured_bubble),
         "gap to the bound": lambda entry: _share(entry.gap),
-        "peak memory": _memory(entries, lambda entry: entry.peak),
-        "memory limit": _memory(entries, lambda entry: entry.limit),
+        "peak memory": _memory(lambda entry: entry.peak),
+        "memory limit": _memory(lambda entry: entry.limit),
     }
     for entry in entries:
         for name in entry.figures:
@@ -89,15 +89,12 @@ def _speed_up(entries: Sequence[PageEntry]) -> _Column:
     return column
 
 
-def _memory(
-    entries: Sequence[PageEntry], amount_of: Callable[[PageEntry], float | None]
-) -> _Column:
-    amounts = [amount for e in entries for amount in (e.peak, e.limit)]
-    shown = [amount for amount in amounts if amount is not None]
-
+def _memory(amount_of: Callable[[PageEntry], float | None]) -> _Column:
     def column(entry: PageEntry) -> str:
         amount = amount_of(entry)
-        return "" if amount is None else format_memory(float(f"{amount:.4g}"), shown)
+        if amount is None or entry.costs is None:
+            return ""
+        return format_memory(float(f"{amount:.4g}"), entry.costs.memory_unit)
 
     return column
 

@@ -53,7 +53,7 @@ class Panel:
 
     @property
     def timeline(self) -> Timeline:
-        """What is drawn."""
+        """The boxes to draw."""
         return self.entry.timelines[self.kind]
 
     @cached_property

@@ -102,9 +102,13 @@ def test_peft_reads_an_exported_adapter(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     base = transformers.LlamaForCausalLM(config)
     lora = peft.LoraConfig(
         r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]

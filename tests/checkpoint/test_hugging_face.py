@@ -26,10 +26,14 @@ def model(kind: str) -> Any:
         )
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
-        **SIZES, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2,
+        **SIZES,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         tie_word_embeddings=kind == "tied llama",
-    )  # fmt: skip
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -42,9 +46,14 @@ def run(
 ) -> list[float]:
     """Two steps and a save, or a load and two steps."""
     pipeline = flat_pipeline(
-        model(kind), optimizer=adamw, schedule=mode, n_stages=n_stages, seed=1,
-        n_microbatches=2, clip_grad_norm=1.0,
-    )  # fmt: skip
+        model(kind),
+        optimizer=adamw,
+        schedule=mode,
+        n_stages=n_stages,
+        seed=1,
+        n_microbatches=2,
+        clip_grad_norm=1.0,
+    )
     if load:
         pipeline.load(folder)
     losses = []
@@ -120,8 +129,12 @@ def test_names_of_a_cut_module_are_its_own(tmp_path) -> None:
 
     whole = Whole()
     pipeline = Pipeline(
-        zbpp.cut(whole, "blocks", after=["head"]), loss_fn=torch.nn.functional.mse_loss,
-        optimizer=adamw, schedule="1F1B", n_stages=2, n_microbatches=2,
-    )  # fmt: skip
+        zbpp.cut(whole, "blocks", after=["head"]),
+        loss_fn=torch.nn.functional.mse_loss,
+        optimizer=adamw,
+        schedule="1F1B",
+        n_stages=2,
+        n_microbatches=2,
+    )
     pipeline.step(torch.ones(4, 4), torch.ones(4, 2))
     assert set(pipeline.state_dict()["model"]) == set(whole.state_dict())

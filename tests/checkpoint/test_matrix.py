@@ -114,10 +114,8 @@ def test_auto_may_choose_another_split_than_the_run_that_saved(
     """Layers move to other stages at a checkpoint."""
     run("1F1B", 2, save=str(tmp_path), split=[2, 7])
     times = (6.0, *(1.0,) * (N_LAYERS - 1))
-    layers = LayerCosts(N_LAYERS, f=times, b=times, w=times)
-    outcome = run(
-        "auto", 2, loaded=str(tmp_path), layers=layers, watch=False, n_microbatches=6
-    )
+    costs = LayerCosts(N_LAYERS, f=times, b=times, w=times)
+    outcome = run("auto", 2, loaded=str(tmp_path), layer_costs=costs)
     check(outcome, undisturbed)
 
 

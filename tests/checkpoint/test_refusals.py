@@ -81,6 +81,11 @@ def other_options(state):
     return "are in one parameter group, but were saved with different options"
 
 
+def drop_step(state):
+    del state["step"]
+    return r"the number of steps \(step\) is missing"
+
+
 def drop_run(state):
     del state["run"]
     return "the state of the run"
@@ -102,9 +107,21 @@ def drop_model(state):
 
 
 WAYS = [
-    drop, add, reshape, cast, drop_moments, add_moments, reshape_moments,
-    other_optimizer, other_options, drop_run, add_scaler, add_scheduler, drop_model,
-]  # fmt: skip
+    drop,
+    add,
+    reshape,
+    cast,
+    drop_moments,
+    add_moments,
+    reshape_moments,
+    other_optimizer,
+    other_options,
+    drop_step,
+    drop_run,
+    add_scaler,
+    add_scheduler,
+    drop_model,
+]
 
 
 def test_misfits_are_named_and_nothing_changes() -> None:
@@ -136,9 +153,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
     pipeline.save(tmp_path, wait=True)
     other = Pipeline(
         nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 11)),
-        loss_fn=nn.functional.cross_entropy, optimizer=adamw, schedule="1F1B",
-        n_microbatches=2, n_stages=1,
-    )  # fmt: skip
+        loss_fn=nn.functional.cross_entropy,
+        optimizer=adamw,
+        schedule="1F1B",
+        n_microbatches=2,
+        n_stages=1,
+    )
     with pytest.raises(RequestError, match=r"0.weight is missing; .* and \d+ more"):
         other.load(tmp_path)
 
@@ -147,6 +167,9 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path) -> None:
     pipeline = made(1)
     with pytest.raises(RequestError, match="extra/file is a PosixPath"):
         pipeline.save(tmp_path, extra={"file": tmp_path})
+    with pytest.raises(CheckpointError, match=r"files hold no torch\.complex128"):
+        extra = {"numbers": torch.zeros(1, dtype=torch.complex128)}
+        pipeline.save(tmp_path, extra=extra, wait=True)
     with pytest.raises(RequestError, match="keep is 0"):
         pipeline.save(tmp_path, keep=0)
     (tmp_path / "file").touch()

@@ -42,7 +42,10 @@ def test_the_last_ones_stay_and_the_newest_counts(tmp_path) -> None:
         pipeline.save(tmp_path, keep=2)
     pipeline.close()
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
-    assert newest(tmp_path) == tmp_path / "step-00000005"
+    folder = tmp_path / "step-00000005"
+    assert newest(tmp_path) == folder
+    file = folder / "stage-0.safetensors"
+    assert file.stat().st_mode & 0o777 == folder.stat().st_mode & 0o666
 
 
 def test_the_state_of_its_moment_is_saved_while_steps_go_on(

@@ -74,7 +74,9 @@ def test_fixed_memory_and_the_peak_of_an_optimizer_step_count():
 def test_a_limit_counts_all_of_it_and_says_bytes():
     rows = ((*order("0F0 0B0 0W0"), Step(0)),)
     gib = 2.0**30
-    model = Costs(m_b=gib, m_w=2 * gib, m_fixed=9 * gib, limit=11 * gib)
+    model = Costs(
+        m_b=gib, m_w=2 * gib, m_fixed=9 * gib, limit=11 * gib, memory_unit="bytes"
+    )
     Schedule("fits", Placement.single(1), 1, rows, model)
     for worse in ({"m_fixed": 10 * gib}, {"peak_b": 2 * gib}, {"peak_o": 3 * gib}):
         with pytest.raises(ScheduleError, match=r"needs memory 12\.0 GiB, over the"):

@@ -17,7 +17,7 @@ from zbpp.emulation.run import emulate
 from zbpp.planning import plan
 from zbpp.runtime.backward import queue
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.comm.transport import LocalHub
+from zbpp.runtime.comm.local import LocalHub
 
 F, B = PassKind.F, PassKind.B
 

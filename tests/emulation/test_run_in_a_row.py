@@ -9,7 +9,7 @@ from zbpp.core import Costs, Placement
 from zbpp.emulation.run import Emulation, emulate
 from zbpp.emulation.slow_sum import SlowSums
 from zbpp.planning import plan
-from zbpp.runtime.comm.transport import LocalHub
+from zbpp.runtime.comm.local import LocalHub
 
 DELAY_MS = 60.0
 

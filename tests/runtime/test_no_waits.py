@@ -11,7 +11,7 @@ from fake_stream import FakeStream
 from small_model import batch, make_pipeline
 from torch import Tensor
 
-from zbpp.runtime.comm import transport
+from zbpp.runtime.comm import local
 from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.streams import HostCopy
@@ -39,7 +39,7 @@ def test_v_waits_for_the_step_before_and_not_for_the_forwards_since(
         copied_s.append(stream.now_s)
         return (Late if is_late else HostCopy)(vector, make_event=stream.event)
 
-    monkeypatch.setattr(transport, "HostCopy", note)
+    monkeypatch.setattr(local, "HostCopy", note)
     forward = Stage.forward
 
     def slow(self: Stage, *args: Any) -> Any:

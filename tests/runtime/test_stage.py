@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError, Value, What
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.header import spec_of
+from zbpp.runtime.comm.shapes import spec_of
 from zbpp.runtime.microbatches import split_inputs
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.values import Nested

@@ -1,8 +1,5 @@
 """Dicts, masks and changing shapes between chunks: the bits of a plain loop."""
 
-from functools import partial
-from typing import Any
-
 import masked_model
 import pytest
 import torch
@@ -12,11 +9,9 @@ from pool import Pool
 from small_model import adamw, assert_same
 from torch import Tensor, nn
 
-from zbpp.core import Value, What
 from zbpp.models import Layered
 from zbpp.pipeline import Pipeline
 from zbpp.runtime import Patience
-from zbpp.runtime.constants import Constants
 
 MODES = ("1F1B", "ZBH1", "ZBV")
 FEW = [("ZBV", 1), ("1F1B", 2), ("ZBV", 4)]
@@ -84,11 +79,11 @@ def test_dicts_of_changing_lengths(
 
 
 @pytest.mark.parametrize(
-    "rollback", ["deferred", pytest.param("snapshot", marks=pytest.mark.slow)]
+    "snapshots", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_rolled_back_steps(rollback: str, alone: masked_model.Found) -> None:
+def test_rolled_back_steps(snapshots: bool, alone: masked_model.Found) -> None:
     pipeline = make(
-        *("ZBV", 2), post_validation=True, rollback=rollback,
+        *("ZBV", 2), post_validation=True, snapshots=snapshots,
         patience=Patience(failures=2, window=1),
     )  # fmt: skip
     results = [pipeline.step(*cut(batch(step))) for step in range(10)]
@@ -130,44 +125,6 @@ def test_recomputed_layers(mode: str, alone: masked_model.Found) -> None:
     losses, parameters = train(mode, 2, recompute="all")
     assert losses == alone[0]
     assert_same(parameters, alone[1])
-
-
-class Counted:
-    """Counts the tensors of a transport's messages, by chunk."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.sent: dict[tuple[What, int], list[int]] = {}
-        for executor in pipeline.stages.executors.values():
-            send = executor.transport.send
-            executor.transport.send = partial(self._send, send)  # type: ignore[method-assign]
-
-    def _send(self, send: Any, value: Value, tensors: Any, peer: int) -> None:
-        self.sent.setdefault((value.what, value.chunk), []).append(len(tensors))
-        send(value, tensors, peer)
-
-
-@pytest.mark.parametrize(
-    ("mode", "n_stages", "tensors"),
-    [
-        # hidden, router, mask, places; the mask's second place names the first
-        pytest.param("1F1B", 4, [4, 4, 4], marks=pytest.mark.slow),
-        ("ZBV", 2, [4, 2]),  # chunk 1 and 2 share a stage, 3 comes back to the first
-        ("ZBV", 4, [4, 4, 4, 2, 2, 2]),
-        ("VPP", 2, [4, 2, 2]),
-        pytest.param("VPP", 4, [4, 4, 4, 2, 2, 2, 2], marks=pytest.mark.slow),
-    ],
-)
-def test_constants_are_sent_to_a_stage_once(
-    mode: str, n_stages: int, tensors: list[int]
-) -> None:
-    pipeline = make(mode, n_stages)
-    counted = Counted(pipeline)
-    pipeline.step(*cut(batch(0)))
-    pipeline.evaluate(*cut(batch(0)))
-    found = {c: n for (what, c), n in counted.sent.items() if what is What.ACTIVATION}
-    assert [set(found[chunk]) for chunk in sorted(found)] == [{n} for n in tensors]
-    for executor in pipeline.stages.executors.values():
-        assert not executor.stage.constants.kept
 
 
 class Writes(nn.Module):
@@ -228,12 +185,6 @@ def without_masks(layers: range) -> list[nn.Module]:
 def test_a_mask_that_is_dropped_is_seen(alone: masked_model.Found) -> None:
     losses, _ = train("ZBV", 2, model=without_masks, steps=1)
     assert losses != alone[0][:1]
-
-
-def test_a_constant_that_is_not_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Constants, "ran", lambda *_: None)
-    with pytest.raises(KeyError):
-        make("ZBV", 2).step(*cut(batch(0)))
 
 
 def test_a_whole_batch_is_cut_by_the_model() -> None:

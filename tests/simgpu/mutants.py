@@ -42,8 +42,7 @@ ROOT = Path(zbpp.runtime.__path__[0])
 POLICIES = (("lazy", 0), ("random", 1), ("eager", 0), ("random", 2), ("random", 3))
 ONLY_HOST = {
     "comm/ping.py",
-    "comm/private_group.py",
-    "support/background.py",
+    "comm/groups.py",
     "comm/failures.py",
     "comm/process_group.py",
 }
@@ -225,20 +224,21 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "no event behind the copies",
     ),
     (
-        "comm/transport.py", "LocalTransport.send",
+        "comm/local.py", "LocalMailbox.send",
         "None if self.stream is None else self.stream.mark()", "None",
         "no event goes with a value",
     ),
     (
-        "executor.py", "_goes_on",
-        "stream.running()", "__import__('contextlib').nullcontext()",
+        "executor.py", "drive",
+        "of_stage.running()", "__import__('contextlib').nullcontext()",
         "all stages on the caller's stream",
     ),
     (
-        "bound.py", "_PassCall.__init__", "compute",
-        "compute if job.kind is not PassKind.W else (lambda tensors, on=__import__("
-        "'torch').cuda: (lambda before: (on.set_stream(on.Stream()), compute(tensors),"
-        " on.set_stream(before))[1])(on.current_stream()))",
+        "executor.py", "WeightBackward.run",
+        "executor.stage.backward_weight(job.chunk, job.microbatch)",
+        "(lambda on, before: (on.set_stream(on.Stream()), executor.stage."
+        "backward_weight(job.chunk, job.microbatch), on.set_stream(before)))("
+        "__import__('torch').cuda, __import__('torch').cuda.current_stream())",
         "W on another stream",
     ),
     (
@@ -252,28 +252,28 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "a slot that is free and taken",
     ),
     (
-        "comm/wire.py", "Wire.send",
-        "self._outgoing.append((work, tensor, value, peer))",
-        "(self._outgoing.append((work, None, value, peer)), work.synchronize())",
+        "comm/links.py", "P2PLink.send",
+        "self._sends.append(_Sent(work, tensor, value, peer))",
+        "(self._sends.append(_Sent(work, None, value, peer)), work.synchronize())",
         "a sent tensor is let go before it has left",
     ),
     (
-        "comm/waits.py", "Waits.copy_after",
+        "comm/links.py", "StreamWaits.copy_after",
         "work.wait()", "HostCopy(buffer).done()",
         "a copy to the host before the message has come",
     ),
     (
-        "comm/messages.py", "Messages._start_known",
+        "comm/mailbox.py", "Mailbox._start_known",
         "waiting.popleft()", "waiting.pop()",
         "receives in another order than sends",
     ),
     (
-        "comm/messages.py", "Messages.send",
-        "enumerate(tensors, start=1)", "[*enumerate(tensors, start=1)][::-1]",
+        "comm/mailbox.py", "Mailbox.send",
+        "enumerate(tensors)", "[*enumerate(tensors)][::-1]",
         "tensors of a value in another order than they are received",
     ),
     (
-        "comm/channels.py", "join",
+        "comm/groups.py", "open_groups",
         "f'{name}/{ends[0]}_to_{ends[1]}'", "f'{name}/{min(ends)}_to_{max(ends)}'",
         "one communicator for both directions",
     ),
@@ -579,7 +579,7 @@ def _first_verdict(
 def in_order(mutant: Mutant, scenarios: Sequence[Scenario]) -> list[Scenario]:
     """Those that run the code of a mutant; those that were written for it first."""
     is_of_mesh = mutant.file.startswith(("parallel/", "support/fsdp"))
-    is_far = mutant.file.startswith("comm/") and mutant.file != "comm/transport.py"
+    is_far = mutant.file.startswith("comm/") and mutant.file != "comm/local.py"
 
     def runs(scenario: Scenario) -> bool:
         if is_of_mesh or is_far:
@@ -605,21 +605,21 @@ _TIMES = "the job waits itself; here that does not count as its time"
 _CODE = "fused Adam's kernel is Inductor's, which writes none for a simulated GPU"
 EXPLAINED: dict[str, str] = {
     "support/streams.py SideStream.copy: without `with self.running():`": _SPEED,
-    "comm/messages.py Messages.begin: without `with self._waits.aside():`": _SPEED,
-    "comm/messages.py Messages._tell: without `with self._waits.aside():`": _SPEED,
-    "comm/waits.py Waits.copy_after: without `with self.aside():`": _SPEED,
-    "comm/waits.py Waits.read: without `with self.aside():`": _SPEED,
-    "comm/waits.py Waits.wait: without `work.wait(self._timeout)`": _GLOO,
-    "comm/waits.py Waits.read: without `self.wait(work, what, peer)`": _TWICE,
-    "comm/messages.py Messages._block: without `self._waits.wait(work, (job, 'for', "
-    "value, 'from'), peer)`": _TWICE,
-    "comm/messages.py Messages._block: without `self._waits.confirm(work)`": (
-        "`.cpu()` waits too, but has no time-out for a stage that is lost just then"
+    "comm/links.py P2PLink.send_numbers: without `with self._waits.beside_jobs():`": (
+        _SPEED
     ),
-    "executor.py _goes_on: without `with stream.running():`": _SPEED,
-    "executor.py _goes_on: all stages on the caller's stream": _SPEED,
-    "executor.py Executor._step: without `self.optimizer.wait(job)`": _TIMES,
-    "executor.py Executor._check: without `self.optimizer.wait(job)`": _TIMES,
+    "comm/links.py P2PLink.receive_numbers: without "
+    "`with self._waits.beside_jobs():`": _SPEED,
+    "comm/links.py P2PLink.read: without `with self._waits.beside_jobs():`": _SPEED,
+    "comm/links.py StreamWaits.copy_after: without `with self._side.running():`": (
+        _SPEED
+    ),
+    "comm/links.py HostWaits.wait: without `work.wait(self._failures.timeout)`": _GLOO,
+    "comm/links.py P2PLink.read: without "
+    "`self._waits.wait(message.work, context, message.peer)`": _TWICE,
+    "executor.py drive: all stages on the caller's stream": _SPEED,
+    "executor.py TakeStep.run: without `optimizer.wait(job)`": _TIMES,
+    "executor.py ValidateStep.run: without `optimizer.wait(job)`": _TIMES,
     "job_times.py JobTimes.begin: without `event.synchronize()`": (
         "only the place of times on the axis that processes share"
     ),
@@ -629,37 +629,28 @@ EXPLAINED: dict[str, str] = {
     "graphed/slot.py Slot.backward_input: no copy: `_copied(x)`": (
         "nobody else holds the gradient, so its memory may be the graph's"
     ),
-    "comm/messages.py Messages.end: without `self._wire.finish_older()`": (
-        "`let_go` has done so behind the sum of the step before, if anybody has read it"
+    "comm/mailbox.py Mailbox.end: without `self._link.end()`": (
+        "`_read_sum` has done so behind the sum of the step before, if anybody read it"
     ),
-    "comm/wire.py Wire.flush: without `self._waits.confirm(work)`": (
+    "comm/links.py P2PLink.flush: without `self._waits.confirm(sent.work)`": (
         "when these runs close, the sums of their last steps have been read"
     ),
-    "comm/channels.py PendingSum.done: not asked: `self._work.is_completed()`": (
+    "comm/links.py PendingSum.done: not asked: `self._message.work.is_completed()`": (
         "the copy's event is behind it"
     ),
-    "driver/lifecycle.py Lifecycle.close: without `executor.transport.flush()`": (
+    "driver/stages.py LocalStages.close: without `executor.transport.flush()`": (
         "when these runs close, the sums of their last steps have been read"
     ),
-    "optim/rollback/adam_kernel.py adam_numbers: no pin_memory: "
-    "`runs_ahead(like.device)`": _CODE,
-    "optim/rollback/adam_kernel.py adam_numbers: no non_blocking: `True`": _CODE,
     "parallel/buffers.py Turn.gather: without `gathering.wait()`": (
         "torch gathers later wherever these runs do"
     ),
     "parallel/buffers.py _Gathering.is_completed: not asked: "
     "`self._work.is_completed()`": "torch does not ask",
-    "optim/stage_optimizer.py StageOptimizer._keep: not asked: `pending.sums.done()`": (
-        "the thread that asks runs on CPUs only"
-    ),
-    "support/fsdp_internals.py Unit.begin: without `self.widening.take_over()`": (
-        "only parameters of 16 bits whose sums have 32 are widened"
-    ),
-    "support/fsdp_internals.py Unit.wait: without "
+    "support/fsdp.py Unit.wait: without "
     "`torch.accelerator.current_stream().wait_event(event)`": (
         "`finalize_backward` waits for an event behind it"
     ),
-    "comm/channels.py PendingSum.done: not asked: `self._copy.done()`": (
+    "comm/links.py PendingSum.done: not asked: `self._message.copy.done()`": (
         "the host then waits for a copy of few bytes, once all stages have summed"
     ),
 }
@@ -675,7 +666,7 @@ MISTAKES = {
     "upload not handed over": ("Uploads.take", "hand_over"),
     "upload without its wait": ("Uploads.take", "event.wait"),
     "one pinned buffer for all copies": ("sent_ahead", "one pinned"),
-    "W on another stream": ("_PassCall", "another stream"),
+    "W on another stream": ("WeightBackward", "another stream"),
 }
 
 

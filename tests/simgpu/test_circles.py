@@ -12,8 +12,8 @@ import pytest
 from simgpu.circles import find_circle
 from simgpu.process_runs import small
 from simgpu.processes import Found, SimulatedPool, watched
-from zbpp.runtime.comm import channels
-from zbpp.runtime.comm.private_group import open_group
+from zbpp.runtime.comm import groups
+from zbpp.runtime.comm.groups import open_group
 
 PATIENCE_S = 2.0
 
@@ -56,7 +56,7 @@ def one_communicator_for_a_pair() -> Iterator[None]:
             made[ends] = open_group(everyone, ends, name, **more)
         return TurnedRound(made[ends], members)
 
-    with patch.object(channels, "open_group", shared):
+    with patch.object(groups, "open_group", shared):
         yield
 
 

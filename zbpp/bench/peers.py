@@ -28,7 +28,7 @@ from zbpp.runtime.loss import loss_alone
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors
-from zbpp.runtime.ties.find import find_ties
+from zbpp.runtime.ties.plan import find_ties
 from zbpp.runtime.values import as_tensors
 
 __all__ = ["Peer", "build_peer", "has_schedule"]

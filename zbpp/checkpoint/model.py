@@ -5,7 +5,7 @@ a whole. A parameter that several layers hold is saved once, under its first nam
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from zbpp.checkpoint.tensors import copy_into
 from zbpp.core import RequestError
 
-__all__ = ["LocalModel", "Slot", "check_model", "load_model", "model_state"]
+__all__ = [
+    "Checked",
+    "LocalModel",
+    "Slot",
+    "State",
+    "check_model",
+    "load_model",
+    "model_state",
+]
 
 Place = tuple[int, str]
 """Global index of a layer, and a name in it."""
@@ -131,54 +139,63 @@ def model_state(local: LocalModel) -> dict[str, Any]:
     }
 
 
-def check_model(
-    local: LocalModel,
-    model: Mapping[str, Any],
-    aliases: Mapping[str, str],
-    *,
-    trainable_only: bool = False,
-) -> tuple[list[tuple[Slot, Any]], set[str], list[str]]:
-    """Find the value of every slot in a state.
+State = dict[str, Any]
+"""Of a run, by its parts; see `zbpp.checkpoint.state`."""
+
+
+@dataclass
+class Checked:
+    """How a state fits what one process holds, and what is to be loaded if it does.
 
     Args:
-        local: to be loaded.
-        model: a state, by own names, for these layers or for more.
-        aliases: other names of tied tensors.
-        trainable_only: nothing else needs to be in the state.
-
-    Returns:
-        What to load, names in the state that are used, and what does not fit.
+        wrong: what does not fit, in words.
+        used: names in the state that this process needs, by part of the state.
+        model: slots and their values.
+        optimizers: each with a group, a parameter of that, and the parameter's state.
+        schedulers: each with its state.
     """
-    found, used, wrong = list[tuple[Slot, Any]](), set[str](), list[str]()
+
+    wrong: list[str] = field(default_factory=list)
+    used: dict[str, set[str]] = field(default_factory=dict)
+    model: list[tuple[Slot, Any]] = field(default_factory=list)
+    optimizers: list[
+        tuple[torch.optim.Optimizer, dict[str, Any], Tensor, Mapping[str, Any]]
+    ] = field(default_factory=list)
+    schedulers: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+
+
+def check_model(local: LocalModel, state: State, checked: Checked) -> None:
+    """Find the value of every slot in a state for these layers, or for more."""
+    model, aliases = state["model"], state.get("aliases", {})
+    used = checked.used["model"] = set()
     for slot in local.slots:
         names = {name for name in slot.names_in(aliases) if name in model}
         if not names:
-            if slot.is_trainable or not trainable_only:
-                wrong.append(f"{slot.name} is missing")
+            if slot.is_trainable or not state.get("trainable_only"):
+                checked.wrong.append(f"{slot.name} is missing")
             continue
         used |= names
-        saved = model[min(names)]
-        found.append((slot, saved))
-        if isinstance(slot.value, Tensor) != isinstance(saved, Tensor):
-            wrong.append(f"{slot.name} is a {type(saved).__name__} in the state")
+        saved, here = model[min(names)], slot.value
+        checked.model.append((slot, saved))
+        if isinstance(here, Tensor) != isinstance(saved, Tensor):
+            text = f"{slot.name} is a {type(saved).__name__} in the state"
+            checked.wrong.append(text)
         elif isinstance(saved, Tensor):
-            here = slot.value
             if saved.shape != here.shape:
-                wrong.append(
+                checked.wrong.append(
                     f"{slot.name} has shape {tuple(saved.shape)}, the model's "
                     f"{tuple(here.shape)}"
                 )
             if saved.dtype != here.dtype:
-                wrong.append(
+                checked.wrong.append(
                     f"{slot.name} has dtype {saved.dtype}, the model's {here.dtype}"
                 )
-    return found, used, wrong
 
 
-def load_model(found: Sequence[tuple[Slot, Any]]) -> None:
-    """Copy a state that `check_model` has found right into the model."""
+def load_model(checked: Checked) -> None:
+    """Copy a state that fits into the model."""
     with torch.no_grad():
-        for slot, value in found:
+        for slot, value in checked.model:
             if slot.set_extra is not None:
                 slot.set_extra(value)
             else:

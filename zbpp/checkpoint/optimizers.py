@@ -13,13 +13,13 @@ else must be the same on all stages.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zbpp.checkpoint.model import LocalModel
+from zbpp.checkpoint.model import Checked, LocalModel, State
 from zbpp.checkpoint.tensors import shard_like
 from zbpp.checkpoint.values import misfit
 
@@ -34,9 +34,6 @@ __all__ = [
 
 Entry = Mapping[str, Any]
 """State of one parameter in one optimizer: ``kind``, ``state`` and ``options``."""
-
-Found = tuple[torch.optim.Optimizer, dict[str, Any], Tensor, Entry]
-"""An optimizer, a group of it, a parameter of that, and the state to be loaded."""
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Options about the way to compute: those of the present run stay."""
@@ -86,50 +83,34 @@ def optimizer_state(
     return entries
 
 
-def check_optimizers(
-    local: LocalModel,
-    entries: Mapping[str, list[Entry]],
-    aliases: Mapping[str, str],
-    *,
-    trainable_only: bool = False,
-) -> tuple[list[Found], set[str], list[str]]:
-    """Find the state of every parameter that an optimizer steps.
-
-    Args:
-        local: layers and optimizers.
-        entries: of the state.
-        aliases: other names of tied tensors.
-        trainable_only: frozen parameters need not be in it.
-
-    Returns:
-        What to load, names in the state that are used, and what does not fit.
-    """
+def check_optimizers(local: LocalModel, state: State, checked: Checked) -> None:
+    """Find the state of every parameter that an optimizer steps."""
+    all_entries, aliases = state.get("optimizer", {}), state.get("aliases", {})
+    used = checked.used["optimizer"] = set()
     stepping = defaultdict[int, list[torch.optim.Optimizer]](list)
     for optimizer, group in _groups(local):
         for parameter in group["params"]:
             stepping[id(parameter)].append(optimizer)
-    found, used, wrong = list[Found](), set[str](), list[str]()
     for optimizer, group in _groups(local):
         first_with = dict[str, str]()  # options, and the first parameter that has them
         for parameter in group["params"]:
             name = local.slot_of(parameter).saved_as
-            key = name if name in entries else aliases.get(name, name)
-            optimizers = stepping[id(parameter)]
-            if len(entries.get(key, ())) == len(optimizers):
-                entry = entries[key][optimizers.index(optimizer)]
+            key = name if name in all_entries else aliases.get(name, name)
+            entries, optimizers = all_entries.get(key, ()), stepping[id(parameter)]
+            if len(entries) == len(optimizers):
+                entry = entries[optimizers.index(optimizer)]
                 used.add(key)
-                found.append((optimizer, group, parameter, entry))
-                wrong += _entry_misfits(*found[-1], name)
+                checked.optimizers.append((optimizer, group, parameter, entry))
+                checked.wrong += _misfits(optimizer, group, parameter, entry, name)
                 first_with.setdefault(repr(entry["options"]), name)
-            elif parameter.requires_grad or not trainable_only:
-                wrong.append(f"the optimizer's state of {name} is missing")
+            elif parameter.requires_grad or not state.get("trainable_only"):
+                checked.wrong.append(f"the optimizer's state of {name} is missing")
         if len(first_with) > 1:
             first, second, *_ = first_with.values()
-            wrong.append(
+            checked.wrong.append(
                 f"{first} and {second} are in one parameter group, but were saved "
                 "with different options"
             )
-    return found, used, wrong
 
 
 def _groups(
@@ -140,7 +121,7 @@ def _groups(
             yield optimizer, group
 
 
-def _entry_misfits(
+def _misfits(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     parameter: Tensor,
@@ -168,17 +149,17 @@ def _entry_misfits(
         )
 
 
-def load_optimizers(found: Sequence[Found]) -> None:
-    """Put a state that `check_optimizers` has found right into the optimizers."""
-    for optimizer, group, parameter, entry in found:
+def load_optimizers(checked: Checked) -> None:
+    """Put a state that fits into the optimizers and schedulers."""
+    for optimizer, group, parameter, entry in checked.optimizers:
         # many optimizers keep single numbers, as the step, on the host
         on_device = bool(group.get("capturable") or group.get("fused"))
-        state = {
+        placed = {
             key: _placed(value, parameter, on_device)
             for key, value in entry["state"].items()
         }
-        if state:
-            optimizer.state[parameter] = state
+        if placed:
+            optimizer.state[parameter] = placed
         else:
             optimizer.state.pop(parameter, None)
         for name, value in entry["options"].items():
@@ -186,6 +167,8 @@ def load_optimizers(found: Sequence[Found]) -> None:
                 group[name].copy_(torch.as_tensor(value))
             else:
                 group[name] = value.clone() if isinstance(value, Tensor) else value
+    for scheduler, state in checked.schedulers:
+        scheduler.load_state_dict(state)
 
 
 def _placed(value: Any, parameter: Tensor, on_device: bool) -> Any:
@@ -217,15 +200,9 @@ def _schedulers(local: LocalModel) -> Iterator[tuple[Any, Groups, int]]:
         places[id(optimizer)] += 1
 
 
-def check_schedulers(
-    local: LocalModel, saved: Sequence[Mapping[str, Any]]
-) -> tuple[list[tuple[Any, dict[str, Any]]], list[str]]:
-    """Find the state of every scheduler.
-
-    Returns:
-        Schedulers and what they are to load, and what does not fit.
-    """
-    found, wrong = [], list[str]()
+def check_schedulers(local: LocalModel, state: State, checked: Checked) -> None:
+    """Find the state of every scheduler."""
+    saved = state.get("schedulers", [])
     for number, (scheduler, groups, place) in enumerate(_schedulers(local)):
         where = f"the state of scheduler {number}"
         names = set[str]().union(*groups)
@@ -234,27 +211,25 @@ def check_schedulers(
             for entry in saved
             if entry["place"] == place and names & set[str]().union(*entry["groups"])
         ]
-        if not parts:
-            wrong.append(f"{where} is missing")
-            continue
         here = scheduler.state_dict()
-        misfits = (_scheduler_misfit(state, here, where) for _, state in parts)
-        text = next((text for text in misfits if text), None)
-        if text is not None:
-            wrong.append(text)
-            continue
-        try:
-            found.append((scheduler, _join(parts, groups, here)))
-        except _DifferentError:
-            wrong.append(
-                f"the states of scheduler {number} differ among the stages that saved"
-            )
+        texts = [_scheduler_misfit(part, here, where) for _, part in parts]
+        if not parts:
+            checked.wrong.append(f"{where} is missing")
+        elif any(texts):
+            checked.wrong.append(next(text for text in texts if text))
+        else:
+            try:
+                joined = _join(parts, groups, here)
+            except _DifferentError:
+                text = f"the states of scheduler {number} differ among the stages"
+                checked.wrong.append(f"{text} that saved")
+            else:
+                checked.schedulers.append((scheduler, joined))
     if saved and not local.schedulers and local.optimizers:
-        wrong.append(
+        checked.wrong.append(
             "there is a state of schedulers, but none are attached: call "
             "pipeline.attach(*schedulers) first"
         )
-    return found, wrong
 
 
 def _scheduler_misfit(saved: Any, here: dict[str, Any], where: str) -> str | None:
@@ -266,9 +241,11 @@ def _scheduler_misfit(saved: Any, here: dict[str, Any], where: str) -> str | Non
     children, children_here = saved.get(_CHILDREN) or [], here.get(_CHILDREN, [])
     if text is None and len(children) != len(children_here):
         return f"{where} has other schedulers in it"
-    pairs = zip(children, children_here, strict=False)
-    texts = (text, *(_scheduler_misfit(*pair, where) for pair in pairs))
-    return next((text for text in texts if text), None)
+    texts = [
+        _scheduler_misfit(child, child_here, where)
+        for child, child_here in zip(children, children_here, strict=False)
+    ]
+    return next((text for text in (text, *texts) if text), None)
 
 
 class _DifferentError(Exception):

@@ -9,7 +9,6 @@ then `load_state`.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,15 @@ from torch import Tensor
 
 from zbpp.checkpoint.folder import Gather
 from zbpp.checkpoint.manifest import CheckpointError, Manifest
-from zbpp.checkpoint.model import LocalModel, Slot, check_model, load_model, model_state
+from zbpp.checkpoint.model import (
+    Checked,
+    LocalModel,
+    State,
+    check_model,
+    load_model,
+    model_state,
+)
 from zbpp.checkpoint.optimizers import (
-    Found,
     check_optimizers,
     check_schedulers,
     load_optimizers,
@@ -43,7 +48,6 @@ __all__ = [
     "take_snapshot",
 ]
 
-State = dict[str, Any]
 _MAX_SHOWN = 8  # misfits in an error
 
 
@@ -227,25 +231,6 @@ def names_in(manifest: Manifest) -> dict[str, set[str]]:
     }
 
 
-@dataclass
-class Checked:
-    """How a state fits what one process holds.
-
-    Args:
-        wrong: what does not fit, in words.
-        used: names in the state that this process needs, by part of the state.
-        model: slots and their values.
-        optimizers: parameters and their entries.
-        schedulers: each with its state.
-    """
-
-    wrong: list[str] = field(default_factory=list)
-    used: dict[str, set[str]] = field(default_factory=dict)
-    model: list[tuple[Slot, Any]] = field(default_factory=list)
-    optimizers: list[Found] = field(default_factory=list)
-    schedulers: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-
-
 def check_state(
     local: LocalModel, state: State, *, model_only: bool = False
 ) -> Checked:
@@ -259,19 +244,13 @@ def check_state(
             "this is no state of a pipeline: it has no 'model'; give what "
             "pipeline.state_dict() returns"
         )
-    aliases = state.get("aliases", {})
-    trainable_only = bool(state.get("trainable_only"))
     checked = Checked()
-    checked.model, checked.used["model"], checked.wrong = check_model(
-        local, state["model"], aliases, trainable_only=trainable_only
-    )
+    check_model(local, state, checked)
     if not model_only:
-        checked.optimizers, checked.used["optimizer"], wrong = check_optimizers(
-            local, state.get("optimizer", {}), aliases, trainable_only=trainable_only
-        )
-        checked.wrong += wrong
-        checked.schedulers, wrong = check_schedulers(local, state.get("schedulers", []))
-        checked.wrong += wrong
+        check_optimizers(local, state, checked)
+        check_schedulers(local, state, checked)
+        if type(state.get("step")) is not int:
+            checked.wrong.append("the number of steps (step) is missing")
     return checked
 
 
@@ -318,7 +297,5 @@ def refuse_misfits(
 
 def load_state(checked: Checked) -> None:
     """Load a state that was found to fit."""
-    load_model(checked.model)
-    load_optimizers(checked.optimizers)
-    for scheduler, state in checked.schedulers:
-        scheduler.load_state_dict(state)
+    load_model(checked)
+    load_optimizers(checked)

@@ -85,7 +85,7 @@ class Plan(SizedFlags):
             f"{self.out}: {summary.mode}, {summary.n_stages} stages, "
             f"{summary.n_microbatches} micro-batches, "
             f"bubble rate {summary.bubble_rate:.2%}, "
-            f"peak memory {short_memory(max(summary.peak_memory))}, "
+            f"peak memory {short_memory(max(summary.peak_memory), costs.memory_unit)}, "
             f"gap to the lower bound {summary.gap:.2%}{proof}"
         )
         if parse_effort(self.effort)[0] == "best":

@@ -44,7 +44,7 @@ def print_report(
     ``drawn``: what the picture shows in place of one iteration; the table and the
     figures are those of one, unless they say otherwise.
     """
-    summary = summarize(schedule, costs)
+    summary, unit = summarize(schedule, costs), costs.memory_unit
     among = steady(schedule, costs)
     timeline = simulate(schedule, costs)
     print(
@@ -53,12 +53,12 @@ def print_report(
     )
     print(_pictures(drawn or [timeline], summary.mode))
     print()
-    _console().print(_stage_table(timeline, summary).for_terminal())
+    _console().print(_stage_table(timeline, summary, unit).for_terminal())
     limit = summary.memory_bound
     if isinstance(limit, list):
         within = "the memory limits"
     else:
-        within = f"memory {_memory(limit, summary)} a stage"
+        within = f"memory {short_memory(limit, unit)} a stage"
     lines = {
         "bubble rate": f"{summary.bubble_rate:.2%} of the longest span is beyond "
         "the work of the busiest stage",
@@ -69,7 +69,7 @@ def print_report(
         "steady step": f"{among.step_time_post_validation:.6g} post-validated (a "
         f"rollback adds {among.rollback_time:.6g}), "
         f"{among.step_time_barrier:.6g} behind a barrier",
-        "peak memory": _memory(max(summary.peak_memory), summary),
+        "peak memory": short_memory(max(summary.peak_memory), unit),
         "critical path": _path_text(schedule, costs),
         "lower bound": f"{summary.lower_bound:.6g} for the span "
         f"(proof: {summary.lower_bound_by}), within {within}; gap {summary.gap:.2%}",
@@ -122,6 +122,7 @@ def print_comparison(
     rows: list[tuple[str, Summary | str]],
     *,
     title: str,
+    memory_unit: str | None = None,
     steps: Mapping[str, Steady] | None = None,
     post_validation: bool = False,
 ) -> None:
@@ -131,7 +132,7 @@ def print_comparison(
     ``post_validation`` those of post-validated steps.
     """
     shown = {} if steps is None else dict(list(_STEPS.items())[: 1 + post_validation])
-    table = _comparison_table(rows, title, shown, steps or {})
+    table = _comparison_table(rows, title, shown, steps or {}, memory_unit)
     if steps is not None:
         table.caption += (
             "\nstep: the time of one among many, optimizer included, behind a barrier "
@@ -143,20 +144,13 @@ def print_comparison(
             print(row if row.startswith(mode) else f"{mode}: {row}")
 
 
-def _memory(amount: float, summary: Summary) -> str:
-    """Write a memory as all others of its summary."""
-    bound = summary.memory_bound
-    among = bound if isinstance(bound, list) else [bound]
-    return short_memory(amount, [*summary.peak_memory, *among])
-
-
-_COLUMNS: dict[str, Callable[[Summary], str]] = {
-    "chunks": lambda row: str(len(row.placement)),
-    "bubble": lambda row: f"{row.bubble_rate:.2%}",
-    "span": lambda row: f"{row.span:.6g}",
-    "makespan": lambda row: f"{row.makespan:.6g}",
-    "peak memory": lambda row: _memory(max(row.peak_memory), row),
-    "gap": lambda row: f"{row.gap:.2%}",
+_COLUMNS: dict[str, Callable[[Summary, str | None], str]] = {
+    "chunks": lambda row, _: str(len(row.placement)),
+    "bubble": lambda row, _: f"{row.bubble_rate:.2%}",
+    "span": lambda row, _: f"{row.span:.6g}",
+    "makespan": lambda row, _: f"{row.makespan:.6g}",
+    "peak memory": lambda row, unit: short_memory(max(row.peak_memory), unit),
+    "gap": lambda row, _: f"{row.gap:.2%}",
 }
 _Steps = dict[str, Callable[[Steady], str]]
 _STEPS: _Steps = {
@@ -170,6 +164,7 @@ def _comparison_table(
     title: str,
     shown: _Steps,
     steps: Mapping[str, Steady],
+    memory_unit: str | None,
 ) -> Table:
     """Tabulate modes; the shortest span is bold."""
     spans = [row.span for _, row in rows if isinstance(row, Summary)]
@@ -184,7 +179,7 @@ def _comparison_table(
             continue
         table.add(
             mode,
-            *(text(row) for text in _COLUMNS.values()),
+            *(text(row, memory_unit) for text in _COLUMNS.values()),
             *(text(steps[mode]) for text in shown.values()),
             look="bold" if row.span <= min(spans) * (1 + _ROUNDING) else "",
         )
@@ -246,7 +241,7 @@ def _picture(timeline: Timeline, unit: float) -> str:
     return "\n".join([*cropped, note])
 
 
-def _stage_table(timeline: Timeline, summary: Summary) -> Table:
+def _stage_table(timeline: Timeline, summary: Summary, unit: str | None) -> Table:
     busy, waiting, sent = work(timeline), idle(timeline), sending(timeline)
     sends = ["sends"] if any(sent) else []
     table = Table(
@@ -260,7 +255,7 @@ def _stage_table(timeline: Timeline, summary: Summary) -> Table:
             f"{busy[stage]:.6g}",
             *(f"{sent[stage]:.6g}" for _ in sends),
             f"{max(waiting[stage], 0.0):.6g}",
-            _memory(summary.peak_memory[stage], summary),
+            short_memory(summary.peak_memory[stage], unit),
         )
     return table
 

@@ -1,6 +1,5 @@
 """Figures of a schedule, as numbers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from zbpp.core import Costs, Schedule, format_memory
@@ -95,9 +94,9 @@ def summarize(schedule: Schedule, costs: Costs) -> Summary:
     )
 
 
-def short_memory(amount: float, among: Iterable[float] = ()) -> str:
-    """Write a memory in four digits; see `format_memory` for what is in bytes."""
-    return format_memory(float(f"{amount:.4g}"), among)
+def short_memory(amount: float, unit: str | None) -> str:
+    """Write a memory in four digits; see `format_memory` for the unit."""
+    return format_memory(float(f"{amount:.4g}"), unit)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from zbpp.schedules.planner.compiled.library import library
 __all__ = ["gain_line", "waiting_line"]
 
 _LEAST_S = 15.0
-_US_A_JOB = {(1, True): 3.0, (1, False): 7.0, (2, True): 12.0, (2, False): 25.0}
-"""With one chunk a stage or several, compiled or not; effort fast, the larger plans."""
+_US_A_JOB = (3.0, 12.0)
+"""With one chunk a stage or several; effort fast, the larger plans, loops in C."""
 
 
 def waiting_line(n_jobs: int, chunks_per_stage: int, effort: str) -> str | None:
@@ -17,15 +17,16 @@ def waiting_line(n_jobs: int, chunks_per_stage: int, effort: str) -> str | None:
     'planning 12 jobs, 30 s of CPU time beyond effort default'
     """
     kind, seconds = parse_effort(effort)
-    each = _US_A_JOB[min(chunks_per_stage, 2), library is not None]
+    each = _US_A_JOB[chunks_per_stage > 1]
     about = n_jobs * each * 1e-6 * (1 if kind == "fast" else 3)
     if kind == "best":
         more = f"{seconds:g} s of CPU time beyond effort default"
         return f"planning {n_jobs:,} jobs, {more}"
     if about < _LEAST_S:
         return None
+    least = "about" if library is not None else "without a C compiler more than"
     hint = "" if kind == "fast" else "; effort fast takes a third of it"
-    return f"planning {n_jobs:,} jobs, about {about:.0f} s{hint}"
+    return f"planning {n_jobs:,} jobs, {least} {about:.0f} s{hint}"
 
 
 def gain_line(span: float, before: float, effort: str) -> str:

@@ -1,12 +1,10 @@
 """Amounts of memory as text.
 
-A memory has the unit of the costs: M_B, GB, or bytes. For pictures and tables it is
-told by size: where an amount of 2**20 or more is among those that are shown together,
-all of them are bytes. What may be compared with what: `zbpp.core.costs.units`.
+A memory has the unit of its costs (``memory_unit``): bytes, or any one other, such as
+M_B or GB. What may be compared with what: `zbpp.core.costs.units`.
 """
 
 import math
-from collections.abc import Iterable
 
 __all__ = ["BYTES_FROM", "format_bytes", "format_memory"]
 
@@ -33,17 +31,17 @@ def format_bytes(amount: float, *, round_up: bool = False) -> str:
     return f"{math.ceil(amount) if round_up else amount:.0f} B"
 
 
-def format_memory(
-    amount: float, among: Iterable[float] = (), *, round_up: bool = False
-) -> str:
-    """Write a memory: in bytes if it, or one ``among`` which it is shown, is large.
+def format_memory(amount: float, unit: str | None, *, round_up: bool = False) -> str:
+    """Write a memory in its unit.
 
-    ``round_up``: for limits to be typed again.
+    Args:
+        amount: to write.
+        unit: ``memory_unit`` of the costs: "bytes", or None for any other one.
+        round_up: for limits to be typed again.
 
-    >>> format_memory(8.0), format_memory(3 * 2**30), format_memory(512, [2**30])
-    ('8', '3.00 GiB', '512 B')
+    >>> format_memory(8.0, None), format_memory(3 * 2**30, "bytes")
+    ('8', '3.00 GiB')
     """
-    finite = [abs(one) for one in (amount, *among) if math.isfinite(one)]
-    if max(finite, default=0.0) >= BYTES_FROM and math.isfinite(amount):
+    if unit == "bytes" and math.isfinite(amount):
         return format_bytes(amount, round_up=round_up)
     return f"{amount:g}"

@@ -10,15 +10,22 @@ class RequestError(ValueError):
 
 
 class LimitError(RequestError):
-    """A memory limit is too low; ``smallest`` is the one for all stages that works."""
+    """A memory limit is too low.
 
-    def __init__(self, reason: str, smallest: float) -> None:
-        super().__init__(reason, smallest)
+    Args:
+        reason: what needs more.
+        smallest: the limit for all stages that works.
+        unit: of the memory, as ``memory_unit`` of the costs.
+    """
+
+    def __init__(self, reason: str, smallest: float, unit: str | None = None) -> None:
+        super().__init__(reason, smallest, unit)
         self.reason = reason
         self.smallest = smallest
+        self.unit = unit
 
     def __str__(self) -> str:
-        smallest = format_memory(self.smallest, round_up=True)
+        smallest = format_memory(self.smallest, self.unit, round_up=True)
         return (
             f"{self.reason}; the smallest limit that works is {smallest}: take "
             f"smaller micro-batches, or raise memory_limit to {smallest} or more"

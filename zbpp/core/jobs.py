@@ -114,7 +114,7 @@ Kind = PassKind | CollectiveKind | StageKind | PairKind
 
 
 class Scope(StrEnum):
-    """What there is one job of a kind for."""
+    """Units that there is one job of a kind for."""
 
     MICROBATCH = "micro-batch"
     """Each micro-batch on each chunk: ``3BW7``."""
@@ -127,7 +127,7 @@ class Scope(StrEnum):
 
 
 class Lane(StrEnum):
-    """What a job occupies on its stage: one job at a time on each."""
+    """Resources of a stage that a job occupies, one job at a time."""
 
     COMPUTE = "compute"
     NETWORK = "network"
@@ -147,7 +147,7 @@ _TO_READER = {What.ACTIVATION: 1, What.GRADIENT: -1, What.SAVED: 0, What.DEFERRE
 
 
 class State(StrEnum):
-    """What jobs wait for that is no value of a micro-batch."""
+    """Conditions that jobs wait for, beside values of micro-batches."""
 
     PARAMETERS = "parameters"
     """Those of the chunk are gathered: the last UNSHARD, if there is one, has ended."""
@@ -156,7 +156,7 @@ class State(StrEnum):
     ALL_GRADIENTS = "all gradients"
     """The last weight gradient of every stage is there, and added up."""
     VERDICT = "verdict"
-    """What the iteration before has summed up over the stages."""
+    """The norms of the iteration before, summed up over the stages."""
 
 
 @dataclass(frozen=True)

@@ -370,13 +370,15 @@ def _check_memory(orders: Orders, costs: ChunkCosts) -> None:
             continue
         for column, held in enumerate(during):
             if held > limit * (1 + 1e-9):
+                need, most = (
+                    format_memory(x, costs.memory_unit) for x in (held, limit)
+                )
                 raise mistake(
                     orders,
                     stage,
                     column,
-                    f"{order[column]} needs memory {format_memory(held, [limit])}, "
-                    f"over the limit {format_memory(limit, [held])} of stage {stage}; "
-                    "run a B or W first",
+                    f"{order[column]} needs memory {need}, over the limit {most} of "
+                    f"stage {stage}; run a B or W first",
                 )
 
 

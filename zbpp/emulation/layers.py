@@ -173,7 +173,6 @@ class DelayedTransport:
     def __init__(self, inner: Transport, times: ChunkCosts, *, stage: int) -> None:
         self._inner = inner
         self._stage = stage
-        self.background = inner.background
         self.is_local = inner.is_local
         self.on_device = inner.on_device
         self.peers = inner.peers
@@ -229,8 +228,7 @@ class DelayedTransport:
             return tensors
         step = 1 if value.what is What.ACTIVATION else -1
         delay_s = self._times.delay(value.chunk, value.chunk + step) / 1e3
-        with self.background.waiting():
-            sleep_until(float(tensors[0].detach().max()) + delay_s)
+        sleep_until(float(tensors[0].detach().max()) + delay_s)
         return tensors
 
     def reduce(self, vector: Tensor) -> Reduction:

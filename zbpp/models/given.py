@@ -14,7 +14,7 @@ from zbpp.models.layered import Layered, Tie, layer_name
 from zbpp.models.peft import base_of, is_peft
 from zbpp.models.weights import Source, Weights, is_on_meta
 from zbpp.runtime.partition import Model, check_layers, count_layers
-from zbpp.runtime.ties.find import find_ties
+from zbpp.runtime.ties.plan import find_ties
 
 __all__ = ["Given", "cut", "layered_of", "layers_from", "model_to_build"]
 

@@ -156,7 +156,6 @@ class Pipeline:
             clip_grad_norm=clip_grad_norm,
             post_validation=self.schedule.is_post_validated,
             patience=step.patience,
-            rollback=step.rollback,
             loss_scale=step.loss_scale,
             max_consecutive_skips=step.max_consecutive_skips if optimizer else None,
         )
@@ -223,7 +222,7 @@ class Pipeline:
             schedule_text(self.schedule),
             self.split,
             rules,
-            numerics,
+            replace(numerics, weigh=None),  # a function looks different on each rank
             execution.compile,
         )
         check_agreement(executors, request, self._ties)

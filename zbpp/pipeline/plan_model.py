@@ -3,13 +3,13 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 
-from zbpp.core import Costs, LayerCosts, MemoryModel, Schedule
+from zbpp.core import Costs, MemoryModel, Schedule
 from zbpp.memory import layer_memory
-from zbpp.models import Layered, layered_of
+from zbpp.models import layered_of
 from zbpp.models.given import Given, model_to_build
 from zbpp.pipeline.arguments import Processes, device_of, join, loss_of
 from zbpp.pipeline.pipeline import Pipeline
@@ -26,17 +26,7 @@ from zbpp.runtime.stage import LossFn
 from zbpp.schedules import Recomputing, Split
 from zbpp.tuning.measure import measure_layers
 
-__all__ = ["Measuring", "plan_model"]
-
-
-class Measuring(TypedDict, total=False):
-    """How the pipeline that measures an ``example`` is made, as `zbpp.Pipeline`."""
-
-    optimizer: MakeOptimizer | None
-    loss_fn: LossFn | None
-    numerics: Numerics
-    step: StepPolicy
-    execution: Execution
+__all__ = ["plan_model"]
 
 
 def plan_model(
@@ -53,7 +43,11 @@ def plan_model(
     recompute: Recomputing | None = None,
     mesh: Processes | None = None,
     device: torch.device | str | None = None,
-    **measuring: Unpack[Measuring],
+    optimizer: MakeOptimizer | None = None,
+    loss_fn: LossFn | None = None,
+    numerics: Numerics = Numerics(),
+    step: StepPolicy = StepPolicy(),
+    execution: Execution = Execution(),
 ) -> Plan:
     """Plan a schedule and a split for a model; `zbpp.Pipeline` runs the plan.
 
@@ -79,17 +73,17 @@ def plan_model(
             m_r, and a limit), ``"all"``, ``"none"``, numbers. None: the schedule's.
         mesh: processes of the pipeline, as for `zbpp.Pipeline`.
         device: of this process, as for `zbpp.Pipeline`.
-        measuring: with ``example``, the optimizer, loss_fn and policies that
+        optimizer, loss_fn, numerics, step, execution: with ``example``, what
             `zbpp.Pipeline` will be given.
 
     Raises:
         RequestError: the model, the costs and the request do not fit together.
         PeerError: another process died or did not answer while measuring.
     """
-    execution = measuring.get("execution", Execution())
+    device = device_of(device)
     place, replicas = join(
         mesh,
-        device=device_of(device),
+        device=device,
         n_stages=n_stages,
         timeout_s=execution.start_timeout_s,
     )
@@ -103,15 +97,34 @@ def plan_model(
         recompute=recompute,
     )
     if example is not None and layer_costs is None:
-        layer_costs = _measure(
-            model,
-            layered,
-            example,
+        build = partial(
+            Pipeline,
+            optimizer=optimizer,
+            loss_fn=loss_of(layered, loss_fn),
             n_stages=n_stages,
             n_microbatches=n_microbatches,
             mesh=mesh if replicas.shard == "none" else DataParallel(mesh=replicas.mesh),
-            device=device_of(device),
-            measuring=measuring,
+            device=device,
+            numerics=numerics,
+            step=StepPolicy(post_validation=step.post_validation),
+            execution=replace(execution, watch=False, cuda_graphs=False),
+        )
+        estimate = partial(
+            layer_memory,
+            model_to_build(model, layered),
+            loss_fn=loss_of(layered, loss_fn),
+            device=device,
+            optimizer=optimizer,
+            n_layers=layered.n_layers,
+            post_validation=step.post_validation is not False,
+            autocast=numerics.autocast,
+            exact_sums=numerics.exact_sums,
+            compile=execution.compile,
+        )
+        if not isinstance(example, tuple) and layered.cut_batch is not None:
+            example = layered.cut_batch(example)
+        layer_costs = measure_layers(
+            build, model, example, device=device, estimate=estimate
         )
     request = replace(request, costs=costs_or_layers(costs, layer_costs))
     plan = plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)
@@ -120,53 +133,3 @@ def plan_model(
     )
     layers = tuple(map(len, chunks))
     return replace(plan, schedule=replace(plan.schedule, split=layers), split=layers)
-
-
-def _measure(
-    model: Given,
-    layered: Layered,
-    example: Any,
-    *,
-    n_stages: int | None,
-    n_microbatches: int | None,
-    mesh: Processes | None,
-    device: torch.device,
-    measuring: Measuring,
-) -> LayerCosts:
-    """Measure the layers with an example before they are dealt to stages."""
-    if not isinstance(example, tuple) and layered.cut_batch is not None:
-        example = layered.cut_batch(example)
-    numerics = measuring.get("numerics", Numerics())
-    step = measuring.get("step", StepPolicy())
-    execution = measuring.get("execution", Execution())
-    optimizer = measuring.get("optimizer")
-    loss_fn = loss_of(layered, measuring.get("loss_fn"))
-    build = partial(
-        Pipeline,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-        n_stages=n_stages,
-        n_microbatches=n_microbatches,
-        mesh=mesh,
-        device=device,
-        numerics=numerics,
-        step=StepPolicy(post_validation=step.post_validation, rollback=step.rollback),
-        execution=replace(execution, watch=False, cuda_graphs=False),
-    )
-
-    def estimate(batch: tuple[Any, Any]) -> LayerCosts:
-        return layer_memory(
-            model_to_build(model, layered),
-            batch,
-            loss_fn=loss_fn,
-            device=device,
-            optimizer=optimizer,
-            n_layers=layered.n_layers,
-            post_validation=step.post_validation is not False,
-            rollback=step.rollback,
-            autocast=numerics.autocast,
-            exact_sums=numerics.exact_sums,
-            compile=execution.compile,
-        )
-
-    return measure_layers(build, model, example, device=device, estimate=estimate)

@@ -134,7 +134,7 @@ def _asked(
 
 
 def _planner(mode: Mode, placement: Placement, n_microbatches: int) -> SplitPlanner:
-    """What plans a mode on a placement, for the costs of any split."""
+    """Return the planner of a mode on a placement, for the costs of any split."""
 
     def planner(costs: Costs, effort: str) -> Schedule:
         problem = Problem(n_microbatches, costs, effort)
@@ -266,13 +266,13 @@ def rejected(contest: Contest[Plan], name: str, best: Plan) -> tuple[Rejected, .
 
 
 def _beside(best: Plan, lost: Plan) -> str:
-    """What a plan takes more than the best one."""
+    """Say how much more than the best plan another one takes."""
     if abs(lost.time - best.time) > best.time * ROUNDING:
         more = " with more messages" if lost.time < best.time else ""
         return f"{lost.time / best.time - 1:+.1%}{more}"
     if lost.barrier_step > best.barrier_step * (1 + ROUNDING):
         return f"{lost.barrier_step / best.barrier_step - 1:+.1%} (O)"
-    return f"as fast with {format_memory(lost.peak)}"
+    return f"as fast with {format_memory(lost.peak, lost.costs.memory_unit)}"
 
 
 def _line_of(plan: Plan, joint: Plan | None) -> str:
@@ -281,9 +281,10 @@ def _line_of(plan: Plan, joint: Plan | None) -> str:
     chosen = f"{plan.mode}, layers {'-'.join(map(str, split))}"
     if plan.recompute:
         chosen += f", {len(plan.recompute)} of {sum(split)} layers recomputed"
+    memory = format_memory(plan.peak, plan.costs.memory_unit)
     line = (
-        f"auto: {chosen}; predicted step {plan.step:.4g} ms, memory "
-        f"{format_memory(plan.peak)}; {', '.join(map(str, plan.rejected))}"
+        f"auto: {chosen}; predicted step {plan.step:.4g} ms, memory {memory}; "
+        f"{', '.join(map(str, plan.rejected))}"
     )
     if joint is None or joint.step * (1 - _LITTLE) > plan.step:
         return line

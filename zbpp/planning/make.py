@@ -107,7 +107,7 @@ class _ModeLimitError(LimitError):
 
     def __str__(self) -> str:
         others = f"{', '.join(self.fitting)} would fit" if self.fitting else None
-        smallest = format_memory(self.smallest, round_up=True)
+        smallest = format_memory(self.smallest, self.unit, round_up=True)
         return (
             f"{self.reason}; {others or 'no mode fits'}: "
             f"{'choose one' if others else 'take smaller micro-batches'}, or raise "
@@ -117,7 +117,7 @@ class _ModeLimitError(LimitError):
 
 def _with_others(error: LimitError, request: PlanRequest) -> LimitError:
     """Add to an error which modes would fit."""
-    found = _ModeLimitError(error.reason, error.smallest)
+    found = _ModeLimitError(error.reason, error.smallest, error.unit)
     found.fitting = fitting_modes(request)
     return found
 

@@ -240,11 +240,10 @@ def _with_whole(mesh: MeshPlan, whole: float, layers: LayerCosts) -> MeshPlan:
     found = replace(mesh, whole=whole)
     limit = layers.limit
     if limit is not None and found.peak > _least(limit) * (1 + 1e-9):
-        peak = found.peak
+        peak, unit = found.peak, layers.memory_unit
         reason = (
-            f"a device needs memory {format_memory(peak, [_least(limit)])} with what "
-            f"is whole for a while, over the limit "
-            f"{format_memory(_least(limit), [peak])}"
+            f"a device needs memory {format_memory(peak, unit)} with what is whole for "
+            f"a while, over the limit {format_memory(_least(limit), unit)}"
         )
         return replace(found, plan=None, reason=reason, needs=peak)
     return found

@@ -185,7 +185,7 @@ USUAL_MODES = tuple(mode.name for mode in _ROWS if mode.is_usual)
 """Modes that are compared if none is named: those with a memory of their own."""
 
 MODE_WORDS = f"{', '.join(MODES)}, or a file."
-"""What a mode may be, for help texts."""
+"""All values of a mode, for help texts."""
 
 
 def one_of(names: Iterable[str], word: str = "or") -> str:

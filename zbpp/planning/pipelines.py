@@ -1,4 +1,4 @@
-"""What a pipeline is asked for, as a request; and what it makes of the answer.
+"""Requests of pipelines, and what a pipeline makes of the answer.
 
 A pipeline has a number of processes, and layers that it deals to chunks even where
 nothing is known of their costs.

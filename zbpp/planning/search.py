@@ -40,7 +40,7 @@ _IN_TURN = sorted(_EVERY, key=lambda mode: mode.order is not None)
 
 @dataclass(frozen=True)
 class Problem:
-    """What all plans of a request share.
+    """The parts of a request that all its plans share.
 
     Args:
         n_microbatches: in a step.

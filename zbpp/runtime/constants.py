@@ -1,18 +1,11 @@
-"""Tensors that chunks hand on as they got them: a stage gets each of them once.
+"""Which tensors a chunk hands on as it got them; `comm.passthrough` tells why.
 
-    V, 2 stages    chunk 0 --mask--> chunk 1 -> chunk 2 --------> chunk 3
-                   stage 0           stage 1    stage 1           stage 0
-
-Masks, position ids and other parts of the batch need no gradient and go through many
-chunks unchanged. The stage of chunk 3 has had the mask when it ran chunk 0: the message
-omits it, and the receiver puts its own copy in. Both ends know so without a word: what
-chunk c has put out and chunk d hands on went through the chunks between them.
-
-A chunk hands a constant on if it puts out the very object that it was given, and has
-not written to it. So it travels as far as the layers hand it on, and no further.
+A chunk hands a tensor on if it puts out the very object that it was given, needs no
+gradient for it and has not written to it. So a mask travels as far as the layers hand
+it on, and no further.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -25,12 +18,10 @@ from zbpp.runtime.values import (
     Tensors,
     UnfitValueError,
     as_tensors,
-    filled,
-    omitted,
     origins_in,
 )
 
-__all__ = ["Constants", "GivenConstants", "without_constants"]
+__all__ = ["GivenConstants"]
 
 
 class GivenConstants:
@@ -71,49 +62,3 @@ class GivenConstants:
                 f"chunk {self._chunk.index} (layers {first} to {first + n - 1}) puts "
                 f"out {error}"
             ) from None
-
-
-class Constants:
-    """The constants that one stage has handed on, while it can be asked for them.
-
-    Args:
-        chunks: of the stage.
-    """
-
-    def __init__(self, chunks: Collection[int]) -> None:
-        self._last = max(chunks, default=0)
-        self.kept: dict[int, dict[Origin, Tensor]] = {}
-        """By micro-batch."""
-
-    def begin(self) -> None:
-        """Forget all: no forward has run."""
-        self.kept.clear()
-
-    def ran(self, chunk: int, microbatch: int, outputs: Tensors) -> None:
-        """Keep what a chunk has handed on for the stage's later ones."""
-        if chunk == self._last:
-            self.kept.pop(microbatch, None)
-        elif isinstance(outputs, Nested):
-            for tensor, origin in zip(
-                outputs, origins_in(outputs.structure), strict=True
-            ):
-                if origin is not None:
-                    self.kept.setdefault(microbatch, {})[origin] = tensor
-
-    def fill(self, tensors: Nested, microbatch: int) -> Nested:
-        """Put what a message has omitted into a value."""
-        return filled(tensors, self.kept.get(microbatch, {}))
-
-
-def without_constants(
-    tensors: Nested, chunk: int, peer: int, stage_of: Sequence[int]
-) -> Nested:
-    """Return what a chunk puts out without what the receiving stage has had.
-
-    Args:
-        tensors: the value.
-        chunk: whose output it is.
-        peer: the stage that receives it.
-        stage_of: stage of every chunk.
-    """
-    return omitted(tensors, lambda origin: peer in stage_of[origin[0] + 1 : chunk + 1])

@@ -6,7 +6,7 @@ from torch import nn
 
 from zbpp.core import RequestError, a_kind
 from zbpp.runtime.chunk import Chunk, OwnName, layer_name
-from zbpp.runtime.ties.find import refuse_sharing
+from zbpp.runtime.ties.plan import refuse_sharing
 
 __all__ = ["Model", "build_chunks", "check_layers", "count_layers", "partition_layers"]
 

@@ -24,7 +24,7 @@ from zbpp.runtime.backward.ends import alias_of, zeros_for_none
 from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.constants import Constants, GivenConstants
+from zbpp.runtime.constants import GivenConstants
 from zbpp.runtime.loss import Loss, LossFn
 from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.pytree import map_tensors
@@ -103,7 +103,6 @@ class Stage:
             for i, c in self.chunks.items()
         }
         self._changes_inputs = {c.index for c in chunks if c.may_change_inputs}
-        self.constants = Constants(self.chunks)
         self.loss_scale = 1.0
         """Factor of the loss in the next backwards."""
         self.begin(step=0, inputs=None, targets=None, n_microbatches=1)
@@ -174,7 +173,6 @@ class Stage:
         self.gradient_factor = 1.0
         """What a step of several parts multiplies its gradients by at the end."""
         self._saved: dict[tuple[int, int], Saved] = {}
-        self.constants.begin()
         for order in self._orders.values():
             order.begin()
 
@@ -192,12 +190,10 @@ class Stage:
         """Forget the forwards so far; they will run once more."""
         self._saved.clear()
         self.loss.discard()
-        self.constants.begin()
 
     def assert_empty(self) -> None:
         """After a step nothing may be left alive."""
         assert not self._saved, f"left over: {sorted(self._saved)}"
-        assert not self.constants.kept, "constants were left over"
 
     def predict(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors:
         """Forward without gradients, for evaluation."""
@@ -321,13 +317,9 @@ class Stage:
                 self.outputs[microbatch] = map_tensors(value, Tensor.detach)
             value = self.loss(value, microbatch)
         if isinstance(value, Tensor):
-            outputs: Tensors = ready((value,))
-        else:
-            held = self.chunks[chunk]
-            outputs = ready((passed or GivenConstants(held, ())).flatten(value))
-        if self.constants.kept or type(outputs) is not tuple:
-            self.constants.ran(chunk, microbatch, outputs)
-        return outputs
+            return ready((value,))
+        held = self.chunks[chunk]
+        return ready((passed or GivenConstants(held, ())).flatten(value))
 
     def _refuse_without_graph(
         self, chunk: int, inputs: Tensors, outputs: Tensors

@@ -2,26 +2,33 @@
 
     value       {"h": h, "mask": m, "cache": None, "router": (r0, r1)}
     tensors     (h, m, r0, r1)
-    structure   ["dict", ["h", {}], ["mask", {"from": [-1, 1]}], ["cache", null],
-                 ["router", ["tuple", {}, {}]]]
+    structure   torch's text of the pytree, and below it one entry for each leaf:
+                [[], [-1, 1], null, [], []]
 
-    {}                  the next tensor
-    {"from": [c, i]}    the next one too, which chunk c put out as its tensor i, and
-                        the chunks since then have handed on as they got it; -1: batch
-    {"kept": [c, i]}    the same, and not in this message: the receiver has kept it
-    {"as": i}           tensor i again
+    []        the next tensor
+    [c, i]    the next one too, which chunk c put out as its tensor i, and the chunks
+              since then have handed on as they got it; c = -1: the batch
+    [i]       tensor i again
+    else      itself: None, a number or a text
 
 A tensor, and a tuple of several, have no text: they travel as they always did. The text
 is JSON, so that a receiver parses it and runs nothing.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
+from zbpp.runtime.support.pytree import (
+    TreeSpec,
+    dump_tree,
+    flatten_tree,
+    load_tree,
+    unflatten_tree,
+)
 from zbpp.runtime.support.torch_internals import arrived
 
 __all__ = [
@@ -33,11 +40,9 @@ __all__ = [
     "as_value",
     "described",
     "detached",
-    "filled",
     "leaves",
     "mapped",
     "nested",
-    "omitted",
     "origins_in",
     "ready",
     "with_tensors",
@@ -84,18 +89,113 @@ def as_tensors(
     """
     if isinstance(value, leaf):
         return (value,)  # type: ignore[return-value]
+    items, spec = flatten_tree(value)
+    containers = _dumped(spec)
     tensors: list[Any] = []
-    node = _Flattening(tensors, origins or {}, leaf).node(value)
-    if type(value) is tuple and len(node) > 2 and all(x == {} for x in node[1:]):
+    entries: list[str] = []
+    constants: dict[int, int] = {}
+    for item in items:
+        if not isinstance(item, leaf):
+            entries.append(_plain(item))
+        elif getattr(item, "requires_grad", True):
+            entries.append("[]")
+            tensors.append(item)
+        elif id(item) in constants:
+            entries.append(f"[{constants[id(item)]}]")
+        else:
+            constants[id(item)] = len(tensors)
+            origin = origins.get(id(item)) if origins else None
+            entries.append("[]" if origin is None else json.dumps(origin))
+            tensors.append(item)
+    is_flat = type(value) is tuple and all(isinstance(x, leaf) for x in value)
+    if is_flat and len(entries) > 1 and all(entry == "[]" for entry in entries):
         return tuple(tensors)
-    return nested(tensors, json.dumps(node))
+    return nested(tensors, f"{containers}\n[{', '.join(entries)}]")
+
+
+def _plain(item: Any) -> str:
+    if item is None:
+        return "null"
+    if type(item) not in _PLAIN:
+        raise UnfitValueError(f"a {type(item).__name__}")
+    return json.dumps(item)
+
+
+@lru_cache(1024)
+def _dumped(spec: TreeSpec) -> str:
+    """The containers of a value as a text."""
+    _check_containers(spec)
+    return dump_tree(spec)
+
+
+def _check_containers(spec: TreeSpec) -> None:
+    """Refuse what would not be the same on the other side.
+
+    Raises:
+        UnfitValueError: there is some.
+    """
+    if spec.is_leaf():
+        return
+    if spec.type is dict:
+        for key in spec.context:
+            if type(key) is not str:
+                raise UnfitValueError(f"a dict with the key {key!r}")
+    elif spec.type not in (tuple, list):
+        kind = spec.context if isinstance(spec.context, type) else spec.type
+        raise UnfitValueError(f"a {kind.__name__}")
+    for child in spec.children():
+        _check_containers(child)
+
+
+@lru_cache(1024)
+def _parsed(structure: str) -> tuple[TreeSpec, list[Any]]:
+    """The containers of a value, and the entries of its leaves."""
+    containers, _, entries = structure.partition("\n")
+    return load_tree(containers), json.loads(entries)
+
+
+def _filled(structure: str, items: Sequence[Any]) -> Any:
+    """Put items in the places of the tensors of a value."""
+    spec, entries = _parsed(structure)
+    following = iter(items)
+    return unflatten_tree(
+        [
+            entry
+            if type(entry) is not list
+            else (items[entry[0]] if len(entry) == 1 else next(following))
+            for entry in entries
+        ],
+        spec,
+    )
 
 
 def as_value(tensors: Tensors) -> Any:
     """Return what a layer takes: the inverse of `as_tensors`."""
     if isinstance(tensors, Nested):
-        return _built(_parsed(tensors.structure), iter(tensors), list(tensors))
+        return _filled(tensors.structure, tensors)
     return tensors[0] if len(tensors) == 1 else tensors
+
+
+@lru_cache(1024)
+def origins_in(structure: str) -> tuple[Origin | None, ...]:
+    """Origin of each tensor of a value, None for those that are new."""
+    _, entries = _parsed(structure)
+    tensors = (x for x in entries if type(x) is list and len(x) != 1)
+    return tuple((entry[0], entry[1]) if entry else None for entry in tensors)
+
+
+def described(structure: str | None, texts: Iterable[str]) -> str:
+    """Return words for a value whose tensors are described by texts."""
+    if structure is None:
+        return ", ".join(texts)
+    return repr(_filled(structure, [*map(_Shown, texts)]))
+
+
+class _Shown(str):
+    """A text that is shown without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def with_tensors(tensors: Tensors, others: Iterable[Tensor]) -> Tensors:
@@ -145,140 +245,3 @@ def leaves(tensors: Tensors) -> Tensors:
         if x.requires_grad and x.is_leaf:
             return tensors
     return detached(tensors)
-
-
-class _Flattening:
-    """Collects the tensors of a value, and writes its nodes."""
-
-    def __init__(
-        self, tensors: list[Any], origins: Mapping[int, Origin], leaf: type
-    ) -> None:
-        self._tensors = tensors
-        self._origins = origins
-        self._leaf = leaf
-        self._constants: dict[int, int] = {}
-
-    def node(self, value: Any) -> Any:
-        if isinstance(value, self._leaf):
-            return self._tensor(value)
-        kind = type(value)
-        if kind in _PLAIN:
-            return value
-        if kind is tuple or kind is list:
-            return [kind.__name__, *map(self.node, value)]
-        if kind is dict:
-            unfit = [key for key in value if type(key) is not str]
-            if unfit:
-                raise UnfitValueError(f"a dict with the key {unfit[0]!r}")
-            return ["dict", *([key, self.node(x)] for key, x in value.items())]
-        raise UnfitValueError(f"a {kind.__name__}")
-
-    def _tensor(self, tensor: Any) -> Any:
-        place = len(self._tensors)
-        if getattr(tensor, "requires_grad", True):
-            self._tensors.append(tensor)
-            return {}
-        known = self._constants.setdefault(id(tensor), place)
-        if known != place:
-            return {"as": known}
-        self._tensors.append(tensor)
-        origin = self._origins.get(id(tensor))
-        return {} if origin is None else {"from": [*origin]}
-
-
-@lru_cache(1024)
-def _parsed(structure: str) -> Any:
-    return json.loads(structure)
-
-
-def _built(node: Any, tensors: Iterator[Any], every: list[Any]) -> Any:
-    if isinstance(node, dict):
-        return every[node["as"]] if "as" in node else next(tensors)
-    if not isinstance(node, list):
-        return node
-    kind, *items = node
-    if kind == "dict":
-        return {key: _built(item, tensors, every) for key, item in items}
-    made = [_built(item, tensors, every) for item in items]
-    return made if kind == "list" else tuple(made)
-
-
-def _leaves(node: Any) -> Iterator[dict[str, Any]]:
-    """The nodes of the tensors, in order, also of those that are not in the message."""
-    if isinstance(node, dict):
-        if "as" not in node:
-            yield node
-    elif isinstance(node, list):
-        kind, *items = node
-        for item in items:
-            yield from _leaves(item[1] if kind == "dict" else item)
-
-
-@lru_cache(1024)
-def origins_in(structure: str) -> tuple[Origin | None, ...]:
-    """Origin of each tensor of a value, None for those that are new."""
-    return tuple(
-        (node["from"][0], node["from"][1]) if "from" in node else None
-        for node in _leaves(_parsed(structure))
-    )
-
-
-@lru_cache(1024)
-def _relabelled(structure: str, old: str, new: str, which: tuple[bool, ...]) -> str:
-    """Text with other labels for some of its tensors."""
-    node = json.loads(structure)
-    for leaf, changes in zip(_leaves(node), which, strict=True):
-        if changes and old in leaf:
-            leaf[new] = leaf.pop(old)
-    return json.dumps(node)
-
-
-def omitted(tensors: Nested, has: Callable[[Origin], bool]) -> Nested:
-    """Return the value without the tensors that its receiver has.
-
-    Args:
-        tensors: the value.
-        has: tells of an origin whether the receiver has kept its tensor.
-    """
-    origins = origins_in(tensors.structure)
-    if not any(origins):
-        return tensors
-    which = tuple(origin is not None and has(origin) for origin in origins)
-    left = (x for x, omit in zip(tensors, which, strict=True) if not omit)
-    return nested(left, _relabelled(tensors.structure, "from", "kept", which))
-
-
-def filled(tensors: Nested, kept: Mapping[Origin, Tensor]) -> Nested:
-    """Return the whole value: the inverse of `omitted`."""
-    own = iter(tensors)
-    every = [
-        kept[node["kept"][0], node["kept"][1]] if "kept" in node else next(own)
-        for node in _leaves(_parsed(tensors.structure))
-    ]
-    all_of_them = (True,) * len(every)
-    return nested(every, _relabelled(tensors.structure, "kept", "from", all_of_them))
-
-
-def described(structure: str | None, texts: Iterable[str]) -> str:
-    """Return words for a value whose tensors are described by texts."""
-    own = iter(texts)
-    if structure is None:
-        return ", ".join(own)
-    return _words(_parsed(structure), own)
-
-
-def _words(node: Any, texts: Iterator[str]) -> str:
-    if isinstance(node, dict):
-        if "as" in node:
-            return f"tensor {node['as']} again"
-        return "one that was sent before" if "kept" in node else next(texts)
-    if not isinstance(node, list):
-        return repr(node)
-    kind, *items = node
-    if kind == "dict":
-        pairs = (f"{key!r}: {_words(item, texts)}" for key, item in items)
-        return f"{{{', '.join(pairs)}}}"
-    words = [_words(item, texts) for item in items]
-    if kind == "list":
-        return f"[{', '.join(words)}]"
-    return f"({words[0]},)" if len(words) == 1 else f"({', '.join(words)})"

@@ -47,6 +47,7 @@ class Loads:
         limit: memory of each stage, p entries, inf where there is none.
         placement: chunk to stage.
         chunk_overhead: load of a chunk on top of its layers'.
+        memory_unit: that of the layers.
     """
 
     time: tuple[float, ...]
@@ -56,6 +57,7 @@ class Loads:
     limit: tuple[float, ...]
     placement: Placement
     chunk_overhead: float = 0.0
+    memory_unit: str | None = None
 
     @classmethod
     def of(
@@ -91,6 +93,7 @@ class Loads:
             limit=per_stage(layers.limit, placement),
             placement=placement,
             chunk_overhead=n_microbatches * overhead,
+            memory_unit=layers.memory_unit,
         )
 
     @property
@@ -454,6 +457,7 @@ def _does_not_fit(loads: Loads) -> LimitError:
         f"no split of {loads.n_layers} layers to {loads.placement.n_chunks} chunks "
         f"fits the memory of {loads.placement.n_stages} stages",
         smallest=_balance(unlimited).load,
+        unit=loads.memory_unit,
     )
 
 

@@ -5,14 +5,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from pool import PATIENCE_S, Pool
 from small_model import batch, make_pipeline
 
 from zbpp.runtime.comm import failures
-from zbpp.runtime.comm.failures import FailureNotes, Note, blame
+from zbpp.runtime.comm.failures import Failures, Note, root_cause
+from zbpp.runtime.comm.groups import Groups
 from zbpp.runtime.support.errors import PeerError
 
 pytestmark = pytest.mark.dist
@@ -209,7 +212,7 @@ def test_the_earliest_of_several_causes_is_the_culprit() -> None:
         1: Note("step 1", lost=[0], order=1),
         2: Note("step 1", "in 2F0: OSError", order=2),
     }
-    assert blame(notes, [10, 11, 12])[0] == "rank 12 failed first, in 2F0: OSError"
+    assert root_cause(notes, [10, 11, 12])[0] == "rank 12 failed first, in 2F0: OSError"
 
 
 class _GoneStore:
@@ -230,16 +233,29 @@ class _HungStore:
     check = add
 
 
+def failures_on(store: Any) -> Failures:
+    cpu = torch.device("cpu")
+    groups = Groups(True, cpu, Ended(), {}, store)
+    return Failures(groups, 0, [0, 1], pipeline=[0, 1], device=cpu, timeout_s=1.0)
+
+
+class Ended:
+    def abort(self) -> None:
+        pass
+
+
 def test_a_store_that_is_gone_hides_nothing() -> None:
-    notes = FailureNotes(_GoneStore(), 0, [0, 1])
-    assert notes.report(OSError("disk full"), "step 1") == ""
-    assert notes.explain([1], "step 1", patience_s=0.1) == ""
+    failures = failures_on(_GoneStore())
+    assert failures.report(OSError("disk full")) == ""
+    error = failures.peer_error("waits for", 1)
+    assert str(error) == "stage 0 waits for stage 1: the connection broke"
 
 
 def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_STORE_S", 0.1)
+    monkeypatch.setattr(failures, "_PATIENCE_S", 0.1)
     store = _HungStore()
-    notes = FailureNotes(store, 0, [0, 1])
-    assert notes.report(OSError("disk full"), "step 1") == ""
-    assert notes.explain([1], "step 1", patience_s=0.1) == ""
+    assert failures_on(store).report(OSError("disk full")) == ""
+    error = failures_on(store).peer_error("waits for", 1)
+    assert str(error) == "stage 0 waits for stage 1: the connection broke"
     store.answers.set()

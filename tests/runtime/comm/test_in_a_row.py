@@ -7,8 +7,8 @@ import torch.distributed as dist
 from pool import Pool
 from small_model import batch, make_pipeline, train
 
-from zbpp.runtime.comm import channels
-from zbpp.runtime.comm.channels import has_tags
+from zbpp.runtime.comm import groups as comm_groups
+from zbpp.runtime.comm.groups import has_tags
 from zbpp.runtime.support.errors import PeerError
 
 pytestmark = pytest.mark.dist
@@ -87,15 +87,14 @@ def run_beside_each_other(own_channels: bool) -> tuple[Losses, int]:
     if half:
         dist.new_group([1, 3], use_local_synchronization=True)
     if own_channels:
-        channels.has_tags = lambda backend: False
+        comm_groups.has_tags = lambda backend: False
     try:
         found = train_in_a_row(groups[half], closed=True)
         pipeline = make_pipeline("ZBH1", None, group=groups[half])
         (executor,) = pipeline.stages.executors.values()
-        opened = {c.group for c in executor.transport._wire.channels.values()}
-        return found, len(opened | {executor.transport._all})
+        return found, len(executor.transport._groups.opened())
     finally:
-        channels.has_tags = has_tags
+        comm_groups.has_tags = has_tags
 
 
 @pytest.mark.parametrize(
@@ -110,11 +109,11 @@ def test_pipelines_beside_each_other(
 
 
 def train_v_with_own_channels() -> Losses:
-    channels.has_tags = lambda backend: False
+    comm_groups.has_tags = lambda backend: False
     try:
         return [[loss for loss, _ in train("ZBV", None, clip_grad_norm=0.3)[0]]]
     finally:
-        channels.has_tags = has_tags
+        comm_groups.has_tags = has_tags
 
 
 @pytest.mark.slow

@@ -4,21 +4,21 @@ Work enters the stream that is current when it begins, and whoever waits for it 
 stream that is current then: "jobs", or the one beside it for what the host reads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.core import Job, Pass, PassKind, Value, What
-from zbpp.runtime.comm.channels import Channel, PendingSum
-from zbpp.runtime.comm.messages import Messages
+from zbpp.runtime.comm.failures import Failures
+from zbpp.runtime.comm.groups import Channel, Groups
+from zbpp.runtime.comm.links import P2PLink, StreamWaits
+from zbpp.runtime.comm.mailbox import Mailbox, StageLinks
 from zbpp.runtime.comm.transport import Opening
-from zbpp.runtime.comm.waits import Waits
-from zbpp.runtime.comm.wire import Wire
-from zbpp.runtime.support.background import BackgroundWork
 from zbpp.runtime.support.errors import PeerError
 
 CPU = torch.device("cpu")
@@ -36,10 +36,16 @@ class Played:
         self.error: RuntimeError | None = None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         before, self.stream = self.stream, "beside"
         yield
         self.stream = before
+
+    def hand_over(self, tensor: Tensor) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.log.append(("abort", "", self.stream))
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> "PlayedWork":
         return self._begun("send", tensors[0])
@@ -73,30 +79,29 @@ class PlayedWork:
         return self._group.error
 
 
-def lost(what: str, peer: int | None, *, is_late: bool = False) -> PeerError:
-    return PeerError(f"stage 1 {what} {peer}: {'late' if is_late else 'broken'}")
-
-
-def stage_1(
-    monkeypatch: pytest.MonkeyPatch, timeout_s: float = 60.0
-) -> tuple[Played, Waits, Messages]:
+def stage_1(timeout_s: float = 60.0) -> tuple[Played, P2PLink, Mailbox]:
     """The messages of the middle one of three stages."""
     group = Played()
-    waits = Waits(on_device=True, device=CPU, timeout_s=timeout_s, lost=lost)
-    monkeypatch.setattr(waits, "aside", group.aside)
-    monkeypatch.setattr(waits, "hand_over", lambda tensor: None)
-    ends: Any = group
-    pairs = ((0, 1), (1, 0), (1, 2), (2, 1))
-    channels = {pair: Channel(ends, 0, 1) for pair in pairs}
-    messages = Messages(
-        *(Wire(1, channels, CPU, waits, lost), waits, BackgroundWork(in_thread=False)),
-        stage=1,
-        peers=[0, 2],
-        source=0,
-        followers=[2],
-        device=CPU,
+    channels = {pair: Channel(group, 0, 1) for pair in ((0, 1), (1, 0), (1, 2), (2, 1))}
+    groups = Groups(True, CPU, group, channels, dist.HashStore())
+    failures = Failures(
+        groups, 1, range(3), pipeline=range(3), device=CPU, timeout_s=timeout_s
     )
-    return group, waits, messages
+    side: Any = group  # the stream beside the jobs, too
+    link = P2PLink(groups, failures, StreamWaits(failures, side))
+    links = StageLinks(
+        stage_of=range(3), neighbours=[{1}, {0, 2}, {1}], parents=[None, 0, 1]
+    )
+    mailbox = Mailbox(
+        link,
+        groups,
+        failures,
+        links,
+        pipeline=range(3),
+        device=CPU,
+        timeout_s=timeout_s,
+    )
+    return group, link, mailbox
 
 
 def activation(microbatch: int) -> Value:
@@ -111,15 +116,13 @@ def like(length: int) -> tuple[Tensor]:
     return (torch.zeros(length),)
 
 
-def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read() -> None:
     """
     channel   kinds  receive 10  receive 11
     beside    kinds  send on
     jobs                          wait 10, F0  send  wait 11, F1
     """
-    group, _, messages = stage_1(monkeypatch)
+    group, _, messages = stage_1()
     messages.begin(Opening(2))
     messages.post(activation(0), 0, like(10))
     messages.post(activation(1), 0, like(11))
@@ -131,6 +134,7 @@ def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read(
     messages.receive(activation(0), forward(0))
     assert group.log == [
         *(("wait", "kinds", "beside"), ("send", "kinds", "beside")),
+        ("wait", "kinds", "beside"),  # it has left
         ("wait", "10", "jobs"),
     ]
     group.log.clear()
@@ -138,30 +142,9 @@ def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read(
     assert group.log == [("wait", "11", "jobs")]
 
 
-def test_a_message_that_is_read_when_it_is_posted_would_show(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    group, _, messages = stage_1(monkeypatch)
-    start: Callable[..., None] = messages._start
-
-    def at_once(incoming: Any, spec: Any) -> None:
-        start(incoming, spec)
-        for work in incoming.works:
-            work.wait()  # the control
-
-    monkeypatch.setattr(messages, "_start", at_once)
-    messages.begin(Opening(2))
-    messages.post(activation(0), 0, like(10))
-    assert group.log[-1] == ("wait", "10", "jobs")
-
-
-def test_a_sum_goes_to_the_host_beside_the_jobs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    group, waits, _ = stage_1(monkeypatch)
-    vector = torch.ones(3)
-    work: Any = group.allreduce([vector])
-    pending = PendingSum(work, waits.copy_after(work, vector), waits.finish)
+def test_a_sum_goes_to_the_host_beside_the_jobs() -> None:
+    group, _, mailbox = stage_1()
+    pending = mailbox.reduce(torch.ones(3))
     assert group.log == [("sum", "3", "jobs"), ("wait", "3", "beside")]
     group.is_late = True
     assert not pending.done()
@@ -170,36 +153,45 @@ def test_a_sum_goes_to_the_host_beside_the_jobs(
     assert {where for what, _, where in group.log if what == "wait"} == {"beside"}
 
 
-def test_a_message_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, _, messages = stage_1(monkeypatch, timeout_s=0.01)
+def test_a_failure_aborts_the_communicators_once_and_in_order() -> None:
+    group, _, mailbox = stage_1()
+    mailbox.report(ValueError("5 samples"), ends=False)
+    assert not group.log
+    mailbox.report(OSError("disk full"))
+    mailbox.report(OSError("again"))
+    assert group.log == [("abort", "", "jobs")]
+
+
+def test_a_message_that_does_not_come_is_named() -> None:
+    group, _, messages = stage_1(timeout_s=0.01)
     messages.begin(Opening(2))
     messages.post(activation(0), 0, like(10))
     group.is_late = True
-    with pytest.raises(PeerError, match=r"waits at 1F0 for .* from 0: late"):
+    with pytest.raises(
+        PeerError, match=r"at 1F0 for .* from stage 0: no answer in 0.01"
+    ):
         messages.receive(activation(0), forward(0))
 
 
 @pytest.mark.parametrize("step_on", [False, True])
 def test_a_message_that_has_failed_is_not_taken_for_one_that_has_come(
-    monkeypatch: pytest.MonkeyPatch, step_on: bool
+    step_on: bool,
 ) -> None:
     """NCCL calls a failed work completed too; nobody has written to its tensor.
 
     The control is `test_a_sum_goes_to_the_host_beside_the_jobs`: no exception, a sum.
     """
-    group, waits, messages = stage_1(monkeypatch)
+    group, _, messages = stage_1()
     messages.begin(Opening(2))
     messages.post(activation(0), 0, like(10))
     messages.post(activation(1), 0, like(11))
     messages.receive(activation(0), forward(0))
     group.error = RuntimeError("NCCL communicator was aborted")
-    with pytest.raises(PeerError, match=r"waits at .*: broken") as caught:
+    with pytest.raises(PeerError, match=r"waits at .*: the connection broke") as caught:
         if step_on:  # the next message finds it out, or the next sum
             messages.receive(activation(1), forward(1))
         else:
-            vector = torch.ones(3)
-            work: Any = group.allreduce([vector])
-            PendingSum(work, waits.copy_after(work, vector), waits.finish).result()
+            messages.reduce(torch.ones(3)).result()
     assert caught.value.__cause__ is group.error
 
 
@@ -220,16 +212,14 @@ class SlowWork:
         return None
 
 
-def test_the_end_waits_on_the_host_until_all_sends_have_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    group, _, messages = stage_1(monkeypatch)
+def test_the_end_waits_on_the_host_until_all_sends_have_left() -> None:
+    group, _, messages = stage_1()
     works = [SlowWork(20), SlowWork(30)]
     left = iter(works)
-    monkeypatch.setattr(group, "send", lambda *_: next(left))
+    group.send = lambda *_: next(left)  # type: ignore[assignment, method-assign]
     messages.begin(None)
     for microbatch in range(2):
         gradient = Value(What.GRADIENT, 1, microbatch)
         messages.send(gradient, like(10), 0)
-    messages._wire.flush()
+    messages.flush()
     assert all(work.n_asks <= 0 for work in works)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from flat import flat_pipeline
 
+import zbpp
 from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.comm.process_group import backend_for, call_roll, own_device
@@ -133,12 +134,13 @@ def test_a_stage_waits_as_long_as_it_was_told_from_the_start_on(
     class Reached(Exception):
         pass
 
-    def make(*_: object, timeouts_s: tuple[float, float]) -> None:
-        limits["then"], limits["first"] = timeouts_s
+    def make(*_: object, execution: zbpp.Execution) -> None:
+        limits["then"] = execution.timeout_s
+        limits["first"] = execution.start_timeout_s
         raise Reached
 
     monkeypatch.setattr(
-        "zbpp.pipeline.pipeline.initialise",
+        "zbpp.pipeline.arguments.initialise",
         lambda *_, timeout_s: limits.update(start=timeout_s),
     )
     monkeypatch.setattr("zbpp.pipeline.pipeline.make_transports", make)

@@ -1,5 +1,6 @@
 """A stage that fails in its speculative step may still ask for a whole state."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from small_model import batch, make_pipeline
 from torch import Tensor
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.comm.distributed import DistributedTransport
+from zbpp.runtime.comm.mailbox import Mailbox
+from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.support.fault_injection import Fault
 from zbpp.training.launch import error_that_came_first
@@ -22,28 +24,32 @@ def weight_of(pipeline: Pipeline) -> Tensor:
     return dict(pipeline.named_parameters())["layers.1.up.weight"].detach().clone()
 
 
+def fail_in(stage: Stage, what: object) -> None:
+    Fault("raise", 0, 1, "O").inject(0, stage.step, str(what))
+
+
 def fail_before_the_other_sums(waits: bool) -> Tensor | str:
     """Stage 0 fails in O of step 1, whose sum stage 1 begins after that."""
     pipeline = make_pipeline("ZBH1", None, post_validation=True, **SETTINGS)
     pipeline.step(*batch(0))
     executor = pipeline.stages.executors[pipeline.rank]
     reduce = executor.optimizer.reduce
-    end_sum = DistributedTransport._end_sum
+    end_sum = Mailbox._end_sum
     store = dist.distributed_c10d._get_default_store()
 
     def reduce_late(on: Any) -> None:
         store.wait(["stage 0 has failed"])
         reduce(on)
 
-    def end(transport: DistributedTransport) -> None:
+    def end(mailbox: Mailbox) -> None:
         if waits:
             store.set("stage 0 has failed", "")
-            end_sum(transport)
+            end_sum(mailbox)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DistributedTransport, "_end_sum", end)
+        patch.setattr(Mailbox, "_end_sum", end)
         if pipeline.rank == 0:
-            executor._fault = Fault("raise", 0, 1, "O")
+            executor._inject_fault = partial(fail_in, executor.stage)
         else:
             patch.setattr(executor.optimizer, "reduce", reduce_late)
         try:

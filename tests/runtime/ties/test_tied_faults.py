@@ -67,9 +67,9 @@ class Model:
 def copies(pipeline: Pipeline) -> list[Tensor]:
     pipeline.synchronize()
     return [
-        one.own
+        tie.parameter
         for executor in pipeline.stages.executors.values()
-        for one in executor.stage.ties.held.values()
+        for tie in executor.stage.ties.held.values()
     ]
 
 
@@ -227,8 +227,8 @@ def test_options_that_become_unequal_are_noticed() -> None:
 
 def test_an_exchange_that_is_left_out_is_noticed(monkeypatch) -> None:
     def own_alone(self: StageTies, received: object) -> None:
-        for one in self.held.values():
-            one.kept = None
+        for tie in self.held.values():
+            tie.kept_grad = None
 
     monkeypatch.setattr(StageTies, "add", own_alone)
     pipeline = Model().pipeline("ZBH1", 2, post_validation=False)

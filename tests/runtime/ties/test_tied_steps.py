@@ -58,7 +58,7 @@ def run(
 def assert_copies_equal(pipeline: Pipeline) -> None:
     for tie in range(len(pipeline.ties)):
         own = [
-            executor.stage.ties.held[tie].own
+            executor.stage.ties.held[tie].parameter
             for executor in pipeline.stages.executors.values()
             if tie in executor.stage.ties.held
         ]

@@ -58,9 +58,12 @@ def scheduler(optimizer: torch.optim.Optimizer) -> Any:
 
 def make(mode: str, n_stages: int | None, **more: Any) -> tuple[Pipeline, list[Any]]:
     settings = {
-        "model": layers_of, "seed": SEED, "clip_grad_norm": CLIP, "patience": ALWAYS,
+        "model": layers_of,
+        "seed": SEED,
+        "clip_grad_norm": CLIP,
+        "patience": ALWAYS,
         "optimizer": two_groups,
-    } | more  # fmt: skip
+    } | more
     pipeline = make_pipeline(mode, n_stages, **settings)
     schedulers = [scheduler(one) for one in pipeline.optimizers]
     pipeline.attach(*schedulers)

@@ -69,6 +69,11 @@ class Comparison:
             mode: row for mode, row in self.rows.items() if not isinstance(row, str)
         }
 
+    @property
+    def memory_unit(self) -> str | None:
+        """Unit of the memory of all plans."""
+        return next(iter(self.planned.values())).plan.costs.memory_unit
+
     def step(self, mode: str) -> float:
         """Time of a step of a planned mode, one among many."""
         row = self.planned[mode]

@@ -193,7 +193,6 @@ def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
         + "step: one among many; for replicas: what their collectives add\n"
         "memory: of a device",
     )
-    known = [one.peak for one in found if one.plan is not None]
     for one in found:
         if one.plan is None:
             table.add(_sizes(one, has_tp), look="dim", note=one.reason)
@@ -205,7 +204,7 @@ def _table(found: Sequence[MeshPlan], best: MeshPlan, title: str) -> Table:
             f"{one.step:.6g}",
             f"{one.exposed:.6g}",
             f"{one.bubble:.2%}",
-            short_memory(one.peak, known),
+            short_memory(one.peak, one.plan.costs.memory_unit),
             "<- auto" if one is best else "",
             look="bold" if one is best else "",
         )

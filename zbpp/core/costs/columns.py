@@ -60,7 +60,7 @@ _LEAST = 1e-100  # and so are quotients
 
 
 class Per(StrEnum):
-    """What a column has one entry for."""
+    """Units that a column has one entry for."""
 
     CHUNK = "chunk"
     STAGE = "stage"
@@ -73,7 +73,7 @@ class Per(StrEnum):
 
 @dataclass(frozen=True)
 class Column:
-    """What is known of a column beside its name and default.
+    """Properties of a column beside its name and default.
 
     Args:
         per: what it has one entry for.

@@ -12,10 +12,11 @@ A layer that is recomputed leaves ``m_r`` after F, and computes the rest again i
 then takes f longer, and its peak stands on m_b instead of m_r.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, repeat
-from operator import add
+from operator import add, sub
+from typing import Any
 
 from zbpp.core.costs.columns import (
     Per,
@@ -32,6 +33,9 @@ from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
 __all__ = ["LayerCosts", "PerLayer", "chunk_layers"]
+
+_SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
+"""Columns of a chunk that are the sums of those of its layers."""
 
 PerLayer = float | tuple[float, ...]
 """Every layer's value, or one per layer."""
@@ -149,8 +153,7 @@ class LayerCosts:
     def _least(self, name: str) -> tuple[float, ...]:
         if name == "peak_f":
             return self.of("m_b")
-        pairs = zip(self.of("m_b"), self.of("m_w"), strict=True)
-        return tuple(max(0.0, w - b) for b, w in pairs)
+        return _rises(self.of("m_b"), self.of("m_w"))
 
     def on(
         self,
@@ -201,11 +204,12 @@ class LayerCosts:
         m_b, m_w = columns["m_b"], columns["m_w"]
         change_b = [w - b for w, b in zip(m_w, m_b, strict=True)]
         freed = [-held for held in m_w]
+        sums: dict[str, Any] = {name: total(name) for name in _SUMMED}
         return Costs(
             f=total("f", self.pass_f),
             b=total("b", self.pass_b),
             w=total("w", self.pass_w),
-            optimizer=total("optimizer"),
+            **sums,
             comm=self._edges(placement, cuts),
             send_occupies=self._sending(cuts),
             loss=self.loss,
@@ -214,11 +218,8 @@ class LayerCosts:
             time_unit=self.time_unit,
             all_gather=total("all_gather") if self.all_gather else 0.0,
             reduce_scatter=total("reduce_scatter") if self.reduce_scatter else 0.0,
-            m_b=total("m_b"),
-            m_w=total("m_w"),
             limit=self.limit,
             memory_unit=self.memory_unit,
-            m_fixed=total("m_fixed"),
             peak_f=tuple(_peak(chunk, columns["peak_f"], m_b) for chunk in chunks),
             peak_b=tuple(
                 _peak(chunk[::-1], columns["peak_b"], change_b) for chunk in chunks
@@ -226,7 +227,6 @@ class LayerCosts:
             peak_w=tuple(
                 _peak(chunk[::-1], columns["peak_w"], freed) for chunk in chunks
             ),
-            peak_o=total("peak_o"),
         )
 
     def _columns(self, recompute: Collection[int]) -> dict[str, list[float]]:
@@ -278,6 +278,11 @@ class LayerCosts:
         return tuple(value[cut] for cut in cuts) or 0.0
 
 
+def _rises(m_b: Iterable[float], m_w: Iterable[float]) -> tuple[float, ...]:
+    """Memory that each B leaves more than it finds."""
+    return tuple(max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True))
+
+
 def _peak(order: range, peak: Sequence[float], change: Sequence[float]) -> float:
     """Most that is held above the start while layers run in an order."""
     held = most = 0.0
@@ -322,32 +327,17 @@ def chunk_layers(
     if costs.gathers:
         f, b = (tuple(map(add, times, gathers)) for times in (f, b))
         gathers = (0.0,) * len(gathers)
-    held = costs.on(placement)
+    chunks = costs.on(placement)
     m_b, m_w = dealt("m_b", costs.m_b), dealt("m_w", costs.m_w)
-    more = {
-        "peak_f": [p - b for p, b in zip(held.peak_f, held.m_b, strict=True)],
-        "peak_b": [
-            p - max(0.0, w - b)
-            for p, w, b in zip(held.peak_b, held.m_w, held.m_b, strict=True)
-        ],
-        "peak_w": list(held.peak_w),
-    }
-    least = {
-        "peak_f": m_b,
-        "peak_b": tuple(max(0.0, w - b) for w, b in zip(m_w, m_b, strict=True)),
-        "peak_w": (0.0,) * sum(counts),
-    }
-    peaks = {
-        name: tuple(
-            low + high
-            for low, high in zip(
-                least[name],
-                chain.from_iterable(map(repeat, more[name], counts)),
-                strict=True,
-            )
-        )
-        for name in more
-    }
+
+    def peaks(
+        of_chunks: Sequence[float], left: Sequence[float], least: Sequence[float]
+    ) -> tuple[float, ...]:
+        """Give each layer what its chunk's pass needs beyond what it leaves."""
+        beyond = chain.from_iterable(map(repeat, map(sub, of_chunks, left), counts))
+        return tuple(map(add, least, beyond))
+
+    nothing = (0.0,) * sum(counts)
     inside = [[0.0] * (n - 1) for n in counts]
 
     def at_cuts(name: str, value: float | tuple[float, ...]) -> PerChunk:
@@ -364,9 +354,9 @@ def chunk_layers(
         m_b=m_b,
         m_w=m_w,
         m_fixed=dealt("m_fixed", costs.m_fixed),
-        peak_f=peaks["peak_f"],
-        peak_b=peaks["peak_b"],
-        peak_w=peaks["peak_w"],
+        peak_f=peaks(chunks.peak_f, chunks.m_b, m_b),
+        peak_b=peaks(chunks.peak_b, _rises(chunks.m_b, chunks.m_w), _rises(m_b, m_w)),
+        peak_w=peaks(chunks.peak_w, nothing, nothing),
         peak_o=dealt("peak_o", costs.peak_o),
         m_r=None if costs.m_r is None else dealt("m_r", costs.m_r),
         comm=at_cuts("comm", costs.comm),

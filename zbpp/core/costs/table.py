@@ -100,7 +100,11 @@ class Costs(MemoryModel, Times):
             hops = tuple(map(sub, hops, sending))
         m_b, m_w = chunks("m_b"), chunks("m_w")
         none = (0.0,) * placement.n_chunks
-        peak_b = self._peaks("peak_b", tuple(map(_rise, m_b, m_w)), placement)
+        peak_b = self._peaks(
+            "peak_b",
+            tuple(max(0.0, w - b) for b, w in zip(m_b, m_w, strict=True)),
+            placement,
+        )
         peak_w = self._peaks("peak_w", none, placement)
         in_turn = none
         if self.peak_bw is None:
@@ -131,6 +135,7 @@ class Costs(MemoryModel, Times):
             peak_w=peak_w,
             peak_bw=self._peaks("peak_bw", in_turn, placement),
             peak_o=stages("peak_o"),
+            memory_unit=self.memory_unit,
         )
 
     def _peaks(
@@ -192,6 +197,7 @@ class ChunkCosts:
     peak_w: tuple[float, ...]
     peak_bw: tuple[float, ...]
     peak_o: tuple[float, ...]
+    memory_unit: str | None = None
 
     def of(self, job: Job) -> float:
         """Time of one job."""
@@ -291,11 +297,6 @@ class ChunkCosts:
                 for c in chunks:
                     times[c] *= share
         return replace(self, f=tuple(f), b=tuple(b), w=tuple(w), fb=())
-
-
-def _rise(m_b: float, m_w: float) -> float:
-    """What B leaves more than it finds."""
-    return max(0.0, m_w - m_b)
 
 
 def _where(can: Sequence[bool], column: Sequence[float]) -> tuple[float, ...]:

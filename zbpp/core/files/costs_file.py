@@ -18,10 +18,9 @@ from zbpp.core.costs.units import Bytes
 from zbpp.core.errors import RequestError
 from zbpp.core.files.json_text import (
     booleans,
+    entries,
     fail,
     integer,
-    memories,
-    numbers,
     object_of,
     read,
     refuse_unknown,
@@ -68,7 +67,7 @@ def write_layers(layers: LayerCosts, path: str | Path) -> None:
 
 
 def _entries(costs: Any, always: tuple[str, ...]) -> dict[str, object]:
-    """What is written of an object: its version, and what says something."""
+    """Entries that are written of an object: its version, and all but defaults."""
     version = {} if costs.time_unit is None else {"version": 2}
     return version | {
         _key(field.name): getattr(costs, field.name)
@@ -210,8 +209,7 @@ def _read_columns(
         entry = data.get(_key(name))
         if entry is None:
             continue
-        read_entry = memories if about.is_memory else numbers
-        values[name] = read_entry(source, _key(name), entry)
+        values[name] = entries(source, _key(name), entry, is_memory=about.is_memory)
         if about.per is Per.ALL and isinstance(values[name], tuple):
             fail(source, f"{name} is a list; it must be one number")
     amounts = [

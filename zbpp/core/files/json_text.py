@@ -10,11 +10,10 @@ from zbpp.core.errors import RequestError
 
 __all__ = [
     "booleans",
+    "entries",
     "fail",
     "integer",
-    "memories",
     "number",
-    "numbers",
     "object_of",
     "read",
     "refuse_unknown",
@@ -81,18 +80,21 @@ def integer(source: str, name: str, value: object) -> int:
     return value
 
 
-def numbers(source: str, name: str, value: object) -> PerChunk:
-    """Read a number or a list of numbers."""
-    if isinstance(value, list) and value:
-        return tuple(number(source, f"{name}[{i}]", v) for i, v in enumerate(value))
-    return number(source, name, value)
+def entries(
+    source: str, name: str, value: object, *, is_memory: bool = False
+) -> PerChunk:
+    """Read an entry of a column, or a list of entries.
 
-
-def memories(source: str, name: str, value: object) -> PerChunk:
-    """Read memory: a number, a text such as "40GiB", or a list of these."""
+    Args:
+        source: of the value, for errors.
+        name: of the column.
+        value: to read.
+        is_memory: texts such as "40GiB" are entries too.
+    """
+    read_one = _memory if is_memory else number
     if isinstance(value, list) and value:
-        return tuple(_memory(source, f"{name}[{i}]", v) for i, v in enumerate(value))
-    return _memory(source, name, value)
+        return tuple(read_one(source, f"{name}[{i}]", v) for i, v in enumerate(value))
+    return read_one(source, name, value)
 
 
 def _memory(source: str, name: str, value: object) -> float:

@@ -19,7 +19,7 @@ from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.compiled.layers import Call, compiled_by
 from zbpp.runtime.driver.compile_chunks import compiled_layer, has_compiled_part
 from zbpp.runtime.support.compile_internals import compile_errors, writes_code
-from zbpp.runtime.ties.find import find_ties
+from zbpp.runtime.ties.plan import find_ties
 
 __all__ = ["CompiledLayers", "checkpointed", "runs_at_once"]
 

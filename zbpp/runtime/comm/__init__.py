@@ -1,6 +1,10 @@
-"""Messages between stages: `transport` says what there is, for one process.
+"""Messages between stages: `transport` says what there is.
 
-`distributed` does the same over torch.distributed: `messages` are values, `wire` sends
-their tensors through `channels`, `header` and `shapes` tell what they look like;
+    local      all stages in this process
+    mailbox    one process a stage: values, their shapes (`shapes`), and what their
+               receiver has had (`passthrough`)
+    links      single tensors by gloo or NCCL, in process groups (`groups`)
+    failures   who failed first
+
 `process_group` joins the processes.
 """

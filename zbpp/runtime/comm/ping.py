@@ -8,20 +8,20 @@ message costs the host and the copies to and from a GPU are a part of it.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.runtime.comm.channels import Channel
+from zbpp.core import Value, What
+from zbpp.runtime.comm.links import PING, P2PLink
 from zbpp.runtime.support.devices import runs_ahead
 
-__all__ = ["Ping", "PingEnds", "ping"]
+__all__ = ["Ping", "ping"]
 
-_TAG = 2**31 - 2
-"""Of no message: it would be the last tensor but one of a full message."""
+_VALUE = Value(What.ACTIVATION, 0, 0)
+"""In the name of which the messages travel."""
 
 
 @dataclass(frozen=True)
@@ -32,68 +32,53 @@ class Ping:
     send_s: float
 
 
-@dataclass(frozen=True)
-class PingEnds:
-    """The two channels between this stage and a peer, and where tensors live."""
-
-    outgoing: Channel
-    incoming: Channel
-    device: torch.device
-    wire: torch.device
-
-
 def ping(
-    ends: PingEnds,
+    link: P2PLink,
+    peer: int,
     n_bytes: int,
     rounds: int,
     *,
+    device: torch.device,
     leads: bool,
-    wait: Callable[[dist.Work], None],
 ) -> list[Ping]:
     """Send to and fro; both ends must call with the same numbers.
 
     Args:
-        ends: of this stage.
+        link: of this stage.
+        peer: the other stage.
         n_bytes: of a message.
         rounds: messages each way; the first one is not counted.
+        device: where tensors live.
         leads: this end begins.
-        wait: for a message, no longer than the time-out.
 
     Returns:
         One entry a round for the end that leads, else none.
     """
-    own = torch.zeros(max(1, n_bytes), dtype=torch.uint8, device=ends.device)
-    own = own.to(ends.wire)
-    found = []
-    work, buffer = _post(ends, own)
+    tensor = torch.zeros(max(1, n_bytes), dtype=torch.uint8, device=device)
+    pings = []
+    work, buffer = _post(link, tensor, peer)
     for number in range(rounds + 1):
         start = time.perf_counter()
         if not leads:
-            wait(work)
-            buffer.to(ends.device)
+            link.wait(work, ("a ping with",), peer)
+            buffer.to(device)
             if number < rounds:
-                work, buffer = _post(ends, own)
+                work, buffer = _post(link, tensor, peer)
         before = time.perf_counter()
-        payload = own.to(ends.device).to(ends.wire)
-        sent = ends.outgoing.group.send([payload], ends.outgoing.target, _TAG)
+        link.send(_VALUE, PING, tensor.to(link.device), peer)
         send_s = time.perf_counter() - before
         if leads:
-            wait(work)
-            buffer.to(ends.device)
-            _finish(ends.device)
-            found.append(Ping((time.perf_counter() - start) / 2, send_s))
+            link.wait(work, ("a ping with",), peer)
+            buffer.to(device)
+            if runs_ahead(device):
+                torch.accelerator.synchronize(device)
+            pings.append(Ping((time.perf_counter() - start) / 2, send_s))
             if number < rounds:
-                work, buffer = _post(ends, own)
-        wait(sent)
-    return found[1:]
+                work, buffer = _post(link, tensor, peer)
+    link.flush()
+    return pings[1:]
 
 
-def _post(ends: PingEnds, like: Tensor) -> tuple[dist.Work, Tensor]:
-    buffer = torch.empty_like(like)
-    channel = ends.incoming
-    return channel.group.recv([buffer], channel.source, _TAG), buffer
-
-
-def _finish(device: torch.device) -> None:
-    if runs_ahead(device):
-        torch.accelerator.synchronize(device)
+def _post(link: P2PLink, like: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
+    buffer = torch.empty_like(like, device=link.device)
+    return link.receive(_VALUE, PING, buffer, peer), buffer

@@ -1,4 +1,4 @@
-"""The shapes of activations in steps: learnt once for every kind of micro-batch.
+"""The shapes of values between stages: learnt once for every kind of micro-batch.
 
     stage 0 | kinds 0 0 0 0 > F0> ...      kinds 1 1 1 1 > F0> ...     batch is longer
     stage 1 | kinds <  post F0 F1 ..       kinds <  header < F0 ..     kind 1 is new
@@ -11,16 +11,189 @@ receiver makes its buffers early. So shapes may change from step to step and wit
 a change costs a header for each channel, once for each kind.
 """
 
+import json
+import math
+import zlib
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
 
 from zbpp.core import Value, What
-from zbpp.runtime.comm.header import Spec
-from zbpp.runtime.values import Nested, Tensors
+from zbpp.runtime.support.errors import ShapeError
+from zbpp.runtime.values import Nested, Tensors, described
 
-__all__ = ["MOST_KINDS", "Shapes"]
+__all__ = [
+    "HEADER_BYTES",
+    "MAX_KINDS",
+    "MAX_TENSORS",
+    "Shapes",
+    "Spec",
+    "pack",
+    "spec_of",
+    "unpack",
+]
 
-MOST_KINDS = 1024
+HEADER_BYTES = 8192
+"""Length of a header; those of 250 tensors in dicts, packed, need some 2000."""
+MAX_TENSORS = 250
+"""Tensors in a message."""
+MAX_KINDS = 1024
 """Kinds that are remembered; beyond, all are forgotten and learnt anew."""
+
+_WHATS = (What.ACTIVATION, What.GRADIENT)
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shapes and dtypes of the tensors of a value, and what holds them."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    needs_grad: tuple[bool, ...]
+    structure: str | None = None
+    """Of a `Nested` value."""
+
+    def __str__(self) -> str:
+        texts = (
+            f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+        return described(self.structure, texts)
+
+    @cached_property
+    def bytes_each(self) -> tuple[int, ...]:
+        """Size of each tensor."""
+        sizes = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> "Spec":
+        """Describe plain tensors."""
+        structure = tensors.structure if isinstance(tensors, Nested) else None
+        if len(tensors) == 1:  # the common case, for speed
+            (x,) = tensors
+            return cls((tuple(x.shape),), (x.dtype,), (x.requires_grad,), structure)
+        return cls(
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            tuple(tensor.dtype for tensor in tensors),
+            tuple(tensor.requires_grad for tensor in tensors),
+            structure,
+        )
+
+    def fits(self, tensors: Tensors) -> bool:
+        """True if one plain tensor is as this says; False may mean: look closer."""
+        if type(tensors) is not tuple or len(tensors) != 1 or len(self.shapes) != 1:
+            return False
+        (x,) = tensors
+        return (
+            type(x) is Tensor
+            and x.shape == self.shapes[0]
+            and x.dtype is self.dtypes[0]
+            and x.requires_grad is self.needs_grad[0]
+            and x.layout is torch.strided
+            and self.structure is None
+        )
+
+    @cached_property
+    def of_gradients(self) -> "Spec":
+        """The gradients: one for each tensor that needs one."""
+        learning = [i for i, needs in enumerate(self.needs_grad) if needs]
+        return Spec(
+            tuple(self.shapes[i] for i in learning),
+            tuple(self.dtypes[i] for i in learning),
+            (False,) * len(learning),
+        )
+
+    def empty(self, place: int, device: torch.device) -> Tensor:
+        """Make an uninitialised buffer for one of the tensors."""
+        return _blank(self.dtypes[place], device).new_empty(self.shapes[place])
+
+
+@cache
+def _blank(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor to make others like: faster than to name dtype and device each time."""
+    return torch.empty((), dtype=dtype, device=device)
+
+
+def spec_of(value: Value, tensors: Tensors) -> Spec:
+    """Describe the tensors of a value.
+
+    Raises:
+        ShapeError: a tensor is more than one block of numbers.
+    """
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            _refuse_others(value, tensor)
+    return Spec.of(tensors)
+
+
+def _refuse_others(value: Value, tensor: Tensor) -> None:
+    """Refuse what holds its numbers elsewhere, as a DTensor or a sparse tensor does."""
+    kind = type(tensor).__name__
+    if hasattr(tensor, "__tensor_flatten__"):
+        hint = "hand on a plain one (x.to_local()) and wrap it in the next layer"
+        if kind != "DTensor":
+            hint = "hand on the plain tensors in it and wrap them in the next layer"
+        raise ShapeError(f"{value}: a {kind} cannot be sent between stages; {hint}")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise ShapeError(
+            f"{value}: a tensor of layout {layout} cannot be sent between stages; hand "
+            "on a dense one, or its parts"
+        )
+
+
+def pack(value: Value, spec: Spec) -> Tensor:
+    """Write a header: JSON, so that a receiver parses it and runs nothing.
+
+    Raises:
+        ShapeError: too many tensors, or a dtype that cannot be sent.
+    """
+    for dtype in spec.dtypes:
+        if dtype not in _DTYPES:
+            raise ShapeError(f"{value}: {dtype} cannot be sent between stages")
+    dtypes = map(_DTYPES.index, spec.dtypes)
+    tensors = zip(spec.shapes, dtypes, spec.needs_grad, strict=True)
+    place = [_WHATS.index(value.what), value.chunk, value.microbatch]
+    text = json.dumps([place, [*tensors], spec.structure]).encode()
+    header = zlib.compress(text, 1)
+    if len(spec.shapes) > MAX_TENSORS or len(header) > HEADER_BYTES:
+        raise ShapeError(
+            f"{value}: {len(spec.shapes)} tensors are too many for one message, which "
+            f"holds {MAX_TENSORS}; hand fewer from chunk to chunk"
+        )
+    return torch.frombuffer(bytearray(header.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def unpack(header: Tensor, expected: Value) -> Spec:
+    """Read a header; it must announce the value that this end expects."""
+    text = zlib.decompressobj().decompress(header.numpy().tobytes())
+    (what, chunk, microbatch), tensors, structure = json.loads(text)
+    value = Value(_WHATS[what], chunk, microbatch)
+    assert value == expected, f"{expected} was due, but {value} came"
+    return Spec(
+        tuple(tuple(shape) for shape, _, _ in tensors),
+        tuple(_DTYPES[dtype] for _, dtype, _ in tensors),
+        tuple(bool(needs) for _, _, needs in tensors),
+        structure,
+    )
 
 
 class Shapes:
@@ -31,38 +204,34 @@ class Shapes:
         self._oldest = 0
         self._kinds: Sequence[int] | None = None
         self._specs: dict[tuple[int, int], Spec] = {}
-        self._latest: dict[int, Spec] = {}
+        self.latest: dict[int, Spec] = {}
+        """Of every chunk's activations, those that were learnt last."""
 
     def begin(self) -> None:
         """Start a step: the kinds of its micro-batches are not known yet."""
         self._kinds = None
 
-    @property
-    def are_told(self) -> bool:
-        """True if the kinds of the step are known."""
-        return self._kinds is not None
-
     def number(self, inputs: Sequence[Tensors]) -> list[int]:
-        """Return what is to be told of a step: the oldest kind in use, and all kinds.
+        """Return the oldest kind in use, and the kinds of a step's micro-batches.
 
         Args:
-            inputs: of the step's micro-batches.
+            inputs: of the micro-batches.
         """
-        if len(self._numbers) > MOST_KINDS:
+        if len(self._numbers) > MAX_KINDS:
             self._oldest += len(self._numbers)
             self._numbers.clear()
         numbers, kinds = self._numbers, []
         for tensors in inputs:
-            looks = (
+            signature = (
                 tuple((x.shape, x.dtype, x.requires_grad) for x in tensors),
                 tensors.structure if isinstance(tensors, Nested) else None,
             )
-            kinds.append(numbers.setdefault(looks, self._oldest + len(numbers)))
+            kinds.append(numbers.setdefault(signature, self._oldest + len(numbers)))
         return [self._oldest, *kinds]
 
-    def tell(self, told: Sequence[int]) -> None:
+    def take(self, kinds: Sequence[int]) -> None:
         """Take what `number` has returned, on whatever stage."""
-        oldest, *self._kinds = told
+        oldest, *self._kinds = kinds
         if oldest > self._oldest:
             self._oldest = oldest
         if self._specs and next(iter(self._specs))[1] < oldest:
@@ -79,11 +248,7 @@ class Shapes:
         return self._specs.get((value.chunk, kind))
 
     def learn(self, value: Value, spec: Spec) -> None:
-        """Note the shapes of an activation."""
-        assert self._kinds is not None
-        self._specs[value.chunk, self._kinds[value.microbatch]] = spec
-        self._latest[value.chunk] = spec
-
-    def latest(self) -> dict[int, Spec]:
-        """Shapes of every chunk's activations that were learnt last."""
-        return self._latest
+        """Note the shapes of an activation; in an evaluation no kinds are known."""
+        if self._kinds is not None:
+            self._specs[value.chunk, self._kinds[value.microbatch]] = spec
+            self.latest[value.chunk] = spec

@@ -10,8 +10,9 @@ from torch import nn
 
 from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Value, What
 from zbpp.runtime.chunk import OwnName
-from zbpp.runtime.comm.distributed import DistributedTransport
-from zbpp.runtime.comm.transport import LocalHub, Transport
+from zbpp.runtime.comm.local import LocalHub
+from zbpp.runtime.comm.mailbox import StageLinks, connect
+from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
 from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
@@ -21,8 +22,8 @@ from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
+from zbpp.runtime.parallel.bind import bind_parallel
 from zbpp.runtime.parallel.mesh import Place
-from zbpp.runtime.parallel.stage import bind_parallel
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
 from zbpp.runtime.stage import LossFn, Stage
@@ -69,22 +70,28 @@ def make_transports(
         if execution.stage_streams and runs_ahead(device):
             make_stream = partial(StageStream, device)
         return dict(enumerate(LocalHub(len(programs)).transports(make_stream)))
-    neighbours = [
-        {i.peer for i in program if isinstance(i, Send)} for program in programs
-    ]
-    sources = [_first_source(program) for program in programs]
-    transport = DistributedTransport(
+    stage_of = {
+        job.chunk: stage
+        for stage, program in enumerate(programs)
+        for job in program
+        if isinstance(job, Pass)
+    }
+    links = StageLinks(
+        stage_of=[stage_of[chunk] for chunk in range(len(stage_of))],
+        neighbours=[{i.peer for i in x if isinstance(i, Send)} for x in programs],
+        parents=[_first_source(program) for program in programs],
+    )
+    mailbox = connect(
         place.everyone,
         place.pipeline,
-        neighbours=neighbours,
-        sources=sources,
+        links,
         device=device,
         timeout_s=execution.timeout_s,
         first_timeout_s=execution.start_timeout_s,
         peers=place.peers,
         sides=place.sides,
     )
-    return {transport.stage: transport}
+    return {mailbox.stage: mailbox}
 
 
 def _first_source(program: Program) -> int | None:
@@ -148,7 +155,7 @@ def build_executors(
     executors = {}
     for stage, transport in transports.items():
         own, tied = bound[stage]
-        shared = [one.own for one in tied.held.values()]
+        shared = [tie.parameter for tie in tied.held.values()]
         if shared and shard != "none":
             raise RequestError(
                 f"shard is {shard!r}, and layers share parameters, which can "

@@ -15,7 +15,7 @@ from zbpp.runtime.compiled.layers import (
     in_a_row,
     is_worth_it,
 )
-from zbpp.runtime.ties.alias import AliasedLayer
+from zbpp.runtime.ties.bind import AliasedLayer
 
 __all__ = ["check_compile", "compiled_chunk", "compiled_layer", "has_compiled_part"]
 

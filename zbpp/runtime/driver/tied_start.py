@@ -27,13 +27,13 @@ def share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
         value = TiedGradient(tie, chunks[0])
         if first in executors:
             # A copy: the first step, or a load, may write before it has left.
-            own = executors[first].stage.ties.held[tie].own.detach().clone()
+            held = executors[first].stage.ties.held[tie].parameter.detach().clone()
             for peer in others:
-                executors[first].transport.send(value, (own,), peer)
+                executors[first].transport.send(value, (held,), peer)
         for stage in others:
             if stage in executors:
                 transport = executors[stage].transport
-                copy = executors[stage].stage.ties.held[tie].own
+                copy = executors[stage].stage.ties.held[tie].parameter
                 transport.post(value, first, (copy.detach(),))
                 copy.copy_(transport.receive(value, Step(stage))[0])
 
@@ -41,9 +41,9 @@ def share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
 def describe_tied(executors: Mapping[int, Executor]) -> Description:
     """Describe the tied parameters of this process for `check_tied`."""
     return {
-        (number, stage): _describe(executor, one.own)
+        (number, stage): _describe(executor, tie.parameter)
         for stage, executor in executors.items()
-        for number, one in executor.stage.ties.held.items()
+        for number, tie in executor.stage.ties.held.items()
     }
 
 
@@ -58,8 +58,8 @@ def _describe(executor: Executor, parameter: Tensor) -> str:
     return text
 
 
-def check_tied(plan: TiePlan, told: Sequence[Description]) -> None:
-    """Compare the descriptions of all processes.
+def check_tied(plan: TiePlan, descriptions: Sequence[Description]) -> None:
+    """Compare what `describe_tied` has given in all processes.
 
     Raises:
         RequestError: a parameter differs, or is stepped in another way on a stage.
@@ -67,14 +67,14 @@ def check_tied(plan: TiePlan, told: Sequence[Description]) -> None:
     for tie in range(len(plan.ties)):
         by_stage = {
             stage: text
-            for part in told
+            for part in descriptions
             for (number, stage), text in part.items()
             if number == tie
         }
         if len(set(by_stage.values())) > 1:
-            each = "; ".join(f"stage {s}: {by_stage[s]}" for s in sorted(by_stage))
+            texts = "; ".join(f"stage {s}: {by_stage[s]}" for s in sorted(by_stage))
             raise RequestError(
                 f"the tied parameter {plan.name(tie)} must be stepped alike on all "
-                f"stages that hold it, but there is {each}: let the optimizer's "
+                f"stages that hold it, but there is {texts}: let the optimizer's "
                 "builder give its copies equal options"
             )

@@ -12,16 +12,33 @@ from collections.abc import Callable, Set
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as torch_pytree
 
 from zbpp.core import RequestError
-from zbpp.runtime.support.torch_internals import container_functions
 
-__all__ = ["map_tensors", "refuse_hidden", "tensors_in"]
+__all__ = [
+    "TreeSpec",
+    "dump_tree",
+    "flatten_tree",
+    "load_tree",
+    "map_tensors",
+    "refuse_hidden",
+    "tensors_in",
+    "unflatten_tree",
+]
 
 Change = Callable[[Tensor], Tensor]
 Other = Callable[[Any], Any] | None
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
+
+# Torch's names for pytrees, seen in torch 2.9 to 2.13; it documents none of them.
+TreeSpec = torch_pytree.TreeSpec
+flatten_tree = torch_pytree.tree_flatten
+unflatten_tree = torch_pytree.tree_unflatten
+dump_tree = torch_pytree.treespec_dumps
+load_tree = torch_pytree.treespec_loads
+_REGISTERED = torch_pytree.SUPPORTED_NODES
 
 
 def map_tensors(thing: Any, change: Change, other: Other = None) -> Any:
@@ -38,20 +55,18 @@ def map_tensors(thing: Any, change: Change, other: Other = None) -> Any:
     kind = type(thing)
     if kind in _PLAIN:
         return thing
-    if kind is tuple or kind is list:
+    if kind is tuple or kind is list:  # the common case, for speed
         return kind([map_tensors(item, change, other) for item in thing])
-    if kind is dict:
-        return {key: map_tensors(value, change, other) for key, value in thing.items()}
-    return _map_other(thing, change, other)
+    node = _REGISTERED.get(kind)
+    if node is not None:
+        children, context = node.flatten_fn(thing)
+        changed = [map_tensors(child, change, other) for child in children]
+        return node.unflatten_fn(changed, context)
+    return _map_subclass(thing, change, other)
 
 
-def _map_other(thing: Any, change: Change, other: Other) -> Any:
-    """The same for containers of less common kinds."""
-    known = container_functions(type(thing))
-    if known is not None:
-        flatten, unflatten = known
-        children, context = flatten(thing)
-        return unflatten([map_tensors(x, change, other) for x in children], context)
+def _map_subclass(thing: Any, change: Change, other: Other) -> Any:
+    """The same for what torch takes for a leaf: dataclasses, unregistered classes."""
     if isinstance(thing, tuple):
         items = [map_tensors(item, change, other) for item in thing]
         if all(new is old for new, old in zip(items, thing, strict=True)):
@@ -90,14 +105,14 @@ def _map_dataclass(thing: Any, change: Change, other: Other) -> Any:
 
 def tensors_in(thing: Any) -> list[Tensor]:
     """All tensors in a thing, in order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(thing, note)
-    return found
+    return tensors
 
 
 def refuse_hidden(thing: Any) -> Any:

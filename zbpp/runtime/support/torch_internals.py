@@ -16,7 +16,6 @@ import torch.autograd.graph
 import torch.autograd.profiler
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 try:
     from torch.distributed._composable.contract import _get_registry
@@ -26,7 +25,6 @@ except ImportError:
 __all__ = [
     "PassHook",
     "arrived",
-    "container_functions",
     "copying",
     "data_parallel",
     "has_plain_step",
@@ -109,18 +107,6 @@ def copying(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
         "torch._subclasses.fake_tensor"
     ].FakeCopyMode(mode)
     return made
-
-
-def container_functions(
-    kind: type,
-) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], Any]] | None:
-    """Return how torch's pytree takes a kind of container apart, and joins it again.
-
-    Seen in torch 2.9 to 2.13. Where the name is gone, None: registered classes are then
-    no containers, except for those that `map_tensors` knows by itself.
-    """
-    known = getattr(pytree, "SUPPORTED_NODES", {}).get(kind)
-    return None if known is None else (known.flatten_fn, known.unflatten_fn)
 
 
 _DATA_PARALLEL = {

@@ -1,6 +1,14 @@
-"""Make each tied parameter one tensor a stage, with a gradient for each layer."""
+"""Make each tied parameter one tensor a stage, with a gradient for each layer.
 
-from collections.abc import Mapping, Sequence
+    layer 0   weight                gradient of layer 0's uses
+    layer 5   alias of weight       gradient of layer 5's uses
+
+Both are one memory. The alias stands in the layer only while its forward runs, so that
+the model is the user's own at any other time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 from torch import nn
@@ -8,11 +16,10 @@ from torch import nn
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.support.marks import mark
-from zbpp.runtime.ties.alias import AliasedLayer, alias_parameter, set_parameter
 from zbpp.runtime.ties.plan import TiePlan
 from zbpp.runtime.ties.stage import HeldTie, Source, StageTies
 
-__all__ = ["bind_ties"]
+__all__ = ["AliasedLayer", "bind_ties"]
 
 Leaves = dict[int, dict[nn.Parameter, nn.Parameter]]
 
@@ -52,9 +59,9 @@ def bind_ties(
                 if plan.placement.stage_of[plan.chunk_of(layer)] == stage
             }
             if stage in stages:
-                one = _hold(number, names, layers, sources, leaves)
-                owners.update(dict.fromkeys(one.leaves.values(), one.own))
-                held[stage].append(one)
+                tied = _hold(number, names, layers, sources, leaves)
+                owners.update(dict.fromkeys(tied.leaves.values(), tied.parameter))
+                held[stage].append(tied)
         if len({(p.shape, p.dtype) for p in sources}) > 1:
             raise RequestError(
                 f"the parameters of the tie {plan.name(number)} differ in shape or "
@@ -86,22 +93,23 @@ def _hold(
         leaves: what stands in for parameters, by layer; gets this tie's.
     """
     first = next(iter(names))
-    model_own = _parameter(layers[first], first, names[first])
-    own = model_own
-    if model_own in sources:
-        own = nn.Parameter(
-            model_own.detach().clone(), requires_grad=model_own.requires_grad
+    in_model = _parameter(layers[first], first, names[first])
+    stepped = in_model
+    if in_model in sources:  # an earlier stage of this process steps the model's own
+        stepped = nn.Parameter(
+            in_model.detach().clone(), requires_grad=in_model.requires_grad
         )
-    source = sources.setdefault(model_own, Source(model_own, mark(model_own)))
-    its: dict[int, nn.Parameter] = {}
+    source = sources.setdefault(in_model, Source(in_model, mark(in_model)))
+    tied_leaves: dict[int, nn.Parameter] = {}
     for layer, name in names.items():
-        other = _parameter(layers[layer], layer, name)
-        if other is not model_own:
-            set_parameter(layers[layer], other, model_own)
-        leaf = its[layer] = own if layer == first else alias_parameter(own)
-        if leaf is not model_own:
-            leaves.setdefault(layer, {})[model_own] = leaf
-    return HeldTie(number, own, its, source)
+        parameter = _parameter(layers[layer], layer, name)
+        if parameter is not in_model:
+            _replace(layers[layer], parameter, in_model)
+        leaf = stepped if layer == first else _alias_of(stepped)
+        tied_leaves[layer] = leaf
+        if leaf is not in_model:
+            leaves.setdefault(layer, {})[in_model] = leaf
+    return HeldTie(number, stepped, tied_leaves, source)
 
 
 def _parameter(layer: nn.Module, index: int, name: str) -> nn.Parameter:
@@ -116,10 +124,83 @@ def _parameter(layer: nn.Module, index: int, name: str) -> nn.Parameter:
 def _with_leaves(
     chunk: Chunk, leaves: Leaves, owners: Mapping[nn.Parameter, nn.Parameter]
 ) -> Chunk:
-    own = {index: leaves[index] for index, _ in chunk.numbered() if index in leaves}
+    aliased = {index: leaves[index] for index, _ in chunk.numbered() if index in leaves}
     calls = {
-        index: AliasedLayer(layer, own[index], owners)
+        index: AliasedLayer(layer, aliased[index], owners)
         for index, layer in chunk.numbered()
-        if index in own
+        if index in aliased
     }
-    return replace(chunk, leaves=own, calls=calls)
+    return replace(chunk, leaves=aliased, calls=calls)
+
+
+def _alias_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return another parameter on the same memory."""
+    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+
+
+def _replace(layer: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put a parameter in the place, or places, of another."""
+    for module, name in _places(layer, old):
+        setattr(module, name, new)
+
+
+def _places(layer: nn.Module, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
+    return [
+        (module, name)
+        for module in layer.modules()
+        for name, held in module._parameters.items()
+        if held is parameter
+    ]
+
+
+class AliasedLayer:
+    """Runs a layer with other parameters in the places of some.
+
+    Args:
+        layer: any module.
+        leaves: what stands in for its parameters.
+        owners: of each leaf, the parameter whose memory it shares.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        leaves: Mapping[nn.Parameter, nn.Parameter],
+        owners: Mapping[nn.Parameter, nn.Parameter],
+    ) -> None:
+        self._call: Callable[[object], object] = layer
+        self._pairs = [(leaf, owners[leaf]) for leaf in leaves.values()]
+        self._places = [
+            (*place, parameter, leaf)
+            for parameter, leaf in leaves.items()
+            for place in _places(layer, parameter)
+        ]
+
+    def running(self, call: Callable[[object], object]) -> "AliasedLayer":
+        """Return the same with something else that runs the layer."""
+        layer = copy(self)
+        layer._call = call
+        return layer
+
+    def __call__(self, value: object) -> object:
+        """Run the forward."""
+        for leaf, owner in self._pairs:
+            _follow(leaf, owner)
+        try:
+            for module, name, _, leaf in self._places:
+                setattr(module, name, leaf)
+            output = self._call(value)
+        finally:
+            for module, name, parameter, _ in self._places:
+                setattr(module, name, parameter)
+        return output
+
+
+def _follow(leaf: nn.Parameter, owner: nn.Parameter) -> None:
+    """Let an alias share the owner's memory and freezing, should these have changed."""
+    if leaf is owner:
+        return
+    if leaf.untyped_storage()._cdata != owner.untyped_storage()._cdata:
+        leaf.data = owner.data
+    if leaf.requires_grad != owner.requires_grad:
+        leaf.requires_grad_(owner.requires_grad)

@@ -1,16 +1,55 @@
-"""The stages that hold each tied parameter, and what they compare."""
+"""Parameters that layers share, and the stages that hold them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import nn
+
 from zbpp.core import Placement, RequestError
 from zbpp.runtime.chunk import OwnName, layer_name
 
-__all__ = ["NO_TIES", "Tie", "TiePlan", "check_ties", "first_names"]
+__all__ = ["NO_TIES", "Tie", "TiePlan", "check_ties", "find_ties", "refuse_sharing"]
 
 Tie = tuple[tuple[int, str], ...]
 """One parameter in several layers: (global index of the layer, name in the layer)."""
+
+
+def find_ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Find parameters that are one object in several layers.
+
+    >>> layers = [nn.Embedding(5, 3), nn.Linear(3, 5)]
+    >>> layers[1].weight = layers[0].weight
+    >>> find_ties(layers)
+    (((0, 'weight'), (1, 'weight')),)
+    """
+    homes: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            homes.setdefault(parameter, []).append((index, name))
+    return tuple(tuple(home) for home in homes.values() if len(home) > 1)
+
+
+def refuse_sharing(layers: Iterable[tuple[int, int, nn.Module]]) -> None:
+    """Refuse a parameter in two chunks: it would be trained twice, and drift apart.
+
+    Args:
+        layers: chunk, global index and layer.
+
+    Raises:
+        RequestError: names both layers and parameters.
+    """
+    home: dict[nn.Parameter, tuple[int, int, str]] = {}
+    for chunk, index, layer in layers:
+        for name, parameter in layer.named_parameters():
+            first = home.setdefault(parameter, (chunk, index, name))
+            if first[0] != chunk:
+                raise RequestError(
+                    f"layers {first[1]} and {index} share a parameter ({first[2]} is "
+                    f"{name}) but lie in chunks {first[0]} and {chunk}; name the "
+                    "parameter in zbpp.layers_from(..., ties=...), put them into one "
+                    "chunk by split=..., or untie them"
+                )
 
 
 def check_ties(ties: Iterable[Tie], n_layers: int) -> tuple[Tie, ...]:
@@ -36,21 +75,6 @@ def check_ties(ties: Iterable[Tie], n_layers: int) -> tuple[Tie, ...]:
             )
         seen |= set(tie)
     return tuple(in_order)
-
-
-def first_names(ties: Sequence[Tie]) -> dict[str, str]:
-    """Give for each later name of a tied parameter its first one.
-
-    A checkpoint saves the first, and loads all from it.
-
-    >>> first_names([((0, "weight"), (5, "head.weight"))])
-    {'layers.5.head.weight': 'layers.0.weight'}
-    """
-    return {
-        f"layers.{layer}.{name}": f"layers.{tie[0][0]}.{tie[0][1]}"
-        for tie in ties
-        for layer, name in tie[1:]
-    }
 
 
 @dataclass(frozen=True)
@@ -106,10 +130,10 @@ class TiePlan:
 
     def compare(self, numbers: Sequence[float]) -> str | None:
         """Say which copies differ by what their stages have told, None if none do."""
-        told: dict[int, dict[int, float]] = {}
-        for (tie, stage), place in self.slots.items():
-            told.setdefault(tie, {})[stage] = numbers[place]
-        for tie, by_stage in told.items():
+        copies: dict[int, dict[int, float]] = {}
+        for (tie, stage), slot in self.slots.items():
+            copies.setdefault(tie, {})[stage] = numbers[slot]
+        for tie, by_stage in copies.items():
             if len(set(by_stage.values())) > 1:
                 return (
                     f"the copies of the tied parameter {self.name(tie)} on the stages "

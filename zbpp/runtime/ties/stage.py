@@ -25,16 +25,16 @@ from zbpp.runtime.values import Tensors
 __all__ = ["HeldTie", "Source", "StageTies"]
 
 _MODULUS = 2**52
-"""Numbers below it are exact in float64."""
+"""Integers below it are exact in float64."""
 
 
 @dataclass
 class Source:
-    """The parameter in the model, where other stages of this process hold copies."""
+    """The parameter that layers of this process hold; several stages may copy it."""
 
     parameter: nn.Parameter
     seen: Mark = None
-    """After the last write that was a step's own."""
+    """After the last write by a step of this process."""
 
 
 @dataclass
@@ -43,16 +43,22 @@ class HeldTie:
 
     Args:
         number: of the tie.
-        own: the stage's copy, which its optimizer steps.
+        parameter: the stage's copy, which its optimizer steps.
         leaves: what its layers use and get gradients for, by layer.
-        source: what ``own`` is a copy of in this process; its own if it is none.
+        source: what the layers hold; ``parameter`` itself on one stage of a process.
+        kept_grad: gradient of an earlier step that nobody has cleared.
     """
 
     number: int
-    own: nn.Parameter
+    parameter: nn.Parameter
     leaves: dict[int, nn.Parameter]
     source: Source
-    kept: Tensor | None = None
+    kept_grad: Tensor | None = None
+
+    @property
+    def is_in_layers(self) -> bool:
+        """True if the stage's copy is what the layers hold."""
+        return self.parameter is self.source.parameter
 
 
 class StageTies:
@@ -61,7 +67,7 @@ class StageTies:
     Args:
         stage: its number.
         plan: of the whole model.
-        held: the stage's own.
+        held: the tied parameters that layers of the stage hold.
     """
 
     def __init__(
@@ -70,47 +76,50 @@ class StageTies:
         self.stage = stage
         self.plan = plan
         self._posted: list[TiedGradient] = []
-        self.held = {one.number: one for one in held}
+        self.held = {tie.number: tie for tie in held}
         self.aliases: set[Tensor] = {
-            leaf for one in held for leaf in one.leaves.values() if leaf is not one.own
+            leaf
+            for tie in held
+            for leaf in tie.leaves.values()
+            if leaf is not tie.parameter
         }
         """Not to be stepped: they share the memory of parameters that are."""
         self.copies: set[Tensor] = {
-            one.own for one in held if plan.stages(one.number)[0] != stage
+            tie.parameter for tie in held if plan.stages(tie.number)[0] != stage
         }
-        """Not to be counted: the stage of the first layer does."""
+        """Not to be counted in the norm: the stage of the first layer does so."""
 
     # The parameters.
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over what others have written to the model's own parameter."""
-        for one in self.held.values():
-            source = one.source
-            if one.own is source.parameter:
+        """Take over what others have written to the parameter in the layers."""
+        for tie in self.held.values():
+            source = tie.source.parameter
+            if tie.is_in_layers:
                 continue
-            if one.own.requires_grad != source.parameter.requires_grad:
-                one.own.requires_grad_(source.parameter.requires_grad)
-            if mark(source.parameter) != source.seen:
-                one.own.copy_(source.parameter)
+            if tie.parameter.requires_grad != source.requires_grad:
+                tie.parameter.requires_grad_(source.requires_grad)
+            if mark(source) != tie.source.seen:
+                tie.parameter.copy_(source)
 
     def unseen_copies(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Copies that are in no layer, each with the parameter that is."""
-        for one in self.held.values():
-            if one.own is not one.source.parameter:
-                yield one.own, one.source.parameter
+        for tie in self.held.values():
+            if not tie.is_in_layers:
+                yield tie.parameter, tie.source.parameter
 
     def note_write(self) -> None:
         """A step has written to this stage's parameters, as others do to theirs."""
-        for one in self.held.values():
-            if one.own is one.source.parameter:
-                one.source.seen = mark(one.own)
+        for tie in self.held.values():
+            if tie.is_in_layers:
+                tie.source.seen = mark(tie.parameter)
 
     def fingerprints(self) -> dict[int, Tensor]:
         """A number for each copy's bits, by its slot of the plan."""
         return {
-            self.plan.slots[number, self.stage]: _fingerprint(one.own)
-            for number, one in self.held.items()
+            self.plan.slots[number, self.stage]: _fingerprint(tie.parameter)
+            for number, tie in self.held.items()
             if (number, self.stage) in self.plan.slots
         }
 
@@ -122,26 +131,25 @@ class StageTies:
     # The gradients.
 
     def begin(self) -> None:
-        """Before the backwards: put gradients aside that are there from before."""
-        for one in self.held.values():
-            is_models = one.own is one.source.parameter
-            one.kept = one.own.grad if is_models else None
-            for leaf in one.leaves.values():
+        """Put gradients aside that are there from before; backwards come next."""
+        for tie in self.held.values():
+            tie.kept_grad = tie.parameter.grad if tie.is_in_layers else None
+            for leaf in tie.leaves.values():
                 leaf.grad = None
 
     def send(self, message: TiedGradient, transport: Transport, peer: int) -> None:
         """Hand over the gradients of one chunk's layers.
 
         Raises:
-            RequestError: one is sparse.
+            RequestError: one of them is sparse.
         """
-        transport.send(message, self.outgoing(message), peer)
+        transport.send(message, self._gradients(message), peer)
 
     def post(self, message: TiedGradient, transport: Transport, peer: int) -> None:
         """Announce gradients of another stage; they look like the parameter here."""
-        own = self.held[message.tie].own
-        n_tensors = len(self._layers(message)) if own.requires_grad else 0
-        transport.post(message, peer, (own.detach(),) * n_tensors)
+        parameter = self.held[message.tie].parameter
+        n_tensors = len(self._layers(message)) if parameter.requires_grad else 0
+        transport.post(message, peer, (parameter.detach(),) * n_tensors)
         self._posted.append(message)
 
     def ready(self, transport: Transport) -> bool:
@@ -153,54 +161,49 @@ class StageTies:
         posted, self._posted = self._posted, []
         return {message: transport.receive(message, job) for message in posted}
 
-    def outgoing(self, message: TiedGradient) -> tuple[Tensor, ...]:
-        """The gradients of one chunk's layers, in layer order.
-
-        Raises:
-            RequestError: one is sparse.
-        """
-        one = self.held[message.tie]
-        if not one.own.requires_grad:
-            return ()
-        leaves = (one.leaves[layer] for layer in self._layers(message))
-        return tuple(self._gradient(message.tie, leaf) for leaf in leaves)
-
     @torch.no_grad()
     def add(self, received: Mapping[TiedGradient, Sequence[Tensor]]) -> None:
         """Give each tied parameter the sum of its layers' gradients.
 
         Args:
-            received: what the other stages have sent.
+            received: from the other stages.
 
         Raises:
             RequestError: a gradient is sparse.
         """
-        for number, one in self.held.items():
-            if one.own.requires_grad:
-                parts = list(self._parts(number, received))
+        for number, tie in self.held.items():
+            if tie.parameter.requires_grad:
+                first, *others = self._summands(number, received)
                 # what is sent may still be under way, so it is not added to
-                total = parts[0].clone() if len(self._stages(number)) > 1 else parts[0]
-                for part in parts[1:]:
-                    total.add_(part)
-                one.own.grad = total if one.kept is None else one.kept.add_(total)
-            one.kept = None
-            for leaf in one.leaves.values():
-                if leaf is not one.own:
+                total = first.clone() if len(self.plan.stages(number)) > 1 else first
+                for summand in others:
+                    total.add_(summand)
+                if tie.kept_grad is not None:
+                    total = tie.kept_grad.add_(total)
+                tie.parameter.grad = total
+            tie.kept_grad = None
+            for leaf in tie.leaves.values():
+                if leaf is not tie.parameter:
                     leaf.grad = None
 
-    def _parts(
+    def _summands(
         self, number: int, received: Mapping[TiedGradient, Sequence[Tensor]]
     ) -> Iterator[Tensor]:
         for chunk in self.plan.chunks[number]:
             message = TiedGradient(number, chunk)
-            yield from received.get(message) or self.outgoing(message)
+            yield from received.get(message) or self._gradients(message)
+
+    def _gradients(self, message: TiedGradient) -> tuple[Tensor, ...]:
+        """The gradients of one chunk's layers, in layer order."""
+        tie = self.held[message.tie]
+        if not tie.parameter.requires_grad:
+            return ()
+        leaves = (tie.leaves[layer] for layer in self._layers(message))
+        return tuple(self._gradient(message.tie, leaf) for leaf in leaves)
 
     def _layers(self, message: TiedGradient) -> list[int]:
         layers = self.plan.ranges[message.chunk]
         return [layer for layer, _ in self.plan.ties[message.tie] if layer in layers]
-
-    def _stages(self, number: int) -> tuple[int, ...]:
-        return self.plan.stages(number)
 
     def _gradient(self, number: int, leaf: nn.Parameter) -> Tensor:
         gradient = leaf.grad

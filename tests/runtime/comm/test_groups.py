@@ -1,13 +1,14 @@
-"""Groups of backends that this torch is built without, made as it would make them."""
+"""Groups of backends that this torch is built without, and how groups end."""
 
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from zbpp.core import RequestError
-from zbpp.runtime.comm.private_group import open_group
+from zbpp.runtime.comm.groups import Channel, Groups, open_group
 
 
 class Played:
@@ -59,3 +60,28 @@ def test_a_backend_that_a_package_has_registered(
 def test_a_backend_that_nobody_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="torch knows no backend hccl"):
         opened(monkeypatch, "hccl")
+
+
+class Noted:
+    """A communicator that notes its end."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def shutdown(self) -> None:
+        self._log.append(f"shut {self._name}")
+
+    def abort(self) -> None:
+        self._log.append(f"abort {self._name}")
+
+
+def test_communicators_end_in_the_order_in_which_they_were_opened() -> None:
+    log: list[str] = []
+    pairs = [(0, 1), (1, 0), (1, 2), (2, 1)]
+    channels = {pair: Channel(Noted(str(pair), log), 0, 1) for pair in pairs}
+    cpu = torch.device("cpu")
+    groups = Groups(True, cpu, Noted("all", log), channels, dist.HashStore())
+    groups.abort(cpu)
+    groups.close()
+    names = ["all", *map(str, pairs)]
+    assert log == [f"abort {name}" for name in names] + [f"shut {x}" for x in names]

@@ -1,0 +1,552 @@
+"""The values of a stage that is a process of its own, over a link.
+
+A channel is one pair of neighbours and one direction; it keeps the order of its
+messages, and `zbpp.schedules.lower` has proved that both ends name the same order.
+
+    step         payload only; the receive is posted early, waited for when it is read
+    new shapes   header + payload: the receiver learns shapes and dtypes (`shapes`)
+    evaluation   header + payload per message
+
+What moves single tensors is a link (`links`): gloo on CPUs, NCCL on GPUs.
+"""
+
+import atexit
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.core import Check, Job, Message, Value, What
+from zbpp.runtime.comm.failures import Failures
+from zbpp.runtime.comm.groups import Groups, open_groups
+from zbpp.runtime.comm.links import (
+    HEADER,
+    KINDS,
+    HostMessage,
+    HostWaits,
+    P2PLink,
+    PendingSum,
+    StreamWaits,
+    WaitContext,
+    sum_on_hosts,
+)
+from zbpp.runtime.comm.passthrough import PassthroughCache, omitted
+from zbpp.runtime.comm.peers import ALONE, Peers
+from zbpp.runtime.comm.ping import Ping, ping
+from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
+from zbpp.runtime.comm.transport import Opening
+from zbpp.runtime.microbatches import check_samples
+from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
+from zbpp.runtime.support.streams import SideStream
+from zbpp.runtime.values import Nested, Tensors, nested
+
+__all__ = ["Mailbox", "StageLinks", "connect"]
+
+_log = logging.getLogger("zbpp")
+
+_SUM_PATIENCE_S = 10.0  # before others are told: for the end of their last step
+_SUM_POLL_S = 0.01
+_EXIT_PATIENCE_S = 10.0  # where a script has not called close
+
+_FIRST = Value(What.ACTIVATION, 0, 0)
+"""In the name of which the kinds of a step's micro-batches travel."""
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """Which stages exchange what, the same on all stages.
+
+    Args:
+        stage_of: stage of every chunk.
+        neighbours: of every stage, those that it sends to, and receives from.
+        parents: of every stage, the one that tells it the kinds of a step's
+            micro-batches; None: it reads the inputs.
+    """
+
+    stage_of: Sequence[int]
+    neighbours: Sequence[set[int]]
+    parents: Sequence[int | None]
+
+    def children(self, stage: int) -> list[int]:
+        """The stages that a stage tells the kinds."""
+        return [x for x, parent in enumerate(self.parents) if parent == stage]
+
+
+@dataclass
+class _PostedReceive:
+    """A value that will come; its buffers exist once the shapes are known.
+
+    Args:
+        like: its shapes, if this end knows them without the other.
+        omitted: places of the tensors that this stage has had.
+    """
+
+    value: Message
+    peer: int
+    like: Spec | None = None
+    spec: Spec | None = None
+    omitted: Collection[int] = ()
+    buffers: list[Tensor] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+
+
+class Mailbox:
+    """The messages of one stage that is a process of its own.
+
+    Args:
+        link: moves single tensors.
+        groups: of this process.
+        failures: of this stage.
+        stages: which stages exchange what.
+        peers: processes of the same stage.
+        pipeline: ranks of this pipeline's processes, by stage.
+        device: where received tensors live.
+        timeout_s: how long any wait may last after the first step.
+
+    Raises:
+        PeerError: a peer died, or did not send or receive in time.
+        ShapeError: a value cannot be sent, or does not look as it did for a micro-batch
+            of the same shapes.
+    """
+
+    is_local = False
+
+    def __init__(
+        self,
+        link: P2PLink,
+        groups: Groups,
+        failures: Failures,
+        stages: StageLinks,
+        *,
+        peers: Peers = ALONE,
+        pipeline: Sequence[int],
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self.stage = failures.stage
+        self.peers = peers
+        self._link = link
+        self._groups = groups
+        self._failures = failures
+        self._stage_of = tuple(stages.stage_of)
+        self._parent = stages.parents[self.stage]
+        self._children = stages.children(self.stage)
+        self._pipeline = pipeline
+        self._device = device
+        self._steady_timeout_s = timeout_s
+        self._shapes = Shapes()
+        self._passthrough = PassthroughCache(self.stage, stages.stage_of)
+        self._opening: Opening | None = None
+        self._kinds: HostMessage | None = None
+        self._posted: dict[Message, _PostedReceive] = {}
+        self._waiting: Mapping[int, deque[_PostedReceive]] = {
+            peer: deque() for peer in stages.neighbours[self.stage]
+        }
+        """Of each stage, the receives that have not begun, in order."""
+        self._sum: PendingSum | None = None
+        _open.add(self)
+
+    @property
+    def on_device(self) -> bool:
+        """True if a receive occupies the device until its value comes."""
+        return self._link.on_device
+
+    @property
+    def doing(self) -> str:
+        """The call that is under way, for the words of a failure."""
+        return self._failures.current_call
+
+    @doing.setter
+    def doing(self, call: str) -> None:
+        self._failures.current_call = call
+
+    # Steps.
+
+    def begin(self, opening: Opening | None = None) -> None:
+        """Start a step, or an evaluation: headers tell the shapes of all its values."""
+        self._failures.withdraw()
+        self._link.begin(training=opening is not None)
+        self._passthrough.kept.clear()
+        self._shapes.begin()
+        self._opening = opening
+        if opening is None:
+            return
+        if self._parent is None:
+            assert opening.inputs is not None, "this stage reads the inputs"
+            n_inputs = -1 if opening.n_inputs is None else opening.n_inputs
+            self._tell_kinds([n_inputs, *self._shapes.number(opening.inputs)])
+        else:
+            like = torch.empty(opening.n_microbatches + 2, dtype=torch.int64)
+            self._kinds = self._link.receive_numbers(_FIRST, KINDS, like, self._parent)
+
+    def _tell_kinds(self, numbers: list[int]) -> None:
+        """Take the number of samples and the kinds of a step, and hand them on."""
+        for peer in self._children:
+            self._link.send_numbers(_FIRST, KINDS, torch.tensor(numbers), peer)
+        self._shapes.take(numbers[1:])
+
+    def _read_kinds(self, kinds: HostMessage, context: WaitContext) -> None:
+        """Wait for the kinds of a step, and start what was waiting for them.
+
+        Raises:
+            RequestError: inputs and targets do not belong together.
+        """
+        assert self._opening is not None
+        self._kinds = None
+        numbers = self._link.read(kinds, context).tolist()
+        self._tell_kinds(numbers)
+        n_inputs = None if numbers[0] < 0 else numbers[0]
+        check_samples(n_inputs, self._opening.n_targets)
+        for peer in self._waiting:
+            self._start_known(peer)
+
+    def end(self) -> None:
+        """End the step; sends may still be under way, so no stage waits for another.
+
+        Those of the step before have been received, as this step has seen its sums.
+        They are let go then, or here.
+        """
+        is_first = self._failures.timeout_s != self._steady_timeout_s
+        if self._opening is not None and is_first:
+            self._failures.limit_waits(self._steady_timeout_s)
+        assert not self._posted, f"never received: {list(self._posted)}"
+        assert self._kinds is None, "the kinds of the micro-batches were never read"
+        assert not self._passthrough.kept, "constants were left over"
+        self._link.end()
+
+    # Values.
+
+    def send(self, value: Message, tensors: Tensors, peer: int) -> None:
+        """Start to send; the tensors are kept until they have left."""
+        places: Collection[int] = ()
+        if isinstance(value, Value) and value.what is What.ACTIVATION:
+            known = self._shapes.known(value)
+            if known is None or not known.fits(tensors):
+                self._announce(value, known, spec_of(value, tensors), peer)
+            if isinstance(tensors, Nested):
+                structure = tensors.structure
+                places = omitted(structure, value.chunk, self._stage_of)
+                self._passthrough.keep(value, structure, tensors)
+        device = self._link.device
+        for place, tensor in enumerate(tensors):
+            if place in places:
+                continue
+            payload = tensor if tensor.device == device else tensor.detach().to(device)
+            if not payload.is_contiguous():
+                payload = payload.detach().contiguous()
+            self._link.send(value, place + 1, payload, peer)
+
+    def _announce(
+        self, value: Value, known: Spec | None, spec: Spec, peer: int
+    ) -> None:
+        """Send a header where the receiver does not know the shapes yet."""
+        if known is None:
+            self._link.send_numbers(value, HEADER, pack(value, spec), peer)
+            self._shapes.learn(value, spec)
+        elif known != spec:
+            raise ShapeError(
+                f"stage {self.stage}: the {value} is {spec}, but with inputs of the "
+                f"same shapes it was {known}; what is handed from chunk to chunk must "
+                "look the same for all micro-batches whose inputs do (pad it, and hand "
+                "on numbers that change as tensors)"
+            )
+
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
+        """Start to receive, unless the shapes are still unknown."""
+        spec = None if like is None else Spec.of(like)
+        self._posted[value] = posted = _PostedReceive(value, peer, spec)
+        self._waiting[peer].append(posted)
+        self._start_known(peer)
+
+    def ready(self, value: Message) -> bool:
+        """Return True: a receive waits for another process."""
+        return True
+
+    def receive(self, value: Message, job: Job) -> Tensors:
+        """Wait for a value, and for the headers of those before it in the channel."""
+        posted = self._posted.pop(value)
+        context = (job, "for", value, "from")
+        if self._kinds is not None:
+            self._read_kinds(self._kinds, context)
+        waiting = self._waiting[posted.peer]
+        while posted.spec is None:
+            first = waiting.popleft()
+            self._start(first, self._known(first) or self._read_header(first, job))
+        for work in posted.works:
+            self._link.wait(work, context, posted.peer)
+        return self._value_of(posted, posted.spec)
+
+    def _value_of(self, posted: _PostedReceive, spec: Spec) -> Tensors:
+        """Put a value together from what has come."""
+        value, tensors = posted.value, posted.buffers
+        if self._link.device != self._device:
+            tensors = [buffer.to(self._device) for buffer in tensors]
+        if posted.omitted:
+            assert isinstance(value, Value) and spec.structure is not None
+            places = posted.omitted
+            tensors = self._passthrough.fill(value, spec.structure, places, tensors)
+        if self._passthrough.kept and isinstance(value, Value):
+            self._passthrough.release(value)
+        for tensor, needs in zip(tensors, spec.needs_grad, strict=True):
+            if needs:
+                tensor.requires_grad_()
+        if spec.structure is None:
+            return tuple(tensors)
+        return nested(tensors, spec.structure)
+
+    def _receive_rest(self, job: Job) -> None:
+        """Wait for all values that are posted, so that no sender is cut off."""
+        for value in list(self._posted):
+            self.receive(value, job)
+
+    def _known(self, posted: _PostedReceive) -> Spec | None:
+        """The shapes of a value that will come, unless a header will tell them."""
+        if posted.like is not None:
+            return posted.like
+        assert isinstance(posted.value, Value), "a tied gradient has no header"
+        return self._shapes.known(posted.value)
+
+    def _start_known(self, peer: int) -> None:
+        """Start the receives from a stage up to the first of unknown shapes."""
+        waiting = self._waiting[peer]
+        while waiting:
+            spec = self._known(waiting[0])
+            if spec is None:
+                break
+            self._start(waiting.popleft(), spec)
+
+    def _start(self, posted: _PostedReceive, spec: Spec) -> None:
+        value, posted.spec = posted.value, spec
+        if spec.structure is not None:
+            posted.omitted = omitted(spec.structure, value.chunk, self._stage_of)
+        for place in range(len(spec.shapes)):
+            if place not in posted.omitted:
+                buffer = spec.empty(place, self._link.device)
+                work = self._link.receive(value, place + 1, buffer, posted.peer)
+                posted.buffers.append(buffer)
+                posted.works.append(work)
+
+    def _read_header(self, posted: _PostedReceive, job: Job) -> Spec:
+        """Wait for the shapes of a value."""
+        value, peer = posted.value, posted.peer
+        assert isinstance(value, Value)
+        like = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        message = self._link.receive_numbers(value, HEADER, like, peer)
+        header = self._link.read(message, (job, "for", value, "from"))
+        spec = unpack(header, value)
+        self._shapes.learn(value, spec)
+        return spec
+
+    # All processes.
+
+    def reduce(self, vector: Tensor) -> PendingSum:
+        """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
+        table = self.peers.spread(vector.to(self._link.device))
+        self._sum = self._link.sum(table)
+        return self._sum
+
+    def add_over_replicas(self, numbers: Tensor) -> PendingSum | None:
+        """Start to sum numbers of the host over replicas; None: there is one."""
+        if self._groups.replicas is None:
+            return None
+        return sum_on_hosts(self._failures, self._groups.replicas, numbers)
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Give every process the things of all, by rank."""
+        return self._link.gather(thing)
+
+    def gather_pipeline(self, thing: Any) -> list[Any]:
+        """Give every process the things of its pipeline, by stage; all must call."""
+        things = self.gather(thing)
+        return [things[rank] for rank in self._pipeline]
+
+    def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
+        """Time messages between two steps; the stage with the lower number learns."""
+        leads = self.stage < peer
+        return ping(self._link, peer, n_bytes, rounds, device=self._device, leads=leads)
+
+    def message_bytes(self) -> dict[int, int]:
+        """Sizes of the activations that steps send or receive here, by chunk."""
+        return {
+            chunk: sum(
+                n_bytes
+                for place, n_bytes in enumerate(spec.bytes_each)
+                if place not in omitted(spec.structure, chunk, self._stage_of)
+            )
+            for chunk, spec in self._shapes.latest.items()
+        }
+
+    # Failures.
+
+    def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
+        """The error for a collective of this stage's peers that has broken in a job."""
+        return self._failures.replica_error(job)
+
+    def report(self, error: BaseException, *, ends: bool = True) -> None:
+        """Tell the other stages why this one stops, or cannot begin a step.
+
+        A NonFiniteError they read from the same sum, and raise it themselves. Until
+        then they send what this stage has posted.
+
+        Args:
+            error: the cause; gets a note that names the rank that failed first.
+            ends: break the connections, so that the others learn of it at once.
+        """
+        if self._failures.has_failed or isinstance(error, PeerError):
+            return
+        if isinstance(error, NonFiniteError):
+            self._receive_rest(Check(self.stage))
+            return
+        first = self._failures.report(error)
+        if ends:
+            if first:
+                error.add_note(first)
+            self._end_sum()
+            self._failures.abort()
+
+    def _end_sum(self) -> None:
+        """Let the sum of the step that has ended come: the caller may want its state.
+
+        The other stages begin it without anything more from this one.
+        """
+        patience_s = min(_SUM_PATIENCE_S, self._failures.timeout_s)
+        deadline = time.monotonic() + patience_s
+        while self._sum and not self._sum.done() and time.monotonic() < deadline:
+            time.sleep(_SUM_POLL_S)
+
+    # The end.
+
+    def flush(self) -> None:
+        """Wait until all sends have left."""
+        self._link.flush()
+
+    def let_go(self) -> None:
+        """End without waiting for anyone: nobody will call this mailbox any more.
+
+        The others may still need what it has begun. Then its groups stay until that is
+        done, which is looked up whenever a pipeline is dropped, or Python ends.
+        """
+        if self._failures.has_failed:
+            return
+        _left_open.add(self)
+        for mailbox in [*_left_open]:
+            if mailbox._is_idle():
+                mailbox.close()
+        if self in _left_open:
+            _log.warning(
+                "stage %d: a Pipeline was dropped before its last messages and sums "
+                "had ended; call close(), or write `with zbpp.Pipeline(...)`",
+                self.stage,
+            )
+
+    def _is_idle(self) -> bool:
+        """True if the others need nothing more of this process; waits for nothing."""
+        if self._sum is not None:
+            if not self._sum.done():
+                return False
+            self._sum.result()  # lets go what was sent before it began
+        return self._link.is_idle
+
+    def _end_at_exit(self) -> None:
+        """Wait a little for what others need, and end; Python does."""
+        if self._failures.has_failed:
+            return
+        patience = timedelta(seconds=_EXIT_PATIENCE_S)
+        self._failures.timeout = min(patience, self._failures.timeout)
+        with suppress(PeerError):
+            if self._sum is not None:
+                self._sum.result()
+            self.flush()
+            self.close()
+
+    def close(self) -> None:
+        """End the groups and, with their last references, gloo's threads."""
+        _open.discard(self)
+        _left_open.discard(self)
+        self._link.close()
+
+
+_open: "weakref.WeakSet[Mailbox]" = weakref.WeakSet()
+_left_open: set[Mailbox] = set()
+"""Those of pipelines that were dropped while others still needed something of them."""
+
+
+@atexit.register
+def _end_all() -> None:
+    for mailbox in [*_open]:
+        mailbox._end_at_exit()
+
+
+def connect(
+    world: dist.ProcessGroup,
+    pipeline: Sequence[int],
+    stages: StageLinks,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    first_timeout_s: float,
+    peers: Peers = ALONE,
+    sides: Sequence[dist.ProcessGroup] = (),
+) -> Mailbox:
+    """Connect this process to the others of its pipeline; all that step must call.
+
+    Args:
+        world: the processes that step together.
+        pipeline: ranks of this pipeline's among them, by stage.
+        stages: which stages exchange what.
+        device: where received tensors live.
+        timeout_s: how long any wait may last after the first step.
+        first_timeout_s: the same for the first step (imports, compilation).
+        peers: processes of the same stage.
+        sides: groups of this process with them; with gloo their collectives wait no
+            longer than messages do, and after a failure they are broken.
+
+    Raises:
+        PeerError: a process did not come.
+    """
+    rank = dist.get_rank(world)
+    stage = pipeline.index(rank)
+    try:
+        groups = open_groups(
+            world,
+            pipeline,
+            neighbours=stages.neighbours,
+            device=device,
+            timeout_s=first_timeout_s,
+            replicas=peers.ranks,
+            sides=sides,
+        )
+    except RuntimeError as error:
+        raise PeerError(
+            f"stage {stage} does not reach the others at the start: {error}"
+        ) from error
+    failures = Failures(
+        groups,
+        rank,
+        dist.get_process_group_ranks(world),
+        pipeline=pipeline,
+        device=device,
+        timeout_s=first_timeout_s,
+    )
+    waits: HostWaits | StreamWaits = HostWaits(failures)
+    if groups.on_device:
+        waits = StreamWaits(failures, SideStream(device))
+    return Mailbox(
+        P2PLink(groups, failures, waits),
+        groups,
+        failures,
+        stages,
+        peers=peers,
+        pipeline=pipeline,
+        device=device,
+        timeout_s=timeout_s,
+    )
