@@ -11,7 +11,6 @@ import argparse
 import sys
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,14 +70,14 @@ def walk_step(mode: str, n_microbatches: int = 4) -> Walk:
     """Profile one step of a warm pipeline."""
     torch.manual_seed(0)
     layers = [Layer(8, 8) for _ in range(4)]
-    options: dict[str, Any] = {"schedule": mode, "n_stages": 2}
     pipeline = zbpp.Pipeline(
         nn.Sequential(*layers),
         loss_fn=mse_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
         clip_grad_norm=1.0,
+        schedule=mode,
+        n_stages=2,
         n_microbatches=n_microbatches,
-        **options,
     )
     batch = torch.randn(4 * n_microbatches, 8), torch.randn(4 * n_microbatches, 8)
     for _ in range(WARM_UP_STEPS):

@@ -262,7 +262,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a seed's text": (lambda: made(seed="0"), "seed is '0'; give a whole number"),
     "a step before": (lambda: made(first_step=-1), "first_step is -1; give the number"),
     "a device's typo": (lambda: made(device="gpu"), "device is 'gpu'; give one that"),
-    "a rollback's typo": (lambda: made(rollback="undo"), "rollback is 'undo'; choose"),
     "compile everything": (lambda: made(compile="all"), "must be"),
     "compile chunks": (lambda: made(compile="chunks"), 'is no more: compile="blocks"'),
     "a weigh's typo": (lambda: made(weigh="words"), "weigh is 'words'; choose one of"),

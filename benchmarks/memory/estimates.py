@@ -63,7 +63,7 @@ def compare(
             "BW": ((-m_b, chunk.peak_bw), real["BW3"], made + m_b),
         }
         for kind, deferred in (("O", False), ("O deferred", True)):
-            step = memory.optimizer(own, default_optimizer, "auto")
+            step = memory.optimizer(own, default_optimizer)
             state, copies, peak = measure_step(piece.layers, deferred=deferred)
             found = (
                 (step.rollback if deferred else step.state),

@@ -56,6 +56,10 @@ class Steps:
     """Of a block."""
 
 
+class Unknown(torch.optim.AdamW):
+    """A class that zbpp does not know, so that it copies the whole state."""
+
+
 class Free:
     """A speculative step that is never rolled back."""
 
@@ -99,13 +103,14 @@ def make(options: Steps, mode: str, way: str) -> zbpp.Pipeline:
     pipeline = zbpp.Pipeline(
         layers,
         loss_fn=lambda y, _: y.sum(),
-        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+        optimizer=lambda p: (Unknown if way == "snapshot" else torch.optim.AdamW)(
+            p, lr=1e-4, fused=True
+        ),
         schedule=schedule,
         clip_grad_norm=1e9,
         step=zbpp.StepPolicy(
             post_validation=way != "barrier",
             patience=Patience(failures=11),  # speculative from the first step on
-            rollback="snapshot" if way == "snapshot" else "deferred",
         ),
     )
     for executor in pipeline.stages.executors.values():

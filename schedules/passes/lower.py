@@ -40,6 +40,7 @@ from zbpp.core import (
     Instruction,
     Job,
     Message,
+    Pair,
     Pass,
     PassKind,
     Placement,
@@ -82,6 +83,7 @@ def lower(
     costs: Costs | None = None,
     on_device: bool = False,
     ties: Ties = (),
+    keeps_pairs: bool = False,
 ) -> tuple[Program, ...]:
     """Make a program of every order; one without a Step steps at its end.
 
@@ -95,6 +97,8 @@ def lower(
             then posted in the job in which its sender ends by the costs, whatever
             ``ahead`` says: no job that waits for its device waits for itself.
         ties: chunks of each parameter that several layers hold.
+        keeps_pairs: a `Pair` stays one instruction, with what its passes send behind
+            it. False takes pairs apart into their passes.
 
     Raises:
         ScheduleError: before its V a stage reads what another computes after its own.
@@ -114,7 +118,27 @@ def lower(
     )
     programs = _lower_orders(placement, orders, posting, ties)
     assert not (on_device and find_self_waits(programs)), "a stage may wait for itself"
-    return programs
+    if not keeps_pairs:
+        return programs
+    return tuple(
+        _join_pairs(program, [job for job in order if isinstance(job, Pair)])
+        for program, order in zip(programs, schedule.orders, strict=True)
+    )
+
+
+def _join_pairs(program: Program, pairs: Sequence[Pair]) -> Program:
+    """Put pairs in the places of their passes: receives before, sends behind.
+
+    Each channel keeps its order: sends stay among sends, receives among receives.
+    """
+    joined = list(program)
+    for pair in pairs:
+        start, end = joined.index(pair.forward), joined.index(pair.backward)
+        between = joined[start + 1 : end]
+        receives = [x for x in between if isinstance(x, Receive)]
+        others = [x for x in between if not isinstance(x, Receive)]
+        joined[start : end + 1] = [*receives, pair, *others]
+    return tuple(joined)
 
 
 def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program, ...]:

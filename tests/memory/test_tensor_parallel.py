@@ -61,7 +61,7 @@ def compared(broken: str) -> dict[str, Any]:
             patch.setattr(optimizer, "is_sharded", lambda _: False)
         memory = model_memory(*parts)
         own = range(N_LAYERS)
-        step = memory.optimizer(own, default_optimizer, "auto")
+        step = memory.optimizer(own, default_optimizer)
         errors = [worst(parts, range(1, 3), runs=3)[0]]
         if not broken:
             errors.append(worst(parts, own, runs=3)[0])

@@ -86,7 +86,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 CASES = [
     (torch.optim.AdamW, {"schedule": "ZBH1"}),
-    (torch.optim.SGD, {"schedule": "ZBV", "rollback": "snapshot"}),
+    (torch.optim.SGD, {"schedule": "ZBV", "snapshots": True}),
     (torch.optim.Adam, {"schedule": "1F1B", "seed": 3}),
     (torch.optim.RMSprop, {"schedule": "ZBH1", "post_validation": False}),
 ]

@@ -84,6 +84,7 @@ ROOMS = {
         "zbpp.core",
         "zbpp.runtime.backward",
         "zbpp.runtime.stage",
+        "zbpp.runtime.state_recorder",
         "zbpp.runtime.chunk",
         "zbpp.runtime.values",
     },

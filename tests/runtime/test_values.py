@@ -79,11 +79,11 @@ def test_dicts_of_changing_lengths(
 
 
 @pytest.mark.parametrize(
-    "rollback", ["deferred", pytest.param("snapshot", marks=pytest.mark.slow)]
+    "snapshots", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_rolled_back_steps(rollback: str, alone: masked_model.Found) -> None:
+def test_rolled_back_steps(snapshots: bool, alone: masked_model.Found) -> None:
     pipeline = make(
-        *("ZBV", 2), post_validation=True, rollback=rollback,
+        *("ZBV", 2), post_validation=True, snapshots=snapshots,
         patience=Patience(failures=2, window=1),
     )  # fmt: skip
     results = [pipeline.step(*cut(batch(step))) for step in range(10)]

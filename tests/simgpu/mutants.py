@@ -229,15 +229,16 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "no event goes with a value",
     ),
     (
-        "executor.py", "_goes_on",
-        "stream.running()", "__import__('contextlib').nullcontext()",
+        "executor.py", "drive",
+        "of_stage.running()", "__import__('contextlib').nullcontext()",
         "all stages on the caller's stream",
     ),
     (
-        "bound.py", "_PassCall.__init__", "compute",
-        "compute if job.kind is not PassKind.W else (lambda tensors, on=__import__("
-        "'torch').cuda: (lambda before: (on.set_stream(on.Stream()), compute(tensors),"
-        " on.set_stream(before))[1])(on.current_stream()))",
+        "executor.py", "WeightBackward.run",
+        "executor.stage.backward_weight(job.chunk, job.microbatch)",
+        "(lambda on, before: (on.set_stream(on.Stream()), executor.stage."
+        "backward_weight(job.chunk, job.microbatch), on.set_stream(before)))("
+        "__import__('torch').cuda, __import__('torch').cuda.current_stream())",
         "W on another stream",
     ),
     (
@@ -616,10 +617,14 @@ EXPLAINED: dict[str, str] = {
     "comm/links.py HostWaits.wait: without `work.wait(self._failures.timeout)`": _GLOO,
     "comm/links.py P2PLink.read: without "
     "`self._waits.wait(message.work, context, message.peer)`": _TWICE,
-    "executor.py _goes_on: without `with stream.running():`": _SPEED,
-    "executor.py _goes_on: all stages on the caller's stream": _SPEED,
-    "executor.py Executor._step: without `self.optimizer.wait(job)`": _TIMES,
-    "executor.py Executor._check: without `self.optimizer.wait(job)`": _TIMES,
+    "comm/mailbox.py Mailbox._read_header: without `self._link.wait(work, "
+    "(job, 'for', value, 'from'), peer)`": _TWICE,
+    "comm/mailbox.py Mailbox._read_header: without `self._link.confirm(work)`": (
+        "`.cpu()` waits too, but has no time-out for a stage that is lost just then"
+    ),
+    "executor.py drive: all stages on the caller's stream": _SPEED,
+    "executor.py TakeStep.run: without `optimizer.wait(job)`": _TIMES,
+    "executor.py ValidateStep.run: without `optimizer.wait(job)`": _TIMES,
     "job_times.py JobTimes.begin: without `event.synchronize()`": (
         "only the place of times on the axis that processes share"
     ),
@@ -646,13 +651,7 @@ EXPLAINED: dict[str, str] = {
     ),
     "parallel/buffers.py _Gathering.is_completed: not asked: "
     "`self._work.is_completed()`": "torch does not ask",
-    "optim/stage_optimizer.py StageOptimizer._keep: not asked: `pending.sums.done()`": (
-        "the thread that asks runs on CPUs only"
-    ),
-    "support/fsdp_internals.py Unit.begin: without `self.widening.take_over()`": (
-        "only parameters of 16 bits whose sums have 32 are widened"
-    ),
-    "support/fsdp_internals.py Unit.wait: without "
+    "support/fsdp.py Unit.wait: without "
     "`torch.accelerator.current_stream().wait_event(event)`": (
         "`finalize_backward` waits for an event behind it"
     ),
@@ -672,7 +671,7 @@ MISTAKES = {
     "upload not handed over": ("Uploads.take", "hand_over"),
     "upload without its wait": ("Uploads.take", "event.wait"),
     "one pinned buffer for all copies": ("sent_ahead", "one pinned"),
-    "W on another stream": ("_PassCall", "another stream"),
+    "W on another stream": ("WeightBackward", "another stream"),
 }
 
 

@@ -366,7 +366,7 @@ ONE_PROCESS = [
     Scenario("ZBV streams, closed at once", closed_at_once, "ZBV", STREAMS),
     Scenario("ZBV streams, loss scale", scaled, "ZBV", STREAMS),
     Scenario(
-        "VPP streams, snapshots", from_host, "VPP", {**STREAMS, "rollback": "snapshot"}
+        "VPP streams, snapshots", from_host, "VPP", {**STREAMS, "snapshots": True}
     ),
 ]
 SHARDS = {"shard": "parameters"}

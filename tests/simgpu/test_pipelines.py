@@ -87,7 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
     "snapshot": {
         "clip_grad_norm": 0.5,
         "patience": SPECULATIVE,
-        "rollback": "snapshot",
+        "snapshots": True,
     },
     "checkpoint": {"model": with_blocks(Checkpointed)},
     "autocast": {"model": with_blocks(In16Bits)},

@@ -167,7 +167,7 @@ def test_options(pool: SimulatedPool, mode: str, n: int, tmp_path: Any) -> None:
     options: list[dict[str, Any]] = [
         {"folder": str(tmp_path / "saved")},
         {"post_validation": False},
-        {"rollback": "snapshot"},
+        {"snapshots": True},
         {"recompute": "all"},
     ]
     if mode in ("ZBH1", "ZBH2"):

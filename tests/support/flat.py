@@ -14,12 +14,32 @@ POLICIES = {
 PLANNED = ("split", "layer_costs", "example", "recompute", "costs", "memory")
 
 
+def unknown(make: Any) -> Any:
+    """Let optimizers be of classes that zbpp does not know, and copies whole."""
+
+    def build(parameters: list[Any]) -> Any:
+        built = make(parameters)
+        for optimizer in built if isinstance(built, list) else [built]:
+            kind = type(optimizer)
+            optimizer.__class__ = type(kind.__name__, (kind,), {})
+        return built
+
+    return build
+
+
 def flat_pipeline(model: Any, **settings: Any) -> zbpp.Pipeline:
-    """Put each setting where it belongs, and make the pipeline."""
+    """Put each setting where it belongs, and make the pipeline.
+
+    Args:
+        model: as `zbpp.Pipeline` takes it.
+        settings: options; ``snapshots``: of optimizers that zbpp does not know.
+    """
 
     def taken(names: Any) -> dict[str, Any]:
         return {name: settings.pop(name) for name in names if name in settings}
 
+    if settings.pop("snapshots", False):
+        settings["optimizer"] = unknown(settings["optimizer"])
     for name, kind in POLICIES.items():
         settings[name] = kind(**taken(kind.__dataclass_fields__))
     if replicas := taken(("shard", "alternating_buffers")):

@@ -68,7 +68,7 @@ class EstimateCommand:
     post_validation: YesNoUnsaid = None
     """Count what a rollback needs; left out: where the backward is split."""
     rollback: Literal["auto", "deferred", "compiled", "snapshot"] = "auto"
-    """Way of rolling back (compiled: as auto)."""
+    """Has no effect: the class of the optimizer decides how a step is rolled back."""
     exact_sums: bool = True
     """Add gradients in micro-batch order."""
     data_parallel: int = 1
@@ -129,7 +129,6 @@ class EstimateCommand:
         steps = Steps(
             self._optimizer(),
             self.post_validation,
-            self.rollback,
             self._split(),
             data_parallel=self.data_parallel,
             shard=self.shard,
@@ -248,7 +247,6 @@ class EstimateCommand:
                 memory,
                 steps.optimizer,
                 post_validation=self.post_validation is not False,
-                rollback=self.rollback,
             )
             _save(self.layers_out, lambda path: write_layers(layers, path))
 

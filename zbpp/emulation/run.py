@@ -193,7 +193,6 @@ def emulated_pipeline(
         device="cpu",
         step=StepPolicy(
             post_validation=bool(post_validation),
-            rollback="snapshot",  # for an optimizer that is not one of torch's
             patience=Patience(failures=11),  # speculative from the first step on
         ),
         execution=Execution(timeout_s=timeout_s),

@@ -37,7 +37,6 @@ def estimate(
     split: Sequence[int] | None = None,
     microbatch_size: int | None = None,
     post_validation: bool | None = None,
-    rollback: str = "auto",
     costs: Costs | None = None,
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
@@ -64,7 +63,6 @@ def estimate(
         split: layers of each chunk.
         microbatch_size: samples of a micro-batch, if not those of the batch.
         post_validation: None: as `zbpp.Pipeline` decides it.
-        rollback: way of post-validation.
         costs: times to plan for.
         device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
         autocast: compute dtype of the forward.
@@ -95,7 +93,6 @@ def estimate(
     steps = Steps(
         optimizer,
         post_validation,
-        rollback,
         split,
         data_parallel=data_parallel,
         shard=shard,

@@ -12,7 +12,7 @@ from zbpp.memory.model import ModelMemory
 from zbpp.memory.parts import part_of, part_shape, part_share
 from zbpp.planning.replicas import Shard, gathers_in_passes
 from zbpp.runtime.optim.make import MakeOptimizer
-from zbpp.runtime.support.fsdp_in_place import aligned
+from zbpp.runtime.support.fsdp_buffers import aligned
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
 
@@ -27,7 +27,6 @@ class Steps:
 
     optimizer: MakeOptimizer | None
     post_validation: bool | None = None
-    rollback: str = "auto"
     split: Sequence[int] | Callable[[int], Sequence[int]] | None = None
     """Layers of each chunk, or what gives them for a number of chunks."""
     data_parallel: int = 1
@@ -118,7 +117,7 @@ def fixed_of(
             "an estimate; leave --shard out, or estimate the plain layers"
         )
     speculates = schedule.is_post_validated
-    step = memory.optimizer(layers, steps.optimizer, steps.rollback, n_parts=n)
+    step = memory.optimizer(layers, steps.optimizer, n_parts=n)
     buffers = memory.buffers(layers)
     changing = [b for b in buffers if b.nbytes <= _SMALL_BUFFER]
     rollback = memory.bytes_of(changing)

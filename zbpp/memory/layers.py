@@ -57,7 +57,6 @@ def layer_memory(
     n_layers: int | None = None,
     microbatch_size: int | None = None,
     post_validation: bool = True,
-    rollback: str = "auto",
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     exact_sums: bool = True,
@@ -78,7 +77,6 @@ def layer_memory(
         n_layers: of a builder.
         microbatch_size: samples of a micro-batch, if not those of the batch.
         post_validation: count the copy that steps are rolled back with.
-        rollback: way of post-validation, as in `zbpp.Pipeline`.
         device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
         autocast: compute dtype of the forward.
         exact_sums: as in `zbpp.Pipeline`.
@@ -99,9 +97,7 @@ def layer_memory(
         exact_sums=exact_sums,
         compile=compile,
     )
-    return costs_of_layers(
-        memory, optimizer, post_validation=post_validation, rollback=rollback
-    )
+    return costs_of_layers(memory, optimizer, post_validation=post_validation)
 
 
 def costs_of_layers(
@@ -109,7 +105,6 @@ def costs_of_layers(
     optimizer: MakeOptimizer | None,
     *,
     post_validation: bool = True,
-    rollback: str = "auto",
 ) -> LayerCosts:
     """`layer_memory` of a model that is traced already."""
     whole, again = memory.whole.layers, memory.recomputed().layers
@@ -120,7 +115,7 @@ def costs_of_layers(
     for i in range(memory.n_layers):
         own = [p for p in memory.parameters([i]) if p not in seen]
         gradients = memory.gradients([i])
-        step = memory.optimizer([i], optimizer, rollback)
+        step = memory.optimizer([i], optimizer)
         fixed.append(
             memory.bytes_of([*own, *memory.buffers([i])])
             + sum(gradients[p] for p in own if p in gradients)

@@ -133,19 +133,17 @@ class ModelMemory:
         self,
         layers: Sequence[int],
         make: MakeOptimizer | None,
-        rollback: str,
         *,
         n_parts: int = 1,
     ) -> OptimizerMemory:
         """Memory of the optimizer of a stage with these layers, divided in parts."""
-        key = (tuple(self._classes[i] for i in layers), rollback, n_parts)
+        key = (tuple(self._classes[i] for i in layers), n_parts)
         if key not in self._optimizers:
             self._optimizers[key] = optimizer_memory(
                 self.fake.mode,
                 self._named(layers),
                 self.gradients(layers),
                 make,
-                rollback=rollback,
                 granularity=self.granularity,
                 n_parts=n_parts,
             )

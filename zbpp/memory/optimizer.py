@@ -55,7 +55,6 @@ def optimizer_memory(
     gradients: Mapping[nn.Parameter, int],
     make_optimizer: MakeOptimizer | None,
     *,
-    rollback: str = "auto",
     granularity: int = 1,
     n_parts: int = 1,
 ) -> OptimizerMemory:
@@ -66,7 +65,6 @@ def optimizer_memory(
         named: parameters of a stage, and their names.
         gradients: bytes, of those parameters that get one.
         make_optimizer: builds one or several; None: there is no step.
-        rollback: way of post-validation, as in `zbpp.Pipeline`.
         granularity: of allocations.
         n_parts: replicas that divide the parameters among them for the step.
     """
@@ -92,8 +90,7 @@ def optimizer_memory(
                 optimizer.step()
             peak = tracker.most - state
         copied = tracker.bytes_of(p for p in parameters if p in gradients)
-        deferred = rollback != "snapshot" and all(map(can_defer, optimizers))
-        if not deferred:
+        if not all(map(can_defer, optimizers)):
             return OptimizerMemory(state, peak, copied + state, peak)
         apart, later = _deferred_peaks(names, gradients, make_optimizer, granularity)
     return OptimizerMemory(state, peak, copied, apart, later)

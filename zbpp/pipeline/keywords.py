@@ -28,7 +28,6 @@ _PLACES = {
     "first_step": "numerics=zbpp.Numerics(first_step=...)",
     "exact_sums": "numerics=zbpp.Numerics(exact_sums=...)",
     "post_validation": "step=zbpp.StepPolicy(post_validation=...)",
-    "rollback": "step=zbpp.StepPolicy(rollback=...)",
     "patience": "step=zbpp.StepPolicy(patience=...)",
     "max_consecutive_skips": "step=zbpp.StepPolicy(max_consecutive_skips=...)",
     "loss_scale": "step=zbpp.StepPolicy(loss_scale=...)",
@@ -51,6 +50,11 @@ _PLACES = {
     "memory": "zbpp.plan_model(model, schedule, memory=...) as the schedule",
 }
 """Keywords that `zbpp.Pipeline` had, and where each belongs now."""
+
+_GONE = {
+    "rollback": "the class of the optimizer decides how its steps are rolled back",
+}
+"""Keywords that `zbpp.Pipeline` had, and why they have no effect any more."""
 
 _POLICIES: dict[str, Any] = {
     "numerics": Numerics,
@@ -122,6 +126,10 @@ def accepts_old_keywords(init: Callable[_Given, None]) -> Callable[_Given, None]
     @wraps(init)
     def accepting(*args: Any, **keywords: Any) -> None:
         old = {name: keywords.pop(name) for name in _PLACES if name in keywords}
+        for name in keywords.keys() & _GONE:
+            text = f"zbpp.Pipeline: {name}= has no effect; leave it out: {_GONE[name]}"
+            warnings.warn(text, FutureWarning, stacklevel=2)
+            del keywords[name]
         for name in keywords:
             if name not in parameters:
                 raise TypeError(_unknown(name, [*parameters, *_PLACES]))

@@ -66,7 +66,13 @@ def with_collectives(
             )
     if transport.on_device:
         check_one_queue(os.environ)
-    programs = lower(schedule, ties=ties, costs=costs, on_device=transport.on_device)
+    programs = lower(
+        schedule,
+        ties=ties,
+        costs=costs,
+        on_device=transport.on_device,
+        keeps_pairs=True,
+    )
     return schedule, programs
 
 

@@ -156,7 +156,6 @@ class Pipeline:
             clip_grad_norm=clip_grad_norm,
             post_validation=self.schedule.is_post_validated,
             patience=step.patience,
-            rollback=step.rollback,
             loss_scale=step.loss_scale,
             max_consecutive_skips=step.max_consecutive_skips if optimizer else None,
         )

@@ -106,9 +106,7 @@ def plan_model(
             mesh=mesh if replicas.shard == "none" else DataParallel(mesh=replicas.mesh),
             device=device,
             numerics=numerics,
-            step=StepPolicy(
-                post_validation=step.post_validation, rollback=step.rollback
-            ),
+            step=StepPolicy(post_validation=step.post_validation),
             execution=replace(execution, watch=False, cuda_graphs=False),
         )
         estimate = partial(
@@ -119,7 +117,6 @@ def plan_model(
             optimizer=optimizer,
             n_layers=layered.n_layers,
             post_validation=step.post_validation is not False,
-            rollback=step.rollback,
             autocast=numerics.autocast,
             exact_sums=numerics.exact_sums,
             compile=execution.compile,

@@ -3,6 +3,7 @@
     instruction    handler            what it does
     F              Forward            take what it reads, compute, keep what it writes
     B, BW, W       InputBackward ..   the same
+    OVERLAP_F_B    PairHandler        an F, then a B or BW
     Receive        PostReceive        announce a value to the transport
     Send           SendValue          hand a value to the transport
     UNSHARD ..     RunCollective      collectives of the processes of the same stage
@@ -33,6 +34,8 @@ from zbpp.core import (
     Collective,
     CollectiveKind,
     Instruction,
+    Pair,
+    PairKind,
     Pass,
     PassKind,
     Program,
@@ -44,6 +47,7 @@ from zbpp.core import (
     Value,
     input_of,
     output_of,
+    passes_in,
 )
 from zbpp.core.jobs import StageKind
 from zbpp.runtime.comm.transport import Opening, Transport
@@ -94,6 +98,8 @@ class BoundProgram:
         self.received = {x.value for x in program if isinstance(x, Receive)}
         self._slots: dict[Value, ValueSlot] = {}
         self._made_for = program, executor.transport
+        self.sent_early: dict[Value, list[SendValue]] = {}
+        """Values that a handler sends itself, and where it finds how."""
         self.before: list[Handler] = []
         """Those before the V; without one, none."""
         self.check: ValidateStep | None = None
@@ -103,6 +109,8 @@ class BoundProgram:
             handler = HANDLERS[kind_of_instruction(instruction)](self, instruction)
             if isinstance(handler, ValidateStep):
                 self.check, self.before, self.rest = handler, self.rest, []
+            elif isinstance(handler, SendValue) and handler.value in self.sent_early:
+                self.sent_early[handler.value].append(handler)
             else:
                 self.rest.append(handler)
         self.reduces = any(
@@ -257,13 +265,47 @@ class WeightBackward(PassHandler):
             executor.stage.backward_weight(job.chunk, job.microbatch)
 
 
+class PairHandler(Handler):
+    """A forward and a backward of other micro-batches, which may run side by side.
+
+    Here they run one after the other. The forward's output leaves between them: the
+    stage that reads it must not wait for the backward.
+    """
+
+    def __init__(self, bound: BoundProgram, instruction: Pair) -> None:
+        super().__init__(bound, instruction)
+        self._passes = [
+            HANDLERS[job.kind](bound, job) for job in passes_in(instruction)
+        ]
+        self.waits = any(handler.waits for handler in self._passes)
+        self._sends: list[SendValue] = []
+        output = output_of(instruction.forward, len(self.executor.stage_of))
+        if output is not None:
+            bound.sent_early[output] = self._sends
+
+    def ready(self) -> bool:
+        """True if both passes have what they read."""
+        return all(x.ready() for x in self._passes if x.waits)
+
+    def run(self) -> None:
+        """Run the forward, hand on its output, run the backward."""
+        forward, backward = self._passes
+        pair = self.instruction
+        for handler in (forward, *self._sends, backward):
+            self.instruction = handler.instruction  # errors name the pass
+            self.executor.inject_fault(handler.instruction)
+            handler.run()
+        self.instruction = pair
+
+
 class SendValue(Handler):
     """The send of an activation or a gradient."""
 
     def __init__(self, bound: BoundProgram, instruction: Send) -> None:
         super().__init__(bound, instruction)
         assert isinstance(instruction.value, Value)
-        self._slot = bound.slot(instruction.value)
+        self.value = instruction.value
+        self._slot = bound.slot(self.value)
 
     def run(self) -> None:
         """Hand the value to the transport."""
@@ -417,6 +459,7 @@ HANDLERS: Mapping[Any, Callable[[BoundProgram, Any], Handler]] = {
     PassKind.B: InputBackward,
     PassKind.W: WeightBackward,
     PassKind.BW: FullBackward,
+    PairKind.FB: PairHandler,
     (Send, Value): SendValue,
     (Receive, Value): PostReceive,
     (Send, TiedGradient): SendTiedGradient,
@@ -474,7 +517,7 @@ class Executor:
         self.times = times or JobTimes(stage.device)
         self.stream = stream
         self.replay = Replay(stage, replays=optimizer.speculates)
-        self._inject_fault = inject_fault
+        self.inject_fault = inject_fault
         self.opening: Opening | None = Opening(1)
         """Begins the messages of the next step; None: its shapes are known."""
         self.is_profiled = False
@@ -532,7 +575,7 @@ class Executor:
                 while not handler.ready():
                     yield
             try:
-                self._inject_fault(handler.instruction)
+                self.inject_fault(handler.instruction)
                 handler.run()
             except Exception as error:
                 self._explain(error, handler.instruction)
@@ -575,7 +618,7 @@ class Executor:
         All stages do so together, so what has been sent before is sent again; what has
         come of it and was not read yet is invalid as well.
         """
-        self._inject_fault("replay")
+        self.inject_fault("replay")
         bound.forget()
         self.collectives.rewind()
         self.replay.rewind()
@@ -622,6 +665,7 @@ class _Timed:
     def __init__(self, executor: Executor, job: Any) -> None:
         self._executor = executor
         self._job = job
+        self._range: Any = None
 
     def __enter__(self) -> None:
         self._start = self._executor.times.now()

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from zbpp.runtime.microbatches import Weigh, WeighName
     from zbpp.runtime.optim.loss_scale import LossScaler
     from zbpp.runtime.optim.patience import Patience
-    from zbpp.runtime.optim.step_state import RollbackMethod
 
 __all__ = ["DataParallel", "Execution", "Numerics", "StepPolicy"]
 
@@ -73,10 +72,6 @@ class StepPolicy:
         post_validation: step without waiting for the other stages' gradient norms, and
             roll the step back in the next one if they ask for it; None: where the
             schedule splits the backward or has V's. The results are the same.
-        rollback: how a step is rolled back: ``"deferred"``, with a copy of parameters
-            and a second step; ``"snapshot"``, with one of the optimizer state as well;
-            ``"auto"``: deferred wherever the optimizer is one of torch's that steps
-            each parameter by itself.
         patience: when steps become speculative, or give way to a barrier again; None:
             as a `zbpp.runtime.Patience` says that is given nothing.
         max_consecutive_skips: with an Inf or NaN gradient, before the run ends; None:
@@ -88,7 +83,6 @@ class StepPolicy:
     """
 
     post_validation: bool | None = None
-    rollback: "RollbackMethod" = "auto"
     patience: "Patience | None" = None
     max_consecutive_skips: int | None = 5
     loss_scale: "LossScaler | float | None" = None

@@ -54,7 +54,6 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
     numerics = replace(numerics_of(options), seed=made_of.get("seed"))
     step = StepPolicy(
         post_validation=options.enable_optimizer_post_validation,
-        rollback=options.post_validation_rollback,
         patience=Patience(
             failures=options.post_validation_failures,
             window=options.post_validation_window,

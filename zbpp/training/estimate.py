@@ -29,7 +29,6 @@ def estimate_layers(
         given.get("loss_fn"),
         optimizer=make_optimizer,
         n_layers=given.get("n_layers"),
-        rollback=options.post_validation_rollback,
         autocast=AUTOCAST[options.dtype],
         exact_sums=options.exact_sums,
         compile="blocks" if options.compile else False,

@@ -68,8 +68,7 @@ class RunOptions:
     post_validation_rollback: Literal["auto", "deferred", "compiled", "snapshot"] = (
         "auto"
     )
-    """Keep a copy of the parameters and step twice (deferred; auto: where the optimizer
-    allows it), or copy the whole state too (compiled: as auto)."""
+    """Has no effect: the class of the optimizer decides how a step is rolled back."""
     model: Annotated[str | None, tyro.conf.arg(metavar="hf:PATH")] = None
     """A causal language model of transformers: hf:config.json, with random weights, or
     hf:FOLDER, a checkpoint of safetensors; left out: a Llama of the sizes below."""

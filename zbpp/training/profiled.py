@@ -120,7 +120,6 @@ def _pipeline_of(loaded: UsersModel, options: Train, schedule: Schedule) -> Pipe
         numerics=numerics_of(options),
         step=StepPolicy(
             post_validation=options.enable_optimizer_post_validation,
-            rollback=options.post_validation_rollback,
         ),
         execution=Execution(
             compile="blocks" if options.compile else False,
@@ -153,7 +152,6 @@ def _estimate(loaded: UsersModel | None, options: Train) -> LayerCosts:
         loaded.loss_fn,
         optimizer=partial(_adamw, options.lr),
         n_layers=loaded.n_layers if callable(loaded.model) else None,
-        rollback=options.post_validation_rollback,
         autocast=AUTOCAST[options.dtype],
         exact_sums=options.exact_sums,
         compile="blocks" if options.compile else False,

@@ -32,7 +32,8 @@ Many plans are made and the one with the smallest largest span of a stage is kep
 1. `seeds`: list schedules by a few rules, and known orders.
 2. `critical_path` moves single passes of the best plan.
 3. The same under less memory, as long as that could be better.
-4. `local_search`: moves on the best three plans, then travel, groups, shifts.
+4. `local_search`: settings changed, moves on the best three plans, then groups,
+   travel and shifts.
 
 ``effort`` says how much of it, counted in passes: ``fast`` is 1 to 3, ``default`` adds
 4, and ``best`` goes on with 4 for a time. All end when the plan reaches a lower bound;

@@ -25,8 +25,8 @@ from zbpp.runtime.backward.ends import end_of
 from zbpp.runtime.backward.split import SplitGraph, split_forward
 from zbpp.runtime.backward.torch_stage import SplitModule
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.parallel.bind import bind_parallel
 from zbpp.runtime.parallel.mesh import Place
-from zbpp.runtime.parallel.stage import bind_parallel
 from zbpp.runtime.stage import Stage
 
 Found = tuple[list[Tensor], dict[str, str]]

@@ -10,6 +10,7 @@ from outcomes import bytes_of, look, same
 from small_model import batch as tokens
 from small_model import make_pipeline, refusal
 
+import zbpp
 from zbpp import diagnostics
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
 from zbpp.runtime.optim.loss_scale import LossScaler
@@ -58,15 +59,19 @@ def test_a_schedule_with_a_v_of_its_own_is_run_as_it_is() -> None:
     assert pipeline.step(*tokens(0)).rollbacks == 0
 
 
-def test_the_compiled_way_is_the_automatic_one() -> None:
-    with pytest.warns(FutureWarning, match="'compiled' is the same as 'auto'"):
-        make_pipeline("ZBH1", 2, rollback="compiled")
+def test_how_to_roll_back_is_no_question_any_more() -> None:
+    with pytest.warns(FutureWarning, match="rollback= has no effect; leave it out"):
+        zbpp.Pipeline(
+            [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)],
+            n_stages=2,
+            n_microbatches=2,
+            loss_fn=lambda y, _: y.sum(),
+            optimizer=torch.optim.AdamW,
+            rollback="snapshot",
+        )
 
 
 def test_requests_that_make_no_sense_are_refused() -> None:
-    assert "one of 'auto', 'deferred'" in refusal(
-        make_pipeline, "ZBH1", 2, rollback="x"
-    )
     assert "from 1 on" in refusal(make_pipeline, "ZBH1", 2, max_consecutive_skips=0)
     assert "failures is 0" in refusal(Patience, failures=0)
     assert "loss scale of 0" in refusal(make_pipeline, "ZBH1", 2, loss_scale=0.0)

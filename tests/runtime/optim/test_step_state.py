@@ -16,6 +16,7 @@ from small_model import assert_same, make_pipeline
 from small_model import batch as tokens
 from torch import Tensor
 
+from zbpp.runtime.optim import optimizers
 from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.patience import Patience, SpeculationGate
 from zbpp.runtime.support.errors import NonFiniteError
@@ -74,7 +75,10 @@ def test_clipping_in_every_step_leads_back_to_the_barrier(said: list[str]) -> No
     ]
 
 
-def test_an_optimizer_that_needs_a_snapshot_is_named_once(said: list[str]) -> None:
+def test_an_optimizer_that_needs_a_snapshot_is_named_once(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers, "_SMALL_BYTES", 1)
     run_with("....", optimizer="counting", patience=ALWAYS, rollback="deferred")
     assert len(said) == 1 and "Counting can only be rolled back by a copy" in said[0]
 

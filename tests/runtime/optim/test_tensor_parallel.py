@@ -71,7 +71,7 @@ def train(model: list[nn.Module], kind: str, **more: Any) -> tuple[Any, ...]:
     return [r.grad_norm for r in results], [r.rollbacks for r in results], held
 
 
-def train_sharded(mode: str, kind: str, rollback: str, validated: bool) -> Any:
+def train_sharded(mode: str, kind: str, snapshots: bool, validated: bool) -> Any:
     """Ranks 0 and 1 share the first stage, 2 and 3 the second one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
@@ -87,7 +87,7 @@ def train_sharded(mode: str, kind: str, rollback: str, validated: bool) -> Any:
     for layer in model:
         parallelize_module(layer, mesh["tp"], plan)
     found = train(
-        model, kind, schedule=mode, rollback=rollback, post_validation=validated,
+        model, kind, schedule=mode, snapshots=snapshots, post_validation=validated,
         group=mesh["pp"].get_group(), timeout_s=100,
     )  # fmt: skip
     dist.barrier()
@@ -95,25 +95,25 @@ def train_sharded(mode: str, kind: str, rollback: str, validated: bool) -> Any:
 
 
 CASES = [
-    ("1F1B", "adamw", "deferred", False),
-    ("ZBH1", "adamw", "deferred", True),
-    ("ZBH1", "several", "snapshot", True),
-    ("ZBV", "adamw", "deferred", True),
+    ("1F1B", "adamw", False, False),
+    ("ZBH1", "adamw", False, True),
+    ("ZBH1", "several", True, True),
+    ("ZBV", "adamw", False, True),
 ]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("mode", "kind", "rollback", "validated"),
+    ("mode", "kind", "snapshots", "validated"),
     [*CASES[:-2], *(pytest.param(*x, marks=pytest.mark.slow) for x in CASES[-2:])],
 )
 def test_sharded_stages(
-    pool: Pool, mode: str, kind: str, rollback: str, validated: bool
+    pool: Pool, mode: str, kind: str, snapshots: bool, validated: bool
 ) -> None:
     norms, _, expected = train(
         layers(), kind, schedule="1F1B", n_stages=2, post_validation=False
     )
-    answers = pool.run(train_sharded, 4, mode, kind, rollback, validated)
+    answers = pool.run(train_sharded, 4, mode, kind, snapshots, validated)
     for found, rollbacks, parameters in answers:
         assert found == pytest.approx(norms, rel=1e-5)
         clipped = [int(norm > CLIP) for norm in norms]
@@ -122,7 +122,7 @@ def test_sharded_stages(
         for name, value in parameters.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
     if validated:
-        barrier = pool.run(train_sharded, 4, mode, kind, rollback, False)
+        barrier = pool.run(train_sharded, 4, mode, kind, snapshots, False)
         for (_, _, ours), (_, _, theirs) in zip(answers, barrier, strict=True):
             for name, value in ours.items():
                 assert torch.equal(value, theirs[name]), name

@@ -13,7 +13,7 @@ from pool import Pool
 
 from zbpp import RequestError
 from zbpp.memory.api import estimate
-from zbpp.runtime.parallel.turns import GradientTurn, OrderError, ParameterTurn
+from zbpp.runtime.parallel.buffers import GradientTurn, OrderError, ParameterTurn
 
 CPU = torch.device("cpu")
 BLOCK = 2 * 64 + 4 * (2 * WIDTH + 1) * 4 * WIDTH

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from zbpp.runtime.parallel import buffers
-from zbpp.runtime.parallel.buffers import Turn
+from zbpp.runtime.parallel.buffers import GradientTurn, Turn
 from zbpp.runtime.parallel.progress import LayerSums
-from zbpp.runtime.parallel.turns import GradientTurn
 
 __all__ = ["OF_BUFFERS"]
 

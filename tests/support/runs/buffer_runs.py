@@ -14,10 +14,12 @@ from torch.distributed.fsdp import fully_shard, share_comm_ctx
 import zbpp
 from zbpp.checkpoint.tensors import whole as gathered
 from zbpp.memory.tracker import StorageTracker
-from zbpp.runtime.parallel.buffers import AlternatingBuffers
-from zbpp.runtime.parallel.turns import OrderError, ParameterTurn
-from zbpp.runtime.support.fsdp_in_place import _Name
-from zbpp.runtime.support.fsdp_internals import Unit
+from zbpp.runtime.parallel.buffers import (
+    AlternatingBuffers,
+    OrderError,
+    ParameterTurn,
+)
+from zbpp.runtime.support.fsdp_buffers import BufferedUnit, _Name
 
 __all__ = [
     "alike",
@@ -78,7 +80,7 @@ def places(
             loss = pipeline.step(x, x).loss
         pipeline.synchronize()
         (executor,) = pipeline.stages.executors.values()
-        held = executor.collectives.buffers
+        held = getattr(executor.collectives, "buffers", None)
     if alternating:
         assert all(len(seen) == 1 for seen in at.values())
     firsts = [min(at[i]) for i in range(depth)]
@@ -212,7 +214,7 @@ def _broken(way: str) -> str:
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     share_comm_ctx(layers)  # type: ignore[arg-type]
-    units = [Unit(layer) for layer in layers]
+    units = [BufferedUnit(layer) for layer in layers]
     for unit in units:
         unit.begin(keeps=False)
         unit.module.unshard()

@@ -206,7 +206,7 @@ def make(history: History, n_stages: int | None, **more: Any) -> Pipeline:
     settings: dict[str, Any] = {
         "loss_scale": scaler,
         "clip_grad_norm": CLIP,
-        "rollback": history.rollback,
+        "snapshots": history.rollback == "snapshot",
         "patience": history.patience,
         "max_consecutive_skips": None,
         "seed": history.seed,

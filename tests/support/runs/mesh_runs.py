@@ -32,8 +32,8 @@ from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.mesh import data_mesh
 from zbpp.runtime.parallel.stage import Collectives
-from zbpp.runtime.support import fsdp_internals
-from zbpp.runtime.support.fsdp_widening import Widening
+from zbpp.runtime.support import fsdp
+from zbpp.runtime.support.fsdp import Unit
 
 WIDTH, N_LAYERS, SAMPLES, N_MICROBATCHES = 8, 8, 16, 8
 
@@ -232,11 +232,11 @@ def whole(pipeline: zbpp.Pipeline) -> dict[str, Tensor]:
     """Copies of this rank's parameters, gathered."""
     found = {}
     for name, layer in pipeline.named_layers():
-        for unit in fsdp_internals.units_in(layer):
+        for unit in fsdp.units_in(layer):
             unit.unshard()
         for own, p in layer.named_parameters(prefix=name):
             found[own] = gathered(p).detach().clone()
-        for unit in fsdp_internals.units_in(layer):
+        for unit in fsdp.units_in(layer):
             unit.reshard()
     return found
 
@@ -334,7 +334,7 @@ def breaking(what: str | None) -> Iterator[None]:
     with ExitStack() as stack:
         patch = partial(_patched, stack)
         if what == "prefetch":  # torch's own, by the order of the forwards
-            patch(fsdp_internals, "_NoOrder", list)
+            patch(fsdp, "_NoOrder", list)
         elif what == "stale":  # nothing is gathered again after a rollback
             patch(Collectives, "rewind", lambda _: None)
         elif what == "wait":
@@ -344,8 +344,8 @@ def breaking(what: str | None) -> Iterator[None]:
         elif what == "joined":  # B's gradients are summed with those of an earlier W
             patch(GradientOrder, "_end_b", _added_at_once)
         elif what == "narrow":  # torch widens what a B leaves, whoever's turn it is
-            patch(Widening, "take_over", lambda _: None)
-            patch(Widening, "add", lambda _: None)
+            patch(Unit, "take_over_widening", lambda _: None)
+            patch(Unit, "widen", lambda _: None)
         elif what in OF_BUFFERS:
             for one in OF_BUFFERS[what]:
                 patch(*one)

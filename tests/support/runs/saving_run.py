@@ -10,6 +10,8 @@ from histories import History, Injector, batch, make
 from moments import uncertain_sums
 from outcomes import look
 
+from zbpp.runtime.support.fault_injection import no_fault
+
 __all__ = ["train_and_save"]
 
 
@@ -41,6 +43,6 @@ def train_and_save(history: History, folder: str, fault: str) -> None:
                     return
     except RuntimeError:
         for executor in pipeline.stages.executors.values():
-            executor._fault = None  # it has struck
+            executor.optimizer._inject_fault = no_fault  # it has struck
         save(pipeline, folder, f"broken{done}")
         raise

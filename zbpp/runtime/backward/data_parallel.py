@@ -5,7 +5,7 @@ from weakref import WeakSet
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.runtime.support.fsdp_internals import is_unit
+from zbpp.runtime.support.fsdp import is_unit
 from zbpp.runtime.support.torch_internals import data_parallel, is_in_ddp
 
 __all__ = ["check_module"]

@@ -240,7 +240,7 @@ class P2PLink:
         self.on_device = groups.on_device
         self.device = groups.device
         """Where tensors must be to be moved."""
-        self.wait = waits.wait
+        self.wait, self.confirm = waits.wait, waits.confirm
         self._groups = groups
         self._failures = failures
         self._waits = waits

@@ -22,8 +22,8 @@ from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
+from zbpp.runtime.parallel.bind import bind_parallel
 from zbpp.runtime.parallel.mesh import Place
-from zbpp.runtime.parallel.stage import bind_parallel
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
 from zbpp.runtime.stage import LossFn, Stage

@@ -16,7 +16,6 @@ from zbpp.runtime.optim.rollback import (
     can_defer,
     is_elementwise,
 )
-from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
@@ -26,6 +25,9 @@ __all__ = ["MakeOptimizer", "StageOptimizers"]
 
 _log = logging.getLogger("zbpp")
 
+_SMALL_BYTES = 2**20
+"""Nobody needs to hear of a copy that takes less than a millisecond."""
+
 
 class StageOptimizers:
     """All optimizers of a stage; false if there are none.
@@ -33,7 +35,6 @@ class StageOptimizers:
     Args:
         stage: whose parameters are stepped.
         make_optimizer: builds one or several; None: gradients are the caller's.
-        rules: how steps are taken.
         own_name: names the parameters to a builder that asks for names.
         is_reporter: this stage logs what concerns all stages.
 
@@ -45,7 +46,6 @@ class StageOptimizers:
         self,
         stage: Stage,
         make_optimizer: MakeOptimizer | None,
-        rules: StepRules,
         *,
         own_name: OwnName,
         is_reporter: bool,
@@ -56,7 +56,6 @@ class StageOptimizers:
         self.all: list[torch.optim.Optimizer] = []
         if make_optimizer is not None and named:
             self.all = made_optimizers(make_optimizer, named)
-        self._always_snapshot = rules.rollback == "snapshot"
         self._is_reporter = is_reporter
         self._rollbacks: dict[int, Rollback] = {}
         """Of the optimizers in their places, as they have stepped last."""
@@ -156,12 +155,12 @@ class StageOptimizers:
         """Choose how a step is rolled back: a script may have changed the optimizer."""
         optimizer = self.all[place]
         last = self._rollbacks.get(place)
-        if can_defer(optimizer) and not self._always_snapshot:
+        if can_defer(optimizer):
             if not isinstance(last, DeferredStep):
                 last = DeferredStep(optimizer)
         elif not isinstance(last, SnapshotStep):
             last = SnapshotStep(optimizer)
-            if self._is_reporter and not self._always_snapshot:
+            if self._is_reporter:
                 _warn_snapshot_cost(optimizer)
         self._rollbacks[place] = last
         return last
@@ -197,12 +196,15 @@ def _skip() -> None:
 
 def _warn_snapshot_cost(optimizer: torch.optim.Optimizer) -> None:
     held = [*parameters_of(optimizer), *tensors_in(optimizer.state)]
+    n_bytes = sum(tensor.nbytes for tensor in held)
+    if n_bytes < _SMALL_BYTES:
+        return
     _log.warning(
         "post-validation: %s can only be rolled back by a copy of its whole state "
         "(%.1f MiB now on stage 0), made in every step; "
         "--no-enable_optimizer_post_validation (post_validation=False) does without",
         type(optimizer).__name__,
-        sum(tensor.nbytes for tensor in held) / 2**20,
+        n_bytes / 2**20,
     )
 
 

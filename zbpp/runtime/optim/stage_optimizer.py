@@ -122,7 +122,6 @@ class StageOptimizer:
         self.optimizers = StageOptimizers(
             stage,
             make_optimizer,
-            rules,
             own_name=own_name,
             is_reporter=is_reporter,
         )

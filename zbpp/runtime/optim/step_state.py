@@ -5,11 +5,10 @@ skipped steps: too many in a row end the run, with the place of the first bad gr
 """
 
 import logging
-import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from zbpp.core import RequestError
 from zbpp.runtime.optim.decision import Decision, StepSums
@@ -18,12 +17,9 @@ from zbpp.runtime.optim.norms import NonFiniteFinder
 from zbpp.runtime.optim.patience import Patience, SpeculationGate
 from zbpp.runtime.support.errors import NonFiniteError
 
-__all__ = ["History", "RollbackMethod", "StepRules", "step_rules"]
+__all__ = ["History", "StepRules", "step_rules"]
 
 _log = logging.getLogger("zbpp")
-
-RollbackMethod = Literal["auto", "deferred", "compiled", "snapshot"]
-"""The way in which speculative steps are rolled back; see `zbpp.Pipeline`."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,6 @@ class StepRules:
     clip_grad_norm: float | None = None
     post_validation: bool = False
     patience: Patience = field(default_factory=Patience)
-    rollback: RollbackMethod = "auto"
     loss_scale: LossScaler | None = None
     max_consecutive_skips: int | None = 5
 
@@ -43,7 +38,6 @@ def step_rules(
     clip_grad_norm: float | None,
     post_validation: bool,
     patience: Patience | None,
-    rollback: RollbackMethod,
     loss_scale: LossScaler | float | None,
     max_consecutive_skips: int | None,
 ) -> StepRules:
@@ -52,17 +46,6 @@ def step_rules(
     Raises:
         RequestError: a value is out of its range.
     """
-    if rollback not in get_args(RollbackMethod):
-        choices = ", ".join(map(repr, get_args(RollbackMethod)))
-        raise RequestError(f"rollback is {rollback!r}; choose one of {choices}")
-    if rollback == "compiled":
-        warnings.warn(
-            "rollback='compiled' is the same as 'auto': there is no compiled step any "
-            "more; leave rollback out",
-            FutureWarning,
-            stacklevel=3,
-        )
-        rollback = "auto"
     if max_consecutive_skips is not None and max_consecutive_skips < 1:
         raise RequestError(
             f"max_consecutive_skips is {max_consecutive_skips}; choose 1 or more, or "
@@ -74,7 +57,6 @@ def step_rules(
         clip_grad_norm=clip_grad_norm,
         post_validation=post_validation,
         patience=patience or Patience(),
-        rollback=rollback,
         loss_scale=loss_scale,
         max_consecutive_skips=max_consecutive_skips,
     )

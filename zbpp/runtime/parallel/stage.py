@@ -18,33 +18,28 @@ has is left without a gradient, as a plain loop leaves it.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.core import Collective, CollectiveKind, RequestError
-from zbpp.core.sharding import Shard, reduces_every
+from zbpp.core import Collective, CollectiveKind
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.parallel.buckets import Buckets
-from zbpp.runtime.parallel.buffers import AlternatingBuffers
-from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
-from zbpp.runtime.parallel.progress import LayerProgress, LayerSums, SumsByJobs
-from zbpp.runtime.parallel.wrap import Unsharded, check_bare, wrap
-from zbpp.runtime.support.fsdp_internals import Unit, managed, units_in
-from zbpp.runtime.support.fsdp_widening import widening_of
+from zbpp.runtime.parallel.progress import LayerProgress, SumsByJobs
+from zbpp.runtime.parallel.wrap import Unsharded
+from zbpp.runtime.support.fsdp import Unit
 
-__all__ = ["Collectives", "bind_parallel"]
+__all__ = ["Collectives", "LayerSum"]
 
 
 @dataclass(frozen=True)
-class _Layer:
+class LayerSum:
     """The parts of one layer: what is wrapped, and what is not.
 
     ``summed`` are the parameters whose gradients are summed, on all replicas alike.
@@ -63,23 +58,20 @@ class Collectives:
         layers: by chunk; empty: nothing is to be done.
         reduces: after which W's of a chunk its gradients are reduced.
         tied: parameters whose gradients other stages add to first.
-        buffers: that layers are gathered and reduced in; None: their own.
         unsharded: what parameters were before ``shard`` dealt them out.
         now: reads the clock by which the stage's jobs are timed.
     """
 
     def __init__(
         self,
-        layers: Mapping[int, Sequence[_Layer]],
+        layers: Mapping[int, Sequence[LayerSum]],
         *,
         reduces: Literal["none", "last", "every"] = "none",
         tied: Buckets | None = None,
-        buffers: AlternatingBuffers | None = None,
         unsharded: Mapping[nn.Parameter, Unsharded] | None = None,
         now: Callable[[], Any] = time.perf_counter,
     ) -> None:
         self._layers = layers
-        self.buffers = buffers
         self.unsharded = unsharded or {}
         self._reduces = reduces
         self._tied = tied
@@ -143,7 +135,7 @@ class Collectives:
         for layer in reversed(ready):
             self._begin_sum(layer)
 
-    def _begin_sum(self, layer: _Layer) -> None:
+    def _begin_sum(self, layer: LayerSum) -> None:
         """Start to sum one layer's gradients; note the parameters that have none."""
         kept = {p for p in layer.summed if p.grad is not None}  # maybe the caller's
         unused = [p for unit in reversed(layer.units) for p in unit.reduce()]
@@ -157,8 +149,6 @@ class Collectives:
     def complete(self, chunk: int) -> None:
         """All gradients of a micro-batch are there, if each is summed by itself."""
         self._complete.add(chunk)
-        if self.buffers is not None:
-            self.reduce(chunk)
 
     @torch.no_grad()
     def end_sums(self, add: Callable[[Tensor], Reduction | None]) -> None:
@@ -210,22 +200,21 @@ class Collectives:
                 continue
             leaves = chunk.all_leaves()
             layer_of: dict[Tensor, int] = {leaf: index for index, _, leaf in leaves}
-            reduce = partial(self.reduce_layer, number)
-            rest = partial(self.complete, number)
-            if self.buffers is not None:
-                joint = partial(self.buffers.joint, reduce)
-                found[number] = LayerSums(layer_of, reduce, rest, joint)
-            elif self._reduces == "every":
-                before = partial(self.reduce, number)
-                found[number] = SumsByJobs(layer_of, reduce, rest, before)
-            elif self._reduces == "last":
-                found[number] = LayerProgress(layer_of, reduce)
+            if (listener := self._listener(number, layer_of)) is not None:
+                found[number] = listener
         return found
+
+    def _listener(
+        self, chunk: int, layer_of: Mapping[Tensor, int]
+    ) -> LayerProgress | None:
+        reduce = partial(self.reduce_layer, chunk)
+        if self._reduces == "every":
+            rest, before = partial(self.complete, chunk), partial(self.reduce, chunk)
+            return SumsByJobs(layer_of, reduce, rest, before)
+        return LayerProgress(layer_of, reduce) if self._reduces == "last" else None
 
     def rewind(self) -> None:
         """Drop all that was gathered before the step was rolled back."""
-        if self.buffers is not None:
-            self.buffers.forget()
         for chunk in self._layers:
             self.reshard(chunk)
 
@@ -238,8 +227,6 @@ class Collectives:
         """
         begun = {*self._n_begun, *self._complete}
         assert not begun, f"nobody waits for sums of {sorted(begun)}"
-        if self.buffers is not None:
-            self.buffers.end()
         for chunk, layers in self._layers.items():
             for layer in layers:
                 for unit in layer.units:
@@ -264,117 +251,3 @@ _RUN: dict[CollectiveKind, Callable[[Collectives, int], None]] = {
     CollectiveKind.REDUCE_GRAD: Collectives.reduce,
     CollectiveKind.REDUCE_WAIT: Collectives.wait,
 }
-
-
-def bind_parallel(
-    chunks: Sequence[Chunk],
-    place: Place,
-    shard: Shard,
-    tied: Sequence[nn.Parameter] = (),
-    *,
-    alternating: bool = False,
-    now: Callable[[], Any] = time.perf_counter,
-) -> tuple[list[Chunk], Collectives]:
-    """Find what of a stage's chunks is sharded or replicated; all its peers must call.
-
-    Every wrapped module is gathered once, so that its forwards' parameters exist.
-
-    Args:
-        chunks: of the stage, on their device.
-        place: of this process.
-        shard: how layers are wrapped that are not.
-        tied: parameters that other layers hold too, as this stage steps them.
-        alternating: gather and reduce in `AlternatingBuffers`.
-        now: see `Collectives`.
-
-    Returns:
-        The chunks, which know the parameter behind each leaf; and their collectives.
-
-    Raises:
-        RequestError: something is wrapped, and there is no mesh, or not on its groups.
-    """
-    if alternating:
-        check_bare(chunks)
-    every_layer = (layer for chunk in chunks for layer in chunk.layers)
-    unsharded = wrap(every_layer, place, shard)
-    wrapped = [
-        module
-        for chunk in chunks
-        for layer in chunk.layers
-        for module in units_in(layer)
-    ]
-    if place.mesh is None:
-        if wrapped:
-            raise RequestError(
-                f"a {type(wrapped[0]).__name__} is sharded or replicated; give the "
-                "mesh as well: zbpp.Pipeline(..., mesh=mesh)"
-            )
-        return list(chunks), Collectives({})
-    dims = [dim for dim in DATA_DIMS if dim in place.peers.place]
-    groups = [place.mesh.get_group(dim) for dim in dims if place.mesh[dim].size() > 1]
-    roots = [
-        module for module in wrapped if not any(_is_in(module, x) for x in wrapped)
-    ]
-    if roots:
-        from torch.distributed.fsdp import share_comm_ctx
-
-        share_comm_ctx(roots)  # type: ignore[arg-type]
-    bound, layers = [], {}
-    for chunk in chunks:
-        shards: dict[nn.Parameter, nn.Parameter] = {}
-        found = []
-        for index, layer in chunk.numbered():
-            alike = {*tied, *chunk.leaves.get(index, ())}
-            one, its = _bind_layer(
-                index, layer, groups, alike, sums_each=reduces_every(shard)
-            )
-            shards |= its
-            found.append(one)
-        layers[chunk.index] = found
-        widen = widening_of([unit.widening for one in found for unit in one.units])
-        bound.append(replace(chunk, shards=shards, widen=widen))
-    buffers = None
-    if alternating:
-        named = {
-            chunk: [(one.index, u) for one in own for u in one.units]
-            for chunk, own in layers.items()
-        }
-        buffers = AlternatingBuffers(named)
-    often: Literal["last", "every"] = "every" if reduces_every(shard) else "last"
-    return bound, Collectives(
-        layers,
-        reduces=often if groups else "none",
-        tied=Buckets(tied, groups) if groups and tied else None,
-        buffers=buffers,
-        unsharded=unsharded,
-        now=now,
-    )
-
-
-def _is_in(module: nn.Module, other: nn.Module) -> bool:
-    return module is not other and any(part is module for part in other.modules())
-
-
-def _bind_layer(
-    index: int,
-    layer: nn.Module,
-    groups: Sequence[dist.ProcessGroup],
-    tied: Collection[nn.Parameter],
-    *,
-    sums_each: bool,
-) -> tuple[_Layer, dict[nn.Parameter, nn.Parameter]]:
-    modules = list(units_in(layer))
-    held = {p for module in modules for p in managed(module)}
-    others = [p for p in layer.parameters() if p not in held and p not in tied]
-    units = [Unit(module) for module in modules]
-    shards: dict[nn.Parameter, nn.Parameter] = {}
-    for unit in units:
-        unit.begin(keeps=not unit.gathers_by_itself)
-        unit.module.unshard()
-        shards |= dict(unit.leaves())
-        unit.module.reshard()
-    buckets = None
-    if groups and others:
-        buckets = Buckets(others, groups, sums_each=sums_each)
-    summed = [*shards.values(), *(others if buckets is not None else ())]
-    return _Layer(index, units, buckets, summed), shards

@@ -17,7 +17,7 @@ from zbpp.core.sharding import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.mesh import Place, data_mesh
 from zbpp.runtime.support.fingerprint import fingerprints
-from zbpp.runtime.support.fsdp_internals import units_in
+from zbpp.runtime.support.fsdp import units_in
 from zbpp.runtime.support.sharded import local_part
 
 __all__ = ["Unsharded", "check_bare", "check_shard", "wrap"]

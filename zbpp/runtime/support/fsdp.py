@@ -1,0 +1,266 @@
+"""Modules that `fully_shard` or `replicate` has wrapped, without torch's own schedule.
+
+Torch gives no public way to reduce a module's gradients at a time of one's own, nor to
+leave out its prefetches, nor to widen gradients later than a backward leaves them. So
+`Unit` uses names that torch does not document, and refuses a torch that lacks one of
+`_NAMES`: a part of the work would be left out without a word. No other file touches
+them, but `zbpp.runtime.support.fsdp_buffers`, for layers in buffers of our own.
+
+Gradients of 16 bits that are summed in 32 are widened after each micro-batch, by who
+adds gradients in order: here a backward is B, whose turn it may not be, and W follows.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.core import RequestError
+
+__all__ = [
+    "Unit",
+    "check_names",
+    "do_nothing",
+    "fill_unused",
+    "is_unit",
+    "managed",
+    "units_in",
+    "widening_of",
+]
+
+_NAMES = {
+    "state": ("_lazy_init", "_fsdp_param_groups", "_comm_ctx"),
+    "context": ("post_forward_order", "reduce_scatter_states"),
+    "group": (
+        "post_backward",
+        "finalize_backward",
+        "wait_for_unshard",
+        "fsdp_params",
+        "reduce_grads",
+        "all_reduce_grads",
+        "_all_gather_result",
+        "_reshard_after_forward",
+    ),
+    "parameter": (
+        "sharded_param",
+        "reduce_dtype",
+        "unsharded_accumulated_grad",
+        "to_accumulated_grad_if_needed",
+        "accumulate_unsharded_grad_if_needed",
+    ),
+    "gathered parameter": ("_unsharded_param",),
+}
+"""Names of torch 2.13, by the object that has them."""
+
+
+class _NoOrder(list[Any]):
+    """An order of forwards that nothing can be prefetched by.
+
+    It runs over all modules that share streams, which a pipeline interleaves: by it a
+    backward gathers modules that no job waits for, and the next step would compute
+    with what they were before the optimizer.
+    """
+
+    def append(self, _: Any) -> None:
+        """Forget it."""
+
+
+class Unit:
+    """A module that `fully_shard` or `replicate` has wrapped.
+
+    Args:
+        module: the wrapped one.
+
+    Raises:
+        RequestError: this torch has other names than those that were seen in 2.13.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = cast(Any, module)
+        self._state: Any = self.module._get_fsdp_state()
+        self._state._lazy_init()
+        check_names(self._state, _NAMES["state"])
+        self._groups: Sequence[Any] = self._state._fsdp_param_groups
+        self._context = self._state._comm_ctx
+        check_names(self._context, _NAMES["context"])
+        for group in self._groups:
+            check_names(group, _NAMES["group"])
+        for parameter in self._parameters:
+            check_names(parameter, _NAMES["parameter"])
+        self._widened = [x for x in self._parameters if x.reduce_dtype is not None]
+
+    def begin(self, *, keeps: bool) -> None:
+        """Leave all collectives but the gathers of passes to jobs; once.
+
+        Args:
+            keeps: what a job has gathered stays until another ends it.
+        """
+        self._context.post_forward_order = _NoOrder()
+        module = self.module
+        module.set_is_last_backward(False)
+        module.set_requires_gradient_sync(False, recurse=False)
+        # Sums, as the losses have shares in that of all replicas.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reshard_after_backward(not keeps, recurse=False)
+        self.take_over_widening()
+
+    @property
+    def gathers_by_itself(self) -> bool:
+        """True if each pass gathers it, and drops it at its end."""
+        return any(group._reshard_after_forward for group in self._groups)
+
+    def gather(self) -> None:
+        """Start to gather the parameters; the first pass waits for them."""
+        self.module.unshard(async_op=True)
+
+    def drop(self) -> None:
+        """Drop what was gathered, also if it is under way."""
+        for group in self._groups:
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+        self.module.reshard()
+
+    def reduce(self) -> list[nn.Parameter]:
+        """Start to reduce the gradients.
+
+        Returns:
+            The parameters that have none here, and count with zeros.
+        """
+        self.widen()
+        unused = fill_unused(self._parameters)
+        for group in self._groups:
+            group.reduce_grads = group.all_reduce_grads = True
+            group.post_backward()
+            group.reduce_grads = group.all_reduce_grads = False
+        return unused
+
+    def wait(self) -> None:
+        """Let what comes next wait for the reduced gradients."""
+        for group in self._groups:
+            group.finalize_backward()
+        states = self._context.reduce_scatter_states
+        while states:
+            event = states.pop().event
+            if event is not None:
+                torch.accelerator.current_stream().wait_event(event)
+
+    def leaves(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """The forwards' leaves, and the parameter with this process's part of each.
+
+        Raises:
+            RequestError: the parameters were never gathered.
+        """
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                check_names(parameter, _NAMES["gathered parameter"])
+                yield parameter._unsharded_param, parameter.sharded_param
+
+    @property
+    def _parameters(self) -> Iterator[Any]:
+        for group in self._groups:
+            yield from group.fsdp_params
+
+    @property
+    def pending(self) -> bool:
+        """A gather is under way that nobody has waited for."""
+        return any(group._all_gather_result is not None for group in self._groups)
+
+    def take_over_widening(self) -> None:
+        """Let no backward widen gradients by itself."""
+        for parameter in self._widened:
+            parameter.accumulate_unsharded_grad_if_needed = do_nothing
+            parameter.to_accumulated_grad_if_needed = do_nothing
+
+    @torch.no_grad()
+    def widen(self) -> None:
+        """Add the gradients that are there to sums of more bits, if they are to be."""
+        for parameter in self._widened:
+            gradient = parameter._unsharded_param.grad
+            if gradient is None or gradient.dtype == parameter.reduce_dtype:
+                continue
+            parameter._unsharded_param.grad = None
+            if parameter.unsharded_accumulated_grad is None:
+                wide = gradient.to(parameter.reduce_dtype)
+                parameter.unsharded_accumulated_grad = wide
+            else:
+                parameter.unsharded_accumulated_grad += gradient
+
+    @property
+    def widens(self) -> bool:
+        """Some gradients may have fewer bits than their sums."""
+        return bool(self._widened)
+
+
+def is_unit(module: nn.Module) -> bool:
+    """True for a wrapped module; what is inside or around does not count."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def units_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The wrapped modules in a module, outer ones first."""
+    return filter(is_unit, module.modules())
+
+
+def managed(unit: nn.Module) -> Iterator[Tensor]:
+    """The parameters that a wrapped module shards or replicates, as they are kept."""
+    groups: Any = unit
+    for group in groups._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param
+
+
+def widening_of(units: Iterable[Unit]) -> Callable[[], None] | None:
+    """Make a call that widens the gradients of several units; None: none needs it."""
+    widened = [unit for unit in units if unit.widens]
+
+    def widen() -> None:
+        for unit in widened:
+            unit.widen()
+
+    return widen if widened else None
+
+
+def fill_unused(parameters: Iterable[Any]) -> list[nn.Parameter]:
+    """Give zeros to whole gradients that are not there.
+
+    Args:
+        parameters: torch's, of a layer; those that do not learn are left alone.
+
+    Returns:
+        The parameters with this process's part, where there was no gradient.
+    """
+    unused = []
+    for parameter in parameters:
+        whole = parameter._unsharded_param
+        there = (
+            whole.grad is not None or parameter.unsharded_accumulated_grad is not None
+        )
+        if there or not parameter.sharded_param.requires_grad:
+            continue
+        zeros = torch.zeros_like(whole, requires_grad=False)
+        if parameter.reduce_dtype is None:
+            whole.grad = zeros
+        else:  # all gradients of a sum have one dtype
+            parameter.unsharded_accumulated_grad = zeros.to(parameter.reduce_dtype)
+        unused.append(parameter.sharded_param)
+    return unused
+
+
+def check_names(held: object, names: Sequence[str]) -> None:
+    """Check that an object of torch's has what is used of it.
+
+    Raises:
+        RequestError: it has not.
+    """
+    missing = [name for name in names if not hasattr(held, name)]
+    if missing:
+        raise RequestError(
+            f"torch {torch.__version__} has no {type(held).__name__}.{missing[0]}, "
+            "which sharded stages need; use torch 2.13, or layers that are not wrapped"
+        )
+
+
+def do_nothing() -> None:
+    """Take the place of what torch would do by itself."""
