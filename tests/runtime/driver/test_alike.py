@@ -81,7 +81,7 @@ REFUSED: list[tuple[Case, str]] = [
     (
         {"mesh": "data_parallel", "parameters": "dp"},
         r"step 0: layers\.1\.weight: parameters that differ between the replicas on "
-        r"ranks 0 and 1, .* group=",
+        r"ranks 0 and 1, .* mesh=",
     ),
     *(
         (
