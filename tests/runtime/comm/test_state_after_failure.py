@@ -49,7 +49,7 @@ def fail_before_the_other_sums(waits: bool) -> Tensor | str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mailbox, "_end_sum", end)
         if pipeline.rank == 0:
-            executor._inject_fault = partial(fail_in, executor.stage)
+            executor.inject_fault = partial(fail_in, executor.stage)
         else:
             patch.setattr(executor.optimizer, "reduce", reduce_late)
         try:
