@@ -37,7 +37,10 @@ def cases(draw):
     edges = st.tuples(*[time] * (n_chunks - 1))
     splits = st.tuples(*[st.booleans()] * p)
     costs = Costs(
-        *(draw(times), draw(times), draw(times), draw(st.one_of(time, edges))),
+        draw(times),
+        draw(times),
+        draw(times),
+        draw(st.one_of(time, edges)),
         loss=draw(time),
         splits=draw(st.none() | splits),
         send_occupies=draw(st.just(0.0) | time | edges),

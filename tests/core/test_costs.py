@@ -66,7 +66,7 @@ def test_wrong_splits_are_refused():
 
 
 @pytest.mark.parametrize(
-    "name", [*("f", "b", "w", "comm", "optimizer", "loss", "reduction", "validation")]
+    "name", ["f", "b", "w", "comm", "optimizer", "loss", "reduction", "validation"]
 )
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
 def test_times_are_finite_and_not_negative(name, value):

@@ -46,8 +46,20 @@ def test_joint_passes_are_refused() -> None:
 
 
 SMALL = [
-    *("--dim", "16", "--n_heads", "2", "--hidden", "24", "--seq", "16"),
-    *("--n_blocks", "4", "--validation_microbatches", "2", "--data", __file__),
+    "--dim",
+    "16",
+    "--n_heads",
+    "2",
+    "--hidden",
+    "24",
+    "--seq",
+    "16",
+    "--n_blocks",
+    "4",
+    "--validation_microbatches",
+    "2",
+    "--data",
+    __file__,
 ]
 
 

@@ -138,7 +138,7 @@ def run(change: Change, schedule: Schedule, *, post_validation: bool) -> Any:
     elsewhere = None if change is in_place else change
     model = nn.Sequential(*map(Layer, (change, elsewhere, elsewhere, elsewhere)))
     pipeline = flat_pipeline(
-        *(model,),
+        model,
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda p: torch.optim.AdamW(p, lr=0.05),
         schedule=schedule,

@@ -28,7 +28,7 @@ def run(mode: str, again: bool, seed: int | None, broken: bool = False) -> Any:
         if broken:
             patch.setattr(state_recorder, "set_random_state", lambda *_: None)
         pipeline = make_pipeline(
-            *(schedule, None),
+            schedule, None,
             model=partial(build, dropout=0.3), seed=seed,
             clip_grad_norm=CLIP, post_validation=True, patience=ALWAYS,
         )  # fmt: skip

@@ -36,11 +36,22 @@ def test_copies_are_two_forwards_ahead_and_each_forward_waits_for_its_own() -> N
     """
     stream = log_of(4, [0, 1, 2, 3])
     assert stream.log == [
-        *(("copy", 0), ("copy", 1)),
-        *(("wait", 0), ("take", 0), ("copy", 2), ("F", 0)),
-        *(("wait", 1), ("take", 1), ("copy", 3), ("F", 1)),
-        *(("wait", 2), ("take", 2), ("F", 2)),
-        *(("wait", 3), ("take", 3), ("F", 3)),
+        ("copy", 0),
+        ("copy", 1),
+        ("wait", 0),
+        ("take", 0),
+        ("copy", 2),
+        ("F", 0),
+        ("wait", 1),
+        ("take", 1),
+        ("copy", 3),
+        ("F", 1),
+        ("wait", 2),
+        ("take", 2),
+        ("F", 2),
+        ("wait", 3),
+        ("take", 3),
+        ("F", 3),
     ]
     assert stream.most_held == uploads.AHEAD
 

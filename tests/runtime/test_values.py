@@ -83,7 +83,7 @@ def test_dicts_of_changing_lengths(
 )
 def test_rolled_back_steps(snapshots: bool, alone: masked_model.Found) -> None:
     pipeline = make(
-        *("ZBV", 2), post_validation=True, snapshots=snapshots,
+        "ZBV", 2, post_validation=True, snapshots=snapshots,
         patience=Patience(failures=2, window=1),
     )  # fmt: skip
     results = [pipeline.step(*cut(batch(step))) for step in range(10)]

@@ -164,7 +164,7 @@ def test_clipped_scaled_and_rolled_back_steps() -> None:
 
     def train(mode: str, n_stages: int, **more: Any) -> Any:
         pipeline = make(
-            *(mode, n_stages, "tokens"), optimizer=adamw, clip_grad_norm=0.1,
+            mode, n_stages, "tokens", optimizer=adamw, clip_grad_norm=0.1,
             loss_scale=LossScaler(1024.0), patience=always, **more,
         )  # fmt: skip
         results = [pipeline.step(*batch(step, samples=6 + step)) for step in range(5)]

@@ -51,9 +51,21 @@ AT_THE_END = {"_end_sum", "_is_idle", "_end_at_exit", "let_go"}
 """Functions for failures and the end of Python: what they wait for is of the host."""
 
 DROPPED = {
-    *("wait", "wait_stream", "wait_event", "synchronize", "confirm"),
-    *("record", "record_stream", "hand_over", "take_over", "fork", "join"),
-    *("_record_end", "_wait_for_end", "finish_older", "flush"),
+    "wait",
+    "wait_stream",
+    "wait_event",
+    "synchronize",
+    "confirm",
+    "record",
+    "record_stream",
+    "hand_over",
+    "take_over",
+    "fork",
+    "join",
+    "_record_end",
+    "_wait_for_end",
+    "finish_older",
+    "flush",
 }
 ASKED = {"query", "is_completed", "done"}
 CONTEXTS = {"running", "aside", "stream", "device_stream"}

@@ -134,7 +134,11 @@ def cases(draw):
     time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-9, 10.0))
     times = st.tuples(*[time] * schedule.placement.n_chunks)
     costs = Costs(
-        *(draw(times), draw(times), draw(times), draw(time), draw(times)),
+        draw(times),
+        draw(times),
+        draw(times),
+        draw(time),
+        draw(times),
         all_gather=draw(times),
         reduce_scatter=draw(times),
     )

@@ -29,7 +29,11 @@ def cases(draw):
     time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-9, 10.0))
     times = st.tuples(*[time] * n_chunks)
     costs = Costs(
-        *(draw(times), draw(times), draw(times), draw(time), draw(times)),
+        draw(times),
+        draw(times),
+        draw(times),
+        draw(time),
+        draw(times),
         validation=draw(time),
     )
     return schedule, costs
@@ -65,7 +69,13 @@ def test_the_path_of_1f1b_goes_down_up_and_along_the_first_stage():
     schedule = plan("1F1B", n_stages=2, n_microbatches=2)
     path = critical_path(schedule, Costs(f=1, b=2, w=3, comm=0.5, optimizer=4))
     assert [str(slot.job) for slot in path.slots] == [
-        *("0F0", "1F0", "1BW0", "1F1", "1BW1", "0BW1", "O")
+        "0F0",
+        "1F0",
+        "1BW0",
+        "1F1",
+        "1BW1",
+        "0BW1",
+        "O",
     ]
     assert path.length == 4 * 0.25 + 3 * 1 + 3 * 5 + 4
     assert (path.time_of(F), path.time_of(BW), path.time_of(W)) == (3, 15, 0)

@@ -136,7 +136,11 @@ def cases(draw):
     )
     times = st.tuples(*[time] * schedule.placement.n_chunks)
     costs = Costs(
-        *(draw(times), draw(times), draw(times), draw(time), draw(times)),
+        draw(times),
+        draw(times),
+        draw(times),
+        draw(time),
+        draw(times),
         reduction=draw(st.none() | time),
         validation=draw(time),
     )

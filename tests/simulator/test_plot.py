@@ -121,7 +121,12 @@ def test_numbers_title_and_legend(tmp_path):
     assert axes.get_title("left") == "ZBV   4 stages, 8 micro-batches"
     assert axes.get_title("right") == "bubble rate 0.00 %    peak memory 4 M$_B$"
     assert [text.get_text()[:2].strip() for text in axes.get_legend().texts] == [
-        *("F", "B", "W", "O", "id", "li")
+        "F",
+        "B",
+        "W",
+        "O",
+        "id",
+        "li",
     ]
 
 

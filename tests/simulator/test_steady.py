@@ -127,7 +127,11 @@ def cases(draw, mode=MODE, each=time):
     )
     times = st.tuples(*[each] * schedule.placement.n_chunks)
     return schedule, Costs(
-        *(draw(times), draw(times), draw(times), draw(time), draw(times)),
+        draw(times),
+        draw(times),
+        draw(times),
+        draw(time),
+        draw(times),
         reduction=draw(st.none() | time),
     )
 
@@ -256,7 +260,9 @@ def test_without_a_v_nothing_fails():
 def test_one_iteration_tells_the_time_of_a_step_behind_a_barrier(mode):
     """`step_behind_barrier` is what iterating until all repeats gives."""
     costs = Costs(
-        *((1.0, 2.0, 1.5), (1.5, 1.0, 2.5), (0.5, 1.0, 1.0)),
+        (1.0, 2.0, 1.5),
+        (1.5, 1.0, 2.5),
+        (0.5, 1.0, 1.0),
         comm=0.25,
         optimizer=(3.0, 0.5, 2.0),
         reduction=0.75,

@@ -104,9 +104,16 @@ def on_the_node_of_a_leaf(module: Any, seen: Seen) -> Callable[[Tensor], Tensor]
 
 
 HOOKS: list[Hook] = [
-    *(module_backward_hook, scaling_backward_hook, post_hook_on_a_product),
-    *(prehook_on_a_product, full_backward_hook, all_of_several, any_of_several),
-    *(on_a_transpose, on_the_node_of_a_transpose, on_the_node_of_a_leaf),
+    module_backward_hook,
+    scaling_backward_hook,
+    post_hook_on_a_product,
+    prehook_on_a_product,
+    full_backward_hook,
+    all_of_several,
+    any_of_several,
+    on_a_transpose,
+    on_the_node_of_a_transpose,
+    on_the_node_of_a_leaf,
 ]
 
 

@@ -124,7 +124,8 @@ def same(net: Net, other: Net) -> bool:
 @pytest.mark.parametrize(
     ("way", "n_planned"),
     [
-        *((plain, 1), (checkpointed, 1)),  # the second one by hooks, as ever
+        (plain, 1),
+        (checkpointed, 1),  # the second one by hooks, as ever
         *((way, 2) for way in (swapped, another_norm, used_twice, through_a_clone)),
         *((way, 2) for way in (packed, frozen, hooked, hooked_node)),
     ],

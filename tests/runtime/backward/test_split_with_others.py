@@ -115,7 +115,10 @@ def tensor_parallel(sequence: bool) -> tuple[list[Tensor], Found, list[int]]:
     """Also the messages that B and W have sent."""
     torch.manual_seed(0)
     layers = nn.Sequential(
-        *(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)),
+        nn.LayerNorm(6),
+        nn.Linear(6, 8),
+        nn.ReLU(),
+        nn.Linear(8, 6),
         nn.Linear(6, 2),
     )
     plan = {

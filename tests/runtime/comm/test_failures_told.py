@@ -57,9 +57,19 @@ def environment(**more: object) -> dict[str, str]:
 def run_by_torchrun(folder: Path, script: str, n: int) -> tuple[int, dict[int, str]]:
     """Exit code, and the last words of each rank; torchrun may cut them short."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(n), "--monitor-interval", "5"),
-        *("--redirects", "2", "--log-dir", str(folder / "log"), script),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(n),
+        "--monitor-interval",
+        "5",
+        "--redirects",
+        "2",
+        "--log-dir",
+        str(folder / "log"),
+        script,
     ]
     done = subprocess.run(
         command, env=environment(), capture_output=True, timeout=PATIENCE_S

@@ -127,13 +127,16 @@ def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read() -> None
     messages.post(activation(0), 0, like(10))
     messages.post(activation(1), 0, like(11))
     assert group.log == [
-        *(("receive", "kinds", "beside"), ("wait", "kinds", "beside")),
-        *(("receive", "10", "jobs"), ("receive", "11", "jobs")),
+        ("receive", "kinds", "beside"),
+        ("wait", "kinds", "beside"),
+        ("receive", "10", "jobs"),
+        ("receive", "11", "jobs"),
     ]
     group.log.clear()
     messages.receive(activation(0), forward(0))
     assert group.log == [
-        *(("wait", "kinds", "beside"), ("send", "kinds", "beside")),
+        ("wait", "kinds", "beside"),
+        ("send", "kinds", "beside"),
         ("wait", "kinds", "beside"),  # it has left
         ("wait", "10", "jobs"),
     ]

@@ -99,7 +99,11 @@ def test_dropping_blocks_train_as_a_stock_compiled_loop_does() -> None:
     wanted = stock_loop(copy.deepcopy(layers), batches, seed=3)
     for mode, n_stages, again in (("1F1B", 1, "none"), ("ZBV", 2, "all")):
         found, w = trained(
-            *(copy.deepcopy(layers), mode, batches, f.mse_loss, n_stages),
+            copy.deepcopy(layers),
+            mode,
+            batches,
+            f.mse_loss,
+            n_stages,
             **{"compile": "blocks", "seed": 3, "recompute": again},
         )
         assert same(found, wanted) and w == 8

@@ -103,7 +103,9 @@ def same(one: Two, other: Two) -> bool:
 @pytest.mark.parametrize(
     ("between", "is_exact"),
     [
-        *((nothing, True), (nothing, False), (a_hook, True)),
+        (nothing, True),
+        (nothing, False),
+        (a_hook, True),
         *(pytest.param(x, True, marks=pytest.mark.slow) for x in (frozen, no_sum)),
     ],
 )

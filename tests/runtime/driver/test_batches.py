@@ -152,7 +152,7 @@ def test_dicts_of_tokenizers_are_dicts() -> None:
 
 def predict(n_stages: int | None, everywhere: bool) -> tuple[bool, Tensor | None]:
     pipeline = make_pipeline(
-        *("1F1B", n_stages), model=partial(build, dropout=0.5), seed=1
+        "1F1B", n_stages, model=partial(build, dropout=0.5), seed=1
     )
     inputs, targets = batch(0, samples=8)
     pipeline.step(inputs, targets)

@@ -122,7 +122,9 @@ def _estimated(depth: int, mode: str) -> float:
     """Peak of a stage, less what is there all the time, in layers."""
     layers, x, n_bytes = alike(depth)
     found = estimate(
-        *(layers, (x[:1], x[:1]), loss_fn),
+        layers,
+        (x[:1], x[:1]),
+        loss_fn,
         n_stages=1,
         n_microbatches=2,
         modes=[mode],

@@ -101,8 +101,16 @@ def assert_equal(left: Run, right: Run) -> None:
 
 
 PLACES = [
-    *(("1F1B", 2), ("1F1B", 4), ("ZBH1", 2), ("ZBH1", 4), ("ZBH2", 4)),
-    *(("ZBV", 1), ("ZBV", 2), ("ZBV", 4), ("VPP", 2), ("VPP", 4)),
+    ("1F1B", 2),
+    ("1F1B", 4),
+    ("ZBH1", 2),
+    ("ZBH1", 4),
+    ("ZBH2", 4),
+    ("ZBV", 1),
+    ("ZBV", 2),
+    ("ZBV", 4),
+    ("VPP", 2),
+    ("VPP", 4),
 ]
 
 

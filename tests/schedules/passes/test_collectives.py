@@ -135,7 +135,9 @@ def test_a_wait_is_the_last_thing_of_a_schedule_without_steps() -> None:
     bare = replace(DRAWN, orders=tuple(order[:-1] for order in DRAWN.orders))
     order = add_collectives(bare, shards=True).orders[0]
     assert [str(job) for job in order[-3:]] == [
-        *("0REDUCE_GRAD", "3REDUCE_WAIT", "0REDUCE_WAIT")
+        "0REDUCE_GRAD",
+        "3REDUCE_WAIT",
+        "0REDUCE_WAIT",
     ]
     assert [str(i) for i in lower(add_collectives(bare, shards=True))[0][-2:]] == [
         "reduce the gradient norm over all stages",

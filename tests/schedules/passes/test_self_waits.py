@@ -67,12 +67,20 @@ def test_a_stage_that_waits_for_itself_alone() -> None:
     g0 = Value(What.GRADIENT, 1, 0)
     f, b = PassKind.F, PassKind.B
     first = (
-        *(Pass(f, 0, 0), Send(a0, 1), Receive(g0, 1)),
-        *(Pass(f, 0, 1), Send(a1, 1), Pass(b, 0, 0)),
+        Pass(f, 0, 0),
+        Send(a0, 1),
+        Receive(g0, 1),
+        Pass(f, 0, 1),
+        Send(a1, 1),
+        Pass(b, 0, 0),
     )
     second = (
-        *(Receive(a0, 0), Pass(f, 1, 0), Receive(a1, 0)),
-        *(Pass(f, 1, 1), Pass(b, 1, 0), Send(g0, 0)),
+        Receive(a0, 0),
+        Pass(f, 1, 0),
+        Receive(a1, 0),
+        Pass(f, 1, 1),
+        Pass(b, 1, 0),
+        Send(g0, 0),
     )
     (circle,) = find_self_waits([first, second])
     assert [(stage, str(job)) for stage, job, _ in circle.waits] == [

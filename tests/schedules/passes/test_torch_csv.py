@@ -99,7 +99,12 @@ def test_idle_cells_transfers_and_overlaps_of_torch_are_understood():
     text = "0F0,,0SEND_F0,1RECV_B0,(0F1;0B0)OVERLAP_F_B,,0B1,0REDUCE_GRAD\n"
     (row,) = from_torch_csv(text).orders
     assert [str(job) for job in row] == [
-        *("0F0", "(0F1;0BW0)OVERLAP_F_B", "0BW1", "0REDUCE_GRAD", "0REDUCE_WAIT", "O")
+        "0F0",
+        "(0F1;0BW0)OVERLAP_F_B",
+        "0BW1",
+        "0REDUCE_GRAD",
+        "0REDUCE_WAIT",
+        "O",
     ]
 
 

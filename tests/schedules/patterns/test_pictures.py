@@ -33,47 +33,68 @@ TWO_CHUNKS = Costs(f=2, b=2, w=2)  # a pass of one of two chunks takes 1
 # file, mode, stages, micro-batches, costs, picture
 PICTURES = {
     "fthenb": (
-        *("FThenB", 3, 4, UNIT),
+        "FThenB",
+        3,
+        4,
+        UNIT,
         """\
         0 | F0  F1  F2  F3  .   .   .   .   .   .   BW0 -   BW1 -   BW2 -   BW3 -
         1 | .   F0  F1  F2  F3  .   .   .   BW0 -   BW1 -   BW2 -   BW3 -
         2 | .   .   F0  F1  F2  F3  BW0 -   BW1 -   BW2 -   BW3 -""",
     ),
     "one_f_one_b": (
-        *("1F1B", 3, 4, UNIT),
+        "1F1B",
+        3,
+        4,
+        UNIT,
         """\
         0 | F0  F1  F2  .   .   .   .   BW0 -   F3  BW1 -   .   BW2 -   .   BW3 -
         1 | .   F0  F1  .   .   BW0 -   F2  BW1 -   F3  BW2 -   .   BW3 -
         2 | .   .   F0  BW0 -   F1  BW1 -   F2  BW2 -   F3  BW3 -""",
     ),
     "vpp": (
-        *("VPP", 2, 4, Costs(f=2, b=1, w=1)),
+        "VPP",
+        2,
+        4,
+        Costs(f=2, b=1, w=1),
         """\
         0 | 0F0  0F1  2F0  2F1  0F2  2BW0 0F3  2BW1 2F2  0BW0 2F3  0BW1 .    2BW2 .    2BW3 0BW2 0BW3
         1 | .    1F0  1F1  3F0  3BW0 3F1  3BW1 1F2  1BW0 1F3  1BW1 3F2  3BW2 3F3  3BW3 1BW2 1BW3""",  # noqa: E501
     ),
     "zb_h1": (
-        *("ZBH1", 3, 4, UNIT),
+        "ZBH1",
+        3,
+        4,
+        UNIT,
         """\
         0 | F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
         1 | .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
         2 | .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3""",
     ),
     "zb_h2": (
-        *("ZBH2", 3, 6, UNIT),
+        "ZBH2",
+        3,
+        6,
+        UNIT,
         """\
         0 | F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5
         1 | .  F0 F1 F2 B0 F3 B1 F4 B2 W0 F5 B3 W1 B4 W2 B5 W3 W4 W5
         2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 F5 B5 W1 W2 W3 W4 W5""",
     ),
     "zb_v": (
-        *("ZBV", 2, 3, TWO_CHUNKS),
+        "ZBV",
+        2,
+        3,
+        TWO_CHUNKS,
         """\
         0 | 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
         1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2""",  # noqa: E501
     ),
     "dual_pipe_v": (
-        *("DualPipeV", 2, 4, Costs(f=2, b=2, w=2, fb=4)),
+        "DualPipeV",
+        2,
+        4,
+        Costs(f=2, b=2, w=2, fb=4),
         """\
         0 | 0F0      0F1      0F2      3F0      3B0      3W0      3F1      0F3&3BW1 -        .        3F2&0BW0 -        3BW2     -        3F3&0BW1 -        3BW3     -        0B2      0W2      0B3      0W3
         1 | .        1F0      2F0      1F1      2F1      1F2      2BW0     -        2F2&1BW0 -        1F3&2BW1 -        2F3&1BW1 -        2BW2     -        1BW2     -        2B3      1B3      2W3      1W3""",  # noqa: E501

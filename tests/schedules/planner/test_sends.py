@@ -25,7 +25,7 @@ def spans(seed: int) -> tuple[float, float]:
     found = []
     for planned in (costs, replace(costs, send_occupies=0.0)):
         schedule = plan(
-            *(mode,),
+            mode,
             n_stages=p,
             n_microbatches=m,
             costs=planned,

@@ -188,7 +188,9 @@ def test_jobs_are_drawn_in_their_colours_and_idle_is_not(browser, opened):
     tints = Style("F").colour, Style("B").colour, Style("F", 1).colour
     blue, orange, light = ([*bytes.fromhex(tint[1:])] for tint in tints)
     for panel, stage, name, tint in (
-        *((0, 0, "0F0", blue), (0, 3, "3B0", orange), (2, 0, "7F0", light)),
+        (0, 0, "0F0", blue),
+        (0, 3, "3B0", orange),
+        (2, 0, "7F0", light),
     ):
         (slot,) = (s for s in opened[panel].rows[stage] if str(s.job) == name)
         middle = (slot.start + slot.end) / 2

@@ -37,8 +37,11 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 _PERMUTE = (_ATEN.permute.default, _ATEN.t.default, _ATEN.transpose.int)
 _SHAPES = (_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default)
 _SAME = (
-    *(_ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims),
-    *(_ATEN.squeeze.default, _ATEN.alias.default),
+    _ATEN.unsqueeze.default,
+    _ATEN.squeeze.dim,
+    _ATEN.squeeze.dims,
+    _ATEN.squeeze.default,
+    _ATEN.alias.default,
 )
 _METHODS = {_ATEN.mm.default: "mm", _ATEN.bmm.default: "bmm"}
 _PLAIN = ("placeholder", "call_method", "output")

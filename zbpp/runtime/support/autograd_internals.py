@@ -128,7 +128,11 @@ def returned_gradients(
             ends, wanted, grad_outputs=gradients, allow_unused=True
         )
     found: tuple[Tensor | None, ...] = run(
-        *(tuple(ends), tuple(gradients), False, False, tuple(wanted)),
+        tuple(ends),
+        tuple(gradients),
+        False,
+        False,
+        tuple(wanted),
         allow_unreachable=True,
         accumulate_grad=False,
     )
@@ -199,7 +203,11 @@ def run_whole(
         torch.autograd.backward(ends, gradients, inputs=wanted or None)
         return
     run(
-        *(tuple(ends), tuple(gradients), False, False, tuple(wanted)),
+        tuple(ends),
+        tuple(gradients),
+        False,
+        False,
+        tuple(wanted),
         allow_unreachable=True,
         accumulate_grad=True,
     )
