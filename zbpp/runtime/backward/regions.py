@@ -32,8 +32,11 @@ from zbpp.runtime.backward.products import (
 )
 from zbpp.runtime.backward.queue import DeferredWork, WeightQueue
 from zbpp.runtime.compiled.region import Region, defer_pieces, reason_for, region_of
+from zbpp.runtime.support.compile_internals import DTensorLayout, dtensor_gradient
 
 __all__ = ["RegionSite", "defer_regions", "plan_region", "stop_deferring"]
+
+_OTHER_PLACEMENTS = "its gradient is not sharded as it is"
 
 
 class _KnownPiece(NamedTuple):
@@ -63,6 +66,8 @@ class RegionSite(NamedTuple):
         region: what its node runs.
         edges: of each piece, where its gradients go on; empty: made in B.
         leaves: the nodes of the leaves that wait.
+        layouts: of each piece, the DTensors that its gradients are parts of; empty:
+            they are none.
         targets: of each piece, where W adds its gradient, if that is known.
         known: all pieces, if W adds the gradients of all as they are.
     """
@@ -70,6 +75,7 @@ class RegionSite(NamedTuple):
     region: Region
     edges: Sequence[Edges]
     leaves: Sequence[Any]
+    layouts: Sequence[Sequence[DTensorLayout]]
     targets: Sequence[GradTarget | None]
     known: Sequence[_KnownPiece]
 
@@ -110,15 +116,28 @@ def plan_region(
         return None
     edges: list[Edges] = []
     leaves: list[Any] = []
-    for numbers in region.edges:
+    layouts: list[Sequence[DTensorLayout]] = []
+    for piece, numbers in zip(region.pieces, region.edges, strict=True):
         found = [waiting_leaf(below[i][0]) for i in numbers]
         waits = None not in found
+        layouts.append(())
+        if waits and piece.slots[0] in region.dtensors:
+            parameters = [leaf.variable for leaf in found if leaf is not None]
+            made = [
+                dtensor_gradient(node, slot, parameter)
+                for slot, parameter in zip(piece.slots, parameters, strict=True)
+            ]
+            layouts[-1] = [layout for layout in made if layout is not None]
+            if None in made:
+                reasons.update((id(p), _OTHER_PLACEMENTS) for p in parameters)
+                waits = False
         edges.append([below[i] for i in numbers] if waits else ())
         leaves += found if waits else []
     if not leaves:
         return None
     targets = [find_target(piece) if piece else None for piece in edges]
-    return RegionSite(region, edges, leaves, targets, _known_pieces(region, targets))
+    known = _known_pieces(region, targets)
+    return RegionSite(region, edges, leaves, layouts, targets, known)
 
 
 def _known_pieces(
@@ -175,16 +194,22 @@ class _PieceGradients(WeightGradients):
     Args:
         piece: of a region.
         operands: that B has left; W drops the list.
+        layouts: of the DTensors that the gradients are parts of; empty: they are none.
     """
 
-    __slots__ = ("_operands", "_piece")
+    __slots__ = ("_layouts", "_operands", "_piece")
 
-    def __init__(self, piece: Any, operands: list[Tensor]) -> None:
-        self._piece, self._operands = piece, operands
+    def __init__(
+        self, piece: Any, operands: list[Tensor], layouts: Sequence[DTensorLayout]
+    ) -> None:
+        self._piece, self._operands, self._layouts = piece, operands, layouts
 
     def of(self, dy: Tensor) -> tuple[Tensor, ...]:
         gradients: tuple[Tensor, ...] = self._piece.recipe.compute(*self._operands)
-        return gradients
+        if not self._layouts:
+            return gradients
+        pairs = zip(self._layouts, gradients, strict=True)
+        return tuple([layout.whole(part) for layout, part in pairs])
 
     def add_to(self, total: Tensor, dy: Tensor) -> bool:
         add = self._piece.recipe.add
@@ -269,7 +294,7 @@ class _RegionWork(DeferredWork):
         is_as_planned = self._n_hooks == watch.n_others
         return ProductWork(
             site.edges[number],
-            _PieceGradients(piece, operands),
+            _PieceGradients(piece, operands, site.layouts[number]),
             operands,
             site.targets[number] if is_as_planned else None,
             piece.recipe.dtype,

@@ -15,6 +15,7 @@ from zbpp.runtime.compiled.region import Region, last_uses, run_with
 from zbpp.runtime.support.compile_internals import (
     compile_graph,
     compile_with,
+    graph_inputs,
     inductor_options,
     missing,
 )
@@ -77,16 +78,22 @@ class _Compiler:
 
     def __init__(self, inputs: Sequence[Any], finish: Finish | None = None) -> None:
         self._finish = finish or compile_graph
-        self._n_inputs = len(inputs)
-        self._n_tensors = sum(isinstance(x, Tensor) for x in inputs)
+        self._n_inputs = sum(map(graph_inputs, inputs))
+        self._n_gradients = self._n_tensors = 0
         self._edges: dict[int, int] = {}
-        """Of each weight by its place among the inputs, the number of the node's edge:
-        numbers among the inputs have none."""
-        n_before = 0
-        for place, x in enumerate(inputs):
-            if isinstance(x, nn.Parameter) and x.requires_grad:
-                self._edges[place] = n_before
-            n_before += isinstance(x, Tensor)
+        """Of each weight by the place of its gradient among the backward's results, the
+        number of the node's edge: numbers among the inputs have none."""
+        self._dtensors: set[int] = set()
+        """Places of gradients that the node makes DTensors of."""
+        for x in inputs:
+            learns = isinstance(x, Tensor) and x.requires_grad
+            n = graph_inputs(x) if learns else 1
+            if learns and isinstance(x, nn.Parameter):
+                self._edges[self._n_gradients] = self._n_tensors
+                if n > 1:
+                    self._dtensors.add(self._n_gradients)
+            self._n_gradients += n
+            self._n_tensors += isinstance(x, Tensor)
         self._n_forward = -1
         self.__name__ = "zbpp"
 
@@ -100,8 +107,8 @@ class _Compiler:
         (results,) = next(iter(reversed(graph.graph.nodes))).args
         n_results = len(results)
         why, pieces = "", []
-        if self._n_forward != self._n_inputs or n_results < self._n_inputs:
-            why = "compiled with inputs that share memory, or with DTensors"
+        if self._n_forward != self._n_inputs or n_results < self._n_gradients:
+            why = "compiled with inputs that share memory, or are several tensors"
         else:
             pieces = cut_weights(graph.graph, self._edges.keys())
         if pieces:
@@ -114,6 +121,11 @@ class _Compiler:
             self._n_tensors,
             last_uses(pieces),
             why,
+            {
+                slot: piece.recipe.dtype
+                for piece in pieces
+                for slot in self._dtensors.intersection(piece.slots)
+            },
         )
         compiled = self._finish(graph, inputs, **compile_kwargs)
         return run_with(compiled, n_results, region)

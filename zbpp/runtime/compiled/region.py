@@ -5,8 +5,11 @@ Autograd runs the region's node. Whoever runs B has told the node what takes the
 ``loss.backward()`` does what it always did.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import torch
 
 from zbpp.runtime.compiled.cut import Piece
 from zbpp.runtime.support.compile_internals import (
@@ -41,6 +44,7 @@ class Region(NamedTuple):
         n_edges: of the node; another number is another calling convention.
         frees: of each piece, the operands that no later piece needs.
         why: nothing may wait, in the words of a report; empty: something may.
+        dtensors: places and dtypes of gradients that the node makes DTensors of.
     """
 
     pieces: Sequence[Piece]
@@ -48,6 +52,7 @@ class Region(NamedTuple):
     n_edges: int
     frees: Sequence[Sequence[int]]
     why: str = ""
+    dtensors: Mapping[int, torch.dtype] = MappingProxyType({})
 
 
 def region_of(node: Any) -> Region | None:
@@ -100,6 +105,10 @@ def run_with(compiled: Callable[..., Any], n_results: int, region: Region) -> An
         held = results[n_results:]
         del results[n_results:]
         hook: DeferHook | None = getattr(current_node(), "zbpp_defer_hook", None)
+        if hook is not None:
+            for slot, dtype in region.dtensors.items():
+                # the node makes a DTensor, of something; autograd drops it
+                results[slot] = held[0].new_empty((), dtype=dtype)
         for number in all_pieces if hook is None else hook(held):
             slots, operands, recipe = region.pieces[number]
             given = [held[i] for i in operands]
