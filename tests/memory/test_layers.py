@@ -67,8 +67,8 @@ def test_a_builder_allocates_nothing() -> None:
     x = torch.empty(1, wide)
     costs = layer_memory(build, (x, x), mse_loss, n_layers=100)
     assert costs.of("m_fixed")[50] > 5 * 2**46
-    _, memory = costs.on(Placement((0, 1)), [50, 50])
-    assert memory.on(Placement((0, 1))).fixed[0] > 250 * 2**46
+    placement = Placement((0, 1))
+    assert costs.on(placement, [50, 50]).on(placement).fixed[0] > 250 * 2**46
 
 
 def test_the_model_given_stays_as_it_is() -> None:

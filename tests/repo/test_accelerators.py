@@ -9,7 +9,7 @@ import pytest
 import zbpp
 
 NAMES_CUDA = {
-    "runtime/graphed/device.py": "CUDA graphs: the only ones that are recorded",
+    "runtime/graphed/slot.py": "CUDA graphs: the only ones that are recorded",
 }
 """Files that may, each with its reason."""
 ROOT = Path(zbpp.__file__).parent
