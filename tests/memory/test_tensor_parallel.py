@@ -65,6 +65,8 @@ def compared(broken: str) -> dict[str, Any]:
         errors = [worst(parts, range(1, 3), runs=3)[0]]
         if not broken:
             errors.append(worst(parts, own, runs=3)[0])
+            compiled = {"compile": "blocks", "small": 2**11, "runs": 8}
+            errors.append(worst(parts, range(1, 3), **compiled)[0])
     state, _, peak = measure_step(layers, deferred=False)
     _, copies, deferred = measure_step(layers, deferred=True)
     held: Any = [p for layer in layers for p in layer.parameters()]

@@ -129,7 +129,8 @@ _REDUCTIONS = {
 def _is_kernel(node: fx.Node) -> bool:
     """True if a node is computed by a kernel of torch's own."""
     name = getattr(node.target, "__name__", "")
-    return node.target in _PRODUCTS or name.startswith(_PREFIXES)
+    is_collective = getattr(node.target, "namespace", "") == "_c10d_functional"
+    return node.target in _PRODUCTS or name.startswith(_PREFIXES) or is_collective
 
 
 def _is_view(node: fx.Node) -> bool:

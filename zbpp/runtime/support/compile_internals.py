@@ -189,10 +189,11 @@ def dtensor_gradient(node: Any, place: int, leaf: Any) -> DTensorLayout | None:
     forward = getattr(type(node), "_forward_cls", None)
     about = getattr(forward, "maybe_subclass_metadata", None)
     for meta in getattr(about, "grad_input_metas", None) or ():
-        if getattr(meta, "flat_tensor_start_idx", None) == place:
-            placements, stride = tuple(meta.meta[0]), tuple(meta.outer_stride)
-            if placements == leaf.placements and list(meta.attrs) == _DTENSOR:
-                return DTensorLayout(leaf.device_mesh, placements, leaf.shape, stride)
+        if getattr(meta, "flat_tensor_start_idx", None) != place:
+            continue
+        if list(meta.attrs) == _DTENSOR and tuple(meta.meta[0]) == leaf.placements:
+            stride = tuple(meta.outer_stride)
+            return DTensorLayout(leaf.device_mesh, leaf.placements, leaf.shape, stride)
     return None
 
 

@@ -128,7 +128,8 @@ PRIVATE_NAMES = (
 )
 """Beside these there are attributes of nodes: what a kind of product saves
 (``_saved_*``, ``_raw_saved_*``: without them it runs in B), ``_sequence_nr``, and of
-nodes of compiled regions ``_forward_cls.compiled_bw``; see their functions."""
+nodes of compiled regions ``_forward_cls.compiled_bw`` and ``maybe_subclass_metadata``;
+see their functions."""
 
 
 def missing_names() -> Sequence[PrivateName]:
