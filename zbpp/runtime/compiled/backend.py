@@ -120,12 +120,12 @@ class _Compiler:
             [tuple(self._edges[i] for i in piece.slots) for piece in pieces],
             self._n_tensors,
             last_uses(pieces),
-            why,
             {
                 slot: piece.recipe.dtype
                 for piece in pieces
                 for slot in self._dtensors.intersection(piece.slots)
             },
+            why,
         )
         compiled = self._finish(graph, inputs, **compile_kwargs)
         return run_with(compiled, n_results, region)

@@ -6,7 +6,6 @@ Autograd runs the region's node. Whoever runs B has told the node what takes the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,16 +42,16 @@ class Region(NamedTuple):
         edges: of each piece, the numbers of the node's edges that its gradients go to.
         n_edges: of the node; another number is another calling convention.
         frees: of each piece, the operands that no later piece needs.
-        why: nothing may wait, in the words of a report; empty: something may.
         dtensors: places and dtypes of gradients that the node makes DTensors of.
+        why: nothing may wait, in the words of a report; empty: something may.
     """
 
     pieces: Sequence[Piece]
     edges: Sequence[tuple[int, ...]]
     n_edges: int
     frees: Sequence[Sequence[int]]
+    dtensors: Mapping[int, torch.dtype]
     why: str = ""
-    dtensors: Mapping[int, torch.dtype] = MappingProxyType({})
 
 
 def region_of(node: Any) -> Region | None:
