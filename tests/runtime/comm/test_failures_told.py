@@ -36,8 +36,9 @@ def build(layers):
     return [nn.Sequential(nn.Linear(4, 4), *([Fails()] if i == CULPRIT else []))
             for i in layers]
 pipeline = zbpp.Pipeline(
-    build, n_layers=n, loss_fn=nn.functional.mse_loss, schedule="ZBH1", timeout_s=60,
-    optimizer=lambda ps: torch.optim.SGD(ps, 0.1), n_microbatches=4, clip_grad_norm=1.0)
+    zbpp.layers_from(build, n_layers=n), "ZBH1", loss_fn=nn.functional.mse_loss,
+    optimizer=lambda ps: torch.optim.SGD(ps, 0.1), n_microbatches=4, clip_grad_norm=1.0,
+    execution=zbpp.Execution(timeout_s=60))
 for step in range(5):
     pipeline.step(torch.ones(8, 4), torch.zeros(8, 4))
 """
