@@ -1,4 +1,4 @@
-"""How much of the project one training step runs: files, functions, frames.
+"""The share of the project that one training step runs: files, functions, frames.
 
     python benchmarks/walk.py            # 1F1B, ZBH1 and ZBV
 
@@ -24,7 +24,7 @@ WARM_UP_STEPS = 3
 
 @dataclass
 class Walk:
-    """What a step has called of the project."""
+    """The calls of a step into the project."""
 
     functions: set[tuple[str, int, str]] = field(default_factory=set)
     """File, line and qualified name of each."""

@@ -1,4 +1,4 @@
-"""What a pipeline's last steps took, held and split; read between two steps.
+"""Reports on a pipeline's last steps: times, memory, split; read between two steps.
 
 timeline, timelines            jobs of the last steps, with their times
 measured_costs                 costs of the last steps

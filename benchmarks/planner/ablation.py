@@ -1,4 +1,4 @@
-"""What each search of the planner gives: plans without it, case by case.
+"""The gain of each search of the planner: plans without it, case by case.
 
     python benchmarks/planner/ablation.py [--cases 300] [--effort default] [names ...]
 

@@ -1,4 +1,4 @@
-"""What each search of layers gives: steps of random models with it and without it.
+"""The gain of each search of layers: steps of random models with and without it.
 
     python benchmarks/planner/layer_searches.py split [--cases 120]
     python benchmarks/planner/layer_searches.py recompute [--cases 60]

@@ -1,4 +1,4 @@
-"""Which of two plans is better, and the best of several: both rules stand here alone.
+"""The better of two plans, and the best of several: both rules stand here alone.
 
 Of two plans the first figure that differs decides: the time of a step, then the step
 behind a barrier, which waits for the last stage, then the largest memory of a stage.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import TINY_LLAMA
 
 from zbpp import Costs, RequestError
 from zbpp.cli.commands import main
@@ -45,22 +46,7 @@ def test_joint_passes_are_refused() -> None:
         measured_costs([timeline("1F1B", Costs())])
 
 
-SMALL = [
-    "--dim",
-    "16",
-    "--n_heads",
-    "2",
-    "--hidden",
-    "24",
-    "--seq",
-    "16",
-    "--n_blocks",
-    "4",
-    "--validation_microbatches",
-    "2",
-    "--data",
-    __file__,
-]
+SMALL = [*TINY_LLAMA, "--validation_microbatches", "2", "--data", __file__]
 
 
 def test_train_writes_costs_to_plan_with_and_a_trace(tmp_path: Path) -> None:

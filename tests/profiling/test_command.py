@@ -4,27 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import run
+from commands import TINY_LLAMA, run
 
 from zbpp.cli.commands import main
 from zbpp.core import Placement, read_costs, read_layers
 
-SMALL = [
-    "--dim",
-    "16",
-    "--n_heads",
-    "2",
-    "--hidden",
-    "24",
-    "--seq",
-    "16",
-    "--n_blocks",
-    "4",
-    "--microbatches",
-    "2",
-    "--rounds",
-    "2",
-]
+SMALL = [*TINY_LLAMA, "--microbatches", "2", "--rounds", "2"]
 MODEL = """
 import torch
 from torch import nn

@@ -18,7 +18,7 @@ __all__ = ["Case", "all_of", "on_mesh", "small"]
 STEPS = 4
 
 Trained = tuple[Any, dict[str, Tensor]]
-"""What a rank is told (losses, norms, ...), and its parameters."""
+"""The results that a rank is told (losses, norms, ...), and its parameters."""
 
 Case = tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]
 """A kind of run, its arguments, its options, and settings of the device."""

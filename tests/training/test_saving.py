@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import TINY_LLAMA
 
 from zbpp.checkpoint import CheckpointError
 from zbpp.core import RequestError, WorkerError
@@ -27,28 +28,19 @@ TINY = Train(
     n_heads=2, hidden=24, data=Path(__file__), transport="local",
 )  # fmt: skip
 SIZES = [
+    *TINY_LLAMA,
     "--microbatches",
     "4",
     "--microbatch_size",
     "1",
-    "--seq",
-    "16",
     "--steps",
-    "24",
-    "--dim",
-    "16",
-    "--n_blocks",
-    "4",
-    "--n_heads",
-    "2",
-    "--hidden",
     "24",
     "--validation_microbatches",
     "2",
-    "--data",
-    __file__,
     "--device",
     "cpu",
+    "--data",
+    __file__,
 ]
 
 

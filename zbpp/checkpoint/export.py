@@ -143,7 +143,7 @@ def export_safetensors(
 
 
 class AdapterConfig(Protocol):
-    """What is needed of a `peft.PeftConfig`."""
+    """The part of a `peft.PeftConfig` that is needed."""
 
     def save_pretrained(self, save_directory: str) -> None:
         """Write ``adapter_config.json`` into a folder."""

@@ -115,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 _NOT_A_MANIFEST = (ValueError, KeyError, AttributeError, TypeError)
-"""What is raised by whoever reads JSON that is not what the reader takes it for."""
+"""The errors of reading JSON that is not what the reader takes it for."""
 
 
 def _check(manifest: Manifest) -> None:

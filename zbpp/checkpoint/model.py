@@ -145,7 +145,7 @@ State = dict[str, Any]
 
 @dataclass
 class Checked:
-    """How a state fits what one process holds, and what is to be loaded if it does.
+    """The fit of a state to what one process holds, and what is to be loaded of it.
 
     Args:
         wrong: what does not fit, in words.

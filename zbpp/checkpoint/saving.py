@@ -192,7 +192,7 @@ class _Writer:
         write_durably(self.partial / f"part-{self.rank}.json", json.dumps(part))
 
     def _wait_for_parts(self) -> list[dict[str, Any]]:
-        """What all processes have written, by rank."""
+        """The reports of all processes on what they have written, by rank."""
         parts: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + _PATIENCE_S
         while missing := sorted(set(range(self.n_ranks)) - parts.keys()):

@@ -190,7 +190,7 @@ _NOT_A_STATE = (
     TypeError,
     ValueError,
 )
-"""What is raised by reading values that are not what they are taken for."""
+"""The errors of reading values that are not what they are taken for."""
 
 
 def _check_entries(state: State) -> None:

@@ -1,4 +1,4 @@
-"""What a command writes: files, checked before it computes anything, and tables."""
+"""The outputs of a command: files, checked before it computes anything, and tables."""
 
 import os
 from pathlib import Path

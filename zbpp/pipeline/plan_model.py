@@ -97,10 +97,11 @@ def plan_model(
         recompute=recompute,
     )
     if example is not None and layer_costs is None:
+        loss_fn = loss_of(layered, loss_fn)
         build = partial(
             Pipeline,
             optimizer=optimizer,
-            loss_fn=loss_of(layered, loss_fn),
+            loss_fn=loss_fn,
             n_stages=n_stages,
             n_microbatches=n_microbatches,
             mesh=mesh if replicas.shard == "none" else DataParallel(mesh=replicas.mesh),
@@ -112,7 +113,7 @@ def plan_model(
         estimate = partial(
             layer_memory,
             model_to_build(model, layered),
-            loss_fn=loss_of(layered, loss_fn),
+            loss_fn=loss_fn,
             device=device,
             optimizer=optimizer,
             n_layers=layered.n_layers,

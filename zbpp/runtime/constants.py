@@ -1,4 +1,4 @@
-"""Which tensors a chunk hands on as it got them; `comm.passthrough` tells why.
+"""Tensors that a chunk hands on as it got them; `comm.passthrough` tells why.
 
 A chunk hands a tensor on if it puts out the very object that it was given, needs no
 gradient for it and has not written to it. So a mask travels as far as the layers hand

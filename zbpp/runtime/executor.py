@@ -470,7 +470,7 @@ HANDLERS: Mapping[Any, Callable[[BoundProgram, Any], Handler]] = {
     StageKind.STEP: TakeStep,
     StageKind.CHECK: ValidateStep,
 }
-"""What makes the handler of an instruction, by its kind."""
+"""Makers of handlers, by the kind of the instruction."""
 
 
 def kind_of_instruction(instruction: Instruction) -> Any:

@@ -1,4 +1,4 @@
-"""How a pipeline computes, steps, executes and replicates: small values with defaults.
+"""Policies of computing, stepping, executing and replicating: values with defaults.
 
 `zbpp.Pipeline` takes one of each. Nothing here imports torch when ``import zbpp`` does.
 """
@@ -26,7 +26,7 @@ _MAX_SECONDS = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What decides the bits of losses and gradients.
+    """The choices that decide the bits of losses and gradients.
 
     Args:
         autocast: compute dtype of the forward, for instance ``torch.bfloat16``.
@@ -99,7 +99,7 @@ class StepPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How passes are executed, watched and waited for; the results are the same.
+    """The execution of passes, watched and waited for; the results are the same.
 
     Args:
         compile: compile each layer by itself, ``"blocks"``, but for layers that are

@@ -38,7 +38,7 @@ __all__ = ["LossFn", "Saved", "Stage"]
 
 @dataclass(slots=True)
 class Saved:
-    """What a micro-batch keeps on a chunk from F to W."""
+    """The state of a micro-batch on a chunk from F to W."""
 
     graph: MicrobatchGraph
     asked: Tensors
@@ -171,7 +171,7 @@ class Stage:
         self.outputs: dict[int, object] | None = {} if keeps_outputs else None
         self.n_microbatches, self.first = n_microbatches, first
         self.gradient_factor = 1.0
-        """What a step of several parts multiplies its gradients by at the end."""
+        """The factor of the gradients at the end of a step of several parts."""
         self._saved: dict[tuple[int, int], Saved] = {}
         for order in self._orders.values():
             order.begin()
@@ -290,7 +290,7 @@ class Stage:
         return [part[microbatch] for reads, part in own if reads and part is not None]
 
     def _seeds(self, microbatch: int) -> Callable[[int], None] | None:
-        """What seeds the generators before each layer; None: nothing does."""
+        """The call that seeds the generators before each layer; None: nothing does."""
         return None if self._seed is None else partial(self._seed_layer, microbatch)
 
     def _seed_layer(self, microbatch: int, layer: int) -> None:

@@ -1,4 +1,4 @@
-"""What forwards change beside their outputs, so that it can be brought back.
+"""A record of what forwards change beside their outputs, to bring it back.
 
     who asks               what is brought back                 see
     replay after V         buffers (and batch, see `Replay`)    `BufferRecorder`

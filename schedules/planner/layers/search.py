@@ -101,7 +101,7 @@ class LayerPlan(PlanFigures):
 
 
 class Choice(NamedTuple):
-    """What a plan is made for."""
+    """The request that a plan answers."""
 
     split: tuple[int, ...]
     """Layers of each chunk."""

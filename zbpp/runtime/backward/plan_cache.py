@@ -62,7 +62,7 @@ class SplitPlanCache:
 
 
 class _Step(NamedTuple):
-    """What a node's edges must lead to.
+    """The nodes that a node's edges must lead to.
 
     Args:
         number: of the node.

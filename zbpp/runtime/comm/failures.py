@@ -83,7 +83,7 @@ def root_cause(notes: Mapping[int, Note], ranks: Sequence[int]) -> tuple[str, bo
 
 
 class Failures:
-    """How long one stage waits for others, and what it says and does when one fails.
+    """The waits of one stage for others: their limit, and what is said when one fails.
 
     Args:
         groups: are aborted at the first failure, so that all others fail at once; their

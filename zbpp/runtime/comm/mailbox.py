@@ -63,7 +63,7 @@ _FIRST = Value(What.ACTIVATION, 0, 0)
 
 @dataclass(frozen=True)
 class StageLinks:
-    """Which stages exchange what, the same on all stages.
+    """The stages that exchange messages, the same on all stages.
 
     Args:
         stage_of: stage of every chunk.

@@ -1,4 +1,4 @@
-"""What carries values between stages: one small interface, two implementations.
+"""The transport of values between stages: one interface, two implementations.
 
 `zbpp.runtime.comm.local` serves stages that live in one process (notebooks, tests, one
 GPU), `zbpp.runtime.comm.mailbox` one process per stage. Both hand over the same

@@ -13,7 +13,7 @@ from zbpp.runtime.compiled.backend import Finish, finished_by, zbpp
 __all__ = ["Call", "Compiling", "compiled", "compiled_by", "is_worth_it"]
 
 Compiling = Literal["blocks"] | bool
-"""What is compiled: ``"blocks"`` or True, each layer by itself."""
+"""The parts that are compiled: ``"blocks"`` or True, each layer by itself."""
 
 _MAX_KINDS = 64
 """Compilations of one function before torch gives up: layers that differ in a number of

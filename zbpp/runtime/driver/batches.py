@@ -71,7 +71,7 @@ class StepPart:
 
     @property
     def gradient_factor(self) -> float:
-        """What puts the gradients right, where the weights are known."""
+        """The factor that puts the gradients right, where the weights are known."""
         return self.divisor / self.weight if self.weight else 1.0
 
 

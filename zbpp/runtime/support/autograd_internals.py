@@ -1,4 +1,4 @@
-"""What zbpp asks of graphs and nodes by names of torch's own; see `private_names`."""
+"""Questions to graphs and nodes by names of torch's own; see `private_names`."""
 
 import sys
 from collections.abc import Callable, Sequence

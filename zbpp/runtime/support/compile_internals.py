@@ -1,4 +1,4 @@
-"""What zbpp asks of torch's compiler by names of its own; see `private_names`."""
+"""Questions to torch's compiler by names of its own; see `private_names`."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""What zbpp asks of torch by names of its own; see `private_names`."""
+"""Questions to torch by names of its own; see `private_names`."""
 
 import importlib
 import inspect
