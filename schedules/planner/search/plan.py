@@ -45,8 +45,7 @@ from dataclasses import replace
 
 from zbpp.core import Costs, Placement, Schedule
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
-from zbpp.schedules.planner.limits import capped, check_one_fits
-from zbpp.schedules.planner.request import check_sizes
+from zbpp.schedules.planner.limits import capped, check_one_fits, check_sizes
 from zbpp.schedules.planner.search.compiled import improve, timed
 from zbpp.schedules.planner.search.critical_path import XorShift64
 from zbpp.schedules.planner.search.local_search import (
@@ -58,8 +57,7 @@ from zbpp.schedules.planner.search.local_search import (
     shortest,
 )
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
-from zbpp.schedules.planner.search.rules import is_line
-from zbpp.schedules.planner.search.seeds import seeds
+from zbpp.schedules.planner.search.seeds import is_line, seeds
 
 __all__ = ["plan_placement"]
 
