@@ -138,7 +138,7 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     plan = _search(problem, effort)
     is_small = is_line(problem) and problem.n_passes < _SMALL
     for lower in problem.next_limits() if is_small and effort == "default" else []:
-        if max(problem.target, lower.target) < plan.span:
+        if problem.target < plan.span and lower.target < plan.span:
             plan = shortest([plan, _search(lower, effort)])
     return plan
 
@@ -181,7 +181,8 @@ def _below_limit(
     for lower in problem.lower_limits(plan.rows):
         if budget.passes - budget.spent < once:
             break
-        if max(problem.target, lower.target) >= plan.span:
+        # the second bound only where the first leaves room: large ones take long
+        if problem.target >= plan.span or lower.target >= plan.span:
             break
         tries, moves = Budget(tries.passes), Budget(moves.passes)
         first = seeds(lower, tries, below=1.03 * plan.span)[0].plan
