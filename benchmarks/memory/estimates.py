@@ -19,6 +19,7 @@ from parts.memory_models import CONFIGURATIONS, Configuration
 from parts.memory_steps import real_peaks
 from parts.table import Table
 
+from zbpp.core import PassKind
 from zbpp.memory.estimate import Steps, estimate_schedule, plan_mode
 from zbpp.memory.layers import model_memory
 from zbpp.memory.model import default_optimizer
@@ -56,12 +57,12 @@ def compare(
         )
         real = measure_passes(piece, loss_fn, one.autocast)
         chunk = memory.chunk(own)
-        m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.made_in_b + chunk.made_in_w
+        m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.gradients
         rows = {
-            "F": ((m_b, chunk.peak_f), real["F2"], made),
-            "B": ((m_w - m_b, chunk.peak_b), real["B2"], made + m_b),
-            "W": ((-m_w, chunk.peak_w), real["W2"], made + m_w),
-            "BW": ((-m_b, chunk.peak_bw), real["BW3"], made + m_b),
+            "F": ((m_b, chunk.peak(PassKind.F)), real["F2"], made),
+            "B": ((m_w - m_b, chunk.peak(PassKind.B)), real["B2"], made + m_b),
+            "W": ((-m_w, chunk.peak(PassKind.W)), real["W2"], made + m_w),
+            "BW": ((-m_b, chunk.peak(PassKind.BW)), real["BW3"], made + m_b),
         }
         for kind, deferred in (("O", False), ("O deferred", True)):
             step = memory.optimizer(own, default_optimizer)
