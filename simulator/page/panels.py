@@ -29,6 +29,7 @@ from itertools import groupby
 from typing import Any
 
 from zbpp.core import Timeline
+from zbpp.core.timeline import Place
 from zbpp.simulator.boxes import (
     LOOKS,
     Box,
@@ -36,8 +37,7 @@ from zbpp.simulator.boxes import (
     Style,
     legend_of,
 )
-from zbpp.simulator.critical_path import critical_places
-from zbpp.simulator.messages import Message, Place, messages
+from zbpp.simulator.critical_path import Message, critical_places, messages
 from zbpp.simulator.metrics import memory_by_job, step_time, waste
 from zbpp.simulator.page.entry import PageEntry, unit_of_memory
 

@@ -30,13 +30,13 @@ from zbpp.schedules import (
     post_validated,
 )
 from zbpp.simulator import (
+    engine,
     expected_step_time,
     makespan,
     rollback_time,
     simulate,
     simulate_iterations,
     span,
-    steady,
     steady_step_time,
     work,
 )
@@ -283,6 +283,6 @@ def test_one_iteration_tells_the_time_of_a_step_behind_a_barrier(mode):
 def test_iterations_without_a_period_are_the_callers_to_change(monkeypatch):
     schedule = plan_zb_h1(n_stages=3, n_microbatches=4)
     assert steady_step_time(schedule) > 0
-    monkeypatch.setattr(steady, "_LEAPS", 0)
+    monkeypatch.setattr(engine, "_LEAPS", 0)
     with pytest.raises(RequestError, match="no period is found within 0 iterations"):
         steady_step_time(schedule)

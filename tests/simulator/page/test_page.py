@@ -32,7 +32,7 @@ from zbpp.simulator import (
 )
 from zbpp.simulator.metrics import memory_by_job
 from zbpp.simulator.page import PageEntry, write_page
-from zbpp.simulator.page.modes_table import modes_table
+from zbpp.simulator.page.entry import modes_table
 
 COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
 
