@@ -9,10 +9,11 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "LeafNode",
     "NoGrad",
     "accumulates",
     "can_read_saved",
@@ -28,6 +29,10 @@ __all__ = [
     "run_whole",
     "sequence_number",
 ]
+
+
+LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+"""The type of leaves' nodes, ``AccumulateGrad``."""
 
 
 def accumulates() -> bool:
