@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-LeafNode: type = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+LeafNode: Any = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The type of leaves' nodes, ``AccumulateGrad``."""
 
 
