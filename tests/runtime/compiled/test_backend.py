@@ -19,21 +19,13 @@ pytestmark = pytest.mark.filterwarnings(
 SMALL = ["mlp"]
 MORE = [
     "tied weights",
-    "conv2d",
     "conv2d, frozen weight",
-    "addmm",
     "a weight in three parts",
     "lora",
     "two outputs",
-    "experts by einsum",
     "experts selected",
-    "tensor hook",
-    "attention",
-    "multi-head attention",
     "checkpoint in a checkpoint",
     "autocast attention",
-    "autocast in a checkpoint",
-    "autocast convolution",
 ]
 """Compiled, a layer does not always leave the same to W: other parts of a weight, say,
 are added up before they reach it."""
