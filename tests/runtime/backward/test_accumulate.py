@@ -145,15 +145,3 @@ def test_without_the_order_they_do() -> None:
     assert not all(all(map(torch.equal, got, want)) for got in found)
     for got in found:
         torch.testing.assert_close(got, want)
-
-
-def test_what_waits_is_forgotten() -> None:
-    module = Fickle()
-    order = GradientOrder(module.parameters())
-    for (x, n), uses in zip(inputs(USES[1]), USES[1], strict=True):
-        graph = SplitGraph([module(x, n)])
-        assert (module.first.weight in set(graph.in_w())) == (uses == 1)
-        i = order._b._turn
-        order.run_b(i, graph, [torch.ones(6, 8)])
-        order.run_w(i, graph)
-    assert not order._waiting and not order._late

@@ -74,11 +74,3 @@ def test_what_waits_in_eager_mode_waits_compiled(
     check(
         CASES[name], monkeypatch, like=lambda m: torch.compile(m, backend=backend.zbpp)
     )
-
-
-def test_without_the_cut_nothing_waits(
-    plain_kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "cut_weights", lambda *_: [])
-    with pytest.raises(AssertionError, match=r"set\(\)"):
-        check(CASES["mlp"], monkeypatch, like=lambda m: m)
