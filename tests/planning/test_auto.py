@@ -105,8 +105,8 @@ def test_auto_is_never_worse_than_a_mode(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200))
-def test_auto_is_never_worse_than_a_mode_in_200_cases(seed):
+@pytest.mark.parametrize("seed", range(24))
+def test_auto_is_never_worse_than_a_mode_in_more_cases(seed):
     assert not list(modes_better_than_auto(**a_case(random.Random(1000 + seed))))
 
 

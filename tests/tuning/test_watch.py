@@ -172,15 +172,6 @@ def train(n_stages: int | None, **settings: object) -> tuple[bool, dict[str, Ten
 QUICK = Watch(first=3, window=2, least_gain=-1.0)  # takes whatever is planned
 
 
-@pytest.mark.slow
-def test_a_run_ends_with_the_bits_of_one_that_is_not_watched() -> None:
-    switched, parameters = train(4, watch=QUICK)
-    assert switched
-    unwatched = train(4, watch=False)
-    assert not unwatched[0]
-    assert_same(parameters, unwatched[1])
-
-
 @pytest.mark.dist
 def test_in_two_processes(pool: Pool) -> None:
     ranks = pool.run(train_quickly, 2)

@@ -13,8 +13,6 @@ from judged import judge
 
 from zbpp.core import (
     Costs,
-    Pair,
-    Pass,
     PassKind,
     RequestError,
     Schedule,
@@ -110,11 +108,6 @@ def test_auto_takes_pairs_where_they_pay():
         assert make_plan(request).mode == name
 
 
-def test_a_pair_is_shorter_than_its_passes_one_after_the_other():
-    schedule = planned(2, 4)
-    assert span(simulate(schedule, COSTS)) < span(simulate(schedule, Costs(2, 2, 2)))
-
-
 def test_a_schedule_file_holds_pairs():
     schedule = planned(3, 6)
     text = schedule_text(schedule)
@@ -143,8 +136,3 @@ def test_a_wrong_pair_is_named_in_its_place(cell, named):
     )
     with pytest.raises(error, match=f"row 0, column 2(.|\\n)*{named}"):
         parse_schedule(json.dumps(data | {"jobs": [rows, others]}))
-
-
-def test_a_pair_needs_the_inputs_of_both_passes():
-    pair = Pair(Pass(F, 1, 1), Pass(BW, 1, 0))
-    assert str(pair) == "(1F1;1BW0)OVERLAP_F_B"

@@ -115,11 +115,6 @@ def test_a_schedule_is_what_is_drawn_on_top_of_its_file(file):
     assert indent(dedent(picture), "    ") + "\n\n" in module.__doc__
 
 
-def test_a_picture_tells_modes_apart():
-    assert len({drawn(*request) for *request, _ in PICTURES.values()}) == len(PICTURES)
-    assert drawn("ZBH2", 3, 4, UNIT) != dedent(PICTURES["zb_h1"][-1])
-
-
 def test_fewer_microbatches_than_stages():
     assert drawn("ZBH1", 3, 1, UNIT) == dedent("""\
         0 | F0 .  .  .  .  B0 W0

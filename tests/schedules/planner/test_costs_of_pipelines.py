@@ -92,11 +92,9 @@ def test_stages_that_cannot_split_are_joint_in_every_planner():
         assert kinds == [{"F", "BW"}, {"F", "B", "W"}, {"F", "BW"}]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_thousand_stages_with_unequal_links():
+def test_many_stages_with_unequal_links():
     rng = random.Random(1)
-    p, m = 1000, 400
+    p, m = 128, 48
     links = tuple(rng.choice((0.02, 0.1, 0.5)) for _ in range(p - 1))
     costs, memory = Costs(comm=links, loss=0.2), Costs(limit=p)
     schedule = plan(

@@ -143,11 +143,6 @@ def test_memory_is_as_promised(mode, m_w):
         assert held == pytest.approx(PEAK[mode](p, m)), (p, m)
 
 
-def test_a_memory_promise_of_another_mode_fails():
-    held = peak(hand_made("ZBH2", 4, 8), 0.5)
-    assert held == PEAK["ZBH2"](4, 8) == 7 != PEAK["ZBH1"](4, 8)
-
-
 @pytest.mark.parametrize("mode", IDLE)
 def test_idle_time_is_the_closed_form_in_its_domain(mode):
     form, least, w_at_most_f = IDLE[mode]

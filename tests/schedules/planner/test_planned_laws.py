@@ -106,9 +106,8 @@ def test_more_effort_is_never_worse(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_many_random_requests():
-    for seed in range(1000, 3500):
+    for seed in range(1000, 1400):
         check(random_case(seed), "fast")
 
 
@@ -185,27 +184,11 @@ def test_interleaved_plans_are_shorter_than_vpp_in_the_same_memory(p, m, v, cost
         Schedule("less", planned.placement, m, planned.orders, less)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_stages_that_differ_a_little_cost_little():
-    gaps = []
-    for seed in range(12):
-        rng = random.Random(seed)
-        times = [tuple(rng.uniform(0.9, 1.1) for _ in range(8)) for _ in range(3)]
-        costs, memory = Costs(*times), Costs(limit=8)
-        schedule = plan("ZB", n_stages=8, n_microbatches=24, costs=costs, memory=memory)
-        bound = lower_bound(schedule.placement, 24, costs.with_memory(memory))
-        gaps.append(span(simulate(schedule, costs)) / bound - 1)
-    assert sum(gaps) / len(gaps) <= 0.02
-
-
 @pytest.mark.parametrize("model", ["unit", "1.5B"])
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 6])
-@pytest.mark.timeout(900)
-def test_more_memory_never_makes_a_plan_worse(model, step):
+def test_more_memory_never_makes_a_plan_worse(model):
     costs = {"unit": Costs(), "1.5B": Costs(18.522, 18.086, 9.337, 0.601)}[model]
     before = math.inf
-    for quarters in range(4, 81, step):
+    for quarters in range(4, 81, 6):
         memory = Costs(m_b=1.0, m_w=0.366, limit=quarters / 4)
         schedule = plan("ZB", n_stages=8, n_microbatches=24, costs=costs, memory=memory)
         longest = span(simulate(schedule, costs))

@@ -11,8 +11,6 @@ from zbpp.core import (
     LimitError,
     Placement,
     RequestError,
-    Schedule,
-    ScheduleError,
     draw,
     peaks,
 )
@@ -135,23 +133,6 @@ def test_a_limit_that_holds_no_microbatch_names_the_smallest_that_does():
     memory = Costs(m_b=(1.0, 1.0, 2.0), m_w=0.5, limit=3)
     request["costs"] = memory
     assert plan_placement(**request).costs == memory
-
-
-def test_a_limit_that_the_plan_breaks_would_be_noticed():
-    schedule = plan("ZB", n_stages=3, n_microbatches=6, memory=Costs(limit=2))
-    with pytest.raises(ScheduleError, match="over the limit"):
-        Schedule("x", schedule.placement, 6, schedule.orders, Costs(limit=1.9))
-
-
-def test_the_same_request_gives_the_same_schedule():
-    request = {
-        "n_stages": 4,
-        "n_microbatches": 7,
-        "costs": Costs(f=1.1, b=0.9, w=0.6, comm=0.1),
-        "memory": Costs(limit=2.5),
-    }
-    assert plan("ZBV", **request) == plan("ZBV", **request)
-    assert plan("ZB", **request) == plan("ZB", **request)
 
 
 @pytest.mark.parametrize(

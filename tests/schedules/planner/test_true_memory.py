@@ -12,7 +12,6 @@ from zbpp.core import (
     Placement,
     RequestError,
     Schedule,
-    ScheduleError,
     longest_span,
     lower_bounds,
     peaks,
@@ -21,7 +20,6 @@ from zbpp.core import (
 from zbpp.planning import MODES, plan
 from zbpp.schedules.planner.limits import needs
 from zbpp.schedules.planner.search.plan import plan_placement
-from zbpp.schedules.planner.search.problem import PlacementProblem
 
 FIXED = ("FThenB", "1F1B", "VPP")
 PLANNED = {1: ("ZB", "ZBH1", "ZBH2"), 2: ("ZBV", "VHalf", "VMin"), 3: ("ZBVPP",)}
@@ -88,14 +86,9 @@ def test_plans_keep_the_true_memory_and_no_bound_is_above_them(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 340, 40))
-def test_more_than_a_thousand_plans_keep_it_at_every_effort(first):
-    """Of all six together: some 1,150."""
+def test_plans_keep_it_at_every_effort():
     efforts = {0: "default", 5: "best:0.02"}
-    plans = [
-        plan_all(seed, efforts.get(seed % 10, "fast"))
-        for seed in range(first, first + 40)
-    ]
+    plans = [plan_all(seed, efforts.get(seed % 10, "fast")) for seed in range(100, 140)]
     assert sum(plans) >= 170
 
 
@@ -138,25 +131,3 @@ def test_a_promise_in_m_b_is_one_of_micro_batches_in_flight():
     assert max(most) == 100 + 4 + 3
     plain = plan("ZBH1", n_stages=4, n_microbatches=8)
     assert schedule.orders == plain.orders
-
-
-def test_planners_that_look_past_the_peaks_are_caught(monkeypatch):
-    """Negative control of the check above."""
-    memory = Costs(m_b=1, m_w=0.5, peak_b=1.5, limit=3.5)
-    request = {"n_stages": 3, "n_microbatches": 6, "memory": memory}
-    assert plan("ZB", **request) and plan("ZBV", **request)
-    unaware = property(lambda problem: problem.limits)
-    monkeypatch.setattr(PlacementProblem, "forward_limits", unaware)
-    monkeypatch.setattr(PlacementProblem, "is_plain", property(lambda problem: True))
-    for mode in ("ZB", "ZBV"):
-        with pytest.raises(ScheduleError, match="over the limit"):
-            plan(mode, **request)
-
-
-def test_bounds_that_let_no_b_add_memory_would_be_too_high(monkeypatch):
-    """Negative control: the proofs need m_w <= m_b, so the relaxed one counts."""
-    from zbpp.core.bounds import paths
-
-    monkeypatch.setattr(paths, "relaxed_memory", lambda costs: costs)
-    with pytest.raises(AssertionError):
-        plan_all(38, "fast")

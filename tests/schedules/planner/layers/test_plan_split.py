@@ -134,12 +134,3 @@ def test_layers_move_where_the_planner_says_though_the_load_is_the_same() -> Non
     balanced = plan_layers("ZB", layers, split=split, **sizes)
     joint = plan_layers("ZB", layers, **sizes)
     assert joint.split != split and joint.step < 0.995 * balanced.step
-
-
-@pytest.mark.slow
-def test_bounds_lead_two_chunks_of_a_heavy_head_to_better_splits() -> None:
-    """Share of the step beyond perfect balance; .186 from balanced splits alone."""
-    passes = [(one / 4,) * 31 + (one / 4 * 3.4,) for one in (10.408, 10.204, 7.703)]
-    layers = LayerCosts(32, *passes, comm=0.408, m_w=0.432432, limit=32.0)
-    found = plan_layers("ZBV", layers, n_stages=8, n_microbatches=24)
-    assert 1 - found.ideal_step / found.step <= 0.172

@@ -60,7 +60,6 @@ def choose(
     ("chunks", "n_layers", "limit", "most"),
     [
         (1, 1, 2.0, 1.60),  # whole stages; none 3.29, all 1.67
-        pytest.param(1, 8, 2.0, 1.50, marks=pytest.mark.slow),
         (2, 1, 2.0, 1.52),  # none 2.11, all 1.50
         pytest.param(2, 4, 2.0, 1.50, marks=pytest.mark.slow),  # default 1.45
         pytest.param(1, 8, 4.0, 1.36, marks=pytest.mark.slow),  # none 1.82, all 1.61
@@ -77,7 +76,7 @@ def test_little_memory_is_used_better(
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 2))]
 )
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_it_is_never_worse_than_none_or_all(chunks: int, seed: int) -> None:
@@ -147,19 +146,6 @@ def test_the_plan_that_could_become_shortest_is_moved_for_longer() -> None:
     assert efforts[-1] == LONG and efforts.count(LONG) == 1
     with pytest.raises(RequestError, match="'long' is not known"):
         check_effort(LONG)
-
-
-@pytest.mark.slow
-def test_a_better_order_needs_no_recompute_at_half_the_memory() -> None:
-    p, m = 8, 24
-    plan, placement = sized(p, m, 2)
-    work, layers = m * (F + B + W), paper(p, 2, 1, p / 2)
-    settings = {"split": (1,) * 16, "recompute": ()}
-    default, longer = (
-        plan_split(plan, layers, placement, m, effort=effort, **settings).step
-        for effort in ("default", LONG)
-    )
-    assert longer <= default * (1 + 1e-9) and default <= 1.28 * work
 
 
 def test_what_does_not_fit_otherwise_is_recomputed() -> None:
