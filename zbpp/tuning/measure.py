@@ -8,7 +8,7 @@ as they were: layers may then go where the plan wants them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,43 +18,14 @@ from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 from zbpp.runtime.support.random_state import random_state, set_random_state
 from zbpp.runtime.values import as_value
 
-__all__ = ["SAFE_MODE", "MeasuredPipeline", "measure_layers"]
+__all__ = ["SAFE_MODE", "measure_layers"]
 
 SAFE_MODE = "ZBH1"
 """Splits the backward, and holds no more than 1F1B."""
 
 
-class ProfileOfLayers(Protocol):
-    """The part of `zbpp.profiling.Profile` that is used here."""
-
-    @property
-    def layers(self) -> LayerCosts:
-        """Costs of each layer."""
-
-
-class MeasuredPipeline(Protocol):
-    """The part of `zbpp.Pipeline` that is used here."""
-
-    rank: int
-
-    @property
-    def n_microbatches(self) -> int:
-        """Micro-batches in a step."""
-
-    def profile(
-        self, inputs: Batch | None = None, targets: Batch | None = None
-    ) -> ProfileOfLayers:
-        """Measure."""
-
-    def gather(self, thing: Any) -> list[Any]:
-        """Give every process the things of all."""
-
-    def close(self) -> None:
-        """End."""
-
-
 def measure_layers(
-    build: Callable[..., MeasuredPipeline],
+    build: Callable[..., Any],
     model: Any,
     example: tuple[Batch, Batch],
     *,
@@ -64,7 +35,7 @@ def measure_layers(
     """Profile the layers, and estimate their memory (every rank must call).
 
     Args:
-        build: makes a pipeline of a model and a ``schedule``.
+        build: makes a `zbpp.Pipeline` of a model and a ``schedule``.
         model: as `zbpp.Pipeline` takes it; given layers end where they were.
         example: inputs and targets of one step, on every rank.
         device: of the pipeline.
@@ -87,12 +58,12 @@ def measure_layers(
     pipeline = build(model, schedule=SAFE_MODE)
     m = pipeline.n_microbatches
     inputs, targets = split_inputs(example[0], m)[0], split_targets(example[1], m)[0]
-    memory = None
+    memory: LayerCosts | None = None
     if pipeline.rank == 0:
         memory = estimate((as_value(inputs), targets))
     memory = pipeline.gather(memory)[0]
     assert memory is not None, "rank 0 has estimated it"
-    times = pipeline.profile(*example).layers
+    times: LayerCosts = pipeline.profile(*example).layers
     pipeline.close()
     for layer, home in homes:
         layer.to(home)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import accumulate, pairwise, product
 from random import Random
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from zbpp.core import (
     Costs,
@@ -70,15 +70,11 @@ _BOUND = 1 / 60  # of a plan's price: a lower bound
 _MOST_DRAWS = 1600  # known splits, and too long ones, included
 
 
-class SplitPlanner(Protocol):
-    """A mode with its sizes: a schedule for the costs of chunks."""
+SplitPlanner = Callable[[Costs, str], Schedule]
+"""A mode with its sizes: plans for the costs of chunks, with an effort.
 
-    def __call__(self, costs: Costs, effort: str) -> Schedule:
-        """Plan.
-
-        Raises:
-            LimitError: it does not fit the memory limit.
-        """
+It raises LimitError if that does not fit the memory limit.
+"""
 
 
 @dataclass(frozen=True)
