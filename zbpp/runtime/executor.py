@@ -525,6 +525,11 @@ class Executor:
         self._bound: dict[bool, BoundProgram] = {}  # by whether it trains
         self._progress = self.collectives.progress(stage.chunks.values())
 
+    def use_network(self, transport: Transport, collectives: Collectives) -> None:
+        """Let messages and collectives take other ways from the next step on."""
+        self.transport = transport
+        self.collectives = collectives
+
     def begin(
         self,
         *,

@@ -21,7 +21,7 @@ from zbpp.runtime.graphed import slot
 from zbpp.runtime.graphed.slot import Slot, Totals
 from zbpp.runtime.graphed.stage import GraphedStage
 from zbpp.runtime.loss import Loss
-from zbpp.runtime.optim.step_state import Patience
+from zbpp.runtime.policies import Patience
 
 
 @pytest.fixture(autouse=True)

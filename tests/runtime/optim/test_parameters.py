@@ -110,16 +110,6 @@ def test_what_no_optimizer_steps_is_named_once_and_does_not_count(
     assert sum(first in line for line in said) == 1
 
 
-def test_without_an_optimizer_gradients_are_left_to_the_caller() -> None:
-    model = nn.Sequential(*build(range(N_LAYERS)))
-    pipeline = make_pipeline("ZBH1", 2, model=model, optimizer=None)
-    norm = pipeline.step(*batch(0)).grad_norm
-    gradients = [p.grad for p in model.parameters()]
-    assert all(g is not None for g in gradients)
-    squares = sum(float(g.double().square().sum()) for g in gradients if g is not None)
-    assert norm == pytest.approx(squares**0.5)
-
-
 def test_optimizers_of_a_list_are_found_by_schedulers_and_hooks() -> None:
     pipeline = make_pipeline("ZBH1", 2, optimizer=matrices_and_rest)
     kinds = [type(optimizer).__name__ for optimizer in pipeline.optimizers]

@@ -17,7 +17,8 @@ from small_model import batch as tokens
 from torch import Tensor
 
 from zbpp.runtime.optim import optimizers
-from zbpp.runtime.optim.step_state import LossScaler, Patience, SpeculationGate
+from zbpp.runtime.optim.step_state import SpeculationGate
+from zbpp.runtime.policies import LossScaler, Patience
 from zbpp.runtime.support.errors import NonFiniteError
 
 
