@@ -231,7 +231,7 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "one pinned buffer for all copies",
     ),
     (
-        "uploads.py", "Uploads._copied",
+        "microbatches.py", "Uploads._copied",
         "stream.event() if copies else None", "None",
         "no event behind the copies",
     ),

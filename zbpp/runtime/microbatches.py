@@ -2,7 +2,7 @@
 
 from collections import UserDict
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from zbpp.runtime.values import Tensors, UnfitValueError, as_tensors, mapped
 __all__ = [
     "AHEAD",
     "Batch",
-    "CopyStream",
     "CutBatch",
     "Uploads",
     "Weigh",
@@ -241,19 +240,6 @@ def merge(outputs: Sequence[Any]) -> Any:
     return map_tensors(outputs[0], lambda _: next(joined))
 
 
-class CopyStream(Protocol):
-    """A stream for copies, as `zbpp.runtime.support.streams.SideStream` is one."""
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a host's tensor."""
-
-    def event(self) -> Event:
-        """Record an event behind all copies so far."""
-
-    def hand_over(self, tensor: Tensor) -> None:
-        """Tell the allocator that the current stream uses a copy."""
-
-
 class Uploads:
     """The inputs, or the targets, of a step, on their way to the device.
 
@@ -272,7 +258,7 @@ class Uploads:
     """
 
     def __init__(
-        self, device: torch.device, move: Move, stream: CopyStream | None = None
+        self, device: torch.device, move: Move, stream: SideStream | None = None
     ) -> None:
         self._device = device
         self._move = move
@@ -316,7 +302,7 @@ class Uploads:
                 self._sent[i] = self._copied(self._parts[i], self._stream)
 
     def _copied(
-        self, part: Any, stream: CopyStream
+        self, part: Any, stream: SideStream
     ) -> tuple[Any, list[Tensor], Event | None]:
         copies: list[Tensor] = []
 

@@ -279,7 +279,7 @@ def is_number(value: object) -> bool:
     return value == value
 
 
-def check_count(name: str, count: object) -> None:
+def check_count(name: str, count: Any) -> None:
     """Refuse what is neither a whole number from 1 on nor None.
 
     Raises:
@@ -287,7 +287,7 @@ def check_count(name: str, count: object) -> None:
     """
     if count is None:
         return
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_whole(count) or count < 1:
         raise RequestError(f"{name} is {count!r}; give a whole number from 1 on")
 
 
