@@ -419,7 +419,7 @@ class Pipeline:
             )
         if isinstance(error, PeerError) and self.stages.transport.on_device:
             return  # the host was ahead: a gradient that it counts may never come
-        if all(one.optimizer.counts for one in self.stages.executors.values()):
+        if all(x.optimizer.counts for x in self.stages.executors.values()):
             self._n_steps += 1
             error.add_note(
                 f"step {self._n_steps - 1} had all its gradients and counts: the state "
@@ -651,7 +651,7 @@ class Pipeline:
         """
         self._refuse_between_parts()
         executors = self.stages.executors
-        if any(one.collectives.has_units for one in executors.values()):
+        if any(x.collectives.has_units for x in executors.values()):
             raise RequestError(
                 "layers that are sharded cannot be profiled, as they cannot be copied; "
                 "profile the bare ones, in a pipeline with shard='none': their passes "
