@@ -118,8 +118,10 @@ def all_points() -> Iterator[tuple[str, int]]:
             yield passes, number
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("point", [("forward", 7), ("backward", 16)])
+@pytest.mark.parametrize(
+    ("way", "point"),
+    list(zip(WAYS, [("forward", 7), ("backward", 16)] * 2, strict=True)),
+)
 def test_an_interrupted_step_has_not_happened(
     way: tuple[str, bool], point: tuple[str, int], tmp_path: Path
 ) -> None:
