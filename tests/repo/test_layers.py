@@ -67,6 +67,7 @@ ROOMS = {
         "zbpp.runtime.comm.peers",
         "zbpp.runtime.stage",
         "zbpp.runtime.chunk",
+        "zbpp.runtime.policies",
     },
     "zbpp.runtime.parallel": {
         "zbpp.runtime.parallel",
