@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zbpp
-from zbpp.runtime.comm.peers import Peers
+from zbpp.runtime.comm.stage_group import StageGroup
 
 pytestmark = pytest.mark.dist
 
@@ -117,9 +117,9 @@ def test_requests_are_refused_with_a_way_out(pool: Pool) -> None:
 
 def test_parts_are_counted_by_one_of_those_that_hold_them() -> None:
     place = {"dp_replicate": 0, "dp_shard": 1, "tp": 1}
-    peers = Peers(3, 8, (0, 2, 4, 6), (0, 2, 4, 6), place)
-    assert peers.counts(("dp_shard", "tp"))
-    assert not peers.counts(("dp_shard",)) and not peers.counts(())
-    assert peers.knows(("tp",)) and not peers.knows(("ep",))
-    table = peers.spread(torch.ones(2)).view(8, 2)
+    peers = StageGroup(3, 8, (0, 2, 4, 6), (0, 2, 4, 6), place)
+    assert peers.owns(("dp_shard", "tp"))
+    assert not peers.owns(("dp_shard",)) and not peers.owns(())
+    assert peers.has_dims(("tp",)) and not peers.has_dims(("ep",))
+    table = peers.scatter_into_table(torch.ones(2)).view(8, 2)
     assert table.sum(1).tolist() == [0, 0, 0, 2, 0, 0, 0, 0]

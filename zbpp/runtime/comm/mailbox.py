@@ -40,9 +40,9 @@ from zbpp.runtime.comm.links import (
     sum_on_hosts,
 )
 from zbpp.runtime.comm.passthrough import PassthroughCache, omitted
-from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.comm.ping import Ping, ping
 from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.microbatches import check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
@@ -119,7 +119,7 @@ class Mailbox(Transport):
         link: P2PLink,
         stages: StageLinks,
         *,
-        peers: Peers = ALONE,
+        peers: StageGroup = ALONE,
         timeout_s: float,
     ) -> None:
         self._link = link
@@ -334,7 +334,7 @@ class Mailbox(Transport):
 
     def reduce(self, vector: Tensor) -> PendingSum:
         """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
-        table = self.peers.spread(vector.to(self._link.device))
+        table = self.peers.scatter_into_table(vector.to(self._link.device))
         self._sum = self._link.sum(table)
         return self._sum
 
@@ -479,7 +479,7 @@ def connect(
     device: torch.device,
     timeout_s: float,
     first_timeout_s: float,
-    peers: Peers = ALONE,
+    peers: StageGroup = ALONE,
     sides: Sequence[dist.ProcessGroup] = (),
 ) -> Mailbox:
     """Connect this process to the others of its pipeline; all that step must call.

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zbpp.core import Job, Message
-from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.comm.ping import Ping
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.values import Tensors
 
@@ -59,7 +59,7 @@ class Transport:
     doing: str = "the start"
     """The call that is under way, for the words of a failure: ``step 3``."""
 
-    peers: Peers = ALONE
+    peers: StageGroup = ALONE
     """The processes of the same stage."""
 
     is_local: bool = False
@@ -87,7 +87,7 @@ class Transport:
         raise NotImplementedError
 
     def reduce(self, vector: Tensor) -> Reduction:
-        """Start to sum a vector over all that step: a table of rows, flat (`Peers`)."""
+        """Start to sum a vector over all that step: a flat table of a `StageGroup`."""
         raise NotImplementedError
 
     def add_over_replicas(self, numbers: Tensor) -> Reduction | None:

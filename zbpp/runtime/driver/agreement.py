@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from zbpp.core import RequestError
-from zbpp.runtime.comm.peers import Peers
+from zbpp.runtime.comm.stage_group import StageGroup
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, check_samples
 from zbpp.runtime.optim.norms import parameter_names
@@ -162,7 +162,7 @@ def describe_batch(batch: Batch) -> Look | None:
 
 
 def describe_parameters(
-    executors: Mapping[int, Executor], peers: Peers
+    executors: Mapping[int, Executor], peers: StageGroup
 ) -> dict[str, tuple[int, tuple[str, ...]]]:
     """The parameters of this process, but for those dealt over another mesh.
 
@@ -175,7 +175,7 @@ def describe_parameters(
         unsharded = executor.collectives.unsharded
         for _, name, p in executor.stage.named_stepped():
             dims = local_part(p).names
-            if peers.knows(dims):
+            if peers.has_dims(dims):
                 held[name] = p, dims
                 if p in unsharded:
                     before[name] = unsharded[p]

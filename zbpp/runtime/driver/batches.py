@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zbpp.core import Placement, RequestError
-from zbpp.runtime.comm.peers import Peers
+from zbpp.runtime.comm.stage_group import StageGroup
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.driver.agreement import (
     Beginning,
@@ -246,7 +246,7 @@ class _LateParameters:
         peers: processes of the stage.
     """
 
-    def __init__(self, executor: Executor, peers: Peers) -> None:
+    def __init__(self, executor: Executor, peers: StageGroup) -> None:
         self._executor = executor
         self._has_peers = peers.n > 1
         stage = executor.stage

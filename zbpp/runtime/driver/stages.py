@@ -187,7 +187,7 @@ class LocalStages:
             sums.append(executor.transport.reduce(vector))
         rows = peers.rows(sums[0].result())
         losses, weights = (
-            peers.of_replicas(rows)[:, :-2].reshape(-1, *table.shape)[:, :2].unbind(1)
+            peers.replica_rows(rows)[:, :-2].reshape(-1, *table.shape)[:, :2].unbind(1)
         )
         n_inputs, n_targets = (int(count) or None for count in rows[peers.row, -2:])
         mean = float((losses * weights).sum() / weights.sum())
