@@ -25,7 +25,6 @@ from zbpp.core import (
     peaks,
 )
 from zbpp.core.timeline import extent
-from zbpp.simulator.messages import lines_of
 
 __all__ = [
     "bubble_rate",
@@ -68,7 +67,7 @@ def step_time(timeline: Timeline) -> float:
     What goes on beside the jobs counts too. Of one iteration alone: among many it may
     be less (`steady_step_time`).
     """
-    return extent(chain.from_iterable(lines_of(timeline)))
+    return extent(chain.from_iterable(timeline.lines))
 
 
 def work(timeline: Timeline) -> list[float]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbpp.core import Costs, RequestError, Timeline, format_memory
+from zbpp.core import Costs, RequestError, Timeline, format_memory, passes_in
 from zbpp.simulator.boxes import (
     DARK,
     IDLE,
@@ -272,7 +272,9 @@ def _write_texts(axes: "Axes", drawing: Drawing) -> None:
     boxes = [box for box in drawing.boxes if box.text]
     for style, members in by_style(boxes).items():
         durations = sorted(box.duration for box in members)
-        font = durations[len(durations) // 2] * per_unit / (_DIGIT_WIDTH * digits)
+        n_numbers = max(1, len(passes_in(members[0].job)))  # two in a pair
+        letters = n_numbers * (digits + 1) - 1
+        font = durations[len(durations) // 2] * per_unit / (_DIGIT_WIDTH * letters)
         if font < _SMALLEST_FONT:
             continue
         font = min(font, largest)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zbpp import diagnostics
 from zbpp.core import Pass, Placement, Schedule, Step, parse_job
-from zbpp.runtime.optim.stage_optimizer import clip_factor
+from zbpp.runtime.optim.decision import clip_factor
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 4])

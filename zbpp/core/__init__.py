@@ -12,7 +12,9 @@ from zbpp.core.costs import (
     MemoryModel,
     collective_time,
     fit_link,
+    held_during,
     parse_memory,
+    peaks,
     zero_bytes,
     zero_volume,
 )
@@ -66,7 +68,6 @@ from zbpp.core.jobs import (
     stage_of,
     writes,
 )
-from zbpp.core.memory import held_during, peaks
 from zbpp.core.placement import Placement
 from zbpp.core.program import (
     AddTied,
@@ -79,8 +80,7 @@ from zbpp.core.program import (
     TiedGradient,
     at_check,
 )
-from zbpp.core.recomputed import recomputed
-from zbpp.core.schedule import Order, Schedule
+from zbpp.core.schedule import Order, Schedule, recomputed
 from zbpp.core.text import draw, format_job, grid, parse_job
 from zbpp.core.timeline import Slot, Timeline, longest_span, pass_span
 from zbpp.core.validation import Recompute

@@ -28,7 +28,7 @@ from zbpp.emulation.slow_sum import SlowSums
 from zbpp.models import layers_from
 from zbpp.pipeline import Pipeline
 from zbpp.planning.answer import recomputed_layers
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.optim.step_state import Patience
 from zbpp.runtime.policies import Execution, StepPolicy
 from zbpp.schedules import even_split
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time

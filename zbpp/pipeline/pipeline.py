@@ -49,10 +49,9 @@ from zbpp.runtime.driver.build import StageOptions, build_executors, make_transp
 from zbpp.runtime.driver.compile_chunks import check_compile
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
 from zbpp.runtime.microbatches import Batch, check_samples
-from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.optim.decision import StepResult
 from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
-from zbpp.runtime.optim.result import StepResult
-from zbpp.runtime.optim.step_state import step_rules
+from zbpp.runtime.optim.step_state import LossScaler, StepRules
 from zbpp.runtime.parallel.wrap import check_shard
 from zbpp.runtime.partition import partition_layers
 from zbpp.runtime.policies import Execution, Numerics, StepPolicy, check_count
@@ -152,12 +151,10 @@ class Pipeline:
             self.plan.schedule, step.post_validation, steps=optimizer is not None
         )
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
-        rules = step_rules(
+        rules = StepRules.of(
+            step if optimizer else replace(step, max_consecutive_skips=None),
             clip_grad_norm=clip_grad_norm,
             post_validation=self.schedule.is_post_validated,
-            patience=step.patience,
-            loss_scale=step.loss_scale,
-            max_consecutive_skips=step.max_consecutive_skips if optimizer else None,
         )
         placement = self.schedule.placement
         self.split = partition_layers(

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from zbpp.runtime.compiled.layers import Compiling
     from zbpp.runtime.microbatches import Weigh, WeighName
-    from zbpp.runtime.optim.loss_scale import LossScaler
-    from zbpp.runtime.optim.patience import Patience
+    from zbpp.runtime.optim.step_state import LossScaler, Patience
 
 __all__ = ["DataParallel", "Execution", "Numerics", "StepPolicy"]
 

@@ -179,7 +179,7 @@ class Stage:
     def watch_gradients(self, look: Callable[[int, int], None]) -> None:
         """Call ``look(chunk, microbatch)`` in this step after every addition."""
         for chunk, order in self._orders.items():
-            order.watch = partial(look, chunk)
+            order.watch(partial(look, chunk))
 
     def watch_weights(self, watches: Mapping[int, Progress]) -> None:
         """Let the last W's of this step's chunks tell how far they are, or all W's."""

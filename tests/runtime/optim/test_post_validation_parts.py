@@ -11,10 +11,10 @@ from moments import uncertain_sums
 from outcomes import difference
 from torch import Tensor
 
-from zbpp.runtime.optim.loss_scale import LossScaler
-from zbpp.runtime.optim.param_groups import GroupValues
+from zbpp.runtime.optim.optimizers import GroupValues
 from zbpp.runtime.optim.rollback import DeferredStep, SnapshotStep
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer, StepState
+from zbpp.runtime.optim.step_state import LossScaler
 from zbpp.runtime.replay import Replay
 
 

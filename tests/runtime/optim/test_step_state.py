@@ -17,8 +17,7 @@ from small_model import batch as tokens
 from torch import Tensor
 
 from zbpp.runtime.optim import optimizers
-from zbpp.runtime.optim.loss_scale import LossScaler
-from zbpp.runtime.optim.patience import Patience, SpeculationGate
+from zbpp.runtime.optim.step_state import LossScaler, Patience, SpeculationGate
 from zbpp.runtime.support.errors import NonFiniteError
 
 

@@ -21,7 +21,7 @@ from zbpp.runtime.comm.stage_group import StageGroup
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, check_samples
 from zbpp.runtime.optim.norms import parameter_names
-from zbpp.runtime.optim.param_groups import copy_groups
+from zbpp.runtime.optim.rollback import copy_groups
 from zbpp.runtime.parallel.wrap import Unsharded
 from zbpp.runtime.support.fingerprint import fingerprints
 from zbpp.runtime.support.pytree import tensors_in

@@ -10,6 +10,7 @@ A step that was taken before the sums were known is invalid in the last two case
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,14 @@ from zbpp.core import Job
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Reduction
 
-__all__ = ["Decision", "StepSums", "StepVectorLayout", "clip_factor", "decide"]
+__all__ = [
+    "Decision",
+    "StepResult",
+    "StepSums",
+    "StepVectorLayout",
+    "clip_factor",
+    "decide",
+]
 
 
 @dataclass(frozen=True)
@@ -201,6 +209,68 @@ class StepSums:
     def notes(self) -> Tensor:
         """Notes on gradients that are not finite, of the peer that has found most."""
         return self.read()[:, self._layout.notes].amax(dim=0)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss and gradient norm of one step, the same on every rank.
+
+    Reading waits until all stages have ended the step, and for nothing else: one rank
+    may read, right after the step, while the others go on.
+
+    Args:
+        sums: of the step.
+        clip_grad_norm: largest norm of all gradients; None: any.
+        speculative: the step was taken before its norm was known.
+        first_metrics: the sums with the metrics, in the first step alone: names were
+            not known when ``sums`` began.
+        outputs: of the last layer for all samples, without a graph, joined as `predict`
+            joins them; None elsewhere than on the last stage, or if they were not
+            asked for.
+    """
+
+    sums: StepSums
+    clip_grad_norm: float | None
+    speculative: bool
+    first_metrics: StepSums | None = None
+    outputs: Any = None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the batch, before the step; see ``weigh`` of `Pipeline`.
+
+        NaN if no sample or token counts.
+        """
+        return self.sums.loss()
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Mean loss over each micro-batch; 0 where no sample or token counts."""
+        return tuple(self.sums.losses()[0].tolist())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the metrics that ``loss_fn`` returns, taken as that of the loss."""
+        return (self.first_metrics or self.sums).metrics()
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of all gradients of all stages, before clipping."""
+        return self.sums.norm()
+
+    @property
+    def skipped(self) -> bool:
+        """True if the optimizer left the parameters alone: the norm was Inf or NaN."""
+        return self._decision.skipped
+
+    @property
+    def rollbacks(self) -> int:
+        """Times that the step was rolled back: 1 if it was speculative and invalid."""
+        return int(self.speculative and self._decision.requires_rollback)
+
+    @property
+    def _decision(self) -> Decision:
+        return decide(self.sums.norm(), self.clip_grad_norm)
 
 
 def _mean(values: Tensor, weights: Tensor) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError, a_kind
-from zbpp.runtime.optim.param_groups import parameters_of
+from zbpp.runtime.optim.rollback import parameters_of
 
 __all__ = ["MakeOptimizer", "check_optimizer", "made_optimizers"]
 

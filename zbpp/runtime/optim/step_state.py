@@ -1,30 +1,181 @@
 """The consequences of the decisions on steps so far; the same on every stage.
 
-A step's decision moves the loss scale, the gate of speculation, and the count of
-skipped steps: too many in a row end the run, with the place of the first bad gradient.
+A decision moves three things:
+
+    gate          closed: wait for the norm --(10 valid steps in a row)--> open
+                  open: step at once --(3 of the last 10 were invalid)--> closed
+    loss scale    shrinks after a skipped step, grows after many good ones
+    skips         too many in a row end the run, with the place of the first bad
+                  gradient
+
+A run begins with the gate closed: gradients are large in the first steps of most
+trainings, so their norm is clipped step after step, and all of these would be rolled
+back.
 """
 
 import logging
+import math
+from collections import deque
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from zbpp.core import RequestError
 from zbpp.runtime.optim.decision import Decision, StepSums
-from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.norms import NonFiniteFinder
-from zbpp.runtime.optim.patience import Patience, SpeculationGate
+from zbpp.runtime.policies import StepPolicy
 from zbpp.runtime.support.errors import NonFiniteError
 
-__all__ = ["History", "StepRules", "step_rules"]
+__all__ = ["History", "LossScaler", "Patience", "SpeculationGate", "StepRules"]
 
 _log = logging.getLogger("zbpp")
 
 
 @dataclass(frozen=True)
+class Patience:
+    """Thresholds of the change.
+
+    Args:
+        failures: so many invalid steps end speculation; more than ``window``: none do,
+            and the first step of a run is speculative.
+        window: among so many speculative steps.
+        clean: so many steps in a row without a correction begin it, or begin it again.
+
+    Raises:
+        RequestError: one of them is below 1.
+    """
+
+    failures: int = 3
+    window: int = 10
+    clean: int = 10
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise RequestError(f"{name} is {value}; it must be at least 1")
+
+
+class SpeculationGate:
+    """Open while steps are speculative.
+
+    Args:
+        patience: when it opens and closes.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._invalid: deque[bool] = deque(maxlen=patience.window)
+        self._clean = 0
+        self.is_open = patience.failures > patience.window
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that change from step to step."""
+        return {
+            "is_open": self.is_open,
+            "clean": self._clean,
+            "invalid": list(self._invalid),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.is_open = bool(state["is_open"])
+        self._clean = int(state["clean"])
+        self._invalid = deque(map(bool, state["invalid"]), self._patience.window)
+
+    def note(self, invalid: bool) -> None:
+        """Count a step; ``invalid``: a speculative one was, or would have been."""
+        if self.is_open:
+            self._invalid.append(invalid)
+            if sum(self._invalid) >= self._patience.failures:
+                self.is_open, self._clean = False, 0
+        else:
+            self._clean = 0 if invalid else self._clean + 1
+            if self._clean >= self._patience.clean:
+                self.is_open = True
+                self._invalid.clear()
+
+
+class LossScaler:
+    """The factor on the loss that keeps fp16 gradients in range, kept on the host.
+
+    Its rule is that of ``torch.amp.GradScaler``.
+
+    Args:
+        scale: of the first step.
+        growth_factor: of the scale.
+        backoff_factor: of the scale, when it shrinks.
+        growth_interval: good steps in a row before it grows; 0 keeps it constant.
+
+    Raises:
+        RequestError: a value is out of its range.
+
+    >>> scaler = LossScaler(8.0, growth_interval=2)
+    >>> for finite in (False, True, True):
+    ...     scaler.update(finite)
+    >>> scaler.scale
+    8.0
+    """
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        if not (0 < scale < math.inf and growth_factor >= 1 >= backoff_factor > 0):
+            raise RequestError(
+                f"a loss scale of {scale:g} that grows by {growth_factor:g} and "
+                f"shrinks by {backoff_factor:g} makes no sense; choose a positive "
+                "scale, a growth_factor of at least 1, a backoff_factor of at most 1"
+            )
+        if growth_interval < 0:
+            raise RequestError(
+                f"growth_interval is {growth_interval}; choose 0 or more"
+            )
+        self.scale = scale
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._good_steps = 0
+
+    def __repr__(self) -> str:
+        return f"LossScaler({vars(self)})"  # ranks compare theirs by it
+
+    def update(self, finite: bool) -> None:
+        """A step has been decided: ``finite`` says whether it was taken."""
+        if self._growth_interval == 0:
+            return
+        if not finite:
+            self.scale *= self._backoff_factor
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._growth_interval:
+            grown = self.scale * self._growth_factor
+            self.scale = grown if math.isfinite(grown) else self.scale
+            self._good_steps = 0
+
+    @property
+    def may_shrink(self) -> bool:
+        """A skipped step may be the search for a scale, and no fault."""
+        return self._growth_interval > 0 and self.scale > 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        """The values that change from step to step."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a saved state."""
+        self.scale = float(state["scale"])
+        self._good_steps = int(state["good_steps"])
+
+
+@dataclass(frozen=True)
 class StepRules:
-    """The rules by which steps are taken; `zbpp.Pipeline` explains the fields."""
+    """A `zbpp.StepPolicy` with every choice made, and the limit of the norm."""
 
     clip_grad_norm: float | None = None
     post_validation: bool = False
@@ -32,34 +183,21 @@ class StepRules:
     loss_scale: LossScaler | None = None
     max_consecutive_skips: int | None = 5
 
-
-def step_rules(
-    *,
-    clip_grad_norm: float | None,
-    post_validation: bool,
-    patience: Patience | None,
-    loss_scale: LossScaler | float | None,
-    max_consecutive_skips: int | None,
-) -> StepRules:
-    """Check what was asked for.
-
-    Raises:
-        RequestError: a value is out of its range.
-    """
-    if max_consecutive_skips is not None and max_consecutive_skips < 1:
-        raise RequestError(
-            f"max_consecutive_skips is {max_consecutive_skips}; choose 1 or more, or "
-            "None for any number"
+    @classmethod
+    def of(
+        cls, policy: StepPolicy, *, clip_grad_norm: float | None, post_validation: bool
+    ) -> Self:
+        """Return the rules of a policy."""
+        scale = policy.loss_scale
+        if isinstance(scale, int | float):
+            scale = LossScaler(float(scale), growth_interval=0)
+        return cls(
+            clip_grad_norm=clip_grad_norm,
+            post_validation=post_validation,
+            patience=policy.patience or Patience(),
+            loss_scale=scale,
+            max_consecutive_skips=policy.max_consecutive_skips,
         )
-    if isinstance(loss_scale, int | float):
-        loss_scale = LossScaler(float(loss_scale), growth_interval=0)
-    return StepRules(
-        clip_grad_norm=clip_grad_norm,
-        post_validation=post_validation,
-        patience=patience or Patience(),
-        loss_scale=loss_scale,
-        max_consecutive_skips=max_consecutive_skips,
-    )
 
 
 class History:
