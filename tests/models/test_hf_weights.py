@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_hf import FAMILIES, batch_of, tiny
+from tiny_hf import batch_of, tiny
 
 import zbpp
 from zbpp import RequestError
@@ -10,10 +10,12 @@ from zbpp.models import layered_of
 
 pytest.importorskip("transformers")
 
-ALL = [
-    pytest.param(name, marks=[] if name in ("gpt2", "gemma3") else pytest.mark.slow)
-    for name in FAMILIES
+SOME = [
+    "gpt2",
+    "gemma3",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "t5", "vit")),
 ]
+"""Tied ends, tables in buffers, experts, an encoder, images."""
 
 
 def on_meta(family):
@@ -38,7 +40,7 @@ def loss_of(layered, batch):
     return layered.loss_fn(value, targets)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", SOME)
 def test_a_seed_gives_the_same_weights_for_any_number_of_stages(family):
     layered = zbpp.cut(on_meta(family), weights=5)
     at_once = tensors(layered, [range(6)])
@@ -56,7 +58,7 @@ def _a_matrix(found):
     return next(n for n, t in found.items() if t.dim() == 2 and ".1." in n)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", SOME)
 def test_a_seed_draws_from_the_distributions_of_a_plain_model(family):
     plain = {n: p.detach() for n, p in tiny(family).named_parameters()}
     ours = tensors(zbpp.cut(on_meta(family), weights=5), [range(6)])
@@ -70,7 +72,7 @@ def test_a_seed_draws_from_the_distributions_of_a_plain_model(family):
             assert abs(ratio - 1) < 4 / expected.numel() ** 0.5 + 0.1, name
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", SOME)
 def test_a_folder_of_safetensors_gives_the_plain_model(family, tmp_path):
     plain = tiny(family).eval()
     plain.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -70,13 +70,15 @@ def join(
     }
     sizes = known["bytes"]
     message_bytes = fmean(sizes.values()) if sizes else 0.0
-    steps_seen = rehearsed_steps(known["rows"], pipeline.schedule)
-    seen = steps_seen and measure_step_times(
-        steps_seen,
-        links,
-        message_bytes=message_bytes,
-        one_clock=len({part["clock"] for part in parts}) == 1,
-    )
+    rehearsed = rehearsed_steps(known["rows"], pipeline.schedule)
+    seen = None
+    if rehearsed is not None:
+        seen = measure_step_times(
+            rehearsed,
+            links,
+            message_bytes=message_bytes,
+            one_clock=len({part["clock"] for part in parts}) == 1,
+        )
     measured = _chunk_times(known["chunks"], placement, links, seen)
     each = _overheads(known["nothing"], measured, seen)
     chunks, layers = _scale(pipeline, known, measured, each)
