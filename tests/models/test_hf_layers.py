@@ -71,20 +71,6 @@ def test_names_are_the_models_own(family):
     assert all(found[name] is expected[name] for name in found)
 
 
-def test_arguments_that_do_not_follow_from_the_batch_travel():
-    model = tiny("llama")
-    plain, batch = copy.deepcopy(model), batch_of("llama")
-    layered = layered_of(model)
-    layers = layered.build(range(layered.n_layers))
-    layers[0].carries = True
-    value = layers[0](layered.cut_batch(batch)[0])
-    assert len(value["shared"]) == 4, "mask, position ids, cosines and sines"
-    loss, _ = run(layered, layers, batch)
-    loss.backward()
-    plain(**batch).loss.backward()
-    assert not unequal(model, plain)
-
-
 def test_eval_mode_and_a_batch_without_labels():
     model = tiny("llama").eval()
     layered = layered_of(model)
