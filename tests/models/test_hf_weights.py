@@ -100,3 +100,17 @@ def test_only_the_layers_asked_for_are_made():
     assert not any(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
     names = [name for name, _ in layer.named_parameters()]
     assert all(name.startswith("block.") for name in names)
+
+
+def test_a_tied_model_on_meta_stays_tied():
+    with zbpp.Pipeline(
+        zbpp.cut(on_meta("gpt2"), weights=3),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        schedule="ZBV",
+        n_stages=2,
+        n_microbatches=4,
+    ) as pipeline:
+        losses = [pipeline.step(batch_of("gpt2", 8, seed=s)).loss for s in range(3)]
+        state = pipeline.state_dict()["model"]
+    assert torch.equal(state["transformer.wte.weight"], state["lm_head.weight"])
+    assert losses[-1] < losses[0]
