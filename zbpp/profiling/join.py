@@ -14,6 +14,7 @@ from zbpp.profiling.profile import ChunkProfile, Profile
 from zbpp.profiling.rehearsal import rehearsed_steps
 from zbpp.profiling.step_times import StepTimes, measure_step_times
 from zbpp.profiling.stopwatch import Spread
+from zbpp.profiling.window import Wires
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.mesh import Place
@@ -50,10 +51,10 @@ def most_in_flight(schedule: Schedule, stage: int) -> int:
 def join(
     pipeline: Profiled,
     parts: Sequence[dict[str, Any]],
-    links: Mapping[tuple[int, int], Link],
+    wires: Wires,
 ) -> Profile:
     """Make one profile of what all ranks have found."""
-    placement = pipeline.schedule.placement
+    placement, links = pipeline.schedule.placement, wires.links
     known: dict[str, dict[int, Any]] = {
         key: {k: v for part in parts for k, v in part[key].items()}
         for key in (
@@ -77,7 +78,7 @@ def join(
             rehearsed,
             links,
             message_bytes=message_bytes,
-            one_clock=len({part["clock"] for part in parts}) == 1,
+            one_clock=wires.one_clock,
         )
     measured = _chunk_times(known["chunks"], placement, links, seen)
     each = _overheads(known["nothing"], measured, seen)
@@ -100,7 +101,7 @@ def join(
         message=tuple(float(known["bytes"][i]) for i in every[:-1]),
         bandwidth=link_list(waited, placement.n_stages, "bandwidth") or None,
         delay=link_list(waited, placement.n_stages, "delay"),
-        reduction=max(part["reduction"].mean for part in parts),
+        reduction=wires.reduction.mean,
         validation=max(step["V"].mean for step in steps),
         time_unit="ms",
         **_replica_link(part["collectives"] for part in parts),
@@ -113,7 +114,7 @@ def join(
         optimizer=tuple(step["O"] + step["norm"] for step in steps),
         validation=tuple(step["V"] for step in steps),
         norm=tuple(step["norm"] for step in steps),
-        reduction=max((p["reduction"] for p in parts), key=lambda one: one.median),
+        reduction=wires.reduction,
         links=links,
         splits=tuple(known["splits"][stage] for stage in range(placement.n_stages)),
         rounds=min(part["rounds"] for part in parts),

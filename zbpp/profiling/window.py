@@ -19,6 +19,7 @@ from zbpp.core.measured import not_told_apart, robust_mean
 from zbpp.profiling.links import Link, measure_links
 from zbpp.profiling.step_times import StepTimes, measure_step_times
 from zbpp.profiling.steps import time_reduction
+from zbpp.profiling.stopwatch import Spread
 from zbpp.runtime.comm.clocks import clock_name
 from zbpp.runtime.executor import Executor
 
@@ -26,6 +27,8 @@ __all__ = ["Wires", "measure_wires", "window_costs"]
 
 _MS = 1e3
 _REDUCTIONS = 10
+_LOSSES = 64
+"""Numbers of a step's sum beside the norms, more or less."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Wires:
     """
 
     links: Mapping[tuple[int, int], Link]
-    reduction: float
+    reduction: Spread
     message: Mapping[int, int]
     one_clock: bool = False
 
@@ -54,17 +57,27 @@ class Wires:
         return tuple(found)
 
 
-def measure_wires(executors: Mapping[int, Executor], placement: Placement) -> Wires:
-    """Measure links and the sum, between two steps (every rank must call)."""
+def measure_wires(
+    executors: Mapping[int, Executor],
+    placement: Placement,
+    message: Mapping[int, int] | None = None,
+) -> Wires:
+    """Measure links and the sum, between two steps (every rank must call).
+
+    Args:
+        executors: of this process.
+        placement: of the chunks.
+        message: bytes that its chunks put out; None: as they did in the last step.
+    """
     transport = next(iter(executors.values())).transport
-    message: dict[int, int] = {}
-    for part in transport.gather(transport.message_bytes()):
-        message |= part
-    links = measure_links(executors, placement, max(message.values(), default=0))
-    n_numbers = placement.n_chunks + 64  # as long as that of a step, more or less
+    own = transport.message_bytes() if message is None else message
+    clock, parts = clock_name(), transport.gather((clock_name(), dict(own)))
+    every = {chunk: n_bytes for _, part in parts for chunk, n_bytes in part.items()}
+    links = measure_links(executors, placement, max(every.values(), default=0))
+    n_numbers = placement.n_chunks + _LOSSES
     reduction = time_reduction(executors, n_numbers, _REDUCTIONS)
-    clocks = {one for part in transport.gather([clock_name()]) for one in part}
-    return Wires(links, reduction.mean, message, one_clock=len(clocks) == 1)
+    one_clock = all(name == clock for name, _ in parts)
+    return Wires(links, reduction, every, one_clock=one_clock)
 
 
 def window_costs(
@@ -118,7 +131,7 @@ def window_costs(
         optimizer=tuple(optimizer[stage] for stage in placement.stage_of),
         validation=max(times.validation),
         comm=0.0 if wires is None else _hops(times, wires, placement) or 0.0,
-        reduction=0.0 if wires is None else wires.reduction,
+        reduction=0.0 if wires is None else wires.reduction.mean,
         splits=None if all(splits) else tuple(splits),
         time_unit="ms",
     )
