@@ -16,7 +16,7 @@ from tiny_hf import FAMILIES, batch_of, tiny, untied
 
 import zbpp
 from zbpp import RequestError
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 
 pytest.importorskip("transformers")
 
