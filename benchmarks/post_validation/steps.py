@@ -38,9 +38,9 @@ from zbpp.emulation.layers import EmulatedLayer
 from zbpp.planning import plan
 from zbpp.planning.pipelines import choose_validation
 from zbpp.runtime.comm.transport import Transport
-from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.optim.rollback import Rollback
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
+from zbpp.runtime.policies import Patience
 
 WAYS = ("barrier", "free", "deferred", "snapshot")
 
