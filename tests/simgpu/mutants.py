@@ -1,6 +1,6 @@
 """Mistakes put into zbpp's GPU code, one at a time: does a test see each of them?
 
-    make mutants ARGS="[--only TEXT] [--jobs 2]"
+    make mutants ARGS="--room simgpu [--only TEXT] [--jobs 2]"
 
 Every wait, event, `record_stream`, stream context, pinned buffer and copy between slots
 of graphs in zbpp/runtime is taken out by rules over the syntax tree, and some are
