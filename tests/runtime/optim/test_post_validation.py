@@ -28,8 +28,8 @@ def test_random_histories() -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_random_histories() -> None:
-    assert check(range(20, 120)) > 100
+def test_more_random_histories() -> None:
+    assert check(range(20, 60)) > 40
 
 
 def compare_unseeded(history: History) -> str | None:
