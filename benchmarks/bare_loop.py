@@ -38,7 +38,7 @@ from zbpp.core import output_of as written_by
 from zbpp.emulation.layers import EmulatedLayer, sleep_until
 from zbpp.planning import plan
 from zbpp.planning.pipelines import choose_validation
-from zbpp.runtime.optim.step_state import Patience
+from zbpp.runtime.policies import Patience
 from zbpp.schedules import lower
 from zbpp.simulator import steady_step_time
 

@@ -10,7 +10,6 @@ page/           one HTML file to zoom in
 trace           files for Perfetto, written and read
 charts          modes beside one another
 tables          figures in a terminal, or on a page
-output          how files are written, and the unit of memory
 """
 
 from zbpp.core import lower_bound, lower_bounds

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbpp.core import Costs, RequestError, Timeline, format_memory, passes_in
+from zbpp.core.files.json_text import write_file
 from zbpp.simulator.boxes import (
     DARK,
     IDLE,
@@ -27,8 +28,13 @@ from zbpp.simulator.boxes import (
     legend_of,
     origin_of,
 )
-from zbpp.simulator.metrics import memory_over_time, peak_memory, step_time, waste
-from zbpp.simulator.output import memory_unit, write_file
+from zbpp.simulator.metrics import (
+    memory_over_time,
+    memory_unit,
+    peak_memory,
+    step_time,
+    waste,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,11 +27,10 @@ from zbpp.core import (
     parse_job,
     passes_in,
 )
-from zbpp.core.files.json_text import fail, object_of, read
+from zbpp.core.files.json_text import fail, object_of, read, write_file
 from zbpp.simulator.boxes import SEND, Drawing, origin_of
 from zbpp.simulator.critical_path import messages
 from zbpp.simulator.metrics import memory_over_time, waste
-from zbpp.simulator.output import write_file
 
 __all__ = ["read_trace", "trace_events", "write_trace"]
 

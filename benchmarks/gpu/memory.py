@@ -11,7 +11,7 @@ from torch import Tensor
 import zbpp
 from zbpp.memory.api import estimate
 from zbpp.memory.model import default_optimizer
-from zbpp.runtime.optim.step_state import Patience
+from zbpp.runtime.policies import Patience
 
 __all__ = ["errors", "measure"]
 

@@ -26,7 +26,7 @@ from zbpp import diagnostics
 from zbpp.core import Costs, Schedule
 from zbpp.planning import plan
 from zbpp.runtime.backward.queue import current_queue
-from zbpp.runtime.optim.step_state import Patience
+from zbpp.runtime.policies import Patience
 from zbpp.simulator import bubble_rate, steady_step_time
 
 __all__ = ["SpinningLayer", "measure"]

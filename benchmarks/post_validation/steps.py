@@ -40,7 +40,7 @@ from zbpp.planning.pipelines import choose_validation
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.rollback import Rollback
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
-from zbpp.runtime.optim.step_state import Patience
+from zbpp.runtime.policies import Patience
 
 WAYS = ("barrier", "free", "deferred", "snapshot")
 

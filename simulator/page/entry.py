@@ -9,8 +9,7 @@ from functools import cached_property, partial
 from statistics import fmean
 
 from zbpp.core import Costs, Job, Schedule, Timeline, format_memory
-from zbpp.simulator.metrics import bubble_rate, peak_memory, step_time
-from zbpp.simulator.output import memory_unit
+from zbpp.simulator.metrics import bubble_rate, memory_unit, peak_memory, step_time
 from zbpp.simulator.tables import Table
 
 __all__ = ["PageEntry", "modes_table", "unit_of_memory"]

@@ -14,9 +14,9 @@ from small_model import MODES, adamw, assert_same, batch, make_pipeline
 from zbpp import diagnostics
 from zbpp.core import Pass, PassKind
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.optim.step_state import Patience
+from zbpp.runtime.microbatches import Uploads
+from zbpp.runtime.policies import Patience
 from zbpp.runtime.support.streams import HostCopy, SideStream
-from zbpp.runtime.uploads import Uploads
 from zbpp.runtime.values import mapped
 from zbpp.training.launch import launch
 

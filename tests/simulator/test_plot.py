@@ -67,27 +67,6 @@ def test_a_v_is_a_box_or_a_line_and_has_its_own_colour(tmp_path, takes):
         assert drawn == starts
 
 
-def test_a_box_stands_where_its_job_runs_and_its_number_in_the_middle(tmp_path):
-    timeline = timeline_of("ZBH1", costs=Costs(3, 2, 1.5, 0.25))
-    axes = plot(timeline, tmp_path / "x.png").axes[0]
-    (weights,) = (c for c in axes.collections if c.get_gid() == "W 0")
-    drawn = sorted(
-        (path.get_extents().x0, path.get_extents().x1, path.get_extents().y0 + 0.43)
-        for path in weights.get_paths()
-    )
-    slots = [(slot, stage) for stage, row in enumerate(timeline.rows) for slot in row]
-    expected = sorted(
-        (slot.start, slot.end, stage) for slot, stage in slots if "W" in str(slot.job)
-    )
-    assert drawn == [pytest.approx(entry) for entry in expected]
-    numbers = sorted((*text.get_position(), text.get_text()) for text in axes.texts)
-    assert numbers == sorted(
-        ((slot.start + slot.end) / 2, stage, str(slot.job.microbatch))
-        for slot, stage in slots
-        if slot.duration > 0
-    )
-
-
 def test_numbers_title_and_legend(tmp_path):
     figure = plot(timeline_of("ZBV"), tmp_path / "v.png", costs=Costs())
     axes = figure.axes[0]

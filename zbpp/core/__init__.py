@@ -25,17 +25,19 @@ from zbpp.core.errors import (
     WorkerError,
     a_kind,
 )
-from zbpp.core.files import (
+from zbpp.core.files.costs_file import (
     is_layers_file,
     parse_costs,
     parse_layers,
-    parse_schedule,
     read_costs,
     read_layers,
-    read_schedule,
-    schedule_text,
     write_costs,
     write_layers,
+)
+from zbpp.core.files.schedule_file import (
+    parse_schedule,
+    read_schedule,
+    schedule_text,
     write_schedule,
 )
 from zbpp.core.jobs import (

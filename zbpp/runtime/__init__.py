@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from zbpp.runtime.backward.torch_stage import SplitModule
     from zbpp.runtime.comm.process_group import use_loopback
     from zbpp.runtime.optim.decision import StepResult
-    from zbpp.runtime.optim.step_state import LossScaler, Patience
+    from zbpp.runtime.policies import LossScaler, Patience
     from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
 
 _HOMES = {
-    "LossScaler": "optim.step_state",
+    "LossScaler": "policies",
     "NonFiniteError": "support.errors",
-    "Patience": "optim.step_state",
+    "Patience": "policies",
     "PeerError": "support.errors",
     "ShapeError": "support.errors",
     "SplitGraph": "backward.split",

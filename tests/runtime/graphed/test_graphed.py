@@ -18,7 +18,7 @@ from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.graphed.slot import Totals
 from zbpp.runtime.graphed.stage import GraphedStage
-from zbpp.runtime.optim.step_state import Patience
+from zbpp.runtime.policies import Patience
 
 
 @pytest.fixture(autouse=True)

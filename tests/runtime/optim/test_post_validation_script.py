@@ -14,7 +14,7 @@ import zbpp
 from zbpp import diagnostics
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
 from zbpp.runtime.optim.rollback import DeferredStep
-from zbpp.runtime.optim.step_state import LossScaler, Patience
+from zbpp.runtime.policies import LossScaler, Patience
 from zbpp.simulator import bubble_rate
 
 

@@ -3,6 +3,7 @@
 That every job stands on a page, `test_media.py` tests.
 """
 
+import json
 import random
 import re
 import subprocess
@@ -205,14 +206,27 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         write_page([entry_of("1F1B")], tmp_path / "no" / "x.html")
 
 
+NAMES = """
+const styles = JSON.parse(process.argv[1]).styles;
+%s
+readTimeline(JSON.parse(process.argv[1]).panels[0]).then((timeline) => {
+  const boxes = [...timeline.style.keys()].slice(0, timeline.first[timeline.stages]);
+  console.log(JSON.stringify(boxes.map((box) => nameOf(timeline, box))));
+});
+"""
+
+
 @pytest.mark.skipif(which("node") is None, reason="no node is installed")
-def test_the_scripts_are_scripts(tmp_path):
-    (script,) = re.findall(
-        r"<script>(.*?)</script>", page_text([entry_of("ZBV")]), re.S
-    )
+@pytest.mark.parametrize("mode", ["ZBV", "DualPipeV"])
+def test_the_scripts_read_the_jobs_of_a_page(tmp_path, mode):
+    timeline = timeline_of(mode, costs=Costs(2, 2, 2, fb=5))
+    text = page_text([PageEntry(name=mode, simulated=timeline)])
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.S)
     for code, wrong in ((script, 0), (script.replace(");", ";", 1), 1)):
         (tmp_path / "x.js").write_text(code, encoding="utf-8")
         check = ["node", "--check", str(tmp_path / "x.js")]
-        assert (
-            subprocess.run(check, capture_output=True, timeout=60).returncode == wrong
-        )
+        assert subprocess.run(check, capture_output=True).returncode == wrong
+    arrays = script.partition("// Panels of timelines")[0].replace('"use strict";', "")
+    run = ["node", "-e", NAMES % arrays, json.dumps(page_data(text))]
+    names = json.loads(subprocess.run(run, capture_output=True, check=True).stdout)
+    assert names == [str(slot.job) for row in timeline.rows for slot in row]

@@ -28,7 +28,7 @@ from zbpp import Costs
 from zbpp.checkpoint.tensors import whole as gathered
 from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.optim.decision import StepSums, clip_factor
-from zbpp.runtime.optim.step_state import Patience
+from zbpp.runtime.policies import Patience
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.mesh import data_mesh
 from zbpp.runtime.parallel.stage import Collectives

@@ -82,26 +82,11 @@ class StepVectorLayout:
     has_notes: bool = False
 
     @property
-    def norms(self) -> slice:
-        """Squared gradient norms."""
-        return slice(0, self.n_layers)
-
-    @property
-    def losses(self) -> slice:
-        """Losses, weights and metrics, flat."""
-        n_rows = 2 + len(self.metrics)
-        return slice(self.n_layers, self.n_layers + n_rows * self.n_microbatches)
-
-    @property
-    def tied(self) -> slice:
-        """Fingerprints of tied parameters."""
-        return slice(self.losses.stop, self.losses.stop + self.n_tied)
-
-    @property
-    def notes(self) -> slice:
-        """Notes of `NonFiniteFinder`."""
+    def sizes(self) -> list[int]:
+        """Numbers of each kind, in their order."""
+        n_losses = (2 + len(self.metrics)) * self.n_microbatches
         n_notes = self.n_layers if self.has_notes else 0
-        return slice(self.tied.stop, self.tied.stop + n_notes)
+        return [self.n_layers, n_losses, self.n_tied, n_notes]
 
     def vector(
         self,
@@ -122,15 +107,17 @@ class StepVectorLayout:
             tied: fingerprints by slot.
             notes: of layers whose gradients are not finite.
         """
-        vector = torch.zeros(self.notes.stop, dtype=torch.float64, device=device)
+        sizes = self.sizes
+        vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        norm_part, loss_part, tied_part, note_part = torch.split(vector, sizes)
         for layer, squared in norms:
-            vector[self.norms.start + layer] = squared
+            norm_part[layer] = squared
         if losses is not None:
-            vector[self.losses] = losses.flatten()
+            loss_part.copy_(losses.flatten())
         for slot, fingerprint in tied.items():
-            vector[self.tied.start + slot] = fingerprint
+            tied_part[slot] = fingerprint
         for layer, note in notes.items():
-            vector[self.notes.start + layer] = note
+            note_part[layer] = note
         return vector
 
 
@@ -177,7 +164,7 @@ class StepSums:
 
     def norm(self, job: Job | None = None) -> float:
         """Norm of all gradients of all stages, before clipping."""
-        by_layer = self.read(job)[:, self._layout.norms].sum(dim=0)
+        by_layer = self._part(0, job).sum(dim=0)
         return float(by_layer.sum().sqrt())
 
     def losses(self) -> Tensor:
@@ -199,16 +186,20 @@ class StepSums:
     def _table(self) -> Tensor:
         """Losses, weights and metrics, a row each, of all replicas' micro-batches."""
         size, n = 2 + len(self._layout.metrics), self._layout.n_microbatches
-        rows = self._peers.replica_rows(self.read())[:, self._layout.losses]
+        rows = self._peers.replica_rows(self._part(1))
         return rows.reshape(-1, size, n).transpose(0, 1).reshape(size, -1)
 
     def tied(self) -> Tensor:
         """Fingerprints of tied parameters, of this process's peers on other stages."""
-        return self.read()[self._peers.row, self._layout.tied]
+        return self._part(2)[self._peers.row]
 
     def notes(self) -> Tensor:
         """Notes on gradients that are not finite, of the peer that has found most."""
-        return self.read()[:, self._layout.notes].amax(dim=0)
+        return self._part(3).amax(dim=0)
+
+    def _part(self, number: int, job: Job | None = None) -> Tensor:
+        """The numbers of one kind, a row for each peer."""
+        return torch.split(self.read(job), self._layout.sizes, dim=1)[number]
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ class StageOptimizer:
         speculative = self.history.speculates
         local_norm = 0.0
         if speculative and not runs_ahead(vector.device):  # there it holds up the host
-            local_norm = float(vector[layout.norms].sum().sqrt())
+            local_norm = float(vector[: self._n_layers].sum().sqrt())
         sums = StepSums(transport.reduce(vector), layout, step=stage.step, peers=peers)
         self._sums = sums
         self._pending = _Pending(sums, speculative, local_norm)

@@ -14,46 +14,20 @@ back.
 """
 
 import logging
-import math
 from collections import deque
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from zbpp.core import RequestError
 from zbpp.runtime.optim.decision import Decision, StepSums
 from zbpp.runtime.optim.norms import NonFiniteFinder
-from zbpp.runtime.policies import StepPolicy
+from zbpp.runtime.policies import LossScaler, Patience, StepPolicy
 from zbpp.runtime.support.errors import NonFiniteError
 
-__all__ = ["History", "LossScaler", "Patience", "SpeculationGate", "StepRules"]
+__all__ = ["History", "SpeculationGate", "StepRules"]
 
 _log = logging.getLogger("zbpp")
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Thresholds of the change.
-
-    Args:
-        failures: so many invalid steps end speculation; more than ``window``: none do,
-            and the first step of a run is speculative.
-        window: among so many speculative steps.
-        clean: so many steps in a row without a correction begin it, or begin it again.
-
-    Raises:
-        RequestError: one of them is below 1.
-    """
-
-    failures: int = 3
-    window: int = 10
-    clean: int = 10
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise RequestError(f"{name} is {value}; it must be at least 1")
 
 
 class SpeculationGate:
@@ -94,83 +68,6 @@ class SpeculationGate:
             if self._clean >= self._patience.clean:
                 self.is_open = True
                 self._invalid.clear()
-
-
-class LossScaler:
-    """The factor on the loss that keeps fp16 gradients in range, kept on the host.
-
-    Its rule is that of ``torch.amp.GradScaler``.
-
-    Args:
-        scale: of the first step.
-        growth_factor: of the scale.
-        backoff_factor: of the scale, when it shrinks.
-        growth_interval: good steps in a row before it grows; 0 keeps it constant.
-
-    Raises:
-        RequestError: a value is out of its range.
-
-    >>> scaler = LossScaler(8.0, growth_interval=2)
-    >>> for finite in (False, True, True):
-    ...     scaler.update(finite)
-    >>> scaler.scale
-    8.0
-    """
-
-    def __init__(
-        self,
-        scale: float = 2.0**16,
-        *,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        if not (0 < scale < math.inf and growth_factor >= 1 >= backoff_factor > 0):
-            raise RequestError(
-                f"a loss scale of {scale:g} that grows by {growth_factor:g} and "
-                f"shrinks by {backoff_factor:g} makes no sense; choose a positive "
-                "scale, a growth_factor of at least 1, a backoff_factor of at most 1"
-            )
-        if growth_interval < 0:
-            raise RequestError(
-                f"growth_interval is {growth_interval}; choose 0 or more"
-            )
-        self.scale = scale
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
-        self._growth_interval = growth_interval
-        self._good_steps = 0
-
-    def __repr__(self) -> str:
-        return f"LossScaler({vars(self)})"  # ranks compare theirs by it
-
-    def update(self, finite: bool) -> None:
-        """A step has been decided: ``finite`` says whether it was taken."""
-        if self._growth_interval == 0:
-            return
-        if not finite:
-            self.scale *= self._backoff_factor
-            self._good_steps = 0
-            return
-        self._good_steps += 1
-        if self._good_steps == self._growth_interval:
-            grown = self.scale * self._growth_factor
-            self.scale = grown if math.isfinite(grown) else self.scale
-            self._good_steps = 0
-
-    @property
-    def may_shrink(self) -> bool:
-        """A skipped step may be the search for a scale, and no fault."""
-        return self._growth_interval > 0 and self.scale > 1.0
-
-    def state_dict(self) -> dict[str, float]:
-        """The values that change from step to step."""
-        return {"scale": self.scale, "good_steps": self._good_steps}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a saved state."""
-        self.scale = float(state["scale"])
-        self._good_steps = int(state["good_steps"])
 
 
 @dataclass(frozen=True)
