@@ -25,8 +25,8 @@ from zbpp.bench.request import BenchRequest
 from zbpp.bench.results import write_results
 from zbpp.bench.turns import Turn, take_turn
 from zbpp.core import RequestError, Schedule
-from zbpp.runtime.comm.process_group import asked_device, initialise
-from zbpp.runtime.support.devices import runs_ahead
+from zbpp.runtime.comm.process_group import initialise
+from zbpp.runtime.support.devices import asked_device, runs_ahead
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = ["run_bench"]

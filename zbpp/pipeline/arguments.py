@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.core import RequestError, Schedule, a_kind
 from zbpp.models import Layered
 from zbpp.planning import Plan
-from zbpp.runtime.comm.process_group import initialise, own_device
+from zbpp.runtime.comm.process_group import initialise
 from zbpp.runtime.parallel.mesh import Place, find_place
 from zbpp.runtime.policies import (
     DataParallel,
@@ -23,6 +23,7 @@ from zbpp.runtime.policies import (
     is_number,
 )
 from zbpp.runtime.stage import LossFn
+from zbpp.runtime.support.devices import own_device
 
 __all__ = [
     "Processes",

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from zbpp.core import RequestError, WorkerError
-from zbpp.runtime.comm.process_group import asked_device, initialise, use_loopback
-from zbpp.runtime.support.devices import accelerator
+from zbpp.runtime.comm.process_group import initialise, use_loopback
+from zbpp.runtime.support.devices import accelerator, asked_device
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = ["error_that_came_first", "fail", "launch", "leave_with_parent"]

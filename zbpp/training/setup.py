@@ -18,7 +18,7 @@ from zbpp.core.measured import not_told_apart
 from zbpp.models.configs.text_model import TextModel
 from zbpp.planning import PlanRequest, is_auto, is_file, make_plan
 from zbpp.planning.answer import recomputed_layers
-from zbpp.runtime.comm.process_group import asked_device
+from zbpp.runtime.support.devices import asked_device
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
 from zbpp.training.options import HF, Train

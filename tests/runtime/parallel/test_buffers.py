@@ -1,7 +1,6 @@
 """Layers take turns in two buffers, which nobody reads or writes out of turn."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,58 +19,27 @@ BLOCK = 2 * 64 + 4 * (2 * WIDTH + 1) * 4 * WIDTH
 """Bytes of the largest layer, those of its norm rounded up to 64 each."""
 
 
-def _gathered_twice() -> None:
-    turn = ParameterTurn()
-    turn.gather("layers.0")
-    turn.arrived("layers.0")
-    turn.begin("layers.0")
-    turn.gather("layers.2")
+USED = [("gather", 0), ("arrived", 0), ("begin", 0)]
+OUT_OF_TURN = [
+    (1, ParameterTurn, [*USED, ("gather", 2)]),
+    (2, ParameterTurn, [("gather", 2), ("begin", 2)]),
+    (2, ParameterTurn, [*USED, ("check", 2)]),
+    (3, GradientTurn, [("fill", 2), ("reduce", 2)]),
+    (4, GradientTurn, [("fill", 0), ("filled", 0), ("reduce", 0), ("fill", 2)]),
+]
 
 
-def _begun_unwaited() -> None:
-    turn = ParameterTurn()
-    turn.gather("layers.2")
-    turn.begin("layers.2")
-
-
-def _run_in_anothers() -> None:
-    turn = ParameterTurn()
-    turn.gather("layers.0")
-    turn.arrived("layers.0")
-    turn.begin("layers.0")
-    turn.check("layers.2")
-
-
-def _reduced_unfilled() -> None:
-    turn = GradientTurn()
-    turn.fill("layers.2")
-    turn.reduce("layers.2")
-
-
-def _filled_unreduced() -> None:
-    turn = GradientTurn()
-    turn.fill("layers.0")
-    turn.filled("layers.0")
-    turn.reduce("layers.0")
-    turn.fill("layers.2")
-
-
-@pytest.mark.parametrize(
-    ("condition", "break_it"),
-    [
-        (1, _gathered_twice),
-        (2, _begun_unwaited),
-        (2, _run_in_anothers),
-        (3, _reduced_unfilled),
-        (4, _filled_unreduced),
-    ],
-)
+@pytest.mark.parametrize(("condition", "kind", "moves"), OUT_OF_TURN)
 def test_each_condition_is_checked(
-    condition: int, break_it: Callable[[], None]
+    condition: int, kind: Any, moves: list[tuple[str, int]]
 ) -> None:
+    turn = kind()
+    *before, (last, layer) = [(move, f"layers.{i}") for move, i in moves]
+    for move, owner in before:
+        getattr(turn, move)(owner)
     words = rf"^layers\.2: .* by layers\.[02]\); condition {condition} of alternating"
     with pytest.raises(OrderError, match=words):
-        break_it()
+        getattr(turn, last)(layer)
 
 
 def test_turns_in_order_pass() -> None:

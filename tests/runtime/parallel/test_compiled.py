@@ -18,7 +18,7 @@ from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.compiled import backend
 
 STEPS = 2
-MODES = ("1F1B", "ZBV")
+MODES = ("1F1B", "ZBH1")
 OVER_TWO = {"data_parallel": 1, "tensor_parallel": 2}
 
 

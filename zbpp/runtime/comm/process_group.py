@@ -1,8 +1,7 @@
-"""Join the processes of a pipeline: device, process group, fresh store per restart."""
+"""Join the processes of a pipeline: process group, fresh store per restart."""
 
 import logging
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,61 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zbpp.core import RequestError
-from zbpp.runtime.support.devices import accelerator, check_kind, is_missing, runs_ahead
+from zbpp.runtime.support.devices import make_current, unique_name
 from zbpp.runtime.support.errors import PeerError
 
 __all__ = [
-    "asked_device",
     "backend_for",
     "call_roll",
     "initialise",
-    "own_device",
     "place_in",
 ]
 
 _log = logging.getLogger("zbpp")
-
-
-def own_device(asked: torch.device | str | None = None) -> torch.device:
-    """Return this process's device, a GPU with its index.
-
-    To be asked before the process group is made: NCCL takes the current GPU. It is the
-    one that the script has made current, else that of ``LOCAL_RANK`` among those that
-    the process sees: Slurm and Ray show each process its own alone, as number 0. Where
-    processes see fewer GPUs than they need, they share them.
-
-    Args:
-        asked: ``"cuda"``, or another accelerator's kind, is this process's one; None:
-            that, or the CPU where there is none.
-
-    Raises:
-        RequestError: torch finds no such device, or is built without it.
-    """
-    device = torch.device(asked or accelerator() or "cpu")
-    if device.index is not None:
-        return device
-    if is_missing(device):
-        raise RequestError(f"device {device}: torch finds none here; see `zbpp doctor`")
-    if not runs_ahead(device):
-        return device
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
-    if torch.get_device_module(device).is_initialized():
-        index = torch.accelerator.current_device_index() or index
-    return torch.device(device.type, index)
-
-
-def asked_device(name: str) -> torch.device:
-    """Return this process's device for ``--device``.
-
-    Args:
-        name: "auto", "cpu" or an accelerator's kind; see `own_device`.
-
-    Raises:
-        RequestError: torch finds no such device, or is built without it.
-    """
-    check_kind(name)
-    return own_device(None if name == "auto" else name)
 
 
 def place_in(
@@ -98,14 +53,13 @@ def initialise(device: torch.device, *, timeout_s: float, store: Any = None) -> 
     Raises:
         PeerError: a process has not come.
     """
-    if runs_ahead(device) and device.index is not None:
-        torch.accelerator.set_device_index(device)
+    make_current(device)
     n_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized() or (n_processes == 1 and store is None):
         return
     rank, timeout = int(os.environ["RANK"]), timedelta(seconds=timeout_s)
     store = store or _launchers_store(n_processes, timeout)
-    gpus = call_roll(store, rank, n_processes, _gpu_name(device), timeout_s)
+    gpus = call_roll(store, rank, n_processes, unique_name(device), timeout_s)
     try:
         dist.init_process_group(
             backend=backend_for(gpus, device.type),
@@ -190,15 +144,6 @@ def backend_for(gpus: Sequence[str], kind: str) -> str:
         )
         return "gloo"
     return str(dist.get_default_backend_for_device(kind))
-
-
-def _gpu_name(device: torch.device) -> str:
-    """Its own on every machine: CUDA and XPU have a UUID, which holds also where each
-    process sees its own device alone, as number 0."""
-    if not runs_ahead(device):
-        return ""
-    about = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(about, "uuid", f"{platform.node()} {device}"))
 
 
 def _serves_store() -> bool:

@@ -70,9 +70,7 @@ def _counted_once(
         squares,
     )
     return [
-        square
-        if peers.owns(part.names if known else ())
-        else torch.zeros_like(square)
+        square if peers.owns(part.names if known else ()) else torch.zeros_like(square)
         for square, part, known in zip(sums, parts, on_mesh, strict=True)
     ]
 

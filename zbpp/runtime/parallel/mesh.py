@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zbpp.core import RequestError
-from zbpp.runtime.comm.process_group import initialise, own_device, place_in
+from zbpp.runtime.comm.process_group import initialise, place_in
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup, row_of
+from zbpp.runtime.support.devices import own_device
 
 __all__ = ["DATA_DIMS", "Place", "data_mesh", "find_place", "make_mesh"]
 

@@ -8,17 +8,24 @@ serve under the same names whatever it is: CUDA, XPU, an NPU. Everything else as
 and names no kind of its own.
 """
 
+import os
+import platform
+
 import torch
 
 from zbpp.core import RequestError
 
 __all__ = [
     "accelerator",
+    "asked_device",
     "built_for",
     "check_kind",
     "device_name",
     "is_missing",
+    "make_current",
+    "own_device",
     "runs_ahead",
+    "unique_name",
 ]
 
 _HAVE_NO_STREAMS = ("cpu", "meta", "mps")
@@ -80,3 +87,62 @@ def check_kind(name: str, *, auto: bool = True) -> None:
     if device.type == "meta" or device.index is not None:
         choices = f"{'auto, ' * auto}cpu, cuda or another accelerator that torch knows"
         raise RequestError(f"--device {name}: choose {choices}, without a number")
+
+
+def own_device(asked: torch.device | str | None = None) -> torch.device:
+    """Return this process's device, a GPU with its index.
+
+    To be asked before the process group is made: NCCL takes the current GPU. It is the
+    one that the script has made current, else that of ``LOCAL_RANK`` among those that
+    the process sees: Slurm and Ray show each process its own alone, as number 0. Where
+    processes see fewer GPUs than they need, they share them.
+
+    Args:
+        asked: ``"cuda"``, or another accelerator's kind, is this process's one; None:
+            that, or the CPU where there is none.
+
+    Raises:
+        RequestError: torch finds no such device, or is built without it.
+    """
+    device = torch.device(asked or accelerator() or "cpu")
+    if device.index is not None:
+        return device
+    if is_missing(device):
+        raise RequestError(f"device {device}: torch finds none here; see `zbpp doctor`")
+    if not runs_ahead(device):
+        return device
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    if torch.get_device_module(device).is_initialized():
+        index = torch.accelerator.current_device_index() or index
+    return torch.device(device.type, index)
+
+
+def asked_device(name: str) -> torch.device:
+    """Return this process's device for ``--device``.
+
+    Args:
+        name: "auto", "cpu" or an accelerator's kind; see `own_device`.
+
+    Raises:
+        RequestError: torch finds no such device, or is built without it.
+    """
+    check_kind(name)
+    return own_device(None if name == "auto" else name)
+
+
+def unique_name(device: torch.device) -> str:
+    """A name that no other accelerator has, on any machine; empty for the CPU.
+
+    CUDA and XPU have a UUID, which holds also where each process sees its own device
+    alone, as number 0.
+    """
+    if not runs_ahead(device):
+        return ""
+    about = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(about, "uuid", f"{platform.node()} {device}"))
+
+
+def make_current(device: torch.device) -> None:
+    """Let this process use a device where it names none; NCCL takes the current one."""
+    if runs_ahead(device) and device.index is not None:
+        torch.accelerator.set_device_index(device)
