@@ -21,7 +21,7 @@ from zbpp import RequestError
 from zbpp.models import parts
 from zbpp.models.calls import Plan
 from zbpp.runtime import stage
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 
 pytest.importorskip("transformers")
 

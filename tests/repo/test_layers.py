@@ -67,6 +67,7 @@ ROOMS = {
         "zbpp.runtime.comm.peers",
         "zbpp.runtime.stage",
         "zbpp.runtime.chunk",
+        "zbpp.runtime.policies",
     },
     "zbpp.runtime.parallel": {
         "zbpp.runtime.parallel",
@@ -113,8 +114,8 @@ ROOMS = {
 }
 """The parts of zbpp that a room may import."""
 
-SEEDS = {"zbpp.schedules.planner.search.seeds", "zbpp.schedules.planner.search.rules"}
-"""The only parts of the planner that know patterns: they offer them as seeds."""
+SEEDS = {"zbpp.schedules.planner.search.seeds"}
+"""The only part of the planner that knows patterns: it offers them as seeds."""
 
 ONLY_IN = {
     "torch": {

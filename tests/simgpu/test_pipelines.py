@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import simgpu
 from simgpu.jobs import name_jobs
 from zbpp import plan
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 
 name_jobs()
 

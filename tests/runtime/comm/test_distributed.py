@@ -20,7 +20,7 @@ from small_model import (
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 
 pytestmark = pytest.mark.dist
 

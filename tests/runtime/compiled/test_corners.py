@@ -93,14 +93,14 @@ def test_threads_compile_side_by_side(plain_kernels: None) -> None:
 
     def run(i: int) -> None:
         x = torch.randn(3, 6, requires_grad=True)
-        found[i] = split(compiled(nn.Sequential(Two(), nn.Tanh())), x)[0]
+        found[i] = split(compiled(Two()), x)[0]
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     for one in threads:
         one.start()
     for one in threads:
         one.join()
-    assert found == {0: 2, 1: 2, 2: 2}
+    assert found == {0: 2, 1: 2}
 
 
 @pytest.mark.slow
@@ -210,11 +210,11 @@ def test_a_second_start_finds_its_kernels_and_is_split(
 ) -> None:
     """Two processes; in the first one a plain compilation fills the caches too."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     first, second = (started("plain"), started())
     assert first["waits"] == second["waits"] == 2
     assert first["misses"] > 0
-    assert (second["misses"], second["hits"]) == (0, 4)  # two shapes, F and B
-    assert second["compiled"] == [0, 1, 1]
+    assert (second["misses"], second["hits"]) == (0, 2)  # F and B
 
 
 def started(*args: str) -> Any:

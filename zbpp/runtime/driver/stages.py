@@ -3,17 +3,17 @@
 No step follows a failure, and none is left without its decision.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from zbpp.core import Placement, Program, RequestError
+from zbpp.core import Placement, RequestError
 from zbpp.runtime.comm.transport import Reduction, Transport
 from zbpp.runtime.driver.state_hooks import StateHooks
-from zbpp.runtime.executor import Executor, drive
+from zbpp.runtime.executor import Executor
 from zbpp.runtime.loss import names_text
 from zbpp.runtime.microbatches import merge
 from zbpp.runtime.optim.decision import StepSums, StepVectorLayout
@@ -100,10 +100,6 @@ class LocalStages:
             raise
         finally:
             self._is_running = False
-
-    def drive(self, programs: Sequence[Program], *, training: bool = True) -> None:
-        """Run one program on each stage."""
-        drive(self.executors, programs, training=training)
 
     @contextmanager
     def failures_told(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zbpp.core import RequestError, Step, TiedGradient
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.optim.param_groups import copy_groups
+from zbpp.runtime.optim.rollback import copy_groups
 from zbpp.runtime.ties.plan import TiePlan
 
 __all__ = ["check_tied", "describe_tied", "share_first_bits"]

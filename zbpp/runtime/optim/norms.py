@@ -49,8 +49,8 @@ def squared_norms(
     by_layer: dict[int, list[Tensor]] = {}
     for (index, _), square in zip(gradients, squares, strict=True):
         by_layer.setdefault(index, []).append(square)
-    for index, own in by_layer.items():
-        yield index, torch.stack(own).sum()
+    for index, of_layer in by_layer.items():
+        yield index, torch.stack(of_layer).sum()
 
 
 def _counted_once(
@@ -61,15 +61,19 @@ def _counted_once(
     Along dimensions of the pipeline's own mesh the processes are summed later, with all
     others; along those of another mesh here.
     """
-    names = [part.names for part in parts]
-    its = [peers.n > 1 and peers.knows(own) for own in names]
-    found = sum_over_meshes(
-        [Part(p.numbers) if own else p for p, own in zip(parts, its, strict=True)],
+    on_mesh = [peers.n > 1 and peers.knows(part.names) for part in parts]
+    sums = sum_over_meshes(
+        [
+            Part(part.numbers) if known else part
+            for part, known in zip(parts, on_mesh, strict=True)
+        ],
         squares,
     )
     return [
-        square if peers.counts(own if known else ()) else torch.zeros_like(square)
-        for square, own, known in zip(found, names, its, strict=True)
+        square
+        if peers.counts(part.names if known else ())
+        else torch.zeros_like(square)
+        for square, part, known in zip(sums, parts, on_mesh, strict=True)
     ]
 
 
@@ -116,13 +120,14 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply all gradients that there are, in place; nothing is done for 1."""
     if factor == 1.0:
         return
-    found = [p.grad for p in parameters if p.grad is not None]
-    plain = [x for x in found if _is_plain(x)]
+    plain = []
+    for p in parameters:
+        if p.grad is not None and _is_plain(p.grad):
+            plain.append(p.grad)
+        elif p.grad is not None:
+            p.grad.mul_(factor)
     if plain:
         torch._foreach_mul_(plain, factor)
-    for x in found if len(plain) < len(found) else ():
-        if not _is_plain(x):
-            x.mul_(factor)
 
 
 def _is_plain(x: Tensor) -> bool:
