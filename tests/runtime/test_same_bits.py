@@ -15,8 +15,8 @@ from moments import uncertain_sums
 from small_model import N_LAYERS, batch, build, make_pipeline
 from torch import Tensor
 
+from zbpp.runtime import Patience
 from zbpp.runtime.optim import stage_optimizer
-from zbpp.runtime.optim.patience import Patience
 
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "mode": {m: {} for m in ("1F1B", "VPP", "ZBH1", "ZBH2", "ZBV", "VHalf")},
