@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from zbpp.core import Costs, MemoryModel, PassKind, RequestError, Schedule
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
-from zbpp.memory.resident import ResidentMemory, Steps, resident_memory
+from zbpp.memory.resident import ResidentMemory, Steps, gradient_parts, resident_memory
 from zbpp.memory.walk import PeakUsage, walk_stage
 from zbpp.planning import plan
 from zbpp.planning.pipelines import choose_validation
@@ -226,7 +226,9 @@ def _stages(
         chunks = {index: memory.chunk(ranges[index]) for index in indices}
         kept = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
         if steps.alternating_buffers:
-            chunks = {i: c.with_gradients_elsewhere() for i, c in chunks.items()}
+            for i, chunk in chunks.items():
+                parts = gradient_parts(memory, steps.n_parts, ranges[i])
+                chunks[i] = chunk.with_gradients_elsewhere(parts)
         layers = {index: ranges[index] for index in indices}
         resident = resident_memory(memory, steps, schedule, layers, kept)
         stages.append(_Stage(chunks, resident))

@@ -78,12 +78,22 @@ class ChunkPasses:
         """A chunk whose layers pass as those in these places do."""
         return replace(self, layers=tuple(self.layers[place] for place in places))
 
-    def with_gradients_elsewhere(self) -> "ChunkPasses":
-        """The same where gradients are summed in buffers that are there already."""
-        layers = (
-            replace(one, first_b=one.b, first_w=one.w, first_bw=one.bw)
-            for one in self.layers
-        )
+    def with_gradients_elsewhere(self, parts: Sequence[int]) -> "ChunkPasses":
+        """The same where gradients are summed in buffers that are there already.
+
+        W sums each layer's, and holds this process's parts of the last two sums.
+
+        Args:
+            parts: bytes of the part of each layer.
+        """
+        layers = []
+        for i, (layer, part) in enumerate(zip(self.layers, parts, strict=True)):
+            held = part if i >= len(parts) - 2 else 0
+            first_w = Span(layer.w.left + held, layer.w.peak + held)
+            first_bw = layer.bw and Span(layer.bw.left + held, layer.bw.peak + held)
+            layers.append(
+                replace(layer, first_b=layer.b, first_w=first_w, first_bw=first_bw)
+            )
         return replace(self, layers=tuple(layers))
 
     @property

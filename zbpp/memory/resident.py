@@ -15,7 +15,7 @@ from zbpp.runtime.support.fsdp_buffers import aligned
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
 
-__all__ = ["ResidentMemory", "Steps", "resident_memory"]
+__all__ = ["ResidentMemory", "Steps", "gradient_parts", "resident_memory"]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def resident_memory(
         in_pass=in_pass,
         summed=None
         if n == 1
-        else {c: _gradient_parts(memory, n, own) for c, own in chunks.items()},
+        else {c: sum(gradient_parts(memory, n, own)) for c, own in chunks.items()},
     )
 
 
@@ -165,10 +165,12 @@ def _alternating(memory: ModelMemory, n: int, layers: Sequence[int]) -> int:
     return 2 * (parameters + gradients)
 
 
-def _gradient_parts(memory: ModelMemory, n: int, layers: Sequence[int]) -> int:
-    """Bytes of a replica's part of the gradients of some layers, each by itself."""
-    return sum(
-        round(size * prod(part_shape(p.shape, n)) / max(1, p.numel()))
+def gradient_parts(memory: ModelMemory, n: int, layers: Sequence[int]) -> list[int]:
+    """Bytes of a replica's part of the gradients of each layer."""
+    return [
+        sum(
+            round(size * prod(part_shape(p.shape, n)) / max(1, p.numel()))
+            for p, size in memory.gradients([layer]).items()
+        )
         for layer in layers
-        for p, size in memory.gradients([layer]).items()
-    )
+    ]

@@ -135,8 +135,8 @@ class GradientOrder:
     ) -> None:
         """Add what B has kept apart, but for what a W goes before."""
         late = found
-        if self._each is None:
-            others = self._waits_for(waiting) if found else ()
+        if found and self._each is None:
+            others = self._waits_for(waiting)
             _add_all(pair for pair in found if pair[0] not in others)
             late = [pair for pair in found if pair[0] in others]
         if late:

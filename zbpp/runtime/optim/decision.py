@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zbpp.core import Job
-from zbpp.runtime.comm.peers import ALONE, Peers
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Reduction
 
 __all__ = [
@@ -140,7 +140,7 @@ class StepSums:
         layout: StepVectorLayout,
         *,
         step: int,
-        peers: Peers = ALONE,
+        peers: StageGroup = ALONE,
     ) -> None:
         self._reduction = reduction
         self._layout = layout
@@ -186,7 +186,7 @@ class StepSums:
     def _table(self) -> Tensor:
         """Losses, weights and metrics, a row each, of all replicas' micro-batches."""
         size, n = 2 + len(self._layout.metrics), self._layout.n_microbatches
-        rows = self._peers.of_replicas(self._part(1))
+        rows = self._peers.replica_rows(self._part(1))
         return rows.reshape(-1, size, n).transpose(0, 1).reshape(size, -1)
 
     def tied(self) -> Tensor:

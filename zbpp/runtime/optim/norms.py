@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zbpp.runtime.comm.peers import ALONE, Peers
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 
@@ -18,7 +18,7 @@ __all__ = ["NonFiniteFinder", "multiply_gradients", "parameter_names", "squared_
 
 
 def squared_norms(
-    stage: Stage, counted: Collection[Tensor], peers: Peers = ALONE
+    stage: Stage, counted: Collection[Tensor], peers: StageGroup = ALONE
 ) -> Iterable[tuple[int, Tensor]]:
     """Squared gradient norm per layer, float64; a shared parameter counts once.
 
@@ -39,7 +39,7 @@ def squared_norms(
     gradients += [(last, p.grad) for p in left if p.grad is not None]
     numbers = [gradient for _, gradient in gradients]
     if all(map(_is_real, numbers)):
-        if not peers.counts(()):
+        if not peers.owns(()):
             return
         squares = _squares(numbers)
     else:
@@ -54,14 +54,14 @@ def squared_norms(
 
 
 def _counted_once(
-    parts: Sequence[Part], squares: Sequence[Tensor], peers: Peers
+    parts: Sequence[Part], squares: Sequence[Tensor], peers: StageGroup
 ) -> list[Tensor]:
     """Of each part what this process is to count.
 
     Along dimensions of the pipeline's own mesh the processes are summed later, with all
     others; along those of another mesh here.
     """
-    on_mesh = [peers.n > 1 and peers.knows(part.names) for part in parts]
+    on_mesh = [peers.n > 1 and peers.has_dims(part.names) for part in parts]
     sums = sum_over_meshes(
         [
             Part(part.numbers) if known else part
@@ -71,7 +71,7 @@ def _counted_once(
     )
     return [
         square
-        if peers.counts(part.names if known else ())
+        if peers.owns(part.names if known else ())
         else torch.zeros_like(square)
         for square, part, known in zip(sums, parts, on_mesh, strict=True)
     ]
