@@ -199,7 +199,7 @@ TABLE = (
     ("comm", "another dtype fits", "zbpp/runtime/comm/shapes.py",
      "and x.dtype is self.dtypes[0]", ""),
     ("comm", "clocks by the loosest bound", "zbpp/runtime/comm/clocks.py",
-     "high = min(high, min(", "high = max(high, min("),
+     "high = min(end", "high = max(end"),
     ("comm", "evaluation has the tags of training", "zbpp/runtime/comm/links.py",
      "(value.what is not What.ACTIVATION) + 2 * (not training)",
      "(value.what is not What.ACTIVATION)"),
@@ -210,7 +210,7 @@ TABLE = (
     ("comm", "a sum of the first stage alone", "zbpp/runtime/comm/local.py",
      "return len(self._vectors) == self._n_stages", "return len(self._vectors) >= 1"),
     # ---- parallel
-    ("parallel", "sharded norms count once", "zbpp/runtime/comm/peers.py",
+    ("parallel", "sharded norms count once", "zbpp/runtime/comm/stage_group.py",
      "if dim not in sharded", "if dim in sharded"),
     ("parallel", "a layer is ready with its last parameter",
      "zbpp/runtime/parallel/progress.py",
@@ -226,7 +226,7 @@ TABLE = (
     # ---- driver
     ("driver", "parts of a step weigh as a whole", "zbpp/runtime/driver/batches.py",
      "(weight or 1.0) * self.n_expected", "(weight or 1.0)"),
-    ("driver", "the batches differ a little", "zbpp/runtime/driver/alike.py",
+    ("driver", "the batches differ a little", "zbpp/runtime/driver/agreement.py",
      "_differ(first.inputs, last.inputs) and _differ(first.targets, last.targets)",
      "_differ(first.inputs, last.inputs) or _differ(first.targets, last.targets)"),
     ("driver", "means of means", "zbpp/runtime/driver/stages.py",
