@@ -112,7 +112,9 @@ def run_commands(page: Page, folder: Path, *, trainings: bool) -> int:
     written = {word for words in found for word in _written_by_training(words)}
     if trainings:
         found = [
-            c for c in found if c[0] in _RUNS or written & _paths(c) or "--out" in c
+            c
+            for c in found
+            if c[0] in _RUNS or written & _paths(c) or {*_WRITTEN} & {*c}
         ]
     else:
         found = [c for c in found if c[0] not in _RUNS and not written & _paths(c)]
