@@ -27,9 +27,10 @@ test-simgpu: $(READY)
 	@$(SIMULATED) $(BIN)/python -c "" # one builds it, not two at once
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
 
-# Mistakes put into the code for GPUs, one at a time: 5 to 10 minutes.
+# Mistakes put into the code, one at a time: some hours; ARGS="--room core" tries those
+# of one room, "--room simgpu" those of the code for GPUs (5 to 10 minutes).
 mutants: $(READY)
-	PYTHONPATH=tests:tests/simgpu:tests/support:tests/support/models $(BIN)/python -m simgpu tests/simgpu/mutants.py $(ARGS)
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -12,34 +12,28 @@ default split. `judge.py`, which shares no code with zbpp, replays the plans.
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
-from judge import judge
+from parts.runs import in_processes, judged, run_zbpp
+from parts.table import Table
 from parts.turns import Runs, spread_of, take_turns
-from rich.console import Console
-from rich.table import Table
 
 from zbpp.core import (
     LayerCosts,
     RequestError,
-    schedule_text,
-    write_costs,
     write_layers,
     write_schedule,
 )
-from zbpp.pipeline import Pipeline
+from zbpp.models import layers_from
+from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import PlanRequest, make_plan
-from zbpp.training.launch import launch
 from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
 from zbpp.training.splits import split_layers
 
@@ -96,31 +90,16 @@ class Emulated:
         for mode, planned in plans.items():
             files[mode] = folder / f"{mode}.json"
             write_schedule(planned.schedule, files[mode])
-            write_costs(planned.costs, folder / "costs.json")
-            verdict = judge(
-                json.loads(schedule_text(planned.schedule)),
-                json.loads((folder / "costs.json").read_text()),
-            )
+            verdict = judged(planned.schedule, planned.costs)
             print(f"{mode}: span {verdict.span:.1f} ms, peak {max(verdict.peaks):.2f}")
         return files
 
     def _measure(self, layers: Path, plan: Path, metrics: Path) -> None:
-        words = [
-            "train",
-            "--emulate",
-            layers,
-            "--steps",
-            self.steps,
-            "--pipeline_schedule_mode",
-            plan,
-            "--metrics",
-            metrics,
-            "--timeout_s",
-            300,
-            "--enable_optimizer_post_validation",
-        ]
-        command = [sys.executable, "-m", "zbpp", *map(str, words)]
-        subprocess.run(command, check=True, capture_output=True)
+        run_zbpp(
+            "train", "--emulate", layers, "--steps", self.steps,
+            "--pipeline_schedule_mode", plan, "--metrics", metrics,
+            "--timeout_s", 300, "--enable_optimizer_post_validation",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,13 +116,8 @@ class Real:
 
     def run(self) -> None:
         """Run in turns, print."""
-        found = take_turns(
-            ("auto", *FIXED),
-            self.runs,
-            lambda mode, file: launch(
-                compute, (self, mode, str(file)), 2, device="cpu"
-            ),
-        )
+        run = in_processes(compute, self, 2)
+        found = take_turns(("auto", *FIXED), self.runs, run)
         show(found, f"real compute, p=2: {self}, load {os.getloadavg()[0]:.1f}")
 
 
@@ -155,22 +129,19 @@ def compute(options: Real, mode: str, file: str) -> None:
     m = options.microbatches
     tokens = torch.randint(256, (m * options.samples, options.seq + 1))
     batch = tokens[:, :-1], tokens[:, 1:]
-    build: Callable[..., Pipeline] = partial(
-        Pipeline,
-        partial(build_layers, model),
-        n_layers=model.n_layers,
-        loss_fn=cross_entropy,
-        optimizer=lambda ps: torch.optim.AdamW(ps, fused=True),
-        clip_grad_norm=1.0,
-        schedule=mode,
-        n_microbatches=m,
-        device="cpu",
-    )
+    layers = layers_from(partial(build_layers, model), n_layers=model.n_layers)
+    asked: dict[str, Any] = {"n_stages": 2, "n_microbatches": m, "device": "cpu"}
+    trains: dict[str, Any] = {
+        "loss_fn": cross_entropy,
+        "optimizer": lambda ps: torch.optim.AdamW(ps, fused=True),
+    }
     if mode == "auto":
-        pipeline = build(example=batch, memory="4GiB")
+        asked |= {"example": batch, "memory": "4GiB", **trains}
     else:
         n_chunks = 4 if mode.startswith(("ZBV", "V")) else 2
-        pipeline = build(split=split_layers(model, n_chunks))
+        asked["split"] = split_layers(model, n_chunks)
+    planned = plan_model(layers, mode, **asked)
+    pipeline = Pipeline(layers, planned, clip_grad_norm=1.0, device="cpu", **trains)
     for _ in range(8):  # the watcher of auto has looked by then
         pipeline.step(*batch)
     pipeline.synchronize()
@@ -189,16 +160,14 @@ def compute(options: Real, mode: str, file: str) -> None:
 
 def show(found: Runs, title: str) -> None:
     """Print medians, and each mode's ratio to the best fixed one of the same run."""
-    table = Table(title=title)
-    for column in ("mode", "ms", "over the best fixed mode"):
-        table.add_column(column, justify="right")
+    table = Table(title, ("mode", "ms", "over the best fixed mode"))
     steps = {mode: [run["step_ms"] for run in runs] for mode, runs in found.items()}
     middle = {mode: statistics.median(runs) for mode, runs in steps.items()}
     best = min((mode for mode in found if mode != "auto"), key=middle.__getitem__)
     for mode, runs in steps.items():
         ratios = [a / b for a, b in zip(runs, steps[best], strict=True)]
-        table.add_row(mode, f"{middle[mode]:.1f}", spread_of(ratios))
-    Console(width=110).print(table)
+        table.add(mode, f"{middle[mode]:.1f}", spread_of(ratios))
+    table.show()
 
 
 def main() -> None:

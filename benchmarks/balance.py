@@ -12,8 +12,6 @@ shares no code with zbpp, replays every plan.
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,12 +20,12 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from judge import judge
+from parts.runs import judged, run_zbpp
+from parts.table import Table
+from parts.turns import spread_of
 from parts.unequal_layers import TIMES, least_of_one_chunk, llama, unequal
-from rich.console import Console
-from rich.table import Table
 
-from zbpp.core import LayerCosts, schedule_text, write_costs, write_layers
+from zbpp.core import LayerCosts, write_layers
 from zbpp.planning import Plan, PlanRequest, make_plan
 from zbpp.schedules import balance
 
@@ -57,22 +55,13 @@ def three(
     yield "joint", joint, time.perf_counter() - start
 
 
-def judged_span(planned: Plan) -> float:
-    """Replay a plan by the independent judge."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "costs.json"
-        write_costs(planned.costs, path)
-        costs = json.loads(path.read_text())
-    return judge(json.loads(schedule_text(planned.schedule)), costs).span
-
-
 def table_of(title: str, first: str) -> Table:
     """The columns of all simulated tables."""
-    table = Table(title=title, title_justify="left")
-    for column in (first, "split of", "layers of each chunk", "step", "shorter",
-                   "idle", "seconds"):  # fmt: skip
-        table.add_column(column, justify="right", overflow="fold")
-    return table
+    return Table(
+        title,
+        (first, "split of", "layers of each chunk", "step", "shorter", "idle",
+         "seconds"),
+    )  # fmt: skip
 
 
 def add_rows(
@@ -87,9 +76,9 @@ def add_rows(
     even_step = 0.0
     for kind, planned, seconds in three(mode, layers, *sizes, effort):
         even_step = even_step or planned.step
-        span = judged_span(planned)
+        span = judged(planned.schedule, planned.costs).span
         assert abs(span - planned.step) < 1e-6 * span, (span, planned.step)
-        table.add_row(
+        table.add(
             name if kind == "even" else "",
             kind,
             " ".join(map(str, planned.split)),
@@ -120,12 +109,13 @@ class Simulated:
             for name, mode in MODES.items():
                 row = f"{p}, {name}, {mode}"
                 add_rows(table, row, mode, layers, (p, 3 * p), self.effort)
-        Console(width=110).print(table)
+        table.show()
 
     def _all_places(self) -> None:
-        table = Table(title="joint, shorter than even, over all places of the layer")
-        for column in ("p", "layers", "placement", "least", "median", "most"):
-            table.add_column(column, justify="right")
+        table = Table(
+            "joint, shorter than even, over all places of the layer",
+            ("p", "layers", "placement", "least", "median", "most"),
+        )
         for p in (4, 8):
             for n_layers in (2 * p + 1, 3 * p + 1, 4 * p, 4 * p + 1, 4 * p + 2):
                 for name, mode in MODES.items():
@@ -142,9 +132,8 @@ class Simulated:
                         )
                         gains.append(found.gain or 0.0)
                     shares = (min(gains), statistics.median(gains), max(gains))
-                    cells = (p, n_layers, name, *(f"{one:.1%}" for one in shares))
-                    table.add_row(*map(str, cells))
-        Console(width=110).print(table)
+                    table.add(p, n_layers, name, *(f"{one:.1%}" for one in shares))
+        table.show()
 
 
 @dataclass(frozen=True)
@@ -158,10 +147,11 @@ class Possible:
 
     def run(self) -> None:
         """Print a table."""
-        table = Table(title="heavy layer in the middle, m = 3p", title_justify="left")
-        for column in ("p", "layers", "mode", "even", "joint", "least load",
-                       "shorter", "at most"):  # fmt: skip
-            table.add_column(column, justify="right")
+        table = Table(
+            "heavy layer in the middle, m = 3p",
+            ("p", "layers", "mode", "even", "joint", "least load", "shorter",
+             "at most"),
+        )  # fmt: skip
         for p in (4, 8):
             for n in (2 * p + 1, 3 * p + 1, 4 * p, 4 * p + 1, 4 * p + 2, 6 * p, 8 * p):
                 for mode in MODES.values():
@@ -178,9 +168,9 @@ class Possible:
                     assert found.even_step is not None
                     least = balance(layers, found.schedule.placement, 3 * p)
                     assert least.is_proved
-                    table.add_row(
-                        str(p),
-                        str(n),
+                    table.add(
+                        p,
+                        n,
                         mode,
                         f"{found.even_step:.5g}",
                         f"{found.step:.5g}",
@@ -188,7 +178,7 @@ class Possible:
                         f"{1 - found.step / found.even_step:.1%}",
                         f"{1 - least.load / found.even_step:.1%}",
                     )
-        Console(width=110).print(table)
+        table.show()
 
 
 @dataclass(frozen=True)
@@ -207,7 +197,7 @@ class Llama:
             for mode in MODES.values():
                 layers = llama(times, self.stages)
                 add_rows(table, f"{times}, {mode}", mode, layers, sizes, self.effort)
-        Console(width=120).print(table)
+        table.show()
         for times in TIMES:
             layers = llama(times, self.stages)
             step = make_plan(
@@ -243,17 +233,18 @@ class Emulated:
         p = self.stages
         n_layers = 4 * p + 1
         layers = unequal(n_layers, n_layers // 2, self.layer_ms)
-        table = Table(title=f"p={p}, layers of {self.layer_ms:g} ms", expand=False)
-        for column in ("placement", "split of", "simulated ms", "measured ms",
-                       "measured / simulated", "shorter than even"):  # fmt: skip
-            table.add_column(column, justify="right")
+        table = Table(
+            f"p={p}, layers of {self.layer_ms:g} ms",
+            ("placement", "split of", "simulated ms", "measured ms",
+             "measured / simulated", "shorter than even"),
+        )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             for name, mode in MODES.items():
                 found = self._measure(mode, layers, Path(folder))
                 for kind, runs in found.items():
-                    table.add_row(name if kind == "even" else "", kind,
-                                  *_cells(runs, found["even"], kind))  # fmt: skip
-        Console(width=110).print(table)
+                    cells = _cells(runs, found["even"], kind)
+                    table.add(name if kind == "even" else "", kind, *cells)
+        table.show()
 
     def _measure(
         self, mode: str, layers: LayerCosts, folder: Path
@@ -264,43 +255,20 @@ class Emulated:
         found: dict[str, list[dict[str, float]]] = {"even": [], "joint": []}
         for kind in found:
             split = "even" if kind == "even" else "balanced"
-            self._command(
-                "plan",
-                "--layers",
-                path,
-                "--split",
-                split,
-                "--stages",
-                self.stages,
-                "--microbatches",
-                m,
-                "--pipeline_schedule_mode",
-                mode,
-                "--out",
-                folder / f"{kind}.json",
-            )
+            run_zbpp(
+                "plan", mode, "--layers", path, "--split", split, "--stages",
+                self.stages, "--microbatches", m, "--out", folder / f"{kind}.json",
+            )  # fmt: skip
         for _ in range(self.runs):
             for kind, runs in found.items():
-                self._command(
-                    "train",
-                    "--emulate",
-                    path,
-                    "--steps",
-                    self.steps,
-                    "--pipeline_schedule_mode",
-                    folder / f"{kind}.json",
-                    "--metrics",
-                    metrics,
-                    "--timeout_s",
-                    300,
+                run_zbpp(
+                    "train", "--emulate", path, "--steps", self.steps,
+                    "--pipeline_schedule_mode", folder / f"{kind}.json",
+                    "--metrics", metrics, "--timeout_s", 300,
                     "--enable_optimizer_post_validation",
-                )
+                )  # fmt: skip
                 runs.append(json.loads(metrics.read_text()))
         return found
-
-    def _command(self, *words: object) -> None:
-        command = [sys.executable, "-m", "zbpp", *map(str, words)]
-        subprocess.run(command, check=True, capture_output=True)
 
 
 def _cells(
@@ -312,7 +280,7 @@ def _cells(
     )
     yield f"{runs[0]['simulated_step_ms']:.0f}"
     yield f"{step:.0f}"
-    yield f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+    yield spread_of(ratios)
     yield "" if kind == "even" else f"{1 - step / step_of_even:.1%}"
 
 

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tyro
+from parts.runs import in_processes
+from parts.table import Table
 from parts.turns import spread_of, take_turns
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import zbpp
@@ -38,10 +38,9 @@ from zbpp.core import output_of as written_by
 from zbpp.emulation.layers import EmulatedLayer, sleep_until
 from zbpp.planning import plan
 from zbpp.planning.pipelines import choose_validation
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 from zbpp.schedules import lower
 from zbpp.simulator import steady_step_time
-from zbpp.training.launch import launch
 
 SETTLING = 3
 
@@ -225,28 +224,24 @@ def measure(options: Options, mode: str, file: str) -> None:
 def main() -> None:
     """Measure all modes and print a table."""
     options = tyro.cli(Options, use_underscores=True)
-
-    def run(mode: str, file: Path) -> None:
-        launch(measure, (options, mode, str(file)), options.stages, device="cpu")
-
+    run = in_processes(measure, options, options.stages)
     found = take_turns(options.modes, options.runs, run)
     how = "post-validated" if options.post_validation else "behind a barrier"
     table = Table(
-        title=f"p={options.stages} m={options.microbatches}, jobs of "
-        f"{options.job_ms:g} ms, {how}, load {os.getloadavg()[0]:.1f}"
-    )
+        f"p={options.stages} m={options.microbatches}, jobs of {options.job_ms:g} ms, "
+        f"{how}, load {os.getloadavg()[0]:.1f}",
+        ("mode", "simulated ms", "ours / simulated", "bare / simulated",
+         "ours above bare", "autograd above bare"),
+    )  # fmt: skip
     more = ("ours", "autograd")
-    for column in ("mode", "simulated ms", "ours / simulated", "bare / simulated",
-                   "ours above bare", "autograd above bare"):  # fmt: skip
-        table.add_column(column, justify="right")
     for mode, runs in found.items():
-        table.add_row(
+        table.add(
             mode,
             f"{runs[0]['simulated_ms']:.0f}",
             *(spread_of([run[way] for run in runs]) for way in ("ours", "bare")),
             *(spread_of([r[way] - r["bare"] for r in runs]) for way in more),
         )
-    Console(width=110).print(table)
+    table.show()
 
 
 if __name__ == "__main__":

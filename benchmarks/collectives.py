@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
+from parts.runs import in_processes
+from parts.table import Table
 from parts.turns import spread_of, take_turns
-from rich.console import Console
-from rich.table import Table
 
 from zbpp.core import Collective, CollectiveKind, Costs, Schedule
 from zbpp.emulation.run import emulate
 from zbpp.planning import plan
 from zbpp.schedules import add_collectives
-from zbpp.training.launch import launch
 
 
 @dataclass(frozen=True)
@@ -86,21 +85,17 @@ def measure(options: Options, mode: str, file: str) -> None:
 def main() -> None:
     """Measure all modes and print a table."""
     options = tyro.cli(Options, use_underscores=True)
-
-    def run(mode: str, file: Path) -> None:
-        launch(measure, (options, mode, str(file)), options.stages, device="cpu")
-
+    run = in_processes(measure, options, options.stages)
     table = Table(
-        title=f"p={options.stages} m={options.microbatches}, jobs of "
-        f"{options.job_ms:g} ms, load {os.getloadavg()[0]:.1f}"
-    )
-    for column in ("mode", "simulated ms", "planned / simulated", "at end / simulated",
-                   "gain simulated ms", "gain measured ms"):  # fmt: skip
-        table.add_column(column, justify="right")
+        f"p={options.stages} m={options.microbatches}, jobs of {options.job_ms:g} ms, "
+        f"load {os.getloadavg()[0]:.1f}",
+        ("mode", "simulated ms", "planned / simulated", "at end / simulated",
+         "gain simulated ms", "gain measured ms"),
+    )  # fmt: skip
     for mode, runs in take_turns(options.modes, options.runs, run).items():
         (_, simulated), (_, late) = runs[0]["planned"], runs[0]["at end"]
         gains = [one["at end"][0] - one["planned"][0] for one in runs]
-        table.add_row(
+        table.add(
             mode,
             f"{simulated:.0f}",
             spread_of([one["planned"][0] / simulated for one in runs]),
@@ -108,7 +103,7 @@ def main() -> None:
             f"{late - simulated:.0f}",
             spread_of(gains),
         )
-    Console(width=110).print(table)
+    table.show()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parts.table import Table
 from parts.turns import quartiles_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -143,6 +144,7 @@ def measure(args: argparse.Namespace, mode: str, out: Path) -> list[Any]:
 def pipelines(args: argparse.Namespace) -> None:
     """Print host time (or calls) a job, by mode."""
     unit = "us" if args.what == "pipelines" else "calls"
+    table = Table(f"{unit} a job", ("mode", "ours", "torch", "ours / torch"))
     with tempfile.TemporaryDirectory() as folder:
         for mode in args.modes:
             every = measure(args, mode, Path(folder) / "found.json")
@@ -151,12 +153,9 @@ def pipelines(args: argparse.Namespace) -> None:
                 for name, rows in ((k, [x[k] for x in every]) for k in every[0])
             }
             ratios = [a / b for a, b in zip(*means.values(), strict=True)]
-            texts = (f"{k} {statistics.median(v):.0f}" for k, v in means.items())
-            print(
-                f"{mode:5} {unit} a job: {', '.join(texts)}; "
-                f"ours / torch {quartiles_of(ratios)}",
-                flush=True,
-            )
+            medians = (f"{statistics.median(v):.0f}" for v in means.values())
+            table.add(mode, *medians, quartiles_of(ratios))
+    table.show()
 
 
 def linears(args: argparse.Namespace) -> None:
@@ -166,11 +165,13 @@ def linears(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    table = Table("eight Linears", ("gradients", "split", "(B+W) / full"))
     for is_first in (False, True):
         found = measured(module, (16, 64), args.rounds * 10, is_first=is_first)
-        print("first gradients" if is_first else "added to gradients")
         for name in ("ours", "in place", "torch"):
-            print(f"    {name:8} (B+W)/full {quartiles_of(found[name][0])}")
+            gradients = "first" if is_first else "added"
+            table.add(gradients, name, quartiles_of(found[name][0]))
+    table.show()
 
 
 def main() -> None:

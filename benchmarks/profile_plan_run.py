@@ -20,9 +20,9 @@ from typing import Annotated
 
 import torch
 import tyro
+from parts.runs import in_processes
+from parts.table import Table
 from parts.turns import spread_of, take_turns
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from zbpp import diagnostics
@@ -39,7 +39,6 @@ from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
 from zbpp.runtime.policies import StepPolicy
 from zbpp.simulator import steady_step_time
-from zbpp.training.launch import launch
 
 MODES = ("1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf")
 
@@ -183,24 +182,20 @@ def _turn(
 def main() -> None:
     """Run all modes in turn and print a table."""
     options = tyro.cli(Options, use_underscores=True)  # type: ignore[call-overload]
-    found = take_turns(
-        options.modes,
-        options.runs,
-        lambda mode, file: launch(
-            work, (options, mode, str(file)), options.stages, device="cpu"
-        ),
-    )
-    table = Table(title=f"{type(options).__name__} {asdict(options)}")
-    for column in ("mode", "predicted ms", "measured ms", "measured / predicted",
-                   "/ window's costs", "/ nominal", "load"):  # fmt: skip
-        table.add_column(column, justify="right")
+    run = in_processes(work, options, options.stages)
+    found = take_turns(options.modes, options.runs, run)
+    table = Table(
+        f"{type(options).__name__} {asdict(options)}",
+        ("mode", "predicted ms", "measured ms", "measured / predicted",
+         "/ window's costs", "/ nominal", "load"),
+    )  # fmt: skip
     for mode, runs in found.items():
         ratios = [run["step_ms"] / run["predicted_ms"] for run in runs]
         window = [run["step_ms"] / run["window_ms"] for run in runs
                   if "window_ms" in run]  # fmt: skip
         nominal = [run["step_ms"] / run["nominal_ms"] for run in runs
                    if "nominal_ms" in run]  # fmt: skip
-        table.add_row(
+        table.add(
             mode,
             f"{statistics.median(run['predicted_ms'] for run in runs):.1f}",
             f"{statistics.median(run['step_ms'] for run in runs):.1f}",
@@ -209,7 +204,7 @@ def main() -> None:
             f"{statistics.median(nominal):.3f}" if nominal else "-",
             f"{statistics.median(run['load'] for run in runs):.1f}",
         )
-    Console(width=110).print(table)
+    table.show()
 
 
 if __name__ == "__main__":

@@ -12,20 +12,16 @@ if the layer is recomputed; 8 layers a stage. What B computes again counts while
 Real: one process holds both stages, so that one allocator sees all.
 """
 
-import json
-import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from judge import judge
-from rich.console import Console
-from rich.table import Table
+from parts.runs import judged
+from parts.table import Table
 
-from zbpp.core import LayerCosts, schedule_text, write_costs
+from zbpp.core import LayerCosts
 from zbpp.planning import PlanRequest, make_plan
 from zbpp.schedules import LayerPlan
 
@@ -52,13 +48,9 @@ def paper(limit: float, *, whole: bool, chunks: int) -> LayerCosts:
     )
 
 
-def judged(planned: LayerPlan) -> float:
+def judged_span(planned: LayerPlan) -> float:
     """Span of a plan by the independent judge, which also holds it to its limit."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "costs.json"
-        write_costs(planned.costs, path)
-        costs = json.loads(path.read_text())
-    span: float = judge(json.loads(schedule_text(planned.schedule)), costs).span
+    span = judged(planned.schedule, planned.costs).span
     assert abs(span - planned.step) < 1e-6 * span, (span, planned.step)
     return span
 
@@ -73,14 +65,15 @@ class Planned:
 
     def run(self) -> None:
         """Print a table."""
-        table = Table(title=f"step / work, effort {self.effort}", title_justify="left")
-        for column in ("limit", "chunks a stage", "none", "all", "chosen: chunks",
-                       "chosen: layers", "of each chunk", "seconds"):  # fmt: skip
-            table.add_column(column, justify="right", overflow="fold")
+        table = Table(
+            f"step / work, effort {self.effort}",
+            ("limit", "chunks a stage", "none", "all", "chosen: chunks",
+             "chosen: layers", "of each chunk", "seconds"),
+        )  # fmt: skip
         for share in self.limits:
             for name, mode in MODES.items():
-                table.add_row(f"{share:g} p", name, *self._row(share * P, mode))
-        Console(width=120).print(table)
+                table.add(f"{share:g} p", name, *self._row(share * P, mode))
+        table.show()
 
     def _row(self, limit: float, mode: str) -> list[str]:
         chunks = 1 if mode == "ZB" else 2
@@ -100,7 +93,7 @@ class Planned:
                     effort=self.effort,
                 )
             )
-            cells.append(f"{judged(found) / (M * (F + B + W)):.3f}")
+            cells.append(f"{judged_span(found) / (M * (F + B + W)):.3f}")
         n = LAYERS // chunks
         counts = [len(found.schedule.recomputes(c, n)) for c in range(P * chunks)]
         seconds = time.perf_counter() - start
@@ -137,7 +130,7 @@ class Chosen:
             some, none = _run_small(found, None), _run_small(found, "none")
             assert some == none, mode
             print(
-                f"{mode}: step / work {judged(found) / (M * (F + B + W)):.3f}, "
+                f"{mode}: step / work {judged_span(found) / (M * (F + B + W)):.3f}, "
                 f"{len(found.recompute)} of {P * LAYERS} layers recomputed; losses "
                 f"{some[0]} and parameters {some[1][:12]} as without"
             )
@@ -189,26 +182,27 @@ class Real:
         import torch
 
         torch.set_num_threads(1)
-        table = Table(title="bits, step and peak memory", title_justify="left")
-        for column in ("mode", "recompute", "layers", "same bits", "step",
-                       "peak above the start, MiB"):  # fmt: skip
-            table.add_column(column, justify="right")
+        table = Table(
+            "bits, step and peak memory",
+            ("mode", "recompute", "layers", "same bits", "step",
+             "peak above the start, MiB"),
+        )  # fmt: skip
         for mode in ("1F1B", "ZBH1", "ZBV"):
             first: tuple[Any, float] | None = None
             for recompute in ("none", tuple(range(1, 1 + self.n_blocks // 2)), "all"):
                 bits, seconds, peak, n = self._train(mode, recompute)
                 first = first or (bits, seconds)
                 same = bits == first[0]
-                table.add_row(
+                table.add(
                     mode if recompute == "none" else "",
                     recompute if isinstance(recompute, str) else "first half",
-                    str(n),
+                    n,
                     "yes" if same else "NO",
                     f"{seconds / first[1]:.2f}",
                     f"{peak / 2**20:.1f}",
                 )
                 assert same, (mode, recompute)
-        Console(width=120).print(table)
+        table.show()
 
     def _train(self, mode: str, recompute: Any) -> tuple[Any, float, int, int]:
         """Losses and hash; median step; peak of one more step; layers recomputed."""

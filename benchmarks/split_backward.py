@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from parts.split_models import MODELS, SMALL
+from parts.table import Table
 from parts.turns import quartiles_of
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import (
@@ -167,22 +168,29 @@ def measured(
     return found
 
 
-def measure_time(
-    module: nn.Module, shape: tuple[int, ...], runs: int, *, is_first: bool = False
+def add_times(
+    table: Table,
+    module: nn.Module,
+    shape: tuple[int, ...],
+    runs: int,
+    *,
+    is_first: bool = False,
 ) -> None:
-    """Print the ratios; arguments as of `measured`."""
+    """Add the ratios to a table; other arguments as of `measured`."""
     found = measured(module, shape, runs, is_first=is_first)
-    print("  first gradients" if is_first else "  added to gradients")
     for name in ("ours", "in place", "torch"):
         ratios, shares = found[name]
-        print(
-            f"    {name:8} (B+W)/full {quartiles_of(ratios)}, "
-            f"B is {statistics.median(shares):.0%}"
-        )
+        share = f"{statistics.median(shares):.0%}"
+        gradients = "first" if is_first else "added"
+        table.add(gradients, name, quartiles_of(ratios), share)
 
 
-def measure_memory(module: nn.Module, shape: tuple[int, ...]) -> None:
-    """Print live MiB after F, B and W, and the peak through B and through W."""
+def memory_of(name: str, module: nn.Module, shape: tuple[int, ...]) -> Table:
+    """Live MiB after F, B and W, and the peak through B and through W."""
+    table = Table(
+        f"{name}: MiB",
+        ("split", "after F", "B", "W", "most in B", "in W", "held for W"),
+    )
     for name, technique in TECHNIQUES.items():
         module.zero_grad(set_to_none=False)
         gc.collect()
@@ -197,18 +205,16 @@ def measure_memory(module: nn.Module, shape: tuple[int, ...]) -> None:
             del b, w
             gc.collect()
             after.append(bytes_.live)
-        least = ""
+        least = None
         if name == "ours":
             _, (b, w) = start(module, shape, technique)
             graph = w.__self__  # type: ignore[attr-defined]
             b()
-            least = f", operands of W {graph.held_bytes() / 2**20:.1f}"
+            least = graph.held_bytes()
             w()
-        text = " / ".join(f"{x / 2**20:.1f}" for x in after)
-        print(
-            f"    {name:8} MiB after F / B / W {text}, peak through B "
-            f"{peak / 2**20:.1f}, through W {bytes_.peak / 2**20:.1f}{least}"
-        )
+        found = (*after, peak, bytes_.peak, least)
+        table.add(name, *(x if x is None else f"{x / 2**20:.1f}" for x in found))
+    return table
 
 
 def main() -> None:
@@ -230,12 +236,13 @@ def main() -> None:
         torch.manual_seed(0)
         module = build()
         start(module, shape, full)[1][0]()  # gradients exist from here on
-        print(name)
         runs = args.runs * (20 if name in SMALL else 1)
-        measure_time(module, shape, runs)
-        measure_time(module, shape, runs, is_first=True)
+        table = Table(f"{name}: time", ("gradients", "split", "(B+W) / full", "B"))
+        add_times(table, module, shape, runs)
+        add_times(table, module, shape, runs, is_first=True)
+        table.show()
         start(module, shape, full)[1][0]()
-        measure_memory(module, shape)
+        memory_of(name, module, shape).show()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from parts.split_models import Block
+from parts.table import Table
 from parts.turns import quartiles_of
 from torch import Tensor, nn
 
@@ -127,7 +128,11 @@ def contenders(build: Callable[[], nn.Module], dtype: torch.dtype) -> dict[str, 
 
 
 def measure_time(
-    ways: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, runs: int
+    title: str,
+    ways: dict[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    runs: int,
 ) -> None:
     """Print ratios to the full compiled backward, and B's share."""
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -147,18 +152,19 @@ def measure_time(
                 host[name].append((forward - began, middle - forward, end - middle))
         for name in ways if turn >= 5 else ():
             found[name].append(seconds[name] / seconds["full"])
+    table = Table(
+        f"{title}: time", ("split", "(B+W) / full", "F, us", "B, us", "W, us")
+    )
     for name, ratios in found.items():
-        f, b, w = (1e6 * statistics.median(x) for x in zip(*host[name], strict=True))
-        print(
-            f"    {name:10} {quartiles_of(ratios)}"
-            f"   us: F {f:.0f}, B {b:.0f}, W {w:.0f}"
-        )
+        halves = (1e6 * statistics.median(x) for x in zip(*host[name], strict=True))
+        table.add(name, quartiles_of(ratios), *(f"{us:.0f}" for us in halves))
+    table.show()
 
 
 def measure_memory(
-    ways: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+    table: Table, ways: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Print what F, B and W leave, and the peak through B."""
+    """Add what F, B and W leave, and the peaks through B and W."""
     cpu = torch.device("cpu")
     for name, way in ways.items():
         halves: list[Halves] = []
@@ -172,19 +178,22 @@ def measure_memory(
         left, peak = allocated_by(b, cpu)
         del b
         after_w, peak_w = allocated_by(w, cpu)
-        print(
-            f"    {name:10} KiB after F {after_f / 1024:.0f}, "
-            f"B {(after_f + left) / 1024:.0f}, "
-            f"W {(after_f + left + after_w) / 1024:.0f}; most in B "
-            f"{(after_f + peak) / 1024:.0f}, in W "
-            f"{(after_f + left + peak_w) / 1024:.0f}"
-        )
+        after_b = after_f + left
+        most = (after_f + peak, after_b + peak_w)
+        table.add(name, *_kib(after_f, after_b, after_b + after_w, *most))
 
 
-def print_estimate(
-    build: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype
+def _kib(*n_bytes: int | None) -> list[str | None]:
+    return [None if one is None else f"{one / 1024:.0f}" for one in n_bytes]
+
+
+def add_estimate(
+    table: Table,
+    build: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> None:
-    """Print the same of a block between two others, by `zbpp.memory`."""
+    """Add the same of a block between two others, by `zbpp.memory`."""
     x = torch.zeros(shape, dtype=dtype)
     for name, compile in (("exact", "blocks"), ("eager", False)):
         layers = [build().to(dtype) for _ in range(3)]
@@ -192,12 +201,8 @@ def print_estimate(
         own = model_memory(layers, (x, x), nn.functional.mse_loss, **how).whole.layers
         held = own[1].f.left + x.nbytes  # and the gradient of the output
         left = own[1].f.left + own[1].b.left
-        print(
-            f"    {name:10} estimated: KiB after F {held / 1024:.0f}, "
-            f"B {left / 1024:.0f}; most in B "
-            f"{(own[1].f.left + own[1].b.peak) / 1024:.0f}, in W "
-            f"{(left + own[1].w.peak) / 1024:.0f}"
-        )
+        most = (own[1].f.left + own[1].b.peak, left + own[1].w.peak)
+        table.add(f"{name}, estimated", *_kib(held, left, None, *most))
 
 
 def main() -> None:
@@ -213,11 +218,15 @@ def main() -> None:
         if args.only not in name:
             continue
         ways = contenders(build, dtype)
-        print(f"{name}, {list(shape)}: (B+W) / full compiled backward")
         runs = args.runs * (10 if shape[-1] == 64 else 1)
-        measure_time(ways, shape, dtype, runs)
-        measure_memory(ways, shape, dtype)
-        print_estimate(build, shape, dtype)
+        title = f"{name}, {list(shape)}"
+        measure_time(title, ways, shape, dtype, runs)
+        table = Table(
+            f"{title}: KiB", ("split", "after F", "B", "W", "most in B", "in W")
+        )
+        measure_memory(table, ways, shape, dtype)
+        add_estimate(table, build, shape, dtype)
+        table.show()
 
 
 if __name__ == "__main__":

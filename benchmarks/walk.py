@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 import torch
+from parts.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -100,14 +101,14 @@ def main() -> None:
     parser.add_argument("modes", nargs="*", default=["1F1B", "ZBH1", "ZBV"])
     parser.add_argument("--names", action="store_true", help="name the functions too")
     args = parser.parse_args()
-    print("mode   files  functions  frames above a layer")
+    table = Table("one step", ("mode", "files", "functions", "frames above a layer"))
     for mode in args.modes:
         walk = walk_step(mode)
-        n_functions, n_frames = len(walk.functions), walk.frames_above_layer
-        print(f"{mode:6s} {walk.n_files:5d}  {n_functions:9d}  {n_frames:20d}")
+        table.add(mode, walk.n_files, len(walk.functions), walk.frames_above_layer)
         if args.names:
             for file, line, name in sorted(walk.functions):
                 print(f"  {file}:{line} {name}")
+    table.show()
 
 
 if __name__ == "__main__":

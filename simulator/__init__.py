@@ -1,24 +1,34 @@
 """Time a schedule, measure it, draw it; matplotlib is loaded only to draw.
 
-engine          from orders and costs to a timeline, of one iteration or of several
-steady          the time of a step among many, and of a step that is rolled back
+engine          from orders and costs to a timeline, of one iteration or of several;
+                the time of a step among many, and of one that is rolled back
 metrics         figures of a timeline: spans, bubble rate, memory
-messages        who sends to whom
-critical_path   the chain of jobs that fixed the time
+critical_path   the chain of jobs that fixed the time; who sends to whom
 boxes           a timeline as a list of boxes: what all of these draw:
 plot            pictures: png, svg, pdf
 page/           one HTML file to zoom in
 trace           files for Perfetto, written and read
 charts          modes beside one another
 tables          figures in a terminal, or on a page
-output          how files are written, and the unit of memory
 """
 
 from zbpp.core import lower_bound, lower_bounds
 from zbpp.simulator.charts import plot_comparison
-from zbpp.simulator.critical_path import CriticalPath, critical_path
-from zbpp.simulator.engine import join, simulate, simulate_iterations
-from zbpp.simulator.messages import Message, messages
+from zbpp.simulator.critical_path import (
+    CriticalPath,
+    Message,
+    critical_path,
+    messages,
+)
+from zbpp.simulator.engine import (
+    expected_step_time,
+    join,
+    rollback_time,
+    simulate,
+    simulate_iterations,
+    steady_step_time,
+    with_rollback,
+)
 from zbpp.simulator.metrics import (
     bubble_rate,
     idle,
@@ -34,12 +44,6 @@ from zbpp.simulator.metrics import (
 )
 from zbpp.simulator.page import PageEntry, write_page
 from zbpp.simulator.plot import plot
-from zbpp.simulator.steady import (
-    expected_step_time,
-    rollback_time,
-    steady_step_time,
-    with_rollback,
-)
 from zbpp.simulator.trace import read_trace, trace_events, write_trace
 
 __all__ = [

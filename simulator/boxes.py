@@ -27,7 +27,7 @@ from zbpp.core import (
     passes_in,
     place_of,
 )
-from zbpp.simulator.messages import Place, lines_of
+from zbpp.core.timeline import Place
 
 __all__ = [
     "DARK",
@@ -184,7 +184,7 @@ class Drawing:
 def _boxes(timeline: Timeline) -> Iterator[Box]:
     origin, n_stages = origin_of(timeline), timeline.placement.n_stages
     looks: dict[object, tuple[Style, list[int]]] = {}
-    for line, slots in enumerate(lines_of(timeline)):
+    for line, slots in enumerate(timeline.lines):
         stage = line % n_stages
         for index, slot in enumerate(slots):
             job, place = slot.job, (line, index)
@@ -212,7 +212,7 @@ def _style(job: Job, timeline: Timeline) -> Style:
 
 def origin_of(timeline: Timeline) -> float:
     """Start of the first job, in the timeline's own clock."""
-    slots = chain.from_iterable(lines_of(timeline))
+    slots = chain.from_iterable(timeline.lines)
     return min((slot.start for slot in slots), default=0.0)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zbpp.core.files.json_text import write_file
 from zbpp.simulator.boxes import DARK
-from zbpp.simulator.output import write_file
 from zbpp.simulator.plot import figure_bytes, picture_suffix
 
 if TYPE_CHECKING:

@@ -7,12 +7,14 @@ whichever was done last. An optimizer step behind a barrier waits for every stag
     stage 0 | F0  F1  ..........  B0          chain: 0F0 1F0 1B0 0B0
     stage 1 |     F0  B0  F1
 
-Of a simulated timeline this is a longest path of the graph of its jobs.
+Of a simulated timeline this is a longest path of the graph of its jobs. Its messages
+are found in the timeline too, simulated or measured: each leaves when its pass ends,
+and is awaited by the pass that reads it.
 """
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -20,21 +22,35 @@ from zbpp.core import (
     Check,
     Costs,
     Kind,
+    Pass,
+    PassKind,
     Schedule,
     Slot,
     State,
     Step,
     Timeline,
+    Value,
+    input_of,
     kind_of,
+    output_of,
+    passes_in,
     reader,
 )
-from zbpp.core.timeline import sending_time
+from zbpp.core.timeline import Place, sending_time
 from zbpp.simulator.engine import simulate
-from zbpp.simulator.messages import Message, Place, lines_of, messages
 
-__all__ = ["CriticalPath", "critical_path", "critical_places"]
+__all__ = ["CriticalPath", "Message", "critical_path", "critical_places", "messages"]
 
 _UNIT = Costs()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One value that goes from a pass on one stage to a pass on another."""
+
+    value: Value
+    source: Place
+    target: Place
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,7 @@ def critical_path(
             for row in timeline.rows
         )
         timeline = replace(timeline, rows=rows)
-    lines = lines_of(timeline)
+    lines = timeline.lines
     slots = (lines[line][index] for line, index in critical_places(timeline, costs))
     return CriticalPath(tuple(slots), timeline.sending)
 
@@ -134,7 +150,7 @@ class _Waits:
     def __init__(
         self, timeline: Timeline, costs: Costs | None, sent: Iterable[Message]
     ) -> None:
-        self._lines = lines_of(timeline)
+        self._lines = timeline.lines
         self._n_stages = timeline.placement.n_stages
         self._ends = [[slot.end for slot in line] for line in self._lines]
         self._times = None if costs is None else costs.on(timeline.placement)
@@ -189,3 +205,37 @@ def _may_hold_up(earlier: Slot, slot: Slot) -> bool:
     if isinstance(slot.job, Step):
         return not isinstance(earlier.job, Step)
     return earlier.start < slot.start or kind_of(slot.job).is_async
+
+
+def messages(timeline: Timeline) -> Iterator[Message]:
+    """Find the messages of a timeline, in the order of their targets.
+
+    Of several iterations, the n-th pass that reads a value reads what the n-th that
+    wrote it has sent. A value that no slot has written is left out, as what reads it.
+    """
+    sent: dict[Value, deque[Place]] = defaultdict(deque)
+    for place, value in _values(timeline, output_of):
+        sent[value].append(place)
+    for place, value in _values(timeline, input_of):
+        if sent[value]:
+            source = sent[value].popleft()
+            if source[0] != place[0]:
+                yield Message(value, source, place)
+
+
+def _values(
+    timeline: Timeline, rule: Callable[[Pass, int], Value | None]
+) -> Iterator[tuple[Place, Value]]:
+    """The value that a rule names for each pass, stage after stage."""
+    n_chunks = timeline.placement.n_chunks
+    examples: dict[tuple[PassKind, int], Value | None] = {}  # rules take long
+    for stage, row in enumerate(timeline.rows):
+        for index, slot in enumerate(row):
+            for part in passes_in(slot.job):
+                key = part.kind, part.chunk
+                if key not in examples:
+                    examples[key] = rule(part, n_chunks)
+                value = examples[key]
+                if value is not None:
+                    value = Value(value.what, value.chunk, part.microbatch)
+                    yield (stage, index), value

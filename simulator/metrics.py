@@ -13,6 +13,7 @@ A stage that only sends (`Costs.send_occupies`) computes nothing: that time is i
 bubble rate, as no work, and is told apart from idle time.
 """
 
+from collections.abc import Collection
 from itertools import accumulate, chain
 
 from zbpp.core import (
@@ -25,7 +26,6 @@ from zbpp.core import (
     peaks,
 )
 from zbpp.core.timeline import extent
-from zbpp.simulator.messages import lines_of
 
 __all__ = [
     "bubble_rate",
@@ -33,6 +33,7 @@ __all__ = [
     "makespan",
     "memory_by_job",
     "memory_over_time",
+    "memory_unit",
     "overhead",
     "peak_memory",
     "sending",
@@ -42,6 +43,9 @@ __all__ = [
     "waste",
     "work",
 ]
+
+
+_BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 0.0}
 
 
 def stage_span(timeline: Timeline, stage: int) -> float:
@@ -68,7 +72,7 @@ def step_time(timeline: Timeline) -> float:
     What goes on beside the jobs counts too. Of one iteration alone: among many it may
     be less (`steady_step_time`).
     """
-    return extent(chain.from_iterable(lines_of(timeline)))
+    return extent(chain.from_iterable(timeline.lines))
 
 
 def work(timeline: Timeline) -> list[float]:
@@ -202,6 +206,19 @@ def peak_memory(timeline: Timeline, costs: Costs) -> list[float]:
     """
     orders = [[slot.job for slot in row] for row in timeline.rows]
     return peaks(orders, costs.on(timeline.placement))
+
+
+def memory_unit(most: float, costs: Collection[Costs]) -> tuple[str, float]:
+    """Name and size of the unit in which memory is shown; M_B where F leaves 1.
+
+    Args:
+        most: the largest amount that is shown.
+        costs: whose memories are shown beside one another.
+    """
+    if costs and all(one.memory_unit == "bytes" for one in costs):
+        name = next(name for name, size in _BYTES.items() if most >= size)
+        return name, _BYTES[name] or 1.0
+    return ("M_B" if all(one.m_b == 1.0 for one in costs) else ""), 1.0
 
 
 def _stages(timeline: Timeline) -> range:

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbpp.core import Costs, RequestError, Timeline, format_memory
+from zbpp.core import Costs, RequestError, Timeline, format_memory, passes_in
+from zbpp.core.files.json_text import write_file
 from zbpp.simulator.boxes import (
     DARK,
     IDLE,
@@ -27,8 +28,13 @@ from zbpp.simulator.boxes import (
     legend_of,
     origin_of,
 )
-from zbpp.simulator.metrics import memory_over_time, peak_memory, step_time, waste
-from zbpp.simulator.output import memory_unit, write_file
+from zbpp.simulator.metrics import (
+    memory_over_time,
+    memory_unit,
+    peak_memory,
+    step_time,
+    waste,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -272,7 +278,9 @@ def _write_texts(axes: "Axes", drawing: Drawing) -> None:
     boxes = [box for box in drawing.boxes if box.text]
     for style, members in by_style(boxes).items():
         durations = sorted(box.duration for box in members)
-        font = durations[len(durations) // 2] * per_unit / (_DIGIT_WIDTH * digits)
+        n_numbers = max(1, len(passes_in(members[0].job)))  # two in a pair
+        letters = n_numbers * (digits + 1) - 1
+        font = durations[len(durations) // 2] * per_unit / (_DIGIT_WIDTH * letters)
         if font < _SMALLEST_FONT:
             continue
         font = min(font, largest)

@@ -27,11 +27,10 @@ from zbpp.core import (
     parse_job,
     passes_in,
 )
-from zbpp.core.files.json_text import fail, object_of, read
+from zbpp.core.files.json_text import fail, object_of, read, write_file
 from zbpp.simulator.boxes import SEND, Drawing, origin_of
-from zbpp.simulator.messages import lines_of, messages
+from zbpp.simulator.critical_path import messages
 from zbpp.simulator.metrics import memory_over_time, waste
-from zbpp.simulator.output import write_file
 
 __all__ = ["read_trace", "trace_events", "write_trace"]
 
@@ -123,7 +122,7 @@ def _arrows(
     timeline: Timeline, run: int, microseconds: Callable[[float], float]
 ) -> Iterator[Event]:
     """Two events a message; viewers bind each to the job in which its time lies."""
-    lines, origin = lines_of(timeline), origin_of(timeline)
+    lines, origin = timeline.lines, origin_of(timeline)
     for number, message in enumerate(messages(timeline)):
         sender, reader = (
             lines[line][index] for line, index in (message.source, message.target)

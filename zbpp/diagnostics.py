@@ -83,14 +83,14 @@ def timelines(pipeline: RunningPipeline, n: int) -> list[Timeline]:
         RequestError: there was no step yet.
     """
     schedule, stages = pipeline.schedule, pipeline.stages
-    slots = {s: one.times.steps(n) for s, one in stages.executors.items()}
+    slots = {s: x.times.steps(n) for s, x in stages.executors.items()}
     steps, error_s = gather_slots(slots, stages.transport.gather_pipeline)
     if not steps:
         raise RequestError("nothing is measured yet; call pipeline.step() first")
-    found = []
+    lines = []
     for step in steps:
         rows, lanes = off_lane(step)
-        found.append(
+        lines.append(
             Timeline(
                 schedule.name,
                 schedule.placement,
@@ -101,7 +101,7 @@ def timelines(pipeline: RunningPipeline, n: int) -> list[Timeline]:
                 collectives=lanes,
             )
         )
-    return found
+    return lines
 
 
 def gather_slots(
@@ -129,7 +129,7 @@ def gather_slots(
 def _earlier(slots: list[Slot], seconds: float) -> list[Slot]:
     if seconds == 0.0:
         return slots
-    return [Slot(one.job, one.start - seconds, one.end - seconds) for one in slots]
+    return [Slot(x.job, x.start - seconds, x.end - seconds) for x in slots]
 
 
 def measured_costs(
@@ -155,11 +155,11 @@ def measured_costs(
     lines = timelines(pipeline, n)
     executors = stages.executors
     norms = stages.gather_dict(
-        {s: one.times.norm_seconds(n) for s, one in executors.items()}
+        {s: x.times.norm_seconds(n) for s, x in executors.items()}
     )
     if stages not in _wires:
         _wires[stages] = measure_wires(executors, schedule.placement)
-    defers = stages.gather_dict({s: one.stage.defers for s, one in executors.items()})
+    defers = stages.gather_dict({s: x.stage.defers for s, x in executors.items()})
     splits = [defers[stage] for stage in sorted(defers)]
     return window_costs(lines, norms, splits=splits, wires=_wires[stages], joint=joint)
 
@@ -269,7 +269,7 @@ def split_warning(pipeline: RunningPipeline) -> str | None:
 
 def _leaf_sizes(pipeline: RunningPipeline) -> dict[str, int]:
     """Elements of each parameter, by the names of `split_report`."""
-    stages = (one.stage for one in pipeline.stages.executors.values())
+    stages = (x.stage for x in pipeline.stages.executors.values())
     leaves = chain.from_iterable(stage.named_leaves() for stage in stages)
     return {name: p.numel() for _, name, p in leaves}
 

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu.table import Sizes, Table
+from gpu.sizes import Sizes
+from parts.table import Table
 
 __all__ = ["measure"]
 
@@ -35,4 +36,4 @@ def measure(sizes: Sizes) -> list[Table]:
     note = "`pytest -m gpu tests/gpu`"
     if only:
         note += ", collected and not run: there is no GPU"
-    return [Table("Tests that need a GPU", note, ["outcome", "tests"], counts)]
+    return [Table("Tests that need a GPU", ["outcome", "tests"], counts, note)]

@@ -33,7 +33,8 @@ from typing import Any
 
 import torch
 from gpu.look import is_real, look
-from gpu.table import Sizes, markdown
+from gpu.sizes import Sizes
+from parts.table import markdown
 
 __all__ = ["main"]
 

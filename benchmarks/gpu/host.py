@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 from gpu.clock import finish
-from gpu.table import Sizes, Table
+from gpu.sizes import Sizes
+from parts.table import Table
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -46,11 +47,11 @@ def measure(sizes: Sizes) -> list[Table]:
     return [
         Table(
             "Host time a job",
-            f"A job is an F, B, W or BW of one Linear of width {WIDTH}; all stages in "
-            f"this process, {m} micro-batches, no optimizer. No step waits for the "
-            "GPU, so this is what issuing takes.",
-            ["what", "us a job", "lower quartile", "upper"],
-            rows,
+            note=f"A job is an F, B, W or BW of one Linear of width {WIDTH}; all "
+            f"stages in this process, {m} micro-batches, no optimizer. No step waits "
+            "for the GPU, so this is what issuing takes.",
+            columns=["what", "us a job", "lower quartile", "upper"],
+            rows=rows,
         )
     ]
 

@@ -3,14 +3,15 @@
 import gc
 
 import torch
-from gpu.table import Sizes, Table
+from gpu.sizes import Sizes
 from parts.memory_models import Parts, language, llama
+from parts.table import Table
 from torch import Tensor
 
 import zbpp
 from zbpp.memory.api import estimate
 from zbpp.memory.model import default_optimizer
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 
 __all__ = ["errors", "measure"]
 
@@ -31,11 +32,17 @@ def measure(sizes: Sizes) -> list[Table]:
     return [
         Table(
             "Estimated memory beside the allocator",
-            "One stage, AdamW, micro-batches as given; MiB of "
+            note="One stage, AdamW, micro-batches as given; MiB of "
             "`torch.cuda.max_memory_allocated` in a step after some others, less what "
             "was there before the model (cuBLAS keeps workspaces).",
-            ["model", "mode", "estimated", "measured", "estimated / measured - 1"],
-            rows,
+            columns=[
+                "model",
+                "mode",
+                "estimated",
+                "measured",
+                "estimated / measured - 1",
+            ],
+            rows=rows,
         )
     ]
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from gpu.clock import finish, spin
-from gpu.table import Sizes, Table
+from gpu.sizes import Sizes
 from parts.split_models import Block
+from parts.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -25,7 +26,7 @@ from zbpp import diagnostics
 from zbpp.core import Costs, Schedule
 from zbpp.planning import plan
 from zbpp.runtime.backward.queue import current_queue
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 from zbpp.simulator import bubble_rate, steady_step_time
 
 __all__ = ["SpinningLayer", "measure"]
@@ -77,10 +78,10 @@ def measure(sizes: Sizes) -> list[Table]:
     return [
         Table(
             "Stages that spin",
-            "One job takes the same in F, B and W; each stage on a stream of its own. "
-            "A step lasts from the last end of one to that of the next, by events; "
-            "simulated with the jobs' times, and an optimizer that takes none.",
-            [
+            note="One job takes the same in F, B and W; each stage on a stream of its "
+            "own. A step lasts from the last end of one to that of the next, by "
+            "events; simulated with the jobs' times, and an optimizer that takes none.",
+            columns=[
                 "stages",
                 "mode",
                 "job, ms",
@@ -90,14 +91,14 @@ def measure(sizes: Sizes) -> list[Table]:
                 "bubble measured",
                 "bubble simulated",
             ],
-            [row for p in stages for row in _spinning(p, sizes)],
+            rows=[row for p in stages for row in _spinning(p, sizes)],
         ),
         Table(
             "Stages that compute",
-            "Blocks of a transformer with AdamW, bf16 autocast on a GPU; all stages "
-            "share it. Over the plain loop: what stages and messages cost here.",
-            ["stages", "mode", "step, ms", "lower quartile", "upper", "/ plain loop"],
-            [row for p in stages for row in _computing(p, sizes)],
+            note="Blocks of a transformer with AdamW, bf16 autocast on a GPU; all "
+            "stages share it. Over the plain loop: what stages and messages cost here.",
+            columns=["stages", "mode", "step, ms", "lower quartile", "upper", "/ loop"],
+            rows=[row for p in stages for row in _computing(p, sizes)],
         ),
     ]
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 from gpu.clock import ratio_row, seconds
-from gpu.table import Sizes, Table
+from gpu.sizes import Sizes
 from parts.split_models import blocks, conv_net, mlp
+from parts.table import Table
 from split_backward import TECHNIQUES, start
 from torch import nn
 
@@ -38,9 +39,9 @@ def measure(sizes: Sizes) -> list[Table]:
     return [
         Table(
             "B + W against one full backward",
-            "Each of B and W issued in a row, behind a kernel that lets the host run "
-            "ahead. Time of the device by events, of the host by its thread.",
-            [
+            note="Each of B and W issued in a row, behind a kernel that lets the host "
+            "run ahead. Time of the device by events, of the host by its thread.",
+            columns=[
                 "model",
                 "split",
                 "device (B+W)/full",
@@ -50,7 +51,7 @@ def measure(sizes: Sizes) -> list[Table]:
                 "lower quartile",
                 "upper",
             ],
-            rows,
+            rows=rows,
         )
     ]
 

@@ -17,7 +17,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 from parts.memory_events import Piece, inputs_of, measure_passes, measure_step
 from parts.memory_models import CONFIGURATIONS, Configuration
 from parts.memory_steps import real_peaks
+from parts.table import Table
 
+from zbpp.core import PassKind
 from zbpp.memory.estimate import Steps, estimate_schedule, plan_mode
 from zbpp.memory.layers import model_memory
 from zbpp.memory.model import default_optimizer
@@ -55,12 +57,12 @@ def compare(
         )
         real = measure_passes(piece, loss_fn, one.autocast)
         chunk = memory.chunk(own)
-        m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.made_in_b + chunk.made_in_w
+        m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.gradients
         rows = {
-            "F": ((m_b, chunk.peak_f), real["F2"], made),
-            "B": ((m_w - m_b, chunk.peak_b), real["B2"], made + m_b),
-            "W": ((-m_w, chunk.peak_w), real["W2"], made + m_w),
-            "BW": ((-m_b, chunk.peak_bw), real["BW3"], made + m_b),
+            "F": ((m_b, chunk.peak(PassKind.F)), real["F2"], made),
+            "B": ((m_w - m_b, chunk.peak(PassKind.B)), real["B2"], made + m_b),
+            "W": ((-m_w, chunk.peak(PassKind.W)), real["W2"], made + m_w),
+            "BW": ((-m_b, chunk.peak(PassKind.BW)), real["BW3"], made + m_b),
         }
         for kind, deferred in (("O", False), ("O deferred", True)):
             step = memory.optimizer(own, default_optimizer)
@@ -80,21 +82,22 @@ def compare(
 def passes(names: Sequence[str]) -> None:
     """Print a row per configuration and number of chunks."""
     kinds = ("F", "B", "W", "BW", "O", "O deferred")
-    print("| configuration | chunks |", *(f"{kind} |" for kind in kinds))
-    print("|---|---:|" + "---:|" * len(kinds))
+    table = Table("passes: of what they leave, of their peak", ("model", "n", *kinds))
     for name, one in CONFIGURATIONS.items():
         if names and name not in names:
             continue
         for n_chunks in (1,) if name == "tied ends" else (1, 2, 3, 4):
             worst = compare(name, one, n_chunks)
-            cells = (f"{a:+.1%} {b:+.1%} |" for a, b in (worst[k] for k in kinds))
-            print(f"| {name} | {n_chunks} |", *cells, flush=True)
+            cells = (f"{a:+.1%} {b:+.1%}" for a, b in (worst[k] for k in kinds))
+            table.add(name, n_chunks, *cells)
+    table.show()
 
 
 def steps(names: Sequence[str], n_stages: int, n_microbatches: int) -> None:
     """Print the peak of every stage in real, post-validated steps of five modes."""
-    print("| configuration | mode | estimated / measured, MiB, by stage | worst |")
-    print("|---|---|---|---:|")
+    table = Table(
+        "peaks of stages", ("model", "mode", "estimated / measured, MiB", "worst")
+    )
     for name in names or ("head and loss", "zbpp train"):
         one = CONFIGURATIONS[name]
         torch.manual_seed(0)
@@ -107,13 +110,15 @@ def steps(names: Sequence[str], n_stages: int, n_microbatches: int) -> None:
             pairs = [(s.peak, r) for s, r in zip(found, real, strict=True)]
             worst = max((a / b - 1 for a, b in pairs), key=abs)
             cells = ", ".join(f"{a / 2**20:.1f} / {b / 2**20:.1f}" for a, b in pairs)
-            print(f"| {name} | {mode} | {cells} | {worst:+.1%} |", flush=True)
+            table.add(name, mode, cells, f"{worst:+.1%}")
+    table.show()
 
 
 def megatron() -> None:
     """Print what Megatron's formula gives for blocks: s b h (18 + 4 ffn / h)."""
-    print("| configuration | a block's F leaves, MiB | Megatron's formula | error |")
-    print("|---|---:|---:|---:|")
+    table = Table(
+        "a block's F", ("model", "leaves, MiB", "Megatron's formula", "error")
+    )
     for name, one in CONFIGURATIONS.items():
         if one.megatron is None:
             continue
@@ -122,10 +127,9 @@ def megatron() -> None:
         memory = model_memory(layers, batch, loss_fn, autocast=one.autocast)
         own = memory.whole.layers[1].m_b
         formula = seq * samples * width * (18 + 4 * 4)
-        print(
-            f"| {name} | {own / 2**20:.2f} | {formula / 2**20:.2f} | "
-            f"{formula / own - 1:+.0%} |"
-        )
+        mib = (f"{one / 2**20:.2f}" for one in (own, formula))
+        table.add(name, *mib, f"{formula / own - 1:+.0%}")
+    table.show()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch.profiler import record_function
 sys.path.append(str(Path(__file__).parents[1]))
 
 from parts.memory_events import Event, Range, profiled
+from parts.table import Table
 
 import zbpp.bench.ours
 from zbpp.bench.contender import Field
@@ -201,14 +202,13 @@ if __name__ == "__main__":
     parser.add_argument("--resident", action="store_true", help="run once more for it")
     parser.add_argument("--jobs", action="store_true", help="the peak of each job")
     arguments = parser.parse_args()
-    heads = ("contender", "stage", "tensors", "weights", "state", "between steps")
-    print("|", " | ".join((*heads, "resident", "peak in")), "|")
-    print("|---|---:|---:|---:|---:|---:|---:|---|")
+    names = ("tensors", "weights", "state", "before", "resident")
+    heads = ("tensors", "weights", "state", "between steps", "resident", "peak in")
+    table = Table("MiB at the peak", ("contender", "stage", *heads))
     for contender in arguments.contenders or CONTENDERS:
         for stage, one in enumerate(run(contender, arguments)):
-            names = ("tensors", "weights", "state", "before", "resident")
-            cells = [_mib(one[name]) if name in one else "" for name in names]
-            row = (contender, str(stage), *cells, one["job"])
-            print("|", " | ".join(row), "|", flush=True)
+            cells = [_mib(one[name]) if name in one else None for name in names]
+            table.add(contender, stage, *cells, one["job"])
             if arguments.jobs:
                 print(*(f"{job} {_mib(most)}" for job, most in one["jobs"].items()))
+    table.show()

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 import zbpp
 from zbpp.runtime.comm.links import PendingSum
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 from zbpp.runtime.support.pytree import map_tensors
 
 __all__ = ["real_peaks"]

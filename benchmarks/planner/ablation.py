@@ -26,7 +26,7 @@ from random_cases import random_case
 
 from zbpp.core import Costs, MemoryModel, longest_span, lower_bound, replay
 from zbpp.planning import plan
-from zbpp.schedules.planner.search import local_search, rules, seeds
+from zbpp.schedules.planner.search import local_search, seeds
 from zbpp.schedules.planner.search import plan as plans
 
 Case = tuple[str, int, int, Costs, MemoryModel]
@@ -53,7 +53,7 @@ def off(where: Any, name: str, value: Any) -> AbstractContextManager[Any]:
     return patch.object(where, name, value)
 
 
-LINE, V = rules.LINE_RULES, rules.RULES
+LINE, V = seeds.LINE_RULES, seeds.RULES
 SEARCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "hand-made lines": lambda: off(seeds, "line_rows", all_but(seeds.line_rows)),
     "orders of V's": lambda: off(seeds, "_v_orders", all_but(seeds._v_orders)),

@@ -26,9 +26,11 @@ from pathlib import Path
 
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from parts.table import Table
 
 from zbpp.runtime.optim.rollback import DeferredStep, Rollback, SnapshotStep
 
@@ -224,9 +226,10 @@ def rollback(options: Cost) -> None:
     exact = {name: share_of_same_bits(optimizer, way) for name, way in ways.items()}
     plain = peak_mib(options, "none")
     size = sum(p.nbytes for p in optimizer.param_groups[0]["params"]) / 2**20
-    table = Table(title=f"fused AdamW step: {statistics.median(steps[2:]):.1f} ms")
-    for column in ("way", "speculative - 1", "later", "undo", "memory", "same"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    table = Table(
+        f"fused AdamW step: {statistics.median(steps[2:]):.1f} ms; p: {size:.0f} MiB",
+        ("way", "speculative - 1", "later", "undo", "memory", "same"),
+    )
     for name, ratios in rows.items():
         columns = list(zip(*ratios[2:], strict=True))  # two rounds to warm up
         memory = ""
@@ -234,9 +237,8 @@ def rollback(options: Cost) -> None:
             beyond = peak_mib(options, name) - plain
             memory = f"{beyond / size:.2f} p"
         same = f"{exact[name]:.1%}" if name in ways else ""
-        table.add_row(name, *map(spread, columns), memory, same)
-    Console(width=120).print(table)
-    print(f"p: {size:.0f} MiB")
+        table.add(name, *map(spread, columns), memory, same)
+    table.show()
 
 
 def spread(values: tuple[float, ...]) -> str:

@@ -17,7 +17,7 @@ plain optimizer steps: the time that a step takes more than a free one, over the
 
 import json
 import statistics
-import tempfile
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,19 +25,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from parts.runs import in_processes
+from parts.table import Table
+from parts.turns import take_turns
 
 import zbpp
 from zbpp.emulation.layers import EmulatedLayer
 from zbpp.planning import plan
 from zbpp.planning.pipelines import choose_validation
 from zbpp.runtime.comm.transport import Transport
-from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.optim.rollback import Rollback
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
-from zbpp.training.launch import launch
+from zbpp.runtime.policies import Patience
 
 WAYS = ("barrier", "free", "deferred", "snapshot")
 
@@ -170,30 +173,28 @@ def worker(options: Steps, mode: str, out: str) -> None:
 def main() -> None:
     """Measure all modes and print a table."""
     options = tyro.cli(Steps, use_underscores=True)
-    table = Table(title=f"{options.rounds} blocks of {options.steps - 2} steps")
-    for column in ("mode", "way", "step ms", "over barrier", "cost over free"):
-        table.add_column(column, justify="right")
-    for mode in options.modes:
-        with tempfile.TemporaryDirectory() as folder:
-            out = str(Path(folder) / "out.json")
-            launch(worker, (options, mode, out), 2, device="cpu")
-            found = json.loads(Path(out).read_text())
+    run = in_processes(worker, options, 2)
+    table = Table(
+        f"{options.rounds} blocks of {options.steps - 2} steps",
+        ("mode", "way", "step ms", "over barrier", "cost over free", "optimizer ms"),
+    )
+    for mode, runs in take_turns(options.modes, 1, run).items():
+        found = runs[0]
         step = statistics.median(found["optimizer"])
         for way in options.ways:
             pairs = list(zip(found[way], found["barrier"], found["free"], strict=True))
             low, cost, high = statistics.quantiles(
                 ((own - free) / step for own, _, free in pairs), n=4
             )
-            table.add_row(
+            table.add(
                 mode,
                 way,
                 f"{1e3 * statistics.median(found[way]):.1f}",
                 f"{statistics.median(own / barrier for own, barrier, _ in pairs):.3f}",
                 f"{cost:+.2f} ({low:+.2f} to {high:+.2f})",
+                f"{1e3 * step:.1f}",
             )
-        table.add_section()
-        table.caption = f"optimizer step: {1e3 * step:.1f} ms"
-    Console(width=120).print(table)
+    table.show()
 
 
 if __name__ == "__main__":

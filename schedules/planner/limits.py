@@ -1,4 +1,4 @@
-"""Memory limits: the promises of modes, and requests that cannot fit.
+"""What a request may ask for: its sizes, its memory, and the promises of modes.
 
 A stage holds least, its *need*, if it runs one micro-batch at a time, and each W right
 after its B. Where passes have no peaks and W's keep no more than m_b, that is M_B: what
@@ -17,6 +17,7 @@ from zbpp.core import (
     Costs,
     LimitError,
     Placement,
+    RequestError,
     format_memory,
 )
 
@@ -25,11 +26,14 @@ __all__ = [
     "capped",
     "check_limits",
     "check_one_fits",
+    "check_sizes",
     "micro_batch",
     "needs",
 ]
 
 _MARGIN = 1e-9  # relative; as in `Schedule`
+_MOST_JOBS = 2**24  # with effort fast, minutes and some GB of memory
+_MOST_CHUNKS = 2**13  # the time of lower bounds grows with their square
 
 
 def micro_batch(costs: ChunkCosts) -> list[float]:
@@ -139,4 +143,33 @@ def check_limits(
             f"over the limit {format_memory(limit, unit)}",
             smallest=max(wanted),
             unit=unit,
+        )
+
+
+def check_sizes(n_stages: int, n_microbatches: int, chunks_per_stage: int = 1) -> None:
+    """Refuse sizes below 1, and those that would be planned for hours.
+
+    Raises:
+        RequestError: there is none of one of them, or too many; it says how many jobs
+            or chunks are asked for, and how many are planned at most.
+    """
+    if min(n_stages, n_microbatches, chunks_per_stage) < 1:
+        raise RequestError(
+            f"{n_stages} stages with {chunks_per_stage} chunks each and "
+            f"{n_microbatches} micro-batches are asked for; there must be at least 1 "
+            "of each"
+        )
+    n_chunks = n_stages * chunks_per_stage
+    n_jobs = 3 * n_chunks * n_microbatches
+    if n_jobs > _MOST_JOBS:
+        raise RequestError(
+            f"{n_stages} stages with {chunks_per_stage} chunks each and "
+            f"{n_microbatches} micro-batches are {n_jobs:,} jobs (F, B and W of each "
+            f"chunk and micro-batch); at most {_MOST_JOBS:,} are planned: take fewer "
+            "stages or micro-batches"
+        )
+    if n_chunks > _MOST_CHUNKS:
+        raise RequestError(
+            f"{n_stages} stages with {chunks_per_stage} chunks each are {n_chunks:,} "
+            f"chunks; at most {_MOST_CHUNKS:,} are planned: take fewer stages or chunks"
         )

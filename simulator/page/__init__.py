@@ -1,7 +1,6 @@
 """One page of modes and their timelines, in one file that needs no network.
 
-entry         what a page shows: a mode with its timelines and figures
-modes_table   the table of modes
+entry         what a page shows: a mode with its timelines and figures; their table
 panels        timelines: what the scripts draw, and where
 document      the page: all of the above with charts, style and scripts
 timeline.js   one timeline: arrays, lookups by time, the picture on a canvas

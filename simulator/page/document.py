@@ -8,10 +8,9 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+from zbpp.core.files.json_text import write_file
 from zbpp.simulator.charts import comparison_figure
-from zbpp.simulator.output import write_file
-from zbpp.simulator.page.entry import PageEntry, unit_of_memory
-from zbpp.simulator.page.modes_table import modes_table
+from zbpp.simulator.page.entry import PageEntry, modes_table, unit_of_memory
 from zbpp.simulator.page.panels import Panel, panels_data, panels_html
 from zbpp.simulator.plot import figure_bytes
 

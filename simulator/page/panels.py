@@ -1,7 +1,7 @@
 """Timelines on a page: what the scripts draw, and the elements they draw in.
 
-A timeline is a list of boxes in eight columns of four bytes a box, one after the
-other, deflated and in base64:
+A timeline is a list of boxes in ten columns of four bytes a box, one after the other,
+deflated and in base64:
 
     wait         f32   time from the end of the box before on the line, or from 0
     lasts        f32   duration
@@ -9,8 +9,12 @@ other, deflated and in base64:
     after        f32   memory that it holds from the end on
     chunk        i32   -1: none
     microbatch   i32   -1: none
+    chunk2       i32   of a pair, that of its backward; -1: it is no pair
+    microbatch2  i32   likewise
     awaits       i32   number of the box whose message it awaits, less its own; or 0
     style        i32   place among the styles of the page
+
+A pair awaits up to two messages: the second one stands with its box on the next lane.
 
 Ends that are added up again are within a rounding error of the durations: single
 precision tells times apart that are a ten-millionth of a job, and no zoom does.
@@ -28,16 +32,17 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from zbpp.core import Timeline
+from zbpp.core import PassKind, Timeline, passes_in
+from zbpp.core.timeline import Place
 from zbpp.simulator.boxes import (
     LOOKS,
+    SEND,
     Box,
     Drawing,
     Style,
     legend_of,
 )
-from zbpp.simulator.critical_path import critical_places
-from zbpp.simulator.messages import Message, Place, messages
+from zbpp.simulator.critical_path import Message, critical_places, messages
 from zbpp.simulator.metrics import memory_by_job, step_time, waste
 from zbpp.simulator.page.entry import PageEntry, unit_of_memory
 
@@ -76,7 +81,7 @@ def panels_data(
         RequestError: the costs of an entry do not fit its placement.
     """
     name, size = unit_of_memory(entries)
-    examples = {box.style: box for panel in panels for box in panel.drawing.boxes}
+    examples = {_look(box): box for panel in panels for box in panel.drawing.boxes}
     return {
         "timeUnit": time_unit,
         "memory": {"size": size, "name": name},
@@ -85,8 +90,16 @@ def panels_data(
     }
 
 
+_Look = tuple[Style, tuple[PassKind, ...]]
+"""A style, and the kinds of the passes that its boxes compute."""
+
+
+def _look(box: Box) -> _Look:
+    return box.style, tuple(part.kind for part in passes_in(box.job))
+
+
 def _style(box: Box) -> dict[str, Any]:
-    style = box.style
+    style, kinds = _look(box)
     return {
         "role": style.role,
         "what": LOOKS[style.role].summary,
@@ -95,11 +108,12 @@ def _style(box: Box) -> dict[str, Any]:
         "hatched": style.is_hatched,
         "work": box.is_work,
         "once": style.at_once,
-        "text": None if box.text.isdecimal() else box.text,
+        "kinds": kinds,
+        "text": "" if style.role == SEND else None if kinds else str(box.job),
     }
 
 
-def _panel_data(panel: Panel, styles: Sequence[Style]) -> dict[str, Any]:
+def _panel_data(panel: Panel, looks: Sequence[_Look]) -> dict[str, Any]:
     entry, timeline, drawing = panel.entry, panel.timeline, panel.drawing
     n_stages = timeline.placement.n_stages
     numbers: dict[Place, list[int]] = {}
@@ -128,12 +142,12 @@ def _panel_data(panel: Panel, styles: Sequence[Style]) -> dict[str, Any]:
         "fixed": fixed,
         "peak": entry.peak,
         "limit": entry.limit,
-        "columns": _columns(panel, numbers, styles),
+        "columns": _columns(panel, numbers, looks),
     }
 
 
 def _columns(
-    panel: Panel, numbers: Mapping[Place, Sequence[int]], styles: Sequence[Style]
+    panel: Panel, numbers: Mapping[Place, Sequence[int]], looks: Sequence[_Look]
 ) -> str:
     """The columns of a timeline's boxes, as text."""
     boxes, costs = panel.drawing.boxes, panel.entry.costs
@@ -145,16 +159,20 @@ def _columns(
             for number in numbers[stage, index]:
                 held[number] = amounts
     for message in panel.messages:
-        reader = numbers[message.target][0]
+        readers = numbers[message.target]
+        reader = next((x for x in readers if not awaits[x]), readers[-1])
         awaits[reader] = numbers[message.source][-1] - reader
-    place = {style: number for number, style in enumerate(styles)}
+    place = {look: number for number, look in enumerate(looks)}
     floats = (wait, lasts, [h for h, _ in held], [h for _, h in held])
     of_job = [box.numbers for box in boxes]
+    backwards = [next(iter(passes_in(box.job)[1:]), None) for box in boxes]
     integers = (
         [one.get("chunk", -1) for one in of_job],
         [one.get("microbatch", -1) for one in of_job],
+        [part.chunk if part else -1 for part in backwards],
+        [part.microbatch if part else -1 for part in backwards],
         awaits,
-        [place[box.style] for box in boxes],
+        [place[_look(box)] for box in boxes],
     )
     data = [struct.pack(f"<{len(boxes)}f", *column) for column in floats]
     data += [struct.pack(f"<{len(boxes)}i", *column) for column in integers]

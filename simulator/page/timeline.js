@@ -4,7 +4,8 @@
 
 const COLUMNS = {  // in the order of document.py, four bytes a box each
   wait: Float32Array, lasts: Float32Array, during: Float32Array, after: Float32Array,
-  chunk: Int32Array, microbatch: Int32Array, awaits: Int32Array, style: Int32Array,
+  chunk: Int32Array, microbatch: Int32Array, chunk2: Int32Array, microbatch2: Int32Array,
+  awaits: Int32Array, style: Int32Array,
 };
 const THIN = 5;  // pixels; where the typical box is narrower, bands take its place
 const WINDOW = 12;  // typical boxes in a band's window: whole rounds of 2, 3, 4 or 6
@@ -50,9 +51,17 @@ function boxAt(timeline, line, time) {
   return i < timeline.first[line + 1] && timeline.start[i] <= time ? i : -1;
 }
 
-function nameOf({ chunk, microbatch, style }, box) {
-  const number = (value) => (value < 0 ? "" : value);
-  return number(chunk[box]) + styles[style[box]].role + number(microbatch[box]);
+// As in schedule files: 3B7, or (0F4;3BW1)OVERLAP_F_B.
+function nameOf({ chunk, microbatch, chunk2, microbatch2, style }, box) {
+  const number = (value) => (value < 0 ? "" : value), { role, kinds } = styles[style[box]];
+  const pass = (kind, c, m) => number(c[box]) + kind + number(m[box]);
+  if (chunk2[box] < 0) return pass(role, chunk, microbatch);
+  return `(${pass(kinds[0], chunk, microbatch)};${pass(kinds[1], chunk2, microbatch2)})${role}`;
+}
+
+// The micro-batches of a box: none, one, or the two of a pair.
+function microbatchesOf({ microbatch, microbatch2 }, box) {
+  return [microbatch[box], microbatch2[box]].filter((number) => number >= 0);
 }
 
 // Top and height of a line; lanes beside the jobs are thinner, and below them.
@@ -79,7 +88,7 @@ function drawBoxes(ctx, timeline, scale, look) {
 }
 
 function bars(ctx, timeline, scale, look, line, banded) {
-  const { start, end, first, style, microbatch } = timeline;
+  const { start, end, first, style } = timeline;
   const [y, height] = extent(timeline, scale, line), texts = [], instants = [];
   const digits = String(timeline.microbatches - 1).length;
   const roomy = (timeline.typical * scale.perUnit - 3) / (digits * 0.62);
@@ -92,15 +101,17 @@ function bars(ctx, timeline, scale, look, line, banded) {
     if ((banded && work) || (start[i] === end[i] && !once)) continue;
     const left = Math.max(scale.x(start[i]), scale.left - 2);
     const width = Math.min(scale.x(end[i]), scale.right + 2) - left;
-    const plain = look.pinned < 0 || look.pinned === microbatch[i];
+    const numbers = microbatchesOf(timeline, i);
+    const plain = look.pinned < 0 || numbers.includes(look.pinned);
     ctx.globalAlpha = plain ? 1 : 0.25;
     const air = width > 5 ? 1 : width > 2 ? 0.5 : 0;
     if (start[i] === end[i]) instants.push([left - 1, colour]);
     else
       for (ctx.fillStyle of hatched ? [colour, look.again] : [colour])
         ctx.fillRect(left, y, Math.max(width - air, 0.5), height);
-    if (plain && width >= least && height >= 9 && line < timeline.stages)
-      texts.push([text ?? microbatch[i], left + width / 2, styles[style[i]].ink]);
+    const more = numbers.length > 1 ? (digits + 1) * font * 0.62 : 0;
+    if (plain && width >= least + more && height >= 9 && line < timeline.stages)
+      texts.push([text ?? numbers.join(" "), left + width / 2, styles[style[i]].ink]);
   }
   ctx.globalAlpha = 1;
   for (const [x, colour] of instants) {

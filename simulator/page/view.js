@@ -195,11 +195,12 @@ function boxUnder({ scale, timeline }, x, y) {
 }
 
 function aboutBox({ timeline }, box) {
-  const { start, end, lasts, chunk, microbatch, during, after, awaits } = timeline;
+  const { start, end, lasts, chunk, chunk2, during, after, awaits } = timeline;
   const line = lineOf(timeline, box), sender = box + awaits[box];
   const rows = [["stage", line % timeline.stages]];
-  if (chunk[box] >= 0) rows.push(["chunk", chunk[box]]);
-  if (microbatch[box] >= 0) rows.push(["micro-batch", microbatch[box]]);
+  const chunks = [chunk[box], chunk2[box]].filter((number) => number >= 0);
+  for (const [name, numbers] of [["chunk", chunks], ["micro-batch", microbatchesOf(timeline, box)]])
+    if (numbers.length) rows.push([name, numbers.join(" and ")]);
   rows.push(["start", timeText(start[box])], ["end", timeText(end[box])], ["lasts", timeText(lasts[box])]);
   if (timeline.fixed && line < timeline.stages)
     rows.push(["memory in it", memoryText(during[box])], ["memory after", memoryText(after[box])]);

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpp.core import Costs, Placement, RequestError
+from zbpp.core import Costs, Placement
 from zbpp.planning import MODES, plan
 from zbpp.schedules import plan_placement
 from zbpp.simulator import lower_bound, lower_bounds, peak_memory, simulate, span
@@ -105,9 +105,8 @@ def planned_case(rng):
     return schedule, replace(costs, limit=tuple(peaks))
 
 
-def judge_planned_cases(seed, n_cases):
-    rng = random.Random(seed)
-    tight = 0
+def test_no_planned_wave_is_shorter_than_a_bound():
+    rng, n_cases, tight = random.Random(1), 200, 0
     for _ in range(n_cases):
         schedule, costs = planned_case(rng)
         other = replace(costs, comm=rng.choice((0.0, 0.5)), w=rng.choice((0.0, 1.0)))
@@ -118,16 +117,6 @@ def judge_planned_cases(seed, n_cases):
                 assert bound <= longest * (1 + 1e-9), name
             tight += times is costs and max(bounds.values()) >= longest * (1 - 1e-9)
     assert tight > n_cases / 4  # so that a bound a little too high is noticed
-
-
-def test_no_planned_wave_is_shorter_than_a_bound():
-    judge_planned_cases(1, 200)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_no_planned_wave_of_many_is_shorter_than_a_bound():
-    judge_planned_cases(2, 2000)
 
 
 def optimum_bound(row):
@@ -159,7 +148,7 @@ def test_no_proved_optimum_is_below_the_bound_and_most_are_met():
     ("p", "limit", "idle"),
     [(4, 2.0, 5.5), (4, 2.6667, 4.0), (8, 4.0, 11.5), (8, 5.3333, 8.0)],
 )
-@pytest.mark.parametrize("m", [8, 16, 24, 64])
+@pytest.mark.parametrize("m", [8, 24, 64])
 def test_v_schedules_below_p_have_a_constant_idle_time(p, limit, idle, m):
     """The published V-Min and V-Half meet it in part, so they are optimal there."""
     bound = lower_bound(Placement.wave(p), m, Costs(limit=limit))
@@ -209,7 +198,7 @@ def test_some_hand_made_schedules_are_proved_optimal(mode, p, m, costs):
 
 
 def test_a_bound_that_is_a_little_too_high_would_be_noticed():
-    """Control of the two tests above: the margin between true and false is small."""
+    """Control of the tests above: the margin between true and false is small."""
     timeline = simulate(plan("ZBH1", n_stages=4, n_microbatches=8))
     bound = lower_bound(Placement.single(4), 8, Costs(limit=4))
     assert bound == 27 == span(timeline)
@@ -267,16 +256,6 @@ def test_a_bound_that_is_a_little_too_high_would_be_noticed():
         ("slots", (0, 1), 4, Costs(comm=1, limit=2.5), (24 + 2) / 2 + 1),
         # One chunk: as cycle above.
         ("turns", (0, 1), 4, Costs(comm=1, limit=2), 6 + 1 + 8 + 1),
-    ],
-)
-def test_bounds_by_hand(proof, placement, m, costs, by_hand):
-    bounds = lower_bounds(Placement(placement), m, costs)
-    assert bounds[proof] == pytest.approx(by_hand)
-
-
-@pytest.mark.parametrize(
-    ("proof", "placement", "m", "costs", "by_hand"),
-    [
         # Down 1 + 2, there 5 (3 + 3), back up 2 + 1, a W; the link to stage 2 is idle.
         ("bottleneck", (0, 1, 2), 5, Costs((1, 3, 0), (1, 3, 0), 1, (2, 9)), 37),
         # The loss is work of the last stage, and on the way of every loop.
@@ -291,11 +270,6 @@ def test_bounds_by_hand(proof, placement, m, costs, by_hand):
         ("cycle", (0, 1), 4, Costs(comm=1, splits=(False, True), limit=2), 7 + 9),
     ],
 )
-def test_bounds_of_links_loss_and_splits_by_hand(proof, placement, m, costs, by_hand):
+def test_bounds_by_hand(proof, placement, m, costs, by_hand):
     bounds = lower_bounds(Placement(placement), m, costs)
     assert bounds[proof] == pytest.approx(by_hand)
-
-
-def test_costs_must_fit_the_placement():
-    with pytest.raises(RequestError, match="b has 3 entries for 2 chunks"):
-        lower_bound(Placement.single(2), 4, Costs(b=(1, 1, 1)))

@@ -43,7 +43,7 @@ def doubling_by_messages(n: int, n_bytes: float) -> float:
     return time
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8, 13])
+@pytest.mark.parametrize("n", [2, 3, 8, 13])
 def test_a_ring_takes_the_time_of_its_messages(n: int) -> None:
     time, held = ring_by_messages(n, 240.0)
     assert held == [set(range(n))] * n
@@ -52,7 +52,7 @@ def test_a_ring_takes_the_time_of_its_messages(n: int) -> None:
     assert ring_time(ALL_REDUCE, 240.0, n, LINK) == pytest.approx(2 * time)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
+@pytest.mark.parametrize("n", [2, 4, 16])
 def test_a_tree_takes_the_time_of_its_messages(n: int) -> None:
     expected = doubling_by_messages(n, 240.0)
     assert tree_time(ALL_GATHER, 240.0, n, LINK) == pytest.approx(expected)
@@ -61,49 +61,38 @@ def test_a_tree_takes_the_time_of_its_messages(n: int) -> None:
 
 
 def test_short_messages_go_along_trees_and_long_ones_around_rings() -> None:
-    for n in (4, 8, 64):
-        for n_bytes, way in ((1.0, tree_time), (1e9, ring_time)):
-            time = collective_time(ALL_REDUCE, n_bytes, n, LINK)
-            assert time == way(ALL_REDUCE, n_bytes, n, LINK)
+    for n_bytes, way in ((1.0, tree_time), (1e9, ring_time)):
+        time = collective_time(ALL_REDUCE, n_bytes, 8, LINK)
+        assert time == way(ALL_REDUCE, n_bytes, 8, LINK)
     assert tree_time(ALL_REDUCE, 1e9, 8, LINK) > ring_time(ALL_REDUCE, 1e9, 8, LINK)
-
-
-def test_one_process_waits_for_nobody() -> None:
-    for operation in CollectiveOperation:
+    for operation in CollectiveOperation:  # one process waits for nobody
         assert collective_time(operation, 1e9, 1, LINK) == 0
 
 
 def test_two_levels_by_hand() -> None:
     """Nodes of 4 among 16: between 4 nodes a quarter of the bytes, then all inside."""
-    near = Link(alpha=1.0, bandwidth=20.0)
-    by_hand = 3 * (10 + 6e5 / 4 / 4 / 2) + 3 * (1 + 6e5 / 4 / 20)
-    both = dict(node=4, node_link=near)
-    time = two_level_time(ALL_GATHER, 6e5, 16, LINK, **both)
-    assert time == pytest.approx(by_hand, rel=1e-3)
-    assert two_level_time(ALL_REDUCE, 6e5, 16, LINK, **both) == pytest.approx(
-        2 * by_hand, rel=1e-3
-    )
-    assert time < collective_time(ALL_GATHER, 6e5, 16, LINK)
-    assert two_level_time(ALL_GATHER, 6e5, 4, LINK, **both) == pytest.approx(
-        3 * (1 + 6e5 / 4 / 20), rel=1e-3
-    )
+    levels = {"node": 4, "node_link": Link(alpha=1.0, bandwidth=20.0)}
+    inside = 3 * (1 + 6e5 / 4 / 20)
+    by_hand = 3 * (10 + 6e5 / 4 / 4 / 2) + inside
+    for operation, n, expected in (
+        (ALL_GATHER, 16, by_hand),
+        (ALL_REDUCE, 16, 2 * by_hand),
+        (ALL_GATHER, 4, inside),
+    ):
+        time = collective_time(operation, 6e5, n, LINK, **levels)
+        assert time == pytest.approx(expected, rel=1e-3)
+    assert by_hand < collective_time(ALL_GATHER, 6e5, 16, LINK)
     with pytest.raises(RequestError, match="do not fill nodes of 4"):
-        two_level_time(ALL_GATHER, 1.0, 6, LINK, **both)
+        two_level_time(ALL_GATHER, 1.0, 6, LINK, **levels)
 
 
-def test_the_published_bandwidths_of_a_v100_fit() -> None:
-    """30 GB/s at 1 MB and 130 at 128 MB: 25.8 us and 133.5 GB/s."""
+def test_a_fit_finds_what_messages_were_made_of() -> None:
+    """A V100's published 30 GB/s at 1 MB and 130 at 128 MB; and noisy messages."""
     points = [(1e6, 1e6 / 30e9), (128e6, 128e6 / 130e9)]
     link = fit_link(points)
     assert link.alpha == pytest.approx(25.8e-6, rel=2e-3)
     assert link.bandwidth == pytest.approx(133.5e9, rel=1e-3)
-    for size, time in points:
-        assert link.time(size) == pytest.approx(time)
-
-
-def test_a_fit_finds_what_noisy_messages_were_made_of() -> None:
-    rng = random.Random(3)
-    true = Link(20e-6, 50e9)
+    rng, true = random.Random(3), Link(20e-6, 50e9)
     sizes = [2.0**k for k in range(10, 30, 2)] * 5
     link = fit_link([(s, true.time(s) * rng.uniform(0.98, 1.02)) for s in sizes])
     assert link.alpha == pytest.approx(true.alpha, rel=0.02)
@@ -124,28 +113,18 @@ def test_what_no_link_explains_is_refused(messages, message) -> None:
         fit_link(messages)
 
 
-def test_bytes_a_process_keeps_are_those_of_the_paper() -> None:
-    """8.3 B parameters, 64 processes, K = 12, in GB."""
-    found = [zero_bytes(level, 8.3e9, 64) / 1e9 for level in range(4)]
-    assert found == pytest.approx([132.8, 34.756, 18.416, 2.075], abs=1e-3)
-    assert zero_bytes(3, 1.0, 64) * 64 == 16.0
-    with pytest.raises(RequestError, match="levels 0 to 3"):
-        zero_bytes(4, 1.0, 1)
-
-
-def test_volumes_of_a_step_are_those_of_the_paper() -> None:
-    """70 B in 16 bits on 8 stages, 8 replicas, 32 micro-batches, at 50 GB/s."""
-    share = 140e9 / 8
-    seconds = [zero_volume(level, share, 8, 32) / 50e9 for level in range(4)]
+def test_bytes_and_volumes_of_zero_are_those_of_the_papers() -> None:
+    """Bytes: 8.3 B parameters, 64 processes, K = 12, in GB. Volumes: 70 B in 16 bits
+    on 8 stages, 8 replicas, 32 micro-batches, at 50 GB/s."""
+    held = [zero_bytes(level, 8.3e9, 64) / 1e9 for level in range(4)]
+    assert held == pytest.approx([132.8, 34.756, 18.416, 2.075], abs=1e-3)
+    seconds = [zero_volume(level, 140e9 / 8, 8, 32) / 50e9 for level in range(4)]
     assert seconds == pytest.approx([0.6125, 0.6125, 10.106, 29.4], rel=1e-3)
     one = [zero_volume(level, 1.0, 8, 1) for level in range(4)]
     assert one[3] / one[0] == 1.5  # the articles' figure: one micro-batch
-
-
-def test_a_sum_sends_what_a_scatter_and_a_gather_send() -> None:
-    for n in (2, 4, 8):
-        apart = sum(
-            ring_time(one, 1e6, n, LINK) for one in (ALL_GATHER, REDUCE_SCATTER)
-        )
-        assert ring_time(ALL_REDUCE, 1e6, n, LINK) == pytest.approx(apart)
-        assert zero_volume(0, 1e6, n, 1) == 2e6 * (n - 1) / n
+    for formula in (
+        lambda level: zero_bytes(level, 1.0, 1),
+        lambda x: zero_volume(x, 1.0, 8, 1),
+    ):
+        with pytest.raises(RequestError, match="levels 0 to 3"):
+            formula(4)

@@ -1,53 +1,71 @@
+"""Costs on a placement: columns over chunks, links, layers, recompute, memory."""
+
 import math
+from dataclasses import fields, replace
 
 import pytest
 
 from zbpp.core import (
     Check,
     Costs,
+    LayerCosts,
     Pass,
     PassKind,
     Placement,
     RequestError,
+    Schedule,
+    ScheduleError,
     Step,
+    held_during,
+    parse_job,
+    peaks,
+    recomputed,
 )
+from zbpp.core.costs import chunk_layers
+from zbpp.core.costs.columns import edge_delays, reduction_delay
+from zbpp.schedules import plan_zb_v
 
 F, B, W, BW = PassKind
 V = Placement.wave(2)  # 0 1 1 0
+ONE, TWO = Placement.single(1), Placement.single(2)
 
 
-def test_a_number_is_split_over_the_chunks_of_a_stage():
+# --- columns, spread over the chunks --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "placement", "column", "spread"),
+    [
+        # A number is a whole stage's, and split over its chunks.
+        ({"f": 4.0}, V, "f", (2.0,) * 4),
+        ({"f": 6.0}, Placement((0, 0, 0, 1)), "f", (2.0, 2.0, 2.0, 6.0)),
+        ({"optimizer": 8.0}, V, "optimizer", (8.0, 8.0)),
+        # One entry a chunk; O is summed over the chunks 0 and 3, and 1 and 2.
+        ({"f": (1.0, 2.0, 3.0, 4.0)}, V, "f", (1.0, 2.0, 3.0, 4.0)),
+        ({"optimizer": (1.0, 2.0, 4.0, 8.0)}, V, "optimizer", (9.0, 6.0)),
+        # One entry a stage is dealt evenly to its chunks.
+        ({"f": (1.0, 3.0)}, V, "f", (0.5, 1.5, 1.5, 0.5)),
+        ({"optimizer": (5.0, 7.0)}, V, "optimizer", (5.0, 7.0)),
+        ({"m_b": (2.0, 4.0)}, V, "m_b", (1.0, 2.0, 2.0, 1.0)),
+        ({"limit": (3.0, 5.0)}, V, "limit", (3.0, 5.0)),
+        # As many stages as chunks: entries are chunks.
+        ({"f": (1.0, 3.0)}, Placement((1, 0)), "f", (1.0, 3.0)),
+        # The loss is a part of the last chunk's F.
+        ({"f": 2.0, "loss": 0.5}, V, "f", (1.0, 1.0, 1.0, 1.5)),
+        ({"f": (1.0, 2.0), "loss": 0.5}, TWO, "f", (1.0, 2.5)),
+        # B may leave more than F, as checkpoints do.
+        ({"m_b": (3.0, 2.0), "m_w": 3.0}, TWO, "peak_b", (0.0, 1.0)),
+        ({"m_b": (3.0, 2.0), "m_w": 3.0}, TWO, "peak_bw", (0.0, 1.0)),
+    ],
+)
+def test_a_column_is_spread_over_the_chunks(given, placement, column, spread):
+    assert getattr(Costs(**given).on(placement), column) == spread
+
+
+def test_times_of_jobs_are_sums_of_their_columns():
     times = Costs(f=4.0, b=6.0, w=2.0, optimizer=8.0).on(V)
-    assert times.f == (2.0,) * 4
     assert [times.of(Pass(kind, 2, 0)) for kind in (F, B, W, BW)] == [2, 3, 1, 4]
-    assert [times.of(Step(stage)) for stage in (0, 1)] == [8.0, 8.0]
-    assert times.of(Check(0)) == 0.0
-
-
-def test_uneven_stages_split_their_own_value():
-    assert Costs(f=6.0).on(Placement((0, 0, 0, 1))).f == (2.0, 2.0, 2.0, 6.0)
-
-
-def test_a_list_has_one_value_per_chunk():
-    times = Costs(f=(1.0, 2.0, 3.0, 4.0), optimizer=(1.0, 2.0, 4.0, 8.0)).on(V)
-    assert times.f == (1.0, 2.0, 3.0, 4.0)
-    assert times.optimizer == (9.0, 6.0)  # chunks 0 and 3, chunks 1 and 2
-
-
-def test_a_message_takes_time_only_between_stages():
-    times = Costs(comm=0.5).on(V)
-    assert [times.delay(c, c + 1) for c in range(3)] == [0.5, 0.0, 0.5]
-
-
-def test_joint_backward_takes_the_time_of_both():
-    times = Costs(b=(1.0, 2.0), w=(4.0, 8.0)).on(Placement.single(2))
-    assert times.of_pass(BW, 1) == times.of_pass(B, 1) + times.of_pass(W, 1) == 10.0
-
-
-def test_the_loss_is_a_part_of_the_last_chunks_forward():
-    assert Costs(f=2.0, loss=0.5).on(V).f == (1.0, 1.0, 1.0, 1.5)
-    assert Costs(f=(1.0, 2.0), loss=0.5).on(Placement.single(2)).f == (1.0, 2.5)
-    assert Costs(f=2.0).on(V).f == (1.0,) * 4
+    assert [times.of(job) for job in (Step(0), Step(1), Check(0))] == [8, 8, 0]
 
 
 def test_a_backward_that_cannot_be_split_is_one_b_of_both_times():
@@ -58,60 +76,279 @@ def test_a_backward_that_cannot_be_split_is_one_b_of_both_times():
     assert times.m_w == (0.5,) * 4  # what a real order keeps
 
 
-def test_wrong_splits_are_refused():
-    with pytest.raises(RequestError, match="splits has 3 entries for 2 stages"):
-        Costs(splits=(True, True, False)).on(V)
-    with pytest.raises(RequestError, match=r"splits\[1\] is 0; write true or false"):
-        Costs(splits=(True, 0))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"b": (1.0, 1.0, 1.0)}, "b has 3 entries for 4 chunks"),
+        ({"m_b": (1.0,)}, "m_b has 1 entries for 4 chunks"),
+        ({"limit": (1.0,) * 4}, "memory_limit has 4 entries for 2 stages"),
+        ({"splits": (True, True, False)}, "splits has 3 entries for 2 stages"),
+        ({"splits": (True, 0)}, r"splits\[1\] is 0; write true or false"),
+        ({"m_b": 6.0, "peak_f": (8.0, 2.0)}, r"chunk 1: peak_f 1 is below .* 3; give"),
+        ({"m_b": -1.0}, "^m_b is -1"),
+        ({"limit": -1.0}, "^memory_limit is -1"),
+        *(
+            ({name: value}, f"^{name} is {number}; it must be finite")
+            for name in ("f", "comm", "loss", "reduction", "validation")
+            for number in (-1.0, math.inf, math.nan)
+            for value in ((number,) if name == "loss" else (number, (1.0, number)))
+        ),
+    ],
+)
+def test_wrong_columns_are_refused_by_name(given, message):
+    with pytest.raises(RequestError, match=message):
+        Costs(**given).on(V)
+
+
+# --- links ----------------------------------------------------------------------------
+
+SINGLE, WAVE, ROUND = (
+    Placement.single(4),
+    Placement.wave(4),
+    Placement.interleaved(4, 2),
+)
+LINKS, EDGES = (1.0, 2.0, 3.0), tuple(range(1, 8))
 
 
 @pytest.mark.parametrize(
-    "name", ["f", "b", "w", "comm", "optimizer", "loss", "reduction", "validation"]
+    ("comm", "placement", "edges"),
+    [
+        (0.5, SINGLE, (0.5,) * 3),
+        (0.5, WAVE, (0.5, 0.5, 0.5, 0.0, 0.5, 0.5, 0.5)),
+        (0.5, ONE, ()),
+        # A link joins two neighbours wherever they meet.
+        (LINKS, SINGLE, LINKS),
+        (LINKS, WAVE, (1, 2, 3, 0, 3, 2, 1)),
+        ((*LINKS, 9.0), WAVE, (1, 2, 3, 0, 3, 2, 1)),
+        ((*LINKS, 9.0), ROUND, (1, 2, 3, 9, 1, 2, 3)),
+        ((*LINKS, 9.0), SINGLE, LINKS),
+        # One entry an edge is taken as it is, but within a stage.
+        (EDGES, ROUND, EDGES),
+        (EDGES, WAVE, (1, 2, 3, 0, 5, 6, 7)),
+        # Two stages are neighbours in every placement.
+        ((5.0,), Placement.interleaved(2, 2), (5, 5, 5)),
+        ((5.0, 7.0), Placement.interleaved(2, 2), (5, 5, 5)),
+        # Where a length fits twice it means edges.
+        ((5.0, 7.0), Placement((0, 1, 0)), (5, 7)),
+        # One stage needs no link.
+        ((), Placement.wave(1), (0.0,)),
+        ((3.0,), Placement.wave(1), (0.0,)),
+    ],
 )
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
-def test_times_are_finite_and_not_negative(name, value):
-    with pytest.raises(RequestError, match=f"^{name} is {value}; it must be finite"):
-        Costs(**{name: value})
-    if name != "loss":
-        with pytest.raises(RequestError, match=f"^{name} is"):
-            Costs(**{name: (1.0, value)})
+def test_delays_of_the_edges(comm, placement, edges):
+    assert edge_delays(comm, placement) == edges
+    times = Costs(comm=comm).on(placement)
+    there = [times.delay(c, c + 1) for c in range(len(edges))]
+    back = [times.delay(c + 1, c) for c in range(len(edges))]
+    assert there == back == list(edges) and times.delay(0, 0) == 0.0
 
 
-@pytest.mark.parametrize("name", ["m_b", "m_w", "memory_limit"])
-def test_memories_are_finite_and_not_negative(name):
-    field = name.removeprefix("memory_")
-    with pytest.raises(RequestError, match=f"^{name} is -1"):
-        Costs(**{field: -1.0})
+@pytest.mark.parametrize("n", [0, 1, 2, 5, 6, 8])
+def test_another_length_is_refused_with_the_lengths_that_are_right(n):
+    right = r"for 4 stages and 8 chunks; give one number, 3 \(links"
+    with pytest.raises(RequestError, match=f"comm has {n} entries {right}"):
+        edge_delays((1.0,) * n, WAVE)
 
 
-def test_a_list_of_one_entry_a_stage_is_dealt_evenly_to_the_chunks_of_the_stage():
-    """Stage 0 holds chunks 0 and 3, stage 1 holds 1 and 2."""
-    times = Costs(f=(1.0, 3.0), w=(1.0, 2.0, 3.0, 4.0), optimizer=(5.0, 7.0)).on(V)
-    assert times.f == (0.5, 1.5, 1.5, 0.5)
-    assert times.w == (1.0, 2.0, 3.0, 4.0)
-    assert times.optimizer == (5.0, 7.0)
-    held = Costs(m_b=(2.0, 4.0), m_w=1.0, limit=(3.0, 5.0)).on(V)
-    assert (held.m_b, held.m_w) == ((1.0, 2.0, 2.0, 1.0), (0.5,) * 4)
-    swapped = Placement((1, 0))  # as many stages as chunks: entries are chunks
-    assert Costs(f=(1.0, 3.0)).on(swapped).f == (1.0, 3.0)
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (
+            ROUND,
+            "none joins stage 3 (chunk 3) and stage 0 (chunk 4); add the link from "
+            "stage 3 to 0 as entry 4, or give one entry per edge between chunks, 7 in",
+        ),
+        (
+            Placement((0, 2, 1, 3, 3, 0)),
+            "none joins stage 0 (chunk 0) and stage 2 (chunk 1); give one entry per "
+            "edge between chunks, 5 in all",
+        ),
+    ],
+)
+def test_a_link_that_is_missing_is_named(placement, message):
+    with pytest.raises(RequestError) as error:
+        Costs(comm=LINKS).on(placement)
+    assert message in str(error.value)
 
 
-def test_a_list_of_another_length_is_refused_with_both_numbers():
-    with pytest.raises(RequestError, match="b has 3 entries for 4 chunks"):
-        Costs(b=(1.0, 1.0, 1.0)).on(V)
-    with pytest.raises(RequestError, match="m_b has 1 entries for 4 chunks"):
-        Costs(m_b=(1.0,)).on(V)
-    with pytest.raises(RequestError, match="memory_limit has 4 entries for 2 stages"):
-        Costs(limit=(1.0,) * 4).on(V)
-    assert Costs(limit=(1.0, 2.0)).on(V).limit == (1.0, 2.0)
+def test_a_sum_over_the_stages_goes_up_a_tree_and_down_again():
+    messages = [reduction_delay((1.0,) * (p - 1), p) for p in (1, 2, 3, 4, 5, 8, 9)]
+    assert messages == [0, 2, 4, 4, 6, 6, 8]
+    assert Costs(comm=LINKS).on(WAVE).reduction == 4 * 3.0  # the slowest link
+    assert Costs(comm=LINKS, reduction=7).on(WAVE).reduction == 7
 
 
-def test_b_may_leave_more_than_f_as_checkpoints_do():
-    held = Costs(m_b=(3.0, 2.0), m_w=3.0).on(Placement.single(2))
-    assert held.peak_b == (0.0, 1.0)
-    assert held.peak_bw == (0.0, 1.0)
+# --- layers ---------------------------------------------------------------------------
+
+LAYERS = LayerCosts(
+    n_layers=4,
+    f=(1.0, 2.0, 3.0, 4.0),
+    m_b=(10.0, 20.0, 30.0, 40.0),
+    m_w=5.0,
+    m_r=1.0,
+    peak_f=(15.0, 22.0, 90.0, 40.0),
+    comm=(0.1, 0.2, 0.3),
+    all_gather=(1.0, 2.0, 3.0, 4.0),
+    reduce_scatter=0.5,
+)
 
 
-def test_a_peak_below_what_its_pass_leaves_is_refused():
-    with pytest.raises(RequestError, match=r"chunk 1: peak_f 2 is below .* 3; give"):
-        Costs(m_b=3.0, peak_f=(4.0, 2.0)).on(Placement.single(2))
+def test_times_and_memories_of_layers_add_up_to_those_of_a_split():
+    costs = LAYERS.on(TWO, [1, 3])
+    assert (costs.f, costs.b, costs.comm) == ((1.0, 9.0), (1.0, 3.0), (0.1,))
+    assert (costs.m_b, costs.m_w) == ((10.0, 90.0), (5.0, 15.0))
+    assert (costs.all_gather, costs.reduce_scatter) == ((1.0, 9.0), (0.5, 1.5))
+    # A peak stands on what the layers before have left.
+    assert costs.peak_f == (15.0, 20.0 + 90.0)
+
+
+def test_every_pass_of_a_chunk_has_an_overhead():
+    layers = replace(LAYERS, pass_f=0.5, pass_b=0.25, pass_w=0.125)
+    one = layers.on(TWO, [1, 3])
+    assert (one.f, one.b, one.w) == ((1.5, 9.5), (1.25, 3.25), (1.125, 3.125))
+    four = layers.on(V, [1, 1, 1, 1])
+    assert sum(four.f) == sum(one.f) + 2 * 0.5, "two more passes"
+    again = layers.on(TWO, [2, 2], recompute=[1])
+    assert again.b == (2.0 + 2.0 + 0.25, 2.25), "one pass, its layer's f once more"
+
+
+def test_a_recomputed_layer_leaves_little_and_its_b_runs_f_again():
+    costs = LAYERS.on(TWO, [2, 2], recompute=[1])
+    assert (costs.f, costs.b) == ((3.0, 7.0), (2.0 + 2.0, 2.0))
+    assert costs.m_b == (10.0 + 1.0, 70.0)
+    assert costs.peak_b == (21.0, 0.0)  # 22 - 1 of the forward that runs again
+
+
+def test_messages_take_a_delay_and_their_bytes():
+    layers = LayerCosts(3, message=(100.0, 300.0), bandwidth=(50.0, 200.0), delay=0.5)
+    assert layers.on(Placement.single(3), [1, 1, 1]).comm == (2.5, 2.0)
+    assert layers.on(ONE, [3]).comm == 0.0
+
+
+@pytest.mark.parametrize("split", ([4], [2, 1], [0, 4]))
+def test_a_split_that_does_not_fit_is_refused(split):
+    with pytest.raises(RequestError, match="must have 2 entries"):
+        LAYERS.on(TWO, split)
+
+
+COSTS = Costs(
+    f=(1, 2, 3, 4), b=2.0, w=(1.0, 2.0), comm=0.3, optimizer=0.5, loss=0.25,
+    reduction=0.1, validation=0.2,
+    m_b=(1, 2, 3, 4), m_w=0.4, limit=50.0, m_fixed=1.0, peak_f=(2, 3, 4, 5),
+    peak_b=0.5, peak_w=0.25, m_r=0.1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [None, (1, 2, 3, 1)])
+def test_layers_give_the_chunks_again(split: tuple[int, ...] | None) -> None:
+    layers = chunk_layers(COSTS, V, split)
+    found = layers.on(V, split or (1,) * 4).on(V)
+    for field in fields(found):
+        if field.name not in ("placement", "splits", "peak_bw"):
+            expected = pytest.approx(getattr(COSTS.on(V), field.name))
+            assert getattr(found, field.name) == expected, field.name
+
+
+# --- recompute ------------------------------------------------------------------------
+
+
+def schedule(**more: object) -> Schedule:
+    return replace(plan_zb_v(n_stages=2, n_microbatches=4), **more)
+
+
+ALL_AGAIN = schedule(recompute=(True,) * 4)
+PARTS_AGAIN = schedule(split=(2, 1, 1, 4), recompute=((0,), False, False, (0, 1, 2)))
+
+
+def test_a_recomputed_chunk_takes_f_longer_in_b_and_leaves_m_r() -> None:
+    costs = recomputed(COSTS, schedule(recompute=(True, False, False, True)))
+    assert costs.b == (2, 1, 1, 5)  # without the loss
+    assert costs.m_b == (0.05, 2, 3, 0.05)
+    assert costs.on(V).peak_b[0] == pytest.approx(2 - 0.05)  # F's, on m_r
+    for nothing in (schedule(), schedule(recompute=(False,) * 4)):
+        assert recomputed(COSTS, nothing) == COSTS
+    free = replace(COSTS, m_r=None, limit=None)
+    assert recomputed(free, ALL_AGAIN).m_b == (0, 0, 0, 0)
+
+
+def test_a_part_of_a_chunk_is_a_share_of_its_layers() -> None:
+    costs = recomputed(COSTS, PARTS_AGAIN)
+    assert costs.b == (1.5, 1, 1, 4)
+    assert costs.m_b == pytest.approx((0.525, 2, 3, 1.0375))
+
+
+@pytest.mark.parametrize(
+    ("costs", "again", "message"),
+    [
+        (COSTS, replace(PARTS_AGAIN, split=None), "does not say how many"),
+        (replace(COSTS, m_r=None), ALL_AGAIN, "no m_r"),
+        (replace(COSTS, splits=(True, False)), ALL_AGAIN, "stage 1 cannot split"),
+    ],
+)
+def test_what_cannot_be_recomputed_is_refused(costs, again, message) -> None:
+    with pytest.raises(RequestError, match=message):
+        recomputed(costs, again)
+
+
+# --- memory along an order ------------------------------------------------------------
+
+
+def order(text: str):
+    return tuple(parse_job(cell, stage=0) for cell in text.split())
+
+
+@pytest.mark.parametrize(
+    ("memory", "jobs", "held"),
+    [
+        # F takes at its start, B and W give back at their end.
+        ({"m_w": 0.4}, "0F0 0F1 0B0 0W0 0BW1 O", [1, 2, 2, 1.4, 1, 0]),
+        # F leaves 1; B computes 3 again, has 4 inside, and leaves 3 until W.
+        (
+            {"m_w": 3, "peak_b": 4},
+            "0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2",
+            [1, 2, 6, 4, 2, 6, 4, 5, 3],
+        ),
+        # Two W's put off hold 6, where two F's in flight hold 2.
+        ({"m_w": 3}, "0F0 0F1 0B0 0B1 0W0 0W1", [1, 2, 4, 6, 6, 3]),
+        ({"m_w": 3}, "0F0 0F1 0BW0 0BW1", [1, 2, 4, 3]),
+        # Fixed memory and the peak of an optimizer step count.
+        (
+            {"m_fixed": 10, "peak_w": 0.25, "peak_o": 4},
+            "0F0 0B0 0W0 O",
+            [11, 11, 10.75, 14],
+        ),
+    ],
+)
+def test_what_a_stage_holds_during_its_jobs(memory, jobs, held):
+    costs = Costs(**memory).on(ONE)
+    assert held_during(order(jobs), costs, stage=0) == pytest.approx(held)
+    assert peaks([order(jobs)], costs) == [pytest.approx(max(held))]
+    assert peaks([()], costs) == [costs.fixed[0]]
+
+
+def test_a_limit_counts_all_of_it_and_says_bytes():
+    rows = (order("0F0 0B0 0W0 O"),)
+    gib = 2.0**30
+    model = Costs(
+        m_b=gib, m_w=2 * gib, m_fixed=9 * gib, limit=11 * gib, memory_unit="bytes"
+    )
+    Schedule("fits", ONE, 1, rows, model)
+    for worse in ({"m_fixed": 10 * gib}, {"peak_b": 2 * gib}, {"peak_o": 3 * gib}):
+        with pytest.raises(ScheduleError, match=r"needs memory 12\.0 GiB, over the"):
+            Schedule("no", ONE, 1, rows, replace(model, **worse))
+
+
+def test_a_limit_is_kept_to_the_last_digit_but_not_beyond():
+    rows = (order("0F0 0B0 0F1 0B1 0W0 0W1"),)
+    Schedule("fits", ONE, 2, rows, Costs(m_w=0.4, limit=1.4))
+    with pytest.raises(ScheduleError) as error:
+        Schedule("no", ONE, 2, rows, Costs(m_w=0.4, limit=1.39))
+    assert "row 0, column 2" in str(error.value)
+    assert "0F1 needs memory 1.4, over the limit 1.39 of stage 0" in str(error.value)
+
+
+def test_each_stage_has_its_own_limit():
+    rows = tuple((Pass(F, s, 0), Pass(BW, s, 0), Step(s)) for s in range(2))
+    Schedule("fits", TWO, 1, rows, Costs(limit=(1.0, 1.0)))
+    with pytest.raises(ScheduleError, match=r"over the limit 0.5 of stage 1"):
+        Schedule("no", TWO, 1, rows, Costs(limit=(1.0, 0.5)))

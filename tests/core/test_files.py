@@ -1,4 +1,9 @@
-"""Files: what is written is read back, and what is wrong is named."""
+"""Files: what is written is read back, and what is wrong is named.
+
+Schedules and costs that hypothesis makes, a table of mistakes for each kind of file,
+and units of memory, of which nothing is guessed in silence. Files that are changed at
+random: `test_mangled_files.py`; wrong orders: `test_mutants.py`.
+"""
 
 import json
 import random
@@ -11,6 +16,7 @@ from hypothesis import strategies as st
 from zbpp.core import (
     Check,
     Costs,
+    LayerCosts,
     Pass,
     PassKind,
     Placement,
@@ -19,15 +25,24 @@ from zbpp.core import (
     ScheduleError,
     Step,
     parse_costs,
+    parse_layers,
+    parse_memory,
     parse_schedule,
     read_costs,
+    read_layers,
     read_schedule,
     schedule_text,
     write_costs,
+    write_layers,
     write_schedule,
 )
+from zbpp.core.costs.units import check_unit, with_limit
+from zbpp.planning import plan
 
 F, B, W, BW = PassKind
+
+
+# --- schedules ------------------------------------------------------------------------
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -76,9 +91,8 @@ def test_random_schedules_are_of_all_sorts():
 
 
 def test_schedule_file_has_the_fixed_format(tmp_path):
-    placement = Placement.single(2)
     rows = tuple((Pass(F, s, 0), Pass(BW, s, 0), Step(s)) for s in range(2))
-    schedule = Schedule("1F1B", placement, 1, rows)
+    schedule = Schedule("1F1B", Placement.single(2), 1, rows)
     write_schedule(schedule, tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text()) == {
         "format": "zbpp-schedule",
@@ -100,6 +114,57 @@ def test_a_schedule_is_read_with_a_memory_limit():
         parse_schedule(text, costs=Costs(limit=0.01))
 
 
+BASE = json.loads(schedule_text(plan("FThenB", n_stages=4, n_microbatches=5)))
+WRONG_KEYS = [
+    *(({key: value}, key) for key in BASE for value in (None, {})),
+    *(
+        ({key: value}, key)
+        for key in ("n_stages", "n_microbatches")
+        for value in (-1, 0, 2.0, "2", True, [2])
+    ),
+    ({"format": "plan"}, "format 'plan'"),
+    ({"version": 2}, "version 2"),
+    ({"n_stages": 5}, "n_stages is"),
+    ({"n_stages": 3}, "n_stages is"),
+    ({"n_microbatches": 6}, "row 0, column"),
+    ({"n_microbatches": 4}, "row 0, column"),
+    ({"placement": []}, "placement"),
+    ({"placement": [0, 1, 3, 4]}, "placement"),
+    ({"placement": [-1, 0, 1, 2]}, r"placement\[0\] is -1"),
+    ({"placement": ["0", 1, 2, 3]}, r"placement\[0\] is '0'"),
+    ({"placement": [0, 10**15]}, "placement"),
+    ({"placement": [0, 1, 2, 3, 3]}, "row 3, column"),
+    ({"placement": [1, 0, 2, 3]}, "row 0, column 0"),
+    ({"jobs": []}, "0 rows of jobs for 4 stages"),
+    ({"jobs": BASE["jobs"][:-1]}, "3 rows of jobs for 4 stages"),
+    ({"jobs": [*BASE["jobs"], []]}, "5 rows of jobs for 4 stages"),
+    ({"jobs": BASE["jobs"][::-1]}, "row 0, column 0"),
+    ({"jobs": ["0F0,0BW0"] * 4}, "jobs is not a list of rows"),
+    ({"stages": 4}, "unknown key 'stages'; the keys are format"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), WRONG_KEYS)
+def test_a_wrong_key_of_a_schedule_is_named(change, named):
+    with pytest.raises(RequestError, match=f"^my.json: (.|\n)*{named}"):
+        parse_schedule(json.dumps(BASE | change), source="my.json")
+    parse_schedule(json.dumps(BASE))
+
+
+@pytest.mark.parametrize("key", BASE)
+def test_a_missing_key_of_a_schedule_is_named(key):
+    text = json.dumps({k: v for k, v in BASE.items() if k != key})
+    with pytest.raises(RequestError, match=f"the key '{key}' is missing"):
+        parse_schedule(text)
+
+
+def test_broken_json_is_located():
+    text = schedule_text(plan("ZBH1", n_stages=2, n_microbatches=2))
+    for end in range(0, len(text.rstrip()), 7):
+        with pytest.raises(RequestError, match=r"line \d+, column \d+: no JSON"):
+            parse_schedule(text[:end])
+
+
 def test_errors_begin_with_the_file(tmp_path):
     missing = tmp_path / "absent.json"
     with pytest.raises(RequestError, match=f"^{missing}: cannot be read"):
@@ -110,51 +175,49 @@ def test_errors_begin_with_the_file(tmp_path):
         read_costs(binary)
 
 
+# --- costs ----------------------------------------------------------------------------
+
 values = st.floats(1e-99, 1e6) | st.integers(0, 10**6)
 per_chunk = values | st.lists(values, min_size=1, max_size=4).map(tuple)
+PER_CHUNK = ("f", "b", "w", "comm", "optimizer", "all_gather", "reduce_scatter")
 
 
 @given(
-    times=st.fixed_dictionaries(
-        {},
-        optional={
-            k: per_chunk
-            for k in ("f", "b", "w", "optimizer", "all_gather", "reduce_scatter")
-        },
-    ),
-    comm=per_chunk,
+    lists=st.fixed_dictionaries({}, optional=dict.fromkeys(PER_CHUNK, per_chunk)),
     loss=values,
     splits=st.none() | st.lists(st.booleans(), max_size=3).map(tuple),
     reduction=st.none() | values,
     validation=values,
     limit=st.none() | per_chunk,
 )
-def test_costs_are_read_back_as_they_were(
-    times, comm, loss, splits, reduction, validation, limit, tmp_path_factory
-):
+def test_costs_are_read_back_as_they_were(lists, tmp_path_factory, **others):
     path = tmp_path_factory.getbasetemp() / "costs.json"
-    later = {"splits": splits, "reduction": reduction, "validation": validation}
-    costs = Costs(**times, comm=comm, loss=loss, **later, m_b=2.0, limit=limit)
+    costs = Costs(**lists, **others, m_b=2.0)
     write_costs(costs, path)
     assert read_costs(path) == costs
 
 
-def test_keys_left_out_take_their_defaults():
-    assert parse_costs("{}") == Costs()
-    assert parse_costs('{"memory_limit": null}') == Costs()
+def test_keys_left_out_take_their_defaults_and_those_are_left_out(tmp_path):
+    """Files stay readable for those who know the first keys only."""
+    assert parse_costs("{}") == Costs() == parse_costs('{"memory_limit": null}')
     costs = parse_costs('{"f": [1, 2.5], "memory_limit": 8, "m_w": 0.366}')
     assert costs == Costs(f=(1, 2.5), m_w=0.366, limit=8)
+    first = {"f", "b", "w", "comm", "optimizer", "m_b", "m_w"}
+    for more in ({}, {"loss": 1, "splits": (True,)}, {"reduction": 0}):
+        write_costs(Costs(**more), tmp_path / "costs.json")
+        keys = json.loads((tmp_path / "costs.json").read_text())
+        assert set(keys) == first | set(more)
 
 
-def test_keys_that_say_nothing_new_are_left_out(tmp_path):
-    """Files stay readable for those who know the first keys only."""
-    write_costs(Costs(), tmp_path / "costs.json")
-    keys = json.loads((tmp_path / "costs.json").read_text())
-    assert set(keys) == {"f", "b", "w", "comm", "optimizer", "m_b", "m_w"}
-    write_costs(Costs(loss=1, splits=(True,)), tmp_path / "costs.json")
-    assert {"loss", "splits"} < set(json.loads((tmp_path / "costs.json").read_text()))
-    write_costs(Costs(reduction=0), tmp_path / "costs.json")
-    assert "reduction" in json.loads((tmp_path / "costs.json").read_text())
+def test_a_layers_file_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "layers.json"
+    layers = LayerCosts(4, f=(1.0, 2.0, 3.0, 4.0), m_r=1.0, pass_f=0.5, all_gather=2.0)
+    write_layers(layers, path)
+    assert read_layers(path) == layers
+    assert parse_layers('{"f": [1, 2, 3], "memory_limit": "2KiB"}').limit == 2048
+
+
+NOT_READ = ("loss", "reduction", "validation")
 
 
 @pytest.mark.parametrize(
@@ -171,22 +234,104 @@ def test_keys_that_say_nothing_new_are_left_out(tmp_path):
         ('{"f": NaN}', "NaN is not a number that JSON knows"),
         ('{"w": -Infinity}', "-Infinity is not a number that JSON knows"),
         ('{"f": 1e999}', "f is inf; it must be finite"),
-        ('{"b": -1}', "b is -1; it must be finite and at least 0"),
-        ('{"comm": [1, "2"]}', r"comm\[1\] is '2', not a number"),
         ('{"comm": [1, -2]}', "comm is -2; it must be finite and at least 0"),
-        ('{"loss": [1]}', "loss is a list; it must be one number"),
-        ('{"reduction": [1]}', "reduction is a list; it must be one number"),
-        ('{"reduction": -1}', "reduction is -1; it must be finite and at least 0"),
-        ('{"validation": [1]}', "validation is a list; it must be one number"),
-        ('{"validation": -1}', "validation is -1; it must be finite and at least 0"),
-        ('{"loss": -1}', "loss is -1; it must be finite and at least 0"),
+        *(
+            (f'{{"{x}": [1]}}', f"{x} is a list; it must be one number")
+            for x in NOT_READ
+        ),
+        *((f'{{"{x}": -1}}', f"{x} is -1; it must be finite") for x in NOT_READ),
         ('{"splits": true}', "splits is True, not a list of true or false"),
         ('{"splits": [1, 0]}', r"splits is \[1, 0\], not a list of true or false"),
         ('{"memory_limit": -3}', "memory_limit is -3"),
         ('{"f": ' + "9" * 5000 + "}", "no usable JSON: "),
         ("[" * 10**5, "no usable JSON: "),
+        ('{"version": 3}', "version is 3; zbpp reads 1 and 2"),
+        ('{"version": 2}', "time_unit is missing; version 2 names it"),
+        ('{"time_unit": 5}', "time_unit is 5, not a text"),
+        ('{"memory_unit": "GB"}', "memory_unit is 'GB'; write 'bytes'"),
     ],
 )
 def test_wrong_costs_are_refused_by_key(text, named):
     with pytest.raises(RequestError, match=f"^my.json: .*{named}"):
         parse_costs(text, source="my.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"f": [1, 2, 3], "pass_b": [1, 2, 3]}', "pass_b is a list"),
+        ('{"f": [1, 2, 3], "m_b": [1, 2]}', "m_b has 2 entries for 3 layers"),
+        ('{"f": 1}', "n_layers is missing, and there is no list to tell it by"),
+        ('{"n_layers": 2, "memory_unit": "GB"}', "memory_unit is 'GB'; write 'bytes'"),
+    ],
+)
+def test_wrong_layers_are_refused_by_key(text, named):
+    with pytest.raises(RequestError, match=f"^layers: .*{named}"):
+        parse_layers(text)
+
+
+# --- units ----------------------------------------------------------------------------
+
+LIMIT = parse_memory("16GiB")
+SMALL = {"m_b": 20000, "m_w": 8000}
+"""Bytes of a tiny model, or megabytes of a large one."""
+
+
+def both(**data: object) -> tuple[Costs, LayerCosts]:
+    """Costs of chunks and of layers that say the same."""
+    layers = json.dumps({"n_layers": 2, **data})
+    return parse_costs(json.dumps(data)), parse_layers(layers)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {**SMALL, "memory_unit": "bytes"},
+        {"m_b": "20kB", "m_w": 8000},
+        {"m_b": 2**21, "m_w": 1},  # as files before the key: version 1
+        {"version": 2, "time_unit": "ms", "m_b": "20kB"},
+    ],
+)
+def test_memories_in_bytes_take_a_limit_in_bytes(said: dict[str, object]) -> None:
+    for costs in both(**said):
+        assert with_limit(costs, LIMIT).limit == 2.0**34
+
+
+@pytest.mark.parametrize(
+    "said", [SMALL, {"version": 2, "time_unit": "ms", "m_b": 2**21}]
+)
+def test_a_limit_in_bytes_is_refused_where_the_unit_is_not_known(said) -> None:
+    """Version 2 is not read by the size of its numbers."""
+    for costs in both(**said):
+        with pytest.raises(RequestError, match='add "memory_unit": "bytes" to the'):
+            with_limit(costs, LIMIT)
+        assert with_limit(costs, 2.0**34).limit == 2.0**34, "a number has their unit"
+
+
+def test_a_limit_of_the_costs_themselves_is_judged_by_its_unit() -> None:
+    in_bytes, _ = both(**SMALL, memory_limit="16GiB")
+    with pytest.raises(RequestError, match=r"memory_limit is 16\.0 GiB, but nothing"):
+        with_limit(in_bytes, None)
+    assert with_limit(both(**SMALL, memory_limit=1e30)[0], None).limit == 1e30
+    with pytest.raises(RequestError, match="largest is 1;"):
+        check_unit(Costs(limit=2.0**34))  # beyond any use: taken for bytes
+    check_unit(Costs(limit=2.0**34, m_b=2.0**18))  # the control: kilobytes
+
+
+@pytest.mark.parametrize("memory_unit", [None, "bytes"])
+@pytest.mark.parametrize(("time_unit", "version"), [(None, None), ("ms", 2)])
+def test_units_are_written_and_read(tmp_path, memory_unit, time_unit, version) -> None:
+    """A unit of time makes a file of version 2."""
+    path, units = (
+        tmp_path / "x.json",
+        {"memory_unit": memory_unit, "time_unit": time_unit},
+    )
+    for costs, write, read in (
+        (Costs(m_b=2e4, **units), write_costs, read_costs),
+        (LayerCosts(2, m_b=2e4, **units), write_layers, read_layers),
+    ):
+        write(costs, path)
+        assert read(path) == costs
+        data = json.loads(path.read_text())
+        assert data.get("version") == version
+        assert data.get("memory_unit") == memory_unit

@@ -46,18 +46,16 @@ def test_there_is_a_row_for_every_kind_and_each_is_seen_here():
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_a_job_is_read_as_it_is_written(job):
+def test_a_job_has_a_text_a_time_a_memory_and_a_stage(job):
+    costs = Costs().on(TWO)
+    work = [kind for part in parts_of(job) for kind in kind_of(part).work]
+    assert costs.of(job) == len(work), "a unit each of F, B and W"
+    assert costs.peak(job) >= max(0.0, costs.change(job))
+    assert stage_of(job, TWO) == 1
     assert parse_job(str(job), stage=1) == job
     assert re.sub(r"\(.*\)|\d", "", str(job)) == kind_of(job).text
-
-
-@pytest.mark.parametrize("job", JOBS, ids=str)
-def test_a_job_has_a_time_a_memory_and_a_stage(job):
-    times, memory = Costs().on(TWO), Costs().on(TWO)
-    work = [kind for part in parts_of(job) for kind in kind_of(part).work]
-    assert times.of(job) == len(work), "a unit each of F, B and W"
-    assert memory.peak(job) >= max(0.0, memory.change(job))
-    assert stage_of(job, TWO) == 1
+    scope = kind_of(job).scope
+    assert len(passes_in(job)) == {Scope.MICROBATCH: 1, Scope.PAIR: 2}.get(scope, 0)
 
 
 def test_columns_are_those_of_the_costs():
@@ -96,9 +94,3 @@ def test_who_waits_for_what_is_started():
         if row.sets is not None:
             assert any(row.sets in other.awaits for other in KINDS.values())
     assert State.PARAMETERS not in KINDS[PassKind.W].awaits
-
-
-def test_only_passes_compute():
-    for job in JOBS:
-        scope = kind_of(job).scope
-        assert len(passes_in(job)) == {Scope.MICROBATCH: 1, Scope.PAIR: 2}.get(scope, 0)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from itertools import permutations, product
 
 import networkx as nx
-import pytest
 
 from zbpp.core import RequestError, Schedule, parse_schedule, schedule_text
 from zbpp.planning import MODES, plan
@@ -116,13 +115,6 @@ def swap(data: Data, rng: random.Random) -> tuple[Data, set[int]]:
     return data, {row}
 
 
-def swap_neighbours(data: Data, rng: random.Random) -> tuple[Data, set[int]]:
-    row, column = _place(data, rng)
-    cells = data["jobs"][row]
-    cells[column - 1 : column + 1] = reversed(cells[column - 1 : column + 1])
-    return data, {row}
-
-
 def move_later(data: Data, rng: random.Random) -> tuple[Data, set[int]]:
     """Pick a forward and let it run 2 to 8 places later."""
     row, _ = _place(data, rng)
@@ -171,7 +163,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     double,
     move_to_another_stage,
     swap,
-    swap_neighbours,
     move_later,
     exchange_microbatches,
     mistype,
@@ -222,33 +213,11 @@ def test_every_wrong_file_is_refused_and_no_right_one():
     assert counts["deadlock", False] >= 40, counts
     for mutation in MUTATIONS:
         assert counts[mutation.__name__, False] >= 30, counts
-    for harmless in (swap, swap_neighbours, exchange_microbatches):
+    for harmless in (swap, exchange_microbatches):
         assert counts[harmless.__name__, True] >= 10, counts
     del counts["deadlock", False]
     assert sum(n for (_, valid), n in counts.items() if not valid) >= 700, counts
     assert sum(n for (_, valid), n in counts.items() if valid) >= 80, counts
-
-
-@pytest.mark.parametrize(
-    "broken", ["accepts all", "refuses all", "knows no deadlock", "names no place"]
-)
-def test_a_broken_parser_would_be_found(broken):
-    def parse(text: str) -> Schedule | None:
-        if broken == "accepts all":
-            return None
-        if broken == "refuses all":
-            raise RequestError("row 0, column 0 (counted from 0): no\n^ here")
-        try:
-            return parse_schedule(text)
-        except RequestError as error:
-            if broken == "names no place":
-                raise RequestError("invalid") from None
-            if "deadlock" in str(error):
-                return None
-            raise
-
-    with pytest.raises(AssertionError):
-        judge(parse)
 
 
 def test_oracle_and_parser_agree_on_all_orders_of_two_stages():

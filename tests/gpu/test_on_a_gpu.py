@@ -14,9 +14,9 @@ from small_model import MODES, adamw, assert_same, batch, make_pipeline
 from zbpp import diagnostics
 from zbpp.core import Pass, PassKind
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.microbatches import Uploads
+from zbpp.runtime.policies import Patience
 from zbpp.runtime.support.streams import HostCopy, SideStream
-from zbpp.runtime.uploads import Uploads
 from zbpp.runtime.values import mapped
 from zbpp.training.launch import launch
 
@@ -158,7 +158,7 @@ def test_micro_batches_come_from_pinned_memory_while_the_gpu_computes() -> None:
 @of_kernels
 def test_estimates_of_memory_are_within_5_per_cent() -> None:
     from gpu.memory import errors
-    from gpu.table import Sizes
+    from gpu.sizes import Sizes
 
     found = errors(Sizes(GPU))
     assert found and max(map(abs, found.values())) < 0.05, found

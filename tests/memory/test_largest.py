@@ -20,7 +20,7 @@ def found(
     return most_that_fits(noted, limit, first), len(asked)
 
 
-@pytest.mark.parametrize("first", [1, 4, 1000])
+@pytest.mark.parametrize("first", [1, 1000])
 @pytest.mark.parametrize(
     "need",
     [

@@ -14,7 +14,7 @@ from zbpp.memory import estimate
 from zbpp.memory.estimate import StageEstimate, Steps, estimate_modes
 from zbpp.memory.layers import model_memory
 from zbpp.memory.model import default_optimizer
-from zbpp.memory.parts import part_shape
+from zbpp.memory.optimizer import part_shape
 
 WIDTH, N_LAYERS, N_REPLICAS = 128, 4, 64
 N_PARAMETERS = WIDTH * WIDTH + WIDTH  # of a layer

@@ -1,7 +1,5 @@
 """Models of transformers as pipelines, against the plain model on the same batches."""
 
-import itertools
-
 import pytest
 import torch
 from flat import flat_pipeline
@@ -14,27 +12,27 @@ from hf_runs import (
     weights_of,
 )
 from pool import Pool
-from tiny_hf import ENCODER_DECODERS, FAMILIES, batch_of, tiny, untied
+from tiny_hf import FAMILIES, batch_of, tiny, untied
 
 import zbpp
 from zbpp import RequestError
-from zbpp.models import parts
-from zbpp.models.calls import Plan
-from zbpp.runtime import stage
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 
 pytest.importorskip("transformers")
 
 SLOW = pytest.mark.slow
 QUICK = {("llama", "ZBV", 2), ("gemma3", "ZBH1", 4), ("gpt2", "ZBV", 2)}
-ACROSS = {("1F1B", 1), ("ZBV", 2), ("ZBH1", 4)}
-"""Modes and numbers of stages of families beside the eleven that run under all."""
+MODES, STAGES = ("1F1B", "ZBH1", "ZBV"), (1, 2, 4)
 
 GRID = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
-    for case in itertools.product(FAMILIES, ("1F1B", "ZBH1", "ZBV"), (1, 2, 4))
-    if case[0] not in ENCODER_DECODERS or case[1:] in ACROSS
+    for i, family in enumerate(FAMILIES)
+    for case in sorted(
+        {(family, mode, STAGES[(i + j) % 3]) for j, mode in enumerate(MODES)}
+        | {quick for quick in QUICK if quick[0] == family}
+    )
 ]
+"""Every mode and every number of stages with each family, and with one another."""
 
 
 @pytest.mark.parametrize(("family", "mode", "n_stages"), GRID)
@@ -50,7 +48,7 @@ def test_losses_and_all_gradients_equal_the_plain_model(family, mode, n_stages):
     "family",
     [
         pytest.param(name, marks=[] if name == "bert" else SLOW)
-        for name in ("bert", "llama", "mixtral", "gemma3", "t5", "vit")
+        for name in ("bert", "mixtral", "t5")
     ],
 )
 def test_autocast_gives_the_plain_models_bits(family):
@@ -61,14 +59,6 @@ def test_autocast_gives_the_plain_models_bits(family):
     assert found[0] != plain(family, 4)[0]
 
 
-def test_a_leaf_that_autocast_casts_once_fails(monkeypatch):
-    """Negative control: gradients of its uses are then added in 16 bits."""
-    monkeypatch.setattr(stage, "alias_of", lambda x: x)
-    found = piped("bert", "ZBV", 2, 4, autocast=torch.bfloat16)
-    with pytest.raises(AssertionError, match="bert"):
-        assert_plain(found, "bert", 4, torch.bfloat16)
-
-
 def stepped(model, batch, mode="ZBH1", n_stages=2):
     """One step in a pipeline; gradients are left in the model."""
     with zbpp.Pipeline(
@@ -77,9 +67,9 @@ def stepped(model, batch, mode="ZBH1", n_stages=2):
         return pipeline.step(batch), pipeline.evaluate(batch)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=SLOW)])
-def test_the_loss_is_that_of_the_whole_batch(family):
-    model, whole, batch = untied(family), untied(family), batch_of(family, 2 * M)
+def test_the_loss_is_that_of_the_whole_batch():
+    model, whole = untied("llama"), untied("llama")
+    batch = batch_of("llama", 2 * M)
     result, evaluated = stepped(model, batch)
     expected = whole(**batch).loss
     expected.backward()
@@ -101,33 +91,6 @@ def test_a_routers_loss_is_part_of_the_loss():
     for part, loss in zip(parts_of(batch_of("mixtral", 2 * M)), losses, strict=True):
         assert loss - float(alone(**part).loss.detach()) > 1e-3
     assert float(gradients["model.layers.0.mlp.gate.weight"].abs().max()) > 0
-
-
-def test_a_mask_dropped_fails(monkeypatch):
-    """Negative control."""
-    calls = Plan.calls
-
-    def without_masks(self, batch, device):
-        return calls(self, {**batch, "attention_mask": None}, device)
-
-    batch = batch_of("llama", 2 * M)
-    batch["attention_mask"] = batch["attention_mask"].flip(1)  # padded on the left
-    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    expected = tiny("llama")
-    weights = weights_of("llama", batch)
-    for part, weight in zip(parts_of(batch), weights, strict=True):
-        (expected(**part).loss * weight / sum(weights)).backward()
-    for breaks in (False, True):
-        ours = tiny("llama")
-        layered = zbpp.cut(ours)
-        if breaks:
-            monkeypatch.setattr(Plan, "calls", without_masks)
-            # the first layer would notice
-            monkeypatch.setattr(parts.FrontLayer, "_compare", lambda *_: False)
-        stepped(layered, batch, "ZBV")
-        pairs = zip(ours.parameters(), expected.parameters(), strict=True)
-        far = max(float((p.grad - q.grad).abs().max()) for p, q in pairs)
-        assert (far > 1e-4) == breaks
 
 
 def test_steps_recomputed_and_rolled_back_are_a_plain_loop():
@@ -190,8 +153,6 @@ def test_two_processes_find_the_same_gradients(pool: Pool):
     cases = [
         ("llama", "ZBV"),
         ("mixtral", "ZBH1"),
-        ("vit", "ZBV"),
-        ("gemma3", "1F1B"),
         ("gpt2", "ZBH1"),
         ("t5", "ZBH1"),
     ]
@@ -202,16 +163,13 @@ def test_two_processes_find_the_same_gradients(pool: Pool):
         assert_plain((losses, first[1] | last[1]), family)
 
 
-@pytest.mark.parametrize(
-    ("family", "is_made"),
-    [pytest.param("gpt2", True, marks=SLOW), pytest.param("llama", False, marks=SLOW)],
-)
-def test_an_example_gives_memory_and_a_split(family, is_made):
-    with torch.device("cpu" if is_made else "meta"):
-        model = untied(family)
-    batch = batch_of(family, 2 * M)
+@pytest.mark.slow
+def test_an_example_gives_memory_and_a_split():
+    with torch.device("meta"):
+        model = untied("llama")
+    batch = batch_of("llama", 2 * M)
     with flat_pipeline(
-        model if is_made else zbpp.cut(model, weights=1),
+        zbpp.cut(model, weights=1),
         optimizer=torch.optim.AdamW,
         schedule="ZBH1",
         n_stages=2,

@@ -13,16 +13,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zbpp.core import Costs, Placement, RequestError, Schedule, Slot
+from zbpp.core import Costs, PassKind, Placement, RequestError, Slot
 from zbpp.emulation.layers import EmulatedLayer
 from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
 from zbpp.profiling import Profile
-from zbpp.profiling.join import _chunk_times
 from zbpp.profiling.links import Link, fit, link_list
-from zbpp.profiling.rehearsal import seen_in
-from zbpp.profiling.stopwatch import Spread
+from zbpp.profiling.rehearsal import rehearsed_steps
+from zbpp.profiling.step_times import measure_step_times
 from zbpp.runtime.comm.ping import Ping
 from zbpp.simulator import simulate
 
@@ -98,34 +97,25 @@ def test_a_rehearsal_leaves_no_trace_and_fixes_no_shape(pool: Any) -> None:
             assert found + more == pytest.approx(one.times[name.upper()].mean)
 
 
-def in_steps(mode: str, costs: Costs, gap: float) -> tuple[Any, Schedule]:
-    """Rows of rehearsed steps, by stage: jobs end earlier by the host's gap."""
-    schedule = plan(mode, n_stages=2, n_microbatches=4)
-    row = simulate(schedule, costs).rows
-    return {
-        stage: [[Slot(s.job, s.start / 1e3, (s.end - gap) / 1e3) for s in row[stage]]]
-        for stage in (0, 1)
-    }, schedule
-
-
 @pytest.mark.parametrize("mode", ["ZBH1", "1F1B"])
 def test_a_rehearsal_tells_passes_gaps_and_waits(mode: str) -> None:
-    rows, schedule = in_steps(mode, COSTS, 0.5)
+    schedule = plan(mode, n_stages=2, n_microbatches=4)
+    rows = {  # jobs end earlier by the host's gap
+        stage: [[Slot(s.job, s.start / 1e3, (s.end - 0.5) / 1e3) for s in row]]
+        for stage, row in enumerate(simulate(schedule, COSTS).rows)
+    }
+    assert rehearsed_steps({0: rows[0]}, schedule) is None
+    steps = rehearsed_steps(rows, schedule)
+    assert steps is not None
     links = {(0, 1): Link(1.0, 100.0, 0.0)}
-    seen = seen_in(rows, schedule, links, one_clock=True)
-    assert seen is not None and seen.gaps == pytest.approx((0.5, 0.5))
-    assert seen.passes["F", 1] == pytest.approx(6.0 - 0.5)
+    seen, apart = (
+        measure_step_times(steps, links, message_bytes=0, one_clock=one_clock)
+        for one_clock in (True, False)
+    )
+    assert seen.gaps == pytest.approx((0.5, 0.5))
+    assert seen.mean(PassKind.F, 1) == pytest.approx(6.0 - 0.5)
     assert seen.waits == {(0, 1): pytest.approx(COSTS.comm)}
-    apart = seen_in(rows, schedule, links, one_clock=False)
-    assert apart is not None and apart.waits == {}, "the control: two clocks"
-    assert seen_in({0: rows[0]}, schedule, links, one_clock=True) is None
-    alone = {k: Spread(t, t, t, t) for k, t in (("F", 3.0), ("B", 2.0), ("W", 1.0))}
-    alone["BW"] = alone["B"] + alone["W"]
-    times = _chunk_times({1: alone}, schedule.placement, links, seen)[1]
-    assert times["F"].mean == pytest.approx(6.0)
-    assert times["BW"].mean == pytest.approx(3.0 + 5.0 - 0.5 * (mode == "ZBH1"))
-    without = _chunk_times({1: alone}, schedule.placement, links, None)[1]
-    assert without["F"].mean == 3.0
+    assert apart.waits == {}, "the control: two clocks"
 
 
 def layers() -> list[nn.Module]:

@@ -10,8 +10,6 @@ from small_model import batch, make_pipeline
 from zbpp import diagnostics
 from zbpp.core import (
     Costs,
-    Pass,
-    PassKind,
     Placement,
     RequestError,
     Slot,
@@ -21,8 +19,9 @@ from zbpp.core import (
 from zbpp.planning import plan
 from zbpp.profiling.links import Link
 from zbpp.profiling.prediction import measured_step, predict
-from zbpp.profiling.waits import host_gaps, latencies
-from zbpp.profiling.window import Wires, together, window_costs
+from zbpp.profiling.step_times import host_gaps, latencies
+from zbpp.profiling.stopwatch import Spread
+from zbpp.profiling.window import Wires, window_costs
 from zbpp.runtime.job_times import JobTimes
 from zbpp.simulator import simulate_iterations, steady_step_time
 
@@ -46,7 +45,8 @@ def steps(mode: str, n: int, *, gap: float = 0.0) -> list[Timeline]:
     return [in_seconds(one, gap=gap) for one in simulate_iterations(schedule, TIMES, n)]
 
 
-WIRES = Wires({(0, 1): Link(0.4, 100.0, 0.0)}, 2.0, {0: 10})
+SUM = Spread(2.0, 2.0, 2.0, 2.0)
+WIRES = Wires({(0, 1): Link(0.4, 100.0, 0.0)}, SUM, {0: 10})
 
 
 def test_a_window_gives_all_costs_back() -> None:
@@ -73,7 +73,7 @@ def test_norms_are_a_part_of_the_optimizers_time() -> None:
 
 
 def test_messages_take_the_links_of_a_v() -> None:
-    wires = Wires({(0, 1): Link(1.0, 10.0, 0.0)}, 0.0, {0: 20, 1: 99, 2: 40})
+    wires = Wires({(0, 1): Link(1.0, 10.0, 0.0)}, SUM, {0: 20, 1: 99, 2: 40})
     assert wires.hops(Placement.wave(2)) == (3.0, 0.0, 5.0)
 
 
@@ -83,9 +83,6 @@ def test_joint_passes_are_told_apart_only_if_that_is_asked_for() -> None:
         window_costs(timelines, {}, splits=[True, True], wires=None)
     costs = window_costs(timelines, {}, splits=[True, True], wires=WIRES, joint=True)
     assert costs.b == pytest.approx((6.0, 4.0)) and costs.w == (0.0, 0.0)
-    joined = together(timelines[0])
-    kinds = {s.job.kind for row in joined.rows for s in row if isinstance(s.job, Pass)}
-    assert kinds == {PassKind.F, PassKind.B, PassKind.W}
 
 
 @pytest.mark.parametrize("mode", ["1F1B", "ZBH1"])
@@ -157,7 +154,7 @@ def test_o_and_v_do_not_hold_the_wait_for_the_sum(monkeypatch: Any) -> None:
 def test_waits_for_messages_are_seen_where_the_stages_share_a_clock() -> None:
     """Messages that take longer in a step than they did alone."""
     timelines = steps("ZBH1", 3, gap=0.25)
-    alone = Wires({(0, 1): Link(0.1, 1e9, 0.0)}, 2.0, {0: 10}, one_clock=True)
+    alone = Wires({(0, 1): Link(0.1, 1e9, 0.0)}, SUM, {0: 10}, one_clock=True)
     seen = latencies(timelines)
     assert seen == {(0, 1): pytest.approx(0.75e-3)}, "the host's gap, and the message"
     costs = window_costs(timelines, {}, splits=[True, True], wires=alone)

@@ -9,7 +9,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu import day, memory
+from gpu import day, host, memory
+from gpu.table import Table
 
 MEASURED = [part for part in day.PARTS if part != "checks"]
 
@@ -41,14 +42,15 @@ def test_a_dry_run_writes_tables_of_all_parts(tmp_path: Path) -> None:
             assert {len(row) for row in table["rows"]} == {len(table["columns"])}
 
 
-@pytest.mark.slow
 def test_a_part_that_fails_is_told_and_the_others_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(sizes: object) -> None:
         raise RuntimeError("CUDA error: on purpose")
 
+    other = Table("Title", "Notes.", ["what"], [["host"]])
     monkeypatch.setattr(memory, "measure", fail)
+    monkeypatch.setattr(host, "measure", lambda sizes: [other])
     out = tmp_path / "out"
     args = ["--device", "cpu", "--out", str(out), "--only", "memory", "host"]
     assert day.main([*args, "--one_process"]) == 1

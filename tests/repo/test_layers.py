@@ -64,15 +64,16 @@ ROOMS = {
         "zbpp.runtime.support",
         "zbpp.core",
         "zbpp.runtime.comm.transport",
-        "zbpp.runtime.comm.peers",
+        "zbpp.runtime.comm.stage_group",
         "zbpp.runtime.stage",
         "zbpp.runtime.chunk",
+        "zbpp.runtime.policies",
     },
     "zbpp.runtime.parallel": {
         "zbpp.runtime.parallel",
         "zbpp.runtime.support",
         "zbpp.core",
-        "zbpp.runtime.comm.peers",
+        "zbpp.runtime.comm.stage_group",
         "zbpp.runtime.comm.process_group",
         "zbpp.runtime.comm.transport",
         "zbpp.runtime.chunk",
@@ -113,8 +114,8 @@ ROOMS = {
 }
 """The parts of zbpp that a room may import."""
 
-SEEDS = {"zbpp.schedules.planner.search.seeds", "zbpp.schedules.planner.search.rules"}
-"""The only parts of the planner that know patterns: they offer them as seeds."""
+SEEDS = {"zbpp.schedules.planner.search.seeds"}
+"""The only part of the planner that knows patterns: it offers them as seeds."""
 
 ONLY_IN = {
     "torch": {

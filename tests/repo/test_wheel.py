@@ -174,19 +174,6 @@ def test_every_module_of_the_checkout_is_imported_from_the_wheel(python, tmp_pat
         import_all(python, ["zbpp.core.missing"], tmp_path)
 
 
-def test_the_installed_packages_are_the_wheels_and_load_nothing_heavy(python, tmp_path):
-    code = (
-        "import sys, zbpp, zbpp.schedules, zbpp.simulator\n"
-        "heavy = {'torch', 'matplotlib'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-        "print(zbpp.__file__, zbpp.schedules.__file__, zbpp.simulator.__file__)\n"
-    )
-    files = must_run(python, "-c", code, cwd=tmp_path).split()
-    assert len(files) == 3
-    for file in files:
-        assert Path(file).is_relative_to(python.parents[1])
-
-
 def test_a_script_beside_an_editable_checkout_finds_the_package(checkout, tmp_path):
     """Its folder holds one named zbpp, which Python would take as a namespace."""
     script = checkout.parent / "train.py"
@@ -205,10 +192,10 @@ def test_a_script_beside_an_editable_checkout_finds_the_package(checkout, tmp_pa
         assert f"No module named '{name}'" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["schedules", "simulator"])
-def test_the_bare_names_stay_free(python, tmp_path, name):
-    result = run(python, "-c", f"import {name}", cwd=tmp_path)
-    assert f"No module named '{name}'" in result.stderr
+def test_the_bare_names_stay_free(python, tmp_path):
+    code = "from importlib.util import find_spec as find; print(find('%s'), find('%s'))"
+    found = must_run(python, "-c", code % ("schedules", "simulator"), cwd=tmp_path)
+    assert found.split() == ["None", "None"]
 
 
 def test_the_commands_work(python, tmp_path):

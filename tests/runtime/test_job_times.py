@@ -78,14 +78,6 @@ def test_jobs_take_the_time_of_their_kernels_not_of_their_launches() -> None:
     assert costs.f == (250.0, 250.0) and costs.b == (500.0, 500.0)
 
 
-def test_the_hosts_clock_would_not_see_the_kernels() -> None:
-    pipeline = on_a_gpu([FakeStream(), FakeStream()])
-    for executor in pipeline.stages.executors.values():
-        executor.times = JobTimes(torch.device("cpu"))
-    pipeline.step(torch.randn(6, 2), torch.randn(6, 2))
-    assert 0.25 not in kinds(pipeline)[PassKind.F]  # the control
-
-
 def test_no_step_waits_for_an_event_but_the_first_for_its_first() -> None:
     streams = [FakeStream(), FakeStream()]
     pipeline = on_a_gpu(streams)

@@ -12,7 +12,7 @@ from small_model import batch, make_pipeline
 from torch import Tensor
 
 from zbpp.runtime.comm import local
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.streams import HostCopy
 

@@ -12,7 +12,6 @@ from flat import flat_pipeline
 from histories import ALWAYS
 from moments import uncertain_sums
 from small_model import (
-    MODES,
     N_LAYERS,
     assert_same,
     batch,
@@ -29,10 +28,8 @@ from zbpp.pipeline import Pipeline
 from zbpp.planning import plan
 from zbpp.planning.answer import recomputed_layers
 from zbpp.runtime import recompute as room
-from zbpp.runtime import state_recorder
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.stage import Stage
-from zbpp.runtime.state_recorder import BufferSnapshot
 
 Change = Callable[[Any, Any], Any]
 WITH_DROPOUT = {"model": lambda layers: build(layers, dropout=0.3)}
@@ -54,8 +51,9 @@ def assert_no_difference(mode: str, n_stages: int, **more: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "n_stages"), [("FThenB", 1), ("1F1B", 4), ("VPP", 2), ("ZBH2", 4)]
+)
 def test_every_mode_gives_the_same_bits_if_it_recomputes(
     mode: str, n_stages: int
 ) -> None:
@@ -74,14 +72,6 @@ def test_every_mode_gives_the_same_bits_if_it_recomputes(
 )
 def test_settings_change_nothing_about_it(more: dict[str, Any]) -> None:
     assert_no_difference("ZBV", 2, **more)
-
-
-def test_dropout_that_is_not_drawn_again_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(state_recorder, "set_random_state", lambda *_: None)
-    with pytest.raises(AssertionError):
-        assert_no_difference("ZBH1", 2, **WITH_DROPOUT)
 
 
 def in_place(layer: Any, x: Tensor) -> Tensor:
@@ -132,7 +122,7 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def run(change: Change, schedule: Schedule, *, post_validation: bool) -> Any:
+def run(change: Change, schedule: Schedule) -> Any:
     """Losses, and all that the layers hold in the end."""
     torch.manual_seed(0)
     elsewhere = None if change is in_place else change
@@ -143,7 +133,7 @@ def run(change: Change, schedule: Schedule, *, post_validation: bool) -> Any:
         optimizer=lambda p: torch.optim.AdamW(p, lr=0.05),
         schedule=schedule,
         clip_grad_norm=0.01,
-        post_validation=post_validation,
+        post_validation=True,
         patience=ALWAYS,
     )
     random.seed(1)
@@ -158,25 +148,13 @@ def run(change: Change, schedule: Schedule, *, post_validation: bool) -> Any:
     return losses, {name: value.detach().clone() for name, value in held.items()}
 
 
-@pytest.mark.parametrize(
-    "post_validation", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_forward_changes_is_changed_once(
-    change: Change, post_validation: bool
-) -> None:
+def test_what_a_forward_changes_is_changed_once(change: Change) -> None:
     schedule = plan("ZBH1", n_stages=2, n_microbatches=6)
-    losses, held = run(change, schedule, post_validation=post_validation)
-    schedule = replace(schedule, recompute=(True, True))
-    found = run(change, schedule, post_validation=post_validation)
+    losses, held = run(change, schedule)
+    found = run(change, replace(schedule, recompute=(True, True)))
     assert found[0] == losses
     assert_same(found[1], held)
-
-
-def test_buffers_that_change_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BufferSnapshot, "restore", lambda _: None)
-    with pytest.raises(AssertionError):
-        test_what_a_forward_changes_is_changed_once(running_mean, False)
 
 
 def test_a_layer_that_begins_to_change_its_input_is_refused() -> None:
@@ -188,7 +166,7 @@ def test_a_layer_that_begins_to_change_its_input_is_refused() -> None:
         return x if x.requires_grad or n_runs < 12 else in_place(layer, x)
 
     with pytest.raises(RuntimeError, match="has changed its input in place"):
-        run(later, again("1F1B", 2), post_validation=False)
+        run(later, again("1F1B", 2))
 
 
 class Tuples(nn.Module):

@@ -114,12 +114,14 @@ def whole_state(norm: str, way: tuple[str, bool]) -> dict[str, Any]:
 
 def all_points() -> Iterator[tuple[str, int]]:
     for passes in ("forward", "backward"):
-        for number in range(1, 4 * M + 1):
+        for number in (1, 4, 6, 9, 11, 14, 16):
             yield passes, number
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("point", [("forward", 7), ("backward", 16)])
+@pytest.mark.parametrize(
+    ("way", "point"),
+    list(zip(WAYS, [("forward", 7), ("backward", 16)] * 2, strict=True)),
+)
 def test_an_interrupted_step_has_not_happened(
     way: tuple[str, bool], point: tuple[str, int], tmp_path: Path
 ) -> None:
@@ -127,8 +129,9 @@ def test_an_interrupted_step_has_not_happened(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("norm", sorted(NORMS))
+@pytest.mark.parametrize(
+    ("norm", "way"), [("batch", ("ZBV", True)), ("layer", ("1F1B", False))]
+)
 def test_it_has_not_happened_wherever_it_is_interrupted(
     norm: str, way: tuple[str, bool], tmp_path: Path
 ) -> None:
@@ -136,14 +139,6 @@ def test_it_has_not_happened_wherever_it_is_interrupted(
         folder = tmp_path / f"{point[0]}{point[1]}"
         assert goes_on_right(norm, way, point, folder), point
     assert goes_on_right(norm, way, ("forward", 4 * M + 1), tmp_path) is None
-
-
-def test_the_comparison_sees_buffers_of_a_torn_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control."""
-    monkeypatch.setattr(Replay, "restore_buffers", lambda self: None)
-    assert goes_on_right("batch", WAYS[-1], ("forward", 7), tmp_path) is False
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,6 +1,6 @@
 """Mistakes put into zbpp's GPU code, one at a time: does a test see each of them?
 
-    make mutants ARGS="[--only TEXT] [--jobs 2]"
+    make mutants ARGS="--room simgpu [--only TEXT] [--jobs 2]"
 
 Every wait, event, `record_stream`, stream context, pinned buffer and copy between slots
 of graphs in zbpp/runtime is taken out by rules over the syntax tree, and some are
@@ -231,7 +231,7 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "one pinned buffer for all copies",
     ),
     (
-        "uploads.py", "Uploads._copied",
+        "microbatches.py", "Uploads._copied",
         "stream.event() if copies else None", "None",
         "no event behind the copies",
     ),
@@ -640,7 +640,7 @@ EXPLAINED: dict[str, str] = {
     "job_times.py JobTimes.begin: without `event.synchronize()`": (
         "only the place of times on the axis that processes share"
     ),
-    "job_times.py JobTimes.norm_seconds: without `one.norms[-1][1].synchronize()`": (
+    "job_times.py JobTimes.norm_seconds: without `step.norms[-1][1].synchronize()`": (
         "the host has waited for a sum that is behind it"
     ),
     "graphed/slot.py Slot.backward_input: no copy: `_copied(x)`": (

@@ -1,12 +1,9 @@
 """Collectives beside the jobs of a stage: by hand, by formula, and by longest path."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from longest_path import job_graph, longest_path
-from timeline_page import boxes_in, boxes_of_timeline, page_data, page_text, same_boxes
 
 from zbpp.core import (
     Collective,
@@ -24,14 +21,11 @@ from zbpp.simulator import (
     critical_path,
     join,
     makespan,
-    plot,
     simulate,
     simulate_iterations,
     steady_step_time,
     step_time,
-    trace_events,
 )
-from zbpp.simulator.page import PageEntry
 
 UNSHARD, RESHARD, REDUCE_GRAD, REDUCE_WAIT = CollectiveKind
 
@@ -198,50 +192,3 @@ def test_replicas_without_stages_to_wait_for_overlap_with_v() -> None:
         )
         alone = steady_step_time(change(plain), costs)
         assert with_sums == pytest.approx(alone + 0.75)
-
-
-@pytest.fixture(scope="module")
-def timeline():
-    schedule = add_collectives(plan("ZBV", n_stages=3, n_microbatches=4), shards=True)
-    return simulate(schedule, Costs(2, 2, 2, all_gather=1.5, reduce_scatter=0.7))
-
-
-def test_a_page_has_a_lane_for_them(timeline) -> None:
-    text = page_text([PageEntry(name="ZBV", simulated=timeline)])
-    data = page_data(text)
-    (panel,) = data["panels"]
-    assert panel["stages"] == 3 and len(panel["lines"]) == 6
-    assert same_boxes(boxes_in(data, panel), boxes_of_timeline(timeline))
-    assert ">REDUCE_GRAD  adds gradients up</span>" in text
-
-
-def test_a_trace_has_a_thread_for_them(timeline) -> None:
-    events = json.loads(json.dumps(trace_events(timeline)))
-    threads = {
-        event["tid"]: event["args"]["name"]
-        for event in events
-        if event["name"] == "thread_name"
-    }
-    assert threads[1] == "stage 1" and threads[4] == "collectives of stage 1"
-    lane = [event for event in events if event["ph"] == "X" and event["tid"] == 4]
-    assert [event["name"] for event in lane] == [
-        str(slot.job) for slot in timeline.collectives[1]
-    ]
-    places = [e["args"] for e in events if e["name"] == "thread_sort_index"]
-    assert [place["sort_index"] for place in places] == list(range(6))
-
-
-def test_a_picture_has_a_lane_for_them(timeline) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    axes = Figure(figsize=(12, 3)).add_subplot()
-    plot(timeline, axes)
-    drawn = {
-        one.get_gid(): [path.get_extents() for path in one.get_paths()]
-        for one in axes.collections
-    }
-    assert len(drawn["UNSHARD 0"]) == len(drawn["REDUCE_GRAD 1"]) == 3
-    for stage in range(3):
-        jobs = max(b.y1 for b in drawn["F 0"] if round(b.y1) == stage)
-        assert jobs < drawn["UNSHARD 0"][stage].y0

@@ -1,12 +1,11 @@
 """Iterations that follow one another: drawn by hand, and waiting for what they must."""
 
 from dataclasses import replace
-from itertools import pairwise
 from textwrap import dedent
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from timed_schedules import timed_schedules
 
 from zbpp.core import (
     Check,
@@ -23,7 +22,7 @@ from zbpp.core import (
     reads,
     writes,
 )
-from zbpp.planning import MODES, plan
+from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import join, makespan, simulate, simulate_iterations
 
@@ -96,59 +95,25 @@ def test_stages_that_are_done_earlier_start_earlier():
 def test_one_iteration_behind_a_barrier_is_what_simulate_times():
     schedule, costs = BEHIND_A_BARRIER, Costs(3, 2, 1, 0.5, 4, reduction=0)
     assert simulate_iterations(schedule, costs, 1) == [simulate(schedule, costs)]
-    checked = simulate(POST_VALIDATED, costs)
-    assert makespan(checked) == makespan(simulate(schedule, costs))
-    ends = [(row[-2].end, row[-1].start) for row in checked.rows]
-    assert all(before == after for before, after in ends)
-
-
-def test_a_schedule_without_o_steps_at_its_end():
-    bare = replace(
-        BEHIND_A_BARRIER, orders=tuple(row[:-1] for row in BEHIND_A_BARRIER.orders)
+    assert makespan(simulate(POST_VALIDATED, costs)) == makespan(
+        simulate(schedule, costs)
     )
-    costs = Costs(optimizer=2, comm=0.25)
-    assert simulate_iterations(bare, costs) == simulate_iterations(
-        BEHIND_A_BARRIER, costs
-    )
+    bare = replace(schedule, orders=tuple(row[:-1] for row in schedule.orders))
+    costs = Costs(optimizer=2, comm=0.25)  # without O it steps at its end
+    assert simulate_iterations(bare, costs) == simulate_iterations(schedule, costs)
 
 
-@pytest.mark.parametrize("rolled_back", [[0], [2], [-1], [1, 2]])
-def test_what_cannot_be_rolled_back_is_refused(rolled_back):
-    with pytest.raises(RequestError, match="cannot be rolled back"):
-        simulate_iterations(POST_VALIDATED, Costs(), rolled_back=rolled_back)
-
-
-def test_without_a_v_nothing_is_rolled_back():
-    with pytest.raises(RequestError, match="the schedule needs a V on every stage"):
-        simulate_iterations(BEHIND_A_BARRIER, Costs(), rolled_back=[1])
-
-
-time = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-9, 10.0))
-
-
-@st.composite
-def cases(draw):
-    schedule = plan(
-        draw(st.sampled_from(sorted(MODES))),
-        n_stages=draw(st.integers(1, 4)),
-        n_microbatches=draw(st.integers(1, 7)),
-        effort="fast",
-    )
-    times = st.tuples(*[time] * schedule.placement.n_chunks)
-    costs = Costs(
-        draw(times),
-        draw(times),
-        draw(times),
-        draw(time),
-        draw(times),
-        reduction=draw(st.none() | time),
-        validation=draw(time),
-    )
-    return schedule, costs
+@pytest.mark.parametrize(
+    ("schedule", "rolled_back"),
+    [*((POST_VALIDATED, x) for x in ([0], [2], [-1], [1, 2])), (BEHIND_A_BARRIER, [1])],
+)
+def test_what_cannot_be_rolled_back_is_refused(schedule, rolled_back):
+    with pytest.raises(RequestError, match="cannot be rolled back; the schedule needs"):
+        simulate_iterations(schedule, Costs(), rolled_back=rolled_back)
 
 
 @pytest.mark.parametrize("with_v", [False, True])
-@given(case=cases())
+@given(case=timed_schedules())
 def test_every_job_waits_for_all_that_it_needs(with_v, case):
     schedule, costs = case
     if with_v:
@@ -207,24 +172,3 @@ def broken(schedule, costs, timelines):
                     found.append((i, slot))
                 free[stage] = slot.end
     return found
-
-
-def test_only_without_a_barrier_do_iterations_overlap():
-    schedule = plan("ZBH2", n_stages=3, n_microbatches=5)
-    assert not overlaps(*simulate_iterations(schedule))
-    assert overlaps(*simulate_iterations(post_validated(schedule)))
-
-
-def overlaps(first, second):
-    return max(row[-1].end for row in first.rows) > min(
-        row[0].start for row in second.rows
-    )
-
-
-def test_joined_iterations_follow_in_time_order():
-    timelines = simulate_iterations(POST_VALIDATED, Costs(optimizer=1), 3)
-    whole = join(timelines, name="three")
-    assert (whole.name, whole.placement) == ("three", timelines[0].placement)
-    for row in whole.rows:
-        assert len(row) == 3 * 8
-        assert all(before.end <= after.start for before, after in pairwise(row))

@@ -9,14 +9,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-from timeline_page import boxes_in, page_data, page_text
 
 from zbpp.core import (
-    KINDS,
     Costs,
-    Lane,
-    PassKind,
     RequestError,
 )
 from zbpp.planning import plan
@@ -29,7 +24,6 @@ from zbpp.simulator import (
     simulate_iterations,
     step_time,
 )
-from zbpp.simulator.page import PageEntry
 
 
 def timeline_of(mode, p=4, m=8, costs=None):
@@ -45,25 +39,6 @@ def boxes(axes):
         for collection in axes.collections
         if isinstance(collection, PolyCollection)
     }
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("1F1B", {"F 0": 32, "BW 0": 32, "O 0": 4}),
-        ("ZBH1", {"F 0": 32, "B 0": 32, "W 0": 32, "O 0": 4}),
-        (
-            "ZBV",
-            {f"{kind} {leg}": 32 for kind in "FBW" for leg in (0, 1)} | {"O 0": 4},
-        ),
-    ],
-)
-def test_one_box_a_job_and_one_grey_box_a_stage(mode, expected):
-    axes = Figure().add_subplot()
-    timeline = timeline_of(mode)
-    plot(timeline, axes)
-    assert boxes(axes) == expected | {"idle": 4}
-    assert sum(expected.values()) == sum(map(len, timeline.rows))
 
 
 @pytest.mark.parametrize("takes", [0, 1])
@@ -92,27 +67,6 @@ def test_a_v_is_a_box_or_a_line_and_has_its_own_colour(tmp_path, takes):
         assert drawn == starts
 
 
-def test_a_box_stands_where_its_job_runs_and_its_number_in_the_middle(tmp_path):
-    timeline = timeline_of("ZBH1", costs=Costs(3, 2, 1.5, 0.25))
-    axes = plot(timeline, tmp_path / "x.png").axes[0]
-    (weights,) = (c for c in axes.collections if c.get_gid() == "W 0")
-    drawn = sorted(
-        (path.get_extents().x0, path.get_extents().x1, path.get_extents().y0 + 0.43)
-        for path in weights.get_paths()
-    )
-    slots = [(slot, stage) for stage, row in enumerate(timeline.rows) for slot in row]
-    expected = sorted(
-        (slot.start, slot.end, stage) for slot, stage in slots if "W" in str(slot.job)
-    )
-    assert drawn == [pytest.approx(entry) for entry in expected]
-    numbers = sorted((*text.get_position(), text.get_text()) for text in axes.texts)
-    assert numbers == sorted(
-        ((slot.start + slot.end) / 2, stage, str(slot.job.microbatch))
-        for slot, stage in slots
-        if slot.duration > 0
-    )
-
-
 def test_numbers_title_and_legend(tmp_path):
     figure = plot(timeline_of("ZBV"), tmp_path / "v.png", costs=Costs())
     axes = figure.axes[0]
@@ -128,13 +82,6 @@ def test_numbers_title_and_legend(tmp_path):
         "id",
         "li",
     ]
-
-
-def test_what_is_not_there_is_not_in_the_legend(tmp_path):
-    figure = plot(timeline_of("1F1B", costs=Costs()), tmp_path / "x.svg")
-    entries = [text.get_text() for text in figure.axes[0].get_legend().texts]
-    assert entries == ["F  forward", "BW  both gradients", "idle"]
-    assert figure.axes[0].get_title("right") == "bubble rate 27.27 %"
 
 
 def test_bands_take_the_place_of_boxes_too_thin_to_be_seen(tmp_path):
@@ -160,24 +107,6 @@ def area(corners):
     following = [*corners[1:], corners[0]]
     pairs = zip(corners, following, strict=True)
     return abs(sum(x * b - a * y for (x, y), (a, b) in pairs)) / 2
-
-
-def test_numbers_that_do_not_fit_are_left_out(tmp_path):
-    crowded = timeline_of("ZBH1", p=2, m=300)
-    figure = plot(crowded, tmp_path / "crowded.png")
-    texts = [text.get_text() for text in figure.axes[0].texts]
-    assert not any(text.isdigit() for text in texts)
-
-
-def test_chunks_of_one_stage_differ_in_colour():
-    axes = Figure().add_subplot()
-    plot(timeline_of("ZBV"), axes)
-    colours = {
-        c.get_gid(): tuple(c.get_facecolor()[0])
-        for c in axes.collections
-        if isinstance(c, PolyCollection)
-    }
-    assert len(set(colours.values())) == len(colours)
 
 
 def test_memory_over_time_is_drawn_below(tmp_path):
@@ -280,17 +209,3 @@ def test_boxes_that_compute_layers_again_are_hatched(tmp_path):
         assert found == expected
         text = (tmp_path / "x.svg").read_text()
         assert ("hatched: recomputes" in text) == bool(expected)
-
-
-def test_a_job_that_occupies_two_lanes_has_a_box_on_both(monkeypatch):
-    """As if forwards sent all the time: the table of kinds says what is drawn."""
-    both = replace(KINDS[PassKind.F], lanes=tuple(Lane))
-    monkeypatch.setitem(KINDS, PassKind.F, both)
-    timeline = timeline_of("ZBH1", costs=Costs())
-    axes = Figure().add_subplot()
-    plot(timeline, axes)
-    assert boxes(axes) == {"F 0": 64, "B 0": 32, "W 0": 32, "O 0": 4, "idle": 4}
-    data = page_data(page_text([PageEntry(name="x", simulated=timeline)]))
-    (panel,) = data["panels"]
-    assert panel["lines"] == [25] * 4 + [8] * 4
-    assert boxes_in(data, panel)[4][0] == boxes_in(data, panel)[0][0] == ("0F0", 0, 1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.core import PassKind
 from zbpp.memory.layers import model_memory
 from zbpp.memory.passes import ChunkPasses
 from zbpp.runtime.compiled.layers import Compiling
@@ -45,12 +46,12 @@ def worst(
     mine = layers[own.start : own.stop]
     piece = Piece(mine, inputs[own.start], targets, own.start == 0, is_last, compile)
     found = [measure_passes(piece, loss_fn, autocast) for _ in range(runs)]
-    m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.made_in_b + chunk.made_in_w
+    m_b, m_w, made = chunk.m_b, chunk.m_w, chunk.gradients
     rows = [
-        ("F2", (m_b, chunk.peak_f), made),
-        ("B2", (m_w - m_b, chunk.peak_b), made + m_b),
-        ("W2", (-m_w, chunk.peak_w), made + m_w),
-        ("BW3", (-m_b, chunk.peak_bw), made + m_b),
+        ("F2", (m_b, chunk.peak(PassKind.F)), made),
+        ("B2", (m_w - m_b, chunk.peak(PassKind.B)), made + m_b),
+        ("W2", (-m_w, chunk.peak(PassKind.W)), made + m_w),
+        ("BW3", (-m_b, chunk.peak(PassKind.BW)), made + m_b),
     ]
     errors = [
         min(

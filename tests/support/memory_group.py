@@ -86,15 +86,5 @@ def make_mailboxes(stage_of: Sequence[int]) -> tuple[list[Mailbox], list[MemoryG
             groups, stage, range(n), pipeline=range(n), device=CPU, timeout_s=60.0
         )
         link = P2PLink(groups, failures, HostWaits(failures))
-        boxes.append(
-            Mailbox(
-                link,
-                groups,
-                failures,
-                links,
-                pipeline=range(n),
-                device=CPU,
-                timeout_s=60.0,
-            )
-        )
+        boxes.append(Mailbox(link, links, timeout_s=60.0))
     return boxes, members

@@ -104,12 +104,17 @@ _WRITTEN = ("--costs_out", "--metrics", "--out", "--layers_out", "--trace")
 def run_commands(page: Page, folder: Path, *, trainings: bool) -> int:
     """Run the zbpp commands of a page in their order; return how many.
 
-    Without ``trainings`` these are left out, and what reads their files.
+    Without ``trainings`` these are left out, and what reads their files; with them,
+    what neither reads nor writes a file.
     """
     page.save_files(folder)
     found = page.commands("zbpp")
-    if not trainings:
-        written = {word for words in found for word in _written_by_training(words)}
+    written = {word for words in found for word in _written_by_training(words)}
+    if trainings:
+        found = [
+            c for c in found if c[0] in _RUNS or written & _paths(c) or "--out" in c
+        ]
+    else:
         found = [c for c in found if c[0] not in _RUNS and not written & _paths(c)]
     with chdir(folder):
         for words in found:

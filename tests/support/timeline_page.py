@@ -19,6 +19,8 @@ _COLUMNS = (
     "after",
     "chunk",
     "microbatch",
+    "chunk2",
+    "microbatch2",
     "awaits",
     "style",
 )
@@ -41,7 +43,7 @@ def page_data(text):
 def columns_of(panel):
     """The columns of a panel, times added up."""
     n, packed = sum(panel["lines"]), base64.b64decode(panel["columns"])
-    values = struct.unpack(f"<{4 * n}f{4 * n}i", zlib.decompress(packed))
+    values = struct.unpack(f"<{4 * n}f{6 * n}i", zlib.decompress(packed))
     columns = {name: values[i * n : i * n + n] for i, name in enumerate(_COLUMNS)}
     starts, ends, first = [], [], 0
     for boxes in panel["lines"]:
@@ -60,10 +62,7 @@ def boxes_in(data, panel):
     for boxes in panel["lines"]:
         line = []
         for i in range(first, first + boxes):
-            numbers = (columns[name][i] for name in ("chunk", "microbatch"))
-            chunk, microbatch = ("" if n < 0 else n for n in numbers)
-            role = data["styles"][columns["style"][i]]["role"]
-            name = f"{chunk}{role}{microbatch}"
+            name = _name(columns, data["styles"][columns["style"][i]], i)
             line.append((name, columns["start"][i], columns["end"][i]))
         lines.append(line)
         first += boxes
@@ -77,16 +76,25 @@ def boxes_of_timeline(timeline):
     lines = (*timeline.rows, *beside)
     origin = min(slot.start for line in lines for slot in line)
     return [
-        [(_name(slot.job), slot.start - origin, slot.end - origin) for slot in line]
+        [(str(slot.job), slot.start - origin, slot.end - origin) for slot in line]
         for line in lines
     ]
 
 
-def _name(job):
-    """Of a pair a page has the numbers of its forward."""
-    if not isinstance(job, Pair):
-        return str(job)
-    return f"{job.forward.chunk}{job.kind}{job.forward.microbatch}"
+def _name(columns, style, box):
+    """The text of a box's job, both passes of a pair."""
+
+    def number(column):
+        return "" if columns[column][box] < 0 else str(columns[column][box])
+
+    first = number("chunk"), number("microbatch")
+    if not number("chunk2"):
+        return style["role"].join(first)
+    both = zip(
+        style["kinds"], (first, (number("chunk2"), number("microbatch2"))), strict=True
+    )
+    forward, backward = (kind.join(numbers) for kind, numbers in both)
+    return f"({forward};{backward}){style['role']}"
 
 
 def same_boxes(found, expected):

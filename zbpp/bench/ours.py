@@ -22,8 +22,7 @@ from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan
-from zbpp.runtime.optim.patience import Patience
-from zbpp.runtime.policies import Execution, Numerics, StepPolicy
+from zbpp.runtime.policies import Execution, Numerics, Patience, StepPolicy
 from zbpp.simulator import simulate, steady_step_time
 
 __all__ = ["Ours", "Promised", "build_ours", "resolved"]

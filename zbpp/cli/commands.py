@@ -37,11 +37,11 @@ from zbpp.core import (
     WorkerError,
     schedule_text,
 )
+from zbpp.core.files.json_text import write_file
 from zbpp.planning import MODE_WORDS, MODES, canonical, is_file
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.schedules.planner.budget import parse_effort
 from zbpp.simulator import simulate, span
-from zbpp.simulator.output import write_file
 from zbpp.training.options import MODE_FLAG, flag
 
 __all__ = ["Bench", "Compare", "Doctor", "Mesh", "Plan", "Show", "main"]

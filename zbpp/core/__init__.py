@@ -12,7 +12,9 @@ from zbpp.core.costs import (
     MemoryModel,
     collective_time,
     fit_link,
+    held_during,
     parse_memory,
+    peaks,
     zero_bytes,
     zero_volume,
 )
@@ -23,17 +25,19 @@ from zbpp.core.errors import (
     WorkerError,
     a_kind,
 )
-from zbpp.core.files import (
+from zbpp.core.files.costs_file import (
     is_layers_file,
     parse_costs,
     parse_layers,
-    parse_schedule,
     read_costs,
     read_layers,
-    read_schedule,
-    schedule_text,
     write_costs,
     write_layers,
+)
+from zbpp.core.files.schedule_file import (
+    parse_schedule,
+    read_schedule,
+    schedule_text,
     write_schedule,
 )
 from zbpp.core.jobs import (
@@ -66,7 +70,6 @@ from zbpp.core.jobs import (
     stage_of,
     writes,
 )
-from zbpp.core.memory import held_during, peaks
 from zbpp.core.placement import Placement
 from zbpp.core.program import (
     AddTied,
@@ -79,8 +82,7 @@ from zbpp.core.program import (
     TiedGradient,
     at_check,
 )
-from zbpp.core.recomputed import recomputed
-from zbpp.core.schedule import Order, Schedule
+from zbpp.core.schedule import Order, Schedule, recomputed
 from zbpp.core.text import draw, format_job, grid, parse_job
 from zbpp.core.timeline import Slot, Timeline, longest_span, pass_span
 from zbpp.core.validation import Recompute

@@ -1,13 +1,20 @@
-"""The order of jobs on every stage; an invalid one cannot exist."""
+"""The order of jobs on every stage; an invalid one cannot exist.
 
-from dataclasses import dataclass
+What a schedule recomputes makes B longer, and changes what the passes hold: costs that
+are given, measured or estimated per chunk are those without recompute, and `recomputed`
+is the one place where the others are made of them.
+"""
+
+from dataclasses import dataclass, replace
 
 from zbpp.core.costs import Costs
+from zbpp.core.costs.layers import chunk_layers, with_m_r
+from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Check, Job, PassKind, passes_in
 from zbpp.core.placement import Placement
 from zbpp.core.validation import Recompute, check_layers, validate
 
-__all__ = ["Order", "Recompute", "Schedule"]
+__all__ = ["Order", "Recompute", "Schedule", "recomputed"]
 
 Order = tuple[Job, ...]
 """The jobs of one stage, in the order in which it runs them."""
@@ -76,3 +83,38 @@ class Schedule:
             for job in order
             for part in passes_in(job)
         )
+
+
+def recomputed(costs: Costs, schedule: Schedule) -> Costs:
+    """Costs of a schedule's passes, with what it recomputes.
+
+    Of a chunk whose layers are recomputed in part, all layers count as equal. Without
+    ``m_r``, and with no limit to keep, a part that is recomputed leaves nothing.
+
+    Args:
+        costs: of the chunks without recompute.
+        schedule: says what is recomputed; without that the costs stay as they are.
+
+    Raises:
+        RequestError: the costs do not fit the placement; m_r is missing where there is
+            a limit; or a chunk is recomputed in part and its layers are not known.
+    """
+    if schedule.recompute is None or not any(schedule.recompute):
+        return costs
+    split = schedule.split or (1,) * schedule.placement.n_chunks
+    if schedule.split is None and any(
+        not isinstance(which, bool) for which in schedule.recompute
+    ):
+        raise RequestError(
+            f"{schedule.name} recomputes some layers of a chunk, and does not say how "
+            "many it has; plan it with --layers, so that it has a split"
+        )
+    # What an F computes again in a B finds its parameters gathered.
+    gathers, bare = costs.gathers, replace(costs, gathers=False)
+    layers = with_m_r(chunk_layers(bare, schedule.placement, split))
+    again, first = [], 0
+    for chunk, n_layers in enumerate(split):
+        again += [first + one for one in schedule.recomputes(chunk, n_layers)]
+        first += n_layers
+    costs = layers.on(schedule.placement, split, recompute=again)
+    return replace(costs, gathers=gathers)

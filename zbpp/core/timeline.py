@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from zbpp.core.jobs import Job, output_of, passes_in, reader
 from zbpp.core.placement import Placement
 
-__all__ = ["Slot", "Timeline", "extent", "longest_span", "pass_span", "sending_time"]
+__all__ = [
+    "Place",
+    "Slot",
+    "Timeline",
+    "extent",
+    "longest_span",
+    "pass_span",
+    "sending_time",
+]
+
+Place = tuple[int, int]
+"""A slot of a timeline: its line (see `Timeline.lines`), and its position there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,14 @@ class Timeline:
     clock_error: float = 0.0
     collectives: tuple[tuple[Slot, ...], ...] = ()
     sending: tuple[float, ...] = ()
+
+    @property
+    def lines(self) -> tuple[tuple[Slot, ...], ...]:
+        """All rows of slots: the jobs of each stage, then what goes on beside them.
+
+        Line ``lane * n_stages + stage`` is one lane of one stage; lane 0 has its jobs.
+        """
+        return (*self.rows, *self.collectives)
 
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""

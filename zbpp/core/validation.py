@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.clock import can_finish, replay
-from zbpp.core.costs import ChunkCosts, Costs
+from zbpp.core.costs import ChunkCosts, Costs, held_during
 from zbpp.core.errors import RequestError, ScheduleError
 from zbpp.core.jobs import (
     KINDS,
@@ -25,7 +25,6 @@ from zbpp.core.jobs import (
     reads,
     stage_of,
 )
-from zbpp.core.memory import held_during
 from zbpp.core.placement import Placement
 from zbpp.core.text import grid
 

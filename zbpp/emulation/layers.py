@@ -156,7 +156,7 @@ class EmulatedLayer(nn.Module):
         return y
 
 
-class DelayedTransport:
+class DelayedTransport(Transport):
     """A transport whose values arrive no sooner than their link's delay after a send.
 
     The delay occupies neither stage, as in the simulator: the sender goes on at once,

@@ -28,8 +28,7 @@ from zbpp.emulation.slow_sum import SlowSums
 from zbpp.models import layers_from
 from zbpp.pipeline import Pipeline
 from zbpp.planning.answer import recomputed_layers
-from zbpp.runtime.optim.patience import Patience
-from zbpp.runtime.policies import Execution, StepPolicy
+from zbpp.runtime.policies import Execution, Patience, StepPolicy
 from zbpp.schedules import even_split
 from zbpp.simulator import bubble_rate, simulate, steady_step_time, step_time
 
@@ -198,15 +197,13 @@ def emulated_pipeline(
         execution=Execution(timeout_s=timeout_s),
     )
     for stage, executor in pipeline.stages.executors.items():
-        executor.collectives = SleepingCollectives(
-            times, executor.stage.chunks.values()
-        )
+        transport = executor.transport
         if post_validation is not None:
-            executor.transport = SlowSums(executor.transport, times, stage=stage)
+            transport = SlowSums(transport, times, stage=stage)
         elif any(times.hops):
-            executor.transport = DelayedTransport(
-                executor.transport, times, stage=stage
-            )
+            transport = DelayedTransport(transport, times, stage=stage)
+        sleeping = SleepingCollectives(times, executor.stage.chunks.values())
+        executor.use_network(transport, sleeping)
     return pipeline
 
 

@@ -1,9 +1,17 @@
 """Know before you run: the memory of a model in bytes, without its weights.
 
-The runtime's own stages run on fake tensors, which have sizes and no data. Read
-`tracker` (bytes of tensors while they live; `operators/` has what operators take),
-`recorder` and `trace` (passes of a chunk, layer by layer), `model` (equal layers once);
-then `layers` (for planners), and `walk` and `estimate` (stages under a schedule).
+The runtime's own stages run on fake tensors, which have sizes and no data:
+
+    fake, alike           a model and a batch without data; equal layers run once
+    tracker, recorder     bytes of tensors while they live, and marks between layers
+    engine_sums, routing, shapes   what fake tensors do not tell by themselves
+    trace, model          passes of chunks; compiled_layers runs the compiler's graphs
+    passes                rows of the cost table: what passes leave and need
+    resident, optimizer   what is there all the time, and what a step needs
+    walk, estimate        the one walk over a stage's program; stages of every mode
+    layers                the same rows for planners
+
+Read `passes`, `resident` and `walk` to find where the bytes of a stage come from.
 """
 
 from zbpp.memory.api import estimate

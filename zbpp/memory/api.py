@@ -3,18 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
-
-import torch
+from typing import Any, Unpack
 
 from zbpp.core import Costs, RequestError
 from zbpp.memory.estimate import Estimate, Steps, estimate_modes
-from zbpp.memory.layers import model_memory
+from zbpp.memory.layers import Tracing, model_memory
 from zbpp.memory.model import ModelMemory, default_optimizer
 from zbpp.models.given import Given
 from zbpp.planning import USUAL_MODES
 from zbpp.planning.replicas import Shard, check_replicas
-from zbpp.runtime.compiled.layers import Compiling
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
@@ -33,62 +30,39 @@ def estimate(
     n_microbatches: int,
     modes: Sequence[str] = USUAL_MODES,
     optimizer: MakeOptimizer | None = default_optimizer,
-    n_layers: int | None = None,
     split: Sequence[int] | None = None,
-    microbatch_size: int | None = None,
     post_validation: bool | None = None,
     costs: Costs | None = None,
-    device: torch.device | str = "cpu",
-    autocast: torch.dtype | None = None,
-    exact_sums: bool = True,
     data_parallel: int = 1,
     shard: Shard = "none",
     alternating_buffers: bool = False,
-    compile: Compiling = False,
+    **tracing: Unpack[Tracing],
 ) -> Estimate:
     """Bytes that every stage holds under every mode, without a weight.
 
-    The arguments that `zbpp.Pipeline` has too mean the same there.
+    The arguments that `zbpp.Pipeline` has too mean the same there; `layer_memory`
+    explains the model, and `Tracing` the rest.
 
     Args:
-        model: as `zbpp.Pipeline` takes it.
-        batch: inputs and targets of one micro-batch, or what the model itself takes.
-        loss_fn: the mean over a micro-batch; None: the model's own, or the last layer
-            puts it out.
+        model, batch, loss_fn: as for `layer_memory`.
         n_stages: stages.
         n_microbatches: micro-batches in a step.
         modes: modes, or schedule files.
         optimizer: called with fake parameters; None: there is no step.
-        n_layers: of a builder.
         split: layers of each chunk.
-        microbatch_size: samples of a micro-batch, if not those of the batch.
         post_validation: None: as `zbpp.Pipeline` decides it.
         costs: times to plan for.
-        device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
-        autocast: compute dtype of the forward.
-        exact_sums: add gradients in micro-batch order.
         data_parallel: replicas of every stage.
         shard: state that replicas hold in parts: none, optimizer, gradients or
             parameters; each includes those before.
         alternating_buffers: layers are gathered and reduced in buffers of a stage.
-        compile: as in `zbpp.Pipeline`, without seed and recompute; a layer that takes
-            several graphs counts as it is.
+        tracing: see `Tracing`.
 
     Raises:
         RequestError: the model has no layers or decides by its data, or no mode can
             be had.
     """
-    memory = model_memory(
-        model,
-        batch,
-        loss_fn,
-        n_layers=n_layers,
-        microbatch_size=microbatch_size,
-        device=device,
-        autocast=autocast,
-        exact_sums=exact_sums,
-        compile=compile,
-    )
+    memory = model_memory(model, batch, loss_fn, **tracing)
     check_replicas(data_parallel, shard, alternating_buffers=alternating_buffers)
     steps = Steps(
         optimizer,
@@ -124,19 +98,23 @@ def largest_microbatch(
         estimated: estimates some modes of a model.
         modes: to be searched.
     """
-    sizes: dict[int, ModelMemory | None] = {memory.fake.samples: memory}
+
+    @cache
+    def of_size(samples: int) -> ModelMemory | None:
+        if samples == memory.fake.samples:
+            return memory
+        try:
+            return memory.of_size(samples)
+        except (RuntimeError, RequestError):  # a layer does not take this size
+            return None
 
     @cache
     def peak(mode: str, samples: int) -> float:
+        size = of_size(samples)
         try:
-            if samples not in sizes:
-                sizes[samples] = None  # unless it can be traced
-                sizes[samples] = memory.of_size(samples)
-            size = sizes[samples]
-            found = None if size is None else estimated(size, [mode])
-        except (RuntimeError, RequestError):  # a layer does not take this size
-            found = None
-        return math.inf if found is None else found.peak(mode)
+            return math.inf if size is None else estimated(size, [mode]).peak(mode)
+        except (RuntimeError, RequestError):
+            return math.inf
 
     first = memory.fake.samples
     return {mode: most_that_fits(partial(peak, mode), limit, first) for mode in modes}

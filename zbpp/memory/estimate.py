@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from zbpp.core import Costs, MemoryModel, RequestError, Schedule
-from zbpp.memory.fixed import Fixed, Steps, fixed_of, layer_parts
+from zbpp.core import Costs, MemoryModel, PassKind, RequestError, Schedule
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
-from zbpp.memory.walk import Held, StageWalk
+from zbpp.memory.resident import ResidentMemory, Steps, gradient_parts, resident_memory
+from zbpp.memory.walk import PeakUsage, walk_stage
 from zbpp.planning import plan
 from zbpp.planning.pipelines import choose_validation
 from zbpp.planning.replicas import replicated
@@ -145,14 +145,12 @@ def estimate_schedule(
     Raises:
         RequestError: the layers do not fit the schedule.
     """
-    schedule, ranges = _prepared(memory, steps, schedule)
+    stages, schedule = _stages(memory, steps, schedule)
     n_chunks = schedule.placement.n_chunks
-    found = []
-    for stage, program in enumerate(lower(schedule)):
-        chunks, fixed = _on_stage(memory, steps, schedule, ranges, stage)
-        most = StageWalk(chunks, fixed, n_chunks).run(program)
-        found.append(_stage(fixed, most, chunks.values()))
-    return found
+    return [
+        _estimate_of(stage, walk_stage(program, stage.chunks, stage.resident, n_chunks))
+        for stage, program in zip(stages, lower(schedule), strict=True)
+    ]
 
 
 def stage_costs(
@@ -160,97 +158,103 @@ def stage_costs(
 ) -> MemoryModel:
     """Memory of a schedule's chunks for planners, in bytes.
 
-    ``m_fixed`` holds what a stage has besides: two messages that are announced and one
-    that leaves. The values of a stage are dealt to its chunks alike.
+    Planners know no messages, and no gradients that come and go: ``m_fixed`` holds the
+    most of these, two messages that are announced and one that leaves. The values of a
+    stage are dealt to its chunks alike.
 
     Raises:
         RequestError: as `estimate_schedule`.
     """
-    schedule, ranges = _prepared(memory, steps, schedule)
-    placement = schedule.placement
-    of_chunks: dict[int, ChunkPasses] = {}
-    fixed, peak_o = [0.0] * placement.n_chunks, [0.0] * placement.n_chunks
-    for stage, own in enumerate(placement.chunks_of):
-        passes, held = _on_stage(memory, steps, schedule, ranges, stage)
-        of_chunks |= passes
-        made = sum(c.made_in_b + c.made_in_w for c in passes.values())
-        made += sum((held.in_turn or {}).values())
-        made += sum(held.gathered.values()) + max(held.in_pass.values(), default=0)
-        largest = max(n for c in passes.values() for n in vars(c.messages).values())
-        n_fixed = held.total + made + 3 * largest
-        for chunk in own:
-            fixed[chunk] = n_fixed / len(own)
-            peak_o[chunk] = max(held.step, held.norm) / len(own)
-    chunks = [of_chunks[chunk] for chunk in range(placement.n_chunks)]
-    again = memory.recomputed()
-    m_r = [sum(again.layers[i].m_b for i in own) for own in ranges]
+    stages, schedule = _stages(memory, steps, schedule)
+    n_chunks = schedule.placement.n_chunks
+    chunks: dict[int, ChunkPasses] = {}
+    fixed, peak_o = [0.0] * n_chunks, [0.0] * n_chunks
+    for stage in stages:
+        chunks |= stage.chunks
+        resident = stage.resident
+        made = sum(chunk.gradients for chunk in stage.chunks.values())
+        made += sum(resident.gathered.values())
+        made += max(resident.in_pass.values(), default=0)
+        largest = max(
+            n for c in stage.chunks.values() for n in vars(c.messages).values()
+        )
+        for index in stage.chunks:
+            fixed[index] = (resident.total + made + 3 * largest) / len(stage.chunks)
+            peak_o[index] = max(resident.step, resident.tied) / len(stage.chunks)
+    recomputed = memory.recomputed().layers
+    ordered = [chunks[index] for index in range(n_chunks)]
+    peaks = {
+        kind: tuple(float(chunk.peak(kind)) for chunk in ordered) for kind in PassKind
+    }
+    least_b = (chunk.m_w - chunk.m_b for chunk in ordered)
     return MemoryModel(
-        m_b=tuple(float(c.m_b) for c in chunks),
-        m_w=tuple(float(c.m_w) for c in chunks),
+        m_b=tuple(float(chunk.m_b) for chunk in ordered),
+        m_w=tuple(float(chunk.m_w) for chunk in ordered),
         limit=limit,
         m_fixed=tuple(fixed),
-        peak_f=tuple(float(c.peak_f) for c in chunks),
-        peak_b=tuple(float(max(c.peak_b, c.m_w - c.m_b)) for c in chunks),
-        peak_w=tuple(float(c.peak_w) for c in chunks),
-        peak_bw=tuple(float(c.peak_bw) for c in chunks),
+        peak_f=peaks[PassKind.F],
+        peak_b=tuple(map(max, peaks[PassKind.B], map(float, least_b))),
+        peak_w=peaks[PassKind.W],
+        peak_bw=peaks[PassKind.BW],
         peak_o=tuple(peak_o),
-        m_r=tuple(map(float, m_r)),
+        m_r=tuple(
+            float(sum(recomputed[i].m_b for i in layers))
+            for layers in _ranges(memory, steps, schedule)
+        ),
         memory_unit="bytes",
     )
 
 
-def _prepared(
+class _Stage(NamedTuple):
+    chunks: dict[int, ChunkPasses]
+    resident: ResidentMemory
+
+
+def _stages(
     memory: ModelMemory, steps: Steps, schedule: Schedule
-) -> tuple[Schedule, tuple[range, ...]]:
-    """The schedule with its V's and collectives, and the layers of its chunks."""
+) -> tuple[list[_Stage], Schedule]:
+    """Chunks of every stage, what it holds besides, and the schedule with V's."""
     schedule = choose_validation(
         schedule, steps.post_validation, steps=steps.optimizer is not None
     )
     schedule = replicated(
         schedule, data_parallel=steps.data_parallel, shard=steps.shard
     )
+    ranges = _ranges(memory, steps, schedule)
+    stages = []
+    for indices in schedule.placement.chunks_of:
+        chunks = {index: memory.chunk(ranges[index]) for index in indices}
+        kept = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
+        if steps.alternating_buffers:
+            for i, chunk in chunks.items():
+                parts = gradient_parts(memory, steps.n_parts, ranges[i])
+                chunks[i] = chunk.with_gradients_elsewhere(parts)
+        layers = {index: ranges[index] for index in indices}
+        resident = resident_memory(memory, steps, schedule, layers, kept)
+        stages.append(_Stage(chunks, resident))
+    return stages, schedule
+
+
+def _ranges(memory: ModelMemory, steps: Steps, schedule: Schedule) -> tuple[range, ...]:
+    """Layers of each chunk."""
     n_chunks = schedule.placement.n_chunks
-    asked = steps.split(n_chunks) if callable(steps.split) else steps.split
-    if asked is None:
-        asked = schedule.split
-    ranges = partition_layers(memory.n_layers, n_chunks, asked)
-    return schedule, ranges
+    split = steps.split(n_chunks) if callable(steps.split) else steps.split
+    return partition_layers(memory.n_layers, n_chunks, split or schedule.split)
 
 
-def _on_stage(
-    memory: ModelMemory,
-    steps: Steps,
-    schedule: Schedule,
-    ranges: Sequence[range],
-    stage: int,
-) -> tuple[dict[int, ChunkPasses], Fixed]:
-    """A stage's chunks, and what it holds besides."""
-    own = schedule.placement.chunks_of[stage]
-    layers = {c: ranges[c] for c in own}
-    chunks = {c: _chunk(memory, steps, ranges[c]) for c in own}
-    made = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
-    return chunks, fixed_of(memory, steps, schedule, layers, made)
-
-
-def _chunk(memory: ModelMemory, steps: Steps, layers: range) -> ChunkPasses:
-    passes = memory.chunk(layers)
-    if not steps.alternating_buffers:
-        return passes
-    return passes.summed_in_turn(layer_parts(memory, steps.n_parts, layers))
-
-
-def _stage(fixed: Fixed, most: Held, chunks: Any) -> StageEstimate:
+def _estimate_of(stage: _Stage, most: PeakUsage) -> StageEstimate:
+    resident = stage.resident
     return StageEstimate(
-        parameters=fixed.parameters,
-        gradients=sum(chunk.made_in_b + chunk.made_in_w for chunk in chunks)
-        if fixed.summed is None
-        else sum(fixed.summed.values()),
-        optimizer=fixed.optimizer,
-        buffers=fixed.buffers,
-        rollback=fixed.rollback,
-        batch=fixed.batch,
+        parameters=resident.parameters,
+        gradients=sum(chunk.gradients for chunk in stage.chunks.values())
+        if resident.summed is None
+        else sum(resident.summed.values()),
+        optimizer=resident.optimizer,
+        buffers=resident.buffers,
+        rollback=resident.rollback,
+        batch=resident.batch,
         messages_peak=most.messages,
         activations_peak=most.activations,
-        peak=most.peak,
-        gathered_peak=max(most.gathered, *fixed.in_pass.values(), 0),
+        peak=most.total,
+        gathered_peak=max(most.gathered, *resident.in_pass.values(), 0),
     )

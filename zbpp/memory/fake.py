@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from zbpp.core import RequestError
-from zbpp.memory.operators.routing import MOST_NUMBERS
+from zbpp.memory.routing import MOST_NUMBERS
 from zbpp.runtime.partition import Model, count_layers
 from zbpp.runtime.support.devices import is_missing
 from zbpp.runtime.support.pytree import map_tensors, tensors_in

@@ -1,6 +1,6 @@
 """Memory of each layer of a model, for planners: `zbpp.core.LayerCosts` in bytes."""
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -14,7 +14,24 @@ from zbpp.runtime.driver.compile_chunks import check_compile
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.stage import LossFn
 
-__all__ = ["costs_of_layers", "layer_memory", "model_memory"]
+__all__ = ["Tracing", "costs_of_layers", "layer_memory", "model_memory"]
+
+
+class Tracing(TypedDict, total=False):
+    """How the layers of a model run, and on what; as in `zbpp.Pipeline`."""
+
+    n_layers: int | None
+    """Of a builder."""
+    microbatch_size: int | None
+    """Samples of a micro-batch, if not those of the batch."""
+    device: torch.device | str
+    """Whose kernels are taken; cuda needs a GPU, and leaves it alone."""
+    autocast: torch.dtype | None
+    """Compute dtype of the forward."""
+    exact_sums: bool
+    """Add gradients in micro-batch order."""
+    compile: Compiling
+    """A layer that takes several graphs counts as it is."""
 
 
 def model_memory(
@@ -54,19 +71,13 @@ def layer_memory(
     loss_fn: LossFn | None = None,
     *,
     optimizer: MakeOptimizer | None = default_optimizer,
-    n_layers: int | None = None,
-    microbatch_size: int | None = None,
     post_validation: bool = True,
-    device: torch.device | str = "cpu",
-    autocast: torch.dtype | None = None,
-    exact_sums: bool = True,
-    compile: Compiling = False,
+    **tracing: Unpack[Tracing],
 ) -> LayerCosts:
     """Bytes of every layer; its times are left at their defaults.
 
-    No weight is allocated: real tensors are copied as fake ones, a builder makes fake
-    ones. On a CPU, products of moderate size are run once on zeros, to ask what their
-    kernels take; nothing else runs. Equal layers are traced once.
+    No weight is allocated, and no kernel runs: real tensors are copied as fake ones, a
+    builder makes fake ones. Equal layers are traced once.
 
     Args:
         model: as `zbpp.Pipeline` takes it.
@@ -74,29 +85,13 @@ def layer_memory(
         loss_fn: the mean over a micro-batch; None: the model's own, or the last layer
             puts it out.
         optimizer: as `zbpp.Pipeline` takes it; None: there is none.
-        n_layers: of a builder.
-        microbatch_size: samples of a micro-batch, if not those of the batch.
         post_validation: count the copy that steps are rolled back with.
-        device: whose kernels are taken; cuda needs a GPU, and leaves it alone.
-        autocast: compute dtype of the forward.
-        exact_sums: as in `zbpp.Pipeline`.
-        compile: as in `zbpp.Pipeline`; a layer that takes several graphs counts as it
-            is.
+        tracing: see `Tracing`.
 
     Raises:
         RequestError: the model has no layers, or decides by its data.
     """
-    memory = model_memory(
-        model,
-        batch,
-        loss_fn,
-        n_layers=n_layers,
-        microbatch_size=microbatch_size,
-        device=device,
-        autocast=autocast,
-        exact_sums=exact_sums,
-        compile=compile,
-    )
+    memory = model_memory(model, batch, loss_fn, **tracing)
     return costs_of_layers(memory, optimizer, post_validation=post_validation)
 
 
@@ -107,42 +102,37 @@ def costs_of_layers(
     post_validation: bool = True,
 ) -> LayerCosts:
     """`layer_memory` of a model that is traced already."""
-    whole, again = memory.whole.layers, memory.recomputed().layers
-    m_b = [layer.m_b for layer in whole]
-    m_w = [max(0, layer.m_b + layer.b.left) for layer in whole]
+    n = memory.n_layers
+    whole, recomputed = memory.whole.layers, memory.recomputed().layers
     fixed, peak_o, parameters = [], [], []
     seen: set[Any] = set()
-    for i in range(memory.n_layers):
-        own = [p for p in memory.parameters([i]) if p not in seen]
+    for i in range(n):
+        new = [p for p in memory.parameters([i]) if p not in seen]
         gradients = memory.gradients([i])
         step = memory.optimizer([i], optimizer)
         fixed.append(
-            memory.bytes_of([*own, *memory.buffers([i])])
-            + sum(gradients[p] for p in own if p in gradients)
-            + (step.state + step.rollback * post_validation if own else 0)
+            memory.bytes_of([*new, *memory.buffers([i])])
+            + sum(gradients[p] for p in new if p in gradients)
+            + (step.state + step.rollback * post_validation if new else 0)
             + max(0, whole[i].first_f.left - whole[i].f.left)
         )
-        parameters.append(memory.bytes_of(own))
+        parameters.append(memory.bytes_of(new))
         peak_o.append(step.speculative_peak if post_validation else step.peak)
-        seen.update(own)
-    return LayerCosts(
-        n_layers=memory.n_layers,
-        m_b=_floats(m_b),
-        m_w=_floats(m_w),
-        m_fixed=_floats(fixed),
-        peak_f=_floats([layer.f.peak for layer in whole]),
-        peak_b=_floats([max(0, layer.b.peak) for layer in whole]),
-        peak_w=_floats([max(0, layer.w.peak) for layer in whole]),
-        peak_o=_floats(peak_o),
-        m_r=_floats([layer.m_b for layer in again]),
-        peak_r=_floats([max(0, layer.f.peak) for layer in again]),
-        message=_floats([memory.message(i) for i in range(1, memory.n_layers)])
-        if memory.n_layers > 1
-        else 0.0,
-        parameters=_floats(parameters),
-        memory_unit="bytes",
-    )
-
-
-def _floats(values: list[int]) -> tuple[float, ...]:
-    return tuple(map(float, values))
+        seen.update(new)
+    columns = {
+        "m_b": [layer.m_b for layer in whole],
+        "m_w": [max(0, layer.m_b + layer.b.left) for layer in whole],
+        "m_fixed": fixed,
+        "peak_f": [layer.f.peak for layer in whole],
+        "peak_b": [max(0, layer.b.peak) for layer in whole],
+        "peak_w": [max(0, layer.w.peak) for layer in whole],
+        "peak_o": peak_o,
+        "m_r": [layer.m_b for layer in recomputed],
+        "peak_r": [max(0, layer.f.peak) for layer in recomputed],
+        "message": [memory.message(i) for i in range(1, n)],
+        "parameters": parameters,
+    }
+    floats: dict[str, Any] = {
+        name: tuple(map(float, column)) or 0.0 for name, column in columns.items()
+    }
+    return LayerCosts(n_layers=n, memory_unit="bytes", **floats)

@@ -12,12 +12,11 @@ from zbpp.memory.alike import classes_of, shortened
 from zbpp.memory.compiled_layers import CompiledLayers
 from zbpp.memory.fake import FakeModel, reading_fakes
 from zbpp.memory.operations import layer_operations
-from zbpp.memory.operators.scratch import KernelScratch
 from zbpp.memory.optimizer import OptimizerMemory, optimizer_memory
 from zbpp.memory.passes import ChunkPasses
 from zbpp.memory.recorder import Spec
 from zbpp.memory.trace import (
-    Ends,
+    ChunkInputs,
     Traced,
     TraceOptions,
     UnknownNumbers,
@@ -49,8 +48,6 @@ class ModelMemory:
         self.fake = fake
         self.options = options
         self.granularity = granularity_of(options.device)
-        on_cpu = options.device.type == "cpu"
-        self._scratch = KernelScratch() if on_cpu else None
         self._compiling = CompiledLayers(fake.mode) if options.compile else None
         self._is_routed = False
         self._reads_fakes = True
@@ -174,55 +171,55 @@ class ModelMemory:
         is_last = own.stop == self.n_layers
         key = (tuple(classes[i] for i in kept), own.start == 0, is_last, recomputed)
         if key not in self._chunks:
-            ends = self._ends(own, is_last)
+            inputs = self._inputs_of(own, is_last)
             places = [own[i] for i in kept]
-            self._chunks[key] = self._run(places, ends, recomputed=recomputed)
+            self._chunks[key] = self._run(places, inputs, recomputed=recomputed)
         return self._chunks[key], stands
 
-    def _ends(self, own: range, is_last: bool) -> Ends:
+    def _inputs_of(self, own: range, is_last: bool) -> ChunkInputs:
         targets = self.fake.targets if is_last else None
         if own.start == 0:
-            return Ends(self.fake.inputs, None, targets, is_last, self.fake.numbers)
+            return ChunkInputs(
+                self.fake.inputs, None, targets, is_last, self.fake.numbers
+            )
         try:
             sent: Any = as_tensors(self._specs[own.start], leaf=Spec)
         except UnfitValueError as error:
             raise RequestError(
                 f"a chunk cannot begin with layer {own.start}: it reads {error}"
             ) from None
-        return Ends(None, sent, targets, is_last, self.fake.numbers if is_last else ())
+        return ChunkInputs(
+            None, sent, targets, is_last, self.fake.numbers if is_last else ()
+        )
 
     def _run(
         self,
         places: Sequence[int],
-        ends: Ends,
+        inputs: ChunkInputs,
         *,
         recomputed: bool = False,
     ) -> Traced:
-        """Trace some layers; once more if kernels need probing, or integers count."""
+        """Trace some layers; once more if integers count."""
         held = [self.fake.layers[i] for i in places]
 
         def trace() -> Traced:
             return trace_chunk(
                 self.fake.mode,
                 held,
-                ends,
+                inputs,
                 self.options,
                 recomputed=recomputed,
-                scratch=self._scratch,
                 is_routed=self._is_routed,
                 compiling=self._compiling,
             )
 
         reads_fakes = self._reads_fakes
         try:
-            traced = self._first(trace)
-            if self._scratch is not None and self._scratch.probe():
-                traced = self._first(trace)
-            return traced
+            return self._first(trace)
         except UnknownNumbers as error:
             if self._compiling and self._compiling.refuse(held[error.place]):
                 self._reads_fakes = reads_fakes  # once more, with that layer as it is
-                return self._run(places, ends, recomputed=recomputed)
+                return self._run(places, inputs, recomputed=recomputed)
             raise self._undecided(places[error.place], error) from error
 
     def operations(self) -> list[float]:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from zbpp.memory.fake import FakeModel
-from zbpp.memory.operators.routing import IntegerNumbers
+from zbpp.memory.routing import IntegerNumbers
 from zbpp.memory.trace import UNKNOWN, UnknownNumbers, tensors_of
 from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.support.pytree import tensors_in

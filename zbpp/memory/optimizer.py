@@ -1,19 +1,23 @@
-"""Optimizer state, and what a step needs for a while: the optimizer runs on fakes."""
+"""Optimizer state, and what a step needs for a while: the optimizer runs on fakes.
 
-from collections.abc import Mapping
+Replicas that divide parameters keep parts of them as `fully_shard` makes them, along
+the first dimension and rounded up: of a matrix of 10 rows the first of 4 has 3.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.memory.parts import part_of
 from zbpp.memory.tracker import StorageTracker
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
 from zbpp.runtime.optim.rollback import DeferredStep, can_defer, is_elementwise
 from zbpp.runtime.support.sharded import is_sharded
 
-__all__ = ["OptimizerMemory", "optimizer_memory"]
+__all__ = ["OptimizerMemory", "optimizer_memory", "part_of", "part_shape"]
 
 _PIECES = 3 * 2**20
 """Numbers of a parameter that are stepped here piece by piece: enough pieces."""
@@ -147,3 +151,25 @@ def _stand_in(parameter: Tensor, shape: Any, has_gradient: bool) -> nn.Parameter
     if has_gradient:
         stand.grad = torch.empty_like(empty)
     return stand
+
+
+def part_shape(shape: Sequence[int], n: int) -> tuple[int, ...]:
+    """Shape of the first replica's part of n; what has no dimension stays whole.
+
+    >>> part_shape((10, 7), 4)
+    (3, 7)
+    """
+    return (ceil(shape[0] / n), *shape[1:]) if len(shape) else ()
+
+
+def part_of(mode: Any, parameter: nn.Parameter, n: int) -> nn.Parameter:
+    """Make a fake parameter of the part's shape; the parameter itself if n is 1."""
+    if n == 1:
+        return parameter
+    with mode:
+        part = torch.empty(
+            part_shape(parameter.shape, n),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)

@@ -61,8 +61,8 @@ class Recorder:
         Args:
             most: the tracker's, from before it was let go.
         """
-        lent = sum(self.lent())
-        self._close(self.tracker.held + lent, most)
+        autocast_cache = sum(self.autocast_cache())
+        self._close(self.tracker.held + autocast_cache, most)
         self._kind, self.tracker.owner = "", None
         return [self._spans.get(i, Span(0, 0)) for i in range(self.n_layers)]
 
@@ -80,7 +80,7 @@ class Recorder:
             self._has_tail = True
             self.tracker.freed.clear()
 
-    def lent(self) -> list[int]:
+    def autocast_cache(self) -> list[int]:
         """By layer, what F has made there and frees in its end.
 
         Autocast keeps its casts of weights so long. The last layer's are not told

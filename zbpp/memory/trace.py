@@ -17,10 +17,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from zbpp.memory.compiled_layers import CompiledLayers, checkpointed
-from zbpp.memory.operators.routing import IntegerNumbers
-from zbpp.memory.operators.scratch import KernelScratch
 from zbpp.memory.passes import ChunkPasses, LayerPasses, Messages
 from zbpp.memory.recorder import Recorder, WatchedLayer
+from zbpp.memory.routing import IntegerNumbers
 from zbpp.memory.tracker import Span, StorageTracker
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.compiled.layers import Compiling
@@ -31,7 +30,7 @@ from zbpp.runtime.values import Tensors, as_tensors, with_tensors
 
 __all__ = [
     "UNKNOWN",
-    "Ends",
+    "ChunkInputs",
     "TraceOptions",
     "Traced",
     "UnknownNumbers",
@@ -61,7 +60,7 @@ class TraceOptions:
 
 
 @dataclass(frozen=True)
-class Ends:
+class ChunkInputs:
     """Inputs of a chunk.
 
     Args:
@@ -100,11 +99,10 @@ def granularity_of(device: torch.device) -> int:
 def trace_chunk(
     mode: Any,
     layers: Sequence[nn.Module],
-    ends: Ends,
+    given: ChunkInputs,
     options: TraceOptions,
     *,
     recomputed: bool = False,
-    scratch: KernelScratch | None = None,
     is_routed: bool = False,
     compiling: CompiledLayers | None = None,
 ) -> "Traced":
@@ -113,10 +111,9 @@ def trace_chunk(
     Args:
         mode: of all fake tensors.
         layers: of the chunk.
-        ends: its inputs.
+        given: its inputs.
         options: of the stage.
         recomputed: run every layer inside a non-reentrant checkpoint.
-        scratch: knows what kernels need inside.
         is_routed: layers decide by integers; then these are computed.
         compiling: runs the layers; None: they run as they are.
 
@@ -125,7 +122,6 @@ def trace_chunk(
     """
     tracker = StorageTracker(
         granularity=granularity_of(options.device),
-        scratch=None if scratch is None else scratch.of,
         numbers=IntegerNumbers() if is_routed else None,
     )
     if compiling is not None:
@@ -134,13 +130,13 @@ def trace_chunk(
     run = None if compiling is None else compiling.run
     run = checkpointed if recomputed else run
     watched = [WatchedLayer(x, i, recorder, run) for i, x in enumerate(layers)]
-    is_first = ends.sent is None
+    is_first = given.sent is None
     index = 0 if is_first else 1
-    n_chunks = index + 1 if ends.is_last else index + 2
-    held = [*tensors_of(layers), *tensors_in((ends.inputs, ends.targets))]
+    n_chunks = index + 1 if given.is_last else index + 2
+    held = [*tensors_of(layers), *tensors_in((given.inputs, given.targets))]
     with mode:
         tracker.ignore(held)
-        for fake, numbers in ends.numbers:
+        for fake, numbers in given.numbers:
             tracker.learn(fake, numbers)
         stage = Stage(
             [Chunk(index, 0, tuple(watched))],
@@ -153,13 +149,13 @@ def trace_chunk(
         )
         stage.begin(
             step=0,
-            inputs=[as_tensors(ends.inputs)] * 4 if is_first else None,
-            targets=[ends.targets] * 4 if ends.targets is not None else None,
+            inputs=[as_tensors(given.inputs)] * 4 if is_first else None,
+            targets=[given.targets] * 4 if given.targets is not None else None,
             n_microbatches=4,
         )
         learning = {p: None for layer in layers for p in layer.parameters()}
         try:
-            microbatch = _Microbatch(stage, index, recorder, ends)
+            microbatch = _Microbatch(stage, index, recorder, given)
             passes = [microbatch.run(i) for i in (0, 1)]
             gradients = {
                 p: tracker.bytes_of([p.grad]) for p in learning if p.grad is not None
@@ -172,8 +168,8 @@ def trace_chunk(
         finally:
             for parameter in learning:
                 parameter.grad = None
-    (first, _, _), (steady, lent, messages) = passes
-    per_layer = zip(*first, *steady, lent, *joint, strict=True)
+    (first, _, _), (steady, autocast_cache, messages) = passes
+    per_layer = zip(*first, *steady, autocast_cache, *joint, strict=True)
     chunk = ChunkPasses(tuple(LayerPasses(*spans) for spans in per_layer), messages)
     failed = set() if compiling is None else compiling.refused
     refused = [i for i, layer in enumerate(layers) if layer in failed]
@@ -201,19 +197,19 @@ class _Microbatch:
         stage: Stage,
         chunk: int,
         recorder: Recorder,
-        ends: Ends,
+        given: ChunkInputs,
     ) -> None:
         self._stage = stage
         self._chunk = chunk
         self._recorder = recorder
-        self._sent, self._is_last = ends.sent, ends.is_last
+        self._sent, self._is_last = given.sent, given.is_last
 
     def run(self, microbatch: int) -> tuple[list[list[Span]], list[int], Messages]:
-        """F, B and W; their spans by layer, what F lends them, and the messages."""
+        """F, B and W; their spans by layer, what autocast keeps, and the messages."""
         tracker, recorder = self._recorder.tracker, self._recorder
         stage, chunk = self._stage, self._chunk
         with tracker:
-            f, sent, lent, (n_x, n_y, y_alone) = self._forward(microbatch)
+            f, sent, autocast_cache, (n_x, n_y, y_unshared) = self._forward(microbatch)
             dy = None if self._is_last else _gradients(sent)
             n_dy = 0 if dy is None else tracker.counted(dy)
             recorder.begin("B", n_dy)
@@ -221,19 +217,19 @@ class _Microbatch:
             most, full = tracker.most, tracker.held
             n_dx = tracker.counted(dx)
             del dx
-            dx_alone = full - tracker.held
+            dx_unshared = full - tracker.held
             full = tracker.held
             del dy
             b = recorder.end(most)
-            dy_alone = full - tracker.held
+            dy_unshared = full - tracker.held
 
             recorder.begin("W")
             stage.backward_weight(chunk, microbatch)
             w = recorder.end(tracker.most)
         if self._is_last:
-            n_y = y_alone = 0
-        messages = Messages(n_x, n_y, y_alone, n_dy, n_dx, dx_alone, dy_alone)
-        return [f, b, w], lent, messages
+            n_y = y_unshared = 0
+        messages = Messages(n_x, n_y, y_unshared, n_dy, n_dx, dx_unshared, dy_unshared)
+        return [f, b, w], autocast_cache, messages
 
     def run_joint(self, microbatch: int) -> list[Span]:
         """F and BW; the spans of BW by layer."""
@@ -250,7 +246,7 @@ class _Microbatch:
     def _forward(
         self, microbatch: int
     ) -> tuple[list[Span], list[Any], list[int], tuple[int, int, int]]:
-        """F; its spans, what it sends, what it lends, and bytes of x, y and y alone."""
+        """F; its spans, what it sends, casts that end with it, and bytes of x and y."""
         tracker, recorder = self._recorder.tracker, self._recorder
         x = None if self._sent is None else _received(self._sent, tracker)
         n_x = 0 if x is None else tracker.counted(x)
@@ -260,9 +256,9 @@ class _Microbatch:
         sent = [(t.shape, t.dtype, t.device) for t in y if t.requires_grad]
         n_y = tracker.counted(y)
         del x, y
-        lent = recorder.lent()
+        autocast_cache = recorder.autocast_cache()
         f = recorder.end(most)
-        return f, sent, lent, (n_x, n_y, full - tracker.held)
+        return f, sent, autocast_cache, (n_x, n_y, full - tracker.held)
 
 
 def _received(sent: Any, tracker: StorageTracker) -> Tensors:

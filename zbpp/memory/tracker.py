@@ -2,21 +2,22 @@
 
 A mode sees every operator, also those that autograd and checkpoints call. Whatever
 storage comes out of one for the first time is counted until it is freed. Temporaries
-inside a kernel are not seen.
+inside a kernel are not seen, but for the copies of convolutions on CPUs.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from zbpp.memory.operators.engine import EngineSums
-from zbpp.memory.operators.routing import IntegerNumbers
-from zbpp.memory.operators.shapes import SHAPES
+from zbpp.memory.engine_sums import EngineSums
+from zbpp.memory.routing import IntegerNumbers
+from zbpp.memory.shapes import SHAPES
+from zbpp.runtime.support.devices import runs_ahead
 
 __all__ = ["Span", "StorageTracker", "storages_of"]
 
@@ -36,7 +37,6 @@ class StorageTracker(TorchDispatchMode):
 
     Args:
         granularity: every storage takes a multiple of so many bytes; 512 on GPUs.
-        scratch: ``scratch(func, args, kwargs, result)`` tells what a kernel needs.
         numbers: knows those of integers, if layers decide by them.
     """
 
@@ -44,11 +44,9 @@ class StorageTracker(TorchDispatchMode):
         self,
         *,
         granularity: int = 1,
-        scratch: Callable[[Any, Any, Any, Any], int] | None = None,
         numbers: IntegerNumbers | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._scratch = scratch
         self._numbers = numbers
         self.held = 0
         self._most = 0
@@ -87,9 +85,11 @@ class StorageTracker(TorchDispatchMode):
             for item in result:
                 if isinstance(item, Tensor):
                     self._note(item)
-        if self._scratch is not None:
-            extra = self._scratch(func, args, kwargs or {}, result)
-            self._most = max(self._most, self.held + extra)
+        if func in _REORDERING and not runs_ahead(args[0].device):
+            copied = args[: _REORDERING[func]]
+            if max(args[_REORDERING[func]].shape[2:], default=1) > 1:
+                n_bytes = sum(self.size_of(x.untyped_storage()) for x in copied)
+                self._most = max(self._most, self.held + n_bytes)
         return result
 
     def numbers_of(self, tensor: Tensor) -> Tensor | None:
@@ -117,12 +117,6 @@ class StorageTracker(TorchDispatchMode):
                     n_bytes += self.size_of(storage)
                     self._watch(storage, 0)
         return n_bytes
-
-    def count(self, result: Any) -> None:
-        """Count tensors that were made while this was not entered."""
-        for tensor in [result] if isinstance(result, Tensor) else result:
-            if isinstance(tensor, Tensor):
-                self._note(tensor)
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes that tensors take, each storage once, counted or not."""
@@ -175,6 +169,13 @@ class StorageTracker(TorchDispatchMode):
 
 _SHRUNK = {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default}
 """Kernels that shrink their result to a scalar, and leave its memory as it was."""
+
+_REORDERING = {
+    torch.ops.aten.convolution.default: 1,
+    torch.ops.aten.convolution_backward.default: 2,
+}
+"""Kernels of CPUs that copy what they read to a layout of their own, and how many of
+their first arguments; the next one is the weight. A product of points copies none."""
 
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),

@@ -1,9 +1,14 @@
-"""Walk through a stage's program, and add up what it holds after every instruction.
+"""The one walk over a stage's program: what it holds, by kind of bytes.
 
-    held = fixed + gradients + what F and B have left + messages on their way
+    resident     parameters, optimizer state, ..      always
+    gradients    the first B and W of a chunk         until the optimizer step
+    activations  F, and what B leaves of it           until W
+    messages     a receive until it is read; a send until it has gone
+    gathered     UNSHARD                              until RESHARD
 
-Two steps are walked; the second one stands for all: optimizer state is there, and
-post-validation still holds the gradients of the step before.
+Passes add what the rows of the cost table say (`zbpp.memory.passes`). Two steps are
+walked; the second one stands for all: post-validation still holds the gradients of
+the step before.
 """
 
 from collections.abc import Mapping
@@ -24,262 +29,221 @@ from zbpp.core import (
     What,
     input_of,
     output_of,
+    reader,
 )
-from zbpp.memory.fixed import Fixed
-from zbpp.memory.passes import ChunkPasses, Turns
+from zbpp.memory.passes import ChunkPasses
+from zbpp.memory.resident import ResidentMemory
 
-__all__ = ["Held", "StageWalk"]
-
-_N_STEPS = 2
+__all__ = ["PeakUsage", "walk_stage"]
 
 
 @dataclass(frozen=True)
-class Held:
+class PeakUsage:
     """Most that was held at once, in parts that have their most at their own times."""
+
+    gradients: int
+    activations: int
+    messages: int
+    gathered: int
+    total: int
+
+
+def walk_stage(
+    program: Program,
+    chunks: Mapping[int, ChunkPasses],
+    resident: ResidentMemory,
+    n_chunks: int,
+) -> PeakUsage:
+    """Walk through the steps of one stage; return the most of the second one.
+
+    Args:
+        program: of the stage.
+        chunks: passes of its chunks.
+        resident: what it holds all the time.
+        n_chunks: of the whole model.
+    """
+    walk = _StageWalk(chunks, resident, n_chunks)
+    walk.step(program)
+    walk.most = _Held()
+    walk.step(program)
+    most = walk.most
+    return PeakUsage(
+        gradients=most.gradients,
+        activations=most.activations,
+        messages=most.messages,
+        gathered=most.gathered,
+        total=resident.total + most.total,
+    )
+
+
+@dataclass
+class _Held:
+    """Bytes of each kind beside what is resident."""
 
     gradients: int = 0
     activations: int = 0
     messages: int = 0
-    peak: int = 0
     gathered: int = 0
+    total: int = 0
 
 
-@dataclass
-class _Sent:
-    """A message that has not left: in all, and the part that no graph holds.
+@dataclass(frozen=True)
+class _Row:
+    """A pass of a chunk: the most inside it, what it leaves, and what it sends.
 
-    ``kept`` says which pass of its chunk and micro-batch lets go of the other part.
+    ``sent`` are the bytes of its message that no graph holds; ``freed`` those of
+    earlier messages that its end lets the graph forget.
     """
 
-    full: int
-    alone: int
-    kept: PassKind | None
+    peak: int
+    first_peak: int
+    leaves: int
+    makes: tuple[tuple[PassKind, int], ...]
+    sent: int
+    freed: int
 
-    @property
-    def n_bytes(self) -> int:
-        return self.full if self.kept is None else self.alone
 
-
-class StageWalk:
-    """Bytes that one stage holds while it runs its program.
-
-    Args:
-        chunks: passes of the stage's chunks.
-        fixed: what is there besides.
-        n_chunks: of the whole model.
-    """
-
+class _StageWalk:
     def __init__(
-        self, chunks: Mapping[int, ChunkPasses], fixed: Fixed, n_chunks: int
+        self, chunks: Mapping[int, ChunkPasses], resident: ResidentMemory, n_chunks: int
     ) -> None:
-        self._chunks = chunks
-        self._fixed = fixed
-        self._n_chunks = n_chunks
-        self._sent: list[_Sent] = []
+        self._chunks, self._resident, self._n_chunks = chunks, resident, n_chunks
+        self._rows = {(k, c): self._row(k, c) for k in PassKind for c in chunks}
+        self._held, self.most = _Held(), _Held()
         self._last_gradients = 0
-        self._total = fixed.total
-        self._is_last = False
-        self._n_gathered = 0
-        self._most = [0, 0, 0, 0, 0]
+        """Of the step before, which its V may need for a rollback."""
+        self._sent = self._sent_before = 0
+        """Sends of this step and of the one before that may not have gone."""
 
-    def run(self, program: Program) -> Held:
-        """Walk through some steps; return the most of the last one."""
-        for step in range(_N_STEPS):
-            older = self._sent
-            self._sent = []
-            self._is_last = step == _N_STEPS - 1
-            self._begin(sum(sent.n_bytes for sent in older))
-            for instruction in program:
-                self._one(instruction)
-        return Held(*self._most)
+    def _row(self, kind: PassKind, index: int) -> _Row:
+        chunk = self._chunks[index]
+        messages = chunk.messages
+        y, dx = messages.y_unshared, messages.dx_unshared
+        leaves_y, leaves_dx = (
+            index + 1 not in self._chunks,
+            index - 1 not in self._chunks,
+        )
+        in_b, in_w = (
+            (PassKind.B, chunk.gradients_in_b),
+            (PassKind.W, chunk.gradients_in_w),
+        )
+        old_y, old_dx = (messages.y - y) * leaves_y, (messages.dx - dx) * leaves_dx
+        gathered = 0 if kind is PassKind.W else self._resident.in_pass.get(index, 0)
+        leaves, makes, sent, freed = {
+            PassKind.F: (chunk.m_b, (), y, 0),
+            PassKind.B: (chunk.m_w - chunk.m_b, (in_b,), dx, old_y),
+            PassKind.W: (-chunk.m_w, (in_w,), 0, old_dx),
+            PassKind.BW: (-chunk.m_b, (in_b, in_w), messages.dx, old_y),
+        }[kind]
+        return _Row(
+            peak=chunk.peak(kind) + gathered,
+            first_peak=chunk.peak(kind, first=kind is not PassKind.F) + gathered,
+            leaves=leaves,
+            makes=makes,
+            sent=sent,
+            freed=freed if self._resident.keeps_sends else 0,
+        )
 
-    def _begin(self, sends: int) -> None:
-        self._acts: dict[tuple[int, int], int] = {}
-        self._messages: dict[Value, int] = {}
-        self._sent_of: dict[tuple[int, int], list[_Sent]] = {}
-        self._n_acts = self._n_messages = self._n_made = 0
-        self._n_sends = self._n_older = sends
-        self._made: dict[int, int] = {}
-        self._has_b: set[int] = set()
-        self._has_w: set[int] = set()
+    def step(self, program: Program) -> None:
+        """Run through one step."""
+        self._whole: dict[int, int] = {}
+        """Gradients of each chunk that are not summed yet."""
+        self._made: set[tuple[PassKind, int]] = set()
+        """Parts of whole gradients that are there."""
         self._reducing: dict[int, int] = {}
-        self._summed: set[int] = set()
-        self._b = {chunk: Turns() for chunk in self._chunks}
-        self._w = {chunk: Turns() for chunk in self._chunks}
-        self._see(0)
+        self._has_part: set[int] = set()
+        self._waiting: dict[Value, int] = {}
+        self._sent_before, self._sent = self._sent, 0
+        for instruction in program:
+            inside = 0
+            match instruction:
+                case Pass():
+                    self._pass(instruction)
+                case Receive(Value() as value):
+                    messages = self._chunks[reader(value)].messages
+                    is_forward = value.what is What.ACTIVATION
+                    self._put(value, messages.x if is_forward else messages.dy)
+                case Send(Value() as value):
+                    self._send(value)
+                case Reduce():
+                    inside = self._resident.tied
+                case Step():
+                    self._end_step()
+                case Check():
+                    self._held.messages -= self._sent_before
+                    self._sent_before = 0
+                    inside = self._resident.commit
+                case Collective():
+                    self._collective(instruction)
+            self._see(inside)
 
-    def _one(self, instruction: object) -> None:
-        match instruction:
-            case Pass():
-                self._pass(instruction)
-            case Receive(Value() as value):
-                self._hold(value, self._size(value))
-                self._see(0)
-            case Send(Value() as value):
-                self._send(value)
-            case Reduce():
-                self._see(self._fixed.norm)
-            case Step():
-                if not self._fixed.speculates:  # all sums have come
-                    self._let_go()
-                self._see(self._fixed.step)
-                self._last_gradients = self._n_made if self._fixed.speculates else 0
-                self._made, self._n_made = {}, 0
-                self._has_b, self._has_w, self._summed = set(), set(), set()
-            case Check():
-                self._n_sends, self._n_older = self._n_sends - self._n_older, 0
-                self._see(self._fixed.commit)
-            case Collective():
-                self._collective(instruction)
+    def _pass(self, job: Pass) -> None:
+        held, row = self._held, self._rows[job.kind, job.chunk]
+        value = input_of(job, self._n_chunks)
+        if value is not None:
+            held.messages -= self._waiting.pop(value, 0)
+        if job.kind is not PassKind.F:  # the step before has been validated
+            held.gradients -= self._last_gradients
+            self._last_gradients = 0
+        new = [(k, n) for k, n in row.makes if (k, job.chunk) not in self._made]
+        is_first = bool(row.makes) and row.makes[0] in new
+        self._see(row.first_peak if is_first else row.peak)
+        held.activations += row.leaves
+        for kind, n_bytes in new:
+            self._made.add((kind, job.chunk))
+            self._whole[job.chunk] = self._whole.get(job.chunk, 0) + n_bytes
+            held.gradients += n_bytes
+        self._sent += row.freed
+        held.messages += row.freed
+        value = output_of(job, self._n_chunks)
+        if value is not None:
+            self._put(value, row.sent)
+
+    def _put(self, value: Value, n_bytes: int) -> None:
+        self._waiting[value] = n_bytes
+        self._held.messages += n_bytes
+
+    def _send(self, value: Value) -> None:
+        if not self._resident.keeps_sends:
+            self._held.messages -= self._sent
+            self._sent = 0
+        self._sent += self._waiting.pop(value, 0)
+
+    def _end_step(self) -> None:
+        held, speculates = self._held, self._resident.speculates
+        if not speculates:  # all sums have come, and so have all messages
+            held.messages -= self._sent + self._sent_before
+            self._sent = self._sent_before = 0
+        self._see(self._resident.step)
+        self._last_gradients = held.gradients if speculates else 0
+        held.gradients = self._last_gradients
 
     def _collective(self, job: Collective) -> None:
         """Gather and free parameters; gradients that are divided leave a part."""
-        gathered, summed = self._fixed.gathered.get(job.chunk, 0), self._fixed.summed
+        held, chunk = self._held, job.chunk
+        gathered, parts = self._resident.gathered.get(chunk, 0), self._resident.summed
         match job.kind:
             case CollectiveKind.UNSHARD:
-                self._n_gathered += gathered
+                held.gathered += gathered
             case CollectiveKind.RESHARD:
-                self._n_gathered -= gathered
-            case CollectiveKind.REDUCE_GRAD if summed is not None:
-                self._reducing[job.chunk] = self._made.pop(job.chunk, 0)
-                if self._fixed.in_turn is None:
-                    self._has_b.discard(job.chunk)
-                    self._has_w.discard(job.chunk)
-            case CollectiveKind.REDUCE_WAIT if summed is not None:
-                if self._fixed.in_turn is not None:  # the parts of sums, not wholes
-                    self._n_made -= self._reducing.pop(job.chunk)
-                if job.chunk not in self._summed:
-                    self._summed.add(job.chunk)
-                    self._n_made += summed[job.chunk]
-                self._see(0)
-                self._n_made -= self._reducing.pop(job.chunk, 0)
-        self._see(0)
+                held.gathered -= gathered
+            case CollectiveKind.REDUCE_GRAD if parts is not None:
+                self._reducing[chunk] = self._whole.pop(chunk, 0)
+                self._made = {made for made in self._made if made[1] != chunk}
+            case CollectiveKind.REDUCE_WAIT if parts is not None:
+                if chunk not in self._has_part:
+                    self._has_part.add(chunk)
+                    held.gradients += parts[chunk]
+                self._see()
+                held.gradients -= self._reducing.pop(chunk, 0)
 
-    def _pass(self, job: Pass) -> None:
-        chunk = self._chunks[job.chunk]
-        value = input_of(job, self._n_chunks)
-        if value is not None:
-            self._release(value)
-        place = (job.chunk, job.microbatch)
-        gathered = self._fixed.in_pass.get(job.chunk, 0)
-        if job.kind is not PassKind.F:
-            self._last_gradients = 0  # the last step has been validated by now
-        match job.kind:
-            case PassKind.F:
-                self._see(chunk.peak_f + gathered)
-                self._leave(place, chunk.m_b - self._shared(value))
-            case PassKind.B:
-                self._b_pass(job, chunk)
-            case PassKind.W:
-                self._w_pass(job, chunk)
-            case PassKind.BW:
-                first = job.chunk not in self._has_b
-                self._see((chunk.first_peak_bw if first else chunk.peak_bw) + gathered)
-                self._b_pass(job, chunk)
-                self._w_pass(job, chunk)
-        for sent in self._sent_of.get(place, ()):
-            if sent.kept in (job.kind, PassKind.B) and job.kind is not PassKind.F:
-                self._n_sends += sent.full - sent.alone
-                sent.kept = None
-        self._give(job, chunk)
-        self._see(0)
-
-    def _b_pass(self, job: Pass, chunk: ChunkPasses) -> None:
-        is_first = job.chunk not in self._has_b
-        if job.kind is PassKind.B:
-            peak = chunk.first_peak_b if is_first else chunk.peak_b
-            self._see(peak + self._fixed.in_pass.get(job.chunk, 0))
-        self._has_b.add(job.chunk)
-        self._leave((job.chunk, job.microbatch), chunk.m_w)
-        if is_first:
-            self._make(job.chunk, chunk.made_in_b)
-
-    def _w_pass(self, job: Pass, chunk: ChunkPasses) -> None:
-        turns = self._w[job.chunk]
-        for microbatch in turns.run(job.microbatch, in_order=self._fixed.in_order):
-            is_first = job.chunk not in self._has_w and chunk.made_in_w > 0
-            self._has_w.add(job.chunk)
-            if job.kind is PassKind.W:
-                self._see(chunk.first_peak_w if is_first else chunk.peak_w)
-            self._leave((job.chunk, microbatch), 0)
-            if is_first:
-                self._make(job.chunk, chunk.made_in_w)
-        if self._fixed.in_turn is not None:
-            self._make(job.chunk, self._fixed.in_turn[job.chunk])
-
-    def _give(self, job: Pass, chunk: ChunkPasses) -> None:
-        value = output_of(job, self._n_chunks)
-        if value is None:
-            return
-        messages = chunk.messages
-        is_forward = job.kind is PassKind.F
-        self._hold(value, messages.y_alone if is_forward else messages.dx_alone)
-
-    def _shared(self, value: Value | None) -> int:
-        """Bytes that a chunk reads and a chunk of the same stage keeps as well."""
-        if value is None or value.chunk not in self._chunks:
-            return 0
-        messages = self._chunks[value.chunk].messages
-        return messages.y - messages.y_alone
-
-    def _send(self, value: Value) -> None:
-        self._release(value)
-        messages = self._chunks[value.chunk].messages
-        place = (value.chunk, value.microbatch)
-        if value.what is What.ACTIVATION:
-            sent = _Sent(messages.y, messages.y_alone, PassKind.B)
-        else:
-            kept = PassKind.W if place in self._acts else None
-            sent = _Sent(messages.dx, messages.dx_alone, kept)
-        if not self._fixed.keeps_sends:
-            self._let_go()
-        self._sent.append(sent)
-        self._sent_of.setdefault(place, []).append(sent)
-        self._n_sends += sent.n_bytes
-        self._see(0)
-
-    def _let_go(self) -> None:
-        """All that was sent has been received."""
-        self._sent, self._sent_of = [], {}
-        self._n_sends = self._n_older = 0
-
-    def _size(self, value: Value) -> int:
-        """Bytes of a value that comes from another stage."""
-        if value.what is What.ACTIVATION:
-            return self._chunks[value.chunk + 1].messages.x
-        return self._chunks[value.chunk - 1].messages.dy
-
-    def _hold(self, value: Value, n_bytes: int) -> None:
-        self._messages[value] = n_bytes
-        self._n_messages += n_bytes
-
-    def _release(self, value: Value) -> None:
-        self._n_messages -= self._messages.pop(value, 0)
-
-    def _leave(self, place: tuple[int, int], n_bytes: int) -> None:
-        self._n_acts += n_bytes - self._acts.pop(place, 0)
-        if n_bytes:
-            self._acts[place] = n_bytes
-
-    def _make(self, chunk: int, n_bytes: int) -> None:
-        self._made[chunk] = self._made.get(chunk, 0) + n_bytes
-        self._n_made += n_bytes
-
-    def _see(self, extra: int) -> None:
-        """Note what is held now, with something on top of it; the last step counts."""
-        if not self._is_last:
-            return
-        most = self._most
-        gradients = self._n_made + self._last_gradients
-        activations = self._n_acts + extra
-        messages = self._n_messages + self._n_sends
-        total = self._total + gradients + activations + messages + self._n_gathered
-        if gradients > most[0]:
-            most[0] = gradients
-        if activations > most[1]:
-            most[1] = activations
-        if messages > most[2]:
-            most[2] = messages
-        if total > most[3]:
-            most[3] = total
-        most[4] = max(most[4], self._n_gathered)
+    def _see(self, inside: int = 0) -> None:
+        """Note what is held now, with what a pass or a step needs inside."""
+        held, most = self._held, self.most
+        activations = held.activations + inside
+        total = held.gradients + activations + held.messages + held.gathered
+        most.gradients = max(most.gradients, held.gradients)
+        most.activations = max(most.activations, activations)
+        most.messages = max(most.messages, held.messages)
+        most.gathered = max(most.gathered, held.gathered)
+        most.total = max(most.total, total)

@@ -2,7 +2,7 @@
 
 layered       `Layered`: layers by index, their own names, ties, loss and batch
 given         `layered_of`: whatever `zbpp.Pipeline` takes as `Layered`; `cut`
-registry      `Family`, `register`; families/ has one file each
+families      `Family`, `register`: where blocks are
 hugging_face  models of transformers: names, loss, batch
 configs/      layers and a batch from a configuration file
 cut           from named blocks to layers: parts (front, block, back)
@@ -12,9 +12,8 @@ discover      what runs before and after the blocks
 weights       weights of a model on the meta device, made where they are needed
 """
 
-from zbpp.models.family import Family
+from zbpp.models.families import Family, register
 from zbpp.models.given import cut, layered_of, layers_from
 from zbpp.models.layered import Layered, Tie
-from zbpp.models.registry import register
 
 __all__ = ["Family", "Layered", "Tie", "cut", "layered_of", "layers_from", "register"]

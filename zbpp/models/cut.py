@@ -37,8 +37,7 @@ class CutModel:
         model: with weights, or on the meta device.
         at: where it is cut.
         weights: how weights on meta are made; None: the model has its own.
-        carries: as for `FrontLayer`.
-        only_front: likewise.
+        only_front: as for `FrontLayer`.
         collector: of what joins the loss from inside blocks.
         adapt: changes each copy of a module above the blocks.
     """
@@ -46,7 +45,6 @@ class CutModel:
     model: nn.Module
     at: CutAt
     weights: Weights | None = None
-    carries: bool | None = None
     only_front: tuple[str, ...] = ()
     collector: Collector | None = None
     adapt: Callable[[nn.Module], None] | None = None
@@ -160,7 +158,6 @@ class CutModel:
                 frame,
                 plan,
                 n_blocks=n_blocks,
-                carries=self.carries,
                 only_front=self.only_front,
             )
         if self.collector is not None:

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from zbpp.core import RequestError
 from zbpp.models.converted import converted
 from zbpp.models.cut import CutModel, cut_at
-from zbpp.models.family import Family
+from zbpp.models.families import Family, family_of
 from zbpp.models.frame import children_on_path, persistent
 from zbpp.models.layered import Layered
 from zbpp.models.recorded import Collector
-from zbpp.models.registry import family_of
 from zbpp.models.token_weights import weigh_of
 from zbpp.models.weights import Source, Weights, is_on_meta
 

@@ -92,8 +92,6 @@ class FrontLayer(_Framed):
         frame: with them.
         plan: how blocks are called.
         n_blocks: their number.
-        carries: tensors that blocks are called with travel; None: if they do not
-            follow from the batch, which the first forward of a signature finds out.
         only_front: entries of the batch that only this layer reads: their shapes
             travel.
     """
@@ -105,23 +103,20 @@ class FrontLayer(_Framed):
         plan: Plan,
         *,
         n_blocks: int,
-        carries: bool | None,
         only_front: tuple[str, ...],
     ) -> None:
         super().__init__(owned, frame, plan)
         self._n_blocks, self._only_front = n_blocks, only_front
-        self.carries = carries
         self._decided: dict[str | None, bool] = {}
-        """Whether they travel, by signature."""
+        """Whether tensors that blocks are called with travel, by signature: so they do
+        where they do not follow from the batch."""
 
     def forward(self, batch: Any) -> Value:
         """From a micro-batch to the first hidden state."""
         sent = slim(batch, self._only_front)
         structure = self.plan.structure(full(sent, self._only_front))
         signature = self._signature(batch)
-        carries = self.carries
-        if carries is None:
-            carries = self._decided.get(signature)
+        carries = self._decided.get(signature)
         n_calls = 1 if carries is False else self._n_blocks
         recorder = Recorder(n_calls, structure)
         self.frame.run(batch, recorder, training=self.training)

@@ -202,7 +202,7 @@ class Checkpoints:
         return int(state["step"])
 
     def _local_model(self) -> LocalModel:
-        stages = [one.stage for one in self._stages.executors.values()]
+        stages = [x.stage for x in self._stages.executors.values()]
         return LocalModel(
             self._stages.layers(),
             self._layered.own_name,

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec
 
 from zbpp.core import RequestError
 from zbpp.models.given import layered_of
-from zbpp.planning import is_auto
 from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 
 __all__ = ["accepts_old_keywords", "missing_attribute"]
@@ -185,9 +184,6 @@ def _plan(arguments: dict[str, Any], old: dict[str, Any]) -> None:
     schedule = arguments.get("schedule", "ZBH1")
     plan_model = import_module("zbpp.pipeline.plan_model").plan_model
     arguments["schedule"] = plan_model(arguments["model"], schedule, **facts, **made_as)
-    execution = arguments.get("execution", Execution())
-    if execution.watch is None and is_auto(schedule):
-        arguments["execution"] = replace(execution, watch=True)
 
 
 def _unknown(name: str, names: list[str]) -> str:

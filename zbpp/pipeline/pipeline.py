@@ -36,7 +36,7 @@ from zbpp.pipeline.arguments import (
 from zbpp.pipeline.checkpoints import Checkpoints
 from zbpp.pipeline.keywords import accepts_old_keywords, missing_attribute
 from zbpp.pipeline.parallel import parts_of_step, with_collectives
-from zbpp.planning import Plan, PlanRequest, is_auto
+from zbpp.planning import Plan, PlanRequest
 from zbpp.planning.answer import recomputed_layers
 from zbpp.planning.pipelines import choose_validation, plan_pipeline
 from zbpp.profiling.join import Profiled
@@ -48,14 +48,20 @@ from zbpp.runtime.driver.batches import Batches, StepPart
 from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
 from zbpp.runtime.driver.compile_chunks import check_compile
 from zbpp.runtime.driver.stages import LocalStages, eval_mode
+from zbpp.runtime.executor import drive
 from zbpp.runtime.microbatches import Batch, check_samples
-from zbpp.runtime.optim.loss_scale import LossScaler
+from zbpp.runtime.optim.decision import StepResult
 from zbpp.runtime.optim.make import MakeOptimizer, check_optimizer
-from zbpp.runtime.optim.result import StepResult
-from zbpp.runtime.optim.step_state import step_rules
+from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.parallel.wrap import check_shard
 from zbpp.runtime.partition import partition_layers
-from zbpp.runtime.policies import Execution, Numerics, StepPolicy, check_count
+from zbpp.runtime.policies import (
+    Execution,
+    LossScaler,
+    Numerics,
+    StepPolicy,
+    check_count,
+)
 from zbpp.runtime.stage import LossFn
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.ties.plan import TiePlan, check_ties
@@ -152,12 +158,10 @@ class Pipeline:
             self.plan.schedule, step.post_validation, steps=optimizer is not None
         )
         warn_of_plan(self.schedule, schedule, n_stages=n_stages, n_ranks=self.n_ranks)
-        rules = step_rules(
+        rules = StepRules.of(
+            step if optimizer else replace(step, max_consecutive_skips=None),
             clip_grad_norm=clip_grad_norm,
             post_validation=self.schedule.is_post_validated,
-            patience=step.patience,
-            loss_scale=step.loss_scale,
-            max_consecutive_skips=step.max_consecutive_skips if optimizer else None,
         )
         placement = self.schedule.placement
         self.split = partition_layers(
@@ -199,13 +203,7 @@ class Pipeline:
         )
         finalizer = weakref.finalize(self, self.stages.let_go)
         finalizer.atexit = False  # then transports wait a little for the others
-        self._watcher = make_watcher(
-            execution.watch,
-            is_auto(schedule),
-            self.schedule,
-            self.plan.costs,
-            has_costs=self.plan.has_costs,
-        )
+        self._watcher = make_watcher(execution.watch, self.plan)
         self._checkpoints = Checkpoints(
             self.stages,
             self.layered,
@@ -257,7 +255,9 @@ class Pipeline:
                 "step() is forward_backward() and optim_step() in one; after "
                 "forward_backward() call optim_step()"
             )
-        self._run(inputs, targets, self._programs, keeps_outputs=return_outputs)
+        self._begin(inputs, targets, keeps_outputs=return_outputs)
+        with self._step_under_way():
+            drive(self.stages.executors, self._programs)
         result = self._end_step(return_outputs=return_outputs)
         if self._watcher is not None:
             with self.stages.failures_told():
@@ -302,7 +302,9 @@ class Pipeline:
             part = self._part
         assert self._parts is not None
         part.loss_fn = loss_fn
-        self._run(inputs, targets, self._parts[0], part=part)
+        self._begin(inputs, targets, part=part)
+        with self._step_under_way():
+            drive(self.stages.executors, self._parts[0])
         part.n_calls += 1
         self._part = part
 
@@ -322,29 +324,24 @@ class Pipeline:
         if part is None or self._parts is None:
             raise RequestError("optim_step() comes after forward_backward()")
         stages, factor = self.stages, 1.0
-        try:
-            with stages.running():
-                if part.n_calls > 1 or part.n_expected > 1:
-                    told = {"factor": part.gradient_factor} if part.divisor else {}
-                    factor = stages.gather_dict(told)["factor"]
-                for executor in stages.executors.values():
-                    executor.begin_end(factor)
-                stages.drive(self._parts[1])
-        except BaseException as error:
-            self._note_failure(error)
-            raise
+        with self._step_under_way():
+            if part.n_calls > 1 or part.n_expected > 1:
+                known = {"factor": part.gradient_factor} if part.divisor else {}
+                factor = stages.gather_dict(known)["factor"]
+            for executor in stages.executors.values():
+                executor.begin_end(factor)
+            drive(stages.executors, self._parts[1])
         return self._end_step(return_outputs=False)
 
-    def _run(
+    def _begin(
         self,
         inputs: Batch,
         targets: Batch,
-        programs: tuple[Program, ...],
         *,
         keeps_outputs: bool = False,
         part: StepPart | None = None,
     ) -> None:
-        """Run programs of a step on a batch."""
+        """Give the stages the batch of a step, or of a part of one."""
         inputs, targets = self._batches.pair(inputs, targets)
         self._batches.begin(
             inputs,
@@ -355,9 +352,13 @@ class Pipeline:
             keeps_outputs=keeps_outputs,
             part=part,
         )
+
+    @contextmanager
+    def _step_under_way(self) -> Iterator[None]:
+        """Within this the programs of a step run; one that fails may still count."""
         try:
             with self.stages.running():
-                self.stages.drive(programs)
+                yield
         except BaseException as error:
             self._note_failure(error)
             raise
@@ -418,7 +419,7 @@ class Pipeline:
             )
         if isinstance(error, PeerError) and self.stages.transport.on_device:
             return  # the host was ahead: a gradient that it counts may never come
-        if all(one.optimizer.counts for one in self.stages.executors.values()):
+        if all(x.optimizer.counts for x in self.stages.executors.values()):
             self._n_steps += 1
             error.add_note(
                 f"step {self._n_steps - 1} had all its gradients and counts: the state "
@@ -558,7 +559,7 @@ class Pipeline:
         )
         layers = (layer for _, layer in self.stages.layers())
         with self.stages.running(), eval_mode(layers):
-            self.stages.drive(self._forward_programs, training=False)
+            drive(self.stages.executors, self._forward_programs, training=False)
             yield
 
     # Views, which differ between processes.
@@ -650,7 +651,7 @@ class Pipeline:
         """
         self._refuse_between_parts()
         executors = self.stages.executors
-        if any(one.collectives.has_units for one in executors.values()):
+        if any(x.collectives.has_units for x in executors.values()):
             raise RequestError(
                 "layers that are sharded cannot be profiled, as they cannot be copied; "
                 "profile the bare ones, in a pipeline with shard='none': their passes "

@@ -1,7 +1,13 @@
-"""`make_plan`: one function from a request to a plan; `plan` is its short form."""
+"""`make_plan`: one function from a request to a plan; `plan` is its short form.
+
+Orders that are there already, a schedule, a plan, or a file of one, are planned as a
+mode whose hand-made order they are. It depends on no times, so it is held against the
+request: does it fit the memory, is what it splits to be split?
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from zbpp.core import (
     Costs,
@@ -11,20 +17,23 @@ from zbpp.core import (
     RequestError,
     Schedule,
     format_memory,
+    parse_schedule,
     peaks,
     recomputed,
 )
-from zbpp.planning.answer import Plan
+from zbpp.core.costs.columns import PerChunk
+from zbpp.core.costs.units import with_limit
+from zbpp.core.files.json_text import read
+from zbpp.planning.answer import Plan, is_plan_text, parse_plan
 from zbpp.planning.layers import plan_layers, rejected
-from zbpp.planning.modes import AUTO, MODES, Mode, canonical
-from zbpp.planning.orders import as_mode, given_orders, under_limit
+from zbpp.planning.modes import AUTO, MODES, Mode, canonical, is_file
 from zbpp.planning.request import Memory, PlanRequest
-from zbpp.planning.search import Problem, placements
-from zbpp.schedules import check_effort
+from zbpp.planning.search import Problem, placements, within_limit
+from zbpp.schedules import check_effort, is_torch_csv, read_torch_csv
 from zbpp.schedules.planner.figures import ROUNDING
 from zbpp.schedules.planner.limits import check_one_fits
 
-__all__ = ["fitting_modes", "make_plan", "plan"]
+__all__ = ["fitting_modes", "given_orders", "make_plan", "plan"]
 
 
 def plan(
@@ -67,12 +76,12 @@ def make_plan(request: PlanRequest) -> Plan:
     has_costs = request.costs is not None
     orders = given_orders(request)
     if isinstance(orders, Plan) and not has_costs and request.recompute is None:
-        return under_limit(orders, request.limit)
+        return _under_limit(orders, request.limit)
     if orders is None:
         mode = MODES[canonical(str(request.schedule))]
     else:
         schedule = orders.schedule if isinstance(orders, Plan) else orders
-        mode, request = as_mode(schedule, request)
+        mode, request = _as_mode(schedule, request)
     if isinstance(request.costs, LayerCosts) or request.recompute is not None:
         return plan_layers(mode, request)
     costs = request.chunk_costs
@@ -98,6 +107,76 @@ def _best_of(problem: Problem, options: Sequence[Placement]) -> Plan:
     name, best = contest.winner()
     schedule = replace(best.schedule, name=AUTO, costs=problem.limited)
     return replace(best, schedule=schedule, rejected=rejected(contest, name, best))
+
+
+def given_orders(request: PlanRequest) -> Schedule | Plan | None:
+    """Read the file, or take the schedule or plan, of a request; None: it has a mode.
+
+    Raises:
+        RequestError: the file is not valid, or its sizes are not those asked for.
+    """
+    source = request.schedule
+    if isinstance(source, str | Path):
+        path = str(source)
+        if not is_file(path):
+            return None
+        orders = _read(path)
+    else:
+        path, orders = "the schedule", source
+    schedule = orders.schedule if isinstance(orders, Plan) else orders
+    chunks = schedule.placement.n_chunks // schedule.n_stages
+    for name, held, wanted in (
+        ("n_stages", schedule.n_stages, request.n_stages),
+        ("n_microbatches", schedule.n_microbatches, request.n_microbatches),
+        ("chunks_per_stage", chunks, request.chunks_per_stage),
+    ):
+        if wanted is not None and wanted != held:
+            raise RequestError(
+                f"{path}: {name} is {held}, but {wanted} is asked for; "
+                "plan again, or leave it out"
+            )
+    return orders
+
+
+def _read(path: str) -> Schedule | Plan:
+    if is_torch_csv(path):
+        return read_torch_csv(path)
+    text = read(path)
+    if is_plan_text(text):
+        return parse_plan(text, source=path)
+    return parse_schedule(text, source=path)
+
+
+def _as_mode(schedule: Schedule, request: PlanRequest) -> tuple[Mode, PlanRequest]:
+    """The mode whose hand-made order a schedule is, and the request for it."""
+    mode = Mode(
+        name=schedule.name,
+        summary="orders that are given",
+        place=lambda *_: schedule.placement,
+        chunks=1,
+        order=lambda **_: schedule,
+    )
+    sized = replace(
+        request,
+        schedule=schedule,
+        n_stages=schedule.n_stages,
+        n_microbatches=schedule.n_microbatches,
+        chunks_per_stage=None,
+    )
+    return mode, sized
+
+
+def _under_limit(plan: Plan, limit: PerChunk | None) -> Plan:
+    """Take a plan as it is, under another limit if there is one.
+
+    Raises:
+        LimitError: it needs more memory.
+        RequestError: the limit has another unit.
+    """
+    if limit is None:
+        return plan
+    costs = with_limit(plan.costs, limit)
+    return replace(plan, schedule=within_limit(plan.schedule, costs), costs=costs)
 
 
 class _ModeLimitError(LimitError):

@@ -20,9 +20,8 @@ from zbpp.core import (
 )
 from zbpp.core.costs.units import check_unit
 from zbpp.planning.answer import Plan
-from zbpp.planning.make import make_plan
+from zbpp.planning.make import given_orders, make_plan
 from zbpp.planning.modes import is_auto
-from zbpp.planning.orders import given_orders
 from zbpp.planning.request import PlanRequest
 from zbpp.schedules import (
     Split,

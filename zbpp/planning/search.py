@@ -21,17 +21,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbpp.core import Costs, Placement, Schedule, lower_bound
+from zbpp.core import (
+    Costs,
+    PassKind,
+    Placement,
+    RequestError,
+    Schedule,
+    lower_bound,
+    passes_in,
+    peaks,
+)
 from zbpp.planning.answer import Plan
-from zbpp.planning.modes import AUTO, MODES, Mode
-from zbpp.planning.orders import within_limit
+from zbpp.planning.modes import AUTO, JOINT_WORDS, MODES, Mode
 from zbpp.planning.request import PlanRequest, count_chunks
 from zbpp.schedules import plan_placement
 from zbpp.schedules.planner.figures import Contest
-from zbpp.schedules.planner.limits import capped
-from zbpp.schedules.planner.request import check_sizes
+from zbpp.schedules.planner.limits import capped, check_limits, check_sizes
 
-__all__ = ["Problem", "placements", "searched_name"]
+__all__ = ["Problem", "placements", "searched_name", "within_limit"]
 
 _EVERY = tuple(mode for mode in MODES.values() if mode.name != AUTO)
 _IN_TURN = sorted(_EVERY, key=lambda mode: mode.order is not None)
@@ -203,3 +210,28 @@ def _has(mode: Mode, placement: Placement) -> bool:
     if mode.order is not None and mode.chunks is None and chunks == 1:
         return False  # VPP of one chunk a stage is 1F1B
     return mode.place(placement.n_stages, chunks) == placement
+
+
+def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return a schedule that keeps the memory limit.
+
+    Raises:
+        LimitError: it needs more memory.
+        RequestError: the costs do not fit the placement, or a backward is split that
+            cannot be.
+    """
+    on_chunks = costs.on(schedule.placement)
+    for stage, order in enumerate(schedule.orders):
+        for job in () if on_chunks.splits[stage] else order:
+            kinds = {part.kind for part in passes_in(job)}
+            if not kinds.isdisjoint((PassKind.B, PassKind.W)):
+                raise RequestError(
+                    f"{schedule.name} runs {job}, but stage {stage} cannot split its "
+                    f"backward (splits[{stage}] of the costs is false); plan again "
+                    f"with these costs, or choose {JOINT_WORDS}"
+                )
+    if costs.limit is None:
+        return schedule
+    needs = peaks(schedule.orders, on_chunks)
+    check_limits(schedule.name, needs, on_chunks, schedule.n_microbatches)
+    return replace(schedule, costs=costs)

@@ -14,7 +14,8 @@
     profile      the result: costs per layer, a table, JSON
 
     window       costs from the steps of a training that goes on
-    waits        what lies between its jobs: gaps of the host, waits for messages
+    step_times   times of passes, gaps of the host and waits for messages in steps:
+                 of a rehearsal, and of that training
     prediction   the simulated step beside the measured one, at the end of a run
 
 Read `profile`, then `measure`.

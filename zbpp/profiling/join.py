@@ -11,8 +11,10 @@ from zbpp.core.sharding import Shard
 from zbpp.profiling.collectives import CollectiveTimes
 from zbpp.profiling.links import Link, link_list
 from zbpp.profiling.profile import ChunkProfile, Profile
-from zbpp.profiling.rehearsal import Rehearsed, seen_in
+from zbpp.profiling.rehearsal import rehearsed_steps
+from zbpp.profiling.step_times import StepTimes, measure_step_times
 from zbpp.profiling.stopwatch import Spread
+from zbpp.profiling.window import Wires
 from zbpp.runtime.driver.build import StageOptions
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.parallel.mesh import Place
@@ -49,10 +51,10 @@ def most_in_flight(schedule: Schedule, stage: int) -> int:
 def join(
     pipeline: Profiled,
     parts: Sequence[dict[str, Any]],
-    links: Mapping[tuple[int, int], Link],
+    wires: Wires,
 ) -> Profile:
     """Make one profile of what all ranks have found."""
-    placement = pipeline.schedule.placement
+    placement, links = pipeline.schedule.placement, wires.links
     known: dict[str, dict[int, Any]] = {
         key: {k: v for part in parts for k, v in part[key].items()}
         for key in (
@@ -67,12 +69,21 @@ def join(
             "rows",
         )
     }
-    one_clock = len({part["clock"] for part in parts}) == 1
-    seen = seen_in(known["rows"], pipeline.schedule, links, one_clock=one_clock)
+    sizes = known["bytes"]
+    message_bytes = fmean(sizes.values()) if sizes else 0.0
+    rehearsed = rehearsed_steps(known["rows"], pipeline.schedule)
+    seen = None
+    if rehearsed is not None:
+        seen = measure_step_times(
+            rehearsed,
+            links,
+            message_bytes=message_bytes,
+            one_clock=wires.one_clock,
+        )
     measured = _chunk_times(known["chunks"], placement, links, seen)
     each = _overheads(known["nothing"], measured, seen)
     chunks, layers = _scale(pipeline, known, measured, each)
-    waited = links if seen is None else _waited_for(links, seen, known["bytes"])
+    waited = _waited_for(links, seen, message_bytes) if seen else links
     steps = [known["steps"][stage] for stage in range(placement.n_stages)]
     optimizer = _by_share(pipeline, known["shares"], steps)
     n_layers = sum(pipeline.split)
@@ -90,7 +101,7 @@ def join(
         message=tuple(float(known["bytes"][i]) for i in every[:-1]),
         bandwidth=link_list(waited, placement.n_stages, "bandwidth") or None,
         delay=link_list(waited, placement.n_stages, "delay"),
-        reduction=max(part["reduction"].mean for part in parts),
+        reduction=wires.reduction.mean,
         validation=max(step["V"].mean for step in steps),
         time_unit="ms",
         **_replica_link(part["collectives"] for part in parts),
@@ -103,7 +114,7 @@ def join(
         optimizer=tuple(step["O"] + step["norm"] for step in steps),
         validation=tuple(step["V"] for step in steps),
         norm=tuple(step["norm"] for step in steps),
-        reduction=max((p["reduction"] for p in parts), key=lambda one: one.median),
+        reduction=wires.reduction,
         links=links,
         splits=tuple(known["splits"][stage] for stage in range(placement.n_stages)),
         rounds=min(part["rounds"] for part in parts),
@@ -143,7 +154,7 @@ def _chunk_times(
     alone: Mapping[int, Mapping[str, Spread]],
     placement: Placement,
     links: Mapping[tuple[int, int], Link],
-    seen: Rehearsed | None,
+    seen: StepTimes | None,
 ) -> dict[int, dict[str, Spread]]:
     """Times of the passes as they are in a step, by chunk.
 
@@ -157,15 +168,13 @@ def _chunk_times(
             found[chunk] = {k: one + sends.get(k, 0.0) for k, one in times.items()}
             continue
         gap = seen.gaps[placement.stage_of[chunk]]
-        joint = seen.passes.get(("BW", chunk))
+        joint = seen.mean(PassKind.BW, chunk)
         factor = _over(joint or 0.0, times["BW"].mean)
-        mean = {
-            kind: seen.passes[kind, chunk]
-            if (kind, chunk) in seen.passes
-            else times[kind].mean * factor
-            for kind in ("F", "B", "W")
-        }
-        mean = {kind: one + gap for kind, one in mean.items()}
+        mean = {}
+        for kind in (PassKind.F, PassKind.B, PassKind.W):
+            in_step = seen.mean(kind, chunk)
+            alone_ms = times[kind].mean * factor
+            mean[str(kind)] = (alone_ms if in_step is None else in_step) + gap
         mean["BW"] = mean["B"] + mean["W"] - gap  # one pass, one gap
         if joint is not None:
             mean["B"] -= gap / 2
@@ -178,7 +187,7 @@ def _chunk_times(
 def _overheads(
     nothing: Mapping[int, Mapping[str, float]],
     measured: Mapping[int, Mapping[str, Spread]],
-    seen: Rehearsed | None,
+    seen: StepTimes | None,
 ) -> dict[str, float]:
     """Time of a pass on top of its layers', by kind: a cut, and the host's between.
 
@@ -194,13 +203,15 @@ def _overheads(
 
 
 def _waited_for(
-    links: Mapping[tuple[int, int], Link], seen: Rehearsed, sizes: Mapping[int, int]
+    links: Mapping[tuple[int, int], Link], seen: StepTimes, n_bytes: float
 ) -> dict[tuple[int, int], Link]:
     """Links with the delays that messages had in a rehearsal, where jobs waited.
 
-    The bandwidth is that of messages alone; the sizes are those of the layers' outputs.
+    Args:
+        links: measured alone, which tells their bandwidth.
+        seen: times of the rehearsal.
+        n_bytes: of a message, by the layers' outputs.
     """
-    n_bytes = fmean(sizes.values()) if sizes else 0.0
     return {
         pair: replace(link, delay=max(0.0, seen.waits[pair] - n_bytes / link.bandwidth))
         if pair in seen.waits

@@ -8,20 +8,17 @@ from zbpp.profiling.capture import Given, capture
 from zbpp.profiling.collectives import time_collectives
 from zbpp.profiling.join import Profiled, join, most_in_flight
 from zbpp.profiling.kept import training_kept
-from zbpp.profiling.links import measure_links
 from zbpp.profiling.memory import measure_memory
 from zbpp.profiling.passes import PassTiming, time_passes
 from zbpp.profiling.profile import Profile
 from zbpp.profiling.rehearsal import rehearse
-from zbpp.profiling.steps import time_reduction, time_steps
+from zbpp.profiling.steps import time_steps
 from zbpp.profiling.stopwatch import Stopwatch, spread
-from zbpp.runtime.comm.clocks import clock_name
+from zbpp.profiling.window import measure_wires
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 
 __all__ = ["measure"]
-
-_REDUCTIONS = 10
 
 
 def measure(
@@ -53,17 +50,14 @@ def measure(
     given = _given(pipeline, inputs, targets)
     with training_kept(pipeline.executors, device):
         own = _measure_own(pipeline, given, rounds, most_s, memory)
-    links = measure_links(
-        pipeline.executors,
-        pipeline.schedule.placement,
-        max(own["bytes"].values(), default=0),
-    )
+    sent = {c: n for one in given.values() for c, n in one.out_bytes.items()}
+    wires = measure_wires(pipeline.executors, pipeline.schedule.placement, sent)
     own["collectives"] = time_collectives(
         pipeline.executors, pipeline.place, pipeline.shard, rounds
     )
     transport = next(iter(pipeline.executors.values())).transport
     parts = transport.gather(own)
-    return join(pipeline, parts, links)
+    return join(pipeline, parts, wires)
 
 
 def _given(
@@ -121,12 +115,8 @@ def _measure_own(
         )
     for stage, executor in executors.items():
         time_steps(executor, watches[stage])
-    n_losses = 2 * pipeline.schedule.n_microbatches  # and their weights
-    reduction = time_reduction(executors, sum(pipeline.split) + n_losses, _REDUCTIONS)
     found: dict[str, Any] = {
         "rounds": counted,
-        "reduction": reduction,
-        "clock": clock_name(),
         "rows": rows,
         "nothing": {},
         "chunks": {},

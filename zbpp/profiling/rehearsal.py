@@ -10,45 +10,23 @@ must be a process of its own: stages that share one take turns.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from zbpp.core import (
     Pass,
-    PassKind,
     Receive,
     Schedule,
     Send,
     Slot,
     Timeline,
 )
-from zbpp.core.measured import robust_mean
 from zbpp.profiling.capture import Given, begin
-from zbpp.profiling.links import Link
-from zbpp.profiling.waits import host_gaps, latencies
 from zbpp.runtime.executor import Executor, drive
 from zbpp.runtime.job_times import JobTimes
 from zbpp.schedules import lower
 
-__all__ = ["Rehearsed", "rehearse", "seen_in"]
+__all__ = ["rehearse", "rehearsed_steps"]
 
 _MOST = 5
-_MS = 1e3
-_KINDS = {PassKind.F: "F", PassKind.B: "B", PassKind.W: "W", PassKind.BW: "BW"}
-
-
-@dataclass(frozen=True)
-class Rehearsed:
-    """Means in ms, of what the passes took beside and between each other.
-
-    Args:
-        passes: by kind (F, B, W or BW) and chunk.
-        gaps: of each stage, from a pass to the next.
-        waits: for a message, by pair of stages; those that were waited for.
-    """
-
-    passes: Mapping[tuple[str, int], float]
-    gaps: tuple[float, ...]
-    waits: Mapping[tuple[int, int], float]
 
 
 def rehearse(
@@ -96,57 +74,18 @@ def rehearse(
     return found
 
 
-def seen_in(
-    rows: Mapping[int, Sequence[Sequence[Slot]]],
-    schedule: Schedule,
-    links: Mapping[tuple[int, int], Link],
-    *,
-    one_clock: bool,
-) -> Rehearsed | None:
+def rehearsed_steps(
+    rows: Mapping[int, Sequence[Sequence[Slot]]], schedule: Schedule
+) -> list[Timeline] | None:
     """Join what all stages have rehearsed; None: they have not.
 
     Args:
         rows: by stage, of each step.
         schedule: that was rehearsed.
-        links: measured alone.
-        one_clock: the times of all stages can be compared.
     """
     placement = schedule.placement
     if len(rows) < placement.n_stages:
         return None
     steps = zip(*(rows[stage] for stage in range(placement.n_stages)), strict=True)
-    timelines = [
-        Timeline(
-            schedule.name,
-            placement,
-            schedule.n_microbatches,
-            tuple(tuple(row) for row in step),
-        )
-        for step in steps
-    ]
-
-    def hop(one: int, other: int) -> float:
-        link = links.get((min(one, other), max(one, other)))
-        return 0.0 if link is None else link.delay / _MS
-
-    gaps = [_MS * gap for gap in host_gaps(timelines, hop if one_clock else None)]
-    waited = latencies(timelines) if one_clock else {}
-    return Rehearsed(
-        _means(timelines),
-        tuple(gaps),
-        {
-            (a, b): max(0.0, _MS * seconds - (gaps[a] + gaps[b]) / 2)
-            for (a, b), seconds in waited.items()
-        },
-    )
-
-
-def _means(timelines: Sequence[Timeline]) -> dict[tuple[str, int], float]:
-    times: dict[tuple[str, int], list[float]] = {}
-    for timeline in timelines:
-        for row in timeline.rows:
-            for slot in row:
-                if isinstance(slot.job, Pass):
-                    key = _KINDS[slot.job.kind], slot.job.chunk
-                    times.setdefault(key, []).append(_MS * slot.duration)
-    return {key: robust_mean(several) for key, several in times.items()}
+    name, m = schedule.name, schedule.n_microbatches
+    return [Timeline(name, placement, m, tuple(map(tuple, step))) for step in steps]

@@ -16,20 +16,19 @@ if TYPE_CHECKING:
     from zbpp.runtime.backward.split import SplitGraph, split_forward
     from zbpp.runtime.backward.torch_stage import SplitModule
     from zbpp.runtime.comm.process_group import use_loopback
-    from zbpp.runtime.optim.loss_scale import LossScaler
-    from zbpp.runtime.optim.patience import Patience
-    from zbpp.runtime.optim.result import StepResult
+    from zbpp.runtime.optim.decision import StepResult
+    from zbpp.runtime.policies import LossScaler, Patience
     from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
 
 _HOMES = {
-    "LossScaler": "optim.loss_scale",
+    "LossScaler": "policies",
     "NonFiniteError": "support.errors",
-    "Patience": "optim.patience",
+    "Patience": "policies",
     "PeerError": "support.errors",
     "ShapeError": "support.errors",
     "SplitGraph": "backward.split",
     "SplitModule": "backward.torch_stage",
-    "StepResult": "optim.result",
+    "StepResult": "optim.decision",
     "WeightQueue": "backward.queue",
     "split_forward": "backward.split",
     "use_loopback": "comm.process_group",

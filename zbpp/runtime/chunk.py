@@ -108,13 +108,12 @@ class Chunk:
             instead: what runs a layer's forward in this step, by layer.
             before: called with each layer, before it runs.
         """
-        for index in range(self.first, self.first + len(self.layers)):
+        for index, layer in enumerate(self.layers, start=self.first):
             if before is not None:
                 before(index)
             try:
-                value = (instead.get(index) or self.call(index))(value)
+                value = (instead.get(index) or self.calls.get(index, layer))(value)
             except Exception as error:
-                layer = self.layers[index - self.first]
                 note_layer(error, index, layer, value, self.name_of)
                 raise
         return value

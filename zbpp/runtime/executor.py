@@ -232,26 +232,17 @@ class Predict(PassHandler):
 
 
 class InputBackward(PassHandler):
-    """B."""
+    """B, or BW: with the gradients of the weights in the same backward."""
 
     def run(self) -> None:
-        """Compute the gradients of the inputs."""
+        """Compute the gradients of the inputs, or all."""
         executor, job = self.executor, self.instruction
         gradients = self.take_input()
+        stage = executor.stage
+        is_full = job.kind is PassKind.BW
+        compute = stage.backward if is_full else stage.backward_input
         with self.timed:
-            result = executor.stage.backward_input(job.chunk, job.microbatch, gradients)
-        self.keep(result)
-
-
-class FullBackward(PassHandler):
-    """BW."""
-
-    def run(self) -> None:
-        """Compute all gradients."""
-        executor, job = self.executor, self.instruction
-        gradients = self.take_input()
-        with self.timed:
-            result = executor.stage.backward(job.chunk, job.microbatch, gradients)
+            result = compute(job.chunk, job.microbatch, gradients)
         self.keep(result)
 
 
@@ -458,7 +449,7 @@ HANDLERS: Mapping[Any, Callable[[BoundProgram, Any], Handler]] = {
     PassKind.F: _bind_forward,
     PassKind.B: InputBackward,
     PassKind.W: WeightBackward,
-    PassKind.BW: FullBackward,
+    PassKind.BW: InputBackward,
     PairKind.FB: PairHandler,
     (Send, Value): SendValue,
     (Receive, Value): PostReceive,
@@ -524,6 +515,11 @@ class Executor:
         self._is_part = False
         self._bound: dict[bool, BoundProgram] = {}  # by whether it trains
         self._progress = self.collectives.progress(stage.chunks.values())
+
+    def use_network(self, transport: Transport, collectives: Collectives) -> None:
+        """Let messages and collectives take other ways from the next step on."""
+        self.transport = transport
+        self.collectives = collectives
 
     def begin(
         self,

@@ -96,18 +96,18 @@ class JobTimes:
 
         On a GPU this waits until the jobs have run.
         """
-        return [_read(one.base, one.marks) for one in self._last(n)]
+        return [_read(step.base, step.marks) for step in self._last(n)]
 
     def norm_seconds(self, n: int = 1) -> list[float]:
         """Times of the gradients' norms in the last steps; as `steps`."""
-        found = []
-        for one in self._last(n):
-            if one.base is not None and one.norms:
-                one.norms[-1][1].synchronize()
-            for start, end in one.norms:
-                on_gpu = one.base is not None
-                found.append(start.elapsed_time(end) / 1e3 if on_gpu else end - start)
-        return found
+        times_s = []
+        for step in self._last(n):
+            if step.base is None:
+                times_s += [end - start for start, end in step.norms]
+            elif step.norms:
+                step.norms[-1][1].synchronize()
+                times_s += [start.elapsed_time(end) / 1e3 for start, end in step.norms]
+        return times_s
 
     def _last(self, n: int) -> "list[_Noted]":
         return list(self._steps)[-n:] if n > 0 else []

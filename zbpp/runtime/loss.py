@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from zbpp.core import RequestError
-from zbpp.runtime.microbatches import shares
+from zbpp.runtime.microbatches import Uploads, shares
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.streams import sent_ahead
-from zbpp.runtime.uploads import Uploads
 
 __all__ = ["Loss", "LossFn", "Metrics", "loss_alone", "names_text"]
 

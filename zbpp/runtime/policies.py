@@ -3,6 +3,7 @@
 `zbpp.Pipeline` takes one of each. Nothing here imports torch when ``import zbpp`` does.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,15 @@ if TYPE_CHECKING:
 
     from zbpp.runtime.compiled.layers import Compiling
     from zbpp.runtime.microbatches import Weigh, WeighName
-    from zbpp.runtime.optim.loss_scale import LossScaler
-    from zbpp.runtime.optim.patience import Patience
 
-__all__ = ["DataParallel", "Execution", "Numerics", "StepPolicy"]
+__all__ = [
+    "DataParallel",
+    "Execution",
+    "LossScaler",
+    "Numerics",
+    "Patience",
+    "StepPolicy",
+]
 
 _MAX_SECONDS = 1e9
 """30 years; torch counts time-outs in whole units of 64 bits."""
@@ -64,6 +70,107 @@ class Numerics:
             )
 
 
+@dataclass(frozen=True)
+class Patience:
+    """Thresholds of the change.
+
+    Args:
+        failures: so many invalid steps end speculation; more than ``window``: none do,
+            and the first step of a run is speculative.
+        window: among so many speculative steps.
+        clean: so many steps in a row without a correction begin it, or begin it again.
+
+    Raises:
+        RequestError: one of them is below 1.
+    """
+
+    failures: int = 3
+    window: int = 10
+    clean: int = 10
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise RequestError(f"{name} is {value}; it must be at least 1")
+
+
+class LossScaler:
+    """The factor on the loss that keeps fp16 gradients in range, kept on the host.
+
+    Its rule is that of ``torch.amp.GradScaler``.
+
+    Args:
+        scale: of the first step.
+        growth_factor: of the scale.
+        backoff_factor: of the scale, when it shrinks.
+        growth_interval: good steps in a row before it grows; 0 keeps it constant.
+
+    Raises:
+        RequestError: a value is out of its range.
+
+    >>> scaler = LossScaler(8.0, growth_interval=2)
+    >>> for finite in (False, True, True):
+    ...     scaler.update(finite)
+    >>> scaler.scale
+    8.0
+    """
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        if not (0 < scale < math.inf and growth_factor >= 1 >= backoff_factor > 0):
+            raise RequestError(
+                f"a loss scale of {scale:g} that grows by {growth_factor:g} and "
+                f"shrinks by {backoff_factor:g} makes no sense; choose a positive "
+                "scale, a growth_factor of at least 1, a backoff_factor of at most 1"
+            )
+        if growth_interval < 0:
+            raise RequestError(
+                f"growth_interval is {growth_interval}; choose 0 or more"
+            )
+        self.scale = scale
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._good_steps = 0
+
+    def __repr__(self) -> str:
+        return f"LossScaler({vars(self)})"  # ranks compare theirs by it
+
+    def update(self, finite: bool) -> None:
+        """A step has been decided: ``finite`` says whether it was taken."""
+        if self._growth_interval == 0:
+            return
+        if not finite:
+            self.scale *= self._backoff_factor
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._growth_interval:
+            grown = self.scale * self._growth_factor
+            self.scale = grown if math.isfinite(grown) else self.scale
+            self._good_steps = 0
+
+    @property
+    def may_shrink(self) -> bool:
+        """A skipped step may be the search for a scale, and no fault."""
+        return self._growth_interval > 0 and self.scale > 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        """The values that change from step to step."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a saved state."""
+        self.scale = float(state["scale"])
+        self._good_steps = int(state["good_steps"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPolicy:
     """When the optimizer steps, and when it leaves a step out.
@@ -83,14 +190,14 @@ class StepPolicy:
     """
 
     post_validation: bool | None = None
-    patience: "Patience | None" = None
+    patience: Patience | None = None
     max_consecutive_skips: int | None = 5
-    loss_scale: "LossScaler | float | None" = None
+    loss_scale: LossScaler | float | None = None
 
     def __post_init__(self) -> None:
         check_count("max_consecutive_skips", self.max_consecutive_skips)
         scale = self.loss_scale
-        if not (scale is None or is_number(scale) or hasattr(scale, "may_shrink")):
+        if not (scale is None or is_number(scale) or isinstance(scale, LossScaler)):
             raise RequestError(
                 f"loss_scale is {a_kind(scale)}; give a number or a "
                 "zbpp.runtime.LossScaler, which does what torch.amp.GradScaler does"
@@ -109,7 +216,7 @@ class Execution:
         stage_streams: stages of this process, on one GPU, compute side by side.
         watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
             for its defaults: after the first steps and when costs drift. None: where
-            the schedule is given as ``"auto"``.
+            ``"auto"`` has chosen the plan.
         timeout_s: how long a stage waits for another before it gives up; longer than
             whatever one rank alone may have to do: compile, evaluate, load.
         first_timeout_s: the same at the start and in the first step; None: timeout_s.
@@ -172,7 +279,7 @@ def is_number(value: object) -> bool:
     return value == value
 
 
-def check_count(name: str, count: object) -> None:
+def check_count(name: str, count: Any) -> None:
     """Refuse what is neither a whole number from 1 on nor None.
 
     Raises:
@@ -180,7 +287,7 @@ def check_count(name: str, count: object) -> None:
     """
     if count is None:
         return
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_whole(count) or count < 1:
         raise RequestError(f"{name} is {count!r}; give a whole number from 1 on")
 
 

@@ -2,7 +2,8 @@
 
     random generators    torch's, Python's and numpy's global ones, by pass
     buffers              BatchNorm's running means would be updated twice
-    batches              a layer, or the loss, may work in place on what it is given
+    batches              a layer, or the loss, may work in place on what it is given;
+                         what other stages send needs no copy: they send it again
 
 A replayed pass draws its numbers again, and leaves the generators as they were: what
 comes next draws what it would have drawn, on all stages that share the process.
@@ -10,7 +11,6 @@ comes next draws what it would have drawn, on all stages that share the process.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from zbpp.core import Pass
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.state_recorder import BufferRecorder, BufferSnapshot
-from zbpp.runtime.support.marks import Mark, mark
+from zbpp.runtime.support.marks import mark
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.random_state import (
     RandomState,
@@ -48,7 +48,8 @@ class Replay:
         layers = (layer for _, layer in stage.numbered())
         self._recorder = BufferRecorder(layers, small_bytes=_SMALL_BYTES)
         self._buffers: BufferSnapshot | None = None
-        self._batch = _BatchRecorder()
+        self._changes_batch = False
+        self._forget_batch()
         self._may_rewind = self._is_rewound = False
         self._random: dict[Pass, RandomState] = {}
 
@@ -60,13 +61,17 @@ class Replay:
         """
         self._buffers = self._recorder.snapshot()
         self._may_rewind, self._is_rewound = self._replays and may_rewind, False
-        self._batch.forget()
+        self._forget_batch()
 
     def decide(self) -> None:
         """End the part of a step that may run once more."""
         self._may_rewind = False
         self._random.clear()
-        self._batch.forget()
+        self._forget_batch()
+
+    def _forget_batch(self) -> None:
+        self._batch_copies: list[tuple[Tensor, Tensor]] = []
+        self._is_batch_lost = False
 
     def end(self) -> None:
         """End a step: learn what has changed; nothing of it will be restored."""
@@ -91,10 +96,23 @@ class Replay:
             else:
                 self._random[job] = now
         keeps = self._may_rewind and not self._is_rewound
-        watched = self._batch.watch(tensors_in(batch), keeps=keeps)
+        marks = [(tensor, mark(tensor)) for tensor in tensors_in(batch)]
+        copies = {
+            tensor: tensor.detach().clone()
+            for tensor, before in marks
+            if keeps
+            and (self._changes_batch or tensor.nbytes <= _SMALL_BYTES or before is None)
+        }
         try:
             yield
-            self._batch.note_changes(watched)
+            for tensor, before in marks:
+                if before is not None and mark(tensor) == before:
+                    continue
+                self._changes_batch |= before is not None
+                if tensor in copies:  # to write to others would confuse autograd
+                    self._batch_copies.append((tensor, copies[tensor]))
+                elif keeps:
+                    self._is_batch_lost = True
         finally:
             if now is not None and self._is_rewound:
                 set_random_state(now, self._stage.device)
@@ -109,7 +127,15 @@ class Replay:
         self._is_rewound = True
         self._stage.discard()
         self.restore_buffers()
-        self._batch.restore()
+        if self._is_batch_lost:
+            raise RuntimeError(
+                "a forward that must be replayed has changed its batch in place, which "
+                "no forward did before; let the layer (or the loss) copy it first, or "
+                "switch post_validation off"
+            )
+        with torch.no_grad():
+            for tensor, copy in self._batch_copies:
+                tensor.copy_(copy)
 
     def restore_buffers(self) -> None:
         """Restore the buffers of the step that has begun and not ended, if any.
@@ -126,71 +152,3 @@ class Replay:
                 "in the first step too"
             )
         self._buffers.restore()
-
-
-class _WatchedBatch(NamedTuple):
-    """The tensors of a micro-batch before its forward, and copies of some."""
-
-    marks: Sequence[tuple[Tensor, Mark]]
-    copies: dict[Tensor, Tensor]
-    is_kept: bool
-    """It may be needed once more."""
-
-
-class _BatchRecorder:
-    """The micro-batches that a stage reads itself: inputs, and targets of the loss.
-
-    What other stages send needs no copy: in a replay they send it again.
-    """
-
-    def __init__(self) -> None:
-        self._changes = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the copies."""
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._is_lost = False
-
-    def watch(self, tensors: Sequence[Tensor], *, keeps: bool) -> _WatchedBatch:
-        """A forward is about to read a micro-batch.
-
-        Args:
-            tensors: of the micro-batch.
-            keeps: it may be needed once more.
-        """
-        marks = [(tensor, mark(tensor)) for tensor in tensors]
-        copies = {
-            tensor: tensor.detach().clone()
-            for tensor, before in marks
-            if keeps
-            and (self._changes or tensor.nbytes <= _SMALL_BYTES or before is None)
-        }
-        return _WatchedBatch(marks, copies, keeps)
-
-    def note_changes(self, watched: _WatchedBatch) -> None:
-        """The forward has run."""
-        for tensor, before in watched.marks:
-            if before is not None and mark(tensor) == before:
-                continue
-            self._changes |= before is not None
-            if tensor in watched.copies:  # to write to others would confuse autograd
-                self._copies.append((tensor, watched.copies[tensor]))
-            elif watched.is_kept:
-                self._is_lost = True
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the batch the values that it had.
-
-        Raises:
-            RuntimeError: it has changed, for the first time, and was not copied.
-        """
-        if self._is_lost:
-            raise RuntimeError(
-                "a forward that must be replayed has changed its batch in place, which "
-                "no forward did before; let the layer (or the loss) copy it first, or "
-                "switch post_validation off"
-            )
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)

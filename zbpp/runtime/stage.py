@@ -24,14 +24,21 @@ from zbpp.runtime.backward.ends import alias_of, zeros_for_none
 from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.constants import GivenConstants
 from zbpp.runtime.loss import Loss, LossFn
+from zbpp.runtime.microbatches import uploads_to
 from zbpp.runtime.recompute import recomputed_of
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.random_state import mixed_seed, seed_torch
 from zbpp.runtime.ties.stage import StageTies
-from zbpp.runtime.uploads import uploads_to
-from zbpp.runtime.values import Tensors, as_value, detached, leaves, mapped, ready
+from zbpp.runtime.values import (
+    GivenConstants,
+    Tensors,
+    as_value,
+    detached,
+    leaves,
+    mapped,
+    ready,
+)
 
 __all__ = ["LossFn", "Saved", "Stage"]
 
@@ -179,7 +186,7 @@ class Stage:
     def watch_gradients(self, look: Callable[[int, int], None]) -> None:
         """Call ``look(chunk, microbatch)`` in this step after every addition."""
         for chunk, order in self._orders.items():
-            order.watch = partial(look, chunk)
+            order.watch(partial(look, chunk))
 
     def watch_weights(self, watches: Mapping[int, Progress]) -> None:
         """Let the last W's of this step's chunks tell how far they are, or all W's."""

@@ -22,6 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
+from zbpp.core import RequestError
+from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import (
     TreeSpec,
     dump_tree,
@@ -32,6 +35,7 @@ from zbpp.runtime.support.pytree import (
 from zbpp.runtime.support.torch_internals import arrived
 
 __all__ = [
+    "GivenConstants",
     "Nested",
     "Origin",
     "Tensors",
@@ -245,3 +249,47 @@ def leaves(tensors: Tensors) -> Tensors:
         if x.requires_grad and x.is_leaf:
             return tensors
     return detached(tensors)
+
+
+class GivenConstants:
+    """The inputs of one forward that need no gradient, as they were before it.
+
+    A chunk hands a tensor on if it puts out the very object that it was given, needs no
+    gradient for it and has not written to it. So a mask travels as far as the layers
+    hand it on, and no further; `comm.passthrough` tells why.
+
+    Args:
+        chunk: whose forward it is.
+        inputs: the objects that its first layer is given.
+    """
+
+    def __init__(self, chunk: Chunk, inputs: Tensors) -> None:
+        origins: Sequence[Origin | None] = (None,) * len(inputs)
+        if isinstance(inputs, Nested):
+            origins = origins_in(inputs.structure)
+        self._chunk = chunk
+        self._given: list[tuple[Tensor, Mark, Origin]] = [
+            (x, mark(x), origin or (chunk.index - 1, place))
+            for place, (x, origin) in enumerate(zip(inputs, origins, strict=True))
+            if not x.requires_grad
+        ]
+
+    def flatten(self, value: object) -> Tensors:
+        """Return an output as it travels, with the origins of what it hands on.
+
+        Raises:
+            RequestError: it cannot travel.
+        """
+        unchanged = {
+            id(x): origin
+            for x, before, origin in self._given
+            if before is not None and mark(x) == before
+        }
+        try:
+            return as_tensors(value, unchanged)
+        except UnfitValueError as error:
+            first, n = self._chunk.first, len(self._chunk.layers)
+            raise RequestError(
+                f"chunk {self._chunk.index} (layers {first} to {first + n - 1}) puts "
+                f"out {error}"
+            ) from None

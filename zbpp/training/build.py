@@ -13,10 +13,15 @@ from zbpp.core import Schedule
 from zbpp.models import layered_of
 from zbpp.models.configs.text_model import TextModel
 from zbpp.pipeline import Pipeline, plan_model
-from zbpp.runtime.optim.loss_scale import LossScaler
-from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.parallel.mesh import make_mesh
-from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
+from zbpp.runtime.policies import (
+    DataParallel,
+    Execution,
+    LossScaler,
+    Numerics,
+    Patience,
+    StepPolicy,
+)
 from zbpp.training.llama import dealt_out
 from zbpp.training.options import Train
 from zbpp.training.setup import device_of, measures_first, model_of

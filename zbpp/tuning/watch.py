@@ -23,7 +23,7 @@ from zbpp.core import (
     schedule_text,
 )
 from zbpp.diagnostics import measured_costs
-from zbpp.planning import PlanRequest, make_plan
+from zbpp.planning import Plan, PlanRequest, make_plan
 from zbpp.runtime.driver.stages import LocalStages
 from zbpp.schedules import without_checks, without_collectives
 
@@ -141,29 +141,19 @@ def replan(schedule: Schedule, costs: Costs, *, effort: str) -> Replanned:
     return Replanned(found, now, best.span)
 
 
-def make_watcher(
-    wanted: Watch | bool | None,
-    is_auto: bool,
-    schedule: Schedule,
-    costs: Costs,
-    *,
-    has_costs: bool,
-) -> "Watcher | None":
+def make_watcher(wanted: Watch | bool | None, plan: Plan) -> "Watcher | None":
     """Make the watcher of a pipeline, if it is to have one.
 
     Args:
-        wanted: by the caller; None: as for the mode.
-        is_auto: the mode is ``auto``.
-        schedule: that is run first.
-        costs: that it was planned for, with the memory that plans keep.
-        has_costs: their times were given; else the first window is planned for.
+        wanted: by the caller; None: where ``auto`` has chosen the plan among others.
+        plan: that is run first.
     """
     if wanted is None:
-        wanted = is_auto
-    if wanted is False or schedule.n_stages == 1:
+        wanted = bool(plan.rejected)
+    if wanted is False or plan.schedule.n_stages == 1:
         return None
     watch = Watch() if wanted is True else wanted
-    return Watcher(watch, costs, has_costs=has_costs)
+    return Watcher(watch, plan.costs, has_costs=plan.has_costs)
 
 
 class Watched(Protocol):

@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise, product
 from typing import Literal
 
 from zbpp.core import LayerCosts, LimitError, Placement, RequestError
-from zbpp.core.recomputed import with_m_r
+from zbpp.core.costs.layers import with_m_r
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort
 from zbpp.schedules.planner.figures import ROUNDING
 from zbpp.schedules.planner.layers.search import (

@@ -6,8 +6,7 @@ Five ideas make plans good:
    numbers that can be timed, changed and compared a million times (`problem`).
 2. A simulation that decides as it goes, and looks ahead to what is sure to arrive,
    gives a good plan in one run; some thirty settings of its rules are good in different
-   places, and the orders of hand-made schedules in theirs (`list_scheduler`, `rules`,
-   `seeds`).
+   places, and the orders of hand-made schedules in theirs (`list_scheduler`, `seeds`).
 3. Only a change on the critical path can shorten a plan: moves of single passes there,
    every one that is not worse taken (`critical_path`).
 4. Where no such move helps, moves that are worse for a while, groups of micro-batches

@@ -26,8 +26,13 @@ from zbpp.schedules.planner.search.compiled import (
 from zbpp.schedules.planner.search.critical_path import XorShift64
 from zbpp.schedules.planner.search.list_scheduler import Settings
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
-from zbpp.schedules.planner.search.rules import known_order, rows_by_starts
-from zbpp.schedules.planner.search.seeds import Seed, first_rule, seeds
+from zbpp.schedules.planner.search.seeds import (
+    Seed,
+    first_rule,
+    known_order,
+    rows_by_starts,
+    seeds,
+)
 
 __all__ = [
     "hill_climb",
@@ -181,7 +186,7 @@ def plan_in_groups(
         0 | 0F0 0F1 .   3F0 3B0 ... 0B0 3F1 3B1 ... 0F2 0F3 ... 3F2 3B2 ...
         1 | .   1F0 2F0 1F1 ... 2B0 1B0 2F1 ... 2B1 1B1 ... 1F2 2F2 1F3 ...
 
-    No rule of `rules` holds a micro-batch back for long enough to give such orders.
+    No rule of `seeds` holds a micro-batch back for long enough to give such orders.
     All F's and B's are ordered by the starts that they would have if a group began
     every so often, and the W's are placed by time. Of every kind of group the best
     order gets moves of single passes; none has a span of ``below`` before them.

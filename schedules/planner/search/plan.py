@@ -45,8 +45,7 @@ from dataclasses import replace
 
 from zbpp.core import Costs, Placement, Schedule
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
-from zbpp.schedules.planner.limits import capped, check_one_fits
-from zbpp.schedules.planner.request import check_sizes
+from zbpp.schedules.planner.limits import capped, check_one_fits, check_sizes
 from zbpp.schedules.planner.search.compiled import improve, timed
 from zbpp.schedules.planner.search.critical_path import XorShift64
 from zbpp.schedules.planner.search.local_search import (
@@ -58,8 +57,7 @@ from zbpp.schedules.planner.search.local_search import (
     shortest,
 )
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
-from zbpp.schedules.planner.search.rules import is_line
-from zbpp.schedules.planner.search.seeds import seeds
+from zbpp.schedules.planner.search.seeds import is_line, seeds
 
 __all__ = ["plan_placement"]
 
@@ -140,7 +138,7 @@ def _best(problem: PlacementProblem, effort: str) -> Plan:
     plan = _search(problem, effort)
     is_small = is_line(problem) and problem.n_passes < _SMALL
     for lower in problem.next_limits() if is_small and effort == "default" else []:
-        if max(problem.target, lower.target) < plan.span:
+        if problem.target < plan.span and lower.target < plan.span:
             plan = shortest([plan, _search(lower, effort)])
     return plan
 
@@ -183,7 +181,8 @@ def _below_limit(
     for lower in problem.lower_limits(plan.rows):
         if budget.passes - budget.spent < once:
             break
-        if max(problem.target, lower.target) >= plan.span:
+        # the second bound only where the first leaves room: large ones take long
+        if problem.target >= plan.span or lower.target >= plan.span:
             break
         tries, moves = Budget(tries.passes), Budget(moves.passes)
         first = seeds(lower, tries, below=1.03 * plan.span)[0].plan

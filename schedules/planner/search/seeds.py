@@ -2,34 +2,67 @@
 
 The orders of hand-made schedules are taken as they stand, or their F's and B's with the
 W's placed by time. What is planned so is never worse than a hand-made order that fits.
+
+The rules are rows of numbers for the list scheduler.
+
+Several chunks a stage. If nothing ever waited, micro-batch i would start pass q of the
+chain at time i T + start(q), with T the work of a micro-batch on the busiest stage. A
+rule *stretches* these starts: the longer a micro-batch takes from F to B, the more of
+them are in flight. For two stages with two chunks each, F = B = W = 1, T = 6:
+
+    q          0   1   2   3   4   5   6   7
+    start      0   1   2   3   4   5   6   7      V-Min: memory about p/3
+    stretch 2  0   2   4   6   8  10  12  14      V-Half: about p/2 (arXiv 2405.15362)
+
+The rank of a pass is that time; then the F's come ``ahead``, as far as the caps and the
+memory let them.
+
+One chunk a stage. B's come before F's, but for the first ones: F's run ahead of B's by
+``slope * x + offset`` micro-batches, where x is either of
+
+    d   the stages p - s from here to the end: d is 1F1B and ZB-H1, 2d - 1 is ZB-H2
+    r   the F's that fill the time until the first B can arrive, for the given times;
+        equal to 2d - 1 if all times are equal
+
+Both tables stand in the order in which their rows were picked, each for what it gains
+over those before it on random requests: the first out of some 3,000 on hundreds (2 to
+12 stages, p/2 to 6p micro-batches, memory from p/10 to 2p), the second out of 336 on
+some 50 (memory from p/2 to 2p), and four for lines of 8 to 32 stages below p/2. What
+half of them gives, and each setting, is measured by `benchmarks/planner/ablation.py`.
 """
 
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+from zbpp.core import Job, Pass, PassKind
 from zbpp.schedules.patterns.v_patterns import v_half_rows, v_min_rows
+from zbpp.schedules.patterns.vpp import plan_vpp
+from zbpp.schedules.patterns.zb_v import zb_v_cells
 from zbpp.schedules.planner.budget import Budget
+from zbpp.schedules.planner.limits import micro_batch
 from zbpp.schedules.planner.search.compiled import list_schedule, timed
 from zbpp.schedules.planner.search.list_scheduler import Settings
-from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
-from zbpp.schedules.planner.search.rules import (
-    LINE_RULES,
-    RULES,
-    is_interleaved,
-    is_line,
-    is_v,
-    known_order,
-    line_rows,
-    line_settings_of,
-    settings_of,
-    stretched_order,
-    vpp_rows,
-    zb_v_rows,
-)
+from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Row, Rows
 
-__all__ = ["Seed", "first_rule", "seeds"]
+__all__ = [
+    "LINE_RULES",
+    "RULES",
+    "LineRule",
+    "Rule",
+    "Seed",
+    "first_rule",
+    "is_line",
+    "known_order",
+    "line_settings_of",
+    "rows_by_starts",
+    "seeds",
+    "settings_of",
+    "stretched_order",
+]
 
 Attempt: TypeAlias = "Settings | Rows"
 """Settings for the list scheduler, or rows of all passes that are only timed."""
@@ -128,3 +161,310 @@ def _rules(problem: PlacementProblem) -> Iterator[Settings]:
     # below p M_B, those of at most d forwards first
     for rule in sorted(LINE_RULES, key=lambda rule: has_little and rule.is_deep):
         yield line_settings_of(problem, rule)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One setting; times in T.
+
+    The cap of stage s is limit * cap_scale * (1 - cap_slope s/p) + cap_more.
+    ``ahead_later`` adds to ``ahead`` for the F's of a stage's later chunks;
+    ``max_without_b`` is in micro-batches per M_B of the limit.
+    """
+
+    stretch: float
+    ahead: float
+    ahead_later: float
+    cap_scale: float
+    cap_slope: float
+    cap_more: float
+    overrun: float
+    overrun_tail: float
+    delay_b: float
+    delay_f: float
+    max_without_b: float = math.inf
+
+
+RULES = (
+    Rule(1.25, 0.5, 1.0, 0.95, 0.3, 1.0, 0.75, 0.25, 1.0, 0.5, 1.0),
+    Rule(1.0, -20.0, 20.0, 0.85, 0.0, 0.0, 0.5, 0.25, 1.0, 0.0, 1.0),
+    Rule(2.0, 0.5, 0.5, 0.85, 0.3, 0.0, 0.5, 0.25, 0.5, 0.0, math.inf),
+    Rule(3.0, 0.5, 0.0, 0.9, 0.5, 0.5, 0.5, 0.5, 1.0, 0.0, math.inf),
+    Rule(2.0, -20.0, 1.0, 1.0, 0.0, 1.0, 0.75, 0.25, 1.0, 0.5, 1.0),
+    Rule(1.25, -2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.5, 0.5),
+    Rule(3.0, 0.5, 0.5, 0.75, 0.15, 0.5, 0.75, 0.25, 1.0, 0.5, math.inf),
+    Rule(1.0, -20.0, 40.0, 0.85, 0.5, 0.5, 0.75, 0.0, 0.5, 1.0, math.inf),
+    Rule(1.0, 3.0, 1.0, 0.9, 0.5, 1.0, 0.75, 0.5, 0.5, 1.0, math.inf),
+    Rule(3.0, 1.0, 0.5, 1.0, 0.15, 1.0, 1.0, 1.0, 1.0, 1.0, math.inf),
+    Rule(1.0, -20.0, 20.0, 0.85, 0.0, 1.0, 0.25, 0.25, 1.0, 0.0, 1.0),
+    Rule(1.25, 1.5, -0.5, 0.95, 0.3, 0.0, 0.5, 0.0, 1.0, 0.0, 1.25),
+    Rule(2.0, -20.0, 40.0, 0.75, 0.15, 1.0, 0.25, 0.0, 0.5, 0.5, 1.0),
+    Rule(1.5, 2.0, 0.0, 0.9, 0.5, 0.5, 0.75, 0.0, 0.0, 0.0, 1.5),
+    Rule(1.25, 3.0, 0.0, 0.9, 0.0, 0.5, 0.75, 0.0, 0.5, 0.0, 1.0),
+    Rule(1.0, 3.0, 21.0, 0.9, 0.0, 1.0, 0.75, 0.0, 1.0, 0.0, 1.0),
+    Rule(1.25, 0.5, 1.0, 0.95, 0.3, 1.0, 0.75, 0.25, 1.0, 0.5, 0.75),
+    Rule(1.0, 3.0, 0.0, 0.85, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 1.0),
+    Rule(2.0, 1.0, 0.0, 0.85, 0.5, 0.5, 0.5, 0.25, 0.5, 0.0, 1.5),
+    Rule(1.0, 3.0, 0.0, 0.75, 0.0, 0.5, 0.75, 0.0, 1.0, 0.0, 1.0),
+    Rule(1.5, -20.0, 40.0, 0.85, 0.5, 0.5, 0.75, 0.0, 0.5, 1.0, math.inf),
+    Rule(3.0, -20.0, 22.0, 1.0, 0.3, 0.5, 0.25, 0.0, 1.0, 0.0, 1.0),
+    Rule(1.5, 20.0, 2.0, 0.9, 0.5, 0.5, 0.25, 0.0, 1.0, 0.5, 0.75),
+    Rule(1.5, 4.0, 0.0, 0.75, 0.5, 1.0, 0.75, 0.5, 1.0, 0.5, math.inf),
+)
+
+
+@dataclass(frozen=True)
+class LineRule:
+    """One setting for one chunk a stage: see above, and `Settings`."""
+
+    slope: float
+    of: str
+    offset: float
+    overrun: float
+    early: int = 0
+    is_fair: bool = False
+
+    @property
+    def is_deep(self) -> bool:
+        """True if more than about d forwards are in flight."""
+        return self.slope > (1.0 if self.of == "d" else 0.5)
+
+
+LINE_RULES = (
+    LineRule(2.0, "d", -1.0, 0.75),
+    LineRule(0.75, "r", -0.25, 0.25),
+    LineRule(0.5, "r", 0.0, 0.5),
+    LineRule(2.0, "d", -1.0, 0.0, is_fair=True),
+    LineRule(1.0, "d", -1.0, 0.75),
+    LineRule(0.35, "r", 0.0, 0.0, is_fair=True),
+    LineRule(1.5, "d", 0.0, 0.75),
+    LineRule(1.0, "d", 0.0, 0.75),
+    LineRule(0.75, "d", 0.0, 0.0),
+    LineRule(0.0, "d", 1.0, 0.0),
+    LineRule(1.0, "r", 0.0, 1.0),
+    LineRule(1.0, "d", 0.0, 1.0),
+    LineRule(1.0, "d", -1.0, 0.0, is_fair=True),
+    LineRule(1.0, "r", -1.0, 0.25),
+    LineRule(2.0, "d", -1.0, 0.0, early=1),
+    LineRule(0.5, "d", 0.0, 0.0),
+    LineRule(2.0, "d", -1.0, 0.5),
+    LineRule(1.0, "r", -0.5, 0.0, early=1, is_fair=True),
+    LineRule(1.2, "d", 1.0, 0.5),
+    LineRule(0.5, "r", 0.5, 0.5),
+    LineRule(1.0, "d", 0.0, 0.0, is_fair=True),
+    LineRule(1.0, "r", -1.0, 0.0, is_fair=True),
+    LineRule(0.5, "r", 0.5, 0.75),
+    LineRule(1.0, "r", 0.0, 0.0, is_fair=True),
+    LineRule(0.75, "r", 0.25, 0.0, is_fair=True),
+    LineRule(0.75, "r", 0.75, 1.0, early=1),
+    LineRule(0.0, "d", 1.0, 0.0, early=1),
+    LineRule(0.25, "d", 0.0, 0.0),
+    LineRule(0.0, "d", 1.0, 0.0, early=2),
+    LineRule(0.25, "d", 0.0, 0.0, early=1),
+    LineRule(0.35, "r", 0.0, 0.5),
+    LineRule(1.5, "d", 0.0, 0.25),
+    LineRule(1.0, "d", 0.0, 0.25),
+    LineRule(1.0, "d", 0.0, 0.0),
+)
+
+
+def is_line(problem: PlacementProblem) -> bool:
+    """True if every stage has one chunk."""
+    return problem.placement.stage_of == (*range(problem.n_stages),)
+
+
+def is_v(problem: PlacementProblem) -> bool:
+    """True if two chunks a stage go down the stages and up again."""
+    stages = range(problem.n_stages)
+    return problem.placement.stage_of == (*stages, *reversed(stages))
+
+
+def is_interleaved(problem: PlacementProblem) -> bool:
+    """True if several chunks a stage go down the stages again and again."""
+    p, each = problem.n_stages, problem.n_chunks // problem.n_stages
+    return each > 1 and problem.placement.stage_of == (*range(p),) * each
+
+
+def settings_of(problem: PlacementProblem, rule: Rule) -> Settings:
+    """Give a rule its numbers."""
+    p, unit = problem.n_stages, problem.unit
+    aheads = zip(
+        problem.chain_starts(rule.stretch), _aheads(problem, rule), strict=True
+    )
+    return Settings(
+        offset=tuple(start - unit * ahead for start, ahead in aheads),
+        max_in_flight=tuple(_caps(problem, rule)),
+        max_without_b=tuple(_without_b(problem, rule)),
+        early=(0,) * p,
+        overrun=(rule.overrun,) * p,
+        overrun_tail=rule.overrun_tail,
+        delay_b=rule.delay_b,
+        delay_f=rule.delay_f,
+    )
+
+
+def line_settings_of(problem: PlacementProblem, rule: LineRule) -> Settings:
+    """Give a rule for one chunk a stage its numbers."""
+    m, p, unit = problem.n_microbatches, problem.n_stages, problem.unit or 1.0
+    below = _returns(problem) if rule.of == "r" else [float(p - s) for s in range(p)]
+    aheads = [max(1.0, rule.slope * x + rule.offset - 1e-9) for x in below]
+    # half a micro-batch less than the rule's number: no F has the rank of a B
+    offset = [(0.5 - math.ceil(min(m, ahead))) * unit for ahead in aheads]
+    return Settings(
+        offset=(*offset, *[0.0] * p),
+        max_in_flight=(m,) * p,
+        max_without_b=(m,) * p,
+        early=(rule.early,) * p,
+        overrun=(rule.overrun,) * p,
+        overrun_tail=rule.overrun,
+        is_fair=rule.is_fair,
+    )
+
+
+def known_order(rows: Rows, overrun: float, *, is_fair: bool = False) -> Settings:
+    """Keep rows of F's and B's, and place the W's."""
+    p = len(rows)
+    return Settings(
+        offset=(),
+        max_in_flight=(),
+        max_without_b=(),
+        early=(0,) * p,
+        overrun=(overrun,) * p,
+        overrun_tail=overrun,
+        is_fair=is_fair,
+        order=rows,
+    )
+
+
+def stretched_order(problem: PlacementProblem, stretch: float) -> Rows:
+    """Order the F's and B's of every stage by i T + stretched start."""
+    members = range(problem.n_microbatches)
+    return rows_by_starts(
+        problem,
+        [
+            [i * problem.unit + start for i in members]
+            for start in problem.chain_starts(stretch)
+        ],
+    )
+
+
+def _returns(problem: PlacementProblem) -> list[float]:
+    """Count the F's of a stage that take the time until its first B can arrive."""
+    starts, last = problem.chain_starts(), 2 * problem.n_chunks - 1
+    return [
+        (starts[last - s] - starts[s]) / f if (f := problem.time[s]) > 0 else math.inf
+        for s in range(problem.n_stages)
+    ]
+
+
+def rows_by_starts(
+    problem: PlacementProblem, starts: Sequence[Sequence[float]]
+) -> Rows:
+    """Order the F's and B's of every stage by starts, by number and micro-batch."""
+    return [
+        array("i", [q for _, q in sorted((t, q) for q in numbers for t in starts[q])])
+        for numbers in problem.numbers
+    ]
+
+
+def zb_v_rows(problem: PlacementProblem) -> Rows:
+    """Order all passes of every stage as ZB-V does, for a V."""
+    p, m = problem.n_stages, problem.n_microbatches
+    return [
+        _numbered(problem, s, ((kind, chunk) for kind, chunk, _ in zb_v_cells(s, p, m)))
+        for s in range(p)
+    ]
+
+
+def vpp_rows(problem: PlacementProblem) -> Rows:
+    """Order all passes as VPP does, for interleaved chunks; W's follow their B's."""
+    p = problem.n_stages
+    schedule = plan_vpp(
+        n_stages=p,
+        n_microbatches=problem.n_microbatches,
+        chunks_per_stage=problem.n_chunks // p,
+    )
+    return [
+        _numbered(problem, stage, _cells(order))
+        for stage, order in enumerate(schedule.orders)
+    ]
+
+
+def _cells(order: Iterable[Job]) -> Iterator[tuple[PassKind, int]]:
+    for job in order:
+        if isinstance(job, Pass) and job.kind is PassKind.BW:
+            yield PassKind.B, job.chunk
+            yield PassKind.W, job.chunk
+        elif isinstance(job, Pass):
+            yield job.kind, job.chunk
+
+
+def _numbered(
+    problem: PlacementProblem, stage: int, cells: Iterable[tuple[PassKind, int]]
+) -> Row:
+    """Write kinds and chunks as numbers, without W's where B's are joint."""
+    n = problem.n_chunks
+    last = (2 if problem.joint[stage] else 3) * n
+    row = (
+        chunk if kind is PassKind.F else (2 + (kind is PassKind.W)) * n - 1 - chunk
+        for kind, chunk in cells
+    )
+    return array("i", [q for q in row if q < last])
+
+
+def line_rows(problem: PlacementProblem) -> Iterator[Rows]:
+    """Order all passes as ZB-H2, ZB-H1 and 1F1B do; they may not fit the memory.
+
+    F runs ahead of B, and W follows a later B; see `patterns.zb_h1`.
+    """
+    p = problem.n_stages
+    for arm, put_off in ((2, 2), (1, 1), (1, 0)):
+        yield [
+            _put_off_row(problem, s, arm * (p - s) - (arm - 1), put_off * s)
+            for s in range(p)
+        ]
+
+
+def _put_off_row(
+    problem: PlacementProblem, stage: int, n_ahead: int, n_put_off: int
+) -> Row:
+    m, p = problem.n_microbatches, problem.n_stages
+    f, b, w = stage, 2 * p - 1 - stage, 3 * p - 1 - stage
+    n_warm_up, n_put_off = min(n_ahead, m), min(n_put_off, m)
+    splits = not problem.joint[stage]
+    row = array("i", [f]) * n_warm_up
+    for i, end in pairwise(sorted({0, n_put_off, m - n_warm_up, m})):
+        weight = [w] if splits and i >= n_put_off else []
+        forward = [f] if n_warm_up + i < m else []
+        row += array("i", [b, *weight, *forward]) * (end - i)
+    return row + array("i", [w] * splits) * n_put_off
+
+
+def _aheads(problem: PlacementProblem, rule: Rule) -> Iterator[float]:
+    for q in range(2 * problem.n_chunks):
+        if q >= problem.n_chunks:
+            yield 0.0
+        elif q == problem.numbers[problem.stage[q]][0]:
+            yield rule.ahead
+        else:
+            yield rule.ahead + rule.ahead_later
+
+
+def _caps(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
+    p, m = problem.n_stages, problem.n_microbatches
+    for stage, chunks in enumerate(problem.placement.chunks_of):
+        first = problem.costs.m_b[chunks[0]]
+        room = problem.costs.limit[stage] - problem.beyond[stage]
+        n_fit = room / first if first > 0 else math.inf
+        cap = n_fit * rule.cap_scale * (1 - rule.cap_slope * stage / p) + rule.cap_more
+        yield m if cap >= m else max(1, math.floor(cap + 1e-9))
+
+
+def _without_b(problem: PlacementProblem, rule: Rule) -> Iterator[int]:
+    m, memory = problem.n_microbatches, problem.costs
+    held = micro_batch(memory)
+    for limit, more, whole in zip(memory.limit, problem.beyond, held, strict=True):
+        most = math.inf
+        if whole > 0 and rule.max_without_b < math.inf:  # else 0 times infinity
+            most = rule.max_without_b * (limit - more) / whole
+        yield m if most >= m else max(1, math.ceil(most - 1e-9))

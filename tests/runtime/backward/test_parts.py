@@ -2,18 +2,14 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from moe_cases import PARTS, selected
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
-from zoo import Case, Fn
-from zoo_runs import ORDERS, differences, plainly, split
+from zoo import Fn
 
-from zbpp.runtime.backward import graph as graph_module
-from zbpp.runtime.backward import paths, products
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.split import SplitGraph
 
@@ -67,17 +63,6 @@ def test_the_weight_of_a_grouped_product_waits(name: str, dtype: torch.dtype) ->
         assert [x.stride() for x in got] == [x.stride() for x in want]
 
 
-def test_a_grouped_product_turned_the_wrong_way_would_be_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def wrong(self: Any, dy: Tensor) -> tuple[Tensor]:
-        return (torch._grouped_mm(self.other.mT, dy, offs=self.ends.flip(0)),)
-
-    monkeypatch.setattr(products._GroupedGrad, "of", wrong)
-    got, want, _ = both(GROUPED["right"](), [torch.randn(16, 8)])
-    assert not torch.equal(got[0], want[0])
-
-
 @pytest.mark.parametrize("kind", ["eager", "batched_mm", "grouped_mm"])
 def test_the_experts_of_mixtral_wait(kind: str) -> None:
     pytest.importorskip("transformers")
@@ -119,35 +104,6 @@ def test_the_report_says_why_parts_do_not_wait(name: str) -> None:
     name_of = {p: name for name, p in module.named_parameters()}
     where = {name_of[p]: text for p, text in graph.report().items()}
     assert where.get("w", where.get("up")) == REASONS[name]
-
-
-def finds(case: Case, orders: tuple[str, ...] = tuple(ORDERS)) -> bool:
-    """True if a split backward is the full one."""
-    for order in orders:
-        module = case.build()
-        plain, passes = copy.deepcopy(module), ORDERS[order]
-        want = plainly(case, plain, passes.count("F"), torch.float32)
-        if differences(split(case, module, passes, torch.float32), want):
-            return False
-    return True
-
-
-def test_parts_that_wait_wrongly_would_be_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with monkeypatch.context() as patched:  # a gradient from W beside one from B
-        patched.setattr(graph_module, "refusal_of_slices", lambda *_: None)
-        assert not finds(PARTS["parts that overlap"])
-        assert not finds(PARTS["a part used thrice"])
-        assert not finds(PARTS["a part and its norm"])
-    take = paths._slice_of
-
-    def wrong(*args: Any) -> Any:
-        part = take(*args)
-        return part._replace(start=part.start - 1, stop=part.stop - 1)
-
-    monkeypatch.setattr(paths, "_slice_of", wrong)
-    assert not finds(PARTS["experts selected"])
 
 
 def test_slices_are_added_without_autograd_and_may_be_others_each_time(

@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from zbpp.runtime.backward import plan_cache
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
+from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
+from zbpp.runtime.support.autograd_internals import leaves_behind
 
 
 @pytest.fixture
@@ -145,24 +147,6 @@ def test_a_plan_serves_where_all_is_alike(
         assert turn > 2 or len(planned) == (1 if turn < 2 else n_planned)
 
 
-def test_leaves_have_to_be_compared() -> None:
-    """The negative control: the plan of another graph asks for another's leaves."""
-    net = Net()
-    other, plans = copy.deepcopy(net), SplitPlanCache()
-    x = torch.randn(3, 4)
-    for way in (plain, another_norm):
-        net.way = other.way = way
-        run(net, x, plans)
-        run(other, x, None)
-        for step in plans._signatures[0]._steps:  # as if it had asked for these
-            edges = step.fixed
-            pairs = zip(net.norm.parameters(), net.other_norm.parameters(), strict=True)
-            for one, instead in pairs:
-                mine, theirs = (get_gradient_edge(p).node for p in (one, instead))
-                edges[:] = [(theirs, 0) if x == (mine, 0) else x for x in edges]
-    assert not same(net, other)
-
-
 def test_a_function_of_python_s_is_left_to_hooks() -> None:
     """It may run a backward of its own, or ask which kind of backward it is in."""
 
@@ -179,7 +163,7 @@ def test_a_function_of_python_s_is_left_to_hooks() -> None:
     run(net, torch.randn(3, 4), plans)
     net.way = lambda net, x: plain(net, Identity.apply(x))  # type: ignore[no-untyped-call]
     run(net, torch.randn(3, 4), plans)
-    assert [one._captures for one in plans._signatures] == [False, True]
+    assert [one._captures for one in plans._plans.values()] == [True, False]
 
 
 def leaves_node(leaf: Tensor) -> Any:
@@ -201,3 +185,35 @@ def test_a_report_keeps_no_node_of_a_leaf_and_a_plan_does(plans: bool) -> None:
     graph.backward(torch.ones(2, 4))
     del graph
     assert ("seen" in leaves_node(net.a.weight).metadata) is plans
+
+
+class Routed(nn.Module):
+    """The gate's product comes first, and its node is nearest to the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        return gate.sigmoid() * self.down(self.up(x).relu())
+
+
+def orders() -> list[list[int]]:
+    """Of two graphs that are alike: B follows the plan of the second one."""
+    torch.manual_seed(0)
+    layer, plans, found = Routed(), SplitPlanCache(), []
+    names = {id(p): i for i, p in enumerate(layer.parameters())}
+    for _ in range(2):
+        x = torch.randn(4, 8, requires_grad=True)
+        queue = WeightQueue()
+        graph = SplitGraph([layer(x)], [x], queue, plans=plans)
+        graph.backward_input(torch.ones(4, 8))
+        leaves = [leaves_behind(work.roots[0])[0] for work in queue._work]
+        found.append([names[id(leaf)] for leaf in leaves])
+    return found
+
+
+def test_the_order_is_that_of_autograds_engine() -> None:
+    first, second = orders()
+    assert first == second == [4, 2, 0], "down, up, gate"

@@ -178,7 +178,6 @@ def test_w_frees_what_it_used_and_nothing_leaks() -> None:
         gc.enable()
 
 
-@pytest.mark.slow
 def test_nothing_is_left_after_many_steps() -> None:
     module = nn.Sequential(Checkpointed(mlp()), mlp())
 
@@ -193,7 +192,7 @@ def test_nothing_is_left_after_many_steps() -> None:
 
     step()
     before = n_tensors()
-    for _ in range(200):
+    for _ in range(20):
         step()
     assert n_tensors() <= before
 

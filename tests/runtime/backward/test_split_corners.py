@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.runtime.backward.accumulate import GradientOrder
-from zbpp.runtime.backward.queue import WeightQueue
+from zbpp.runtime.backward.queue import WeightQueue, current_queue
 from zbpp.runtime.backward.split import SplitGraph, split_forward
 
 
@@ -233,3 +233,24 @@ def test_a_queue_that_failed_may_not_run() -> None:
         queue.run()
     with pytest.raises(RuntimeError, match="incomplete"):
         queue.run()
+
+
+def test_a_pass_within_a_pass_has_a_queue_of_its_own() -> None:
+    outer, inner = WeightQueue(), WeightQueue()
+    with outer:
+        with inner:
+            assert current_queue() is inner
+        assert current_queue() is outer
+    assert current_queue() is None
+
+
+def test_a_gradient_that_an_input_has_is_neither_changed_nor_added_to() -> None:
+    layer = nn.Linear(2, 3)
+    fresh, used = (torch.ones(4, 2, requires_grad=True) for _ in range(2))
+    used.grad = before = torch.full((4, 2), 7.0)
+    graph = SplitGraph([layer(fresh + used)], [fresh, used])
+    results = graph.backward_input(torch.ones(4, 3))
+    expected = torch.ones(4, 3) @ layer.weight
+    assert all(torch.equal(result, expected) for result in results)
+    assert fresh.grad is None
+    assert used.grad is before and bool((before == 7.0).all())

@@ -56,9 +56,8 @@ def take_gradients(module: nn.Module) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_part_runs_in_b_and_the_rest_is_split(backend: str) -> None:
-    compiled = torch.compile(nn.Linear(6, 6), backend=backend)
+def test_a_compiled_part_runs_in_b_and_the_rest_is_split() -> None:
+    compiled = torch.compile(nn.Linear(6, 6), backend="aot_eager")
     module = nn.Sequential(nn.Linear(6, 6), compiled, nn.Linear(6, 6))
     plain, (split, where) = both_ways(module, torch.randn(4, 6))
     assert all(map(torch.equal, split, plain))

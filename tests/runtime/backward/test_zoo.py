@@ -16,7 +16,6 @@ from zoo_runs import (
     split,
 )
 
-from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.backward.split import SplitGraph
 
 
@@ -38,15 +37,13 @@ def test_a_split_backward_is_the_full_one_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_without_exact_sums_they_agree_nearly(name: str) -> None:
-    case = CASES[name]
+    case, order = CASES[name], ORDERS["interleaved"]
     dtype = dtypes(case)[0]
     module = case.build().to(dtype)
-    for order in ORDERS.values():
-        first, second = copy.deepcopy(module), copy.deepcopy(module)
-        expected = plainly(case, first, order.count("F"), dtype)
-        found = split(case, second, order, dtype, exact_sums=False)
-        for key, tensors in expected.items():
-            torch.testing.assert_close(found[key], tensors)
+    expected = plainly(case, copy.deepcopy(module), order.count("F"), dtype)
+    found = split(case, copy.deepcopy(module), order, dtype, exact_sums=False)
+    for key, tensors in expected.items():
+        torch.testing.assert_close(found[key], tensors)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,35 +65,6 @@ def test_a_custom_backward_runs_once() -> None:
     before = Square.calls
     split(case, case.build(), ORDERS["alone"], torch.float32)
     assert Square.calls == before + 1
-
-
-@pytest.mark.parametrize("wrong", ["forgotten", "doubled"])
-def test_wrong_weight_work_would_be_noticed(
-    wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = WeightQueue.run
-
-    def forget(queue: WeightQueue, _: object, *, in_place: bool) -> None:
-        queue._work.clear()
-
-    def double(queue: WeightQueue, _: object, *, in_place: bool) -> None:
-        queue._work *= 2
-        run(queue)
-
-    monkeypatch.setattr(WeightQueue, "run", forget if wrong == "forgotten" else double)
-    noticed = []
-    for name in ("linear", "einsum", "conv2d", "checkpoint", "autocast", "lora"):
-        case = CASES[name]
-        module = case.build()
-        expected = plainly(case, copy.deepcopy(module), 1, torch.float32)
-        try:
-            found = split(case, module, ORDERS["alone"], torch.float32)
-        except RuntimeError as error:  # a cast or view is freed after its first use
-            assert "second time" in str(error)
-            noticed.append(name)
-        else:
-            noticed += [name] if differences(found, expected) else []
-    assert len(noticed) == 6
 
 
 def test_another_order_of_sums_would_be_noticed() -> None:

@@ -20,7 +20,7 @@ from small_model import (
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 
 pytestmark = pytest.mark.dist
 
@@ -39,8 +39,9 @@ def train_rank(mode: str, more: dict[str, object]) -> Trace:
     return train(mode, None, **more)
 
 
-@pytest.mark.parametrize("n_stages", [2, 4])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "n_stages"), [*((mode, 2) for mode in MODES), ("ZBH2", 4), ("ZBV", 4)]
+)
 def test_processes_equal_one_process(pool: Pool, mode: str, n_stages: int) -> None:
     more = {"clip_grad_norm": 0.3}
     losses, validation, parameters = merge(pool.run(train_rank, n_stages, mode, more))

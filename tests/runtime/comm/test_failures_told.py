@@ -57,21 +57,9 @@ def environment(**more: object) -> dict[str, str]:
 
 def run_by_torchrun(folder: Path, script: str, n: int) -> tuple[int, dict[int, str]]:
     """Exit code, and the last words of each rank; torchrun may cut them short."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(n),
-        "--monitor-interval",
-        "5",
-        "--redirects",
-        "2",
-        "--log-dir",
-        str(folder / "log"),
-        script,
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(n), "--monitor-interval", "5"]
+    command += ["--redirects", "2", "--log-dir", str(folder / "log"), script]
     done = subprocess.run(
         command, env=environment(), capture_output=True, timeout=PATIENCE_S
     )
@@ -111,42 +99,33 @@ NO_GOOD = 'raise ValueError("no good")'
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "culprit"), [(2, 1), (4, 2)])
-def test_an_exception_in_a_layer(tmp_path: Path, n: int, culprit: int) -> None:
-    words = run_by_hand(write_script(tmp_path, NO_GOOD, culprit), n)
-    first = f"rank {culprit} failed first, in {culprit}F0: ValueError: no good"
+@pytest.mark.timeout(400)
+def test_an_exception_in_a_layer(tmp_path: Path) -> None:
+    """Rank 0 has no channel to the rank that fails, and names it all the same."""
+    words = run_by_hand(write_script(tmp_path, NO_GOOD, 2), 3)
+    first = "rank 2 failed first, in 2F0: ValueError: no good"
     for rank, text in words.items():
         assert text.count(first) == 1, text
-        assert "PeerError" in text or rank == culprit
+        assert "PeerError" in text or rank == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("n", "culprit"), [(2, 1), (4, 2)])
-def test_a_killed_rank(tmp_path: Path, n: int, culprit: int) -> None:
-    words = run_by_hand(write_script(tmp_path, KILLED, culprit), n)
-    assert not words.pop(culprit)
-    for text in words.values():
-        assert text.count(f"rank {culprit} has left no word") == 1, text
+def test_a_killed_rank(tmp_path: Path) -> None:
+    killed, text = run_by_hand(write_script(tmp_path, KILLED, 0), 2).values()
+    assert not killed
+    assert text.count("rank 0 has left no word") == 1, text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(NO_GOOD, marks=pytest.mark.slow, id="raises"),
-        pytest.param(KILLED, marks=pytest.mark.slow, id="killed"),
-    ],
-)
-def test_under_torchrun_no_other_rank_is_blamed(tmp_path: Path, how: str) -> None:
-    code, words = run_by_torchrun(tmp_path, write_script(tmp_path, how, 1), 3)
-    assert code != 0 and sorted(words) == [0, 1, 2]
-    assert how == KILLED or "rank 1 failed first, in 1F0: ValueError" in words[1]
-    for rank in (0, 2):
-        assert f"rank {rank} failed first" not in "".join(words.values())
-        assert f"rank {rank} has left no word" not in "".join(words.values())
+def test_under_torchrun_no_other_rank_is_blamed(tmp_path: Path) -> None:
+    code, words = run_by_torchrun(tmp_path, write_script(tmp_path, NO_GOOD, 1), 2)
+    assert code != 0 and sorted(words) == [0, 1]
+    assert "rank 1 failed first, in 1F0: ValueError" in words[1]
+    assert "rank 0 failed first" not in "".join(words.values())
+    assert "rank 0 has left no word" not in "".join(words.values())
 
 
 def evaluate_alone() -> str:

@@ -79,7 +79,7 @@ class PlayedWork:
         return self._group.error
 
 
-def stage_1(timeout_s: float = 60.0) -> tuple[Played, P2PLink, Mailbox]:
+def stage_1(timeout_s: float = 60.0) -> tuple[Played, Mailbox]:
     """The messages of the middle one of three stages."""
     group = Played()
     channels = {pair: Channel(group, 0, 1) for pair in ((0, 1), (1, 0), (1, 2), (2, 1))}
@@ -92,16 +92,7 @@ def stage_1(timeout_s: float = 60.0) -> tuple[Played, P2PLink, Mailbox]:
     links = StageLinks(
         stage_of=range(3), neighbours=[{1}, {0, 2}, {1}], parents=[None, 0, 1]
     )
-    mailbox = Mailbox(
-        link,
-        groups,
-        failures,
-        links,
-        pipeline=range(3),
-        device=CPU,
-        timeout_s=timeout_s,
-    )
-    return group, link, mailbox
+    return group, Mailbox(link, links, timeout_s=timeout_s)
 
 
 def activation(microbatch: int) -> Value:
@@ -122,7 +113,7 @@ def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read() -> None
     beside    kinds  send on
     jobs                          wait 10, F0  send  wait 11, F1
     """
-    group, _, messages = stage_1()
+    group, messages = stage_1()
     messages.begin(Opening(2))
     messages.post(activation(0), 0, like(10))
     messages.post(activation(1), 0, like(11))
@@ -146,7 +137,7 @@ def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read() -> None
 
 
 def test_a_sum_goes_to_the_host_beside_the_jobs() -> None:
-    group, _, mailbox = stage_1()
+    group, mailbox = stage_1()
     pending = mailbox.reduce(torch.ones(3))
     assert group.log == [("sum", "3", "jobs"), ("wait", "3", "beside")]
     group.is_late = True
@@ -157,7 +148,7 @@ def test_a_sum_goes_to_the_host_beside_the_jobs() -> None:
 
 
 def test_a_failure_aborts_the_communicators_once_and_in_order() -> None:
-    group, _, mailbox = stage_1()
+    group, mailbox = stage_1()
     mailbox.report(ValueError("5 samples"), ends=False)
     assert not group.log
     mailbox.report(OSError("disk full"))
@@ -166,7 +157,7 @@ def test_a_failure_aborts_the_communicators_once_and_in_order() -> None:
 
 
 def test_a_message_that_does_not_come_is_named() -> None:
-    group, _, messages = stage_1(timeout_s=0.01)
+    group, messages = stage_1(timeout_s=0.01)
     messages.begin(Opening(2))
     messages.post(activation(0), 0, like(10))
     group.is_late = True
@@ -184,7 +175,7 @@ def test_a_message_that_has_failed_is_not_taken_for_one_that_has_come(
 
     The control is `test_a_sum_goes_to_the_host_beside_the_jobs`: no exception, a sum.
     """
-    group, _, messages = stage_1()
+    group, messages = stage_1()
     messages.begin(Opening(2))
     messages.post(activation(0), 0, like(10))
     messages.post(activation(1), 0, like(11))
@@ -216,7 +207,7 @@ class SlowWork:
 
 
 def test_the_end_waits_on_the_host_until_all_sends_have_left() -> None:
-    group, _, messages = stage_1()
+    group, messages = stage_1()
     works = [SlowWork(20), SlowWork(30)]
     left = iter(works)
     group.send = lambda *_: next(left)  # type: ignore[assignment, method-assign]

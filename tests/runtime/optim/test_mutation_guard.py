@@ -47,8 +47,10 @@ def stepped() -> tuple[Any, dict[str, torch.nn.Parameter]]:
     return pipeline, parameters
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("then", ["step", "synchronize", "state_dict"])
+@pytest.mark.parametrize(
+    ("write", "then"),
+    list(zip(WRITES, ("step", "synchronize", "state_dict"), strict=True)),
+)
 def test_it_is_named(write: Write, then: str) -> None:
     with uncertain_sums(0, share=0):
         pipeline, parameters = stepped()

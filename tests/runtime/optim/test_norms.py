@@ -72,8 +72,7 @@ def plain(*, sparse: bool) -> tuple[list[float], list[Tensor]]:
     return norms, [p.detach() for p in parameters]
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("mode", ["1F1B", "ZBH1", "ZBV"])
+@pytest.mark.parametrize(("mode", "sparse"), [("1F1B", False), ("ZBV", True)])
 def test_complex_and_sparse_gradients(mode: str, sparse: bool) -> None:
     norms, expected = plain(sparse=sparse)
     model = layers(sparse=sparse)
@@ -105,12 +104,3 @@ def test_norms_of_many_tensors_are_those_of_each() -> None:
     norms.multiply_gradients(gradients, 0.3)
     for p, x in zip(gradients, every, strict=True):
         assert p.grad is not None and torch.equal(p.grad, x.mul_(0.3))
-
-
-def test_norms_from_another_order_would_differ() -> None:
-    """The negative control: the sum of all squares at once rounds otherwise."""
-    torch.manual_seed(0)
-    every = [torch.randn(n) for n in (33, 1000, 70_001)]
-    alone = torch.stack(list(norms._squares(every))).sum()
-    at_once = torch.cat(every).double().square().sum()
-    assert not torch.equal(alone, at_once)

@@ -1,14 +1,10 @@
 """Speculative steps leave the bits of steps behind a barrier."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from histories import ALWAYS, INF, SPIKE, History, compare, draw, run, vary
+from histories import History, compare, draw, run, vary
 from moments import small_buckets, uncertain_sums
 from outcomes import difference
-
-from zbpp.runtime.replay import Replay
 
 
 @pytest.fixture(autouse=True)
@@ -27,18 +23,13 @@ def check(seeds: range) -> int:
     return rollbacks
 
 
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 40))]
-)
-def test_random_histories(first: int) -> None:
-    assert check(range(first, first + 20)) > 20
+def test_random_histories() -> None:
+    assert check(range(20)) > 20
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(60, 1000, 94))
-def test_a_thousand_random_histories(first: int) -> None:
-    assert check(range(first, first + 94)) > 94
+def test_a_hundred_random_histories() -> None:
+    assert check(range(20, 120)) > 100
 
 
 def compare_unseeded(history: History) -> str | None:
@@ -48,17 +39,7 @@ def compare_unseeded(history: History) -> str | None:
     return difference(ours, theirs)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_torchs_own_random_numbers_are_replayed(seed: int) -> None:
     """Dropout without seeds of its own: all stages share one generator."""
     assert compare_unseeded(draw(seed, dropout=0.3)) is None
-
-
-def test_other_random_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = (None, SPIKE, INF, None)
-    history = draw(
-        1, dropout=0.3, n_stages=3, events=events, looks=("",) * 4, patience=ALWAYS
-    )
-    assert compare_unseeded(history) is None
-    monkeypatch.setattr(Replay, "forward", lambda self, job: nullcontext())
-    assert compare_unseeded(history) is not None

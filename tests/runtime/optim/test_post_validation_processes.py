@@ -27,7 +27,7 @@ def run_rank(history: History, post_validation: bool) -> Outcome:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("seed", "mode", "n_stages"),
-    [(1, "ZBH1", 2), (2, "ZBV", 3), (3, "ZBH2", 4), (4, "1F1B", 3), (6, "ZBV", 2)],
+    [(2, "ZBV", 3), (3, "ZBH2", 4), (4, "1F1B", 2)],
 )
 def test_histories_between_processes(
     pool: Pool, seed: int, mode: str, n_stages: int
@@ -83,11 +83,10 @@ def read_on_one_rank_only(history: History) -> tuple[list[float], dict[str, Any]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mode", ["ZBH1", "ZBV"])
-def test_one_rank_may_look_while_the_others_go_on(pool: Pool, mode: str) -> None:
+def test_one_rank_may_look_while_the_others_go_on(pool: Pool) -> None:
     events = (None, SPIKE, SPIKE, INF, INF, None, SPIKE)
     history = draw(
-        1, mode=mode, n_microbatches=4, patience=ALWAYS, optimizer="fused",
+        1, mode="ZBV", n_microbatches=4, patience=ALWAYS, optimizer="fused",
         events=events, looks=("",) * len(events), scheduler=None,
     )  # fmt: skip
     looked = pool.run(read_on_one_rank_only, 3, history)

@@ -13,9 +13,8 @@ from small_model import make_pipeline, refusal
 import zbpp
 from zbpp import diagnostics
 from zbpp.core import Check, Pass, PassKind, Placement, Schedule, Step
-from zbpp.runtime.optim.loss_scale import LossScaler
-from zbpp.runtime.optim.patience import Patience
 from zbpp.runtime.optim.rollback import DeferredStep
+from zbpp.runtime.policies import LossScaler, Patience
 from zbpp.simulator import bubble_rate
 
 

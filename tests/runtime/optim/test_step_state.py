@@ -17,8 +17,8 @@ from small_model import batch as tokens
 from torch import Tensor
 
 from zbpp.runtime.optim import optimizers
-from zbpp.runtime.optim.loss_scale import LossScaler
-from zbpp.runtime.optim.patience import Patience, SpeculationGate
+from zbpp.runtime.optim.step_state import SpeculationGate
+from zbpp.runtime.policies import LossScaler, Patience
 from zbpp.runtime.support.errors import NonFiniteError
 
 
@@ -168,9 +168,10 @@ def diagnose_behind_a_slow_stage(event: Event) -> tuple[str, int]:
         return diagnose(None, "ZBV", True, event, 3)
 
 
-@pytest.mark.parametrize("mode", ["ZBH1", "ZBV", "1F1B"])
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("n_skips", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "early", "n_skips"),
+    [("ZBH1", True, 3), ("ZBV", True, 1), ("ZBV", False, 3), ("1F1B", False, 1)],
+)
 def test_many_skips_end_with_the_place_of_the_first(
     mode: str, early: bool, n_skips: int
 ) -> None:

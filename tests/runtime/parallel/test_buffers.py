@@ -150,8 +150,7 @@ def test_sums_of_each_micro_batch_have_the_same_bits(pool: Pool) -> None:
 @pytest.mark.dist
 def test_they_have_in_other_modes_and_without_buffers(pool: Pool) -> None:
     again = {"steps": 3, "checkpointed": True}
-    cases = [(mode, again) for mode in ("ZBH1", "VHalf", "1F1B")]
-    assert_alike(pool, cases, without=("ZBV", again))
+    assert_alike(pool, [("VHalf", again), ("1F1B", again)], without=("ZBV", again))
 
 
 def assert_alike(

@@ -13,25 +13,16 @@ BLOCK = 4 * (2 * WIDTH + (WIDTH + 1) * 2 * WIDTH + 2 * WIDTH * WIDTH)
 """Bytes of a block: norm, up with its bias, down."""
 
 
-@pytest.mark.parametrize("mode", ["1F1B", pytest.param("ZBV", marks=pytest.mark.slow)])
-def test_collectives_of_a_step(mode: str, pool: Pool) -> None:
+def test_collectives_of_a_step(pool: Pool) -> None:
     hows = ("kept", "resharded", "replicate", "bare")
-    found = pool.run(collect_all, 4, [(how, mode) for how in hows])
+    found = pool.run(collect_all, 4, [(how, "1F1B") for how in hows])
     for kept, resharded, replicate, bare in found:
         assert kept[0] == {GATHER: LAYERS, SCATTER: LAYERS}
         assert resharded[0] == {GATHER: LAYERS * M * 2, SCATTER: LAYERS}
         assert replicate[0] == bare[0] == {SUM: LAYERS}
-    first = found[0][0][1]
-    assert first[GATHER] == first[SCATTER]
-    if mode == "1F1B":  # stage 0 has four blocks
-        assert first == {GATHER: LAYERS * BLOCK, SCATTER: LAYERS * BLOCK}
-        assert found[0][3][1] == {SUM: LAYERS * BLOCK}
-
-
-@pytest.mark.slow
-def test_control_torchs_own_gathers_ahead_are_counted(pool: Pool) -> None:
-    every = pool.run(collect_all, 4, [("resharded", "ZBV", "prefetch")])
-    assert max(counts[GATHER] for ((counts, *_),) in every) > LAYERS * M * 2
+    # stage 0 has four blocks
+    assert found[0][0][1] == {GATHER: LAYERS * BLOCK, SCATTER: LAYERS * BLOCK}
+    assert found[0][3][1] == {SUM: LAYERS * BLOCK}
 
 
 def test_sums_begin_within_the_last_weight_pass(pool: Pool) -> None:

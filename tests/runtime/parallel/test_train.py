@@ -13,7 +13,7 @@ from zbpp.core import RequestError
 from zbpp.training.options import Train
 from zbpp.training.start import start
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 SIZES = {"dim": 32, "hidden": 64, "n_blocks": 4, "seq": 32, "steps": 4}
 
@@ -29,11 +29,11 @@ def final(path: Path) -> dict[str, object]:
     return json.loads(path.read_text().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_replicas_train_as_one_pipeline_does(text: Path, tmp_path: Path) -> None:
     found = {}
     for name, more in {
         "one": {"microbatches": 8, "stages": 2},
-        "none": {"microbatches": 4, "stages": 2, "data_parallel": 2},
         "optimizer": {"microbatches": 4, "stages": 2, "data_parallel": 2},
         "parameters": {"microbatches": 4, "stages": 1, "data_parallel": 2},
         "tensors": {"microbatches": 8, "stages": 2, "tensor_parallel": 2},
@@ -42,7 +42,6 @@ def test_replicas_train_as_one_pipeline_does(text: Path, tmp_path: Path) -> None
         out = tmp_path / name
         start(Train(data=text, metrics=out, shard=shard, **SIZES, **more))
         found[name] = final(out)
-    assert found["optimizer"]["params_sha256"] == found["none"]["params_sha256"]
     for one in found.values():
         assert one["val_loss"] == pytest.approx(found["one"]["val_loss"], rel=1e-5)
 
@@ -56,12 +55,11 @@ def test_requests_that_cannot_be() -> None:
         start(Train(tensor_parallel=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words", "shard"),
     [
         ("kill:3:2:1F2", "rank 3 was killed by SIGKILL", "optimizer"),
-        ("stop:1:2:0B1", "; rank 1 has left no word", "optimizer"),
-        ("stop:0:2:0REDUCE_GRAD", "; rank 0 has left no word", "none"),
         ("stop:0:2:0REDUCE_GRAD", "; rank 0 has left no word", "parameters"),
     ],
 )

@@ -14,7 +14,7 @@ from zbpp.schedules.patterns.zb_v import plan_zb_v
 from zbpp.schedules.planner.budget import Budget
 from zbpp.schedules.planner.search.compiled import list_schedule
 from zbpp.schedules.planner.search.problem import PlacementProblem
-from zbpp.schedules.planner.search.rules import known_order
+from zbpp.schedules.planner.search.seeds import known_order
 from zbpp.simulator import bubble_rate, simulate, span
 
 DATA = Path(__file__).parents[2] / "data"

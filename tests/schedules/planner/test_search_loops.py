@@ -27,16 +27,17 @@ from zbpp.schedules.planner.search import compiled, critical_path, list_schedule
 from zbpp.schedules.planner.search.critical_path import XorShift64, time_rows
 from zbpp.schedules.planner.search.list_scheduler import Settings
 from zbpp.schedules.planner.search.problem import PlacementProblem, Rows
-from zbpp.schedules.planner.search.rules import (
+from zbpp.schedules.planner.search.seeds import (
     LINE_RULES,
     RULES,
+    first_rule,
     is_line,
     known_order,
     line_settings_of,
+    seeds,
     settings_of,
     stretched_order,
 )
-from zbpp.schedules.planner.search.seeds import first_rule, seeds
 
 SEEDS = range(24)
 is_compiled = pytest.mark.skipif(library is None, reason="needs the compiled loops")

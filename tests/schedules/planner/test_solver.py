@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.true_memory import random_case, random_limit
+from zbpp import planning
 from zbpp.core import (
     Costs,
     Pass,
@@ -50,6 +51,15 @@ def test_joint_backwards_stay_joint() -> None:
     assert found.is_optimal and found.span == 12
     jobs = {str(job) for order in found.schedule.orders for job in order}
     assert "0BW0" in jobs and "0B0" not in jobs
+
+
+def test_pairs_are_solved_as_their_passes_in_turn() -> None:
+    schedule = planning.plan("DualPipeV", n_stages=2, n_microbatches=4)
+    found = certify(schedule, Costs(2, 2, 2), seconds=100)
+    assert found.is_optimal and found.span <= span(simulate(schedule, Costs(2, 2, 2)))
+    assert found.span == pytest.approx(span(simulate(found.schedule, Costs(2, 2, 2))))
+    with pytest.raises(RequestError, match="knows none that are shorter"):
+        certify(schedule, Costs(2, 2, 2, fb=4))
 
 
 def test_v_placements_are_solved_too() -> None:

@@ -1,5 +1,9 @@
-"""The page as a file: what is in it, read back, equals what it was written from."""
+"""The page as a file: what is in it, read back, equals what it was written from.
 
+That every job stands on a page, `test_media.py` tests.
+"""
+
+import json
 import random
 import re
 import subprocess
@@ -19,20 +23,16 @@ from timeline_page import (
 )
 
 from zbpp.core import Costs, RequestError, Slot
-from zbpp.planning import MODES, plan
-from zbpp.schedules import post_validated
+from zbpp.planning import plan
 from zbpp.simulator import (
     critical_path,
-    join,
     messages,
     peak_memory,
     simulate,
-    simulate_iterations,
     step_time,
 )
 from zbpp.simulator.metrics import memory_by_job
 from zbpp.simulator.page import PageEntry, write_page
-from zbpp.simulator.page.modes_table import modes_table
 
 COSTS = Costs(18.522, 18.086, 9.337, 0.601, 3.3)
 
@@ -60,36 +60,27 @@ def entry_of(mode, **more):
     return PageEntry(name=mode, schedule=schedule, simulated=timeline, **given)
 
 
-def kept(timeline, **options):
-    """Boxes of a page of one timeline."""
-    data = page_data(page_text([PageEntry(name="x", simulated=timeline, **options)]))
-    return boxes_in(data, data["panels"][0])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_page_holds_every_job_of_a_timeline(mode):
-    timeline = timeline_of(mode)
-    for one in (timeline, shaken(timeline)):
-        assert same_boxes(kept(one, costs=Costs()), boxes_of_timeline(one))
-    last = timeline.rows[-1][-1]
-    later = Slot(last.job, last.start, last.end * (1 + 1e-5))
-    moved = replace(
-        timeline, rows=(*timeline.rows[:-1], (*timeline.rows[-1][:-1], later))
-    )
-    assert not same_boxes(kept(moved), boxes_of_timeline(timeline))
-
-
-def test_several_iterations_with_checks_are_kept():
-    schedule = post_validated(plan("ZBH2", n_stages=2, n_microbatches=4))
-    twice = join(simulate_iterations(schedule, COSTS, 3))
-    assert same_boxes(kept(twice), boxes_of_timeline(twice))
-
-
 def test_times_are_not_rounded_away_in_long_timelines():
     """The last job of 1,500 a stage is where it is, to a ten-millionth of a job."""
     timeline = timeline_of("1F1B", 2, 750)
-    found, wanted = kept(timeline)[0][-2], boxes_of_timeline(timeline)[0][-2]
-    assert found[1:] == pytest.approx(wanted[1:], abs=COSTS.f * 1e-7)
+    text = page_text([PageEntry(name="x", simulated=timeline)])
+    data = page_data(text)
+    found, wanted = boxes_in(data, data["panels"][0]), boxes_of_timeline(timeline)
+    assert found[0][-2][1:] == pytest.approx(wanted[0][-2][1:], abs=COSTS.f * 1e-7)
+    last = timeline.rows[-1][-1]
+    later = Slot(last.job, last.start, last.end * (1 + 1e-5))
+    moved = replace(timeline, rows=(timeline.rows[0], (*timeline.rows[1][:-1], later)))
+    assert same_boxes(found, wanted)
+    assert not same_boxes(found, boxes_of_timeline(moved))  # the control
+
+
+def test_a_bar_takes_22_bytes_of_a_page():
+    """Measured times too, whose last bits cannot be compressed; 64 x 512: 2 MiB."""
+    timeline = simulate(plan("ZBH1", n_stages=16, n_microbatches=128), COSTS)
+    one = PageEntry(name="x", measured=shaken(timeline), costs=COSTS)
+    bare = len(page_text([replace(one, measured=timeline_of("1F1B"))]).encode())
+    n_bars = sum(map(len, timeline.rows))
+    assert len(page_text([one]).encode()) - bare < 22 * n_bars
 
 
 def test_simulated_stands_above_measured():
@@ -172,16 +163,8 @@ def test_measured_columns_appear_with_measured_timelines():
     assert row["step measured"] == "200"
     assert row["bubble measured"] == row["bubble simulated"]
     assert row["measured / simulated"] == f"{200 / step_time(one.simulated):.3f}"
-
-
-def test_a_bubble_of_several_steps_is_shown_in_place_of_the_last_one() -> None:
-    timeline = simulate(plan("1F1B", n_stages=2, n_microbatches=3))
-    last = modes_table([PageEntry(name="x", measured=timeline)])
-    median = modes_table(
-        [PageEntry(name="x", measured=timeline, bubble_measured=0.125)]
-    )
-    assert "25.00%" in last.rows[0].cells and "12.50%" not in last.rows[0].cells
-    assert "12.50%" in median.rows[0].cells and "25.00%" not in median.rows[0].cells
+    ((row, _),) = cells(page_text([replace(two, bubble_measured=0.125)]))
+    assert row["bubble measured"] == "12.50%", "that of several steps"
 
 
 def test_charts_need_matplotlib_and_the_rest_of_the_page_does_not(monkeypatch):
@@ -223,30 +206,27 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         write_page([entry_of("1F1B")], tmp_path / "no" / "x.html")
 
 
-def test_equal_pages_have_equal_bytes():
-    entries = [entry_of(mode) for mode in ("1F1B", "ZBH1", "ZBV")]
-    assert page_text(entries) == page_text(entries)
+NAMES = """
+const styles = JSON.parse(process.argv[1]).styles;
+%s
+readTimeline(JSON.parse(process.argv[1]).panels[0]).then((timeline) => {
+  const boxes = [...timeline.style.keys()].slice(0, timeline.first[timeline.stages]);
+  console.log(JSON.stringify(boxes.map((box) => nameOf(timeline, box))));
+});
+"""
 
 
 @pytest.mark.skipif(which("node") is None, reason="no node is installed")
-def test_the_scripts_are_scripts(tmp_path):
-    (script,) = re.findall(
-        r"<script>(.*?)</script>", page_text([entry_of("ZBV")]), re.S
-    )
+@pytest.mark.parametrize("mode", ["ZBV", "DualPipeV"])
+def test_the_scripts_read_the_jobs_of_a_page(tmp_path, mode):
+    timeline = timeline_of(mode, costs=Costs(2, 2, 2, fb=5))
+    text = page_text([PageEntry(name=mode, simulated=timeline)])
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.S)
     for code, wrong in ((script, 0), (script.replace(");", ";", 1), 1)):
         (tmp_path / "x.js").write_text(code, encoding="utf-8")
         check = ["node", "--check", str(tmp_path / "x.js")]
-        assert (
-            subprocess.run(check, capture_output=True, timeout=60).returncode == wrong
-        )
-
-
-@pytest.mark.slow
-def test_98304_bars_take_less_than_2_mib():
-    """Measured times too, whose last bits cannot be compressed."""
-    schedule = plan("ZBH1", n_stages=64, n_microbatches=512, effort="fast")
-    timeline = simulate(schedule, COSTS)
-    assert sum(map(len, timeline.rows)) == 98_304 + 64
-    one = PageEntry(name="x", simulated=timeline, measured=shaken(timeline))
-    text = page_text([replace(one, costs=COSTS)])
-    assert len(text.encode()) < 2 * 2**20
+        assert subprocess.run(check, capture_output=True).returncode == wrong
+    arrays = script.partition("// Panels of timelines")[0].replace('"use strict";', "")
+    run = ["node", "-e", NAMES % arrays, json.dumps(page_data(text))]
+    names = json.loads(subprocess.run(run, capture_output=True, check=True).stdout)
+    assert names == [str(slot.job) for row in timeline.rows for slot in row]

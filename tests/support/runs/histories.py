@@ -18,8 +18,8 @@ from stock_optimizers import OF_ALL_PARAMETERS, OPTIMIZERS
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.optim.loss_scale import LossScaler
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import LossScaler
+from zbpp.runtime.policies import Patience
 
 N_LAYERS = 8
 WIDTH = 8

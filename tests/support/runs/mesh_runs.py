@@ -28,7 +28,7 @@ from zbpp import Costs
 from zbpp.checkpoint.tensors import whole as gathered
 from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.optim.decision import StepSums, clip_factor
-from zbpp.runtime.optim.patience import Patience
+from zbpp.runtime.policies import Patience
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.mesh import data_mesh
 from zbpp.runtime.parallel.stage import Collectives
@@ -340,7 +340,7 @@ def breaking(what: str | None) -> Iterator[None]:
         elif what == "wait":
             patch(Buckets, "wait", lambda _: None)
         elif what == "early":  # the first W of a chunk counts as its last
-            patch(GradientOrder, "_progress", _after_the_first)
+            patch(GradientOrder, "_listener", _after_the_first)
         elif what == "joined":  # B's gradients are summed with those of an earlier W
             patch(GradientOrder, "_end_b", _added_at_once)
         elif what == "narrow":  # torch widens what a B leaves, whoever's turn it is
@@ -359,8 +359,8 @@ def _patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _after_the_first(order: Any, n: int) -> Any:
-    return order.last[1] if order.last is not None and n == 1 else None
+def _after_the_first(order: Any) -> Any:
+    return order._progress if order._n_w == 1 else None
 
 
 def _added_at_once(order: Any, microbatch: int, found: Any, waiting: Any) -> None:

@@ -14,9 +14,9 @@ from zbpp.cli.pictures.several import command_text, paths_in, schedules_in
 from zbpp.cli.report import print_comparison
 from zbpp.cli.summary import summarize
 from zbpp.core import RequestError
+from zbpp.core.files.json_text import write_file
 from zbpp.planning import MODES, canonical, is_auto, make_plan
 from zbpp.simulator import bubble_rate, plot_comparison, simulate
-from zbpp.simulator.output import write_file
 from zbpp.simulator.page import write_page
 from zbpp.training.options import flag
 

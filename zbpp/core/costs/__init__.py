@@ -1,10 +1,9 @@
 """Times and memories that plans are made for, and simulated with.
 
 columns        what the columns of costs are per, and how shorthands are spread
-times          Times: of passes, messages, optimizer steps
 collectives    times of gathers and sums among replicas, by formula; ZeRO's bytes
-memory_model   MemoryModel: what passes leave and need
-table          Costs: both; ChunkCosts: per chunk
+table          Costs: what the caller writes; ChunkCosts: the same on a placement;
+               the memory along an order
 layers         LayerCosts: times and memories per layer, for any split
 units          amounts of memory as people write them, and limits beside memories
 """
@@ -19,8 +18,13 @@ from zbpp.core.costs.collectives import (
 )
 from zbpp.core.costs.columns import PerChunk
 from zbpp.core.costs.layers import LayerCosts, chunk_layers
-from zbpp.core.costs.memory_model import MemoryModel
-from zbpp.core.costs.table import ChunkCosts, Costs
+from zbpp.core.costs.table import (
+    ChunkCosts,
+    Costs,
+    MemoryModel,
+    held_during,
+    peaks,
+)
 from zbpp.core.costs.units import parse_memory
 
 __all__ = [
@@ -34,7 +38,9 @@ __all__ = [
     "chunk_layers",
     "collective_time",
     "fit_link",
+    "held_during",
     "parse_memory",
+    "peaks",
     "zero_bytes",
     "zero_volume",
 ]

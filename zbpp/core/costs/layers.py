@@ -32,7 +32,7 @@ from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
 from zbpp.core.placement import Placement
 
-__all__ = ["LayerCosts", "PerLayer", "chunk_layers"]
+__all__ = ["LayerCosts", "PerLayer", "chunk_layers", "with_m_r"]
 
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 """Columns of a chunk that are the sums of those of its layers."""
@@ -370,3 +370,19 @@ def chunk_layers(
         all_gather=gathers,
         reduce_scatter=dealt("reduce_scatter", costs.reduce_scatter),
     )
+
+
+def with_m_r(layers: LayerCosts) -> LayerCosts:
+    """Take m_r for 0 where it is not given and no limit asks for it.
+
+    Raises:
+        RequestError: a limit does.
+    """
+    if layers.m_r is not None:
+        return layers
+    if layers.limit is not None:
+        raise RequestError(
+            "there is a memory limit, but no m_r: what F leaves of a part that is "
+            "recomputed (its input, as a rule); add it to the costs"
+        )
+    return replace(layers, m_r=0.0)

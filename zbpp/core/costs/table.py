@@ -9,6 +9,40 @@
 
 `Costs` holds what the caller writes, with shorthands: one number for all, or one for
 each stage. `Costs.on` spreads them over the chunks of a placement, once.
+
+**Messages.** One takes ``comm`` from the end of a pass until it can be read. For the
+first ``send_occupies`` of that its sender computes nothing: it packs, blocks, or lends
+its cores to the transfer. Where that is longer than ``comm``, the message is there when
+the sender is free.
+
+    stage 0 | F0 s  F1 s            s: send_occupies
+    stage 1 | .  .  F0 .  F1        F0 to F0: comm
+
+A pass and what follows it on its stage without a gap are one job to every plan, bound
+and replay: F and B of a chunk whose message leaves the stage last send_occupies longer,
+and the rest of comm is a pure delay. All starts are the same as if the two were apart.
+
+**Memory.** On one micro-batch, a chunk holds
+
+    m_b  from the start of F         the graph, and the input that it reads
+    m_w  from the end of B           the operands of the weight gradients
+    0    from the end of W (or BW)
+
+``m_w`` may exceed ``m_b``: a checkpointed F leaves little, and its B what it has
+computed again. Inside a pass there may be more for a while (temporaries): its *peak*,
+counted from what the stage holds when the pass starts.
+
+    held   m_b |    ______                  ___ peak_b
+               |   |      |_____      _____|   |
+           m_w |   |            |    |         |___
+               |___|            |____|
+                   F      B     W     m_w > m_b
+
+``m_fixed`` is there all the time: parameters, gradients, optimizer state, buffers, and
+the copy that a rollback needs. ``limit`` bounds the sum of all. Without peaks and
+``m_fixed``, the model is that of the paper (Qi et al., arXiv 2401.10241, section 2.3),
+with any unit, such as M_B. What a stage holds follows from its order alone, not from
+the times (`held_during`).
 """
 
 from collections.abc import Sequence
@@ -16,15 +50,17 @@ from dataclasses import dataclass, replace
 from operator import add, sub
 
 from zbpp.core.costs.columns import (
+    Per,
+    PerChunk,
+    check_columns,
     check_memory_unit,
+    column,
     columns_of,
     edge_delays,
     per_chunk,
     per_stage,
     reduction_delay,
 )
-from zbpp.core.costs.memory_model import MemoryModel
-from zbpp.core.costs.times import Times
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import (
     KINDS,
@@ -40,10 +76,97 @@ from zbpp.core.jobs import (
 from zbpp.core.placement import Placement
 from zbpp.core.timeline import sending_time
 
-__all__ = ["ChunkCosts", "Costs"]
+__all__ = ["ChunkCosts", "Costs", "MemoryModel", "held_during", "peaks"]
 
 _MARGIN = 1e-9  # relative, for sums that were rounded
 _ROUNDING = 1e-14  # relative, of one sum
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of the passes, of a message between two stages, and of the optimizer.
+
+    ``send_occupies`` is the part of ``comm`` for which the sender computes nothing; a
+    list of either is per link (`zbpp.core.costs.columns`).
+    ``loss`` is the time of the loss, a part of the last chunk's F. ``splits`` says of
+    each stage whether its backward can be split into B and W; default: all can.
+    ``reduction`` is the time of the sum of all stages' gradient norms, from the last
+    stage's start of it; None: as many messages as `reduction_delay` says.
+    ``validation`` is the time that a V takes when the sum is there. ``all_gather`` is
+    the time of an UNSHARD, ``reduce_scatter`` that of a REDUCE_GRAD (an all-reduce,
+    where every process has all parameters). ``gathers``: F and B gather the parameters
+    themselves and take ``all_gather`` longer, instead of an UNSHARD; nothing runs
+    beside that. ``fb`` is the time of an F beside the backward of another micro-batch,
+    without their messages; a list is by the chunk of the F; None: as long as one after
+    the other. ``time_unit`` names the unit of all, such as "ms"; None: any one.
+
+    Raises:
+        RequestError: a time is negative, not finite or above 1e100, or splits
+            holds no booleans.
+    """
+
+    f: PerChunk = column(1.0, Per.CHUNK)
+    b: PerChunk = column(1.0, Per.CHUNK)
+    w: PerChunk = column(1.0, Per.CHUNK)
+    comm: PerChunk = column(0.0, Per.EDGE)
+    optimizer: PerChunk = column(0.0, Per.CHUNK)
+    loss: float = column(0.0, Per.ALL)
+    reduction: float | None = column(None, Per.ALL)
+    validation: float = column(0.0, Per.ALL)
+    splits: tuple[bool, ...] | None = None
+    all_gather: PerChunk = column(0.0, Per.CHUNK)
+    reduce_scatter: PerChunk = column(0.0, Per.CHUNK)
+    send_occupies: PerChunk = column(0.0, Per.EDGE)
+    fb: PerChunk | None = column(None, Per.CHUNK)
+    gathers: bool = False
+    time_unit: str | None = None
+
+    def __post_init__(self) -> None:
+        check_columns(self)
+        for stage, split in enumerate(self.splits or ()):
+            if not isinstance(split, bool):
+                raise RequestError(
+                    f"splits[{stage}] is {split!r}; write true or false for each stage"
+                )
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Memory of the passes; see the module's text.
+
+    Args:
+        m_b: what F leaves.
+        m_w: what B leaves in its place.
+        limit: of a stage, in all; None: none.
+        m_fixed: what is there all the time.
+        peak_f: most that F needs above what is held before it; None: m_b.
+        peak_b: the same of B; None: m_w - m_b, if that is above 0.
+        peak_w: the same of W; None: 0.
+        peak_bw: the same of BW; None: that of B, then W.
+        peak_o: the same of an optimizer step, summed over the chunks of a stage.
+        memory_unit: "bytes", or None: any one unit, such as M_B.
+        m_r: what F leaves of a chunk that is recomputed (`recomputed`); None: it
+            cannot be.
+
+    Raises:
+        RequestError: a number is negative, not finite or above 1e100.
+    """
+
+    m_b: PerChunk = column(1.0, Per.CHUNK, is_memory=True)
+    m_w: PerChunk = column(0.5, Per.CHUNK, is_memory=True)
+    limit: PerChunk | None = column(None, Per.STAGE, is_memory=True)
+    m_fixed: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
+    peak_f: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_b: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_w: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_bw: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    peak_o: PerChunk = column(0.0, Per.CHUNK, is_memory=True)
+    m_r: PerChunk | None = column(None, Per.CHUNK, is_memory=True)
+    memory_unit: str | None = None
+
+    def __post_init__(self) -> None:
+        check_memory_unit(self.memory_unit)
+        check_columns(self)
 
 
 @dataclass(frozen=True)
@@ -170,7 +293,7 @@ class ChunkCosts:
     ``splits``, ``limit``, ``fixed`` and ``peak_o`` have one per stage. The last F
     includes the loss. ``f`` and ``b`` end with the time for which a message occupies
     its sender, per edge in ``sending`` (empty: none does); ``hops`` is what is left of
-    its time (see `zbpp.core.costs.times`). On a stage that cannot split its backward,
+    its time (see the module's text). On a stage that cannot split its backward,
     ``b`` is the time of both parts and ``w`` is 0: its gradient cannot leave earlier.
     Without ``fb`` (empty) the passes of a pair run one after the other.
     """
@@ -302,3 +425,32 @@ class ChunkCosts:
 def _where(can: Sequence[bool], column: Sequence[float]) -> tuple[float, ...]:
     """A column that is 0 where something cannot be."""
     return tuple(x if split else 0.0 for x, split in zip(column, can, strict=True))
+
+
+def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
+    """Most that a stage holds while each of its jobs runs, fixed memory included.
+
+    Args:
+        order: the jobs of the stage.
+        costs: of all chunks.
+        stage: whose fixed memory it is.
+    """
+    held = costs.fixed[stage]
+    during = []
+    looked_up: dict[object, tuple[float, float]] = {}
+    for job in order:
+        key = (job.kind, job.chunk) if isinstance(job, Pass) else job
+        if key not in looked_up:
+            looked_up[key] = costs.peak(job), costs.change(job)
+        peak, change = looked_up[key]
+        during.append(held + peak)
+        held += change
+    return during
+
+
+def peaks(orders: Sequence[Sequence[Job]], costs: ChunkCosts) -> list[float]:
+    """Largest memory of each stage, in the unit of the costs."""
+    return [
+        max(held_during(order, costs, stage=stage), default=costs.fixed[stage])
+        for stage, order in enumerate(orders)
+    ]

@@ -134,8 +134,7 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
     Memories have any one unit, or are texts such as "40GiB", in bytes, or numbers of
     them: then ``memory_unit`` is "bytes". ``time_unit`` is a text such as "ms", and
     ``version`` is then 2. Lists are told apart as in
-    `zbpp.core.costs.columns`; the model of memory is drawn in
-    `zbpp.core.costs.memory_model`.
+    `zbpp.core.costs.columns`; the model of memory is drawn in `zbpp.core.costs.table`.
 
     Raises:
         RequestError: the text holds no valid costs.

@@ -1,4 +1,4 @@
-"""JSON in files: reading it, and saying what is wrong with it."""
+"""Text in files, and JSON in it: reading it, and saying what is wrong with it."""
 
 import json
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ __all__ = [
     "object_of",
     "read",
     "refuse_unknown",
+    "write_file",
 ]
 
 _LONGEST = 2**29
@@ -37,6 +38,19 @@ def read(path: str | Path) -> str:
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: cannot be read: {error}") from None
+
+
+def write_file(path: str | Path, content: str | bytes) -> None:
+    """Write a file; text as UTF-8.
+
+    Raises:
+        RequestError: it cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def object_of(text: str, source: str) -> Mapping[str, Any]:

@@ -89,21 +89,25 @@ class GradientOrder:
 
     def begin(self) -> None:
         """Start a step."""
-        self.watch: Callable[[int], object] | None = None
-        """Called in this step with each micro-batch that has added gradients."""
+        self._look: Callable[[int], object] | None = None
         self._b, self._w = _Turns(), _Turns()
-        self.last: tuple[int, Progress] | None = None
-        """Number of the step's W's, and what hears how far the last one is."""
-        self.each: EachSum | None = None
+        self._n_microbatches = 0
+        self._progress: Progress | None = None
+        self._each: EachSum | None = None
         self._n_w = 0
         self._waiting: dict[int, Sequence[Tensor]] = {}
         """Of each micro-batch whose B has been added, what its W will add to."""
         self._late: dict[int, PendingGrads] = {}
+        """Of each micro-batch, what its B has made and its W adds first."""
 
-    def listen(self, n_microbatches: int, one: Progress) -> None:
+    def watch(self, look: Callable[[int], object]) -> None:
+        """Call ``look`` in this step with each micro-batch that has added gradients."""
+        self._look = look
+
+    def listen(self, n_microbatches: int, progress: Progress) -> None:
         """Tell how far the step's last W is, or all, if each is summed by itself."""
-        self.last = n_microbatches, one
-        self.each = one if isinstance(one, EachSum) else None
+        self._n_microbatches, self._progress = n_microbatches, progress
+        self._each = progress if isinstance(progress, EachSum) else None
 
     def run_b(
         self,
@@ -114,11 +118,11 @@ class GradientOrder:
         """B of a micro-batch; see `SplitGraph.backward_input`."""
         if self._is_released:
             result = graph.backward_input(gradients)
-            self._tell(microbatch)
+            self._end_addition(microbatch)
             return result
         apart: Sequence[Tensor] = ()
         waiting = graph.in_w()
-        if self.each is not None or not self._b.is_turn(microbatch):
+        if self._each is not None or not self._b.is_turn(microbatch):
             apart = self._parameters
         elif others := self._waits_for(waiting):
             apart = [p for p in graph.in_b() if p in others]
@@ -129,20 +133,18 @@ class GradientOrder:
     def _end_b(
         self, microbatch: int, found: PendingGrads, waiting: Sequence[Tensor]
     ) -> None:
-        """Add what B has kept apart, but for what an earlier W goes before."""
-        if self.each is not None:
-            self._late[microbatch] = found
-            self._waiting[microbatch] = waiting
-            return
-        if found:
+        """Add what B has kept apart, but for what a W goes before."""
+        late = found
+        if found and self._each is None:
             others = self._waits_for(waiting)
-            late = [pair for pair in found if pair[0] in others]
             _add_all(pair for pair in found if pair[0] not in others)
-            if late:
-                self._late[microbatch] = late
-                waiting = [*waiting, *(p for p, _ in late)]
+            late = [pair for pair in found if pair[0] in others]
+        if late:
+            self._late[microbatch] = late
+            waiting = [*waiting, *(p for p, _ in late)]
         self._waiting[microbatch] = waiting
-        self._tell(microbatch)
+        if self._each is None:
+            self._end_addition(microbatch)
 
     def _waits_for(self, own: Sequence[Tensor]) -> set[Tensor]:
         """Parameters of earlier W's, but for graphs of one plan, which is theirs.
@@ -154,38 +156,27 @@ class GradientOrder:
     def run_w(self, microbatch: int, graph: MicrobatchGraph) -> None:
         """W of a micro-batch, or of several whose turn has come."""
         if self._is_released:
-            self._n_w += 1
-            graph.backward_weight(self._progress(self._n_w))
-            self._end_w(microbatch)
-            return
-        self._w.add(microbatch, lambda: self._do_w(microbatch, graph))
+            self._do_w(microbatch, graph)
+        else:
+            self._w.add(microbatch, lambda: self._do_w(microbatch, graph))
 
     def _do_w(self, microbatch: int, graph: MicrobatchGraph) -> None:
-        if self.each is not None:
-            self.each.before()
-            _add_all(self._late.pop(microbatch))
-            del self._waiting[microbatch]
-            graph.backward_weight(self._progress(microbatch + 1))
-            self._end_w(microbatch)
-            return
-        late = microbatch in self._late
-        graph.backward_weight(None if late else self._progress(microbatch + 1))
+        each = self._each
+        if each is not None and not self._is_released:
+            each.before()
         _add_all(self._late.pop(microbatch, ()))
-        del self._waiting[microbatch]
-        self._tell(microbatch)
+        self._waiting.pop(microbatch, None)
+        self._n_w += 1
+        graph.backward_weight(self._listener())
+        self._end_addition(microbatch)
+        if each is not None:
+            each.rest()
 
-    def _end_w(self, microbatch: int) -> None:
-        self._tell(microbatch)
-        if self.each is not None:
-            self.each.rest()
-
-    def _progress(self, n: int) -> Progress | None:
-        """The listener of the n-th W; they run in micro-batch order or as they come."""
-        if self.each is not None:
-            return self.each if self.watch is None else None  # it sees whole gradients
-        if self.last is None or self.last[0] != n:
-            return None
-        return self.last[1]
+    def _listener(self) -> Progress | None:
+        """What hears of the W that runs now: of the last one, or of each."""
+        if self._each is not None:
+            return self._each if self._look is None else None  # it sees whole gradients
+        return self._progress if self._n_w == self._n_microbatches else None
 
     def run_bw(
         self,
@@ -198,28 +189,29 @@ class GradientOrder:
         With released sums B and W add within the products, which is as fast.
         """
         at_once = self._b.is_turn(microbatch) and self._w.is_turn(microbatch)
-        if self._is_released or self.watch is not None or not at_once:
+        if self._is_released or self._look is not None or not at_once:
             result = self.run_b(microbatch, graph, gradients)
             self.run_w(microbatch, graph)
             return result
-        if self.each is None:
+        each = self._each
+        if each is None:
             result = graph.backward(gradients)
         else:
-            self.each.before()
-            with self.each.within_backward():
+            each.before()
+            with each.within_backward():
                 result = graph.backward(gradients)
-            self.each.rest()
-        if self._widen is not None:
-            self._widen()
+            each.rest()
+        self._n_w += 1
+        self._end_addition(microbatch)
         self._b.next()
         self._w.next()
         return result
 
-    def _tell(self, microbatch: int) -> None:
+    def _end_addition(self, microbatch: int) -> None:
         if self._widen is not None:
             self._widen()
-        if self.watch is not None:
-            self.watch(microbatch)
+        if self._look is not None:
+            self._look(microbatch)
 
 
 class _Turns:

@@ -13,6 +13,7 @@ notice (`SplitPlan.captures`).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,12 +28,11 @@ from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
 from zbpp.runtime.backward.products import SplitSite
 from zbpp.runtime.backward.queue import WeightQueue
-from zbpp.runtime.backward.regions import defer_regions, stop_deferring
+from zbpp.runtime.compiled.region import defer_pieces
 from zbpp.runtime.support.autograd_internals import (
     NoGrad,
     edge_at,
-    returned_gradients,
-    run_whole,
+    run_backward,
 )
 
 __all__ = ["run_b", "run_full"]
@@ -59,11 +59,13 @@ def run_b(
     hooks = [
         watch.add_prehook(site[0], _deferring(site, queue)) for site in plan.products
     ]
-    defer_regions(plan.regions, queue)
+    for node, site in plan.regions:
+        defer_pieces(node, partial(site.defer, queue))
     try:
         return run_full(ends, inputs, wanted)
     finally:
-        stop_deferring(plan.regions)
+        for node, _ in plan.regions:
+            defer_pieces(node, None)
         for hook in hooks:
             hook.remove()
 
@@ -89,7 +91,7 @@ def _capture(
     leaves = [leaf for leaf in plan.leaves if id(leaf) not in inputs_in_b]
     taken = [product.take(node) for node, product, _ in plan.products]
     edges = [edge_at(node, 0) for node, _, _ in plan.products]
-    gradients = returned_gradients(*ends, [*inputs, *leaves, *edges])
+    gradients = run_backward(*ends, [*inputs, *leaves, *edges], accumulates=False)
     first_product = len(inputs) + len(leaves)
     with NoGrad():
         add_gradients(leaves, gradients[len(inputs) : first_product])
@@ -114,7 +116,7 @@ def run_full(
     """
     before = set_gradients_aside(inputs)
     try:
-        run_whole(*ends, wanted)
+        run_backward(*ends, wanted, accumulates=True)
         return tuple([x.grad for x in inputs])
     finally:
         restore_gradients(before)

@@ -8,7 +8,6 @@ each piece is work of its own, as the products of a graph are.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -31,10 +30,10 @@ from zbpp.runtime.backward.products import (
     versions_of,
 )
 from zbpp.runtime.backward.queue import DeferredWork, WeightQueue
-from zbpp.runtime.compiled.region import Region, defer_pieces, reason_for, region_of
+from zbpp.runtime.compiled.region import Region, reason_for, region_of
 from zbpp.runtime.support.compile_internals import DTensorLayout, dtensor_gradient
 
-__all__ = ["RegionSite", "defer_regions", "plan_region", "stop_deferring"]
+__all__ = ["RegionSite", "plan_region"]
 
 _OTHER_PLACEMENTS = "its gradient is not sharded as it is"
 
@@ -91,6 +90,20 @@ class RegionSite(NamedTuple):
             for waiting, numbers in zip(self.edges, self.region.edges, strict=True)
         ]
         return self._replace(edges=edges)
+
+    def defer(self, queue: WeightQueue, held: list[Any]) -> Sequence[int]:
+        """Keep the operands of the region that runs now for W.
+
+        Returns:
+            The numbers of the pieces that B makes.
+        """
+        work = _RegionWork(self, held)
+        if self.known:
+            queue.put(work)
+            return ()
+        for piece in work.pieces():
+            queue.put(piece)
+        return [number for number, edges in enumerate(self.edges) if not edges]
 
 
 def plan_region(
@@ -160,34 +173,6 @@ def _taker(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Tensor]]:
     return lambda held: [held[i] for i in places]
 
 
-def defer_regions(sites: Sequence[tuple[Any, RegionSite]], queue: WeightQueue) -> None:
-    """Let compiled regions leave their pieces to W when their nodes run.
-
-    Args:
-        sites: nodes of the regions, and their shares of W.
-        queue: gets the work.
-    """
-    for node, site in sites:
-        defer_pieces(node, partial(_defer, site, queue))
-
-
-def stop_deferring(sites: Sequence[tuple[Any, RegionSite]]) -> None:
-    """Let compiled regions make all gradients again."""
-    for node, _ in sites:
-        defer_pieces(node, None)
-
-
-def _defer(site: RegionSite, queue: WeightQueue, held: list[Any]) -> Sequence[int]:
-    """Keep a region's operands for W; return the numbers of pieces that B makes."""
-    work = _RegionWork(site, held)
-    if site.known:
-        queue.put(work)
-        return ()
-    for piece in work.pieces():
-        queue.put(piece)
-    return [number for number, edges in enumerate(site.edges) if not edges]
-
-
 class _PieceGradients(WeightGradients):
     """The gradients of one piece; of its product's gradient B has left what it needs.
 
@@ -248,32 +233,24 @@ class _RegionWork(DeferredWork):
         """
         held = self.kept
         check_versions(held, self._versions)
-        known = self._site.known if self._n_hooks == watch.n_others else ()
+        is_as_planned = self._n_hooks == watch.n_others
         left: list[tuple[Root, Tensor | None]] = []
-        for number, (leaf, take, frees, compute, add, dtype) in enumerate(known):
-            if not leaf.requires_grad or not adds_only(leaf, dtype):
-                left += self._run_alone(number, in_place)
-                continue
+        for number, known in enumerate(self._site.known):
+            leaf, take, frees, compute, add, dtype = known
+            adds = is_as_planned and leaf.requires_grad and adds_only(leaf, dtype)
+            piece = None if adds else self._piece(number)
             operands = take(held)
             for i in frees:
                 held[i] = None
+            if piece is not None:
+                del operands
+                left += piece.run(in_place=in_place)
+                continue
             if in_place and add is not None and leaf.grad is not None:
                 add(leaf.grad, *operands)
             else:
                 add_gradient(leaf, compute(*operands)[0], is_fresh=True)
-        if not known:
-            for number in range(len(self._site.edges)):
-                left += self._run_alone(number, in_place)
         return left
-
-    def _run_alone(
-        self, number: int, in_place: bool
-    ) -> Sequence[tuple[Root, Tensor | None]]:
-        """Run one piece, and forget what no later one needs."""
-        piece = self._piece(number)
-        for i in self._site.region.frees[number]:
-            self.kept[i] = None
-        return piece.run(in_place=in_place)
 
     def pieces(self) -> Sequence[DeferredWork]:
         """Return the pieces that wait as works of their own.

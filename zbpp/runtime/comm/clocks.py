@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,17 @@ def compare_clocks(
     """
     if len(set(names)) < 2:
         return Clocks((0.0,) * len(names))
-    own = []
+    readings = []
     for _ in range(rounds):
         start = time.perf_counter()
         gather(None)
-        own.append((start, time.perf_counter()))
-    read: list[list[tuple[float, float]]] = gather(own)
-    bounds = {name: _bounds(name, names, read) for name in set(names) - {names[0]}}
+        readings.append((start, time.perf_counter()))
+    by_rank: list[list[tuple[float, float]]] = gather(readings)
+    of_clock: dict[str, list[list[tuple[float, float]]]] = {}
+    for name, row in zip(names, by_rank, strict=True):
+        of_clock.setdefault(name, []).append(row)
+    first = of_clock[names[0]]
+    bounds = {name: _bounds(rows, first) for name, rows in of_clock.items()}
     bounds[names[0]] = (0.0, 0.0)
     return Clocks(
         tuple(sum(bounds[name]) / 2 for name in names),
@@ -75,22 +80,16 @@ def compare_clocks(
 
 
 def _bounds(
-    name: str, names: Sequence[str], read: Sequence[Sequence[tuple[float, float]]]
+    rows: Sequence[Sequence[tuple[float, float]]],
+    first: Sequence[Sequence[tuple[float, float]]],
 ) -> tuple[float, float]:
-    """Least and most that a clock can be ahead of the first one."""
-    low, high = float("-inf"), float("inf")
-    for one, other in zip(*_sides(name, names, read), strict=True):
-        low = max(low, max(s for s, _ in one) - min(e for _, e in other))
-        high = min(high, min(e for _, e in one) - max(s for s, _ in other))
+    """Least and most by which one clock can be ahead of the first one.
+
+    Args:
+        rows: starts and ends of each round, of the processes that read the clock.
+        first: the same, of the processes that read the first one.
+    """
+    rounds = [pair for a, b in product(rows, first) for pair in zip(a, b, strict=True)]
+    low = max(start - first_end for (start, _), (_, first_end) in rounds)
+    high = min(end - first_start for (_, end), (first_start, _) in rounds)
     return low, high
-
-
-def _sides(
-    name: str, names: Sequence[str], read: Sequence[Sequence[tuple[float, float]]]
-) -> tuple[list[Any], list[Any]]:
-    """Starts and ends of each round: of a clock's processes, and of the first one's."""
-    parts = []
-    for clock in (name, names[0]):
-        rows = [row for row, of in zip(read, names, strict=True) if of == clock]
-        parts.append(list(zip(*rows, strict=True)))
-    return parts[0], parts[1]

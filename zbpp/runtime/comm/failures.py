@@ -112,8 +112,8 @@ class Failures:
         self._store = groups.store
         self._rank = rank
         self._ranks = tuple(ranks)
-        self._pipeline = pipeline
-        self._device = device
+        self.pipeline = pipeline
+        self.device = device
         self._has_written = False
         self.limit_waits(timeout_s)
 
@@ -137,7 +137,7 @@ class Failures:
             peer: the stage that was waited for; None: all.
             is_late: the time-out has passed; False: the connection broke.
         """
-        lost = [] if peer is None else [self._pipeline[peer]]
+        lost = [] if peer is None else [self.pipeline[peer]]
         who = "the other stages" if peer is None else f"stage {peer}"
         why = "the connection broke"
         if is_late:
@@ -171,7 +171,7 @@ class Failures:
         """Let the others fail at once, and nothing here wait for them any more."""
         if not self.has_failed:
             self.has_failed = True
-            self._groups.abort(self._device)
+            self._groups.abort(self.device)
             self.timeout = timedelta(seconds=_NOTHING_COMES_S)
 
     def report(self, error: BaseException) -> str:

@@ -241,8 +241,8 @@ class P2PLink:
         self.device = groups.device
         """Where tensors must be to be moved."""
         self.wait, self.confirm = waits.wait, waits.confirm
-        self._groups = groups
-        self._failures = failures
+        self.groups = groups
+        self.failures = failures
         self._waits = waits
         self._training = True
         self._to: dict[tuple[Message, int], _Endpoint] = {}
@@ -261,7 +261,7 @@ class P2PLink:
         """Start to send a tensor of a value; it is kept until it has left."""
         endpoint = self._to.get((value, peer))
         if endpoint is None:
-            channel = self._groups.channels[self._failures.stage, peer]
+            channel = self.groups.channels[self.failures.stage, peer]
             endpoint = _endpoint(channel.group.send, channel.target, value)
             self._to[value, peer] = endpoint
         try:
@@ -269,7 +269,7 @@ class P2PLink:
             work = endpoint.call([tensor], endpoint.rank, tag)
         except RuntimeError as error:
             what = f"could not send {value} to"
-            raise self._failures.peer_error(what, peer) from error
+            raise self.failures.peer_error(what, peer) from error
         self._sends.append(_Sent(work, tensor, value, peer))
         self._n_sent += 1
         # gloo calls none completed before one waits for it
@@ -282,7 +282,7 @@ class P2PLink:
         """Start to receive a tensor of a value."""
         endpoint = self._from.get((value, peer))
         if endpoint is None:
-            channel = self._groups.channels[peer, self._failures.stage]
+            channel = self.groups.channels[peer, self.failures.stage]
             endpoint = _endpoint(channel.group.recv, channel.source, value)
             self._from[value, peer] = endpoint
         try:
@@ -290,7 +290,7 @@ class P2PLink:
             return endpoint.call([buffer], endpoint.rank, tag)
         except RuntimeError as error:
             what = f"could not receive {value} from"
-            raise self._failures.peer_error(what, peer) from error
+            raise self.failures.peer_error(what, peer) from error
 
     def send_numbers(
         self, value: Message, slot: int, numbers: Tensor, peer: int
@@ -324,8 +324,8 @@ class P2PLink:
         What a stage has sent before is let go when the sum has come: all begin it
         behind their passes, so what these read has been received.
         """
-        with _reaching_all(self._failures, "could not begin a sum with"):
-            work = self._groups.everyone.allreduce([vector])
+        with _reaching_all(self.failures, "could not begin a sum with"):
+            work = self.groups.everyone.allreduce([vector])
             copy = self._waits.copy_after(work, vector)
         read = partial(self._read_sum, self._n_sent)
         return PendingSum(HostMessage(work, copy, None), read)
@@ -341,10 +341,10 @@ class P2PLink:
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the picklable things of all, by rank."""
-        everyone = self._groups.everyone
-        with _reaching_all(self._failures, "waits at a gather for"):
+        everyone = self.groups.everyone
+        with _reaching_all(self.failures, "waits at a gather for"):
             if not self.on_device:  # this waits no longer than a step, unlike a gather
-                everyone.monitored_barrier(self._failures.timeout)
+                everyone.monitored_barrier(self.failures.timeout)
             return gather_objects(everyone, thing, self.device)
 
     def end(self) -> None:
@@ -378,7 +378,7 @@ class P2PLink:
         """End the groups."""
         self._to.clear()
         self._from.clear()
-        self._groups.close()
+        self.groups.close()
 
 
 def _endpoint(call: Callable[..., dist.Work], rank: int, value: Message) -> _Endpoint:

@@ -6,15 +6,11 @@ stage 0   send A0.0 ---> | hub | ---> receive A0.0   stage 1
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from zbpp.core import Job, Message
-from zbpp.runtime.comm.peers import ALONE
-from zbpp.runtime.comm.ping import Ping
-from zbpp.runtime.comm.transport import Opening
-from zbpp.runtime.support.errors import PeerError
+from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.support.streams import Event, HostCopy, StageStream
 from zbpp.runtime.values import Tensors
 
@@ -76,30 +72,21 @@ class _LocalSum:
         return self._total
 
 
-class LocalMailbox:
+class LocalMailbox(Transport):
     """The messages of one of several stages that share a process and a hub."""
 
     is_local = True
-    on_device = False
 
     def __init__(self, hub: LocalHub, stream: StageStream | None = None) -> None:
-        self.peers = ALONE
         self._hub = hub
         self.stream = stream
         """Of the stage, where each one has its own."""
-        self.doing = "the start"
         self._n_sums = 0
-
-    def begin(self, opening: Opening | None = None) -> None:
-        """Nothing to prepare."""
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Put the tensors into the mailbox, behind an older copy if there is one."""
         event = None if self.stream is None else self.stream.mark()
         self._hub.mail[value].append((tensors, event))
-
-    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
-        """Nothing to prepare."""
 
     def ready(self, value: Message) -> bool:
         """True if the value is in the mailbox."""
@@ -125,23 +112,6 @@ class LocalMailbox:
         pending.add(vector)
         return pending
 
-    def add_over_replicas(self, numbers: Tensor) -> None:
-        """There is one replica."""
-
-    def gather(self, thing: Any) -> list[Any]:
-        """There is only this process."""
-        return [thing]
-
-    gather_pipeline = gather
-
-    def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
-        """Nothing travels."""
-        return []
-
-    def message_bytes(self) -> dict[int, int]:
-        """Nothing travels."""
-        return {}
-
     def end(self) -> None:
         """The last stage to end finds the mailbox empty, and clears the sums."""
         hub = self._hub
@@ -151,19 +121,3 @@ class LocalMailbox:
             assert not hub.mail, f"never received: {list(hub.mail)}"
             hub.sums.clear()
             hub.n_ended = 0
-
-    def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
-        """Its layers may have collectives of their own."""
-        return PeerError(f"a collective in {job} has failed: {error}")
-
-    def report(self, error: BaseException, *, ends: bool = True) -> None:
-        """Nobody else is to be told."""
-
-    def flush(self) -> None:
-        """Nothing to wait for: a message has left when it is sent."""
-
-    def let_go(self) -> None:
-        """Nothing to give back."""
-
-    def close(self) -> None:
-        """Nothing to give back."""

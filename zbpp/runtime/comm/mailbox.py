@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zbpp.core import Check, Job, Message, Value, What
 from zbpp.runtime.comm.failures import Failures
-from zbpp.runtime.comm.groups import Groups, open_groups
+from zbpp.runtime.comm.groups import open_groups
 from zbpp.runtime.comm.links import (
     HEADER,
     KINDS,
@@ -40,10 +40,10 @@ from zbpp.runtime.comm.links import (
     sum_on_hosts,
 )
 from zbpp.runtime.comm.passthrough import PassthroughCache, omitted
-from zbpp.runtime.comm.peers import ALONE, Peers
 from zbpp.runtime.comm.ping import Ping, ping
 from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
-from zbpp.runtime.comm.transport import Opening
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup
+from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.microbatches import check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
 from zbpp.runtime.support.streams import SideStream
@@ -99,17 +99,13 @@ class _PostedReceive:
     works: list[dist.Work] = field(default_factory=list)
 
 
-class Mailbox:
+class Mailbox(Transport):
     """The messages of one stage that is a process of its own.
 
     Args:
         link: moves single tensors.
-        groups: of this process.
-        failures: of this stage.
         stages: which stages exchange what.
         peers: processes of the same stage.
-        pipeline: ranks of this pipeline's processes, by stage.
-        device: where received tensors live.
         timeout_s: how long any wait may last after the first step.
 
     Raises:
@@ -118,30 +114,22 @@ class Mailbox:
             of the same shapes.
     """
 
-    is_local = False
-
     def __init__(
         self,
         link: P2PLink,
-        groups: Groups,
-        failures: Failures,
         stages: StageLinks,
         *,
-        peers: Peers = ALONE,
-        pipeline: Sequence[int],
-        device: torch.device,
+        peers: StageGroup = ALONE,
         timeout_s: float,
     ) -> None:
-        self.stage = failures.stage
-        self.peers = peers
         self._link = link
-        self._groups = groups
-        self._failures = failures
+        self._groups, self._failures = link.groups, link.failures
+        self.stage = self._failures.stage
+        self.peers = peers
+        self.on_device = link.on_device
         self._stage_of = tuple(stages.stage_of)
         self._parent = stages.parents[self.stage]
         self._children = stages.children(self.stage)
-        self._pipeline = pipeline
-        self._device = device
         self._steady_timeout_s = timeout_s
         self._shapes = Shapes()
         self._passthrough = PassthroughCache(self.stage, stages.stage_of)
@@ -154,11 +142,6 @@ class Mailbox:
         """Of each stage, the receives that have not begun, in order."""
         self._sum: PendingSum | None = None
         _open.add(self)
-
-    @property
-    def on_device(self) -> bool:
-        """True if a receive occupies the device until its value comes."""
-        return self._link.on_device
 
     @property
     def doing(self) -> str:
@@ -270,10 +253,6 @@ class Mailbox:
         self._waiting[peer].append(posted)
         self._start_known(peer)
 
-    def ready(self, value: Message) -> bool:
-        """Return True: a receive waits for another process."""
-        return True
-
     def receive(self, value: Message, job: Job) -> Tensors:
         """Wait for a value, and for the headers of those before it in the channel."""
         posted = self._posted.pop(value)
@@ -291,8 +270,9 @@ class Mailbox:
     def _value_of(self, posted: _PostedReceive, spec: Spec) -> Tensors:
         """Put a value together from what has come."""
         value, tensors = posted.value, posted.buffers
-        if self._link.device != self._device:
-            tensors = [buffer.to(self._device) for buffer in tensors]
+        device = self._failures.device
+        if self._link.device != device:
+            tensors = [buffer.to(device) for buffer in tensors]
         if posted.omitted:
             assert isinstance(value, Value) and spec.structure is not None
             places = posted.omitted
@@ -354,7 +334,7 @@ class Mailbox:
 
     def reduce(self, vector: Tensor) -> PendingSum:
         """Start an all-reduce; every entry has one non-zero summand, so it is exact."""
-        table = self.peers.spread(vector.to(self._link.device))
+        table = self.peers.scatter_into_table(vector.to(self._link.device))
         self._sum = self._link.sum(table)
         return self._sum
 
@@ -371,12 +351,13 @@ class Mailbox:
     def gather_pipeline(self, thing: Any) -> list[Any]:
         """Give every process the things of its pipeline, by stage; all must call."""
         things = self.gather(thing)
-        return [things[rank] for rank in self._pipeline]
+        return [things[rank] for rank in self._failures.pipeline]
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Time messages between two steps; the stage with the lower number learns."""
         leads = self.stage < peer
-        return ping(self._link, peer, n_bytes, rounds, device=self._device, leads=leads)
+        device = self._failures.device
+        return ping(self._link, peer, n_bytes, rounds, device=device, leads=leads)
 
     def message_bytes(self) -> dict[int, int]:
         """Sizes of the activations that steps send or receive here, by chunk."""
@@ -498,7 +479,7 @@ def connect(
     device: torch.device,
     timeout_s: float,
     first_timeout_s: float,
-    peers: Peers = ALONE,
+    peers: StageGroup = ALONE,
     sides: Sequence[dist.ProcessGroup] = (),
 ) -> Mailbox:
     """Connect this process to the others of its pipeline; all that step must call.
@@ -544,13 +525,5 @@ def connect(
     waits: HostWaits | StreamWaits = HostWaits(failures)
     if groups.on_device:
         waits = StreamWaits(failures, SideStream(device))
-    return Mailbox(
-        P2PLink(groups, failures, waits),
-        groups,
-        failures,
-        stages,
-        peers=peers,
-        pipeline=pipeline,
-        device=device,
-        timeout_s=timeout_s,
-    )
+    link = P2PLink(groups, failures, waits)
+    return Mailbox(link, stages, peers=peers, timeout_s=timeout_s)

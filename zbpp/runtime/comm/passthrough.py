@@ -20,21 +20,19 @@ from zbpp.runtime.values import Origin, Tensors, origins_in
 __all__ = ["PassthroughCache", "omitted"]
 
 
+@lru_cache(1024)
 def omitted(
     structure: str | None, chunk: int, stage_of: tuple[int, ...]
-) -> Collection[int]:
+) -> frozenset[int]:
     """Places of the tensors that the receiver of a chunk's outputs has had.
 
     Args:
-        structure: of the outputs.
+        structure: of the outputs; None: they are plain tensors.
         chunk: that puts them out.
         stage_of: stage of every chunk.
     """
-    return () if structure is None else _omitted(structure, chunk, stage_of)
-
-
-@lru_cache(1024)
-def _omitted(structure: str, chunk: int, stage_of: tuple[int, ...]) -> frozenset[int]:
+    if structure is None:
+        return frozenset()
     receiver = stage_of[chunk + 1]
     return frozenset(
         place

@@ -3,6 +3,9 @@
 `zbpp.runtime.comm.local` serves stages that live in one process (notebooks, tests, one
 GPU), `zbpp.runtime.comm.mailbox` one process per stage. Both hand over the same
 tensors, hence the same bits.
+
+What a method does here is right where one process holds all stages: there is nobody to
+tell and nothing to wait for.
 """
 
 from collections.abc import Sequence
@@ -12,8 +15,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zbpp.core import Job, Message
-from zbpp.runtime.comm.peers import Peers
 from zbpp.runtime.comm.ping import Ping
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.values import Tensors
 
@@ -50,60 +53,70 @@ class Reduction(Protocol):
         """Wait for the sum, on the host; ``job`` is named if it does not come."""
 
 
-class Transport(Protocol):
+class Transport:
     """One stage's messages. Values of a channel arrive in the order of their sends."""
 
-    doing: str
+    doing: str = "the start"
     """The call that is under way, for the words of a failure: ``step 3``."""
 
-    peers: Peers
+    peers: StageGroup = ALONE
     """The processes of the same stage."""
 
-    is_local: bool
+    is_local: bool = False
     """Values come from stages of this process, so that `ready` has to be asked."""
 
-    @property
-    def on_device(self) -> bool:
-        """True if a receive occupies the device until its value comes."""
+    on_device: bool = False
+    """A receive occupies the device until its value comes."""
 
     def begin(self, opening: Opening | None = None) -> None:
         """Start a step, or an evaluation if there is no opening."""
 
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Hand over a value and go on at once."""
+        raise NotImplementedError
 
     def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
         """Announce that a value will be received; its shapes are those of ``like``."""
 
     def ready(self, value: Message) -> bool:
         """True if `receive` returns without waiting for a stage of this process."""
+        return True
 
     def receive(self, value: Message, job: Job) -> Tensors:
         """Wait for a value that was posted; ``job`` is named if it does not come."""
+        raise NotImplementedError
 
     def reduce(self, vector: Tensor) -> Reduction:
-        """Start to sum a vector over all that step: a table of rows, flat (`Peers`)."""
+        """Start to sum a vector over all that step: a flat table of a `StageGroup`."""
+        raise NotImplementedError
 
     def add_over_replicas(self, numbers: Tensor) -> Reduction | None:
         """Start to sum numbers of the host over replicas; None: there is one."""
+        return None
 
     def gather(self, thing: Any) -> list[Any]:
         """Give every process the things of all that step together, by rank."""
+        return [thing]
 
     def gather_pipeline(self, thing: Any) -> list[Any]:
         """The same, of the processes of this pipeline, by stage; all must call."""
+        return self.gather(thing)
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:
         """Time messages between two steps; the stage with the lower number learns."""
+        return []
 
     def message_bytes(self) -> dict[int, int]:
         """Sizes of the activations that steps send or receive here, by chunk."""
+        return {}
 
     def end(self) -> None:
         """End the step: no message may be left to receive."""
+        raise NotImplementedError
 
     def lost_peer(self, job: str, error: RuntimeError) -> PeerError:
         """The error for a collective of the stage's peers that has broken in a job."""
+        return PeerError(f"a collective in {job} has failed: {error}")
 
     def report(self, error: BaseException, *, ends: bool = True) -> None:
         """Tell the other processes why this one stops, or cannot begin a step."""

@@ -1,15 +1,50 @@
-"""Compare the requests of all processes of a pipeline before they begin."""
+"""Compare what processes begin with, where a difference would train on wrong sums.
+
+    settings      of all processes                          before the first step
+    ties          of the stages that hold one               before the first step
+    parameters    of the replicas, and plain ones over tp       in the first step
+    batches       of the first and the last stage, and over tp  in the first steps
+
+Nobody else would notice: gradients of other parameters, or of other samples' losses,
+are added up as well.
+"""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from zbpp.core import RequestError
-from zbpp.runtime.driver.tied_start import check_tied, describe_tied
+from zbpp.runtime.comm.stage_group import StageGroup
 from zbpp.runtime.executor import Executor
+from zbpp.runtime.microbatches import Batch, check_samples
 from zbpp.runtime.optim.norms import parameter_names
+from zbpp.runtime.optim.rollback import copy_groups
+from zbpp.runtime.parallel.wrap import Unsharded
+from zbpp.runtime.support.fingerprint import fingerprints
+from zbpp.runtime.support.pytree import tensors_in
+from zbpp.runtime.support.sharded import is_sharded, local_part
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan
 
-__all__ = ["check_agreement"]
+__all__ = [
+    "Beginning",
+    "check_agreement",
+    "check_alike",
+    "describe_batch",
+    "describe_parameters",
+    "has_plain",
+]
+
+_TENSOR = "tp"
+_SHOWN = 3  # names in an error
+
+TiedTexts = Mapping[tuple[int, int], str]
+"""Of a tied parameter and its optimizer's options, by (tie, stage)."""
+
+Look = Sequence[tuple[str, tuple[int, ...], int]]
+"""Of each tensor of a batch: dtype, shape, fingerprint."""
 
 
 def check_agreement(
@@ -33,14 +68,232 @@ def check_agreement(
     }
     transport = next(iter(executors.values())).transport
     digest = hashlib.sha256(repr((request, ties.ties)).encode()).hexdigest()
-    answers = transport.gather((digest, names, describe_tied(executors)))
+    answers = transport.gather((digest, names, _describe_tied(executors)))
     other = [rank for rank, (its, *_) in enumerate(answers) if its != answers[0][0]]
     if other:
         raise RequestError(
             f"rank(s) {other} and rank 0 were started with different schedules, "
             "splits or settings; start all ranks with the same arguments"
         )
-    check_tied(ties, [tied for *_, tied in answers])
+    _check_tied(ties, [tied for *_, tied in answers])
     for executor in executors.values():
         for _, known, _ in answers:
             executor.optimizer.history.names.update(known)
+
+
+def _describe_tied(executors: Mapping[int, Executor]) -> TiedTexts:
+    """Describe the tied parameters of this process for `_check_tied`."""
+    return {
+        (number, stage): _describe_copy(executor, tie.parameter)
+        for stage, executor in executors.items()
+        for number, tie in executor.stage.ties.held.items()
+    }
+
+
+def _describe_copy(executor: Executor, parameter: Tensor) -> str:
+    frozen = "" if parameter.requires_grad else "frozen, "
+    text = f"{frozen}{tuple(parameter.shape)} {parameter.dtype}"
+    for optimizer in executor.optimizer.optimizers.all:
+        groups = zip(optimizer.param_groups, copy_groups(optimizer), strict=True)
+        for group, options in groups:
+            if any(p is parameter for p in group["params"]):
+                text += f", {type(optimizer).__name__} with {sorted(options.items())}"
+    return text
+
+
+def _check_tied(plan: TiePlan, descriptions: Sequence[TiedTexts]) -> None:
+    """Compare what `_describe_tied` has given in all processes.
+
+    Raises:
+        RequestError: a parameter differs, or is stepped in another way on a stage.
+    """
+    for tie in range(len(plan.ties)):
+        by_stage = {
+            stage: text
+            for part in descriptions
+            for (number, stage), text in part.items()
+            if number == tie
+        }
+        if len(set(by_stage.values())) > 1:
+            texts = "; ".join(f"stage {s}: {by_stage[s]}" for s in sorted(by_stage))
+            raise RequestError(
+                f"the tied parameter {plan.name(tie)} must be stepped alike on all "
+                f"stages that hold it, but there is {texts}: let the optimizer's "
+                "builder give its copies equal options"
+            )
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What one process tells the others before a step.
+
+    Args:
+        place: coordinates on the mesh but for the stage; those of a pipeline agree.
+        is_first: it reads the inputs.
+        is_last: it reads the targets.
+        samples: of inputs and targets, where it reads them and they are to be cut.
+        inputs: as it was handed them, whether it reads them or not; None: it was not.
+        targets: likewise.
+        parameters: fingerprint of each, and the dimensions of the mesh along which
+            processes hold other parts of it; empty: not in this step.
+        has_plain: it trains a parameter that is no DTensor.
+    """
+
+    place: Mapping[str, int]
+    is_first: bool
+    is_last: bool
+    samples: tuple[int | None, int | None]
+    inputs: Look | None
+    targets: Look | None
+    parameters: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    has_plain: bool = False
+
+
+def describe_batch(batch: Batch) -> Look | None:
+    """What a process has been handed; None: nothing."""
+    if batch is None:
+        return None
+    tensors = list(tensors_in(batch))
+    numbers = fingerprints(tensors)
+    return [
+        (str(x.dtype), tuple(x.shape), number)
+        for x, number in zip(tensors, numbers, strict=True)
+    ]
+
+
+def describe_parameters(
+    executors: Mapping[int, Executor], peers: StageGroup
+) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """The parameters of this process, but for those dealt over another mesh.
+
+    What ``shard`` has dealt out counts as it was before, unless it was loaded since:
+    its parts cannot be compared.
+    """
+    held: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
+    before: dict[str, Unsharded] = {}
+    for executor in executors.values():
+        unsharded = executor.collectives.unsharded
+        for _, name, p in executor.stage.named_stepped():
+            dims = local_part(p).names
+            if peers.has_dims(dims):
+                held[name] = p, dims
+                if p in unsharded:
+                    before[name] = unsharded[p]
+    numbers = fingerprints(p for p, _ in held.values())
+    described = {
+        name: (number, dims)
+        for (name, (_, dims)), number in zip(held.items(), numbers, strict=True)
+    }
+    for name, then in before.items():
+        if described[name][0] == then.part:
+            described[name] = then.fingerprint, then.dims
+    return described
+
+
+def has_plain(executors: Mapping[int, Executor]) -> bool:
+    """True if this process trains a parameter that is no DTensor."""
+    return any(
+        p.requires_grad and not is_sharded(p)
+        for executor in executors.values()
+        for *_, p in executor.stage.named_stepped()
+    )
+
+
+def check_alike(every: Sequence[Beginning]) -> None:
+    """Compare the beginnings of all processes, by rank.
+
+    Raises:
+        RequestError: they do not go together; the same on every process.
+    """
+    pipelines: dict[Any, list[Beginning]] = {}
+    for one in every:
+        pipelines.setdefault(tuple(one.place.items()), []).append(one)
+    for stages in pipelines.values():
+        rows = zip(*(one.samples for one in stages), strict=True)
+        known = [[n for n in row if n is not None] for row in rows]
+        check_samples(*(row[0] if row else None for row in known))
+    _check_parameters(every)
+    for stages in pipelines.values():
+        _check_samples_of_ends(stages)
+    if any(one.has_plain for one in every):
+        _check_batches_over_tp(every)
+
+
+def _check_parameters(every: Sequence[Beginning]) -> None:
+    first: dict[Any, tuple[int, int]] = {}
+    differ: dict[str, tuple[int, int]] = {}
+    for rank, one in enumerate(every):
+        for name, (number, dims) in one.parameters.items():
+            key = name, *(one.place[dim] for dim in dims)
+            at, expected = first.setdefault(key, (rank, number))
+            if number != expected:
+                differ.setdefault(name, (at, rank))
+    if not differ:
+        return
+    names = [*differ]
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    a, b = differ[names[0]]
+    places = every[a].place, every[b].place
+    if all(places[0][dim] == places[1][dim] for dim in places[0] if dim != _TENSOR):
+        raise RequestError(
+            f"{shown}: plain parameters that differ between ranks {a} and {b}, which "
+            "are neighbours along 'tp', and nothing tells that they are parts of "
+            "others; deal them out as DTensors (parallelize_module on mesh['tp']), or "
+            "let every process begin with the same"
+        )
+    raise RequestError(
+        f"{shown}: parameters that differ between the replicas on ranks {a} and {b}, "
+        "whose gradients would be added up; let every process begin with the same "
+        "(seed it before it builds the layers, or load a checkpoint). For parameters "
+        "that are meant to differ, as experts are, give no mesh: give each replica's "
+        "processes as mesh=, with optimizer=None, and sum what is shared yourself"
+    )
+
+
+def _check_samples_of_ends(stages: Sequence[Beginning]) -> None:
+    """Compare what first and last stage were handed, if both were handed both.
+
+    Either may differ alone and all be right: inputs that are augmented at random where
+    they are read, targets that are made up where nobody reads them.
+    """
+    (first,) = (one for one in stages if one.is_first)
+    (last,) = (one for one in stages if one.is_last)
+    if _differ(first.inputs, last.inputs) and _differ(first.targets, last.targets):
+        raise RequestError(
+            "the first and the last stage read other samples, so outputs would be "
+            "compared with targets of others: all stages of a replica must be given "
+            "the same batch; make the sampler with num_replicas="
+            "pipeline.place.n_replicas and rank=pipeline.place.replica"
+        )
+
+
+def _check_batches_over_tp(every: Sequence[Beginning]) -> None:
+    """Compare what is read by processes that share the layers of a stage.
+
+    DTensors know how to sum gradients of other tokens; nobody does so for plain ones.
+    """
+    seen: dict[Any, tuple[int, Look | None]] = {}
+    for rank, one in enumerate(every):
+        place = tuple((dim, at) for dim, at in one.place.items() if dim != _TENSOR)
+        for what, reads, look in _read(one):
+            if reads:
+                at, expected = seen.setdefault((what, place), (rank, look))
+                if _differ(look, expected):
+                    raise RequestError(
+                        f"ranks {at} and {rank} are neighbours along 'tp' and read "
+                        f"other {what}, but gradients of plain parameters are not "
+                        "summed over 'tp': give them the same batch, or give the "
+                        "mesh a larger 'dp' for other samples"
+                    )
+
+
+def _read(one: Beginning) -> Iterator[tuple[str, bool, Look | None]]:
+    yield "inputs", one.is_first, one.inputs
+    yield "targets", one.is_last, one.targets
+
+
+def _differ(a: Look | None, b: Look | None) -> bool:
+    """True if two processes were handed things of one kind that are not equal."""
+    if a is None or b is None or [x[0] for x in a] != [x[0] for x in b]:
+        return False
+    return list(a) != list(b)

@@ -1,6 +1,6 @@
 """Build transports, layers, optimizers and executors of one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -8,13 +8,23 @@ from itertools import chain
 import torch
 from torch import nn
 
-from zbpp.core import Pass, PassKind, Program, Receive, RequestError, Send, Value, What
+from zbpp.core import (
+    Pass,
+    PassKind,
+    Program,
+    Receive,
+    RequestError,
+    Send,
+    Step,
+    TiedGradient,
+    Value,
+    What,
+)
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.local import LocalHub
 from zbpp.runtime.comm.mailbox import StageLinks, connect
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.driver.compile_chunks import compiled_chunk
-from zbpp.runtime.driver.tied_start import share_first_bits
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.graphed.slot import pools_on
 from zbpp.runtime.graphed.stage import GraphedStage
@@ -205,8 +215,30 @@ def build_executors(
             stream=getattr(transport, "stream", None),
             inject_fault=inject_fault,
         )
-    share_first_bits(executors, plan)
+    _share_first_bits(executors, plan)
     return executors
+
+
+@torch.no_grad()
+def _share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
+    """Give all stages the tied parameters of those that hold their first layers.
+
+    All processes that hold a tie must call.
+    """
+    for tie, chunks in enumerate(plan.chunks):
+        first, *others = plan.stages(tie)
+        value = TiedGradient(tie, chunks[0])
+        if first in executors:
+            # A copy: the first step, or a load, may write before it has left.
+            held = executors[first].stage.ties.held[tie].parameter.detach().clone()
+            for peer in others:
+                executors[first].transport.send(value, (held,), peer)
+        for stage in others:
+            if stage in executors:
+                transport = executors[stage].transport
+                copy = executors[stage].stage.ties.held[tie].parameter
+                transport.post(value, first, (copy.detach(),))
+                copy.copy_(transport.receive(value, Step(stage))[0])
 
 
 def _refuse_meta(layer: nn.Module, index: int, device: torch.device) -> None:

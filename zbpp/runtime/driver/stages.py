@@ -3,17 +3,16 @@
 No step follows a failure, and none is left without its decision.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from zbpp.core import Placement, Program, RequestError
+from zbpp.core import Placement, RequestError
 from zbpp.runtime.comm.transport import Reduction, Transport
-from zbpp.runtime.driver.state_hooks import StateHooks
-from zbpp.runtime.executor import Executor, drive
+from zbpp.runtime.executor import Executor
 from zbpp.runtime.loss import names_text
 from zbpp.runtime.microbatches import merge
 from zbpp.runtime.optim.decision import StepSums, StepVectorLayout
@@ -37,7 +36,7 @@ class LocalStages:
         self._last = placement.stage_of[-1]
         self._is_running = False
         self._ended: str | None = None
-        self._hooks = StateHooks(
+        self._hooks = _StateHooks(
             (layer for _, layer in self.layers()), self.optimizers, self.synchronize
         )
 
@@ -100,10 +99,6 @@ class LocalStages:
             raise
         finally:
             self._is_running = False
-
-    def drive(self, programs: Sequence[Program], *, training: bool = True) -> None:
-        """Run one program on each stage."""
-        drive(self.executors, programs, training=training)
 
     @contextmanager
     def failures_told(
@@ -188,7 +183,7 @@ class LocalStages:
             sums.append(executor.transport.reduce(vector))
         rows = peers.rows(sums[0].result())
         losses, weights = (
-            peers.of_replicas(rows)[:, :-2].reshape(-1, *table.shape)[:, :2].unbind(1)
+            peers.replica_rows(rows)[:, :-2].reshape(-1, *table.shape)[:, :2].unbind(1)
         )
         n_inputs, n_targets = (int(count) or None for count in rows[peers.row, -2:])
         mean = float((losses * weights).sum() / weights.sum())
@@ -248,6 +243,55 @@ class LocalStages:
         on_host = map_tensors(outputs, lambda x: x.cpu())
         every = self.transport.gather_pipeline(on_host)
         return next((outputs for outputs in every if outputs is not None), None)
+
+
+class _Settle:
+    """A hook that calls an action. Copies and pickles of it do nothing: a copied
+    module takes its hooks along, and is no part of the pipeline."""
+
+    def __init__(self, action: Callable[[], None] | None = None) -> None:
+        self._action = action
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if self._action is not None:
+            self._action()
+
+    def __reduce__(self) -> tuple[type["_Settle"], tuple[()]]:
+        return _Settle, ()
+
+
+class _StateHooks:
+    """The hooks of one pipeline on its modules and optimizers.
+
+    Args:
+        layers: whose modules get hooks; a model that holds them calls them too.
+        optimizers: that get hooks.
+        action: called before a state is taken or loaded; cheap if there is nothing to
+            do.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        action: Callable[[], None],
+    ) -> None:
+        settle = _Settle(action)
+        modules = dict.fromkeys(m for layer in layers for m in layer.modules())
+        owners: list[Any] = [*modules, *optimizers]
+        self._handles = [
+            handle
+            for owner in owners
+            for handle in (
+                owner.register_state_dict_pre_hook(settle),
+                owner.register_load_state_dict_pre_hook(settle),
+            )
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks away; those of other pipelines stay."""
+        for handle in self._handles:
+            handle.remove()
 
 
 @contextmanager

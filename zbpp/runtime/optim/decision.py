@@ -10,15 +10,23 @@ A step that was taken before the sums were known is invalid in the last two case
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zbpp.core import Job
-from zbpp.runtime.comm.peers import ALONE, Peers
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Reduction
 
-__all__ = ["Decision", "StepSums", "StepVectorLayout", "clip_factor", "decide"]
+__all__ = [
+    "Decision",
+    "StepResult",
+    "StepSums",
+    "StepVectorLayout",
+    "clip_factor",
+    "decide",
+]
 
 
 @dataclass(frozen=True)
@@ -74,26 +82,11 @@ class StepVectorLayout:
     has_notes: bool = False
 
     @property
-    def norms(self) -> slice:
-        """Squared gradient norms."""
-        return slice(0, self.n_layers)
-
-    @property
-    def losses(self) -> slice:
-        """Losses, weights and metrics, flat."""
-        n_rows = 2 + len(self.metrics)
-        return slice(self.n_layers, self.n_layers + n_rows * self.n_microbatches)
-
-    @property
-    def tied(self) -> slice:
-        """Fingerprints of tied parameters."""
-        return slice(self.losses.stop, self.losses.stop + self.n_tied)
-
-    @property
-    def notes(self) -> slice:
-        """Notes of `NonFiniteFinder`."""
+    def sizes(self) -> list[int]:
+        """Numbers of each kind, in their order."""
+        n_losses = (2 + len(self.metrics)) * self.n_microbatches
         n_notes = self.n_layers if self.has_notes else 0
-        return slice(self.tied.stop, self.tied.stop + n_notes)
+        return [self.n_layers, n_losses, self.n_tied, n_notes]
 
     def vector(
         self,
@@ -114,15 +107,17 @@ class StepVectorLayout:
             tied: fingerprints by slot.
             notes: of layers whose gradients are not finite.
         """
-        vector = torch.zeros(self.notes.stop, dtype=torch.float64, device=device)
+        sizes = self.sizes
+        vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        norm_part, loss_part, tied_part, note_part = torch.split(vector, sizes)
         for layer, squared in norms:
-            vector[self.norms.start + layer] = squared
+            norm_part[layer] = squared
         if losses is not None:
-            vector[self.losses] = losses.flatten()
+            loss_part.copy_(losses.flatten())
         for slot, fingerprint in tied.items():
-            vector[self.tied.start + slot] = fingerprint
+            tied_part[slot] = fingerprint
         for layer, note in notes.items():
-            vector[self.notes.start + layer] = note
+            note_part[layer] = note
         return vector
 
 
@@ -145,7 +140,7 @@ class StepSums:
         layout: StepVectorLayout,
         *,
         step: int,
-        peers: Peers = ALONE,
+        peers: StageGroup = ALONE,
     ) -> None:
         self._reduction = reduction
         self._layout = layout
@@ -169,7 +164,7 @@ class StepSums:
 
     def norm(self, job: Job | None = None) -> float:
         """Norm of all gradients of all stages, before clipping."""
-        by_layer = self.read(job)[:, self._layout.norms].sum(dim=0)
+        by_layer = self._part(0, job).sum(dim=0)
         return float(by_layer.sum().sqrt())
 
     def losses(self) -> Tensor:
@@ -191,16 +186,82 @@ class StepSums:
     def _table(self) -> Tensor:
         """Losses, weights and metrics, a row each, of all replicas' micro-batches."""
         size, n = 2 + len(self._layout.metrics), self._layout.n_microbatches
-        rows = self._peers.of_replicas(self.read())[:, self._layout.losses]
+        rows = self._peers.replica_rows(self._part(1))
         return rows.reshape(-1, size, n).transpose(0, 1).reshape(size, -1)
 
     def tied(self) -> Tensor:
         """Fingerprints of tied parameters, of this process's peers on other stages."""
-        return self.read()[self._peers.row, self._layout.tied]
+        return self._part(2)[self._peers.row]
 
     def notes(self) -> Tensor:
         """Notes on gradients that are not finite, of the peer that has found most."""
-        return self.read()[:, self._layout.notes].amax(dim=0)
+        return self._part(3).amax(dim=0)
+
+    def _part(self, number: int, job: Job | None = None) -> Tensor:
+        """The numbers of one kind, a row for each peer."""
+        return torch.split(self.read(job), self._layout.sizes, dim=1)[number]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss and gradient norm of one step, the same on every rank.
+
+    Reading waits until all stages have ended the step, and for nothing else: one rank
+    may read, right after the step, while the others go on.
+
+    Args:
+        sums: of the step.
+        clip_grad_norm: largest norm of all gradients; None: any.
+        speculative: the step was taken before its norm was known.
+        first_metrics: the sums with the metrics, in the first step alone: names were
+            not known when ``sums`` began.
+        outputs: of the last layer for all samples, without a graph, joined as `predict`
+            joins them; None elsewhere than on the last stage, or if they were not
+            asked for.
+    """
+
+    sums: StepSums
+    clip_grad_norm: float | None
+    speculative: bool
+    first_metrics: StepSums | None = None
+    outputs: Any = None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the batch, before the step; see ``weigh`` of `Pipeline`.
+
+        NaN if no sample or token counts.
+        """
+        return self.sums.loss()
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Mean loss over each micro-batch; 0 where no sample or token counts."""
+        return tuple(self.sums.losses()[0].tolist())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the metrics that ``loss_fn`` returns, taken as that of the loss."""
+        return (self.first_metrics or self.sums).metrics()
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of all gradients of all stages, before clipping."""
+        return self.sums.norm()
+
+    @property
+    def skipped(self) -> bool:
+        """True if the optimizer left the parameters alone: the norm was Inf or NaN."""
+        return self._decision.skipped
+
+    @property
+    def rollbacks(self) -> int:
+        """Times that the step was rolled back: 1 if it was speculative and invalid."""
+        return int(self.speculative and self._decision.requires_rollback)
+
+    @property
+    def _decision(self) -> Decision:
+        return decide(self.sums.norm(), self.clip_grad_norm)
 
 
 def _mean(values: Tensor, weights: Tensor) -> float:

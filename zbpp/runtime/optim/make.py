@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import RequestError, a_kind
-from zbpp.runtime.optim.param_groups import parameters_of
+from zbpp.runtime.optim.rollback import parameters_of
 
 __all__ = ["MakeOptimizer", "check_optimizer", "made_optimizers"]
 
@@ -64,8 +64,8 @@ def made_optimizers(
         RequestError: it gives something else, or what cannot step a pipeline.
     """
     made = _call(make, named)
-    found: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
-    for optimizer in found:
+    optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
+    for optimizer in optimizers:
         if not hasattr(optimizer, "param_groups"):
             raise RequestError(
                 f"the optimizer's builder gave {a_kind(optimizer)}; let it return an "
@@ -78,8 +78,10 @@ def made_optimizers(
                 "whose step() needs none"
             )
     names: dict[Tensor, str] = {p: name for name, p in named}
-    _refuse_expanded(names, (p for one in found for p in parameters_of(one)))
-    return found
+    _refuse_expanded(
+        names, (p for optimizer in optimizers for p in parameters_of(optimizer))
+    )
+    return optimizers
 
 
 def _call(make: MakeOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zbpp.runtime.comm.peers import ALONE, Peers
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 
@@ -18,7 +18,7 @@ __all__ = ["NonFiniteFinder", "multiply_gradients", "parameter_names", "squared_
 
 
 def squared_norms(
-    stage: Stage, counted: Collection[Tensor], peers: Peers = ALONE
+    stage: Stage, counted: Collection[Tensor], peers: StageGroup = ALONE
 ) -> Iterable[tuple[int, Tensor]]:
     """Squared gradient norm per layer, float64; a shared parameter counts once.
 
@@ -39,7 +39,7 @@ def squared_norms(
     gradients += [(last, p.grad) for p in left if p.grad is not None]
     numbers = [gradient for _, gradient in gradients]
     if all(map(_is_real, numbers)):
-        if not peers.counts(()):
+        if not peers.owns(()):
             return
         squares = _squares(numbers)
     else:
@@ -49,27 +49,29 @@ def squared_norms(
     by_layer: dict[int, list[Tensor]] = {}
     for (index, _), square in zip(gradients, squares, strict=True):
         by_layer.setdefault(index, []).append(square)
-    for index, own in by_layer.items():
-        yield index, torch.stack(own).sum()
+    for index, of_layer in by_layer.items():
+        yield index, torch.stack(of_layer).sum()
 
 
 def _counted_once(
-    parts: Sequence[Part], squares: Sequence[Tensor], peers: Peers
+    parts: Sequence[Part], squares: Sequence[Tensor], peers: StageGroup
 ) -> list[Tensor]:
     """Of each part what this process is to count.
 
     Along dimensions of the pipeline's own mesh the processes are summed later, with all
     others; along those of another mesh here.
     """
-    names = [part.names for part in parts]
-    its = [peers.n > 1 and peers.knows(own) for own in names]
-    found = sum_over_meshes(
-        [Part(p.numbers) if own else p for p, own in zip(parts, its, strict=True)],
+    on_mesh = [peers.n > 1 and peers.has_dims(part.names) for part in parts]
+    sums = sum_over_meshes(
+        [
+            Part(part.numbers) if known else part
+            for part, known in zip(parts, on_mesh, strict=True)
+        ],
         squares,
     )
     return [
-        square if peers.counts(own if known else ()) else torch.zeros_like(square)
-        for square, own, known in zip(found, names, its, strict=True)
+        square if peers.owns(part.names if known else ()) else torch.zeros_like(square)
+        for square, part, known in zip(sums, parts, on_mesh, strict=True)
     ]
 
 
@@ -116,13 +118,14 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply all gradients that there are, in place; nothing is done for 1."""
     if factor == 1.0:
         return
-    found = [p.grad for p in parameters if p.grad is not None]
-    plain = [x for x in found if _is_plain(x)]
+    plain = []
+    for p in parameters:
+        if p.grad is not None and _is_plain(p.grad):
+            plain.append(p.grad)
+        elif p.grad is not None:
+            p.grad.mul_(factor)
     if plain:
         torch._foreach_mul_(plain, factor)
-    for x in found if len(plain) < len(found) else ():
-        if not _is_plain(x):
-            x.mul_(factor)
 
 
 def _is_plain(x: Tensor) -> bool:

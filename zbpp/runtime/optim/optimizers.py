@@ -1,32 +1,88 @@
 """The optimizers of one stage, built, stepped and rolled back as if they were one."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.optim.make import MakeOptimizer, made_optimizers
-from zbpp.runtime.optim.param_groups import GroupValues, parameters_of
 from zbpp.runtime.optim.rollback import (
     DeferredStep,
     Rollback,
     SnapshotStep,
     can_defer,
+    copy_groups,
     is_elementwise,
+    parameters_of,
 )
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
 from zbpp.runtime.support.torch_internals import has_step_hooks, mark_called
 
-__all__ = ["MakeOptimizer", "StageOptimizers"]
+__all__ = ["GroupValues", "StageOptimizers"]
 
 _log = logging.getLogger("zbpp")
 
 _SMALL_BYTES = 2**20
 """Nobody needs to hear of a copy that takes less than a millisecond."""
+
+
+class GroupValues:
+    """The values of an optimizer's parameter groups, kept for taking a step later.
+
+        O     before --(speculative step)--> after
+              scheduler.step() changes the learning rate
+        V     now; the step is taken once more with the values ``before``
+
+    A value that is not now what it was after the speculative step has been changed by
+    the caller, and stays; any other becomes what the second step makes of it.
+
+    Args:
+        optimizer: the speculative step comes between this and `end`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.before = copy_groups(optimizer)
+        self._after = self.before
+
+    def end(self) -> None:
+        """The speculative step has been taken."""
+        self._after = copy_groups(self._optimizer)
+
+    def run(self, action: Callable[[], object]) -> None:
+        """Do something with the values as they were before the step."""
+        groups = self._optimizer.param_groups
+        now = [dict(group) for group in groups]
+        changed = [
+            {name for name in ours if not _same(ours[name], theirs.get(name))}
+            for ours, theirs in zip(
+                copy_groups(self._optimizer), self._after, strict=False
+            )
+        ]
+        for group, values in zip(groups, self.before, strict=False):
+            for name in group.keys() - values.keys() - {"params"}:
+                del group[name]
+            group.update(values)
+        action()
+        for group, ours, names in zip(groups, now, changed, strict=False):
+            group.update({name: ours[name] for name in names})
+            for name, value in group.items():  # schedulers may hold the same tensor
+                held = ours.get(name)
+                if isinstance(held, Tensor) and name not in names:
+                    held.copy_(value)
+                    group[name] = held
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        both = isinstance(left, Tensor) and isinstance(right, Tensor)
+        return both and torch.equal(left, right)
+    return bool(left == right)
 
 
 class StageOptimizers:

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zbpp.runtime.optim.param_groups import copy_groups, parameters_of
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.sharded import is_sharded, own_shard
@@ -40,7 +39,9 @@ __all__ = [
     "Rollback",
     "SnapshotStep",
     "can_defer",
+    "copy_groups",
     "is_elementwise",
+    "parameters_of",
 ]
 
 State = dict[str, Any]
@@ -84,6 +85,23 @@ class Rollback(Protocol):
 
     def forget(self) -> None:
         """Trust no copy any more, as others may write to parameters and state."""
+
+
+def copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The values of all groups but the parameters; tensors are copied."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Those of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

@@ -12,7 +12,7 @@ the decision are therefore the same bits on every stage, for any number of stage
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -24,28 +24,27 @@ from zbpp.runtime.chunk import OwnName
 from zbpp.runtime.comm.transport import Transport
 from zbpp.runtime.optim.decision import (
     Decision,
+    StepResult,
     StepSums,
     StepVectorLayout,
-    clip_factor,
     decide,
 )
-from zbpp.runtime.optim.mutation_guard import MutationGuard
+from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.norms import (
     NonFiniteFinder,
     multiply_gradients,
     squared_norms,
 )
-from zbpp.runtime.optim.optimizers import MakeOptimizer, StageOptimizers
-from zbpp.runtime.optim.param_groups import GroupValues
-from zbpp.runtime.optim.result import StepResult
+from zbpp.runtime.optim.optimizers import GroupValues, StageOptimizers
 from zbpp.runtime.optim.step_state import History, StepRules
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.errors import NonFiniteError, torn_step
 from zbpp.runtime.support.fault_injection import InjectFault, no_fault
+from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.sharded import is_sharded, sum_partial
 
-__all__ = ["MakeOptimizer", "StageOptimizer", "StepState", "clip_factor"]
+__all__ = ["MutationGuard", "StageOptimizer", "StepState"]
 
 
 class StepState(Enum):
@@ -68,6 +67,73 @@ class StepState(Enum):
     or on another stage: the next V must ask for a replay."""
     TORN = auto()
     """An exception has interrupted a step that cannot be taken back any more."""
+
+
+class MutationGuard:
+    """Notices what others write to parameters and state from O to V.
+
+        O    step, speculatively          marks are taken
+             the script writes to p       p is no longer what the step has left
+        V    an invalid step would be rolled back, and the write with it
+
+    So a write in between is an error even if the step turns out valid: otherwise a run
+    would depend on its luck. Writes through ``tensor.data`` leave no mark and are not
+    seen, nor are those to sharded tensors.
+
+    Args:
+        stage: names the parameters in the error.
+        optimizers: step the parameters.
+    """
+
+    def __init__(self, stage: Stage, optimizers: StageOptimizers) -> None:
+        self._stage = stage
+        self._optimizers = optimizers
+        self._marks: list[tuple[Tensor, Mark]] = []
+
+    def begin(self) -> None:
+        """The step has been taken; from now on nobody may write."""
+        self._marks = [(tensor, mark(tensor)) for _, _, tensor in self._tensors()]
+
+    def end(self) -> None:
+        """Writes are zbpp's own, or harmless."""
+        self._marks = []
+
+    def check(self) -> None:
+        """Find what has been written to.
+
+        Raises:
+            RequestError: it names the first such tensor.
+        """
+        if all(mark(tensor) == at for tensor, at in self._marks):
+            return
+        changed = {id(tensor) for tensor, at in self._marks if mark(tensor) != at}
+        names = [
+            f"{self._name(parameter)}{what}"
+            for parameter, what, tensor in self._tensors()
+            if id(tensor) in changed
+        ]
+        raise RequestError(
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} changed after "
+            "an optimizer step that is not validated yet, and a rollback would undo "
+            "the change; call pipeline.synchronize() before you write to parameters "
+            "or optimizer state (or switch post_validation off)"
+        )
+
+    def _tensors(self) -> Iterable[tuple[Tensor, str, Tensor]]:
+        """Each with the parameter that it belongs to, and a description."""
+        for p in self._optimizers.parameters():
+            yield p, "", p
+        for optimizer in self._optimizers.all:
+            for p, state in optimizer.state.items():
+                for name, value in state.items() if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor) and isinstance(p, Tensor):
+                        yield p, f" ({name} in {type(optimizer).__name__})", value
+
+    def _name(self, parameter: Tensor) -> str:
+        for _, name, p in self._stage.named_stepped():
+            if p is parameter:
+                return name
+        return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 @dataclass
@@ -188,7 +254,7 @@ class StageOptimizer:
         speculative = self.history.speculates
         local_norm = 0.0
         if speculative and not runs_ahead(vector.device):  # there it holds up the host
-            local_norm = float(vector[layout.norms].sum().sqrt())
+            local_norm = float(vector[: self._n_layers].sum().sqrt())
         sums = StepSums(transport.reduce(vector), layout, step=stage.step, peers=peers)
         self._sums = sums
         self._pending = _Pending(sums, speculative, local_norm)

@@ -1,30 +1,78 @@
 """The consequences of the decisions on steps so far; the same on every stage.
 
-A step's decision moves the loss scale, the gate of speculation, and the count of
-skipped steps: too many in a row end the run, with the place of the first bad gradient.
+A decision moves three things:
+
+    gate          closed: wait for the norm --(10 valid steps in a row)--> open
+                  open: step at once --(3 of the last 10 were invalid)--> closed
+    loss scale    shrinks after a skipped step, grows after many good ones
+    skips         too many in a row end the run, with the place of the first bad
+                  gradient
+
+A run begins with the gate closed: gradients are large in the first steps of most
+trainings, so their norm is clipped step after step, and all of these would be rolled
+back.
 """
 
 import logging
+from collections import deque
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from zbpp.core import RequestError
 from zbpp.runtime.optim.decision import Decision, StepSums
-from zbpp.runtime.optim.loss_scale import LossScaler
 from zbpp.runtime.optim.norms import NonFiniteFinder
-from zbpp.runtime.optim.patience import Patience, SpeculationGate
+from zbpp.runtime.policies import LossScaler, Patience, StepPolicy
 from zbpp.runtime.support.errors import NonFiniteError
 
-__all__ = ["History", "StepRules", "step_rules"]
+__all__ = ["History", "SpeculationGate", "StepRules"]
 
 _log = logging.getLogger("zbpp")
 
 
+class SpeculationGate:
+    """Open while steps are speculative.
+
+    Args:
+        patience: when it opens and closes.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._invalid: deque[bool] = deque(maxlen=patience.window)
+        self._clean = 0
+        self.is_open = patience.failures > patience.window
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that change from step to step."""
+        return {
+            "is_open": self.is_open,
+            "clean": self._clean,
+            "invalid": list(self._invalid),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.is_open = bool(state["is_open"])
+        self._clean = int(state["clean"])
+        self._invalid = deque(map(bool, state["invalid"]), self._patience.window)
+
+    def note(self, invalid: bool) -> None:
+        """Count a step; ``invalid``: a speculative one was, or would have been."""
+        if self.is_open:
+            self._invalid.append(invalid)
+            if sum(self._invalid) >= self._patience.failures:
+                self.is_open, self._clean = False, 0
+        else:
+            self._clean = 0 if invalid else self._clean + 1
+            if self._clean >= self._patience.clean:
+                self.is_open = True
+                self._invalid.clear()
+
+
 @dataclass(frozen=True)
 class StepRules:
-    """The rules by which steps are taken; `zbpp.Pipeline` explains the fields."""
+    """A `zbpp.StepPolicy` with every choice made, and the limit of the norm."""
 
     clip_grad_norm: float | None = None
     post_validation: bool = False
@@ -32,34 +80,21 @@ class StepRules:
     loss_scale: LossScaler | None = None
     max_consecutive_skips: int | None = 5
 
-
-def step_rules(
-    *,
-    clip_grad_norm: float | None,
-    post_validation: bool,
-    patience: Patience | None,
-    loss_scale: LossScaler | float | None,
-    max_consecutive_skips: int | None,
-) -> StepRules:
-    """Check what was asked for.
-
-    Raises:
-        RequestError: a value is out of its range.
-    """
-    if max_consecutive_skips is not None and max_consecutive_skips < 1:
-        raise RequestError(
-            f"max_consecutive_skips is {max_consecutive_skips}; choose 1 or more, or "
-            "None for any number"
+    @classmethod
+    def of(
+        cls, policy: StepPolicy, *, clip_grad_norm: float | None, post_validation: bool
+    ) -> Self:
+        """Return the rules of a policy."""
+        scale = policy.loss_scale
+        if isinstance(scale, int | float):
+            scale = LossScaler(float(scale), growth_interval=0)
+        return cls(
+            clip_grad_norm=clip_grad_norm,
+            post_validation=post_validation,
+            patience=policy.patience or Patience(),
+            loss_scale=scale,
+            max_consecutive_skips=policy.max_consecutive_skips,
         )
-    if isinstance(loss_scale, int | float):
-        loss_scale = LossScaler(float(loss_scale), growth_interval=0)
-    return StepRules(
-        clip_grad_norm=clip_grad_norm,
-        post_validation=post_validation,
-        patience=patience or Patience(),
-        loss_scale=loss_scale,
-        max_consecutive_skips=max_consecutive_skips,
-    )
 
 
 class History:

@@ -123,87 +123,85 @@ class _State(Enum):
     USED = auto()
 
 
+FREE, FILLING, FULL, USED = _State
+
+
 class _Turn:
     """One buffer: the layer that has it, and how far it is."""
 
     def __init__(self) -> None:
-        self._state = _State.FREE
+        self._state = FREE
         self.owner: str | None = None
 
-    def _move(
+    def move(
         self, layer: str, before: _State, after: _State, condition: int, what: str
     ) -> None:
-        owns = layer == self.owner or before is _State.FREE
+        """Let a layer take its turn.
+
+        Raises:
+            OrderError: it is another one's, or not yet its.
+        """
+        owns = layer == self.owner or before is FREE
         if self._state is not before or not owns:
             held = self._state.name.lower()
             if self.owner is not None:
                 held = f"{held}, by {self.owner}"
             raise OrderError(condition, layer, f"{what} (its buffer is {held})")
         self._state = after
-        self.owner = None if after is _State.FREE else layer
+        self.owner = None if after is FREE else layer
+
+
+def _move(
+    before: _State, after: _State, condition: int, what: str
+) -> Callable[[_Turn, str], None]:
+    """A method that a layer calls; out of turn it raises an `OrderError`."""
+
+    def move(turn: _Turn, layer: str) -> None:
+        turn.move(layer, before, after, condition, what)
+
+    return move
 
 
 class ParameterTurn(_Turn):
-    """A buffer that parameters are gathered into."""
+    """A buffer that parameters are gathered into.
+
+    gather     a gather begins, on this stream
+    arrived    this stream has waited for it
+    begin      a pass begins
+    check      it runs
+    release    it has ended, with all that this stream has been given
+    """
+
+    gather = _move(FREE, FILLING, 1, "its gather begins while the buffer is in use")
+    arrived = _move(FILLING, FULL, 2, "a gather ends that never began")
+    begin = _move(FULL, USED, 2, "its pass begins before its gather was waited for")
+    check = _move(USED, USED, 2, "its pass runs and it is not gathered")
+    release = _move(USED, FREE, 2, "it is freed, and its pass has not begun")
 
     @property
     def is_ahead(self) -> bool:
         """A layer is gathered here, or being so, and its pass has not begun."""
-        return self._state in (_State.FILLING, _State.FULL)
-
-    def gather(self, layer: str) -> None:
-        """A gather begins, on this stream."""
-        what = "its gather begins while the buffer is in use"
-        self._move(layer, _State.FREE, _State.FILLING, 1, what)
-
-    def arrived(self, layer: str) -> None:
-        """This stream has waited for the gather."""
-        what = "a gather ends that never began"
-        self._move(layer, _State.FILLING, _State.FULL, 2, what)
-
-    def begin(self, layer: str) -> None:
-        """A pass begins."""
-        what = "its pass begins though nobody has waited for its gather"
-        self._move(layer, _State.FULL, _State.USED, 2, what)
-
-    def check(self, layer: str) -> None:
-        """A pass runs."""
-        what = "its pass runs and it is not gathered"
-        self._move(layer, _State.USED, _State.USED, 2, what)
-
-    def release(self, layer: str) -> None:
-        """A pass has ended, with all that this stream has been given."""
-        what = "it is freed, and its pass has not begun"
-        self._move(layer, _State.USED, _State.FREE, 2, what)
+        return self._state in (FILLING, FULL)
 
     def cancel(self) -> None:
         """Forget what was gathered ahead in vain; this stream has waited for it."""
         assert self.is_ahead
-        self._state, self.owner = _State.FREE, None
+        self._state, self.owner = FREE, None
 
 
 class GradientTurn(_Turn):
-    """A buffer that gradients are reduced from."""
+    """A buffer that gradients are reduced from.
 
-    def fill(self, layer: str) -> None:
-        """Gradients are copied in, on this stream."""
-        what = "its gradients are copied over those of another"
-        self._move(layer, _State.FREE, _State.FILLING, 4, what)
+    fill       gradients are copied in, on this stream
+    filled     all are there, or this stream waits for them
+    reduce     their sum begins, on this stream
+    release    this stream has had the sum
+    """
 
-    def filled(self, layer: str) -> None:
-        """All are there, or this stream waits for them."""
-        what = "no gradients were copied"
-        self._move(layer, _State.FILLING, _State.FULL, 3, what)
-
-    def reduce(self, layer: str) -> None:
-        """Their sum begins, on this stream."""
-        what = "a sum begins that lacks gradients"
-        self._move(layer, _State.FULL, _State.USED, 3, what)
-
-    def release(self, layer: str) -> None:
-        """This stream has had the sum."""
-        what = "a sum ends that never began"
-        self._move(layer, _State.USED, _State.FREE, 4, what)
+    fill = _move(FREE, FILLING, 4, "its gradients are copied over those of another")
+    filled = _move(FILLING, FULL, 3, "no gradients were copied")
+    reduce = _move(FULL, USED, 3, "a sum begins that lacks gradients")
+    release = _move(USED, FREE, 4, "a sum ends that never began")
 
 
 class AlternatingBuffers:
@@ -339,15 +337,15 @@ class Turn:
         return self._gradients.owner == self.name
 
     def arrived(self) -> None:
-        """The gather has been waited for."""
+        """This stream has waited for the gather."""
         self._parameters.arrived(self.name)
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._parameters.begin(self.name)
 
     def release(self) -> None:
-        """A pass has ended."""
+        """End a pass."""
         self._parameters.release(self.name)
         # A layer that is computed again ends a forward first, without gradients.
         if self.shared.left is not None and self._sums.has_gradients:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zbpp.core import RequestError
-from zbpp.runtime.comm.peers import ALONE, Peers, row_of
 from zbpp.runtime.comm.process_group import initialise, own_device, place_in
+from zbpp.runtime.comm.stage_group import ALONE, StageGroup, row_of
 
 __all__ = ["DATA_DIMS", "Place", "data_mesh", "find_place", "make_mesh"]
 
@@ -45,7 +45,7 @@ class Place:
     pipeline: tuple[int, ...]
     rank: int
     n_ranks: int
-    peers: Peers = ALONE
+    peers: StageGroup = ALONE
     mesh: DeviceMesh | None = None
 
     @property
@@ -161,7 +161,9 @@ def find_place(
     ranks = tuple(mesh.mesh[index].flatten().tolist())
     at.pop(_STAGES, None)
     sizes.pop(_STAGES, None)
-    return Place(dist.group.WORLD, pipeline, rank, n, _peers(at, sizes, ranks), mesh)
+    return Place(
+        dist.group.WORLD, pipeline, rank, n, _stage_group(at, sizes, ranks), mesh
+    )
 
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -180,21 +182,25 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(names, mesh.shape, strict=True))
 
 
-def _peers(
+def _stage_group(
     at: Mapping[str, int], sizes: Mapping[str, int], ranks: tuple[int, ...]
-) -> Peers:
-    dims = [*at]
-    lengths = [sizes[dim] for dim in dims]
-    replicas = [
-        row_of(place, lengths)
-        for place in product(*map(range, lengths))
-        if not any(c for d, c in zip(dims, place, strict=True) if d not in DATA_DIMS)
+) -> StageGroup:
+    """The processes of this stage.
+
+    Args:
+        at: coordinates of this process, by dimension, but for that of the stages.
+        sizes: of these dimensions.
+        ranks: see `StageGroup`.
+    """
+    others = [dim for dim in sizes if dim not in DATA_DIMS]
+    places = [
+        dict(zip(sizes, place, strict=True))
+        for place in product(*map(range, sizes.values()))
     ]
-    n = 1
-    for length in lengths:
-        n *= length
-    row = row_of([at[dim] for dim in dims], lengths)
-    return Peers(row, n, tuple(replicas), ranks, dict(at))
+    replicas = [
+        row for row, place in enumerate(places) if not any(place[d] for d in others)
+    ]
+    return StageGroup(places.index(dict(at)), len(places), (*replicas,), ranks, at)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from zbpp.runtime.backward.queue import EachSum, Root
 from zbpp.runtime.support.autograd_internals import leaves_behind
 
-__all__ = ["LayerProgress", "LayerSums", "SumsByJobs"]
+__all__ = ["LayerProgress", "LayerSums"]
 
 
 class LayerProgress:
@@ -71,6 +71,8 @@ class LayerSums(LayerProgress, EachSum):
         reduce: called with each layer; it takes the gradients that are there.
         rest: called when all of a micro-batch are there.
         within_backward: within it layers are reduced when a full backward leaves them.
+        left_over: called when a W follows another: the sums of a micro-batch are left
+            to a job, and this reduces what no job has; None: W begins them itself.
     """
 
     def __init__(
@@ -78,14 +80,24 @@ class LayerSums(LayerProgress, EachSum):
         layer_of: Mapping[Tensor, int],
         reduce: Callable[[int], None],
         rest: Callable[[], None],
-        within_backward: Callable[[], AbstractContextManager[object]],
+        within_backward: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        left_over: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(layer_of, reduce)
         self._rest = rest
         self._within_backward = within_backward
+        self._left_over = left_over
+
+    def begin(self, edges: Sequence[Sequence[Root]]) -> None:
+        """Find the work that each layer waits for, unless a job will reduce them."""
+        if self._left_over is None:
+            super().begin(edges)
 
     def before(self) -> None:
-        """Nothing is left: every micro-batch reduces all of its own."""
+        """Reduce what no job has taken."""
+        if self._left_over is not None:
+            self._left_over()
 
     def within_backward(self) -> AbstractContextManager[object]:
         """Reduce layers as a full backward leaves them."""
@@ -94,31 +106,3 @@ class LayerSums(LayerProgress, EachSum):
     def rest(self) -> None:
         """Reduce what is there."""
         self._rest()
-
-
-class SumsByJobs(LayerSums):
-    """Leaves the sums of a micro-batch to a job, if that comes before the next one's W.
-
-    Args:
-        layer_of: layer of every leaf of the chunk.
-        reduce: called with a layer.
-        rest: called when all of a micro-batch are there.
-        before: called when a W follows another: reduces what no job has.
-    """
-
-    def __init__(
-        self,
-        layer_of: Mapping[Tensor, int],
-        reduce: Callable[[int], None],
-        rest: Callable[[], None],
-        before: Callable[[], None],
-    ) -> None:
-        super().__init__(layer_of, reduce, rest, nullcontext)
-        self._before = before
-
-    def begin(self, edges: Sequence[Sequence[Root]]) -> None:
-        """Wait for the job."""
-
-    def before(self) -> None:
-        """Reduce what no job has taken."""
-        self._before()

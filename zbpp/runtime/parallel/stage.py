@@ -31,7 +31,7 @@ from zbpp.core import Collective, CollectiveKind
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.parallel.buckets import Buckets
-from zbpp.runtime.parallel.progress import LayerProgress, SumsByJobs
+from zbpp.runtime.parallel.progress import LayerProgress, LayerSums
 from zbpp.runtime.parallel.wrap import Unsharded
 from zbpp.runtime.support.fsdp import Unit
 
@@ -209,8 +209,8 @@ class Collectives:
     ) -> LayerProgress | None:
         reduce = partial(self.reduce_layer, chunk)
         if self._reduces == "every":
-            rest, before = partial(self.complete, chunk), partial(self.reduce, chunk)
-            return SumsByJobs(layer_of, reduce, rest, before)
+            rest, left_over = partial(self.complete, chunk), partial(self.reduce, chunk)
+            return LayerSums(layer_of, reduce, rest, left_over=left_over)
         return LayerProgress(layer_of, reduce) if self._reduces == "last" else None
 
     def rewind(self) -> None:

@@ -9,10 +9,11 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "LeafNode",
     "NoGrad",
     "accumulates",
     "can_read_saved",
@@ -24,10 +25,13 @@ __all__ = [
     "is_packed",
     "leaves_behind",
     "nodes_made",
-    "returned_gradients",
-    "run_whole",
+    "run_backward",
     "sequence_number",
 ]
+
+
+LeafNode: Any = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+"""The type of leaves' nodes, ``AccumulateGrad``."""
 
 
 def accumulates() -> bool:
@@ -114,29 +118,41 @@ def is_built_in(node: Any) -> bool:
     return kind.__module__ == "builtins" and kind.__name__ != "CppFunction"
 
 
-def returned_gradients(
-    ends: Sequence[Any], gradients: Sequence[Tensor | None], wanted: Sequence[Any]
+def run_backward(
+    ends: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+    wanted: Sequence[Any],
+    *,
+    accumulates: bool,
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` for ends and wanted edges that are known to be right.
+    """Run a backward whose arguments are known to be right.
 
-    Without its checks, which take as long as two small nodes, but where a gradient is
-    left to torch.
+    Without torch's checks, which take as long as two small nodes, but where a gradient
+    is left to torch.
+
+    Args:
+        ends: where it starts.
+        gradients: of these.
+        wanted: where it ends; empty: at all leaves.
+        accumulates: add to ``.grad``, as ``torch.autograd.backward`` does, and return
+            nothing; False returns gradients, as ``torch.autograd.grad`` does.
     """
     run = _engine(gradients)
-    if run is None:
-        return torch.autograd.grad(
-            ends, wanted, grad_outputs=gradients, allow_unused=True
+    if run is not None:
+        found: tuple[Tensor | None, ...] = run(
+            tuple(ends),
+            tuple(gradients),
+            False,
+            False,
+            tuple(wanted),
+            allow_unreachable=True,
+            accumulate_grad=accumulates,
         )
-    found: tuple[Tensor | None, ...] = run(
-        tuple(ends),
-        tuple(gradients),
-        False,
-        False,
-        tuple(wanted),
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
-    return found
+        return found
+    if accumulates:
+        torch.autograd.backward(ends, gradients, inputs=wanted or None)
+        return ()
+    return torch.autograd.grad(ends, wanted, grad_outputs=gradients, allow_unused=True)
 
 
 def _engine(gradients: Sequence[Tensor | None]) -> Callable[..., Any] | None:
@@ -184,33 +200,6 @@ def leaves_behind(root: Any) -> list[Tensor]:
             leaves.append(node.variable)
         left += [after for after, _ in node.next_functions]
     return leaves
-
-
-def run_whole(
-    ends: Sequence[Any], gradients: Sequence[Tensor | None], wanted: Sequence[Any]
-) -> None:
-    """``torch.autograd.backward`` for ends that are known to be right.
-
-    Without its checks, see `returned_gradients`.
-
-    Args:
-        ends: where it starts.
-        gradients: of these.
-        wanted: where it ends; empty: at all leaves.
-    """
-    run = _engine(gradients)
-    if run is None:
-        torch.autograd.backward(ends, gradients, inputs=wanted or None)
-        return
-    run(
-        tuple(ends),
-        tuple(gradients),
-        False,
-        False,
-        tuple(wanted),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 def hooks_made() -> int | None:

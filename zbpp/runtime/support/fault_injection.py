@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -88,8 +87,6 @@ def fault_injector(rank: int, stage: HasStep) -> InjectFault:
         RequestError: see `requested_fault`.
     """
     fault = requested_fault()
-    return no_fault if fault is None else partial(_inject, fault, rank, stage)
-
-
-def _inject(fault: Fault, rank: int, stage: HasStep, what: object) -> None:
-    fault.inject(rank, stage.step, str(what))
+    if fault is None:
+        return no_fault
+    return lambda what: fault.inject(rank, stage.step, str(what))

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["ALONE", "Peers"]
+__all__ = ["ALONE", "StageGroup"]
 
 
 @dataclass(frozen=True)
-class Peers:
+class StageGroup:
     """The place of this process among those of its stage.
 
     Args:
@@ -41,11 +41,11 @@ class Peers:
         """True for one process of each replica."""
         return self.row in self.replicas
 
-    def knows(self, dims: Collection[str]) -> bool:
+    def has_dims(self, dims: Collection[str]) -> bool:
         """True if these are dimensions of the mesh."""
         return all(dim in self.place for dim in dims)
 
-    def counts(self, sharded: Collection[str]) -> bool:
+    def owns(self, sharded: Collection[str]) -> bool:
         """True on one process of those that hold the same part of a tensor.
 
         Args:
@@ -53,7 +53,7 @@ class Peers:
         """
         return not any(at for dim, at in self.place.items() if dim not in sharded)
 
-    def spread(self, vector: Tensor) -> Tensor:
+    def scatter_into_table(self, vector: Tensor) -> Tensor:
         """This process's row in a table of all, flat."""
         if self.n == 1:
             return vector
@@ -65,12 +65,12 @@ class Peers:
         """The table of a sum, (processes of the stage, entries)."""
         return flat.view(self.n, -1)
 
-    def of_replicas(self, rows: Tensor) -> Tensor:
+    def replica_rows(self, rows: Tensor) -> Tensor:
         """The rows of the replicas, in the order of the batch."""
         return rows if self.n == 1 else rows[list(self.replicas)]
 
 
-ALONE = Peers()
+ALONE = StageGroup()
 
 
 def row_of(place: Sequence[int], sizes: Sequence[int]) -> int:

@@ -1,4 +1,7 @@
-"""Time between the jobs of a stage: what the host needs, and what messages take.
+"""What steps have taken: their passes, and the time between the jobs of a stage.
+
+Steps of a training that goes on, or those of a rehearsal; profiles and the watcher of
+``auto`` read both here. Between two jobs lies what the host needs, or a message:
 
     stage 0 | F0 ..... F1 ..        gap       from a job to the next that waits for none
                 \\                   latency   from the end of the pass that sends to
@@ -15,19 +18,91 @@ only W's are known to have waited for nothing.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from zbpp.core import Pass, PassKind, Slot, Timeline
+from zbpp.core import Check, Pass, PassKind, Slot, Step, Timeline
 from zbpp.core.measured import robust_mean
+from zbpp.profiling.links import Link
 
-__all__ = ["HopTime", "host_gaps", "latencies"]
+__all__ = ["StepTimes", "host_gaps", "latencies", "measure_step_times"]
+
+_MS = 1e3
 
 _LONG = 3.0  # times a message: so early, one has come
 _SHORTEST = 10  # where nothing is known: a tenth of the gaps
 
 HopTime = Callable[[int, int], float]
 """Seconds that a message takes from one stage to another, roughly."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times in ms; means are those of `zbpp.core.measured.robust_mean`.
+
+    Args:
+        passes: all durations, by kind and chunk.
+        gaps: of each stage, mean from a pass to the next that waits for nothing.
+        waits: mean time of a message, by pair of stages; those that were waited for.
+        optimizer, validation: means of O and V, by stage.
+    """
+
+    passes: Mapping[tuple[PassKind, int], Sequence[float]]
+    gaps: tuple[float, ...]
+    waits: Mapping[tuple[int, int], float]
+    optimizer: tuple[float, ...]
+    validation: tuple[float, ...]
+
+    def mean(self, kind: PassKind, chunk: int) -> float | None:
+        """Mean time of a pass; None: there was none."""
+        times = self.passes.get((kind, chunk))
+        return robust_mean(times) if times else None
+
+
+def measure_step_times(
+    timelines: Sequence[Timeline],
+    links: Mapping[tuple[int, int], Link],
+    *,
+    message_bytes: float,
+    one_clock: bool,
+) -> StepTimes:
+    """Read the times of some steps.
+
+    Args:
+        timelines: in seconds.
+        links: measured alone.
+        message_bytes: of a message, roughly.
+        one_clock: the times of all stages can be compared.
+    """
+
+    def hop(source: int, target: int) -> float:
+        link = links.get((min(source, target), max(source, target)))
+        return 0.0 if link is None else link.time(message_bytes) / _MS
+
+    durations: dict[object, list[float]] = defaultdict(list)
+    passes: dict[tuple[PassKind, int], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for stage, row in enumerate(timeline.rows):
+            for slot in row:
+                ms = _MS * slot.duration
+                if isinstance(slot.job, Pass):
+                    passes[slot.job.kind, slot.job.chunk].append(ms)
+                else:
+                    durations[type(slot.job), stage].append(ms)
+    stages = range(timelines[0].placement.n_stages)
+    gaps = [_MS * gap for gap in host_gaps(timelines, hop if one_clock else None)]
+    waits = latencies(timelines) if one_clock else {}
+    return StepTimes(
+        passes,
+        tuple(gaps),
+        {  # the gap before a job is a part of its pass already
+            (a, b): max(0.0, _MS * seconds - (gaps[a] + gaps[b]) / 2)
+            for (a, b), seconds in waits.items()
+        },
+        tuple(robust_mean(durations[Step, stage]) for stage in stages),
+        tuple(robust_mean(durations[Check, stage]) for stage in stages),
+    )
 
 
 def host_gaps(timelines: Sequence[Timeline], hop: HopTime | None) -> list[float]:

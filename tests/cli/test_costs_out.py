@@ -1,0 +1,98 @@
+"""Costs that a training run writes, and the doctor's table of what W holds."""
+
+from pathlib import Path
+
+import pytest
+from commands import TINY_LLAMA
+
+from zbpp.cli.commands import main
+from zbpp.core import Pass, read_costs
+from zbpp.planning import plan
+from zbpp.simulator import read_trace
+
+SMALL = [*TINY_LLAMA, "--validation_microbatches", "2", "--data", __file__]
+
+
+def test_train_writes_costs_to_plan_with_and_a_trace(tmp_path: Path) -> None:
+    costs, metrics = tmp_path / "costs.json", tmp_path / "metrics.jsonl"
+    trace = tmp_path / "trace.json"
+    code = main(
+        ["train", "--steps", "2", "--stages", "2", "--transport", "local", *SMALL,
+         "--costs_out", str(costs), "--metrics", str(metrics), "--trace", str(trace)]
+    )  # fmt: skip
+    assert code == 0
+    (measured,) = read_trace(trace)
+    order = plan("ZBH1", n_stages=2, n_microbatches=8).orders
+    for row, jobs in zip(measured.rows, order, strict=True):
+        ran = [slot.job for slot in row if isinstance(slot.job, Pass)]
+        assert ran == [job for job in jobs if isinstance(job, Pass)]
+    found = read_costs(costs)
+    for times in (found.f, found.b, found.w):
+        assert isinstance(times, tuple) and len(times) == 2
+        assert all(0 < t < 1e4 for t in times)
+    sizes = ["--stages", "2", "--microbatches", "4"]
+    assert main(["show", "ZB", *sizes, "--costs", str(costs)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pipeline_schedule_mode", "1F1B"], "--costs_out: 1F1B runs B and W as one"),
+        (["--costs_out", "missing/x.json"], "--costs_out missing/x.json cannot be"),
+        (["--trace", "missing/x.json"], "--trace missing/x.json cannot be"),
+    ],
+)
+def test_costs_that_cannot_be_written_are_refused_before_the_run(
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SMALL, "--costs_out", "x.json", *flags]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up = nn.Embedding(10, 8), nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.idle = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.frozen(self.up(self.embed(x))) @ self.embed.weight.t()
+
+def build():
+    return Tied(), torch.zeros(3, 4, dtype=torch.long)
+"""
+
+
+def test_doctor_tells_what_waits_and_why_the_rest_does_not(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "tied_model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["doctor", "--model", "tied_model:build"]) == 0
+    out = capsys.readouterr().out
+    rows = {}
+    for line in out.splitlines():
+        cells = [cell.strip() for cell in line.split("│")]
+        if len(cells) > 2:
+            rows[cells[1]] = cells[3]
+    assert rows == {
+        "embed.weight": "B: used 2 times",
+        "up.weight": "W",
+        "up.bias": "B: no product's weight",
+        **dict.fromkeys(("frozen.weight", "frozen.bias"), "frozen"),
+        **dict.fromkeys(("idle.weight", "idle.bias"), "unused"),
+    }
+    assert "42.1% of 152 parameters; B those of 80 (used 2 times)" in out

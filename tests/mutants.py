@@ -1,0 +1,566 @@
+"""Mistakes put into zbpp, one at a time: does a test of the room see each of them?
+
+    make mutants ARGS="[--room core] [--results new.json] [--before old.json]"
+
+Each mutant is a mistake that somebody may make: one text of one file, changed in a copy
+of the tree. The tests of its room run until the first one fails. With ``--before``, the
+test that has caught a mutant an earlier time is tried first. Then follow those of the
+room "simgpu", in which only a simulated GPU shows mistakes: simgpu/mutants.py.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+SIMGPU = "simgpu"
+LATE_S = 900.0  # a mutant that hangs ends here, and counts as caught
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py\S*)", re.MULTILINE)
+
+TESTS = {
+    "core": "tests/core tests/simulator/test_engine.py tests/schedules/planner",
+    "simulator": "tests/simulator",
+    "schedules": "tests/schedules",
+    "planning": "tests/planning tests/cli tests/test_modes.py",
+    "tuning": "tests/tuning",
+    "comm": "tests/runtime/comm tests/runtime/driver tests/runtime/test_pipeline.py",
+    "parallel": "tests/runtime/parallel",
+    "driver": "tests/runtime/driver tests/runtime/comm tests/runtime/test_pipeline.py",
+    "backward": "tests/runtime/backward",
+    "compiled": "tests/runtime/compiled",
+    "graphed": "tests/runtime/graphed",
+    "support": "tests/runtime/support tests/runtime/parallel tests/runtime/ties",
+    "optim": "tests/runtime/optim",
+    "ties": "tests/runtime/ties",
+    "executor": "tests/runtime",
+    "pipeline": "tests/test_user_mistakes.py tests/runtime/test_pipeline.py "
+    "tests/checkpoint",
+    "memory": "tests/memory tests/cli/test_estimate.py",
+    "profiling": "tests/profiling",
+    "models": "tests/models",
+    "checkpoint": "tests/checkpoint tests/training/test_saving.py",
+    "emulation": "tests/emulation",
+    "training": "tests/training",
+    "cli": "tests/cli",
+    "bench": "tests/bench",
+}
+"""What runs for the mutants of a room; of "executor", only the files of the folder."""
+
+SLOW = {"parallel", "models", "bench"}
+"""Rooms in which some mistakes show only in tests that are slow."""
+
+
+class Mutant(NamedTuple):
+    """One change; ``old`` stands in the file once."""
+
+    room: str
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+# fmt: off
+TABLE = (
+    # ---- core
+    ("core", "a message takes no time", "zbpp/core/clock.py",
+     "arrival = max(arrival, written + delay)", "arrival = max(arrival, written)"),
+    ("core", "a gradient takes the wrong hop", "zbpp/core/clock.py",
+     "arrival += hops[chunk]", "arrival += hops[chunk - 2]"),
+    ("core", "a stage may hold twice its limit", "zbpp/core/validation.py",
+     "if held > limit * (1 + 1e-9)", "if held > 2 * limit"),
+    ("core", "a W may be missing", "zbpp/core/validation.py",
+     "if joint not in seen and weight not in seen",
+     "if forward not in seen and weight not in seen"),
+    ("core", "KiB are kB", "zbpp/core/costs/units.py",
+     '"kib": 2**10', '"kib": 10**3'),
+    ("core", "cuts are one layer late", "zbpp/core/costs/layers.py",
+     "cuts = [end - 1 for end in ends[1:-1]]", "cuts = [*ends[1:-1]]"),
+    ("core", "the hop of the chunk that sends", "zbpp/core/costs/table.py",
+     "self.hops[source if source < target else target]",
+     "self.hops[source % len(self.hops)]"),
+    ("core", "sharded parameters are not gathered in B",
+     "zbpp/core/costs/collectives.py",
+     "(2, 2, m + 1, 3 * m)", "(2, 2, m + 1, 2 * m)"),
+    ("core", "the bound of the tail forgets W", "zbpp/core/bounds/first_chunk.py",
+     "(x - 1) * (b + w) + y * w", "(x - 1) * b + y * w"),
+    ("core", "the bound forgets a ramp", "zbpp/core/bounds/all_chunks.py",
+     "return max(stage.work + max(idle), longest + stage.around)",
+     "return stage.work + max(idle)"),
+    ("core", "the mark is under another job", "zbpp/core/text.py",
+     "len(head) + (mark[1] - first) * (width + 1)",
+     "len(head) + mark[1] * (width + 1)"),
+    ("core", "version 2 guesses bytes", "zbpp/core/files/costs_file.py",
+     "is_large = version == 1 and max(", "is_large = max("),
+    ("core", "B gives its activations back twice", "zbpp/core/jobs.py",
+     'keeps=(("m_w", 1), ("m_b", -1))', 'keeps=(("m_b", -1),)'),
+    # ---- simulator
+    ("simulator", "bubble of the idlest stage", "simulator/metrics.py",
+     "(longest - max(work(timeline))) / longest",
+     "(longest - min(work(timeline))) / longest"),
+    ("simulator", "sending is drawn as work", "simulator/boxes.py",
+     "yield Box(stage, lane, start, end - sends, style, job, place)",
+     "yield Box(stage, lane, start, end, style, job, place)"),
+    ("simulator", "the path follows the input that came first",
+     "simulator/critical_path.py",
+     "return max(done, key=itemgetter(0))[1]",
+     "return min(done, key=itemgetter(0))[1]"),
+    ("simulator", "norms are summed in no time", "simulator/engine.py",
+     "max(map(_end, rows)) + self.times.reduction", "max(map(_end, rows))"),
+    ("simulator", "the period of several steps", "simulator/steady.py",
+     "(max(state.free) - max(earlier.free)) / back",
+     "max(state.free) - max(earlier.free)"),
+    ("simulator", "collectives on the thread of jobs", "simulator/trace.py",
+     '"tid": box.lane * n_stages + box.stage', '"tid": box.stage'),
+    ("simulator", "ties are not best", "simulator/page/modes_table.py",
+     "step <= least * (1 + _ROUNDING)", "step < least"),
+    ("simulator", "MiB are MB", "simulator/output.py",
+     '"MiB": 2.0**20', '"MiB": 1e6'),
+    ("simulator", "a job of no time is a line", "simulator/plot.py",
+     "if instants and style.at_once", "if instants"),
+    # ---- schedules
+    ("schedules", "ZB-H2 starts one F fewer", "schedules/patterns/zb_h2.py",
+     "n_ahead=2 * (n_stages - stage) - 1", "n_ahead=2 * (n_stages - stage) - 2"),
+    ("schedules", "VPP rounds groups up", "schedules/patterns/vpp.py",
+     "max(1, n_microbatches // n_stages)", "-(-n_microbatches // n_stages)"),
+    ("schedules", "V-Half waits one cell longer", "schedules/patterns/v_patterns.py",
+     "6 * p - 2 - s + wait", "6 * p - 1 - s + wait"),
+    ("schedules", "a late message is awaited before V", "schedules/passes/lower.py",
+     "max(column, check + 1)", "max(column, check)"),
+    ("schedules", "parameters are gathered one pass late",
+     "schedules/passes/collectives.py",
+     "passes[number - ahead] if number >= ahead",
+     "passes[number - ahead + 1] if number >= ahead"),
+    ("schedules", "receives are posted with their reader",
+     "schedules/passes/posting.py",
+     "bisect_right(places, need) - 1 - self._ahead", "bisect_right(places, need) - 1"),
+    ("schedules", "suffixes in capitals", "schedules/passes/torch_csv.py",
+     'suffix.lower() == ".csv"', 'suffix == ".csv"'),
+    ("schedules", "the last one missing holds up", "schedules/passes/self_waits.py",
+     "return min(missing, default=None)", "return max(missing, default=None)"),
+    ("schedules", "one micro-batch more in flight",
+     "schedules/planner/search/list_scheduler.py",
+     "done[q] - done[last_b] >= settings.max_in_flight[stage]",
+     "done[q] - done[last_b] > settings.max_in_flight[stage]"),
+    ("schedules", "a limit raises the memory of a mode", "schedules/planner/limits.py",
+     "min(memory_cap, default_limit)", "max(memory_cap, default_limit)"),
+    ("schedules", "the bound of a split is too high",
+     "schedules/planner/layers/balance.py",
+     "sum(each[: fewest - 1])", "sum(each[: fewest + 1])"),
+    ("schedules", "layers to recompute by memory alone",
+     "schedules/planner/layers/recompute.py",
+     "return saved / f[layer] if f[layer] > 0 else math.inf", "return saved"),
+    ("schedules", "a hop of another edge", "schedules/planner/solver.py",
+     "else self._hops[min(ends)]", "else self._hops[max(ends) % len(self._hops)]"),
+    ("schedules", "most messages win", "schedules/planner/figures.py",
+     "fewest = min(_n_messages(", "fewest = max(_n_messages("),
+    ("schedules", "a budget of passes or seconds", "schedules/planner/budget.py",
+     "self.spent < self.passes and self.seconds_left > 0",
+     "self.spent < self.passes or self.seconds_left > 0"),
+    # ---- planning
+    ("planning", "tensor parallelism that does not divide", "zbpp/planning/meshes.py",
+     "if n < 1 or n_devices % n", "if n < 1"),
+    ("planning", "ZB-H2 promises one more", "zbpp/planning/modes.py",
+     "promise=lambda p: 2 * p - 1", "promise=lambda p: 2 * p"),
+    ("planning", "a file of another size", "zbpp/planning/orders.py",
+     "if wanted is not None and wanted != held",
+     "if wanted is not None and wanted < held"),
+    ("planning", "whole tensors are in both copies", "zbpp/planning/replicas.py",
+     "(both - (whole == 2) * size) / n + whole * size", "both / n + whole * size"),
+    ("planning", "post-validation on one stage", "zbpp/planning/pipelines.py",
+     "steps and schedule.n_stages > 1 and asked", "steps and asked"),
+    ("planning", "edges are chunks", "zbpp/planning/request.py",
+     "len(value) + 1 if len(value) > n_stages else 0", "len(value)"),
+    ("planning", "all are V", "zbpp/planning/search.py",
+     'if placement.stage_of[-1] == 0 else', 'if placement.stage_of[0] == 0 else'),
+    ("planning", "gain over the new step", "zbpp/planning/answer.py",
+     "1 - self.step / self.even_step", "self.even_step / self.step - 1"),
+    ("planning", "the slowest quick plan", "zbpp/planning/layers.py",
+     "return min(found, key=lambda plan: plan.step, default=None)",
+     "return max(found, key=lambda plan: plan.step, default=None)"),
+    ("planning", "memory does not grow with micro-batches", "zbpp/planning/make.py",
+     "max(need, now + growth * (now - less))", "max(need, now)"),
+    # ---- tuning
+    ("tuning", "drift counts twice", "zbpp/tuning/watch.py",
+     "zip(before, now, strict=True)) / 2", "zip(before, now, strict=True))"),
+    ("tuning", "any gain is enough", "zbpp/tuning/watch.py",
+     "return found if found.gain >= self._watch.least_gain else None", "return found"),
+    # ---- comm
+    ("comm", "another dtype fits", "zbpp/runtime/comm/shapes.py",
+     "and x.dtype is self.dtypes[0]", ""),
+    ("comm", "clocks by the loosest bound", "zbpp/runtime/comm/clocks.py",
+     "high = min(high, min(", "high = max(high, min("),
+    ("comm", "evaluation has the tags of training", "zbpp/runtime/comm/links.py",
+     "(value.what is not What.ACTIVATION) + 2 * (not training)",
+     "(value.what is not What.ACTIVATION)"),
+    ("comm", "constants go one chunk too early", "zbpp/runtime/comm/passthrough.py",
+     "if value.chunk + 1 == self._last", "if value.chunk + 2 == self._last"),
+    ("comm", "the last failure is the cause", "zbpp/runtime/comm/failures.py",
+     "first = min(causes,", "first = max(causes,"),
+    ("comm", "a sum of the first stage alone", "zbpp/runtime/comm/local.py",
+     "return len(self._vectors) == self._n_stages", "return len(self._vectors) >= 1"),
+    # ---- parallel
+    ("parallel", "sharded norms count once", "zbpp/runtime/comm/peers.py",
+     "if dim not in sharded", "if dim in sharded"),
+    ("parallel", "a layer is ready with its last parameter",
+     "zbpp/runtime/parallel/progress.py",
+     "needed = max(needed, last[layer])", "needed = last[layer]"),
+    ("parallel", "anybody moves a buffer on", "zbpp/runtime/parallel/buffers.py",
+     "if self._state is not before or not owns", "if self._state is not before"),
+    ("parallel", "used ones are unused", "zbpp/runtime/parallel/stage.py",
+     "= p not in unused", "= p in unused"),
+    ("parallel", "replicas get different missing gradients",
+     "zbpp/runtime/parallel/buckets.py",
+     "p.grad = torch.zeros_like(p, requires_grad=False)",
+     "p.grad = torch.ones_like(p, requires_grad=False)"),
+    # ---- driver
+    ("driver", "parts of a step weigh as a whole", "zbpp/runtime/driver/batches.py",
+     "(weight or 1.0) * self.n_expected", "(weight or 1.0)"),
+    ("driver", "the batches differ a little", "zbpp/runtime/driver/alike.py",
+     "_differ(first.inputs, last.inputs) and _differ(first.targets, last.targets)",
+     "_differ(first.inputs, last.inputs) or _differ(first.targets, last.targets)"),
+    ("driver", "means of means", "zbpp/runtime/driver/stages.py",
+     "float((losses * weights).sum() / weights.sum())", "float(losses.mean())"),
+    ("driver", "outputs in the order of their ends", "zbpp/runtime/driver/stages.py",
+     "for i in sorted(by_number)", "for i in reversed(sorted(by_number))"),
+    # ---- backward
+    ("backward", "grad is somebody else's memory", "zbpp/runtime/backward/grads.py",
+     "leaf.grad = gradient if is_fresh else gradient.clone()", "leaf.grad = gradient"),
+    ("backward", "negative slices", "zbpp/runtime/backward/paths.py",
+     "return value - 2**64 if value >= 2**63 else value", "return value"),
+    ("backward", "parts that touch overlap", "zbpp/runtime/backward/paths.py",
+     "before[1] > after[0]", "before[1] >= after[0]"),
+    ("backward", "one early sum waits on", "zbpp/runtime/backward/accumulate.py",
+     "while self._early and", "if self._early and"),
+    ("backward", "alpha is forgotten", "zbpp/runtime/backward/products.py",
+     "return (product if self.factor == 1 else product * self.factor,)",
+     "return (product,)"),
+    ("backward", "operands may change before W", "zbpp/runtime/backward/products.py",
+     "if versions_of(kept) != versions", "if len(versions_of(kept)) != len(versions)"),
+    ("backward", "a weight that is used twice", "zbpp/runtime/backward/graph.py",
+     "if count > 1:", "if count > 2:"),
+    ("backward", "a plan for other leaves", "zbpp/runtime/backward/plan_cache.py",
+     "if leaf is not wanted or leaf.requires_grad is not requires_grad",
+     "if leaf.requires_grad is not requires_grad"),
+    ("backward", "a hook behind the sum is not seen", "zbpp/runtime/backward/hooks.py",
+     "if leaf._backward_hooks or leaf._post_accumulate_grad_hooks",
+     "if leaf._backward_hooks"),
+    ("backward", "recomputed forwards with other numbers",
+     "zbpp/runtime/support/random_state.py",
+     "if cpu is not None", "if cpu is None"),
+    # ---- compiled
+    ("compiled", "a result that is returned twice", "zbpp/runtime/compiled/cut.py",
+     "if not isinstance(node, fx.Node) or results.count(node) != 1",
+     "if not isinstance(node, fx.Node)"),
+    ("compiled", "casts that narrow", "zbpp/runtime/compiled/cut.py",
+     'above.meta["val"].itemsize < node.meta["val"].itemsize',
+     'above.meta["val"].itemsize > node.meta["val"].itemsize'),
+    # ---- graphed
+    ("graphed", "gradients of the caller are lost", "zbpp/runtime/graphed/slot.py",
+     "total.copy_(grad)", "pass"),
+    ("graphed", "recorded in the first step", "zbpp/runtime/graphed/stage.py",
+     "if self._n_steps - first < _WARM_UP", "if self._n_steps - first < 0"),
+    # ---- support
+    ("support", "fingerprints forget the order", "zbpp/runtime/support/fingerprint.py",
+     "total = total * _ODD + (columns * weights).sum()",
+     "total = total + columns.sum()"),
+    ("support", "frozen parameters have gradients", "zbpp/runtime/support/fsdp.py",
+     "if there or not parameter.sharded_param.requires_grad", "if there"),
+    # ---- optim
+    ("optim", "small gradients are made larger", "zbpp/runtime/optim/decision.py",
+     "min(1.0, max_norm / (norm + 1e-6))", "max_norm / (norm + 1e-6)"),
+    ("optim", "the loss scale grows one step late", "zbpp/runtime/optim/loss_scale.py",
+     "if self._good_steps == self._growth_interval",
+     "if self._good_steps > self._growth_interval"),
+    ("optim", "a snapshot without its copy", "zbpp/runtime/optim/rollback.py",
+     "p: p.clone()", "p: p.detach()"),
+    ("optim", "one failure more", "zbpp/runtime/optim/patience.py",
+     "if sum(self._invalid) >= self._patience.failures",
+     "if sum(self._invalid) > self._patience.failures"),
+    ("optim", "one skip more", "zbpp/runtime/optim/step_state.py",
+     "self._skips >= limit - 1", "self._skips >= limit"),
+    ("optim", "clipping needs no rollback", "zbpp/runtime/optim/stage_optimizer.py",
+     "if pending.speculative and decision.requires_rollback",
+     "if pending.speculative and decision.skipped"),
+    ("optim", "copies of a tied one count in the norm",
+     "zbpp/runtime/optim/stage_optimizer.py",
+     "[p for p in parameters if p not in stage.ties.copies]", "[*parameters]"),
+    # ---- ties
+    ("ties", "a tied sum goes into a summand", "zbpp/runtime/ties/stage.py",
+     "total = first.clone() if len(self.plan.stages(number)) > 1 else first",
+     "total = first"),
+    ("ties", "two copies may differ", "zbpp/runtime/ties/plan.py",
+     "if len(set(by_stage.values())) > 1", "if len(set(by_stage.values())) > 2"),
+    ("ties", "a write from outside is not seen", "zbpp/runtime/ties/stage.py",
+     "if mark(source) != tie.source.seen", "if mark(source) == tie.source.seen"),
+    # ---- executor, and the files beside it
+    ("executor", "micro-batches of no weight count", "zbpp/runtime/loss.py",
+     "self._weights[microbatch] != 0", "self._weights[microbatch] is not None"),
+    ("executor", "ignored tokens weigh", "zbpp/runtime/microbatches.py",
+     "return int((targets != IGNORED).sum())", "return int(targets.numel())"),
+    ("executor", "as many samples as micro-batches", "zbpp/runtime/microbatches.py",
+     "if samples < n:", "if samples <= n:"),
+    ("executor", "later chunks get the odd layer", "zbpp/runtime/partition.py",
+     "base + (chunk < more) for chunk in range(n_chunks)",
+     "base + (chunk >= n_chunks - more) for chunk in range(n_chunks)"),
+    ("executor", "buffers restored by reference", "zbpp/runtime/state_recorder.py",
+     "buffer.data.copy_(copy)", "buffer.data = copy"),
+    ("executor", "the first steps, not the last", "zbpp/runtime/job_times.py",
+     "list(self._steps)[-n:]", "list(self._steps)[:n]"),
+    ("executor", "a changed input is recomputed from", "zbpp/runtime/recompute.py",
+     "copies=self._is_first or self._changes_input", "copies=False"),
+    ("executor", "state of a forward is taken twice", "zbpp/runtime/replay.py",
+     "keeps = self._may_rewind and not self._is_rewound", "keeps = self._may_rewind"),
+    # ---- pipeline
+    ("pipeline", "keep=0", "zbpp/pipeline/checkpoints.py",
+     "if keep is not None and keep < 1", "if keep is not None and keep < 0"),
+    ("pipeline", "another number of micro-batches has the old program",
+     "zbpp/pipeline/pipeline.py",
+     "if self._forward_size != m:", "if not self._forward_size:"),
+    # ---- memory
+    ("memory", "a copy alone is the peak", "zbpp/memory/tracker.py",
+     "self._most = max(self._most, self.held + n_bytes)",
+     "self._most = max(self._most, n_bytes)"),
+    ("memory", "blocks are rounded down", "zbpp/memory/tracker.py",
+     "-(-n // self._granularity) * self._granularity",
+     "n // self._granularity * self._granularity"),
+    ("memory", "W after B in turn", "zbpp/memory/passes.py",
+     "after_b - self.m_b + around + peak_w", "peak_w"),
+    ("memory", "all layers are gathered in a pass", "zbpp/memory/fixed.py",
+     '{"in_pass": {chunk: max(own)', '{"in_pass": {chunk: sum(own)'),
+    ("memory", "the norm takes no memory", "zbpp/memory/estimate.py",
+     "max(held.step, held.norm) / len(own)", "held.step / len(own)"),
+    ("memory", "the last bucket is the largest", "zbpp/memory/optimizer.py",
+     "most = max(most, tracker.most - before)", "most = tracker.most - before"),
+    # ---- profiling
+    ("profiling", "a link is slower", "zbpp/profiling/links.py",
+     "/ (large[0] - small[0])", "/ (large[0] + small[0])"),
+    ("profiling", "training goes on from the profile", "zbpp/profiling/kept.py",
+     "held = tensor.detach().clone()", "held = tensor.detach()"),
+    ("profiling", "quantiles of another place", "zbpp/profiling/stopwatch.py",
+     "place = share * (len(ordered) - 1)", "place = share * (len(ordered) - 2)"),
+    ("profiling", "away from the measured step", "zbpp/profiling/prediction.py",
+     "self.step_measured / self.step_predicted - 1",
+     "1 - self.step_predicted / self.step_measured"),
+    ("profiling", "a layer has one chunk's share", "zbpp/profiling/join.py",
+     "n_layers = sum(pipeline.split)", "n_layers = max(pipeline.split)"),
+    # ---- models
+    ("models", "a plan of calls for another batch", "zbpp/models/calls.py",
+     "if self._last is None or self._last.seen != seen", "if self._last is None"),
+    ("models", "constants need no equal numbers", "zbpp/models/parts.py",
+     "torch.equal(a, b))", "True)"),
+    ("models", "shifted labels", "zbpp/models/token_weights.py",
+     "(labels[..., 1:] != IGNORED)", "(labels != IGNORED)"),
+    ("models", "tied once is tied", "zbpp/models/cut.py",
+     "for f in firsts if len(f) > 1", "for f in firsts if len(f) > 2"),
+    # ---- checkpoint
+    ("checkpoint", "one more is kept", "zbpp/checkpoint/folder.py",
+     "whole[keep - 1 :]", "whole[keep:]"),
+    ("checkpoint", "hashes are not compared", "zbpp/checkpoint/manifest.py",
+     'elif sha256_of(path) != expected["sha256"]', 'elif not expected["sha256"]'),
+    ("checkpoint", "fused counters stay on the CPU", "zbpp/checkpoint/optimizers.py",
+     'group.get("capturable") or group.get("fused")', 'group.get("capturable")'),
+    ("checkpoint", "the oldest is the last", "zbpp/checkpoint/folder.py",
+     "return max((step for step, has_manifest",
+     "return min((step for step, has_manifest"),
+    ("checkpoint", "a host copy of another shape", "zbpp/checkpoint/tensors.py",
+     "if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype)",
+     "if copy is None"),
+    ("checkpoint", "the last failure is the cause", "zbpp/checkpoint/saving.py",
+     "(_, text), rank = min(by_time)", "(_, text), rank = max(by_time)"),
+    # ---- emulation
+    ("emulation", "warm-up steps count", "zbpp/emulation/run.py",
+     "if step >= _WARM_UP", "if step >= 0"),
+    ("emulation", "the first layer pays the loss", "zbpp/emulation/build.py",
+     "[0.0] * (costs.n_layers - 1) + [costs.loss]",
+     "[costs.loss] + [0.0] * (costs.n_layers - 1)"),
+    # ---- training
+    ("training", "the first step has no rate", "zbpp/training/loop.py",
+     "(step + 1) / max(1, steps)", "step / max(1, steps)"),
+    ("training", "the last line is written again", "zbpp/training/log.py",
+     "if isinstance(step, int) and step <= last",
+     "if isinstance(step, int) and step < last"),
+    ("training", "a follower is the cause", "zbpp/training/launch.py",
+     'report["kind"] != PeerError.__name__', 'report["kind"] == PeerError.__name__'),
+    ("training", "the hash goes by stages", "zbpp/training/fingerprint.py",
+     "for name in sorted(lines))", "for name in lines)"),
+    ("training", "deep models start as shallow ones", "zbpp/training/llama.py",
+     "std /= math.sqrt(additions)", "pass"),
+    ("training", "what is held out is trained on", "zbpp/training/data.py",
+     "for file, text in texts.items() if not is_held_out(file)",
+     "for file, text in texts.items()"),
+    # ---- cli
+    ("cli", "over the limit is within", "zbpp/cli/estimate.py",
+     "if limit is None or stage.peak <= limit else",
+     "if limit is None or stage.peak >= limit else"),
+    ("cli", "longer is shorter", "zbpp/cli/layers_report.py",
+     "'shorter' if gain >= 0 else 'longer'", "'longer' if gain >= 0 else 'shorter'"),
+    ("cli", "a folder that is not there", "zbpp/cli/outputs.py",
+     "elif not path.parent.is_dir()", "elif not path.parent.name"),
+    ("cli", "the costs of a plan are lost", "zbpp/cli/flags.py",
+     "if chosen is None or chosen == (change is post_validated)",
+     "if chosen is None or chosen != (change is post_validated)"),
+    # ---- bench
+    ("bench", "NaN is right", "zbpp/bench/outcome.py",
+     "not self.difference <= tolerance", "self.difference > tolerance"),
+    ("bench", "a step ends with its first rank", "zbpp/bench/turns.py",
+     "max(of_step) for of_step in", "min(of_step) for of_step in"),
+    ("bench", "the slowest of each is shown", "zbpp/bench/results.py",
+     "one.step_s < found[whose].step_s", "one.step_s > found[whose].step_s"),
+    ("bench", "gradients that nobody has", "zbpp/bench/gradients.py",
+     "worst = max(worst, away / scale if scale > 0 else float(\"inf\"))",
+     "worst = max(worst, away / scale if scale > 0 else 0.0)"),
+)
+# fmt: on
+MUTANTS = tuple(Mutant(*row) for row in TABLE)
+
+
+def copy_tree(tree: Path, to: Path) -> None:
+    """Copy what git knows of a tree, and the planner's compiled loops."""
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=tree, text=True)
+    loops = [str(path.relative_to(tree)) for path in tree.glob("schedules/**/*.shared")]
+    for name in [*listed.split("\0")[:-1], *loops]:
+        target = to / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (tree / name).exists():
+            shutil.copy2(tree / name, target, follow_symlinks=False)
+
+
+def tests_of(mutant: Mutant, copy: Path) -> Iterator[list[str]]:
+    """Arguments for pytest: the paths of the room that exist; slow ones come last."""
+    paths = [path for path in TESTS[mutant.room].split() if (copy / path).exists()]
+    if mutant.room == "executor":
+        paths = sorted(str(x.relative_to(copy)) for x in copy.glob(f"{paths[0]}/*.py"))
+    yield [*paths, "-m", "not slow"]
+    if mutant.room in SLOW:
+        yield [*paths, "-m", "slow"]
+
+
+def run(copy: Path, tests: list[str]) -> str:
+    """The test that fails first; nothing if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    paths = os.pathsep.join((str(copy / "src"), os.environ.get("PYTHONPATH", "")))
+    process = subprocess.Popen(
+        [*command, "--tb=no", *tests],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LATE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return "too late"
+    if process.returncode in (0, 5):  # 5: no test was selected
+        return ""
+    failed = _FAILED.search(output)
+    return failed[1] if failed else f"exit code {process.returncode}: {output[-300:]}"
+
+
+def judge(mutant: Mutant, copy: Path, first: str) -> str:
+    """The test that catches it, "" or "stale"; ``first`` caught it an earlier time."""
+    path = copy / mutant.file
+    text = path.read_text() if path.exists() else ""
+    if text.count(mutant.old) != 1:
+        return "stale"
+    path.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        if "::" in first and (copy / first.partition("::")[0]).exists():
+            caught = run(copy, [first])
+            if caught and not caught.startswith("exit code"):
+                return caught
+        return next(filter(None, (run(copy, x) for x in tests_of(mutant, copy))), "")
+    finally:
+        path.write_text(text)
+
+
+def print_table(found: dict[str, dict[str, str]]) -> None:
+    """Print the share of each room, and what no test has caught."""
+    print("| room | mutants | caught | stale |\n|---|---|---|---|")
+    for room in [*TESTS, ""]:
+        own = [x["caught"] for x in found.values() if room in ("", x["room"])]
+        n_stale = own.count("stale")
+        n_caught = len(own) - n_stale - own.count("")
+        print(f"| {room or 'all'} | {len(own)} | {n_caught} | {n_stale} |")
+    for name, result in found.items():
+        if result["caught"] in ("", "stale"):
+            print(result["caught"] or "SURVIVOR", name, sep=" | ")
+
+
+def chosen(room: str) -> Iterator[tuple[str, Mutant]]:
+    """The mutants of a room, or all, by their names."""
+    for mutant in MUTANTS:
+        if room in ("", mutant.room):
+            yield f"{mutant.room}: {mutant.name}", mutant
+
+
+def run_simgpu(arguments: list[str]) -> int:
+    """Judge the mutants of the code for GPUs."""
+    folders = ("tests", "tests/simgpu", "tests/support", "tests/support/models")
+    paths = os.pathsep.join(str(ROOT / folder) for folder in folders)
+    script = str(ROOT / "tests/simgpu/mutants.py")
+    return subprocess.call(
+        [sys.executable, "-m", "simgpu", script, *arguments],
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+def main() -> int:
+    """Judge them; done ones of the file of results are not judged again."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--room", default="", choices=["", *TESTS, SIMGPU])
+    parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout")
+    parser.add_argument("--results", type=Path, help="JSON, continued if it exists")
+    parser.add_argument("--before", type=Path, help="JSON of an earlier run")
+    parser.add_argument(
+        "--list", action="store_true", help="judge none, say what is stale"
+    )
+    options, more = parser.parse_known_args()
+    if options.room == SIMGPU:
+        return run_simgpu([*more, *(["--list"] if options.list else [])])
+    if more:
+        parser.error(f"only --room {SIMGPU} knows {' '.join(more)}")
+    found: dict[str, dict[str, str]] = {}
+    if options.results and options.results.exists():
+        found = json.loads(options.results.read_text())
+    before = json.loads(options.before.read_text()) if options.before else {}
+    if options.list:
+        for name, mutant in chosen(options.room):
+            path = options.tree / mutant.file
+            n = path.read_text().count(mutant.old) if path.exists() else 0
+            print("ok   " if n == 1 else "stale", name, sep=" | ")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        copy_tree(options.tree, copy)
+        for name, mutant in chosen(options.room):
+            if found.get(name, {}).get("caught", "stale") != "stale":
+                continue
+            began = time.monotonic()
+            caught = judge(mutant, copy, before.get(name, {}).get("caught", ""))
+            found[name] = {"room": mutant.room, "caught": caught}
+            took = f"{time.monotonic() - began:.0f} s"
+            print(name, caught or "SURVIVOR", took, sep=" | ", flush=True)
+            if options.results:
+                options.results.write_text(json.dumps(found, indent=1) + "\n")
+    print_table(found)
+    is_bad = any(x["caught"] in ("", "stale") for x in found.values())
+    return (run_simgpu([]) if not options.room else 0) or is_bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())
