@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.table import Table
 
 from zbpp.cli.outputs import Terminal, check_outputs
-from zbpp.cli.pictures.several import schedules_in
+from zbpp.cli.several import schedules_in
 from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import (
     Costs,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from zbpp.cli.pictures.several import schedules_in
+from zbpp.cli.several import schedules_in
 from zbpp.core import (
     Costs,
     LayerCosts,

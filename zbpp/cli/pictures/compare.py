@@ -10,8 +10,8 @@ from zbpp.cli.layers_report import comparison_of_splits
 from zbpp.cli.outputs import check_outputs, check_picture
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
 from zbpp.cli.pictures.measured import Run, beside, print_runs, read_runs
-from zbpp.cli.pictures.several import command_text, paths_in, schedules_in
 from zbpp.cli.report import print_comparison
+from zbpp.cli.several import command_text, paths_in, schedules_in
 from zbpp.cli.summary import summarize
 from zbpp.core import RequestError
 from zbpp.core.files.json_text import write_file

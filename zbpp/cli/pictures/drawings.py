@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from zbpp.cli.flags import ScheduleFlags
-from zbpp.cli.pictures.several import command_text
+from zbpp.cli.several import command_text
 from zbpp.cli.summary import summarize
 from zbpp.core import Costs, Schedule
 from zbpp.simulator import plot, write_trace
