@@ -145,7 +145,7 @@ def test_a_long_picture_is_cropped_to_the_terminal(capsys, monkeypatch, columns)
     assert max(map(len, picture)) <= columns
     note = (
         f"(the first {columns} of 207 columns; COLUMNS=207 zbpp show prints all of "
-        "them, zbpp plot draws them)"
+        "them, -o x.svg draws them)"
     )
     assert (note in lines) == (columns < 207)
 

@@ -4,10 +4,10 @@ import json
 from textwrap import dedent
 
 import pytest
-import tyro
 from commands import SIZES, ZBH1, shown
 
 from zbpp.cli.commands import main
+from zbpp.cli.parser import parse
 from zbpp.core import read_schedule
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
@@ -106,5 +106,5 @@ def test_post_validation_is_a_flag_of_three_states():
         (["--no_enable_optimizer_post_validation"], False),
         (["--no-enable-optimizer-post-validation"], False),
     ):
-        options = tyro.cli(Train, args=words, use_underscores=True)
+        options = parse("train", Train, words)
         assert options.enable_optimizer_post_validation is value, words

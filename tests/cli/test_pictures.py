@@ -10,7 +10,7 @@ from commands import SIZES, ZBH1, shown
 from timeline_page import boxes_in, boxes_of_timeline, page_data, same_boxes
 
 from zbpp.cli.commands import Compare, main
-from zbpp.cli.pictures.several import command_text
+from zbpp.cli.several import command_text
 from zbpp.core import Costs, read_costs
 from zbpp.planning import MODES, plan
 from zbpp.schedules import to_torch_csv

@@ -1,13 +1,17 @@
 """Wrong command lines: each is refused in one line that names the mend."""
 
+import json
 import re
 from importlib.metadata import version
+from pathlib import Path
 from shlex import split
 
 import pytest
 
 from zbpp.cli.commands import main
-from zbpp.core import read_schedule
+from zbpp.cli.parser import parse
+from zbpp.cli.train import TrainCommand
+from zbpp.core import RequestError, read_schedule
 from zbpp.planning import plan
 
 FILES = {
@@ -25,6 +29,7 @@ WRONG = {
     "": "choose plan, show",
     "traim": "did you mean train?",
     "polt ZBV -p 2 -m 3": "did you mean plot?",
+    "messh --devices 2": "did you mean mesh?",
     "frobnicate": "choose plan, show",
     "--stages 4 show": "begin with one: plan, show",
     "-p 4": "begin with one: plan, show",
@@ -35,7 +40,7 @@ WRONG = {
     "train --pipeline_mode ZBV": "did you mean --pipeline_schedule_mode?",
     "train --no_exact_sum": "did you mean --no_exact_sums?",
     "show ZBV -x 2": "zbpp show --help lists its flags",
-    "show ZBV -p": "-p INT",
+    "show ZBV -p": "--stages INT",
     "show ZBV -p 2 -m 3 --effort": "--effort TEXT",
     "show ZBV --stages --microbatches 3": "--stages INT",
     "show ZBV -p 2 -m 3 --json=yes": "leave =yes out",
@@ -48,10 +53,11 @@ WRONG = {
     "plan ZVB -p 2 -m 3 -o x.json": "did you mean",
     "show": "give a schedule file",
     "plan -p 2 -m 3 -o x.json": "a mode, such as ZBV",
-    "show ZBV ZBH1 -p 2 -m 3": "'ZBH1' is one word too many",
-    "show ZBV --mode ZBH1 -p 2 -m 3": "not both",
+    "show ZBV ZBH1 -p 2 -m 3": "several schedules are named",
+    "plan ZBV ZBH1 -p 2 -m 3 -o x.json": "'ZBH1' is one word too many",
+    "show ZBV --mode ZBH1 -p 2 -m 3": "give one",
     "plan ZBV --mode ZBH1 -p 2 -m 3 -o x.json": "give one",
-    "compare ZBV -p 2 -m 3": "zbpp compare --help",
+    "mesh --devices 2 -m 3 --layers x.json --tensor_parallel two": "give a whole",
     "doctor torch": "zbpp doctor --help",
     # numbers
     "show ZBV --stages four -m 3": "give a whole number",
@@ -98,12 +104,18 @@ WRONG = {
     "train --shard optimizer": "--data_parallel, 2 or more",
     "train --save_every 3": "needs --save_dir",
     "train --compile --emulate bytes.json": "leave one of them out",
-    "compare -m 3": "--stages to compare modes",
-    "compare -p 2 --devices 4 -m 3": "--stages to compare modes",
+    "compare -m 3": "--stages INT",
+    "compare -p 2 --devices 4 -m 3": "is not a flag of zbpp mesh",
     "bench -p 2 -o out --emulate bytes.json --model a:b": "does not go with --emulate",
     # outputs
     "compare -p 4 -m 8 --out x.txt": ".html",
     "plot ZBV -p 2 -m 3 -o x.gif": ".svg",
+    "plot ZBV -p 2 -m 3": "--out PATH",
+    "show ZBV -p 2 -m 3 -o x.gif": ".svg",
+    # a file of flags
+    "train --config no.toml": "cannot be read",
+    "train --config list.json": "--config list.json: cannot be read",
+    "train --compile=some": "choose off, blocks",
     "plot ZBV -p 2 -m 3 -o no/x.html": "there is no folder no",
     "trace ZBV -p 2 -m 3 -o .": "it is a folder",
     "plan ZBV -p 2 -m 3 -o no/x.json": "there is no folder no",
@@ -160,11 +172,102 @@ def test_modes_stand_bare_and_flags_have_short_spellings(folder, capsys):
     assert main(split("show ZBV -p 2 -m 3 --no-enable_optimizer-post_validation")) == 0
 
 
-def test_the_version_and_the_help_are_told(capsys):
+HELP = ("plan", "show", "compare", "mesh", "train", "bench", "profile", "estimate")
+
+
+def help_of(capsys, *words):
+    with pytest.raises(SystemExit) as leaving:
+        main([*words, "--help"])
+    assert not leaving.value.code
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [*HELP, "doctor"])
+def test_the_help_of_a_command_fits_on_two_screens(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help_of(capsys, command).splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 80
+    assert f"  {command} " in help_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("former", "line"),
+    [
+        ("plot ZBV -p 2 -m 3 -o {}.html", "show ZBV -p 2 -m 3 -o {}.html"),
+        ("trace ZBV -p 2 -m 3 -o {}.json", "show ZBV -p 2 -m 3 -o {}.json"),
+        (
+            "show --pipeline_schedule_mode 1F1B,ZBV -p 2 -m 3 -o {}.json",
+            "show 1F1B ZBV -p 2 -m 3 -o {}.json",
+        ),
+    ],
+)
+def test_former_commands_write_the_same_files(former, line, folder, capsys):
+    for words, name in ((former, "a"), (line, "b")):
+        assert main(split(words.format(name))) == 0
+    (one,), (two,) = folder.glob("a.*"), folder.glob("b.*")
+    texts = [path.read_text() for path in (one, two)]
+    command = r"zbpp (plot|show) .*? --out [ab]"
+    assert len({re.sub(command, "", text) for text in texts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("former", "line"),
+    [
+        (
+            "compare --devices 2 -m 4 --costs parts.json --mesh_mode ZBV",
+            "mesh ZBV --devices 2 -m 4 --costs parts.json",
+        ),
+        (
+            "estimate -p 2 -m 2 --modes ZBH1 ZBV --split 3 3 2 2 --autocast bf16",
+            "estimate ZBH1,ZBV -p 2 -m 2 --split 3,3,2,2 --dtype bf16",
+        ),
+    ],
+)
+def test_former_spellings_ask_for_the_same(former, line, folder, capsys):
+    (folder / "parts.json").write_text(
+        '{"f": [1, 1, 1, 1], "parameters": 8, "bandwidth": 4}'
+    )
+    shown = []
+    for words in (former, line):
+        code = main([*split(words), "--json"])
+        shown.append((code, *capsys.readouterr()))
+    assert shown[0] == shown[1]
+
+
+def test_compare_takes_some_modes(folder, capsys):
+    assert main(split("compare ZBV 1F1B -p 2 -m 3 --json")) == 0
+    (found,) = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [row["mode"] for row in found["modes"]] == ["ZBV", "1F1B"]
+
+
+def test_a_file_of_flags_is_overruled_by_those_that_are_typed(folder):
+    (folder / "run.toml").write_text(
+        'pipeline_schedule_mode = "ZBV"\ncompile = true\nsplit = [3, 4, 3]\n'
+        "[model]\ndim = 32\nn-heads = 2\nexact_sums = false\nlr = 0.5\n"
+    )
+    words = split("--dim 64 --config run.toml --lr=0.25")
+    assert parse("train", TrainCommand, words) == TrainCommand(
+        config=Path("run.toml"), pipeline_schedule_mode="ZBV", compile="blocks",
+        split="3,4,3", dim=64, n_heads=2, exact_sums=False, lr=0.25,
+    )  # fmt: skip
+    (folder / "run.toml").write_text("dimm = 32\n")
+    with pytest.raises(RequestError, match="did you mean --dim"):
+        parse("train", TrainCommand, ["--config", "run.toml"])
+
+
+def test_blocks_are_compiled_in_each_spelling():
+    for line, value in {
+        "": "off",
+        "--compile": "blocks",
+        "--compile ZBV": "blocks",
+        "--compile blocks": "blocks",
+        "--compile=blocks": "blocks",
+        "--compile off": "off",
+        "--no_compile": "off",
+    }.items():
+        assert parse("train", TrainCommand, split(line)).compile == value, line
+
+
+def test_the_version_is_told(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"zbpp {version('zbpp')}\n"
-    for words in (["--help"], ["plan", "-h"]):
-        with pytest.raises(SystemExit) as leaving:
-            main(words)
-        assert not leaving.value.code
-        assert "--out" in (text := capsys.readouterr().out) or "profile" in text

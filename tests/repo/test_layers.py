@@ -137,7 +137,6 @@ ONLY_IN = {
     "transformers": {"zbpp.models"},
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.charts"},
-    "tyro": {"zbpp.cli", "zbpp.training.options"},
     "rich": {
         "zbpp.cli",
         "zbpp.training.log",
@@ -264,7 +263,6 @@ def test_no_rooms_import_each_other_in_a_circle():
         ("zbpp.planning.modes", "def late():\n    from torch import nn"),
         ("zbpp.simulator.trace", "def late():\n    import matplotlib"),
         ("zbpp.schedules.planner.limits", "import ortools"),
-        ("zbpp.pipeline.pipeline", "import tyro"),
         ("zbpp.pipeline.pipeline", "from rich.table import Table"),
     ],
 )

@@ -196,9 +196,8 @@ def unknown_flags(page: Page) -> list[str]:
     kinds: tuple[type, ...] = (
         cli.Plan,
         cli.Show,
-        cli.Plot,
-        cli.Trace,
         cli.Compare,
+        cli.Mesh,
         cli.Doctor,
         cli.ProfileCommand,
         cli.Bench,

@@ -5,28 +5,23 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Literal
 
 from zbpp.bench.names import contenders_of
 from zbpp.bench.request import BenchRequest, planned
-from zbpp.cli.flags import shown_as
-from zbpp.cli.pictures.several import command_text, schedules_in
+from zbpp.cli.several import command_text, schedules_in
 from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import RequestError
-from zbpp.training.options import MemoryText
+from zbpp.training.options import BlockSizes, Compute, Memory, Processes, flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["Bench"]
 
-_Path = Annotated[Path | None, shown_as("PATH")]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Bench(Processes, Compute, BlockSizes):
     """Time our modes and torch's own schedules, in turns, on the real devices.
 
     The same model, batch, split and optimizer for all, in one process group; gradients
@@ -34,75 +29,52 @@ class Bench:
     torchrun's.
     """
 
-    out: Path
-    """Folder for results.json and index.html."""
-    model: Annotated[str | None, shown_as("MODULE:FUNCTION")] = None
-    """A function that returns (model, batch) or (model, batch, loss_fn), the batch of
-    one micro-batch; or hf:PATH, a config.json of transformers, with --seq tokens and
-    --microbatch_size samples; left out: the model of zbpp train."""
-    stages: Annotated[int | None, shown_as("INT")] = None
-    """Pipeline stages, a process each; else as many as torchrun has started."""
-    microbatches: int = 32
-    """Micro-batches in a step."""
-    modes: Annotated[str, shown_as("MODE,MODE")] = "1F1B,ZBH1,ZBH2,ZBV,auto"
-    """Modes of ours, or schedule files."""
-    peers: Annotated[str, shown_as("torch|torch:NAME,..|none")] = "none"
-    """Schedules of torch: its usual ones, or those named."""
-    warmup: int = 5
-    """Steps of each turn that do not count."""
-    steps: int = 20
-    """Steps of each contender that do."""
-    rounds: int = 4
-    """Turns of each contender that these steps are dealt to."""
-    costs: _Path = None
-    """Costs file in ms to plan and predict with; left out: auto measures first, others
-    plan with equal times, and predictions take the costs of the same steps."""
-    memory_limit: MemoryText = None
-    """Largest memory of a stage, for auto."""
-    emulate: _Path = None
-    """Costs file in ms: layers that sleep in place of a model."""
-    effort: str = "default"
-    """Effort of the plans: fast, default, best or best:SECONDS."""
-    reference: Literal["first", "plain"] = "first"
-    """Whose gradients are right: those of the first contender, or those of a plain loop
-    over the whole model on rank 0."""
-    tolerance: float = 1e-5
-    """Largest difference of gradients, relative to the largest one of their layer; a
-    contender that differs more is not timed."""
-    optimizer: str = "adamw"
-    """An optimizer of torch.optim."""
-    clip_grad_norm: Annotated[float | None, shown_as("FLOAT")] = None
-    """Largest norm of the whole model's gradient, for all contenders."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Computation: fp32, or bf16 by autocast."""
-    compile: bool = False
-    """Of ours: compile each block by torch.compile; B and W stay apart."""
-    cuda_graphs: bool = False
-    """Of ours: passes as CUDA graphs, recorded in the third step of the warm-up."""
-    exact_sums: bool = True
-    """Of ours: gradients to the last bit alike in all modes."""
-    seq: int = 128
-    """Tokens of a sample, of hf:PATH and of the model of zbpp train."""
-    microbatch_size: int = 2
-    """Its samples in a micro-batch."""
-    dim: int = 96
-    """Width of the model of zbpp train."""
-    n_blocks: int = 8
-    """Its transformer blocks."""
-    n_heads: int = 4
-    """Its attention heads."""
-    hidden: int = 256
-    """Inner width of its feed-forward layers."""
-    seed: int = 0
-    """Of the initial weights."""
-    device: str = "auto"
-    """auto: the accelerator that torch finds, else the CPU; or cpu, cuda, xpu, npu and
-    so on. Processes share what there are too few of."""
-    timeout_s: float = 600.0
-    """Seconds that a stage waits for another one before it gives up, also at the
-    start."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object instead of the table."""
+    config: Path | None = flag("flags in a TOML file; typed ones overrule it", None)
+    out: Path = flag("folder for results.json and index.html")
+    model: str | None = flag(
+        "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
+        None,
+        metavar="MODULE:FUNCTION",
+    )
+    stages: int | None = flag("pipeline stages; else as torchrun has started", None)
+    microbatches: int = flag("micro-batches of a step", 32)
+    modes: str = flag(
+        "modes of ours, or schedule files",
+        "1F1B,ZBH1,ZBH2,ZBV,auto",
+        metavar="MODE,..",
+        also=("pipeline_schedule_mode", "mode"),
+        many=True,
+    )
+    peers: str = flag(
+        "torch's usual schedules, or those named",
+        "none",
+        metavar="torch|torch:NAME,..|none",
+        many=True,
+    )
+    warmup: int = flag("steps of each turn that do not count", 5)
+    steps: int = flag("steps of each contender that do", 20)
+    rounds: int = flag("turns of each contender that these are dealt to", 4)
+    costs: Path | None = flag(
+        "costs file in ms to plan and predict with; else auto measures first, others "
+        "plan with equal times and predict by the costs of the same steps",
+        None,
+    )
+    memory_limit: Memory = flag("of a stage, for auto", None)
+    emulate: Path | None = flag("costs file in ms: layers that sleep instead", None)
+    effort: str = flag("of the plans: fast, default, best or best:SECONDS", "default")
+    reference: Literal["first", "plain"] = flag(
+        "whose gradients are right: the first contender's, or a plain loop's", "first"
+    )
+    tolerance: float = flag(
+        "largest difference of gradients, relative to the largest of their layer", 1e-5
+    )
+    optimizer: str = flag("of torch.optim", "adamw")
+    clip_grad_norm: float | None = flag("largest norm of the model's gradient", None)
+    dtype: Literal["fp32", "bf16"] = flag("16 bits by autocast", "fp32")
+    cuda_graphs: bool = flag("of ours: passes as CUDA graphs", False)
+    microbatch_size: int = flag("samples of a micro-batch", 2)
+    seed: int = flag("of the weights", 0)
+    json: bool = flag("print one JSON object instead of the table", False, pair=False)
 
     def run(self) -> None:
         """Compare, and return when it is done.
@@ -137,7 +109,7 @@ class Bench:
                 optimizer=self.optimizer,
                 clip_grad_norm=self.clip_grad_norm,
                 dtype=self.dtype,
-                compile=self.compile,
+                compile=self.compiles,
                 cuda_graphs=self.cuda_graphs,
                 exact_sums=self.exact_sums,
                 seed=self.seed,

@@ -12,18 +12,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from textwrap import wrap
+from typing import Any, Literal
 
 from zbpp.cli.bench import Bench
 from zbpp.cli.doctor import report_lines
 from zbpp.cli.estimate import EstimateCommand
-from zbpp.cli.flags import ScheduleFlags, SizedFlags, mode_named, shown_as
+from zbpp.cli.flags import PlanFlags, ScheduleFlags
 from zbpp.cli.layers_report import split_lines
-from zbpp.cli.outputs import check_outputs
+from zbpp.cli.outputs import check_outputs, check_picture
+from zbpp.cli.parser import SHORT, command_named, help_text, parse
 from zbpp.cli.pictures.compare import Compare
-from zbpp.cli.pictures.drawings import Plot, Trace
+from zbpp.cli.pictures.drawings import draw_file
+from zbpp.cli.pictures.meshes import Mesh
 from zbpp.cli.profile import ProfileCommand
 from zbpp.cli.report import print_report, recompute_text
 from zbpp.cli.split_report import print_split
@@ -31,35 +32,35 @@ from zbpp.cli.summary import short_memory, steady, summarize
 from zbpp.cli.torchtitan import torchtitan_lines
 from zbpp.cli.train import TrainCommand
 from zbpp.cli.waiting import gain_line, waiting_line
-from zbpp.cli.words import SHORT, command_named, long_words
 from zbpp.core import (
     RequestError,
     WorkerError,
     schedule_text,
 )
 from zbpp.core.files.json_text import write_file
-from zbpp.planning import MODES, canonical, is_file
+from zbpp.planning import MODE_WORDS, MODES, canonical, is_file
 from zbpp.schedules import certify, to_torch_csv
 from zbpp.schedules.planner.budget import parse_effort
 from zbpp.simulator import simulate, span
+from zbpp.training.options import MODE_FLAG, flag
 
-__all__ = ["Bench", "Compare", "Doctor", "Plan", "Plot", "Show", "Trace", "main"]
+__all__ = ["Bench", "Compare", "Doctor", "Mesh", "Plan", "Show", "main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(SizedFlags):
+class Plan(PlanFlags):
     """Plan a schedule and write it to a file."""
 
-    pipeline_schedule_mode: Annotated[str, mode_named()]
-    out: Path
-    """Schedule file to write (JSON)."""
-    csv: Annotated[Path | None, shown_as("PATH")] = None
-    """Also write the CSV that torch.distributed.pipelining loads; prints torchtitan's
-    flags for it."""
-    solver: Literal["cpsat"] | None = None
-    """Let OR-tools prove the plan optimal, better it, or bound it (small cases)."""
-    solver_seconds: Annotated[float, shown_as("FLOAT")] = 60.0
-    """Time limit of the solver, in seconds."""
+    pipeline_schedule_mode: str = flag(MODE_WORDS, **MODE_FLAG)
+    out: Path = flag("schedule file to write (JSON)")
+    csv: Path | None = flag(
+        "also write the CSV that torch loads, and tell torchtitan's flags for it", None
+    )
+    solver: Literal["cpsat"] | None = flag(
+        "let OR-tools prove the plan optimal, better it, or bound it (small cases)",
+        None,
+    )
+    solver_seconds: float = flag("time limit of the solver", 60.0)
 
     def run(self) -> None:
         """Plan, write, and say what it will cost."""
@@ -118,14 +119,30 @@ class Plan(SizedFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Show(ScheduleFlags):
-    """Show a schedule as text: picture, bubble rate, memory, gap to the lower bound."""
+    """Show a schedule as text: picture, bubble rate, memory, gap to the lower bound; or
+    schedules as a picture, a page or a trace: -o x.svg, x.html, x.json.
+    """
 
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object instead."""
+    out: Path | None = flag(
+        "write .png, .svg, .pdf, a page (.html), or a trace for Perfetto (.json), in "
+        "place of the text",
+        None,
+    )
+    json: bool = flag("print one JSON object instead", False, pair=False)
+    as_trace: bool = flag("whatever --out is named", False, pair=False, hidden=True)
 
     def run(self) -> None:
-        """Print the report."""
-        schedule, costs = self.load()
+        """Print the report, or write the file and name it."""
+        if self.out is not None:
+            self._draw(self.out)
+            return
+        loaded = self.load()
+        if len(loaded) > 1:
+            raise RequestError(
+                "several schedules are named; with --out they are drawn on one time "
+                "axis, and zbpp compare has figures of them"
+            )
+        ((schedule, costs),) = loaded
         if self.json:
             summary, among = summarize(schedule, costs), steady(schedule, costs)
             print(json.dumps(asdict(summary) | asdict(among)))
@@ -133,61 +150,109 @@ class Show(ScheduleFlags):
             drawn = self.timelines(schedule, costs) if self.iterations != 1 else ()
             print_report(schedule, costs, drawn)
 
+    def _draw(self, out: Path) -> None:
+        as_trace = self.as_trace or out.suffix.lower() == ".json"
+        check_outputs(out=out)
+        if not as_trace:
+            check_picture(out)
+        draw_file(self, self.load(), out, as_trace=as_trace)
+        print(out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot(Show):
+    """Draw schedules: zbpp show -o x.svg."""
+
+    out: Path = flag("picture (.png, .svg, .pdf), or page (.html)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(Show):
+    """Write a trace of schedules: zbpp show -o x.json."""
+
+    out: Path = flag("trace (Chrome's JSON format)")
+    as_trace: bool = flag("", True, pair=False, hidden=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Print versions, devices and backends, and what is missing; or examine a model."""
+    """Print versions, devices and backends, and what is missing; or examine a model:
+    which of its weight gradients can wait for W, and why the others cannot.
+    """
 
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION")] = None
-    """A function that returns a module and its inputs, or hf:PATH, a config.json of
-    transformers: which of its weight gradients can wait for W, and why the others
-    cannot."""
-    compile: bool = False
-    """Examine the model compiled, block by block, as zbpp train --compile does."""
+    model: str | None = flag(
+        "a function that returns a module and its inputs, or hf:config.json",
+        None,
+        metavar="MODULE:FUNCTION",
+    )
+    compile: Literal["off", "blocks"] = flag(
+        "examine the model compiled, block by block", "off", bare="blocks"
+    )
 
     def run(self) -> None:
         """Print one fact a line."""
         if self.model is None:
             print("\n".join(report_lines()))
         else:
-            print_split(self.model, compile=self.compile)
+            print_split(self.model, compile=self.compile == "blocks")
 
 
 _COMMANDS: dict[str, type] = {
     "plan": Plan,
     "show": Show,
-    "plot": Plot,
-    "trace": Trace,
     "compare": Compare,
+    "mesh": Mesh,
     "train": TrainCommand,
     "bench": Bench,
     "profile": ProfileCommand,
     "estimate": EstimateCommand,
     "doctor": Doctor,
 }
+_FORMER: dict[str, type] = {"plot": Plot, "trace": Trace}
+"""Commands that were their own; they are part of others now."""
 
 
 def _parse(words: Sequence[str]) -> Any:
-    """Make the command that the words name; tyro prints help, and leaves."""
+    """Make the command that the words name; help is printed, and then it leaves."""
     if not words:
         raise RequestError(f"no command is given; choose {', '.join(_COMMANDS)}")
     name, *rest = words
     if name in ("-h", "--help"):
-        short = ", ".join(f"{short} is {flag}" for short, flag in SHORT.items())
-        tyro.extras.subcommand_cli_from_dict(
-            {**_COMMANDS},
-            prog="zbpp",
-            description="Plan, simulate and run zero-bubble pipeline schedules. "
-            f"In all commands {short}; a mode or a schedule file may stand bare.",
-            args=["--help"],
-            use_underscores=True,
+        print(_overview())
+        raise SystemExit(0)
+    commands = {**_COMMANDS, **_FORMER}
+    name = command_named(name, commands)
+    if name == "compare" and any(word.startswith("--devices") for word in rest):
+        name = "mesh"
+    command = commands[name]
+    if {"-h", "--help"} & set(rest):
+        print(help_text(name, command), end="")
+        raise SystemExit(0)
+    return parse(name, command, rest)
+
+
+def _overview() -> str:
+    """A line a command."""
+    lines = [
+        "usage: zbpp COMMAND [flags]",
+        "",
+        "Plan, simulate and run zero-bubble pipeline schedules.",
+        "",
+    ]
+    for name, command in _COMMANDS.items():
+        text = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+        lines += wrap(
+            text, 78, initial_indent=f"  {name:10}", subsequent_indent=" " * 12
         )
-    command = command_named(name, _COMMANDS)
-    return tyro.cli(
-        command,
-        prog=f"zbpp {name}",
-        args=long_words(name, command, rest),
-        use_underscores=True,
+    short = ", ".join(f"{short} is --{name}" for name, short in SHORT.items())
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"In all commands {short};",
+            "a mode or a schedule file may stand bare; lists have commas or spaces.",
+            "zbpp COMMAND --help has the flags.",
+        ]
     )
 
 

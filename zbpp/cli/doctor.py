@@ -19,7 +19,7 @@ def report_lines() -> list[str]:
         _line("system", f"{platform.system()} {platform.machine()}"),
         _line("CPU cores", f"{_usable_cores()} usable of {os.cpu_count()}"),
     ]
-    for package in ("numpy", "rich", "tyro"):
+    for package in ("numpy", "rich"):
         lines.append(_line(package, _version(package) or "missing: reinstall zbpp"))
     lines.append(_line("matplotlib", _version("matplotlib") or _missing("matplotlib")))
     return lines + _torch_lines()

@@ -7,26 +7,24 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
 from rich.table import Table
 
-from zbpp.cli.flags import shown_as
 from zbpp.cli.outputs import Terminal, check_outputs
+from zbpp.cli.several import schedules_in
 from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import (
     Costs,
     RequestError,
     format_bytes,
-    parse_memory,
     read_costs,
     write_costs,
     write_layers,
 )
 from zbpp.planning import USUAL_MODES, canonical, is_file
-from zbpp.planning.replicas import Shard, check_replicas
-from zbpp.training.options import YesNoUnsaid
+from zbpp.planning.replicas import check_replicas
+from zbpp.training.options import BlockSizes, Compute, Memory, Replicas, flag
 
 if TYPE_CHECKING:
     from zbpp.memory.estimate import Estimate, Steps
@@ -42,65 +40,52 @@ _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateCommand:
+class EstimateCommand(Compute, BlockSizes, Replicas):
     """Estimate the memory of every stage under every mode, without running anything."""
 
-    model: Annotated[str | None, shown_as("MODULE:FUNCTION")] = None
-    """A function that returns (model, batch, loss_fn), the batch of one micro-batch; or
-    hf:PATH, a config.json of transformers or the folder of one; left out: the model of
-    `zbpp train`, with the sizes below."""
-    stages: int
-    """Pipeline stages."""
-    microbatches: int
-    """Micro-batches in a step."""
-    modes: Annotated[tuple[str, ...], shown_as("MODE")] = ()
-    """Modes or schedule files; left out: the usual ones."""
-    memory_limit: Annotated[str | None, shown_as("SIZE")] = None
-    """Memory of a device, such as 40GiB: what fits, and the largest micro-batch."""
-    microbatch_size: int | None = None
-    """Samples of a micro-batch, if not those of the batch."""
-    split: Annotated[tuple[int, ...], shown_as("INT")] = ()
-    """Layers of each chunk; left out: evenly."""
-    optimizer: str = "adamw"
-    """An optimizer of torch.optim, such as adamw or sgd, or none."""
-    autocast: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Computation: fp32, or 16 bits by autocast."""
-    post_validation: YesNoUnsaid = None
-    """Count what a rollback needs; left out: where the backward is split."""
-    rollback: Literal["auto", "deferred", "compiled", "snapshot"] = "auto"
-    """Has no effect: the class of the optimizer decides how a step is rolled back."""
-    exact_sums: bool = True
-    """Add gradients in micro-batch order."""
-    data_parallel: int = 1
-    """Replicas of every stage."""
-    shard: Shard = "none"
-    """State that replicas hold in parts; each word includes those before."""
-    alternating_buffers: bool = False
-    """Gather layers, and sum their gradients in every W, in buffers of each stage;
-    with --shard parameters."""
-    compile: bool = False
-    """Estimate layers compiled one by one, as zbpp train --compile runs them."""
-    device: str = "cpu"
-    """Whose kernels are taken: cpu, cuda or another accelerator, which a machine must
-    then have; it is left alone."""
-    costs: Annotated[Path | None, shown_as("PATH")] = None
-    """Costs file with times to plan for; without it F, B and W take 1 each."""
-    costs_out: Annotated[Path | None, shown_as("PATH")] = None
-    """Write a costs file with the bytes of the chunks of the first mode."""
-    layers_out: Annotated[Path | None, shown_as("PATH")] = None
-    """Write a layers file with the bytes of every layer."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object instead of a table."""
-    dim: int = 96
-    """Width of the model of `zbpp train`."""
-    n_blocks: int = 8
-    """Its transformer blocks."""
-    n_heads: int = 4
-    """Its attention heads."""
-    hidden: int = 256
-    """Inner width of its feed-forward layers."""
-    seq: int = 128
-    """Bytes in a window; tokens of a sample of hf:PATH."""
+    model: str | None = flag(
+        "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
+        None,
+        metavar="MODULE:FUNCTION",
+    )
+    stages: int = flag("pipeline stages")
+    microbatches: int = flag("micro-batches of a step")
+    modes: str | None = flag(
+        "modes or schedule files; left out: the usual ones",
+        None,
+        metavar="MODE,..",
+        also=("pipeline_schedule_mode", "mode"),
+        many=True,
+    )
+    memory_limit: Memory = flag(
+        "of a device, such as 40GiB: what fits, and the largest micro-batch", None
+    )
+    microbatch_size: int | None = flag(
+        "samples of a micro-batch; else as the batch has", None
+    )
+    split: tuple[int, ...] = flag(
+        "layers of each chunk; left out: evenly", (), metavar="INT,..", many=True
+    )
+    optimizer: str = flag("of torch.optim, or none", "adamw")
+    dtype: Literal["fp32", "bf16", "fp16"] = flag(
+        "16 bits by autocast", "fp32", also=("autocast",)
+    )
+    enable_optimizer_post_validation: bool | None = flag(
+        "count what a rollback needs; left out: where B and W are apart",
+        None,
+        also=("post_validation",),
+    )
+    rollback: Literal["auto", "deferred", "compiled", "snapshot"] = flag(
+        "has no effect", "auto", hidden=True
+    )
+    alternating_buffers: bool = flag(
+        "layers and gradients in buffers of each stage; with --shard parameters", False
+    )
+    device: str = flag("whose kernels are taken: cpu, or one that is here", "cpu")
+    costs: Path | None = flag("costs file with the times to plan for", None)
+    costs_out: Path | None = flag("costs file with bytes, of the first mode", None)
+    layers_out: Path | None = flag("layers file with the bytes of every layer", None)
+    json: bool = flag("print one JSON object instead of a table", False, pair=False)
 
     def run(self) -> None:
         """Estimate, write the files, and print."""
@@ -111,8 +96,8 @@ class EstimateCommand:
 
         gc.set_threshold(_OBJECTS)
         self._check()
-        limit = None if self.memory_limit is None else parse_memory(self.memory_limit)
-        dtype = _DTYPES[self.autocast]
+        limit = self.memory_limit
+        dtype = _DTYPES[self.dtype]
         with self._fakes():
             user = self._user_model()
         memory = model_memory(
@@ -124,18 +109,19 @@ class EstimateCommand:
             device=self.device,
             autocast=None if dtype is None else getattr(torch, dtype),
             exact_sums=self.exact_sums,
-            compile=self.compile,
+            compile=self.compiles,
         )
         steps = Steps(
             self._optimizer(),
-            self.post_validation,
+            self.enable_optimizer_post_validation,
             self._split(),
             data_parallel=self.data_parallel,
             shard=self.shard,
             alternating_buffers=self.alternating_buffers,
         )
         costs = Costs() if self.costs is None else read_costs(self.costs)
-        modes = [m if is_file(m) else canonical(m) for m in self.modes or USUAL_MODES]
+        named = USUAL_MODES if self.modes is None else schedules_in(self.modes)
+        modes = [name if is_file(name) else canonical(name) for name in named]
 
         sizes: Any = {"n_stages": self.stages, "n_microbatches": self.microbatches}
 
@@ -157,9 +143,9 @@ class EstimateCommand:
     def _check(self) -> None:
         check_outputs(costs_out=self.costs_out, layers_out=self.layers_out)
         sizes = {"--stages": self.stages, "--microbatches": self.microbatches}
-        for flag, value in {**sizes, "--microbatch_size": self.microbatch_size}.items():
+        for name, value in {**sizes, "--microbatch_size": self.microbatch_size}.items():
             if value is not None and value < 1:
-                raise RequestError(f"{flag} is {value}; it must be at least 1")
+                raise RequestError(f"{name} is {value}; it must be at least 1")
         check_replicas(
             self.data_parallel,
             self.shard,
@@ -246,7 +232,7 @@ class EstimateCommand:
             layers = costs_of_layers(
                 memory,
                 steps.optimizer,
-                post_validation=self.post_validation is not False,
+                post_validation=self.enable_optimizer_post_validation is not False,
             )
             _save(self.layers_out, lambda path: write_layers(layers, path))
 

@@ -1,11 +1,8 @@
-"""The flags that most commands share, and the schedules and costs that they name."""
+"""The flags that planning commands share, and the schedules and costs they name."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated
 
-import tyro
-
+from zbpp.cli.several import schedules_in
 from zbpp.core import (
     Costs,
     LayerCosts,
@@ -19,68 +16,23 @@ from zbpp.core.costs.units import with_limit
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of
-from zbpp.planning.replicas import Shard, replicated, with_gathers, with_replicas
+from zbpp.planning.replicas import replicated, with_gathers, with_replicas
 from zbpp.planning.request import parse_recompute, parse_split
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
-from zbpp.training.options import MemoryText, YesNoUnsaid
+from zbpp.training.options import Planning, Replicas, flag
 
-__all__ = [
-    "ChunksOf",
-    "CommonFlags",
-    "ScheduleFlags",
-    "SizedFlags",
-    "mode_named",
-    "shown_as",
-]
-
-
-_Text = str | None
-_Count = int | None
-
-
-def shown_as(metavar: str) -> object:
-    """Name a value in help texts."""
-    return tyro.conf.arg(metavar=metavar)
-
-
-def mode_named() -> object:
-    """Name a mode in help texts, which list all of them."""
-    return tyro.conf.arg(metavar="MODE", help=MODE_WORDS)
-
-
-ChunksOf = Annotated[
-    int | None,
-    tyro.conf.arg(
-        metavar="INT",
-        help=f"For {one_of(CHUNKED_MODES, 'and')}; without it, as many as the costs "
-        "list, or 2.",
-    ),
-]
-"""Chunks of a stage, of modes that have any number."""
+__all__ = ["PlanFlags", "ScheduleFlags"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonFlags:
-    """Flags that most commands share."""
+class PlanFlags(Replicas, Planning):
+    """Plans."""
 
-    costs: Annotated[Path | None, shown_as("PATH")] = None
-    """Costs file (JSON); without it F, B and W take 1 each and messages nothing."""
-    memory_limit: MemoryText = None
-    """Largest memory of a stage: 40GiB where costs are in bytes, or in their unit."""
-    effort: Annotated[str, shown_as("EFFORT")] = "default"
-    """Effort of the search: fast, default, best (a minute) or best:SECONDS."""
-    layers: Annotated[Path | None, shown_as("PATH")] = None
-    """Layers file (JSON), in place of costs: they are split for the plan."""
-    split: Annotated[str | None, shown_as("SPLIT")] = None
-    """Of the layers: balanced (also if left out), even, or those of each chunk: 3,4."""
-    enable_optimizer_post_validation: YesNoUnsaid = None
-    """Step at once and validate in the next iteration (V); no: behind a barrier."""
-    data_parallel: Annotated[int, shown_as("INT")] = 1
-    """Replicas of every stage; all_gather and reduce_scatter of the costs are times of
-    their collectives."""
-    shard: Shard = "none"
-    """State that replicas hold in parts; each word includes those before."""
+    effort: str = flag("of the search: fast, default, best or best:SECONDS", "default")
+    chunks_per_stage: int | None = flag(
+        f"of {one_of(CHUNKED_MODES, 'and')}; else as the costs list, or 2", None
+    )
 
     def chunk_costs(self) -> Costs:
         """Read the costs, and let the flag overrule the file's memory limit."""
@@ -113,26 +65,20 @@ class CommonFlags:
         )
         return with_replicas(layers, self.data_parallel, self.shard)
 
-    def request(
-        self,
-        mode: str,
-        *,
-        stages: int | None,
-        microbatches: int | None,
-        chunks_per_stage: int | None,
-        recompute: str | None = None,
-    ) -> PlanRequest:
+    def request(self, mode: str) -> PlanRequest:
         """Ask for a mode, or a file, in the words of the flags.
 
         Raises:
             RequestError: a size is missing or wrong, or a file of costs is.
         """
+        stages, microbatches = self.stages, self.microbatches
+        chunks_per_stage, recompute = self.chunks_per_stage, self.recompute
         sizes = {"--stages": stages, "--microbatches": microbatches}
-        for flag, size in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
+        for name, size in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
             if size is not None and size < 1:
-                raise RequestError(f"{flag} is {size}; it must be at least 1")
-            if flag in sizes and size is None and not is_file(mode):
-                raise RequestError(f"{flag} is missing; {canonical(mode)} needs it")
+                raise RequestError(f"{name} is {size}; it must be at least 1")
+            if name in sizes and size is None and not is_file(mode):
+                raise RequestError(f"{name} is missing; {canonical(mode)} needs it")
         request = PlanRequest(
             schedule=mode,
             n_stages=stages,
@@ -149,30 +95,9 @@ class CommonFlags:
             return replace(request, memory=self.memory_limit)
         return replace(request, costs=self.chunk_costs())
 
-
-@dataclass(frozen=True, kw_only=True)
-class SizedFlags(CommonFlags):
-    """The sizes of a schedule that a command plans or reads."""
-
-    stages: Annotated[_Count, shown_as("INT")] = None
-    """Pipeline stages; a schedule file knows its own."""
-    microbatches: Annotated[_Count, shown_as("INT")] = None
-    """Micro-batches in a step; a schedule file knows its own."""
-    chunks_per_stage: ChunksOf = None
-    recompute: Annotated[_Text, shown_as("WHICH")] = None
-    """Parts whose graph B computes again: auto (needs m_r in the costs, and a memory
-    limit), all, none, or numbers: of layers with --layers, else of chunks: 0,2,5."""
-
     def plan(self, mode: str) -> Plan:
         """Plan a mode, or read a file."""
-        request = self.request(
-            mode,
-            stages=self.stages,
-            microbatches=self.microbatches,
-            chunks_per_stage=self.chunks_per_stage,
-            recompute=self.recompute,
-        )
-        return make_plan(request)
+        return make_plan(self.request(mode))
 
     def with_checks(self, schedule: Schedule) -> Schedule:
         """Place V's or take them out, if the flag says so; add collectives."""
@@ -187,28 +112,27 @@ class SizedFlags(CommonFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleFlags(SizedFlags):
-    """A schedule: from a file, or planned from a mode."""
+class ScheduleFlags(PlanFlags):
+    """Schedules."""
 
-    schedule: Annotated[_Text, tyro.conf.Positional, shown_as("PLAN.json")] = None
-    """A schedule file (or a mode)."""
-    pipeline_schedule_mode: Annotated[_Text, mode_named()] = None
-    iterations: Annotated[int, shown_as("INT")] = 1
-    """Iterations to draw; of several, with a barrier between them and without."""
+    pipeline_schedule_mode: str | None = flag(
+        MODE_WORDS, None, metavar="MODE", also=("mode", "schedule"), many=True
+    )
+    iterations: int = flag("to draw; of several, behind a barrier and without", 1)
 
-    def load(self) -> tuple[Schedule, Costs]:
-        """Plan or read the schedule."""
-        modes = {self.schedule, self.pipeline_schedule_mode} - {None}
-        if len(modes) != 1:
+    def load(self) -> list[tuple[Schedule, Costs]]:
+        """Plan or read the schedules.
+
+        Raises:
+            RequestError: none is named, or one cannot be had.
+        """
+        if self.pipeline_schedule_mode is None:
             raise RequestError(
-                "two schedules are named; give a schedule file or "
-                "--pipeline_schedule_mode, not both"
-                if modes
-                else "no schedule is named; give a schedule file, or "
-                "--pipeline_schedule_mode with --stages and --microbatches"
+                "no schedule is named; give a schedule file, or a mode with --stages "
+                "and --microbatches"
             )
-        plan = self.plan(str(modes.pop()))
-        return self.with_checks(plan.schedule), plan.costs
+        plans = [self.plan(name) for name in schedules_in(self.pipeline_schedule_mode)]
+        return [(self.with_checks(plan.schedule), plan.costs) for plan in plans]
 
     def timelines(self, schedule: Schedule, costs: Costs) -> list[Timeline]:
         """Simulate what is to be drawn.

@@ -5,19 +5,13 @@ import os
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from zbpp.cli.outputs import check_outputs
 from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import RequestError, Schedule
-from zbpp.training.options import RunOptions, Train
+from zbpp.training.options import RunOptions, Train, flag
 
 __all__ = ["ProfileCommand"]
-
-_MODEL = tyro.conf.arg(metavar="MODULE:FUNCTION")
-_PATH = tyro.conf.arg(metavar="PATH")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +22,17 @@ class ProfileCommand(RunOptions):
     zbpp train, or of your own. Starts its own processes, or runs as one of torchrun's.
     """
 
-    out: Annotated[Path, _PATH]
-    """Costs file to write: ms and bytes, one entry per chunk."""
-    layers_out: Annotated[Path | None, _PATH] = None
-    """Also write the costs of each layer, to plan the split with."""
-    model: Annotated[str | None, _MODEL] = None
-    """A function that returns (model, batch) or (model, batch, loss_fn), the batch of
-    one micro-batch; or hf:PATH, a config.json of transformers or its folder, with
-    --seq tokens and --microbatch_size samples; left out: the model of zbpp train."""
-    rounds: int = 10
-    """Passes that are counted, after a warm-up."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object instead of the table."""
-
-    def __post_init__(self) -> None:
-        """Leave the check to `run`, as tyro would put its error into a box."""
+    out: Path = flag("costs file to write: ms and bytes, one entry per chunk")
+    layers_out: Path | None = flag(
+        "also write the costs of each layer, to plan the split with", None
+    )
+    model: str | None = flag(
+        "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
+        None,
+        metavar="MODULE:FUNCTION",
+    )
+    rounds: int = flag("passes that are counted, after a warm-up", 10)
+    json: bool = flag("print one JSON object instead of the table", False, pair=False)
 
     def run(self) -> None:
         """Profile, and return when it is done.

@@ -213,7 +213,7 @@ def _pictures(timelines: Sequence[Timeline], name: str) -> str:
     ):
         return (
             f"(no picture: the longest job takes {lasting[-1]:.6g}, half of all at "
-            f"most {lasting[len(lasting) // 2]:.6g}; zbpp plot draws it)"
+            f"most {lasting[len(lasting) // 2]:.6g}; zbpp show -o x.svg draws it)"
         )
     return "\n".join(
         _picture(one, unit)
@@ -236,7 +236,7 @@ def _picture(timeline: Timeline, unit: float) -> str:
     ]
     note = (
         f"(the first {width} of {longest} columns; COLUMNS={longest} zbpp show prints "
-        "all of them, zbpp plot draws them)"
+        "all of them, -o x.svg draws them)"
     )
     return "\n".join([*cropped, note])
 

@@ -2,10 +2,11 @@
 
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 
 from zbpp.cli.outputs import check_outputs
 from zbpp.core import RequestError
-from zbpp.training.options import Train
+from zbpp.training.options import Train, flag
 
 __all__ = ["TrainCommand"]
 
@@ -18,8 +19,7 @@ class TrainCommand(Train):
     and the final parameters depend on neither the mode nor the number of stages.
     """
 
-    def __post_init__(self) -> None:
-        """Leave the check to `run`, as tyro would put its error into a box."""
+    config: Path | None = flag("flags in a TOML file; typed ones overrule it", None)
 
     def run(self) -> None:
         """Train, and return when it is done.
@@ -28,7 +28,6 @@ class TrainCommand(Train):
             RequestError: the request is wrong or cannot be met.
             WorkerError: a process failed.
         """
-        super().__post_init__()
         check_outputs(metrics=self.metrics, costs_out=self.costs_out, trace=self.trace)
         if importlib.util.find_spec("torch") is None:
             raise RequestError("training needs torch: pip install 'zbpp[train]'")

@@ -68,7 +68,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
         loss_scale=LossScaler() if options.dtype == "fp16" else None,
     )
     execution = Execution(
-        compile="blocks" if options.compile else False,
+        compile="blocks" if options.compiles else False,
         cuda_graphs=options.cuda_graphs,
         watch=measures_first(options),
         timeout_s=options.timeout_s,

@@ -31,7 +31,7 @@ def estimate_layers(
         n_layers=given.get("n_layers"),
         autocast=AUTOCAST[options.dtype],
         exact_sums=options.exact_sums,
-        compile="blocks" if options.compile else False,
+        compile="blocks" if options.compiles else False,
     )
 
 

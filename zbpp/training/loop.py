@@ -143,7 +143,7 @@ def _describe_model(pipeline: Pipeline, options: Train) -> str:
         "micro-batches of "
         f"{options.microbatch_size} x {options.seq} bytes, {options.dtype} on "
         f"{pipeline.device.type}"
-        f"{', compiled' if options.compile else ''}"
+        f"{', compiled' if options.compiles else ''}"
         f"{', post-validated' if schedule.is_post_validated else ''}"
     )
 

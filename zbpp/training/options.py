@@ -1,119 +1,175 @@
-"""The options of `zbpp train`; this file loads no torch."""
+"""The options of `zbpp train`, and groups of flags that other commands share.
 
-from dataclasses import dataclass
+A command is a dataclass, a flag one of its fields: `flag` gives it a default and a line
+of help, and the class that declares it is its group in the help text. This file loads
+no torch; `zbpp.cli.parser` reads the fields.
+"""
+
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import tyro
-
-from zbpp.core import RequestError, parse_memory
+from zbpp.core import RequestError
 from zbpp.core.sharding import Shard
 from zbpp.planning import MODE_WORDS
 
-__all__ = ["HF", "MemoryText", "RunOptions", "Train", "YesNoUnsaid"]
+__all__ = [
+    "HF",
+    "MODE_FLAG",
+    "BlockSizes",
+    "Compute",
+    "Memory",
+    "Planning",
+    "Processes",
+    "Replicas",
+    "RunOptions",
+    "Train",
+    "flag",
+]
 
 HF = "hf:"
 """Begin of the name of a model of transformers."""
+Memory = Annotated[float | None, "memory"]
+"""An amount of memory: a number, or one with a unit, such as ``40GiB``."""
+MODE_FLAG: dict[str, Any] = {"metavar": "MODE", "also": ("mode",)}
 
-YesNoUnsaid = Annotated[bool | None, tyro.conf.DisallowNone]
-"""``--flag``, ``--no_flag``, or neither."""
-MemoryText = Annotated[
-    float | None,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="MEMORY",
-        instance_from_str=lambda texts: parse_memory(texts[0]),
-        is_instance=lambda value: value is None or isinstance(value, int | float),
-        str_from_instance=lambda value: [f"{value:g}"] if value else ["none"],
-    ),
-]
-"""An amount of memory: a number, or one with a unit, such as ``40GiB``; or none."""
-_Path = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
-_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+
+def flag(
+    text: str,
+    default: Any = MISSING,
+    *,
+    metavar: str | None = None,
+    also: tuple[str, ...] = (),
+    many: bool = False,
+    pair: bool = True,
+    bare: str | None = None,
+    hidden: bool = False,
+) -> Any:
+    """Declare a flag as the field of a command.
+
+    Args:
+        text: of help.
+        default: left out: the flag must be given.
+        metavar: of its value in help texts; else by its type.
+        also: other spellings, without hyphens.
+        many: takes several values, with commas or spaces between them.
+        pair: of a flag without a value: there is a ``--no_`` to it.
+        bare: the value of the flag where none stands behind it; ``--no_`` is "off".
+        hidden: accepted, but not in the help text.
+    """
+    about = {"text": text, "metavar": metavar, "also": also, "many": many,
+             "pair": pair, "bare": bare, "hidden": hidden}  # fmt: skip
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Model, schedule and processes of a run: what a training and a profile share.
+class Planning:
+    """Schedule."""
+
+    stages: int | None = flag("pipeline stages; a file knows its own", None)
+    microbatches: int | None = flag(
+        "micro-batches of a step; a file knows its own", None
+    )
+    costs: Path | None = flag("costs file; without it F, B and W take 1 each", None)
+    layers: Path | None = flag("layers file: splits the layers; replaces --costs", None)
+    split: str | None = flag(
+        "of the layers: balanced, even, or those of each chunk: 3,4",
+        None,
+        metavar="SPLIT",
+        many=True,
+    )
+    recompute: str | None = flag(
+        "what B computes again: auto, all, none, or numbers of layers (of chunks, "
+        "where costs are theirs)",
+        None,
+        metavar="WHICH",
+        many=True,
+    )
+    memory_limit: Memory = flag(
+        "of a stage: 40GiB where costs are in bytes, or in their unit", None
+    )
+    enable_optimizer_post_validation: bool | None = flag(
+        "step before the norm is known and validate later; left out: where B and W "
+        "are apart",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Replicas."""
+
+    data_parallel: int = flag("replicas of every stage", 1)
+    shard: Shard = flag(
+        "what they hold in parts; each word includes those before", "none"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """Sizes of the model of zbpp train."""
+
+    seq: int = flag("tokens of a sample, also of hf:PATH", 128)
+    dim: int = flag("width", 96)
+    n_blocks: int = flag("transformer blocks; embedding and head are 2 layers more", 8)
+    n_heads: int = flag("attention heads", 4)
+    hidden: int = flag("inner width of the feed-forward layers", 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Computation."""
+
+    compile: Literal["off", "blocks"] = flag(
+        "torch.compile for each block; B and W stay apart", "off", bare="blocks"
+    )
+    exact_sums: bool = flag("gradients to the last bit alike in all modes", True)
+
+    @property
+    def compiles(self) -> bool:
+        """True if blocks are compiled."""
+        return self.compile == "blocks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """Processes."""
+
+    device: str = flag("auto (an accelerator, else the CPU), cpu, cuda, xpu ..", "auto")
+    timeout_s: float = flag("seconds that a stage waits for another one", 600.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
+    """Run.
 
     Raises:
         RequestError: a value is out of its range.
     """
 
-    pipeline_schedule_mode: Annotated[str, tyro.conf.arg(help=MODE_WORDS)] = "ZBH1"
-    stages: _Count = None
-    """Pipeline stages, a process each; else as torchrun or the file says, else 2."""
-    data_parallel: int = 1
-    """Replicas of every stage, a process each; each reads its own share of a batch of
-    as many times the micro-batches."""
-    shard: Shard = "none"
-    """Tensors that replicas hold in parts: optimizer state (and parameters between
-    steps), gradients too, parameters as well; none: each holds all."""
-    tensor_parallel: int = 1
-    """Processes that share the blocks of each stage."""
-    microbatches: _Count = None
-    """Micro-batches of a replica in a step; else as the file says, else 8."""
-    microbatch_size: int = 2
-    """Windows of text in a micro-batch."""
-    seq: int = 128
-    """Bytes in a window."""
-    seed: int = 0
-    """Of the initial weights and of the choice of windows."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Computation: fp32, or bf16 or fp16 by autocast (the weights stay fp32); fp16 with
-    a loss scale that adapts."""
-    enable_optimizer_post_validation: YesNoUnsaid = None
-    """Step before the global gradient norm is known, and roll the step back in the next
-    one if it was invalid; left out: where the backward is split."""
-    post_validation_rollback: Literal["auto", "deferred", "compiled", "snapshot"] = (
-        "auto"
+    pipeline_schedule_mode: str = flag(MODE_WORDS, "ZBH1", **MODE_FLAG)
+    effort: Literal["fast", "default"] = flag(
+        "of the search; for more let zbpp plan write a file", "default"
     )
-    """Has no effect: the class of the optimizer decides how a step is rolled back."""
-    model: Annotated[str | None, tyro.conf.arg(metavar="hf:PATH")] = None
-    """A causal language model of transformers: hf:config.json, with random weights, or
-    hf:FOLDER, a checkpoint of safetensors; left out: a Llama of the sizes below."""
-    dim: int = 96
-    """Width of the model."""
-    n_blocks: int = 8
-    """Transformer blocks; embedding and head are two layers more."""
-    n_heads: int = 4
-    """Attention heads."""
-    hidden: int = 256
-    """Inner width of the feed-forward layers."""
-    costs: _Path = None
-    """Costs file for the plan and for the simulated bubble rate."""
-    layers: _Path = None
-    """Layers file in place of costs: the layers are split for the plan."""
-    split: Annotated[str | None, tyro.conf.arg(metavar="SPLIT")] = None
-    """balanced (needs --layers), even, or the layers of each chunk: 3,4,3; left out:
-    as the schedule file says, else balanced with --layers, else as many blocks each."""
-    recompute: Annotated[str | None, tyro.conf.arg(metavar="WHICH")] = None
-    """Layers whose graph B computes again: auto (needs m_r in the costs, and a memory
-    limit), all, none, or their numbers: 1,2,3; left out: as the schedule file says."""
-    memory_limit: MemoryText = None
-    """Largest memory of a stage: 16GiB where costs are in bytes, or in their unit."""
-    effort: Literal["fast", "default"] = "default"
-    """Search effort; every process plans for itself, so for more let zbpp plan
-    write a file."""
-    emulate: _Path = None
-    """Costs file in ms: layers that sleep instead, to compare with the simulation. A
-    layers file (it names n_layers) is one too: each layer sleeps its own time."""
-    compile: bool = False
-    """Compile each block by torch.compile; B and W stay apart."""
-    cuda_graphs: bool = False
-    """Record passes as CUDA graphs in the third step, and replay them: less host time.
-    On CPUs there are none."""
-    exact_sums: bool = True
-    """Gradients to the last bit alike in all modes; --no_exact_sums is a few per cent
-    faster."""
-    device: str = "auto"
-    """auto: the accelerator that torch finds, else the CPU; or cpu, cuda, xpu, npu and
-    so on. Processes share what there are too few of."""
-    transport: Literal["processes", "local"] = "processes"
-    """local: all stages in this process, one after the other."""
-    timeout_s: float = 600.0
-    """Seconds that a stage waits for another one before it gives up, also at the
-    start."""
+    model: str | None = flag(
+        "of transformers: hf:config.json, hf:FOLDER with weights; else a small Llama",
+        None,
+        metavar="hf:PATH",
+    )
+    emulate: Path | None = flag(
+        "costs or layers file in ms: layers that sleep instead", None
+    )
+    microbatch_size: int = flag("samples of a micro-batch", 2)
+    seed: int = flag("of the weights and of the choice of text", 0)
+    dtype: Literal["fp32", "bf16", "fp16"] = flag("16 bits by autocast", "fp32")
+    cuda_graphs: bool = flag("passes as CUDA graphs: less host time", False)
+    tensor_parallel: int = flag("processes that share the blocks of a stage", 1)
+    transport: Literal["processes", "local"] = flag(
+        "local: all stages in this process", "processes"
+    )
+    post_validation_rollback: Literal["auto", "deferred", "compiled", "snapshot"] = (
+        flag("has no effect", "auto", hidden=True)
+    )
 
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches", "microbatch_size", "seq"):
@@ -131,8 +187,11 @@ class RunOptions:
                 f"--transport local is one process, and a stage has {self.n_peers}; "
                 "leave it out, or --data_parallel and --tensor_parallel"
             )
-        for name in ("compile", "cuda_graphs"):
-            if getattr(self, name) and self.emulate is not None:
+        for name, is_on in (
+            ("compile", self.compiles),
+            ("cuda_graphs", self.cuda_graphs),
+        ):
+            if is_on and self.emulate is not None:
                 raise RequestError(
                     f"--{name}: emulated layers sleep; leave one of them out"
                 )
@@ -155,58 +214,35 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(RunOptions):
-    """Sizes, schedule and optimizer of a training; `zbpp.training.start` runs it.
+    """Training.
 
     Raises:
         RequestError: a value is out of its range.
     """
 
-    alternating_buffers: bool = False
-    """Gather layers into two buffers in turn, each beside the pass of another, and sum
-    gradients from two others in every W; with --shard parameters."""
-    steps: int | None = None
-    """Optimizer steps; 200 if left out, or 10 emulated ones."""
-    lr: float = 3e-3
-    """Learning rate of AdamW after the warm-up."""
-    warmup_steps: int = 10
-    """Steps over which the learning rate rises linearly."""
-    weight_decay: float = 0.1
-    """Of AdamW."""
-    clip_grad_norm: float = 1.0
-    """Largest norm of the whole model's gradient."""
-    post_validation_failures: int = 3
-    """Wait for the norm after so many invalid steps ..."""
-    post_validation_window: int = 10
-    """... of the last so many ..."""
-    post_validation_clean: int = 10
-    """... until so many steps in a row needed no correction; a run begins so."""
-    max_consecutive_skips: int = 5
-    """Stop after so many steps in a row with an Inf or NaN gradient, and name it."""
-    validation_microbatches: int = 32
-    """Micro-batches of held-out text for the final loss."""
-    data: _Path = None
-    """A text file or a folder; without it the Python standard library's source."""
-    metrics: _Path = None
-    """Write one JSON line per step, and a last one with the final results."""
-    log_every: int = 10
-    """Steps between log lines."""
-    save_dir: _Path = None
-    """Folder for checkpoints: one at the end, and when SIGTERM or Ctrl-C stops the run
-    between two steps."""
-    save_every: _Count = None
-    """Steps between checkpoints; they are written while the run goes on."""
-    keep: int = 3
-    """Checkpoints that stay in the folder, the newest."""
-    resume: str = "auto"
-    """auto: go on from the newest undamaged checkpoint in --save_dir, if there is one;
-    none; or the path of a checkpoint. Stages and mode may be others."""
-    max_restarts: int = 0
-    """Start again so often from the last checkpoint when a process has died."""
-    costs_out: _Path = None
-    """Write the measured times of the passes as a costs file (ms) to plan with."""
-    trace: _Path = None
-    """Write what each stage did in the last step, for Perfetto, and for zbpp compare
-    --measured."""
+    alternating_buffers: bool = flag(
+        "layers gathered into two buffers in turn; with --shard parameters", False
+    )
+    steps: int | None = flag("optimizer steps; 200, or 10 emulated ones", None)
+    lr: float = flag("learning rate of AdamW after the warm-up", 3e-3)
+    warmup_steps: int = flag("steps over which it rises", 10)
+    weight_decay: float = flag("of AdamW", 0.1)
+    clip_grad_norm: float = flag("largest norm of the model's gradient", 1.0)
+    post_validation_failures: int = flag("wait for the norm after so many invalid", 3)
+    post_validation_window: int = flag("of the last so many steps", 10)
+    post_validation_clean: int = flag("until so many in a row were valid", 10)
+    max_consecutive_skips: int = flag("steps in a row with Inf or NaN, then stop", 5)
+    validation_microbatches: int = flag("held-out text of the final loss", 32)
+    data: Path | None = flag("text file or folder; else Python's own source", None)
+    metrics: Path | None = flag("JSON line a step, and one with the results", None)
+    log_every: int = flag("steps between log lines", 10)
+    save_dir: Path | None = flag("checkpoints: at the end, and at SIGTERM", None)
+    save_every: int | None = flag("steps between checkpoints", None)
+    keep: int = flag("the newest checkpoints that stay", 3)
+    resume: str = flag("auto (the newest of --save_dir), none, or a path", "auto")
+    max_restarts: int = flag("new starts after a process has died", 0)
+    costs_out: Path | None = flag("costs file (ms) of the measured times", None)
+    trace: Path | None = flag("timeline of the last step, for Perfetto", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -122,7 +122,7 @@ def _pipeline_of(loaded: UsersModel, options: Train, schedule: Schedule) -> Pipe
             post_validation=options.enable_optimizer_post_validation,
         ),
         execution=Execution(
-            compile="blocks" if options.compile else False,
+            compile="blocks" if options.compiles else False,
             timeout_s=options.timeout_s,
         ),
     )
@@ -154,7 +154,7 @@ def _estimate(loaded: UsersModel | None, options: Train) -> LayerCosts:
         n_layers=loaded.n_layers if callable(loaded.model) else None,
         autocast=AUTOCAST[options.dtype],
         exact_sums=options.exact_sums,
-        compile="blocks" if options.compile else False,
+        compile="blocks" if options.compiles else False,
     )
 
 

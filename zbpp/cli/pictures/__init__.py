@@ -1,8 +1,8 @@
 """Commands that write tables, pictures, pages and traces of schedules.
 
-several      several values in one flag; the words that repeat a command
 comparison   all modes for one costs file: plans, figures, entries of a page
 measured     timelines of trace files beside the simulation
 compare      zbpp compare
-drawings     zbpp plot, zbpp trace
+drawings     zbpp show -o
+meshes       zbpp mesh
 """

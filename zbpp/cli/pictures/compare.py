@@ -4,24 +4,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from zbpp.cli.flags import ChunksOf, shown_as
+from zbpp.cli.flags import PlanFlags
 from zbpp.cli.layers_report import comparison_of_splits
 from zbpp.cli.outputs import check_outputs, check_picture
 from zbpp.cli.pictures.comparison import Comparison, Planned, csv_text
 from zbpp.cli.pictures.measured import Run, beside, print_runs, read_runs
-from zbpp.cli.pictures.meshes import MeshFlags
-from zbpp.cli.pictures.several import command_text, paths_in
 from zbpp.cli.report import print_comparison
+from zbpp.cli.several import command_text, paths_in, schedules_in
 from zbpp.cli.summary import summarize
 from zbpp.core import RequestError
 from zbpp.core.files.json_text import write_file
-from zbpp.planning import MODES, is_auto, make_plan
+from zbpp.planning import MODES, canonical, is_auto, make_plan
 from zbpp.simulator import bubble_rate, plot_comparison, simulate
 from zbpp.simulator.page import write_page
+from zbpp.training.options import flag
 
 __all__ = ["Compare"]
 
@@ -29,39 +26,44 @@ _MOST_PASSES = 2048  # stages x micro-batches of a plan for the chart over m
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(MeshFlags):
-    """Compare all modes in one table, or several: --costs a.json,b.json; or all meshes
-    of stages and replicas: --devices."""
+class Compare(PlanFlags):
+    """Compare modes in one table, or in several: --costs a.json,b.json."""
 
-    stages: Annotated[int | None, shown_as("INT")] = None
-    """Pipeline stages; left out with --devices."""
-    microbatches: int
-    """Micro-batches in a step; with --devices over all replicas."""
-    chunks_per_stage: ChunksOf = None
-    out: Annotated[Path | None, shown_as("PATH")] = None
-    """Also write a page with table, charts and timelines (.html), or the charts alone
-    (.png, .svg, .pdf)."""
-    csv: Annotated[Path | None, shown_as("PATH")] = None
-    """Also write the table as CSV."""
-    measured: Annotated[Path | None, shown_as("PATH")] = None
-    """Trace of zbpp bench, of zbpp train --trace or of zbpp.simulator.write_trace: its
-    measured timelines stand below the simulated ones, which --costs times in ms."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object instead of tables."""
+    stages: int = flag("pipeline stages")
+    microbatches: int = flag("micro-batches of a step")
+    modes: str = flag(
+        "modes to compare; left out: all",
+        ",".join(MODES),
+        metavar="MODE,..",
+        also=("pipeline_schedule_mode", "mode"),
+        many=True,
+    )
+    costs: Path | None = flag(
+        "costs files, a table each; without one F, B and W take 1 each",
+        None,
+        metavar="PATH,..",
+        many=True,
+    )
+    out: Path | None = flag(
+        "also write a page with table, charts and timelines (.html), or the charts "
+        "alone (.png, .svg, .pdf)",
+        None,
+    )
+    csv: Path | None = flag("also write the table as CSV", None)
+    measured: Path | None = flag(
+        "traces of zbpp bench or zbpp train --trace: measured timelines below the "
+        "simulated ones, which --costs times in ms",
+        None,
+        metavar="PATH,..",
+        many=True,
+    )
+    json: bool = flag("print one JSON object instead of tables", False, pair=False)
 
     def run(self) -> None:
         """Print the tables; a mode that cannot be had gives its reason below."""
-        if (self.stages is None) == (self.devices is None):
-            raise RequestError(
-                "give --stages to compare modes, or --devices to compare meshes"
-            )
         check_outputs(out=self.out, csv=self.csv)
         if self.out is not None:
             check_picture(self.out)
-        if self.devices is not None:
-            self._check_meshes()
-            self.compare_meshes(self.microbatches, as_json=self.json)
-            return
         found = [replace(self, costs=path)._compare() for path in paths_in(self.costs)]
         if self.json:
             data = {
@@ -84,20 +86,9 @@ class Compare(MeshFlags):
         if written and not self.json:
             print(*written, sep="\n")
 
-    def _check_meshes(self) -> None:
-        """Refuse flags that say nothing of meshes."""
-        for name in ("out", "csv", "chunks_per_stage", "split", "measured"):
-            if getattr(self, name) is not None:
-                raise RequestError(f"--{name} does not go with --devices; leave it out")
-        if self.data_parallel != 1:
-            raise RequestError(
-                "--data_parallel does not go with --devices, which tries every number "
-                "of replicas; leave it out"
-            )
-
     def _compare(self) -> Comparison:
         rows: dict[str, Planned | str] = {}
-        for mode in MODES:
+        for mode in map(canonical, schedules_in(self.modes)):
             try:
                 rows[mode] = self._plan(mode)
             except RequestError as error:
@@ -117,7 +108,6 @@ class Compare(MeshFlags):
                 "--measured needs --costs or --layers in ms, such as zbpp profile "
                 "writes: without times nothing can be set beside what was measured"
             )
-        assert self.stages is not None
         known = None if self.costs is None else self.chunk_costs()
         runs = read_runs(
             self.measured, n_stages=self.stages, n_microbatches=self.microbatches
@@ -130,12 +120,8 @@ class Compare(MeshFlags):
 
     def _plan(self, mode: str) -> Planned:
         """Plan a mode; with a layers file, split the layers for it."""
-        request = self.request(
-            mode,
-            stages=self.stages,
-            microbatches=self.microbatches,
-            chunks_per_stage=None if MODES[mode].chunks else self.chunks_per_stage,
-        )
+        chunks = None if MODES[mode].chunks else self.chunks_per_stage
+        request = replace(self, chunks_per_stage=chunks).request(mode)
         plan = make_plan(request)
         plan = replace(plan, schedule=self.with_collectives(plan.schedule))
         return Planned(plan, summarize(plan.schedule, plan.costs))
@@ -187,7 +173,7 @@ class Compare(MeshFlags):
 
     def _over_m(self, comparison: Comparison) -> dict[str, list[tuple[int, float]]]:
         """Bubble rates for other numbers of micro-batches, by quick plans."""
-        p = self.stages or 1
+        p = self.stages
         near = {p * factor // 2 for factor in (1, 2, 4, 8, 16)}
         near = {m for m in near if 0 < m * p <= _MOST_PASSES}
         found: dict[str, list[tuple[int, float]]] = {}

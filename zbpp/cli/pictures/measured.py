@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.cli.outputs import Terminal
-from zbpp.cli.pictures.several import paths_in
+from zbpp.cli.several import paths_in
 from zbpp.core import (
     Check,
     Costs,

@@ -1,81 +1,91 @@
-"""``zbpp compare --devices``: meshes of stages, replicas and shares in one table."""
+"""``zbpp mesh``: meshes of stages, replicas and shares in one table."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-from zbpp.cli.flags import CommonFlags, shown_as
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
 from zbpp.cli.user_model import load_model
-from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs
+from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs, read_layers
 from zbpp.core.costs import chunk_layers
 from zbpp.core.costs.units import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
-from zbpp.planning.replicas import Network, network_of
+from zbpp.planning.replicas import Network, Shard, network_of
 from zbpp.simulator.tables import Table
-from zbpp.training.options import MemoryText
+from zbpp.training.options import Memory, flag
 
-__all__ = ["MeshFlags"]
-
-_Count = int | None
-_Number = float | None
+__all__ = ["Mesh"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshFlags(CommonFlags):
-    """Flags of a comparison of meshes."""
+class Mesh:
+    """Compare meshes of stages, replicas and shares of layers on so many devices.
 
-    devices: Annotated[_Count, shown_as("INT")] = None
-    """Compare meshes of stages and replicas on so many devices, instead of modes; needs
-    --layers, --costs (parts as many as its lists have), or --model."""
-    model: Annotated[str | None, shown_as("MODULE:FUNCTION")] = None
-    """With --devices: a function that returns (model, batch, loss_fn), or hf:PATH; its
-    memory is estimated, its times are those of its matrix products, in seconds."""
-    device_flops: float = 2e14
-    """With --model: floating-point operations of a device in a second."""
-    parameters: MemoryText = None
-    """With --devices: memory of all parameters, in the unit of the layers (8GB), dealt
-    to these evenly; left out: as the layers file or the model has it."""
-    mesh_mode: Annotated[str, shown_as("MODE")] = "auto"
-    """With --devices: the mode of every mesh."""
-    replica_bandwidth: Annotated[_Number, shown_as("FLOAT")] = None
-    """With --devices: bytes between two devices in a unit of time; left out: that of
-    the layers file."""
-    replica_delay: float = 0.0
-    """With --replica_bandwidth: time of an empty message between replicas."""
-    tensor_parallel: Annotated[tuple[int, ...], shown_as("INT")] = (1,)
-    """With --devices: meshes whose layers are shared by so many devices; several
-    numbers are compared."""
-    node: int = 1
-    """With --devices: devices that share faster links."""
-    node_bandwidth: Annotated[_Number, shown_as("FLOAT")] = None
-    """With --node: bytes between two of them in a unit of time."""
+    The layers are those of --layers, the parts of --costs, or a --model's.
+    """
 
-    def compare_meshes(self, n_microbatches: int, *, as_json: bool) -> None:
+    devices: int = flag("in all")
+    microbatches: int = flag("micro-batches of a step, over all replicas")
+    pipeline_schedule_mode: str = flag(
+        "of every mesh", "auto", metavar="MODE", also=("mode", "mesh_mode")
+    )
+    costs: Path | None = flag("costs file: a layer for each entry of its lists", None)
+    layers: Path | None = flag("layers file", None)
+    model: str | None = flag(
+        "returns (model, batch[, loss_fn]); or hf:PATH: memory is estimated, times are "
+        "those of the matrix products, in seconds",
+        None,
+        metavar="MODULE:FUNCTION",
+    )
+    device_flops: float = flag("of a --model: operations of a device in a second", 2e14)
+    memory_limit: Memory = flag(
+        "of a device: 40GiB where costs are in bytes, or in their unit", None
+    )
+    parameters: Memory = flag(
+        "memory of all of them, dealt to the layers evenly; else as these say", None
+    )
+    shard: Shard = flag(
+        "what replicas hold in parts; each word includes those before", "none"
+    )
+    tensor_parallel: tuple[int, ...] = flag(
+        "devices that share layers; several are compared", (1,), metavar="INT,..",
+        many=True,
+    )  # fmt: skip
+    replica_bandwidth: float | None = flag(
+        "bytes between two devices in a unit of time; else as the layers file has",
+        None,
+    )
+    replica_delay: float = flag("time of an empty message between replicas", 0.0)
+    node: int = flag("devices that share faster links", 1)
+    node_bandwidth: float | None = flag("bytes between two of these", None)
+    effort: str = flag("of the search: fast, default, best or best:SECONDS", "default")
+    json: bool = flag("print one JSON object instead of a table", False, pair=False)
+
+    def run(self) -> None:
         """Plan all meshes and print them; the best is marked.
 
         Raises:
             RequestError: no mesh fits, or flags are missing or do not go together.
         """
-        assert self.devices is not None
         layers, network = self._layers_and_network()
         found = plan_meshes(
             layers,
             n_devices=self.devices,
-            n_microbatches=n_microbatches,
+            n_microbatches=self.microbatches,
             network=network,
-            mode=self.mesh_mode,
+            mode=self.pipeline_schedule_mode,
             shard=self.shard,
             effort="fast" if self.effort == "default" else self.effort,
             tensor_parallel=self.tensor_parallel,
         )
         best = best_mesh(found)
-        if as_json:
+        if self.json:
             print(json.dumps({"best": best.name, "meshes": [_data(m) for m in found]}))
             return
-        title = f"{self.devices} devices, {n_microbatches} micro-batches, shard "
+        title = f"{self.devices} devices, {self.microbatches} micro-batches, shard "
         table = _table(found, best, f"{title}{self.shard}")
         Terminal(highlight=False).print(table.for_terminal())
         for one in found:
@@ -124,12 +134,13 @@ class MeshFlags(CommonFlags):
         ]
         if len(given) != 1:
             raise RequestError(
-                "--devices needs one of --layers, --costs and --model"
+                "zbpp mesh needs one of --layers, --costs and --model"
                 + (f"; there are {' and '.join(given)}" if given else "")
             )
-        layers = self.layer_costs()
-        if layers is not None:
-            return layers
+        if self.layers is not None:
+            return with_limit(
+                read_layers(self.layers), self.memory_limit, name="--memory_limit"
+            )
         return self._of_chunks() if self.model is None else self._of_model()
 
     def _of_chunks(self) -> LayerCosts:

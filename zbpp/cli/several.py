@@ -9,7 +9,7 @@ from zbpp.planning import is_file
 
 __all__ = ["command_text", "paths_in", "schedules_in"]
 
-_POSITIONAL = "schedule"
+_BARE = "pipeline_schedule_mode"
 
 
 def schedules_in(text: str) -> list[str]:
@@ -43,7 +43,7 @@ def command_text(command: object) -> str:
         value = getattr(command, field.name)
         if value == _default(field):
             continue
-        if field.name == _POSITIONAL:
+        if field.name == _BARE:
             words.append(str(value))
         elif isinstance(value, bool):
             words.append(f"--{'' if value else 'no_'}{field.name}")
