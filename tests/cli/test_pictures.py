@@ -175,7 +175,7 @@ def test_the_words_of_a_command_are_those_that_were_given():
         enable_optimizer_post_validation=False,
     )
     sizes = ["--stages", "2", "--microbatches", "3"]
-    assert command_text(one).split() == ["zbpp", "compare", *words, *sizes]
+    assert command_text(one).split() == ["zbpp", "compare", *sizes, *words]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

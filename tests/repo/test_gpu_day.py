@@ -10,7 +10,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu import day, host, memory
-from gpu.table import Table
+from parts.table import Table
 
 MEASURED = [part for part in day.PARTS if part != "checks"]
 
@@ -48,7 +48,7 @@ def test_a_part_that_fails_is_told_and_the_others_are_kept(
     def fail(sizes: object) -> None:
         raise RuntimeError("CUDA error: on purpose")
 
-    other = Table("Title", "Notes.", ["what"], [["host"]])
+    other = Table("Title", ["what"], [["host"]], "Notes.")
     monkeypatch.setattr(memory, "measure", fail)
     monkeypatch.setattr(host, "measure", lambda sizes: [other])
     out = tmp_path / "out"

@@ -32,7 +32,7 @@ _BLOCK = re.compile(
 _FOLDERS = (
     "docs|examples|tests|zbpp|schedules|simulator|benchmarks|notebooks|constraints"
 )
-_NOT_OURS = {"--nproc-per-node", "--parallelism", "--training"}
+_NOT_OURS = {"--nproc-per-node", "--parallelism", "--room", "--training"}
 
 
 @dataclass(frozen=True)

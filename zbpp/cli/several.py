@@ -35,7 +35,7 @@ def command_text(command: object) -> str:
 
     >>> from zbpp.cli.pictures.compare import Compare
     >>> command_text(Compare(stages=4, microbatches=8, effort="fast"))
-    'zbpp compare --effort fast --stages 4 --microbatches 8'
+    'zbpp compare --stages 4 --microbatches 8 --effort fast'
     """
     assert is_dataclass(command)
     words = ["zbpp", type(command).__name__.lower()]
