@@ -332,43 +332,7 @@ def train_all(cases: list[tuple[str, str, dict[str, Any]]]) -> list[Found]:
 def breaking(what: str | None) -> Iterator[None]:
     """Take something out of this process meanwhile, as a negative control."""
     with ExitStack() as stack:
-        patch = partial(_patched, stack)
-        if what == "prefetch":  # torch's own, by the order of the forwards
-            patch(fsdp, "_NoOrder", list)
-        elif what == "stale":  # nothing is gathered again after a rollback
-            patch(Collectives, "rewind", lambda _: None)
-        elif what == "wait":
-            patch(Buckets, "wait", lambda _: None)
-        elif what == "early":  # the first W of a chunk counts as its last
-            patch(GradientOrder, "_listener", _after_the_first)
-        elif what == "joined":  # B's gradients are summed with those of an earlier W
-            patch(GradientOrder, "_end_b", _added_at_once)
-        elif what == "narrow":  # torch widens what a B leaves, whoever's turn it is
-            patch(Unit, "take_over_widening", lambda _: None)
-            patch(Unit, "widen", lambda _: None)
-        elif what in OF_BUFFERS:
-            for one in OF_BUFFERS[what]:
-                patch(*one)
-        elif what == "alone" and torch.distributed.get_rank() == 0:
-            patch(StepSums, "norm", lambda sums, _=None: _own_norm(sums))
+        for owner, name, value in OF_BUFFERS[what] if what else ():
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-
-
-def _patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
-
-
-def _after_the_first(order: Any) -> Any:
-    return order._progress if order._n_w == 1 else None
-
-
-def _added_at_once(order: Any, microbatch: int, found: Any, waiting: Any) -> None:
-    for p, gradient in found:
-        p.grad = gradient if p.grad is None else p.grad + gradient
-    order._late[microbatch] = []
-    order._waiting[microbatch] = waiting
-
-
-def _own_norm(sums: Any) -> float:
-    return float(sums.read()[0, : sums._n_layers].sum().sqrt())
