@@ -10,7 +10,6 @@ Each row plans three splits for one mode: even numbers of layers, the least larg
 shares no code with zbpp, replays every plan.
 """
 
-import json
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Annotated
 import tyro
 from parts.runs import judged, run_zbpp
 from parts.table import Table
-from parts.turns import spread_of
+from parts.turns import Runs, spread_of, take_turns
 from parts.unequal_layers import TIMES, least_of_one_chunk, llama, unequal
 
 from zbpp.core import LayerCosts, write_layers
@@ -246,29 +245,26 @@ class Emulated:
                     table.add(name if kind == "even" else "", kind, *cells)
         table.show()
 
-    def _measure(
-        self, mode: str, layers: LayerCosts, folder: Path
-    ) -> dict[str, list[dict[str, float]]]:
-        path, metrics = folder / "layers.json", folder / "metrics.json"
+    def _measure(self, mode: str, layers: LayerCosts, folder: Path) -> Runs:
+        path = folder / "layers.json"
         write_layers(layers, path)
         m = self.microbatches or 3 * self.stages
-        found: dict[str, list[dict[str, float]]] = {"even": [], "joint": []}
-        for kind in found:
-            split = "even" if kind == "even" else "balanced"
+        splits = {"even": "even", "joint": "balanced"}
+        for kind, split in splits.items():
             run_zbpp(
                 "plan", mode, "--layers", path, "--split", split, "--stages",
                 self.stages, "--microbatches", m, "--out", folder / f"{kind}.json",
             )  # fmt: skip
-        for _ in range(self.runs):
-            for kind, runs in found.items():
-                run_zbpp(
-                    "train", "--emulate", path, "--steps", self.steps,
-                    "--pipeline_schedule_mode", folder / f"{kind}.json",
-                    "--metrics", metrics, "--timeout_s", 300,
-                    "--enable_optimizer_post_validation",
-                )  # fmt: skip
-                runs.append(json.loads(metrics.read_text()))
-        return found
+
+        def measure(kind: str, metrics: Path) -> None:
+            run_zbpp(
+                "train", "--emulate", path, "--steps", self.steps,
+                "--pipeline_schedule_mode", folder / f"{kind}.json",
+                "--metrics", metrics, "--timeout_s", 300,
+                "--enable_optimizer_post_validation",
+            )  # fmt: skip
+
+        return take_turns(splits, self.runs, measure)
 
 
 def _cells(

@@ -9,6 +9,7 @@ turns, run after run, so that a slow spell of the machine hits all of them.
 import json
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -48,9 +49,7 @@ def measure(options: Emulated, mode: str, metrics: Path) -> None:
 def main() -> None:
     """Measure all modes and print a table."""
     options = tyro.cli(Emulated, use_underscores=True)
-    found = take_turns(
-        options.modes, options.runs, lambda mode, file: measure(options, mode, file)
-    )
+    found = take_turns(options.modes, options.runs, partial(measure, options))
     table = Table(
         f"p={options.stages} m={options.microbatches}, jobs of {options.job_ms:g} ms, "
         f"median of {options.runs} runs",

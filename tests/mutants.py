@@ -54,7 +54,7 @@ TESTS = {
     "cli": "tests/cli",
     "bench": "tests/bench",
 }
-"""What runs for the mutants of a room; of "executor", only the files of the folder."""
+"""Tests for the mutants of a room; of "executor", only the files of the folder."""
 
 SLOW = {"parallel", "models", "bench"}
 """Rooms in which some mistakes show only in tests that are slow."""

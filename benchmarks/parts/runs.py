@@ -1,4 +1,4 @@
-"""What benchmarks run and replay: commands, processes, and plans by the judge."""
+"""Commands and processes that benchmarks run, and plans that the judge replays."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a request may ask for: its sizes, its memory, and the promises of modes.
+"""Limits of a request: its sizes, its memory, and the promises of modes.
 
 A stage holds least, its *need*, if it runs one micro-batch at a time, and each W right
 after its B. Where passes have no peaks and W's keep no more than m_b, that is M_B: what

@@ -18,14 +18,14 @@ __all__ = ["Tracing", "costs_of_layers", "layer_memory", "model_memory"]
 
 
 class Tracing(TypedDict, total=False):
-    """How the layers of a model run, and on what; as in `zbpp.Pipeline`."""
+    """The way in which the layers of a model run; as in `zbpp.Pipeline`."""
 
     n_layers: int | None
     """Of a builder."""
     microbatch_size: int | None
     """Samples of a micro-batch, if not those of the batch."""
     device: torch.device | str
-    """Whose kernels are taken; cuda needs a GPU, and leaves it alone."""
+    """The device whose kernels are taken; cuda needs a GPU, and leaves it alone."""
     autocast: torch.dtype | None
     """Compute dtype of the forward."""
     exact_sums: bool

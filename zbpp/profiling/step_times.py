@@ -1,4 +1,4 @@
-"""What steps have taken: their passes, and the time between the jobs of a stage.
+"""Times of steps: of their passes, and the time between the jobs of a stage.
 
 Steps of a training that goes on, or those of a rehearsal; profiles and the watcher of
 ``auto`` read both here. Between two jobs lies what the host needs, or a message:

@@ -109,7 +109,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
 
 
 def numerics_of(options: Train) -> Numerics:
-    """How a run computes."""
+    """The numerics of a run."""
     return Numerics(autocast=AUTOCAST[options.dtype], exact_sums=options.exact_sums)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from zbpp.cli.flags import ScheduleFlags
 from zbpp.cli.several import command_text
 from zbpp.cli.summary import summarize
-from zbpp.core import Costs, Schedule
+from zbpp.core import Costs, Schedule, Timeline
 from zbpp.simulator import plot, write_trace
 from zbpp.simulator.page import PageEntry, write_page
 
@@ -28,26 +28,26 @@ def draw_file(
         as_trace: for Perfetto; one unit of time is a millisecond.
     """
     runs = [
-        (timeline, costs)
+        (schedule, costs, flags.timelines(schedule, costs))
         for schedule, costs in loaded
-        for timeline in flags.timelines(schedule, costs)
     ]
+    drawn = [(timeline, costs) for _, costs, own in runs for timeline in own]
     if as_trace:
-        timelines, costs = zip(*runs, strict=True)
+        timelines, costs = zip(*drawn, strict=True)
         write_trace(timelines, out, costs=costs)
     elif out.suffix.lower() == ".html":
-        _write_page(flags, loaded, out)
+        _write_page(flags, runs, out)
     else:
-        plot([timeline for timeline, _ in runs], out, costs=loaded[0][1])
+        plot([timeline for timeline, _ in drawn], out, costs=loaded[0][1])
 
 
 def _write_page(
-    flags: ScheduleFlags, loaded: list[tuple[Schedule, Costs]], out: Path
+    flags: ScheduleFlags, runs: list[tuple[Schedule, Costs, list[Timeline]]], out: Path
 ) -> None:
     entries = []
-    for schedule, costs in loaded:
+    for schedule, costs, timelines in runs:
         summary = summarize(schedule, costs)
-        for timeline in flags.timelines(schedule, costs):
+        for timeline in timelines:
             entry = PageEntry(
                 name=timeline.name,
                 schedule=schedule,
@@ -57,10 +57,9 @@ def _write_page(
             )
             entries.append(entry)
     sizes = dict.fromkeys(
-        f"{one.n_stages} stages, {one.n_microbatches} micro-batches"
-        for one, _ in loaded
+        f"{one.n_stages} stages, {one.n_microbatches} micro-batches" for one, *_ in runs
     )
-    names = dict.fromkeys(one.name for one, _ in loaded)
+    names = dict.fromkeys(schedule.name for schedule, *_ in runs)
     facts = [*sizes, *([f"costs {flags.costs}"] if flags.costs else [])]
     write_page(
         entries,

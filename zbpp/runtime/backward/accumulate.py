@@ -173,7 +173,7 @@ class GradientOrder:
             each.rest()
 
     def _listener(self) -> Progress | None:
-        """What hears of the W that runs now: of the last one, or of each."""
+        """Return the listener of the W that runs now: of the last one, or of each."""
         if self._each is not None:
             return self._each if self._look is None else None  # it sees whole gradients
         return self._progress if self._n_w == self._n_microbatches else None

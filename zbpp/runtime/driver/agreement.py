@@ -125,7 +125,7 @@ def _check_tied(plan: TiePlan, descriptions: Sequence[TiedTexts]) -> None:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What one process tells the others before a step.
+    """Facts that one process tells the others before a step.
 
     Args:
         place: coordinates on the mesh but for the stage; those of a pipeline agree.
@@ -150,7 +150,7 @@ class Beginning:
 
 
 def describe_batch(batch: Batch) -> Look | None:
-    """What a process has been handed; None: nothing."""
+    """The part that a process has been handed; None: nothing."""
     if batch is None:
         return None
     tensors = list(tensors_in(batch))

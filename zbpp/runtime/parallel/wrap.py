@@ -25,7 +25,7 @@ __all__ = ["Unsharded", "check_bare", "check_shard", "wrap"]
 
 @dataclass(frozen=True)
 class Unsharded:
-    """What a parameter was before it was dealt out over the replicas.
+    """A parameter as it was before it was dealt out over the replicas.
 
     Each replica keeps its part of its own values: of replicas that began with other
     values a patchwork would be trained.
