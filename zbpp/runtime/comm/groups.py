@@ -200,6 +200,7 @@ def open_groups(
     if len(replicas) > 1:
         title = f"{name}/replicas_{replicas[0]}"
         hosts = open_group(world, replicas, title, backend="gloo", timeout_s=timeout_s)
+    _await_members(world, wire, timeout_s=timeout_s)
     store = world.get_group_store()
     notes = dist.PrefixStore(f"{name}/notes", store)  # type: ignore[attr-defined]
     on_device = backend != "gloo"
@@ -228,12 +229,28 @@ def _draw_name(
     Raises:
         RuntimeError: a member did not come.
     """
-    if backend_of(group, wire) == "gloo":
-        gloo: Group = group._get_backend(wire)
-        gloo.monitored_barrier(timedelta(seconds=timeout_s))
+    _await_members(group, wire, timeout_s=timeout_s)
     number = torch.tensor([secrets.randbits(62)], device=wire)
     dist.broadcast(number, group=group, group_src=0)
     return f"zbpp_{int(number):x}"
+
+
+def _await_members(
+    group: dist.ProcessGroup, wire: torch.device, *, timeout_s: float
+) -> None:
+    """Wait until all members have come here.
+
+    A member that is refused right after it has its groups drops them, and would break
+    those of a member that is still connecting: nobody goes on before all have theirs.
+
+    Raises:
+        RuntimeError: a member did not come.
+    """
+    if backend_of(group, wire) == "gloo":
+        gloo: Group = group._get_backend(wire)
+        gloo.monitored_barrier(timedelta(seconds=timeout_s))
+    else:
+        dist.all_reduce(torch.zeros(1, device=wire), group=group)
 
 
 def open_group(
