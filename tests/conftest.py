@@ -17,6 +17,9 @@ collect_ignore = [] if "simgpu" in sys.modules else ["simgpu"]
 # One thread a process, in what tests start as well: the tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The processes that tests start shall compile the package once, not each for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # No deadline: the machine may be busy. Derandomized: a red run can be run again.
 any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("zbpp", any_speed, derandomize=True, max_examples=60)

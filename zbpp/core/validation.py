@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from zbpp.core.amounts import format_memory
 from zbpp.core.clock import can_finish, replay
@@ -127,8 +128,7 @@ def _is_plain(
         return False
     states = {chunk: bytearray(n_microbatches) for chunk in chunks}
     n_finished = 0
-    for column in range(n_passes):
-        job = order[column]
+    for job in islice(order, n_passes):
         if job.__class__ is not Pass:
             return False
         state = states.get(job.chunk)

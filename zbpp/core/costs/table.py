@@ -439,10 +439,11 @@ def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[
     during = []
     looked_up: dict[object, tuple[float, float]] = {}
     for job in order:
-        key = (job.kind, job.chunk) if isinstance(job, Pass) else job
-        if key not in looked_up:
-            looked_up[key] = costs.peak(job), costs.change(job)
-        peak, change = looked_up[key]
+        key = (job.kind, job.chunk) if job.__class__ is Pass else job
+        amounts = looked_up.get(key)
+        if amounts is None:
+            amounts = looked_up[key] = costs.peak(job), costs.change(job)
+        peak, change = amounts
         during.append(held + peak)
         held += change
     return during
