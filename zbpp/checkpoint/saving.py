@@ -12,7 +12,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,8 +30,12 @@ from zbpp.checkpoint.manifest import (
     write_durably,
 )
 from zbpp.checkpoint.tensors import HostCopies, write_tensors
+from zbpp.core import RequestError
 
-__all__ = ["Saver", "Snapshot"]
+__all__ = ["Put", "Saver", "Snapshot"]
+
+Put = Callable[[str, Tensor], None]
+"""Takes a tensor by its name in the checkpoint, and has copied it on return."""
 
 Failure = tuple[float, str]
 """When a process failed, and why."""
@@ -45,16 +49,16 @@ _PATIENCE_AT_EXIT_S = 10.0  # the same when the script has ended
 class Snapshot:
     """A state to be saved, or the part of it that a process holds.
 
+    Its tensors are with the `HostCopies` that have taken them.
+
     Args:
         step: steps done.
-        tensors: by their names in the checkpoint.
-        values: the rest, encoded.
+        values: all but the tensors, encoded.
         aliases: other names of tied tensors.
         run: see `Manifest`.
     """
 
     step: int
-    tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
     aliases: Mapping[str, str] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -79,33 +83,36 @@ class Saver:
         return self._writing is not None
 
     def begin(
-        self, folder: Path, snapshot: Snapshot | str, *, keep: int | None
+        self, folder: Path, take: Callable[[Put], Snapshot], *, keep: int | None
     ) -> str | None:
         """Copy a state and start to write it; every process must call.
 
         Args:
             folder: of the checkpoints; all processes see the same.
-            snapshot: of the part that this process holds, or why there is none.
+            take: takes the part of the state that this process holds, and gives every
+                tensor to what it is called with.
             keep: see `publish`.
 
         Returns:
             Why the save before has failed, None if it has not.
 
         Raises:
-            CheckpointError: the folder cannot be written, or differs among processes.
+            CheckpointError: the state cannot be saved, the folder cannot be written, or
+                folder, step or keep differ among processes.
         """
         earlier = self._wait()
-        partial = ""
-        problem: str | None = None
-        if isinstance(snapshot, str):
-            problem, snapshot = snapshot, Snapshot(0, {}, {})
-        elif self._rank == 0:
-            try:
+        partial, problem, snapshot = "", None, Snapshot(0, {})
+        self._copies.begin()
+        try:
+            snapshot = take(self._copies.take)
+            if self._rank == 0:
                 partial = str(make_partial(folder, snapshot.step))
-            except OSError as error:
-                problem = f"cannot write to {folder}: {error.strerror}"
+        except RequestError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"cannot write to {folder}: {error.strerror}"
+        tensors = self._copies.finish()
         request = (str(folder.absolute()), snapshot.step, keep)
-        tensors = self._copies.copy(snapshot.tensors)
         answers = self._gather((request, partial, problem, earlier))
         for _, _, text, _ in answers:
             if text is not None:

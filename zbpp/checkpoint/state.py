@@ -31,7 +31,7 @@ from zbpp.checkpoint.optimizers import (
     optimizer_state,
     scheduler_state,
 )
-from zbpp.checkpoint.saving import Snapshot
+from zbpp.checkpoint.saving import Put, Snapshot
 from zbpp.checkpoint.tensors import TensorReader, whole
 from zbpp.checkpoint.values import decode, encode, misfit
 from zbpp.core import RequestError
@@ -67,6 +67,7 @@ def take_snapshot(
     local: LocalModel,
     about: Mapping[str, Any],
     run: Mapping[str, Any],
+    put: Put,
     *,
     step: int,
     extra: Mapping[str, Any],
@@ -79,6 +80,8 @@ def take_snapshot(
         local: whose state it is.
         about: the schedule, for people who read the manifest.
         run: what the runtime needs to go on.
+        put: takes the tensors, one after the other: a sharded one is gathered for it,
+            and its memory is free before the next one is.
         step: steps done.
         extra: of the script.
         saves: false on all but one of the processes that hold shards of the same
@@ -88,12 +91,11 @@ def take_snapshot(
     Raises:
         RequestError: a part of the state is nothing that a checkpoint can hold.
     """
-    tensors: dict[str, Tensor] = {}
 
-    def put(name: str, tensor: Tensor) -> None:
+    def gather(name: str, tensor: Tensor) -> None:
         gathered = whole(tensor)
         if saves:
-            tensors[name] = gathered
+            put(name, gathered)
 
     extra_states: dict[str, Any] = {}
     for slot in local.slots:
@@ -101,32 +103,31 @@ def take_snapshot(
         if not slot.saves or (trainable_only and not slot.is_trainable):
             continue
         if isinstance(slot.value, Tensor):
-            put(name, slot.value.detach())
+            gather(name, slot.value)
         else:
-            extra_states[slot.saved_as] = encode(slot.value, name, put)
+            extra_states[slot.saved_as] = encode(slot.value, name, gather)
     optimizers = optimizer_state(local, saved=True, trainable_only=trainable_only)
     values: dict[str, Any] = {
         "extra_states": extra_states,
         "optimizer": {
-            name: encode(entries, f"optimizer/{name}", put)
+            name: encode(entries, f"optimizer/{name}", gather)
             for name, entries in optimizers.items()
         },
         "schedulers": [
             encode(
                 entry,
                 f"schedulers/{'+'.join(entry['groups'][0][:1])}/{entry['place']}",
-                put,
+                gather,
             )
             for entry in scheduler_state(local)
         ],
     }
     if not saves:
         values = {}
-    values["run"] = encode(dict(run), "run", put)
-    values["extra"] = encode(dict(extra), "extra", put)
+    values["run"] = encode(dict(run), "run", gather)
+    values["extra"] = encode(dict(extra), "extra", gather)
     return Snapshot(
         step,
-        tensors,
         values,
         local.aliases() if saves else {},
         {**about, "trainable_only": trainable_only},

@@ -11,7 +11,7 @@ from typing import Any
 from zbpp.checkpoint.folder import open_newest
 from zbpp.checkpoint.manifest import CheckpointError
 from zbpp.checkpoint.model import LocalModel
-from zbpp.checkpoint.saving import Saver, Snapshot
+from zbpp.checkpoint.saving import Put, Saver, Snapshot
 from zbpp.checkpoint.state import (
     Checked,
     State,
@@ -116,21 +116,22 @@ class Checkpoints:
             raise RequestError(f"keep is {keep}; it must be at least 1, or None")
         self._stages.synchronize()
         with self._stages.failures_told("save", of_requests=False):
-            try:
-                snapshot: Snapshot | str = take_snapshot(
+            if self._saver is None:
+                self._saver = Saver(self._rank, self._stages.transport.gather)
+
+            def take(put: Put) -> Snapshot:
+                return take_snapshot(
                     self._local_model(),
                     about,
                     self._stages.history.state_dict(),
+                    put,
                     step=n_steps,
                     extra=extra,
                     saves=self._writes,
                     trainable_only=trainable_only,
                 )
-            except RequestError as error:
-                snapshot = str(error)
-            if self._saver is None:
-                self._saver = Saver(self._rank, self._stages.transport.gather)
-            failure = self._saver.begin(Path(folder), snapshot, keep=keep)
+
+            failure = self._saver.begin(Path(folder), take, keep=keep)
             self._warn(failure, "a checkpoint was not saved, the run goes on")
 
     def finish_saving(self) -> None:
