@@ -1,7 +1,9 @@
 """A checkpoint of a mesh goes on in any other, and in a plain model."""
 
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from mesh_runs import Found, layers, loss_fn, train, train_all
 from pool import Pool
 from torch import Tensor, nn
 
-from zbpp.checkpoint import read_model
+from zbpp.checkpoint import read_model, state
 
 pytestmark = pytest.mark.dist
 
@@ -55,3 +57,30 @@ def test_a_plain_model_loads_it(pool: Pool, tmp_path: Path) -> None:
     for name, p in model.named_parameters():
         assert torch.equal(p, saved[f"layers.{name}"])
     assert loss_fn(model(torch.ones(1, 8)), torch.ones(1, 8)).isfinite()
+
+
+def gather_and_count(folder: str) -> tuple[int, int]:
+    """How many tensors a save gathers, and how many of them are there at a time."""
+    alive: set[int] = set()
+    seen = [0]
+    whole = state.whole
+
+    def watched(tensor: Tensor) -> Tensor:
+        gathered = whole(tensor)
+        if gathered is not tensor:
+            number = len(seen)
+            alive.add(number)
+            weakref.finalize(gathered, alive.discard, number)
+            seen.append(len(alive))
+        return gathered
+
+    with mock.patch.object(state, "whole", watched):
+        train("1F1B", "parameters", stages=1, steps=1, folder=folder)
+    return len(seen) - 1, max(seen)
+
+
+def test_shards_are_gathered_one_at_a_time(pool: Pool, tmp_path: Path) -> None:
+    n_sharded = 3 * sum(len(list(layer.parameters())) for layer in layers())
+    for n_gathered, most in pool.run(gather_and_count, 2, str(tmp_path)):
+        assert n_gathered == n_sharded  # each with two moments
+        assert most == 1
