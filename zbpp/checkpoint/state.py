@@ -22,7 +22,6 @@ from zbpp.checkpoint.model import (
     State,
     check_model,
     load_model,
-    model_state,
 )
 from zbpp.checkpoint.optimizers import (
     check_optimizers,
@@ -31,7 +30,7 @@ from zbpp.checkpoint.optimizers import (
     optimizer_state,
     scheduler_state,
 )
-from zbpp.checkpoint.saving import Put, Snapshot
+from zbpp.checkpoint.saving import Put
 from zbpp.checkpoint.tensors import TensorReader, whole
 from zbpp.checkpoint.values import decode, encode, misfit
 from zbpp.core import RequestError
@@ -55,7 +54,10 @@ def state_of(local: LocalModel, *, step: int, run: Mapping[str, Any]) -> State:
     """The state of one process; its tensors are those of the model, not copies."""
     return {
         "step": step,
-        "model": model_state(local),
+        "model": {
+            slot.name: x.detach() if isinstance(x := slot.value, Tensor) else x
+            for slot in local.slots
+        },
         "optimizer": optimizer_state(local),
         "schedulers": scheduler_state(local),
         "run": dict(run),
@@ -73,8 +75,10 @@ def take_snapshot(
     extra: Mapping[str, Any],
     saves: bool = True,
     trainable_only: bool = False,
-) -> Snapshot:
+) -> Manifest:
     """Collect what this process saves: each tensor once among all, and whole.
+
+    The manifest that it gives has no files yet.
 
     Args:
         local: whose state it is.
@@ -126,11 +130,11 @@ def take_snapshot(
         values = {}
     values["run"] = encode(dict(run), "run", gather)
     values["extra"] = encode(dict(extra), "extra", gather)
-    return Snapshot(
+    return Manifest(
         step,
-        values,
-        local.aliases() if saves else {},
         {**about, "trainable_only": trainable_only},
+        aliases=local.aliases() if saves else {},
+        values=values,
     )
 
 
@@ -265,14 +269,16 @@ def refuse_misfits(
 
     Args:
         checked: the finding of this process.
-        names: of parameters in its state, by part: model and optimizer.
+        names: of parameters in its state, by part: model and optimizer. Those of a part
+            that is not loaded do not count.
         aliases: names in its state that others stand for.
         gather: gives every process the values of all.
 
     Raises:
         RequestError: names what is missing, unknown or different, on all alike.
     """
-    answers = gather((checked.wrong, checked.used, names, dict(aliases)))
+    held_here = {part: set(names.get(part, ())) for part in checked.used}
+    answers = gather((checked.wrong, checked.used, held_here, dict(aliases)))
     first_names = {
         alias: name for *_, table in answers for alias, name in table.items()
     }
