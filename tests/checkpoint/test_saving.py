@@ -18,8 +18,6 @@ from pool import PRELOAD, Pool
 from saved_runs import (
     make,
     make_constant,
-    run,
-    run_in_processes,
     save_for_ever,
     step_and_fill,
 )
@@ -211,14 +209,6 @@ def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
         left = [f"step-{max(steps) + 1:08}"]
         assert names(folder) == left, "what was left is not cleared"
     assert partial >= 5, "no kill came in the middle"
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_saves_of_processes_follow_each_other(pool: Pool, tmp_path) -> None:
-    for mode in ("ZBV", "1F1B"):
-        pool.run(run_in_processes, 2, mode, str(tmp_path), None)
-    assert run("ZBH1", 2, loaded=str(tmp_path))
 
 
 class Counter(nn.Linear):

@@ -1,5 +1,6 @@
 """A checkpoint of a mesh goes on in any other, and in a plain model."""
 
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 from mesh_runs import Found, layers, loss_fn, train, train_all
 from pool import Pool
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from zbpp.checkpoint import read_model, state
+import zbpp
+from zbpp.checkpoint import newest, read_model, state
 
 pytestmark = pytest.mark.dist
 
@@ -84,3 +88,27 @@ def test_shards_are_gathered_one_at_a_time(pool: Pool, tmp_path: Path) -> None:
     for n_gathered, most in pool.run(gather_and_count, 2, str(tmp_path)):
         assert n_gathered == n_sharded  # each with two moments
         assert most == 1
+
+
+def read_shards(folder: str) -> dict[str, Tensor]:
+    """The whole of what the reader of torch has put into shards of weights."""
+    mesh = zbpp.mesh(stages=1, data_parallel=2)["dp"]
+    shards = {
+        f"model/layers.1.{name}": distribute_tensor(
+            torch.zeros_like(p, requires_grad=False), mesh, [Shard(0)]
+        )
+        for name, p in layers()[1].named_parameters()
+    }
+    reader = HuggingFaceStorageReader(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.load(shards, storage_reader=reader, no_dist=True)
+    return {key: shard.full_tensor() for key, shard in shards.items()}
+
+
+def test_the_storage_reader_of_torch_fills_shards(pool: Pool, tmp_path: Path) -> None:
+    train("ZBH1", "bare", stages=1, data_parallel=1, steps=1, folder=str(tmp_path))
+    saved = read_model(tmp_path)
+    for found in pool.run(read_shards, 2, str(newest(tmp_path))):
+        for key, value in found.items():
+            assert torch.equal(value, saved[key.removeprefix("model/")])
