@@ -178,6 +178,15 @@ def test_the_one_just_saved_stays(tmp_path) -> None:
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
 
 
+def test_what_is_saved_under_a_name_may_change_its_kind(tmp_path) -> None:
+    """Host memory is used again, if it is of the same shape and dtype."""
+    pipeline = make_constant()
+    for value in (torch.zeros(3), torch.ones(1), torch.ones(1, dtype=torch.int64)):
+        pipeline.save(tmp_path, extra={"x": value}, wait=True)
+        found = pipeline.load(tmp_path)["x"]
+        assert found.dtype == value.dtype and torch.equal(found, value)
+
+
 @pytest.mark.slow
 def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
     context = multiprocessing.get_context("forkserver")
