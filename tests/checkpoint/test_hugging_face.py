@@ -32,7 +32,7 @@ def model(kind: str) -> Any:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=kind == "tied llama",
+        tie_word_embeddings=False,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -70,8 +70,8 @@ def run(
 @pytest.mark.parametrize(
     "kind",
     [
-        "gpt2",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("llama", "tied llama")),
+        "gpt2",  # whose ends are tied
+        pytest.param("llama", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_goes_on_and_is_read_by_transformers(kind, tmp_path) -> None:

@@ -10,6 +10,7 @@ import torch
 from pool import Pool
 from saved_runs import Plain, run, run_in_processes, run_plainly
 from small_model import N_LAYERS, assert_same
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from zbpp.checkpoint import load, newest, read_model
 from zbpp.core import LayerCosts
@@ -117,6 +118,17 @@ def test_auto_may_choose_another_split_than_the_run_that_saved(
     costs = LayerCosts(N_LAYERS, f=times, b=times, w=times)
     outcome = run("auto", 2, loaded=str(tmp_path), layer_costs=costs)
     check(outcome, undisturbed)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_storage_reader_of_torch_takes_the_folder(saved_by) -> None:
+    """Also where the tensors of four stages lie in four files."""
+    folder = newest(saved_by("ZBV", 4))
+    expected = {f"model/{name}": x for name, x in read_model(folder).items()}
+    found = {name: torch.empty_like(x) for name, x in expected.items()}
+    reader = HuggingFaceStorageReader(str(folder))
+    torch.distributed.checkpoint.load(found, storage_reader=reader, no_dist=True)
+    assert_same(found, expected)
 
 
 def test_weights_for_inference(saved_by) -> None:

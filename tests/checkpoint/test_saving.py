@@ -18,8 +18,6 @@ from pool import PRELOAD, Pool
 from saved_runs import (
     make,
     make_constant,
-    run,
-    run_in_processes,
     save_for_ever,
     step_and_fill,
 )
@@ -180,6 +178,15 @@ def test_the_one_just_saved_stays(tmp_path) -> None:
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
 
 
+def test_what_is_saved_under_a_name_may_change_its_kind(tmp_path) -> None:
+    """Host memory is used again, if it is of the same shape and dtype."""
+    pipeline = make_constant()
+    for value in (torch.zeros(3), torch.ones(1), torch.ones(1, dtype=torch.int64)):
+        pipeline.save(tmp_path, extra={"x": value}, wait=True)
+        found = pipeline.load(tmp_path)["x"]
+        assert found.dtype == value.dtype and torch.equal(found, value)
+
+
 @pytest.mark.slow
 def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
     context = multiprocessing.get_context("forkserver")
@@ -211,14 +218,6 @@ def test_a_kill_at_twenty_points_leaves_a_checkpoint(tmp_path) -> None:
         left = [f"step-{max(steps) + 1:08}"]
         assert names(folder) == left, "what was left is not cleared"
     assert partial >= 5, "no kill came in the middle"
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_saves_of_processes_follow_each_other(pool: Pool, tmp_path) -> None:
-    for mode in ("ZBV", "1F1B"):
-        pool.run(run_in_processes, 2, mode, str(tmp_path), None)
-    assert run("ZBH1", 2, loaded=str(tmp_path))
 
 
 class Counter(nn.Linear):

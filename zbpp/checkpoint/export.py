@@ -69,8 +69,7 @@ def load(
     model_only = not optimizers
     state = read_state(folder, manifest, None, model_only=model_only)
     checked = check_state(local, state, model_only=model_only)
-    names = {part: set(state[part]) for part in checked.used}
-    refuse_misfits(checked, names, manifest.aliases, alone)
+    refuse_misfits(checked, state, manifest.aliases, alone)
     load_state(checked)
     rest = {name: state.get(name) or {} for name in ("extra", "run")}
     return {"step": state["step"], **rest}

@@ -50,7 +50,7 @@ class CheckpointError(RequestError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without its tensors.
+    """All that is known of a checkpoint, or of one process's part, without its tensors.
 
     Args:
         step: steps that were done.
@@ -63,8 +63,8 @@ class Manifest:
 
     step: int
     run: Mapping[str, Any]
-    files: Mapping[str, Mapping[str, Any]]
-    tensors: TensorIndex
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tensors: TensorIndex = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,13 +74,13 @@ class Manifest:
         return json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint; its files are not looked at.
+def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
+    """Read and check a manifest in a folder; the files of tensors are not looked at.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another version.
     """
-    path = folder / MANIFEST
+    path = folder / name
     try:
         status = path.stat()
         # a pipe would be waited for, and a sparse file of any size can be made
@@ -90,10 +90,10 @@ def read_manifest(folder: Path) -> Manifest:
             )
         body = json.loads(path.read_bytes())
         sha256 = body.pop("sha256")
-        name, version = body["format"], body["version"]
-        if (name, version) != (_FORMAT, _VERSION):
+        kind, version = body["format"], body["version"]
+        if (kind, version) != (_FORMAT, _VERSION):
             raise CheckpointError(
-                f"{path} is a {name} of version {version}; this zbpp reads {_FORMAT} "
+                f"{path} is a {kind} of version {version}; this zbpp reads {_FORMAT} "
                 f"of version {_VERSION}"
             )
         if sha256 != _digest(body):

@@ -21,7 +21,6 @@ __all__ = [
     "State",
     "check_model",
     "load_model",
-    "model_state",
 ]
 
 Place = tuple[int, str]
@@ -129,14 +128,6 @@ class LocalModel:
     def aliases(self) -> dict[str, str]:
         """Names of what is saved under another name, with that."""
         return {s.name: s.saved_as for s in self.slots if s.name != s.saved_as}
-
-
-def model_state(local: LocalModel) -> dict[str, Any]:
-    """Tensors (those of the model, no copies) and extra states by all own names."""
-    return {
-        slot.name: slot.value.detach() if isinstance(slot.value, Tensor) else slot.value
-        for slot in local.slots
-    }
 
 
 State = dict[str, Any]

@@ -1,21 +1,20 @@
 """Save in the background: the run goes on while the files are written.
 
     caller           copy to host memory | next steps ...
-    thread           | write, read back, report in a part file
+    thread           | write, read back, leave a manifest of this part
     rank 0's thread  |   all parts there: manifest, rename, remove old ones
 
 The processes of a pipeline meet in the file system only, so a save that fails or hangs
 holds up nobody but itself, and until the rename there is no new checkpoint.
 """
 
-import json
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +25,25 @@ from zbpp.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
+    read_manifest,
     sha256_of,
     write_durably,
 )
 from zbpp.checkpoint.tensors import HostCopies, write_tensors
+from zbpp.core import RequestError
 
-__all__ = ["Saver", "Snapshot"]
+__all__ = ["Put", "Saver"]
+
+Put = Callable[[str, Tensor], None]
+"""Takes a tensor by its name in the checkpoint, and has copied it on return."""
 
 Failure = tuple[float, str]
 """When a process failed, and why."""
 
+_PART = "part-{}.json"
 _POLL_S = 0.01
 _PATIENCE_S = 600.0  # for the parts of the other processes
 _PATIENCE_AT_EXIT_S = 10.0  # the same when the script has ended
-
-
-@dataclass
-class Snapshot:
-    """A state to be saved, or the part of it that a process holds.
-
-    Args:
-        step: steps done.
-        tensors: by their names in the checkpoint.
-        values: the rest, encoded.
-        aliases: other names of tied tensors.
-        run: see `Manifest`.
-    """
-
-    step: int
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any]
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    run: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Saver:
@@ -79,33 +65,36 @@ class Saver:
         return self._writing is not None
 
     def begin(
-        self, folder: Path, snapshot: Snapshot | str, *, keep: int | None
+        self, folder: Path, take: Callable[[Put], Manifest], *, keep: int | None
     ) -> str | None:
         """Copy a state and start to write it; every process must call.
 
         Args:
             folder: of the checkpoints; all processes see the same.
-            snapshot: of the part that this process holds, or why there is none.
+            take: gives the manifest of the part that this process holds, without files,
+                and every tensor to what it is called with.
             keep: see `publish`.
 
         Returns:
             Why the save before has failed, None if it has not.
 
         Raises:
-            CheckpointError: the folder cannot be written, or differs among processes.
+            CheckpointError: the state cannot be saved, the folder cannot be written, or
+                folder, step or keep differ among processes.
         """
         earlier = self._wait()
-        partial = ""
-        problem: str | None = None
-        if isinstance(snapshot, str):
-            problem, snapshot = snapshot, Snapshot(0, {}, {})
-        elif self._rank == 0:
-            try:
-                partial = str(make_partial(folder, snapshot.step))
-            except OSError as error:
-                problem = f"cannot write to {folder}: {error.strerror}"
-        request = (str(folder.absolute()), snapshot.step, keep)
-        tensors = self._copies.copy(snapshot.tensors)
+        partial, problem, part = "", None, Manifest(0, {})
+        self._copies.begin()
+        try:
+            part = take(self._copies.take)
+            if self._rank == 0:
+                partial = str(make_partial(folder, part.step))
+        except RequestError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"cannot write to {folder}: {error.strerror}"
+        tensors = self._copies.finish()
+        request = (str(folder.absolute()), part.step, keep)
         answers = self._gather((request, partial, problem, earlier))
         for _, _, text, _ in answers:
             if text is not None:
@@ -118,7 +107,7 @@ class Saver:
                 f"{requests[0]}: folder, step and keep must be the same"
             )
         writer = _Writer(
-            Path(answers[0][1]), snapshot, tensors, self._rank, len(answers), keep
+            Path(answers[0][1]), part, tensors, self._rank, len(answers), keep
         )
         executor = ThreadPoolExecutor(1, thread_name_prefix="zbpp save")
         self._writing = executor.submit(writer.run)
@@ -152,7 +141,7 @@ class _Writer:
     """One save of one process."""
 
     partial: Path
-    snapshot: Snapshot
+    part: Manifest
     tensors: Mapping[str, Tensor]
     rank: int
     n_ranks: int
@@ -183,23 +172,18 @@ class _Writer:
         path = self.partial / f"stage-{self.rank}.safetensors"
         index = write_tensors(path, self.tensors)
         about = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        part = {
-            "files": {path.name: about},
-            "tensors": index,
-            "values": self.snapshot.values,
-            "aliases": self.snapshot.aliases,
-        }
-        write_durably(self.partial / f"part-{self.rank}.json", json.dumps(part))
+        part = replace(self.part, files={path.name: about}, tensors=index)
+        write_durably(self.partial / _PART.format(self.rank), part.text())
 
-    def _wait_for_parts(self) -> list[dict[str, Any]]:
-        """The reports of all processes on what they have written, by rank."""
-        parts: dict[int, dict[str, Any]] = {}
+    def _wait_for_parts(self) -> list[Manifest]:
+        """What all processes have written, by rank."""
+        parts: dict[int, Manifest] = {}
         deadline = time.monotonic() + _PATIENCE_S
         while missing := sorted(set(range(self.n_ranks)) - parts.keys()):
             for rank in missing:
-                path = self.partial / f"part-{rank}.json"
-                if path.exists():
-                    parts[rank] = json.loads(path.read_bytes())
+                name = _PART.format(rank)
+                if (self.partial / name).exists():
+                    parts[rank] = read_manifest(self.partial, name)
                 elif (marker := self.partial / f"failed-{rank}").exists():
                     raise CheckpointError(f"rank {rank} failed: {marker.read_text()}")
             if not threading.main_thread().is_alive():
@@ -212,24 +196,22 @@ class _Writer:
             time.sleep(_POLL_S)
         return [parts[rank] for rank in range(self.n_ranks)]
 
-    def _publish(self, parts: list[dict[str, Any]]) -> None:
+    def _publish(self, parts: list[Manifest]) -> None:
         """Join the parts: tables and lists of all stages, and all else of rank 0."""
-        tables: dict[str, dict[str, Any]] = {"files": {}, "tensors": {}, "aliases": {}}
+        tables: dict[str, Any] = {"files": {}, "tensors": {}, "aliases": {}}
         values: dict[str, Any] = {}
         for part in parts:
             for name, table in tables.items():
-                table |= part[name]
-            for name, value in part["values"].items():
+                table |= getattr(part, name)
+            for name, value in part.values.items():
                 if name in ("optimizer", "extra_states"):
                     values.setdefault(name, {}).update(value)
                 elif name == "schedulers":
                     values.setdefault(name, []).extend(value)
                 else:
                     values.setdefault(name, value)
-        manifest = Manifest(
-            self.snapshot.step, dict(self.snapshot.run), **tables, values=values
-        )
+        manifest = replace(self.part, **tables, values=values)
         write_durably(self.partial / MANIFEST, manifest.text())
-        for path in self.partial.glob("part-*.json"):
+        for path in self.partial.glob(_PART.format("*")):
             path.unlink()
-        publish(self.partial, step=self.snapshot.step, keep=self.keep)
+        publish(self.partial, step=self.part.step, keep=self.keep)

@@ -22,7 +22,6 @@ from zbpp.checkpoint.model import (
     State,
     check_model,
     load_model,
-    model_state,
 )
 from zbpp.checkpoint.optimizers import (
     check_optimizers,
@@ -31,7 +30,7 @@ from zbpp.checkpoint.optimizers import (
     optimizer_state,
     scheduler_state,
 )
-from zbpp.checkpoint.saving import Snapshot
+from zbpp.checkpoint.saving import Put
 from zbpp.checkpoint.tensors import TensorReader, whole
 from zbpp.checkpoint.values import decode, encode, misfit
 from zbpp.core import RequestError
@@ -55,7 +54,10 @@ def state_of(local: LocalModel, *, step: int, run: Mapping[str, Any]) -> State:
     """The state of one process; its tensors are those of the model, not copies."""
     return {
         "step": step,
-        "model": model_state(local),
+        "model": {
+            slot.name: x.detach() if isinstance(x := slot.value, Tensor) else x
+            for slot in local.slots
+        },
         "optimizer": optimizer_state(local),
         "schedulers": scheduler_state(local),
         "run": dict(run),
@@ -67,18 +69,23 @@ def take_snapshot(
     local: LocalModel,
     about: Mapping[str, Any],
     run: Mapping[str, Any],
+    put: Put,
     *,
     step: int,
     extra: Mapping[str, Any],
     saves: bool = True,
     trainable_only: bool = False,
-) -> Snapshot:
+) -> Manifest:
     """Collect what this process saves: each tensor once among all, and whole.
+
+    The manifest that it gives has no files yet.
 
     Args:
         local: whose state it is.
         about: the schedule, for people who read the manifest.
         run: what the runtime needs to go on.
+        put: takes the tensors, one after the other: a sharded one is gathered for it,
+            and its memory is free before the next one is.
         step: steps done.
         extra: of the script.
         saves: false on all but one of the processes that hold shards of the same
@@ -88,12 +95,11 @@ def take_snapshot(
     Raises:
         RequestError: a part of the state is nothing that a checkpoint can hold.
     """
-    tensors: dict[str, Tensor] = {}
 
-    def put(name: str, tensor: Tensor) -> None:
+    def gather(name: str, tensor: Tensor) -> None:
         gathered = whole(tensor)
         if saves:
-            tensors[name] = gathered
+            put(name, gathered)
 
     extra_states: dict[str, Any] = {}
     for slot in local.slots:
@@ -101,35 +107,34 @@ def take_snapshot(
         if not slot.saves or (trainable_only and not slot.is_trainable):
             continue
         if isinstance(slot.value, Tensor):
-            put(name, slot.value.detach())
+            gather(name, slot.value)
         else:
-            extra_states[slot.saved_as] = encode(slot.value, name, put)
+            extra_states[slot.saved_as] = encode(slot.value, name, gather)
     optimizers = optimizer_state(local, saved=True, trainable_only=trainable_only)
     values: dict[str, Any] = {
         "extra_states": extra_states,
         "optimizer": {
-            name: encode(entries, f"optimizer/{name}", put)
+            name: encode(entries, f"optimizer/{name}", gather)
             for name, entries in optimizers.items()
         },
         "schedulers": [
             encode(
                 entry,
                 f"schedulers/{'+'.join(entry['groups'][0][:1])}/{entry['place']}",
-                put,
+                gather,
             )
             for entry in scheduler_state(local)
         ],
     }
     if not saves:
         values = {}
-    values["run"] = encode(dict(run), "run", put)
-    values["extra"] = encode(dict(extra), "extra", put)
-    return Snapshot(
+    values["run"] = encode(dict(run), "run", gather)
+    values["extra"] = encode(dict(extra), "extra", gather)
+    return Manifest(
         step,
-        tensors,
-        values,
-        local.aliases() if saves else {},
         {**about, "trainable_only": trainable_only},
+        aliases=local.aliases() if saves else {},
+        values=values,
     )
 
 
@@ -264,14 +269,16 @@ def refuse_misfits(
 
     Args:
         checked: the finding of this process.
-        names: of parameters in its state, by part: model and optimizer.
+        names: of parameters in its state, by part: model and optimizer. Those of a part
+            that is not loaded do not count.
         aliases: names in its state that others stand for.
         gather: gives every process the values of all.
 
     Raises:
         RequestError: names what is missing, unknown or different, on all alike.
     """
-    answers = gather((checked.wrong, checked.used, names, dict(aliases)))
+    held_here = {part: set(names.get(part, ())) for part in checked.used}
+    answers = gather((checked.wrong, checked.used, held_here, dict(aliases)))
     first_names = {
         alias: name for *_, table in answers for alias, name in table.items()
     }

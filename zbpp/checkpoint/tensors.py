@@ -5,7 +5,6 @@ Files are those of the `safetensors` package. A tensor that is sharded over proc
 and fits any other, and the plain model.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,72 +38,68 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy a value into a parameter or buffer, or into this process's shard of it.
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
+    """A value sharded as another tensor is; whole where that is, or of other shape.
 
     Args:
-        target: of the model.
-        value: whole, or sharded as the target is.
+        value: whole, the same on every process, or sharded in any way.
+        like: a parameter or buffer, for instance.
     """
-    if not _is_sharded(target):
-        target.copy_(whole(value))
-        return
-    sharded: Any = target
-    if _is_sharded(value) and _has_layout_of(value, sharded):
-        sharded.to_local().copy_(cast(Any, value).to_local())
-        return
-    chunks = sharded.__create_chunk_list__()
-    if chunks and math.prod(chunks[0].sizes):
-        places = zip(chunks[0].offsets, chunks[0].sizes, strict=True)
-        shard = whole(value)[tuple(slice(at, at + size) for at, size in places)]
-        sharded.to_local().copy_(shard)
-
-
-def _has_layout_of(value: Any, target: Any) -> bool:
-    return bool(
-        value.device_mesh == target.device_mesh
-        and value.placements == target.placements
-    )
-
-
-def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Optimizer state of a parameter's shape, sharded as the parameter is.
-
-    Args:
-        value: whole, or sharded already.
-        parameter: whose state it is; another shape is left whole.
-    """
-    if not _is_sharded(parameter) or value.shape != parameter.shape:
+    if not _is_sharded(like) or value.shape != like.shape:
         return whole(value)
-    made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    copy_into(made, value)
-    return made
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded, given = cast(Any, like), cast(Any, value)
+    mesh, placements = sharded.device_mesh, sharded.placements
+    if _is_sharded(value) and (given.device_mesh, given.placements) == (
+        mesh,
+        placements,
+    ):
+        return value
+    # no source: every process cuts its shard out of its own copy, and nothing is sent
+    return distribute_tensor(whole(value), mesh, placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Copy a value, whole or sharded in any way, into a parameter or buffer."""
+    target.copy_(shard_like(value, target))
 
 
 class HostCopies:
     """Copies of tensors in host memory, which is kept from one save to the next.
 
-    A save blocks its caller for this copy only. Memory that was used before is written
-    at several times the speed of fresh memory, whose pages are cleared one by one.
+    A save blocks its caller for these copies only. Memory that was used before is
+    written at several times the speed of fresh memory, whose pages are cleared one by
+    one.
     """
 
     def __init__(self) -> None:
+        self._before: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
+        self._are_on_the_way = False
 
-    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors of any device; those of the last call are overwritten."""
-        copies: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            copy, is_async = self._copies.get(name), runs_ahead(tensor.device)
-            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                copy = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_async
-                )
-            copies[name] = copy.copy_(tensor.detach(), non_blocking=is_async)
-        if any(runs_ahead(tensor.device) for tensor in tensors.values()):
+    def begin(self) -> None:
+        """Start anew; the memory of the copies that were taken is used again."""
+        self._before, self._copies = self._copies, {}
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor of any device, which may go at once."""
+        copy, is_async = self._before.get(name), runs_ahead(tensor.device)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            copy = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_async
+            )
+        self._copies[name] = copy.copy_(tensor.detach(), non_blocking=is_async)
+        self._are_on_the_way |= is_async
+
+    def finish(self) -> dict[str, Tensor]:
+        """Wait for the copies, and give them by name; they are good until `begin`."""
+        self._before = {}
+        if self._are_on_the_way:
             torch.accelerator.synchronize()
-        self._copies = copies
-        return copies
+        self._are_on_the_way = False
+        return self._copies
 
 
 def write_tensors(

@@ -4,14 +4,14 @@ Names are the model's own, so a state fits any schedule and any number of stages
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zbpp.checkpoint.folder import open_newest
-from zbpp.checkpoint.manifest import CheckpointError
+from zbpp.checkpoint.manifest import CheckpointError, Manifest
 from zbpp.checkpoint.model import LocalModel
-from zbpp.checkpoint.saving import Saver, Snapshot
+from zbpp.checkpoint.saving import Put, Saver
 from zbpp.checkpoint.state import (
     Checked,
     State,
@@ -89,8 +89,7 @@ class Checkpoints:
                 checked = check_state(local, state, model_only=model_only)
             except RequestError as error:
                 checked = Checked(wrong=[str(error)])
-            held = {part: set(state.get(part, ())) for part in checked.used}
-            return self._take(state, checked, held, model_only=model_only)
+            return self._take(state, checked, state, model_only=model_only)
 
     def save(
         self,
@@ -116,21 +115,22 @@ class Checkpoints:
             raise RequestError(f"keep is {keep}; it must be at least 1, or None")
         self._stages.synchronize()
         with self._stages.failures_told("save", of_requests=False):
-            try:
-                snapshot: Snapshot | str = take_snapshot(
+            if self._saver is None:
+                self._saver = Saver(self._rank, self._stages.transport.gather)
+
+            def take(put: Put) -> Manifest:
+                return take_snapshot(
                     self._local_model(),
                     about,
                     self._stages.history.state_dict(),
+                    put,
                     step=n_steps,
                     extra=extra,
                     saves=self._writes,
                     trainable_only=trainable_only,
                 )
-            except RequestError as error:
-                snapshot = str(error)
-            if self._saver is None:
-                self._saver = Saver(self._rank, self._stages.transport.gather)
-            failure = self._saver.begin(Path(folder), snapshot, keep=keep)
+
+            failure = self._saver.begin(Path(folder), take, keep=keep)
             self._warn(failure, "a checkpoint was not saved, the run goes on")
 
     def finish_saving(self) -> None:
@@ -172,17 +172,17 @@ class Checkpoints:
                 checked = check_state(local, state, model_only=model_only)
             except RequestError as error:
                 checked = Checked(wrong=[str(error)])
-            names = names_in(manifest)
-            held = {part: names[part] for part in checked.used}
             state.setdefault("aliases", manifest.aliases)
-            n_steps = self._take(state, checked, held, model_only=model_only)
+            n_steps = self._take(
+                state, checked, names_in(manifest), model_only=model_only
+            )
         return dict(state.get("extra") or {}), n_steps
 
     def _take(
         self,
         state: State,
         checked: Checked,
-        held: Mapping[str, set[str]],
+        names: Mapping[str, Iterable[str]],
         *,
         model_only: bool,
     ) -> int | None:
@@ -192,7 +192,7 @@ class Checkpoints:
         elif not model_only and not checked.wrong:
             checked.wrong.append("the state of the run (run) is missing")
         refuse_misfits(
-            checked, held, state.get("aliases", {}), self._stages.transport.gather
+            checked, names, state.get("aliases", {}), self._stages.transport.gather
         )
         load_state(checked)
         if model_only:
