@@ -12,6 +12,7 @@ from zbpp.runtime.policies import DataParallel, Execution, Numerics, StepPolicy
 
 if TYPE_CHECKING:
     from zbpp import diagnostics
+    from zbpp.integrations.torch_schedule import TorchSchedule
     from zbpp.models import cut, layers_from
     from zbpp.pipeline import Pipeline, plan_model
     from zbpp.runtime.parallel.mesh import make_mesh as mesh
@@ -28,6 +29,7 @@ __all__ = [
     "RequestError",
     "Schedule",
     "StepPolicy",
+    "TorchSchedule",
     "cut",
     "diagnostics",
     "layers_from",
@@ -40,6 +42,7 @@ __all__ = [
 
 _HOMES = {
     "Pipeline": ("zbpp.pipeline", "Pipeline"),
+    "TorchSchedule": ("zbpp.integrations.torch_schedule", "TorchSchedule"),
     "cut": ("zbpp.models", "cut"),
     "layers_from": ("zbpp.models", "layers_from"),
     "mesh": ("zbpp.runtime.parallel.mesh", "make_mesh"),

@@ -2,7 +2,7 @@
 
 cli
 training
-emulation
+emulation, integrations
 pipeline                            planning, memory, profiling, tuning
 schedules | simulator | runtime     the three never import one another
 core                                the standard library
@@ -129,12 +129,14 @@ ONLY_IN = {
         "zbpp.models",
         "zbpp.checkpoint",
         "zbpp.bench",
+        "zbpp.integrations",
         "zbpp.cli.split_report",
         "zbpp.cli.estimate",
         "zbpp.memory",
     },
     "ortools": {"zbpp.schedules.planner.solver"},
-    "transformers": {"zbpp.models"},
+    "transformers": {"zbpp.models", "zbpp.integrations.trainer"},
+    "accelerate": {"zbpp.integrations.loaders"},
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.charts"},
     "rich": {

@@ -539,7 +539,13 @@ class Pipeline:
 
     @contextmanager
     def _forwards(
-        self, inputs: Batch, targets: Batch, n: int | None, *, predicts: bool
+        self,
+        inputs: Batch,
+        targets: Batch,
+        n: int | None,
+        *,
+        predicts: bool,
+        keeps_outputs: bool = False,
     ) -> Iterator[None]:
         """Run the forwards of a batch; within this their losses or outputs are read."""
         self._refuse_between_parts()
@@ -556,6 +562,7 @@ class Pipeline:
             n_microbatches=m,
             training=False,
             predicts=predicts,
+            keeps_outputs=keeps_outputs,
         )
         layers = (layer for _, layer in self.stages.layers())
         with self.stages.running(), eval_mode(layers):

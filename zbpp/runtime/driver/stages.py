@@ -189,6 +189,11 @@ class LocalStages:
         mean = float((losses * weights).sum() / weights.sum())
         return mean, (n_inputs, n_targets)
 
+    def losses(self) -> torch.Tensor:
+        """Losses of the micro-batches that have run; the last stage is here."""
+        losses: torch.Tensor = self.executors[self._last].stage.loss.table()[0]
+        return losses
+
     def learn_metrics(self) -> StepSums | None:
         """Tell all processes the metrics of the step that has run; all must call.
 
