@@ -52,6 +52,7 @@ class Stages(SingleDeviceStrategy):
 
 trainer = lightning.Trainer(
     **{"max_steps": 12, "logger": False, "enable_checkpointing": False},
+    **{"enable_progress_bar": False, "enable_model_summary": False},
     strategy=Stages("cpu"),
 )
 trainer.fit(Network(), loader)

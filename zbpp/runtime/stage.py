@@ -209,7 +209,8 @@ class Stage:
         with torch.no_grad(), self._computes:
             value = held.run(as_value(read), self._recomputed, self._seeds(microbatch))
             outputs = self._finish(chunk, microbatch, value, passed)
-        if chunk == self._last and self.outputs is not None:
+        has_loss = self.loss.targets is not None  # then it has kept what came before it
+        if chunk == self._last and self.outputs is not None and not has_loss:
             self.outputs[microbatch] = as_value(outputs)
         return outputs
 
