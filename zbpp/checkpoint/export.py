@@ -158,7 +158,7 @@ def export_adapter(
     """Write the adapter that a checkpoint holds, for ``PeftModel.from_pretrained``.
 
     Args:
-        path: a checkpoint of ``peft_model.get_base_model()``, whole or of its
+        path: a checkpoint of ``peft_model``, or of its base model, whole or of its
             trainable parameters, or a folder of them (the newest undamaged one counts).
         out: a folder, made if it is not there.
         config: ``peft_model.peft_config[adapter]``.
@@ -178,7 +178,7 @@ def export_adapter(
     if not tensors:
         raise CheckpointError(
             f"{path} holds no parameter of an adapter {adapter!r}; save a pipeline of "
-            "peft_model.get_base_model(), and give adapter= its name"
+            "the PeftModel, or of its base model, and give adapter= its name"
         )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -193,8 +193,13 @@ def _peft_name(name: str, adapter: str) -> str:
 
     >>> _peft_name("model.q_proj.lora_A.default.weight", "default")
     'base_model.model.model.q_proj.lora_A.weight'
+
+    A pipeline of the `PeftModel` itself has peft's own names:
+
+    >>> _peft_name("base_model.model.model.q_proj.lora_A.default.weight", "default")
+    'base_model.model.model.q_proj.lora_A.weight'
     """
-    parts = name.split(".")
+    parts = name.removeprefix("base_model.model.").split(".")
     at = parts.index(adapter)
     above = parts[:at]
     if above and above[-1] == "modules_to_save":

@@ -22,11 +22,11 @@ __all__ = ["TorchSchedule"]
 class TorchSchedule:
     """What a trainer calls of ``torch.distributed.pipelining``'s schedules.
 
-    Without an optimizer in the pipeline a step leaves gradients of the mean loss, added
-    to those that are there, as torch's schedules do with ``scale_grads=True``: the
-    trainer clips, steps and clears. With one, the step is complete, clipped and
-    post-validated, and a trainer that steps ``pipeline.optimizers`` after it finds no
-    gradients and changes nothing.
+    Without an optimizer in the pipeline a step leaves gradients of the mean loss, as
+    torch's schedules do with ``scale_grads=True``, and the trainer clips, steps and
+    clears. They are added to those that are there, which torch's divide once more.
+    With an optimizer the step is complete, clipped and post-validated, and a trainer
+    that steps ``pipeline.optimizers`` after it finds no gradients and changes nothing.
 
     Args:
         pipeline: ``needs_inputs`` and ``needs_targets`` of it tell a trainer whether

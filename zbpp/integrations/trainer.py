@@ -21,7 +21,7 @@ from zbpp.pipeline import Pipeline
 __all__ = ["PipelineTrainer"]
 
 
-class PipelineTrainer(Trainer):  # type: ignore[misc]
+class PipelineTrainer(Trainer):
     """A ``Trainer`` whose batches are steps of a pipeline.
 
     Data, arguments, learning rates, logs, evaluation, checkpoints and callbacks stay
@@ -40,8 +40,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refuse()
+        model: Any = self.model
         self.pipeline = Pipeline(
-            self.model,
+            model,
             optimizer=self._make_optimizer,
             clip_grad_norm=self.args.max_grad_norm or None,
             **pipeline,
@@ -83,8 +84,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self, named_parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> torch.optim.Optimizer:
         """Make a stage's optimizer as ``create_optimizer`` makes that of all."""
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        decayed = set(self.get_decay_parameter_names(self.model))
+        model: Any = self.model
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+        decayed = set(self.get_decay_parameter_names(model))
         groups: list[dict[str, Any]] = [
             {"params": [], "weight_decay": self.args.weight_decay},
             {"params": [], "weight_decay": 0.0},
@@ -99,19 +101,26 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         options = {"use_seedable_sampler": True, "data_seed": self.args.data_seed}
         return replica_loader(loader, self.pipeline, **options)
 
-    def training_step(self, model: nn.Module, inputs: Any, *_: Any) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
         """Train on one batch; the loss is its mean over tokens or samples."""
         model.train()
         self._result = self.pipeline.step(self._prepare_inputs(inputs))
         return torch.tensor(self._result.loss, device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
-        return self._result.grad_norm  # it is clipped already
+        return self._result.grad_norm  # they are clipped already
 
-    _get_grad_norm = _clip_grad_norm
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        return self._result.grad_norm
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *_: Any
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Any, Any]:
         """Evaluate one batch: loss, and logits and labels where they are asked for."""
         inputs = self._prepare_inputs(inputs)
@@ -130,10 +139,11 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self._save(output_dir, whole)  # on the first rank
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.lr_scheduler is not None
         more = {"scheduler": self.lr_scheduler.state_dict()}
         self.pipeline.save(Path(output_dir) / "pipeline", extra=more, wait=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
+        if checkpoint is not None and self.lr_scheduler is not None:
             more = self.pipeline.load(Path(checkpoint) / "pipeline")
             self.lr_scheduler.load_state_dict(more["scheduler"])
