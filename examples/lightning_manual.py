@@ -14,9 +14,8 @@ import zbpp
 torch.set_num_threads(1)  # with other numbers of threads, sums round differently
 lightning.seed_everything(0, verbose=False)
 inputs = torch.randn(256, 16)
-loader = DataLoader(
-    TensorDataset(inputs, inputs.roll(1, dims=1)), batch_size=32, shuffle=True
-)
+data = TensorDataset(inputs, inputs.roll(1, dims=1))
+loader = DataLoader(data, batch_size=32, shuffle=True)
 
 
 class Network(lightning.LightningModule):
