@@ -4,12 +4,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-
-import torch.distributed as dist
+from functools import partial
 
 from zbpp.core import RequestError, Schedule, WorkerError
 from zbpp.training.emulated import run_emulated
-from zbpp.training.launch import fail, launch, leave_with_parent
+from zbpp.training.launch import is_launched, launch, run_launched
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.resume import resumed
@@ -52,9 +51,8 @@ def start_worker(
         RequestError: the request is wrong or cannot be met.
         WorkerError: a process failed.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _join(worker, options)
-        return
+    if is_launched():
+        run_launched(partial(_share, worker, options))
     schedule = schedule_of(options)
     if check is not None:
         check(options, schedule)
@@ -87,18 +85,10 @@ def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
             options = resumed(options)
 
 
-def _join(worker: Worker, options: Train) -> None:
-    """Be one of torchrun's processes; a failure ends this process."""
-    leave_with_parent()
-    try:
-        options = _for_world(options, int(os.environ["WORLD_SIZE"]))
-        code = worker(options, schedule_of(options)) or 0
-        if dist.is_initialized():
-            dist.barrier()
-    except BaseException as error:
-        fail(error, rank=int(os.environ["RANK"]))
-    print(end="", flush=True)
-    os._exit(code)  # an orderly end has been seen to abort in torch's own threads
+def _share(worker: Worker, options: Train) -> int | None:
+    """The share of one of torchrun's processes."""
+    options = _for_world(options, int(os.environ["WORLD_SIZE"]))
+    return worker(options, schedule_of(options))
 
 
 def _for_world(options: Train, n_processes: int) -> Train:
