@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from zbpp.cli.outputs import check_outputs
-from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import RequestError, Schedule
 from zbpp.training.options import RunOptions, Train, flag
+from zbpp.training.user_model import UserModel, load_model
 
 __all__ = ["ProfileCommand"]
 

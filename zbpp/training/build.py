@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
-from zbpp.core import Schedule
+from zbpp.core import LayerCosts, Schedule
+from zbpp.memory import layer_memory
+from zbpp.memory.layers import Tracing
 from zbpp.models import layered_of
 from zbpp.models.configs.text_model import TextModel
 from zbpp.pipeline import Pipeline, plan_model
@@ -27,10 +29,17 @@ from zbpp.training.options import Train
 from zbpp.training.setup import device_of, measures_first, model_of
 from zbpp.training.splits import asked_recompute, asked_split, run_split
 
-__all__ = ["AUTOCAST", "build_pipeline", "make_optimizer", "mesh_of", "numerics_of"]
+__all__ = [
+    "build_pipeline",
+    "estimate_layers",
+    "make_optimizer",
+    "mesh_of",
+    "numerics_of",
+    "tracing_of",
+]
 
 _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Compute dtypes by the names that ``--dtype`` has for them."""
 
 
@@ -110,7 +119,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
 
 def numerics_of(options: Train) -> Numerics:
     """The numerics of a run."""
-    return Numerics(autocast=AUTOCAST[options.dtype], exact_sums=options.exact_sums)
+    return Numerics(autocast=_AUTOCAST[options.dtype], exact_sums=options.exact_sums)
 
 
 def mesh_of(options: Train, n_stages: int) -> DeviceMesh | None:
@@ -149,3 +158,27 @@ def make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:
         weight_decay=options.weight_decay,
         fused=True,
     )
+
+
+def estimate_layers(options: Train) -> LayerCosts:
+    """Estimate what the layers of the model hold, on fake tensors: some seconds."""
+    model = model_of(options)
+    tokens = torch.zeros(options.microbatch_size, options.seq, dtype=torch.long)
+    made_of = model.given()
+    return layer_memory(
+        made_of["model"],
+        model.batch(tokens, tokens),
+        made_of.get("loss_fn"),
+        optimizer=partial(make_optimizer, options),
+        n_layers=made_of.get("n_layers"),
+        **tracing_of(options),
+    )
+
+
+def tracing_of(options: Train) -> Tracing:
+    """The way in which the layers of a run are traced for their memory."""
+    return {
+        "autocast": _AUTOCAST[options.dtype],
+        "exact_sums": options.exact_sums,
+        "compile": "blocks" if options.compiles else False,
+    }

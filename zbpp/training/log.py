@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich.progress import (
     BarColumn,
@@ -21,31 +21,12 @@ from rich.progress import (
 )
 
 from zbpp.core import RequestError
+from zbpp.runtime.optim.decision import StepResult
 
-__all__ = ["Record", "Recorder", "Result", "log_line", "resident_memory_gib"]
+__all__ = ["Record", "Recorder", "log_line", "resident_memory_gib"]
 
 _GIB = 2**30
 _LOG = logging.getLogger("zbpp")
-
-
-class Result(Protocol):
-    """The result of a step: reading a property may wait until its value is known."""
-
-    @property
-    def loss(self) -> float:
-        """Mean over the batch, in nats."""
-
-    @property
-    def grad_norm(self) -> float:
-        """Of the whole model, before clipping."""
-
-    @property
-    def skipped(self) -> bool:
-        """The gradient was infinite or no number, so nothing was updated."""
-
-    @property
-    def rollbacks(self) -> int:
-        """Optimizer steps that were rolled back."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +118,7 @@ class Recorder:
         self._memory_gib = memory_gib
         self._metrics: TextIO | None = None
         self._bar: Progress | None = None
-        self._pending: tuple[int, Result] | None = None
+        self._pending: tuple[int, StepResult] | None = None
         self._times = [0.0]  # when the run began, then when each step was issued
         self._logged = first  # last step with a log line
         self._rollbacks = self._skipped = 0  # so far
@@ -175,7 +156,7 @@ class Recorder:
         """From the beginning of the run to the end of the last step."""
         return self._times[-1] - self._times[0]
 
-    def add(self, result: Result) -> None:
+    def add(self, result: StepResult) -> None:
         """A step has been issued: report the one before it."""
         self._times.append(time.perf_counter())
         self._report_pending()
@@ -238,7 +219,7 @@ class Recorder:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step)
 
-    def _record(self, step: int, result: Result, *, since: int) -> Record:
+    def _record(self, step: int, result: StepResult, *, since: int) -> Record:
         """Read a result; its speed is the mean over the steps after ``since``."""
         first = self._first
         seconds = self._times[step - first] - self._times[since - first]

@@ -15,13 +15,13 @@ from zbpp.core import RequestError, Schedule, WorkerError, write_costs
 from zbpp.models.configs.text_model import TextModel
 from zbpp.models.layered import layer_name
 from zbpp.pipeline import Pipeline
+from zbpp.planning.answer import recomputed_layers
 from zbpp.profiling.prediction import Prediction
 from zbpp.runtime.driver.stop_request import StopRequest, stop_requests
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.simulator import bubble_rate, simulate, write_trace
-from zbpp.training.build import build_pipeline, make_optimizer
+from zbpp.training.build import build_pipeline, estimate_layers
 from zbpp.training.data import Batch, Corpus, load_corpus
-from zbpp.training.estimate import estimate_layers, memory_of
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
@@ -271,8 +271,10 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
     is_long = pipeline.gather(recorder.seconds >= _LONG_S)[0]
     if memory is None and (options.costs_out is not None or is_long):
         if pipeline.rank == 0:
-            optimizer = partial(make_optimizer, options)
-            memory = memory_of(pipeline, estimate_layers(options, optimizer))
+            schedule, split = pipeline.schedule, [len(part) for part in pipeline.split]
+            again = recomputed_layers(schedule, split)
+            layers = estimate_layers(options)
+            memory = layers.on(schedule.placement, split, recompute=again)
         memory = pipeline.gather(memory)[0]
     if options.costs_out is not None:
         costs = diagnostics.measured_costs(pipeline, _WINDOW)

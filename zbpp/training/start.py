@@ -1,18 +1,22 @@
 """Start a training: in processes of our own, in torchrun's, or in this one."""
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch.distributed as dist
+
 from zbpp.core import RequestError, Schedule, WorkerError
-from zbpp.training.emulated import run_emulated
+from zbpp.emulation.run import emulate
 from zbpp.training.launch import is_launched, launch, run_launched
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.resume import resumed
-from zbpp.training.setup import check, schedule_of
+from zbpp.training.setup import check, costs_of, schedule_of
+from zbpp.training.splits import sleeping_layers
 
 __all__ = ["Worker", "start", "start_worker"]
 
@@ -31,7 +35,7 @@ def start(options: Train) -> None:
         WorkerError: a process failed.
     """
     emulated = options.emulate is not None
-    worker = run_emulated if emulated else train
+    worker = _run_emulated if emulated else train
     if options.steps is None:
         options = replace(options, steps=_EMULATED_STEPS if emulated else _STEPS)
     start_worker(worker, options, check=None if emulated else check)
@@ -110,3 +114,25 @@ def _for_world(options: Train, n_processes: int) -> Train:
             f"processes, {options.n_peers} for each; leave --stages out"
         )
     return replace(options, stages=n_stages)
+
+
+def _run_emulated(options: Train, schedule: Schedule) -> None:
+    """Run one process's share of ``zbpp train --emulate``; rank 0 prints the outcome.
+
+    One step at a time, unless a flag asks for post-validation or a barrier. With
+    ``--metrics``, the outcome is also written as one JSON line.
+    """
+    layers = sleeping_layers(options)
+    outcome = emulate(
+        schedule,
+        None if layers else costs_of(replace(options, layers=None), schedule),
+        layers=layers,
+        n_steps=options.steps or 1,
+        timeout_s=options.timeout_s,
+        post_validation=options.enable_optimizer_post_validation,
+    )
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    print(outcome, flush=True)
+    if options.metrics is not None:
+        options.metrics.write_text(json.dumps(outcome.as_dict()) + "\n")
