@@ -170,14 +170,14 @@ def estimate_layers(options: Train) -> LayerCosts:
         model.batch(tokens, tokens),
         made_of.get("loss_fn"),
         optimizer=partial(make_optimizer, options),
-        n_layers=made_of.get("n_layers"),
-        **tracing_of(options),
+        **tracing_of(options, made_of.get("n_layers")),
     )
 
 
-def tracing_of(options: Train) -> Tracing:
+def tracing_of(options: Train, n_layers: int | None) -> Tracing:
     """The way in which the layers of a run are traced for their memory."""
     return {
+        "n_layers": n_layers,
         "autocast": _AUTOCAST[options.dtype],
         "exact_sums": options.exact_sums,
         "compile": "blocks" if options.compiles else False,

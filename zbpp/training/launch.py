@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from zbpp.core import RequestError, WorkerError
 from zbpp.runtime.comm.process_group import initialise, use_loopback
@@ -84,7 +84,7 @@ def launch(
     failure: Exception | None = None
     try:
         with _no_orphans(processes, stop_themselves=stops_itself) as signals:
-            context = start_processes(
+            context = start_processes(  # type: ignore[no-untyped-call]
                 _work, passed_args, n_processes, join=False, start_method=method
             )
             processes += context.processes

@@ -125,8 +125,7 @@ def _estimate(loaded: UserModel | None, options: Train) -> LayerCosts:
         (loaded.inputs, loaded.targets),
         loaded.loss_fn,
         optimizer=partial(_adamw, options.lr),
-        n_layers=loaded.n_layers if callable(loaded.model) else None,
-        **tracing_of(options),
+        **tracing_of(options, loaded.n_layers if callable(loaded.model) else None),
     )
 
 
