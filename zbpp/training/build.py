@@ -9,12 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
-from zbpp.core import LayerCosts, Schedule
+from zbpp.core import LayerCosts
 from zbpp.memory import layer_memory
 from zbpp.memory.layers import Tracing
 from zbpp.models import layered_of
 from zbpp.models.configs.text_model import TextModel
 from zbpp.pipeline import Pipeline, plan_model
+from zbpp.planning import Plan
 from zbpp.runtime.parallel.mesh import make_mesh
 from zbpp.runtime.policies import (
     DataParallel,
@@ -43,13 +44,14 @@ _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Compute dtypes by the names that ``--dtype`` has for them."""
 
 
-def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
+def build_pipeline(options: Train, plan: Plan) -> Pipeline:
     """Make the pipeline of a training.
 
     Args:
         options: of the run.
-        schedule: to run; where `measures_first`, only its sizes count.
+        plan: to run; where `measures_first`, only its sizes count.
     """
+    schedule = plan.schedule
     text_model = model_of(options)
     made_of = text_model.given()
     model = layered_of(made_of["model"], made_of.get("n_layers"))
@@ -102,7 +104,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
         )
     else:
         split = run_split(options, schedule, text_model)
-        plan = plan_model(model, schedule, split=split, mesh=processes, device=device)
+        plan = replace(plan, schedule=replace(schedule, split=split), split=split)
     return Pipeline(
         model,
         plan,

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp import diagnostics
-from zbpp.core import RequestError, Schedule, WorkerError, write_costs
+from zbpp.core import RequestError, WorkerError, write_costs
 from zbpp.models.configs.text_model import TextModel
 from zbpp.models.layered import layer_name
 from zbpp.pipeline import Pipeline
+from zbpp.planning import Plan
 from zbpp.planning.answer import recomputed_layers
 from zbpp.profiling.prediction import Prediction
 from zbpp.runtime.driver.stop_request import StopRequest, stop_requests
@@ -26,7 +27,7 @@ from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.log import Recorder, resident_memory_gib
 from zbpp.training.options import Train
 from zbpp.training.resume import RunSaver, folder_of_one_run
-from zbpp.training.setup import costs_of, measures_first, model_of
+from zbpp.training.setup import measures_first, model_of
 
 __all__ = ["train"]
 
@@ -34,7 +35,7 @@ _WINDOW = 10  # steps that are measured: the last ones
 _LONG_S = 60.0
 
 
-def train(options: Train, schedule: Schedule) -> int:
+def train(options: Train, plan: Plan) -> int:
     """Run this process's share of a training.
 
     Returns:
@@ -44,7 +45,7 @@ def train(options: Train, schedule: Schedule) -> int:
         RequestError: the text cannot be read, or differs between the processes.
     """
     torch.set_num_threads(1)  # more threads would add numbers in another order
-    pipeline = build_pipeline(options, schedule)
+    pipeline = build_pipeline(options, plan)
     with (
         folder_of_one_run(pipeline, options.save_dir),
         stop_requests(
@@ -55,7 +56,6 @@ def train(options: Train, schedule: Schedule) -> int:
 
 
 def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> int:
-    schedule = pipeline.schedule
     corpus, about_data, data = _load(pipeline, options)
     rates = _attach_rates(pipeline, options)
     windows = pipeline.n_microbatches * options.microbatch_size
@@ -64,13 +64,12 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
     same = {"data": data, **model.about()}
     saver = RunSaver(pipeline, options, same=same, samples=windows)
     about_start = saver.resume()
-    costs = pipeline.plan.known_costs or costs_of(options, schedule)
     recorder = Recorder(
         enabled=pipeline.rank == 0,
         steps=options.steps or 0,
         first=pipeline.n_steps,
         tokens=windows * options.seq,
-        bubble_rate=bubble_rate(simulate(pipeline.schedule, costs)),
+        bubble_rate=bubble_rate(simulate(pipeline.schedule, pipeline.plan.costs)),
         log_every=options.log_every,
         metrics=options.metrics,
         memory_gib=partial(_peak_memory_gib, pipeline.device),

@@ -16,6 +16,7 @@ from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline
+from zbpp.planning import Plan
 from zbpp.planning.replicas import network_of, on_replicas
 from zbpp.profiling import Profile
 from zbpp.runtime.policies import Execution, StepPolicy
@@ -47,7 +48,7 @@ class ProfileRequest:
     json: bool
 
 
-def run_profile(request: ProfileRequest, options: Train, schedule: Schedule) -> None:
+def run_profile(request: ProfileRequest, options: Train, plan: Plan) -> None:
     """Profile, and let rank 0 write and print.
 
     Raises:
@@ -58,16 +59,16 @@ def run_profile(request: ProfileRequest, options: Train, schedule: Schedule) -> 
     loaded = None if request.load is None else request.load()
     if emulated:
         costs = costs_of(options)
-        pipeline = emulated_pipeline(schedule, costs, timeout_s=options.timeout_s)
+        pipeline = emulated_pipeline(plan.schedule, costs, timeout_s=options.timeout_s)
         inputs: Any = emulated_batch(pipeline)
         targets: Any = inputs
     elif loaded is not None:
-        pipeline = _pipeline_of(loaded, options, schedule)
+        pipeline = _pipeline_of(loaded, options, plan.schedule)
         m = pipeline.n_microbatches
         inputs = [loaded.inputs] * m
         targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
     else:
-        pipeline = build_pipeline(replace(options, shard="none"), schedule)
+        pipeline = build_pipeline(replace(options, shard="none"), plan)
         inputs = targets = _tokens(options, pipeline.n_microbatches)
     profile = pipeline.profile(
         inputs,

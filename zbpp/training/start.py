@@ -9,18 +9,19 @@ from functools import partial
 
 import torch.distributed as dist
 
-from zbpp.core import RequestError, Schedule, WorkerError
+from zbpp.core import RequestError, WorkerError, recomputed
 from zbpp.emulation.run import emulate
+from zbpp.planning import Plan
 from zbpp.training.launch import is_launched, launch, run_launched
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.resume import resumed
-from zbpp.training.setup import check, costs_of, schedule_of
+from zbpp.training.setup import check, costs_of, plan_of
 from zbpp.training.splits import sleeping_layers
 
 __all__ = ["Worker", "start", "start_worker"]
 
-Worker = Callable[[Train, Schedule], int | None]
+Worker = Callable[[Train, Plan], int | None]
 """Gives the exit code, if it is not 0."""
 
 _STEPS = 200
@@ -42,12 +43,12 @@ def start(options: Train) -> None:
 
 
 def start_worker(
-    worker: Worker, options: Train, *, check: Callable[[Train, Schedule], None] | None
+    worker: Worker, options: Train, *, check: Callable[[Train, Plan], None] | None
 ) -> None:
     """Run a worker on every rank: in torchrun's processes, in new ones, or here.
 
     Args:
-        worker: called with the options and the schedule; can be pickled.
+        worker: called with the options and the plan; can be pickled.
         options: of the run.
         check: called before any process is started, with the same.
 
@@ -57,26 +58,26 @@ def start_worker(
     """
     if is_launched():
         run_launched(partial(_share, worker, options))
-    schedule = schedule_of(options)
+    plan = plan_of(options)
     if check is not None:
-        check(options, schedule)
-    if schedule.n_stages * options.n_peers == 1 or options.transport == "local":
-        code = worker(options, schedule)
+        check(options, plan)
+    if plan.schedule.n_stages * options.n_peers == 1 or options.transport == "local":
+        code = worker(options, plan)
         if code:
             raise SystemExit(code)
     else:
-        _launch(worker, options, schedule)
+        _launch(worker, options, plan)
 
 
-def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
+def _launch(worker: Worker, options: Train, plan: Plan) -> None:
     """Run in processes of our own, and start them again as often as was asked for."""
     device = "cpu" if options.emulate is not None else options.device
     for left in reversed(range(options.max_restarts + 1)):
         try:
             launch(
                 worker,
-                (options, schedule),
-                schedule.n_stages * options.n_peers,
+                (options, plan),
+                plan.schedule.n_stages * options.n_peers,
                 device=device,
                 timeout_s=options.timeout_s,
                 stops_itself=options.save_dir is not None,
@@ -92,7 +93,7 @@ def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
 def _share(worker: Worker, options: Train) -> int | None:
     """The share of one of torchrun's processes."""
     options = _for_world(options, int(os.environ["WORLD_SIZE"]))
-    return worker(options, schedule_of(options))
+    return worker(options, plan_of(options))
 
 
 def _for_world(options: Train, n_processes: int) -> Train:
@@ -116,7 +117,7 @@ def _for_world(options: Train, n_processes: int) -> Train:
     return replace(options, stages=n_stages)
 
 
-def _run_emulated(options: Train, schedule: Schedule) -> None:
+def _run_emulated(options: Train, plan: Plan) -> None:
     """Run one process's share of ``zbpp train --emulate``; rank 0 prints the outcome.
 
     One step at a time, unless a flag asks for post-validation or a barrier. With
@@ -124,8 +125,8 @@ def _run_emulated(options: Train, schedule: Schedule) -> None:
     """
     layers = sleeping_layers(options)
     outcome = emulate(
-        schedule,
-        None if layers else costs_of(replace(options, layers=None), schedule),
+        plan.schedule,
+        None if layers else recomputed(costs_of(options), plan.schedule),
         layers=layers,
         n_steps=options.steps or 1,
         timeout_s=options.timeout_s,
