@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TextIO
 
+import torch
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,9 +22,10 @@ from rich.progress import (
 )
 
 from zbpp.core import RequestError
+from zbpp.profiling.memory import peak_held
 from zbpp.runtime.optim.decision import StepResult
 
-__all__ = ["Record", "Recorder", "log_line", "resident_memory_gib"]
+__all__ = ["Record", "Recorder", "log_line"]
 
 _GIB = 2**30
 _LOG = logging.getLogger("zbpp")
@@ -68,16 +70,6 @@ bubble: 4.5% (simulated)  rolled back: 0'
     return "  ".join(part for part in parts if part)
 
 
-def resident_memory_gib() -> float | None:
-    """Largest resident memory of this process so far; None where it is not known."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / _GIB
-
-
 class Recorder:
     """Reports a run of ``steps`` steps; use it as a context.
 
@@ -93,7 +85,7 @@ class Recorder:
         bubble_rate: as simulated, for the log line.
         log_every: steps between log lines; the first and the last step have one too.
         metrics: file for the JSON lines, or None.
-        memory_gib: tells the largest memory so far.
+        device: whose largest memory so far is told: of torch on a GPU, else resident.
     """
 
     def __init__(
@@ -106,7 +98,7 @@ class Recorder:
         bubble_rate: float,
         log_every: int,
         metrics: Path | None,
-        memory_gib: Callable[[], float | None] = resident_memory_gib,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._enabled = enabled
         self._steps = steps
@@ -115,7 +107,7 @@ class Recorder:
         self._bubble_rate = bubble_rate
         self._log_every = log_every
         self._path = metrics
-        self._memory_gib = memory_gib
+        self._device = torch.device(device)
         self._metrics: TextIO | None = None
         self._bar: Progress | None = None
         self._pending: tuple[int, StepResult] | None = None
@@ -208,10 +200,11 @@ class Recorder:
         ends = (self._first + 1, self._steps)
         if step in ends or step % self._log_every == 0:
             record = self._record(step, result, since=self._logged)
+            peak = peak_held(self._device)
             self.say(
                 log_line(
                     replace(record, rollbacks=self._rollbacks),
-                    memory_gib=self._memory_gib(),
+                    memory_gib=None if peak is None else peak / _GIB,
                     bubble_rate=self._bubble_rate,
                 )
             )

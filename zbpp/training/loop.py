@@ -19,12 +19,11 @@ from zbpp.planning import Plan
 from zbpp.planning.answer import recomputed_layers
 from zbpp.profiling.prediction import Prediction
 from zbpp.runtime.driver.stop_request import StopRequest, stop_requests
-from zbpp.runtime.support.devices import runs_ahead
 from zbpp.simulator import bubble_rate, simulate, write_trace
 from zbpp.training.build import build_pipeline, estimate_layers
 from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
-from zbpp.training.log import Recorder, resident_memory_gib
+from zbpp.training.log import Recorder
 from zbpp.training.options import Train
 from zbpp.training.resume import RunSaver, folder_of_one_run
 from zbpp.training.setup import measures_first, model_of
@@ -72,7 +71,7 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
         bubble_rate=bubble_rate(simulate(pipeline.schedule, pipeline.plan.costs)),
         log_every=options.log_every,
         metrics=options.metrics,
-        memory_gib=partial(_peak_memory_gib, pipeline.device),
+        device=pipeline.device,
     )
     about_model = _describe_model(pipeline, options)
     with recorder, recorder.hearing():
@@ -284,13 +283,6 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
     prediction = diagnostics.prediction(pipeline, planned, memory, n=_WINDOW)
     recorder.say(prediction.line)
     return prediction
-
-
-def _peak_memory_gib(device: torch.device) -> float | None:
-    """Largest memory so far: of the process, or of what torch holds on its GPU."""
-    if runs_ahead(device):
-        return torch.accelerator.max_memory_reserved(device) / 2**30
-    return resident_memory_gib()
 
 
 def _n_validation(options: Train) -> int:
