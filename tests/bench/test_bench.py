@@ -15,8 +15,8 @@ from zbpp.bench.gradients import compare
 from zbpp.bench.peers import Peer
 from zbpp.bench.request import BenchRequest, planned
 from zbpp.bench.run import run_bench
-from zbpp.cli.user_model import UserModel
 from zbpp.core import RequestError
+from zbpp.training.user_model import UserModel
 
 pytestmark = pytest.mark.dist
 
