@@ -40,7 +40,7 @@ def test_doctor_tells_what_is_missing_and_how_to_get_it(monkeypatch):
     ("arguments", "message"),
     [
         (["show"], "zbpp: no schedule is named; give a schedule file"),
-        (["show", "x.json", *ZBH1], "zbpp: two schedules are named"),
+        (["show", "x.json", *ZBH1], "zbpp: 'x.json' is one word too many"),
         (["show", "missing.json"], "zbpp: missing.json: cannot be read"),
         (["show", "ZBW", *SIZES], "zbpp: unknown schedule mode 'ZBW'; did you mean"),
         (["show", "ZBV", "--stages", "2"], "zbpp: --microbatches is missing; ZBV"),

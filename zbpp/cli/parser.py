@@ -148,11 +148,10 @@ def _maker(command: type) -> Callable[..., Any]:
         owner = owners[name]
         title = "Flags" if owner is command else (owner.__doc__ or "").partition(".")[0]
         group = Group(title, sort_key=-len(owner.__mro__))  # its own come first
-        about = _flag(flags[name], hints[name]), Parameter(group=group)
+        about = _flag(flags[name], hints[name], group)
         kind = one.POSITIONAL_OR_KEYWORD if name in _SCHEDULES else one.KEYWORD_ONLY
-        parameters.append(
-            one.replace(kind=kind, annotation=Annotated[hints[name], *about])
-        )
+        hint = Annotated[hints[name], about]  # type: ignore[valid-type]
+        parameters.append(one.replace(kind=kind, annotation=hint))
     signature = inspect.Signature(sorted(parameters, key=lambda one: one.kind))
 
     def make(*words: Any, **values: Any) -> Any:
@@ -162,7 +161,7 @@ def _maker(command: type) -> Callable[..., Any]:
     return make
 
 
-def _flag(field: Field[Any], hint: Any) -> Parameter:
+def _flag(field: Field[Any], hint: Any, group: Group) -> Parameter:
     about, default = field.metadata, field.default
     names = [f"--{name}" for name in (field.name, *about["also"])]
     shown = isinstance(default, str | int | float) and not isinstance(default, bool)
@@ -171,6 +170,7 @@ def _flag(field: Field[Any], hint: Any) -> Parameter:
         [*names, SHORT[field.name]] if field.name in SHORT else names,
         help=about["text"] + (f" [{default}]" if shown else ""),
         metavar=about["metavar"],
+        group=group,
         show=not about["hidden"],
         show_default=False,
         negative=None if about["pair"] else (),
