@@ -257,6 +257,11 @@ def test_a_file_of_flags_is_overruled_by_those_that_are_typed(folder):
         trained(["--config", "run.toml"])
 
 
+def test_none_is_a_word_where_a_flag_knows_it():
+    assert trained(["--recompute", "none", "--resume", "none"]).recompute == "none"
+    assert trained(["--steps", "4", "--steps", "5"]).steps == 5  # the last one counts
+
+
 def test_blocks_are_compiled_in_each_spelling():
     for line, value in {
         "": "off",

@@ -27,6 +27,7 @@ from cyclopts.help import (
     PanelSpec,
 )
 
+from zbpp.cli.outputs import Terminal
 from zbpp.core import RequestError, parse_memory
 from zbpp.training.options import Memory
 
@@ -54,6 +55,7 @@ def application(commands: Mapping[str, type], former: Sequence[str] = ()) -> App
         "have commas or spaces. zbpp COMMAND --help has the flags.",
         help_format="plaintext",
         help_formatter=_HELP,
+        console=Terminal(),
         version=lambda: f"zbpp {version('zbpp')}",
         default_parameter=Parameter(allow_repeating=True, negative_bool="no_"),
         config=_from_file,
@@ -165,7 +167,7 @@ def _flag(field: Field[Any], hint: Any, group: Group) -> Parameter:
     about, default = field.metadata, field.default
     names = [f"--{name}" for name in (field.name, *about["also"])]
     shown = isinstance(default, str | int | float) and not isinstance(default, bool)
-    many = about["many"]
+    some = -1 if about["many"] else None
     return Parameter(
         [*names, SHORT[field.name]] if field.name in SHORT else names,
         help=about["text"] + (f" [{default}]" if shown else ""),
@@ -174,9 +176,9 @@ def _flag(field: Field[Any], hint: Any, group: Group) -> Parameter:
         show=not about["hidden"],
         show_default=False,
         negative=None if about["pair"] else (),
-        converter=_value if many or hint in (int, int | None, Memory) else None,
-        n_tokens=-1 if many else None,
-        consume_multiple=1 if many else None,
+        converter=_value if some or hint in (int, int | None, Memory) else None,
+        n_tokens=some,
+        consume_multiple=1 if some else None,
     )
 
 
@@ -193,9 +195,7 @@ def _value(kind: Any, tokens: Sequence[Token]) -> Any:
         if kind is int:
             return int(text)
         if get_origin(kind) is tuple:
-            return tuple(
-                int(word) for word in text.replace(" ", ",").split(",") if word
-            )
+            return tuple(map(int, text.replace(",", " ").split()))
     except ValueError:
         reason = f"{text!r}; give whole numbers, such as 4"
         raise CoercionError(msg=reason, token=tokens[0]) from None

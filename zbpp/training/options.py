@@ -2,7 +2,7 @@
 
 A command is a dataclass, a flag one of its fields: `flag` gives it a default and a line
 of help, and the class that declares it is its group in the help text. This file loads
-no torch; `zbpp.cli.parser` reads the fields.
+no torch; `zbpp.cli.parser` hands the fields to cyclopts.
 """
 
 from dataclasses import MISSING, dataclass, field
