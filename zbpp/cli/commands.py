@@ -217,7 +217,9 @@ def _parse(words: Sequence[str]) -> Any:
     name, *rest = words
     if name == "compare" and any(word.startswith("--devices") for word in rest):
         name = "mesh"
-    app = application({**_COMMANDS, **_FORMER}, former=tuple(_FORMER))
+    known = {**_COMMANDS, **_FORMER}
+    known = {name: known[name]} if name in known else known  # the others take time
+    app = application(known, former=tuple(_FORMER))
     return parse(app, [name, *rest])
 
 
