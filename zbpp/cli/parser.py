@@ -31,9 +31,9 @@ from zbpp.cli.outputs import Terminal
 from zbpp.core import RequestError, parse_memory
 from zbpp.training.options import Memory
 
-__all__ = ["SHORT", "application", "parse"]
+__all__ = ["application", "parse"]
 
-SHORT = {"stages": "-p", "microbatches": "-m", "out": "-o"}
+_SHORT = {"stages": "-p", "microbatches": "-m", "out": "-o"}
 _SCHEDULES = ("pipeline_schedule_mode", "modes")
 """Fields that name schedules: these take the bare words."""
 _HELP = DefaultFormatter(
@@ -47,7 +47,7 @@ _HELP = DefaultFormatter(
 
 def application(commands: Mapping[str, type], former: Sequence[str] = ()) -> App:
     """Make the parser of commands; those of ``former`` names are not in its help."""
-    short = ", ".join(f"{short} is --{name}" for name, short in SHORT.items())
+    short = ", ".join(f"{short} is --{name}" for name, short in _SHORT.items())
     app = App(
         name="zbpp",
         help="Plan, simulate and run zero-bubble pipeline schedules.\n\n"
@@ -169,7 +169,7 @@ def _flag(field: Field[Any], hint: Any, group: Group) -> Parameter:
     shown = isinstance(default, str | int | float) and not isinstance(default, bool)
     some = -1 if about["many"] else None
     return Parameter(
-        [*names, SHORT[field.name]] if field.name in SHORT else names,
+        [*names, _SHORT[field.name]] if field.name in _SHORT else names,
         help=about["text"] + (f" [{default}]" if shown else ""),
         metavar=about["metavar"],
         group=group,
