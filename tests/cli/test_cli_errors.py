@@ -40,7 +40,7 @@ def test_doctor_tells_what_is_missing_and_how_to_get_it(monkeypatch):
     ("arguments", "message"),
     [
         (["show"], "zbpp: no schedule is named; give a schedule file"),
-        (["show", "x.json", *ZBH1], "zbpp: two schedules are named"),
+        (["show", "x.json", *ZBH1], "zbpp: 'x.json' is one word too many"),
         (["show", "missing.json"], "zbpp: missing.json: cannot be read"),
         (["show", "ZBW", *SIZES], "zbpp: unknown schedule mode 'ZBW'; did you mean"),
         (["show", "ZBV", "--stages", "2"], "zbpp: --microbatches is missing; ZBV"),
@@ -156,10 +156,11 @@ def test_a_closed_output_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_that_has_left_before_anything_is_printed_is_no_error():
+@pytest.mark.parametrize("words", [["compare", *SIZES], ["plan", "--help"]])
+def test_a_reader_that_has_left_before_anything_is_printed_is_no_error(words):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "zbpp", "compare", *SIZES]
+    command = [sys.executable, "-m", "zbpp", *words]
     with os.fdopen(writing) as pipe:
         done = subprocess.run(
             command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=200

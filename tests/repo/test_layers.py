@@ -137,6 +137,7 @@ ONLY_IN = {
     "transformers": {"zbpp.models"},
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.charts"},
+    "cyclopts": {"zbpp.cli.parser"},
     "rich": {
         "zbpp.cli",
         "zbpp.training.log",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zbpp.cli.parser import parse
+from zbpp.cli.parser import application, parse
 from zbpp.cli.train import TrainCommand
 from zbpp.core import RequestError, write_schedule
 from zbpp.planning import make_plan, plan
@@ -39,7 +39,7 @@ def test_without_torch_one_line_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("spelling", ["schedule-mode", "schedule_mode"])
 def test_flags_are_read_with_hyphens_and_underscores(spelling):
     given = [f"--pipeline_{spelling}", "ZBV", "--memory-limit", "3", "--lr", "0.1"]
-    options = parse("train", Train, given)
+    options = parse(application({"train": Train}), ["train", *given])
     assert options == Train(pipeline_schedule_mode="ZBV", memory_limit=3.0, lr=0.1)
 
 
@@ -77,9 +77,8 @@ def test_flags_out_of_range_are_refused(flags, message):
     ],
 )
 def test_requests_that_cannot_be_met_are_refused_before_any_process(flags, message):
-    options = parse(
-        "train", Train, [f"--{name}={value}" for name, value in flags.items()]
-    )
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    options = parse(application({"train": Train}), ["train", *words])
     with pytest.raises(RequestError, match=re.escape(message)):
         check(options, plan_of(options))
 
