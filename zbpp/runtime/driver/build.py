@@ -33,6 +33,7 @@ from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.parallel.bind import bind_parallel
+from zbpp.runtime.parallel.experts import check_experts, held_apart
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
@@ -175,9 +176,8 @@ def build_executors(
         own, collectives = bind_parallel(
             own,
             place,
-            shard,
+            options.replicas,
             tied=shared,
-            alternating=options.replicas.alternating_buffers,
             now=times.now,
         )
         own = [compiled_chunk(chunk, execution.compile) for chunk in own]
@@ -216,7 +216,28 @@ def build_executors(
             inject_fault=inject_fault,
         )
     _share_first_bits(executors, plan)
+    if place.n_expert > 1:
+        _compare_experts(executors, place, options.replicas)
     return executors
+
+
+def _compare_experts(
+    executors: Mapping[int, Executor], place: Place, replicas: DataParallel
+) -> None:
+    """Compare the names and shapes of experts; all processes must call.
+
+    Raises:
+        RequestError: they do not go together, or there are none.
+    """
+    ((stage, executor),) = executors.items()
+    experts = executor.stage.experts
+    shapes = {
+        name: tuple(p.shape)
+        for _, name, p in executor.stage.named_stepped()
+        if p in experts or held_apart(p)
+    }
+    every = executor.transport.gather((stage, shapes))
+    check_experts(every, place.peers, named=replicas.expert_parameters is not None)
 
 
 @torch.no_grad()
