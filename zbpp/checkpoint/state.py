@@ -92,8 +92,8 @@ def take_snapshot(
 
     def put(name: str, tensor: Tensor) -> None:
         gathered = whole(tensor)
-        if saves:
-            tensors[name] = gathered
+        if saves:  # the device has room for one that is whole, and not for all
+            tensors[name] = gathered if gathered is tensor else gathered.cpu()
 
     extra_states: dict[str, Any] = {}
     for slot in local.slots:
@@ -244,7 +244,7 @@ def check_state(
             "this is no state of a pipeline: it has no 'model'; give what "
             "pipeline.state_dict() returns"
         )
-    checked = Checked()
+    checked = Checked(experts=local.experts)
     check_model(local, state, checked)
     if not model_only:
         check_optimizers(local, state, checked)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from zbpp.checkpoint.folder import open_newest
 from zbpp.checkpoint.manifest import CheckpointError
 from zbpp.checkpoint.model import LocalModel
@@ -27,6 +29,7 @@ from zbpp.checkpoint.values import misfit
 from zbpp.core import RequestError
 from zbpp.models import Layered, Tie
 from zbpp.runtime.driver.stages import LocalStages
+from zbpp.runtime.parallel.experts import ExpertParts
 
 __all__ = ["Checkpoints"]
 
@@ -44,6 +47,7 @@ class Checkpoints:
         ties: parameters that several layers share.
         rank: of this process; rank 0 writes what concerns all.
         writes: this process writes the parts of its stage; its peers have the same.
+        mesh: of the pipeline, along which experts differ.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class Checkpoints:
         *,
         rank: int,
         writes: bool,
+        mesh: DeviceMesh | None = None,
     ) -> None:
+        self._mesh = mesh
         self._stages = stages
         self._layered = layered
         self._ties = ties
@@ -214,6 +220,9 @@ class Checkpoints:
             },
             optimizers=self._stages.optimizers,
             schedulers=self._schedulers,
+            experts=ExpertParts(
+                {p for stage in stages for p in stage.experts}, self._mesh
+            ),
         )
 
     def _run_misfits(self, saved: Any) -> list[str]:
