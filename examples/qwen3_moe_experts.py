@@ -28,6 +28,7 @@ class AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, n_in: list[int], n_out: list[int], group: Any
     ) -> Tensor:
+        """Send rows, as many to each process, and return what the others sent."""
         ctx.counts, ctx.group = (n_out, n_in), group
         received = rows.new_empty(sum(n_in), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), n_in, n_out, group=group)
@@ -35,6 +36,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """Send the gradients the other way."""
         return AllToAll.apply(gradient, *ctx.counts, ctx.group), None, None, None
 
 
