@@ -1,5 +1,7 @@
 """Experts over ``ep``, slices over ``cp``: as in one process, to the bit over modes."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from expert_runs import (
     train_plainly,
 )
 from pool import Pool
+
+from zbpp.checkpoint.tensors import TensorReader
 
 pytestmark = pytest.mark.dist
 
@@ -71,7 +75,7 @@ def test_experts_as_dtensors(pool: Pool) -> None:
 def test_shards_of_experts_and_of_the_rest(
     sizes: dict[str, int], shard: str, pool: Pool
 ) -> None:
-    """The rest is dealt out over all that sum it, experts over those that share them."""
+    """Experts are dealt out over those that share them, the rest over all."""
     more = cases(("ZBV", "1F1B"), sizes, steps=5, shard=shard)
     assert_right(pool.run(train_all, 8, more), 5)
 
@@ -86,6 +90,64 @@ def test_shards_where_each_process_has_its_own_experts(pool: Pool) -> None:
     assert_right(
         pool.run(train_all, 4, cases(("ZBV",), EP, steps=5, shard="optimizer")), 5
     )
+
+
+@pytest.mark.parametrize(
+    "shard", ["none", pytest.param("optimizer", marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_goes_from_any_number_to_any(
+    shard: str, tmp_path: Path, pool: Pool
+) -> None:
+    """Experts are whole in it: from 1 process to 2 and back nothing changes."""
+    one, two = {"data_parallel": 4}, DP_EP
+    n = 8
+    if shard == "none":
+        one, two, n = {"data_parallel": 2}, EP, 4
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    how = {"steps": 3, "shard": shard}
+    pool.run(
+        train_all,
+        n,
+        [
+            ("ZBV", one, how | {"saves": a}),
+            ("ZBV", two, how | {"saves": b, "loads": a}),
+            ("ZBV", one, how | {"saves": c, "loads": b}),
+        ],
+    )
+    saved = [read_everything(folder) for folder in (a, b, c)]
+    experts = [name for name in saved[0] if ".experts." in name]
+    assert sum(name.startswith("model/") for name in experts) == 12
+    assert any(name.endswith("exp_avg") for name in experts)
+    for other in saved[1:]:
+        assert other.keys() == saved[0].keys()
+        for name, value in other.items():
+            assert torch.equal(value, saved[0][name]), name
+    more = {"steps": 5, "shard": shard}
+    runs = pool.run(
+        train_all,
+        n,
+        [
+            ("ZBV", one, more),
+            ("ZBV", one, more | {"loads": c}),
+            ("ZBV", two, more | {"loads": a}),
+        ],
+    )
+    plain = train_plainly(5)
+    for straight, resumed, elsewhere in runs:
+        assert resumed.losses == straight.losses[3:]
+        for name, value in straight.parameters.items():
+            assert torch.equal(value, resumed.parameters[name]), name
+            torch.testing.assert_close(
+                elsewhere.parameters[name], plain.parameters[name], rtol=1e-9, atol=1e-9
+            )
+
+
+def read_everything(folder: str) -> dict[str, torch.Tensor]:
+    """All tensors of the only checkpoint in a folder."""
+    (manifest,) = Path(folder).glob("step-*/manifest.json")
+    index = json.loads(manifest.read_text())["tensors"]
+    reader = TensorReader(manifest.parent, index)
+    return {name: reader.read(name) for name in index}
 
 
 @pytest.mark.slow
