@@ -1,6 +1,7 @@
 """Experts over ``ep``, slices over ``cp``: as in one process, to the bit over modes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from expert_runs import (
     BREAKS,
     N_STEPS,
     Found,
+    refusals,
     train_all,
     train_plainly,
 )
@@ -160,3 +162,21 @@ def test_a_sum_that_is_left_out_or_done_twice_is_noticed(
     runs = pool.run(train_all, n, cases(("ZBH1",), sizes, steps=5, broken=broken))
     with pytest.raises(AssertionError):
         assert_right(runs, 5)
+
+
+def test_what_cannot_be_right_is_refused_with_a_way_out(pool: Pool) -> None:
+    every = pool.run(refusals, 4)
+    for case, words in {
+        "over dp": r"layers\.\d\.experts\.gate_up_proj, .*: parameters that differ "
+        r"between the replicas .* expert_parallel=.* expert_parameters=lambda",
+        "not named": r"layers\.\d\.experts\..* expert_parameters=lambda",
+        "named wrongly": "expert_parameters names no parameter of the model",
+        "other names": r"layers\.1\.experts\.more.* none on 0 and \(2, 1\) on rank 1",
+        "buffers": "leave alternating_buffers out",
+        "wrapped over ep": r"wrapped over the ranks .* over no dimension",
+        "wrapped over dp alone": r"over \['dp', 'cp'\], .*shard=",
+        "order": "'dp', which must stand before 'ep'",
+        "mixed": "gate_up_proj of a DealtExperts .* module of their own",
+    }.items():
+        for said in every:
+            assert re.search(words, said[case]), (case, said[case])

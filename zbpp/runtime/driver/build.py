@@ -33,7 +33,7 @@ from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
 from zbpp.runtime.parallel.bind import bind_parallel
-from zbpp.runtime.parallel.experts import check_experts, held_apart
+from zbpp.runtime.parallel.experts import check_experts
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
@@ -230,14 +230,14 @@ def _compare_experts(
         RequestError: they do not go together, or there are none.
     """
     ((stage, executor),) = executors.items()
-    experts = executor.stage.experts
+    is_expert = replicas.expert_parameters
     shapes = {
         name: tuple(p.shape)
         for _, name, p in executor.stage.named_stepped()
-        if p in experts or held_apart(p)
+        if is_expert is not None and is_expert(name, p)
     }
     every = executor.transport.gather((stage, shapes))
-    check_experts(every, place.peers, named=replicas.expert_parameters is not None)
+    check_experts(every, place.peers, named=is_expert is not None)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ What runs them is chosen here, once: `Collectives`, or with alternating buffers
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,9 +18,8 @@ from zbpp.runtime.comm.stage_group import EXPERT_DIM
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import BufferedCollectives
 from zbpp.runtime.parallel.experts import (
+    ExpertNames,
     UseTable,
-    expert_names,
-    held_apart,
     kept_dims,
 )
 from zbpp.runtime.parallel.mesh import Place
@@ -61,18 +60,18 @@ def bind_parallel(
     shard, alternating = replicas.shard, replicas.alternating_buffers
     if alternating:
         check_bare(chunks)
-    names = frozenset[str]()
+    names = ExpertNames()
     if place.n_expert > 1:
-        names = expert_names(chunks, replicas.expert_parameters, tied)
-    experts = _named(chunks, names)
-    if alternating and any(p in experts or held_apart(p) for p in _parameters(chunks)):
+        names = ExpertNames.of(chunks, replicas.expert_parameters, tied)
+    plain, experts = names.find(chunks)
+    if alternating and experts:
         raise RequestError(
             "alternating_buffers hold whole layers, and experts are dealt out apart "
             "from the rest of theirs; leave alternating_buffers out"
         )
     every_layer = (layer for chunk in chunks for layer in chunk.layers)
-    unsharded = wrap(every_layer, place, shard, experts)
-    experts = _named(chunks, names)
+    unsharded = wrap(every_layer, place, shard, experts, plain)
+    plain, experts = names.find(chunks)
     wrapped = [
         module
         for chunk in chunks
@@ -106,6 +105,7 @@ def bind_parallel(
                 place,
                 alike,
                 experts=experts,
+                plain=plain,
                 make_unit=BufferedUnit if alternating else Unit,
                 sums_each=reduces_every(shard),
             )
@@ -113,8 +113,8 @@ def bind_parallel(
             found.append(layer_sum)
         layers[chunk.index] = found
         widen = widening_of(unit for x in found for unit in x.units)
-        apart = frozenset(p for p in _parameters([chunk]) if p in experts)
-        bound.append(replace(chunk, shards=shards, widen=widen, experts=apart))
+        own = plain.intersection(p for *_, p in chunk.all_leaves())
+        bound.append(replace(chunk, shards=shards, widen=widen, experts=own))
     make_collectives = BufferedCollectives if alternating else Collectives
     often: Literal["last", "every"] = "every" if reduces_every(shard) else "last"
     summed = [p for found in layers.values() for x in found for p in x.summed]
@@ -125,21 +125,12 @@ def bind_parallel(
         unsharded=unsharded,
         uses=UseTable(
             summed,
-            {p for p in summed if p in experts or held_apart(p)},
+            experts,
             place.peers.place.get(EXPERT_DIM, 0),
             place.n_expert,
         ),
         now=now,
     )
-
-
-def _parameters(chunks: Iterable[Chunk]) -> Iterator[nn.Parameter]:
-    return (p for chunk in chunks for *_, p in chunk.all_leaves())
-
-
-def _named(chunks: Iterable[Chunk], names: Collection[str]) -> set[nn.Parameter]:
-    """The parameters of some names, as they are now: to wrap a layer changes them."""
-    return {p for c in chunks for _, name, p in c.all_leaves() if name in names}
 
 
 def _is_in(module: nn.Module, other: nn.Module) -> bool:
@@ -153,10 +144,11 @@ def _bind_layer(
     tied: Collection[nn.Parameter],
     *,
     experts: Collection[nn.Parameter],
+    plain: Collection[nn.Parameter],
     make_unit: Callable[[nn.Module], Unit],
     sums_each: bool,
 ) -> tuple[LayerSum, dict[nn.Parameter, nn.Parameter]]:
-    _check_managed(index, layer, place, experts)
+    _check_managed(index, layer, place, experts, plain)
     modules = list(units_in(layer))
     held = {p for module in modules for p in managed(module)}
     others = [p for p in layer.parameters() if p not in held and p not in tied]
@@ -169,7 +161,7 @@ def _bind_layer(
         unit.module.reshard()
     alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for p in others:
-        dims = place.sum_dims(kept_dims(p, experts))
+        dims = place.sum_dims(kept_dims(p, plain))
         alike.setdefault(tuple(dims), []).append(p)
     buckets = [
         Buckets(own, [place.group(dim) for dim in dims], sums_each=sums_each)
@@ -184,7 +176,11 @@ def _bind_layer(
 
 
 def _check_managed(
-    index: int, layer: nn.Module, place: Place, experts: Collection[nn.Parameter]
+    index: int,
+    layer: nn.Module,
+    place: Place,
+    experts: Collection[nn.Parameter],
+    plain: Collection[nn.Parameter],
 ) -> None:
     """Check that what wraps a layer sums gradients over all that must be.
 
@@ -194,9 +190,9 @@ def _check_managed(
     for module in units_in(layer):
         for p in managed(module):
             ranks = set(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
-            kept = {EXPERT_DIM} if p in experts or held_apart(p) else set[str]()
+            kept = {EXPERT_DIM} if p in experts else set[str]()
             needed = set(place.ranks_summed(kept))
-            others = set(place.ranks_summed()) - needed if p in experts else set[int]()
+            others = set(place.ranks_summed()) - needed if p in plain else set[int]()
             if needed <= ranks and not ranks & others:
                 continue
             dims = place.sum_dims(kept)

@@ -12,6 +12,7 @@ themselves. What moves tokens to their experts is the layers' own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,54 +21,90 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.comm.stage_group import EXPERT_DIM, StageGroup
+from zbpp.runtime.comm.stage_group import EXPERT_DIM, StageGroup, single_dims
 from zbpp.runtime.policies import IsExpert
+from zbpp.runtime.support.fsdp import managed_dims, units_in
 from zbpp.runtime.support.sharded import is_sharded, local_part
 
 __all__ = [
+    "ExpertNames",
     "ExpertParts",
     "UseTable",
     "check_experts",
-    "expert_names",
-    "held_apart",
     "kept_dims",
     "sharded_dims",
 ]
 
 
-def expert_names(
-    chunks: Iterable[Chunk],
-    is_expert: IsExpert | None,
-    tied: Collection[nn.Parameter],
-) -> frozenset[str]:
-    """The model's own names of plain parameters that are a process's own on ``ep``.
+Parameters = frozenset[nn.Parameter]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """The model's own names of parameters that are a process's own on ``ep``.
 
     Args:
-        chunks: of a stage; nothing is wrapped yet.
-        is_expert: tells them by their names; None: there are none.
-        tied: parameters that several layers hold.
-
-    Raises:
-        RequestError: one of them is tied.
+        plain: those that the user has named.
+        dtensors: those that are sharded on it.
     """
-    if is_expert is None:
-        return frozenset()
-    names = set()
-    for chunk in chunks:
-        for _, name, p in chunk.all_leaves():
-            if is_expert(name, p) and not held_apart(p):
+
+    plain: frozenset[str] = frozenset()
+    dtensors: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Iterable[Chunk],
+        is_expert: IsExpert | None,
+        tied: Collection[nn.Parameter],
+    ) -> "ExpertNames":
+        """Find them in the chunks of a stage, before zbpp wraps anything.
+
+        Args:
+            chunks: of a stage.
+            is_expert: tells those that are no DTensors; None: there are none.
+            tied: parameters that several layers hold.
+
+        Raises:
+            RequestError: one of them is tied.
+        """
+        plain, dtensors = set(), set()
+        for chunk in chunks:
+            dealt = {
+                p: single_dims(dims)
+                for layer in chunk.layers
+                for unit in units_in(layer)
+                for p, dims in managed_dims(unit)
+            }
+            for _, name, p in chunk.all_leaves():
+                own = local_part(p).names if is_sharded(p) else ()
+                if EXPERT_DIM in own and EXPERT_DIM not in dealt.get(p, ()):
+                    dtensors.add(name)
+                elif is_expert is not None and is_expert(name, p):
+                    plain.add(name)
+                else:
+                    continue
                 if p in tied:
                     raise RequestError(
-                        f"{name} is one of expert_parameters, and shared by several "
-                        "layers, which have it on other stages; untie it"
+                        f"{name} is an expert's, and several layers share it, some of "
+                        "them on other stages; untie it"
                     )
-                names.add(name)
-    return frozenset(names)
+        return cls(frozenset(plain), frozenset(dtensors))
 
+    def find(self, chunks: Iterable[Chunk]) -> tuple[Parameters, Parameters]:
+        """The parameters, as they are now: to wrap a layer changes them.
 
-def held_apart(p: Tensor) -> bool:
-    """True for a DTensor that is sharded on ``ep``."""
-    return is_sharded(p) and EXPERT_DIM in local_part(p).names
+        Returns:
+            Those that are plain or dealt out by `fully_shard` alone, and all.
+        """
+        plain, every = set[nn.Parameter](), set[nn.Parameter]()
+        for chunk in chunks:
+            for _, name, p in chunk.all_leaves():
+                if name in self.plain:
+                    plain.add(p)
+                if name in self.plain or name in self.dtensors:
+                    every.add(p)
+        return frozenset(plain), frozenset(every)
 
 
 def sharded_dims(p: Tensor, experts: Collection[Tensor]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ gradients    gradients in parts as well: reduced after every W (ZeRO 2)
 parameters   parameters whole for a pass only (ZeRO 3)
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,7 +17,7 @@ from zbpp.core import RequestError
 from zbpp.core.sharding import SHARDS
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.stage_group import EXPERT_DIM
-from zbpp.runtime.parallel.experts import held_apart, sharded_dims
+from zbpp.runtime.parallel.experts import sharded_dims
 from zbpp.runtime.parallel.mesh import DATA_DIMS, Place, shard_mesh
 from zbpp.runtime.support.fingerprint import fingerprints
 from zbpp.runtime.support.fsdp import units_in
@@ -98,7 +98,8 @@ def wrap(
     layers: Iterable[nn.Module],
     place: Place,
     shard: str,
-    experts: Collection[nn.Parameter] = (),
+    experts: Set[nn.Parameter] = frozenset(),
+    plain: Set[nn.Parameter] = frozenset(),
 ) -> dict[nn.Parameter, Unsharded]:
     """Shard the layers that have parameters and are not wrapped yet.
 
@@ -110,6 +111,7 @@ def wrap(
         place: of this process.
         shard: see above.
         experts: parameters of which each process along ``ep`` has its own.
+        plain: those of them that are no DTensors.
 
     Returns:
         What the sharded parameters were before.
@@ -130,7 +132,7 @@ def wrap(
     ]
     whole = [p for layer in to_wrap for p in layer.parameters()]
     numbers = fingerprints(whole)
-    dims = [sharded_dims(p, experts) for p in whole]
+    dims = [sharded_dims(p, plain) for p in whole]
     resharded = shard == "parameters"
     expert_mesh = shard_mesh(place.mesh, kept=(EXPERT_DIM,))
     is_apart = expert_mesh is not None and expert_mesh.size() > 1
@@ -138,7 +140,7 @@ def wrap(
         _check_order(place.mesh)
     for layer in to_wrap:
         held = set(layer.parameters())
-        kept = {p for p in held if p in experts or held_apart(p)}
+        kept = held & experts
         for module in _modules_of(layer, kept) if is_apart else ():
             fully_shard(module, mesh=expert_mesh, reshard_after_forward=resharded)
         if held > kept:
@@ -153,7 +155,7 @@ def wrap(
     return {p: Unsharded(number, names, part) for p, number, names, part in rows}
 
 
-def _modules_of(layer: nn.Module, experts: set[nn.Parameter]) -> Iterator[nn.Module]:
+def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Module]:
     """The largest modules in a layer that hold nothing but experts.
 
     Raises:
