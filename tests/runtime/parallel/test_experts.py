@@ -22,8 +22,10 @@ from zbpp.checkpoint.tensors import TensorReader
 pytestmark = pytest.mark.dist
 
 MODES = ("1F1B", "ZBH1", "ZBV", "VPP", "DualPipeV")
-EP, CP = {"expert_parallel": 2}, {"context_parallel": 2}
-DP_EP = {"data_parallel": 2, **EP}
+DP, EP, CP = ({f"{name}_parallel": 2} for name in ("data", "expert", "context"))
+DP_EP = {**DP, **EP}
+
+BREAKS_ON = dict.fromkeys(BREAKS, EP) | {"no sum over cp": CP, "no sum over dp": DP}
 
 Case = tuple[str, dict[str, int], dict[str, Any]]
 
@@ -54,7 +56,7 @@ def cases(modes: tuple[str, ...], sizes: dict[str, int], **how: Any) -> list[Cas
 
 @pytest.mark.parametrize("sizes", [EP, CP])
 def test_two_stages_on_four_processes(sizes: dict[str, int], pool: Pool) -> None:
-    assert_right(pool.run(train_all, 4, cases(("ZBV",), sizes, steps=5)), 5)
+    assert_right(pool.run(train_all, 4, cases(("ZBV",), sizes, steps=3)), 3)
 
 
 @pytest.mark.slow
@@ -88,15 +90,15 @@ def test_dtensors_that_are_sharded(pool: Pool) -> None:
     assert_right(pool.run(train_all, 8, more), 5)
 
 
+@pytest.mark.slow
 def test_shards_where_each_process_has_its_own_experts(pool: Pool) -> None:
     assert_right(
         pool.run(train_all, 4, cases(("ZBV",), EP, steps=5, shard="optimizer")), 5
     )
 
 
-@pytest.mark.parametrize(
-    "shard", ["none", pytest.param("optimizer", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
 def test_a_checkpoint_goes_from_any_number_to_any(
     shard: str, tmp_path: Path, pool: Pool
 ) -> None:
@@ -153,17 +155,39 @@ def read_everything(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", BREAKS)
-def test_a_sum_that_is_left_out_or_done_twice_is_noticed(
-    broken: str, pool: Pool
-) -> None:
+def test_a_sum_that_is_left_out_or_done_twice_is_noticed(pool: Pool) -> None:
     """The controls of this file: each must fail."""
-    sizes, n = (CP, 4) if "cp" in broken else (DP_EP, 8)
-    runs = pool.run(train_all, n, cases(("ZBH1",), sizes, steps=5, broken=broken))
-    with pytest.raises(AssertionError):
-        assert_right(runs, 5)
+    every = [
+        ("ZBH1", sizes, {"steps": 3, "broken": broken})
+        for broken, sizes in BREAKS_ON.items()
+    ]
+    runs = pool.run(train_all, 4, [*every, ("ZBH1", EP, {"steps": 3})])
+    for place, broken in enumerate(BREAKS_ON):
+        with pytest.raises(AssertionError):
+            assert_right([[at_rank[place]] for at_rank in runs], 3)
+            pytest.fail(f"{broken} is not noticed", pytrace=False)
+    assert_right([[at_rank[-1]] for at_rank in runs], 3)
 
 
+@pytest.mark.slow
+def test_a_profile_measures_layers_that_wait_for_each_other(pool: Pool) -> None:
+    """All processes run as many rounds, however long theirs take, and train on."""
+    every = [
+        ("ZBV", sizes, {"steps": 5, "profiles": how})
+        for sizes, how in ((EP, "none"), (EP, "optimizer"), (CP, "none"))
+    ]
+    runs = pool.run(train_all, 4, every)
+    assert_right([at_rank[:2] for at_rank in runs], 5)
+    assert_right([at_rank[2:] for at_rank in runs], 5)
+    for at_rank in runs:
+        whole, dealt, _ = (found.profile for found in at_rank)
+        assert all(time > 0 for time in whole.collectives["reduce_scatter"])
+        assert not any(whole.collectives["all_gather"])
+        assert all(time > 0 for time in dealt.collectives["all_gather"])
+        assert all(time > 0 for time in (*whole.layers.f, *whole.layers.w))
+
+
+@pytest.mark.slow
 def test_what_cannot_be_right_is_refused_with_a_way_out(pool: Pool) -> None:
     every = pool.run(refusals, 4)
     for case, words in {
