@@ -1,13 +1,14 @@
 """Train a Qwen3-MoE of transformers with its experts dealt out over processes.
 
-torchrun --nproc-per-node 4 examples/qwen3_moe_experts.py README.md --experts 2
+torchrun --nproc-per-node 4 examples/qwen3_moe_experts.py README.md
 python examples/qwen3_moe_experts.py README.md
 
-The first line starts 2 stages x 2 processes that hold half of the experts each. All
+The first line starts 2 stages x 2 processes that hold half of the experts each. Both
 have the same losses, up to rounding, and go on from each other's checkpoints.
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,14 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--mode", default="ZBH1")
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=1, help="processes for them")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     processes: Any = None
     group = None
-    if args.experts > 1:
-        mesh = zbpp.mesh(stages=args.stages, expert_parallel=args.experts)
+    if (n_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        mesh = zbpp.mesh(stages=args.stages, expert_parallel=n_ranks // args.stages)
         group = mesh.get_group("ep")
         processes = zbpp.DataParallel(
             mesh=mesh, expert_parameters=lambda name, _: ".mlp.experts." in name
