@@ -175,6 +175,7 @@ class Pipeline:
             self.place,
             self.device,
             execution=execution,
+            shards=replicas.shard != "none",
         )
         self._options = StageOptions(
             loss_fn=loss_fn,

@@ -143,7 +143,7 @@ def _measure_own(
 
 def _any_beside(place: Place, device: torch.device, flag: bool) -> bool:
     """True if a flag is for any process of this stage; all of them must call."""
-    groups = [group for group in place.sides if group.size() > 1]
+    groups = [group for group in place.sides() if group.size() > 1]
     if not groups:
         return flag
     number = torch.tensor([int(flag)], device=device)

@@ -16,8 +16,10 @@ from expert_runs import (
     train_plainly,
 )
 from pool import Pool
+from torch import nn
 
 from zbpp.checkpoint.tensors import TensorReader
+from zbpp.runtime.parallel.experts import UseTable
 
 pytestmark = pytest.mark.dist
 
@@ -157,15 +159,16 @@ def read_everything(folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_a_sum_that_is_left_out_or_done_twice_is_noticed(pool: Pool) -> None:
     """The controls of this file: each must fail."""
-    every = [
-        ("ZBH1", sizes, {"steps": 3, "broken": broken})
-        for broken, sizes in BREAKS_ON.items()
+    broken: list[Case] = [
+        ("ZBH1", sizes, {"steps": 3, "broken": what})
+        for what, sizes in BREAKS_ON.items()
     ]
-    runs = pool.run(train_all, 4, [*every, ("ZBH1", EP, {"steps": 3})])
-    for place, broken in enumerate(BREAKS_ON):
+    broken.append(("ZBH1", CP, {"steps": 3, "weigh": "samples"}))
+    runs = pool.run(train_all, 4, [*broken, ("ZBH1", EP, {"steps": 3})])
+    for place, (*_, how) in enumerate(broken):
         with pytest.raises(AssertionError):
             assert_right([[at_rank[place]] for at_rank in runs], 3)
-            pytest.fail(f"{broken} is not noticed", pytrace=False)
+            pytest.fail(f"{how} is not noticed", pytrace=False)
     assert_right([[at_rank[-1]] for at_rank in runs], 3)
 
 
@@ -204,3 +207,15 @@ def test_what_cannot_be_right_is_refused_with_a_way_out(pool: Pool) -> None:
     }.items():
         for said in every:
             assert re.search(words, said[case]), (case, said[case])
+
+
+def test_uses_of_experts_count_for_those_that_hold_them() -> None:
+    """Of two processes along ep each tells of its own, and both of what they share."""
+    router, own, other = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    first = UseTable([router, own], {own}, 0, 2)
+    second = UseTable([router, other], {other}, 1, 2)
+    total = first.vector({own}) + second.vector({router})
+    assert first.used_by_none(total) == [own]
+    assert second.used_by_none(total) == []
+    total = first.vector({own, router}) + second.vector({router, other})
+    assert second.used_by_none(total) == [router, other]

@@ -74,8 +74,17 @@ def make_transports(
     device: torch.device,
     *,
     execution: Execution,
+    shards: bool = False,
 ) -> dict[int, Transport]:
-    """The transports of this process's stages: its own, or where it is alone all."""
+    """The transports of this process's stages: its own, or where it is alone all.
+
+    Args:
+        programs: of the stages.
+        place: of this process.
+        device: of this process.
+        execution: says how long to wait.
+        shards: layers are dealt out over replicas.
+    """
     if place.everyone is None or place.n_ranks == 1:
         make_stream = None
         if execution.stage_streams and runs_ahead(device):
@@ -100,7 +109,7 @@ def make_transports(
         timeout_s=execution.timeout_s,
         first_timeout_s=execution.start_timeout_s,
         peers=place.peers,
-        sides=place.sides,
+        sides=place.sides(shards=shards),
     )
     return {mailbox.stage: mailbox}
 

@@ -135,12 +135,19 @@ class Place:
             return 1
         return self.mesh.shape[(self.mesh.mesh_dim_names or ()).index(dim)]
 
-    @property
-    def sides(self) -> list[dist.ProcessGroup]:
-        """Groups of this process along the dimensions of its peers."""
+    def sides(self, *, shards: bool = False) -> list[dist.ProcessGroup]:
+        """Groups of this process along the dimensions of its peers.
+
+        Args:
+            shards: those that `shard_mesh` makes, too; all processes must call.
+        """
         if self.mesh is None:
             return []
-        return [self.mesh.get_group(dim) for dim in self.peers.place]
+        groups = [self.mesh.get_group(dim) for dim in self.peers.place]
+        for kept in ((), (EXPERT_DIM,)) if shards else ():
+            part = shard_mesh(self.mesh, kept)
+            groups += [] if part is None else part.get_all_groups()
+        return list(dict.fromkeys(groups))
 
 
 def make_mesh(
