@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.checkpoint.experts import ExpertParts
 from zbpp.checkpoint.tensors import copy_into
 from zbpp.core import RequestError
-from zbpp.runtime.parallel.experts import ExpertParts
 
 __all__ = [
     "Checked",

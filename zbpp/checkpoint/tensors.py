@@ -22,20 +22,22 @@ __all__ = [
     "HostCopies",
     "TensorReader",
     "copy_into",
+    "is_sharded",
     "shard_like",
     "whole",
     "write_tensors",
 ]
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a DTensor."""
     return hasattr(tensor, "full_tensor")
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; every process that holds a shard of it must call."""
-    return cast(Any, tensor.detach()).full_tensor() if _is_sharded(tensor) else tensor
+    return cast(Any, tensor.detach()).full_tensor() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
@@ -46,11 +48,11 @@ def copy_into(target: Tensor, value: Tensor) -> None:
         target: of the model.
         value: whole, or sharded as the target is.
     """
-    if not _is_sharded(target):
+    if not is_sharded(target):
         target.copy_(whole(value))
         return
     sharded: Any = target
-    if _is_sharded(value) and _has_layout_of(value, sharded):
+    if is_sharded(value) and _has_layout_of(value, sharded):
         sharded.to_local().copy_(cast(Any, value).to_local())
         return
     chunks = sharded.__create_chunk_list__()
@@ -74,7 +76,7 @@ def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
         value: whole, or sharded already.
         parameter: whose state it is; another shape is left whole.
     """
-    if not _is_sharded(parameter) or value.shape != parameter.shape:
+    if not is_sharded(parameter) or value.shape != parameter.shape:
         return whole(value)
     made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     copy_into(made, value)

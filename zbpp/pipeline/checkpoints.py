@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbpp.checkpoint.experts import ExpertParts
 from zbpp.checkpoint.folder import open_newest
 from zbpp.checkpoint.manifest import CheckpointError
 from zbpp.checkpoint.model import LocalModel
@@ -29,7 +30,6 @@ from zbpp.checkpoint.values import misfit
 from zbpp.core import RequestError
 from zbpp.models import Layered, Tie
 from zbpp.runtime.driver.stages import LocalStages
-from zbpp.runtime.parallel.experts import ExpertParts
 
 __all__ = ["Checkpoints"]
 
@@ -47,7 +47,7 @@ class Checkpoints:
         ties: parameters that several layers share.
         rank: of this process; rank 0 writes what concerns all.
         writes: this process writes the parts of its stage; its peers have the same.
-        mesh: of the pipeline, along which experts differ.
+        expert_mesh: of the processes that hold other experts; None: there are none.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Checkpoints:
         *,
         rank: int,
         writes: bool,
-        mesh: DeviceMesh | None = None,
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
-        self._mesh = mesh
+        self._expert_mesh = expert_mesh
         self._stages = stages
         self._layered = layered
         self._ties = ties
@@ -221,7 +221,7 @@ class Checkpoints:
             optimizers=self._stages.optimizers,
             schedulers=self._schedulers,
             experts=ExpertParts(
-                {p for stage in stages for p in stage.experts}, self._mesh
+                {p for stage in stages for p in stage.experts}, self._expert_mesh
             ),
         )
 

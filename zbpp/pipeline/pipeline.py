@@ -214,7 +214,7 @@ class Pipeline:
             self._ties.ties,
             rank=self.rank,
             writes=self.place.peers.row == 0,
-            mesh=self.place.mesh,
+            expert_mesh=self.place.expert_mesh,
         )
         self._has_learned_metrics = False
         self._part: StepPart | None = None

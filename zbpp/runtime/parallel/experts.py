@@ -13,11 +13,9 @@ themselves. What moves tokens to their experts is the layers' own.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import RequestError
 from zbpp.runtime.chunk import Chunk
@@ -28,7 +26,6 @@ from zbpp.runtime.support.sharded import is_sharded, local_part
 
 __all__ = [
     "ExpertNames",
-    "ExpertParts",
     "UseTable",
     "check_experts",
     "kept_dims",
@@ -128,83 +125,6 @@ def kept_dims(p: Tensor, experts: Collection[Tensor]) -> tuple[str, ...]:
         mesh = p.device_mesh  # type: ignore[attr-defined]
         names = mesh.mesh_dim_names or ()
     return (*names, *((EXPERT_DIM,) if p in experts else ()))
-
-
-class ExpertParts:
-    """Plain experts as parts of the tensors that all processes along ``ep`` hold.
-
-        layers.3.experts.up    ep 0 | experts 0, 1 |
-                               ep 1 | experts 2, 3 |    whole: (4, ...)
-
-    Args:
-        experts: of this process, plain, or dealt out by `fully_shard`.
-        mesh: of the pipeline; None: there are no experts.
-    """
-
-    def __init__(
-        self, experts: Collection[Tensor] = (), mesh: DeviceMesh | None = None
-    ) -> None:
-        self._experts = experts
-        self._mesh = mesh
-
-    def joined(self, parameter: Tensor, value: Any) -> Any:
-        """A view of a value as part of a DTensor; the value itself if it is none.
-
-        Args:
-            parameter: that it is, or is the state of.
-            value: state as long as the parameter goes along with its experts.
-        """
-        if not self._is_part(parameter, value):
-            return value
-        from torch.distributed.tensor import DTensor, Shard
-        from torch.distributed.tensor.placement_types import _StridedShard
-
-        assert self._mesh is not None
-        mesh = self._mesh[EXPERT_DIM]
-        n = mesh.size()
-        placements: list[Any] = [Shard(0)]
-        local = value.detach()
-        if is_sharded(value):  # each ep's part is dealt out, not the whole
-            dealt = [
-                _StridedShard(0, split_factor=n) if one.is_shard() else one
-                for one in value.placements
-            ]
-            placements = [*dealt, *placements]
-            mesh = DeviceMesh._concatenate([value.device_mesh, mesh])
-            local = local.to_local()
-        shape = torch.Size((n * value.shape[0], *value.shape[1:]))
-        whole = torch.empty(shape, device="meta")
-        made: Tensor = DTensor.from_local(
-            local,
-            mesh,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=whole.stride(),
-        )
-        return made.requires_grad_(parameter.requires_grad and value is parameter)
-
-    def own_part(self, parameter: Tensor, value: Any) -> Any:
-        """The part of this process of a value for all; the value itself if it has none.
-
-        Args:
-            parameter: that it is the state of.
-            value: whole, or as `joined` has made it.
-        """
-        if parameter not in self._experts or not isinstance(value, Tensor):
-            return value
-        assert self._mesh is not None
-        mesh = self._mesh[EXPERT_DIM]
-        if value.dim() == 0 or value.shape[0] != mesh.size() * parameter.shape[0]:
-            return value
-        if is_sharded(value):
-            value = value.full_tensor()  # type: ignore[attr-defined]
-        return value.chunk(mesh.size())[mesh.get_local_rank()]
-
-    def _is_part(self, parameter: Tensor, value: Any) -> bool:
-        if parameter not in self._experts or not isinstance(value, Tensor):
-            return False
-        return value.dim() > 0 and value.shape[0] == parameter.shape[0]
 
 
 class UseTable:

@@ -107,6 +107,14 @@ class Place:
         """Processes that hold different experts, over ``ep``."""
         return self._size(EXPERT_DIM)
 
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The processes that hold different experts; None: there are none."""
+        if self.n_expert == 1:
+            return None
+        assert self.mesh is not None
+        return self.mesh[EXPERT_DIM]
+
     def group(self, dim: str) -> dist.ProcessGroup:
         """Group of this process along a dimension of the mesh."""
         assert self.mesh is not None
