@@ -75,6 +75,7 @@ def test_all_pages_are_there():
         "benchmarking",
         "gpus",
         "data_parallel",
+        "experts_and_context",
         "compile",
     }
     for page in DOCS:

@@ -78,6 +78,7 @@ ROOMS = {
         "zbpp.runtime.comm.transport",
         "zbpp.runtime.chunk",
         "zbpp.runtime.backward.queue",
+        "zbpp.runtime.policies",
     },
     "zbpp.runtime.graphed": {
         "zbpp.runtime.graphed",

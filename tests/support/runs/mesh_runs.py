@@ -30,7 +30,7 @@ from zbpp.runtime.backward.accumulate import GradientOrder
 from zbpp.runtime.optim.decision import StepSums, clip_factor
 from zbpp.runtime.policies import Patience
 from zbpp.runtime.parallel.buckets import Buckets
-from zbpp.runtime.parallel.mesh import data_mesh
+from zbpp.runtime.parallel.mesh import shard_mesh
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.support import fsdp
 from zbpp.runtime.support.fsdp import Unit
@@ -175,7 +175,7 @@ def train(
         )
         if tensor_parallel > 1:
             made = cut_over(made, tp or mesh["tp"])
-        made = wrapped(made, how, data_mesh(mesh), bf16=bf16)
+        made = wrapped(made, how, shard_mesh(mesh), bf16=bf16)
     shard = how if how in ("optimizer", "gradients", "parameters") else "none"
     patience = Patience(failures=99, window=10)
     with (
