@@ -10,7 +10,7 @@ SPREAD := -n 2 --dist worksteal
 # Programs that find this first have a GPU that is simulated: tests/simgpu.
 SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 
-.PHONY: train test test-slow test-simgpu mutants check format gpu gpu-simulated clean
+.PHONY: train test test-slow test-simgpu mutants check format dist gpu gpu-simulated clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -40,6 +40,16 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What is uploaded: build/dist/ holds the sdist, and the wheel that was built of it, with
+# the oldest glibc that its symbols allow in its name. Nothing is uploaded.
+dist: $(READY)
+	rm -rf build/dist build/linux
+	$(BIN)/python -m build --outdir build/linux .
+	mkdir -p build/dist && mv build/linux/*.tar.gz build/dist
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/dist build/linux/*.whl
+	$(BIN)/twine check --strict build/dist/*
+	$(BIN)/check-wheel-contents build/dist/*.whl
 
 # In 9 minutes what only a GPU can show, into benchmarks/results/. With the torch of
 # $(PYTHON): that of the virtual environment is built for CPUs. Downloads nothing.
