@@ -212,6 +212,7 @@ def test_planning_loads_neither_torch_nor_matplotlib(tmp_path, command):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("hidden", ["torch", "zbpp.training.start"])
 def test_training_without_torch_says_how_to_get_it(hidden):
     code = (

@@ -10,6 +10,8 @@ from zbpp.cli.commands import main
 from zbpp.cli.user_model import load_model
 from zbpp.core import RequestError
 
+pytestmark = pytest.mark.needs("torch")
+
 SOURCE = """
 import torch
 from torch import nn
