@@ -1,0 +1,77 @@
+"""The files of the playground, by the name under which they are served."""
+
+import json
+import zipfile
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from io import BytesIO
+from pathlib import Path
+
+from zbpp.playground.answers import overview
+
+__all__ = ["PYODIDE", "page_files", "write_site"]
+
+PYODIDE = "314.0.7"
+"""The version of the npm package that the page is tested with."""
+
+_OF_PYODIDE = (
+    "pyodide.mjs",
+    "pyodide.asm.mjs",
+    "pyodide.asm.wasm",
+    "python_stdlib.zip",
+    "pyodide-lock.json",
+)
+_PLACES = {
+    "playground.css": "zbpp.playground",
+    "playground.js": "zbpp.playground",
+    "page.css": "zbpp.simulator.page",
+    "timeline.js": "zbpp.simulator.page",
+    "view.js": "zbpp.simulator.page",
+}
+
+
+def page_files(planner: str) -> dict[str, bytes]:
+    """Read the page, whose planner is ``server`` or ``pyodide``."""
+    page = files("zbpp.playground").joinpath("playground.html").read_text("utf-8")
+    settings = json.dumps({"planner": planner, "modes": json.loads(overview())})
+    found = {"index.html": page.replace("SETTINGS", settings).encode()}
+    for name, package in _PLACES.items():
+        found[name] = files(package).joinpath(name).read_bytes()
+    return found
+
+
+def write_site(out: Path, pyodide: Path) -> None:
+    """Write a folder that any web server serves: page, planner and its Python.
+
+    Args:
+        out: the folder; what it holds under other names stays.
+        pyodide: the unpacked npm package.
+
+    Raises:
+        FileNotFoundError: ``pyodide`` lacks a file of the package.
+    """
+    worker = files("zbpp.playground").joinpath("worker.js").read_bytes()
+    found = page_files("pyodide") | {"worker.js": worker, "zbpp.zip": _package()}
+    for name in _OF_PYODIDE:
+        found[f"pyodide/{name}"] = (pyodide / name).read_bytes()
+    for name, content in found.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_bytes(content)
+
+
+def _package() -> bytes:
+    """Pack every module of the package; always the same bytes for the same ones."""
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        _pack(files("zbpp"), "zbpp", archive)
+    return packed.getvalue()
+
+
+def _pack(folder: Traversable, name: str, archive: zipfile.ZipFile) -> None:
+    for one in sorted(folder.iterdir(), key=lambda one: one.name):
+        inner = f"{name}/{one.name}"
+        if one.is_dir() and one.name != "__pycache__":
+            _pack(one, inner, archive)
+        elif one.name.endswith(".py"):
+            about = zipfile.ZipInfo(inner)  # without the time of the file
+            archive.writestr(about, one.read_bytes(), zipfile.ZIP_DEFLATED)
