@@ -1,6 +1,6 @@
 """Write the playground into a folder of the site: make playground.
 
-The planner runs in the browser, by Pyodide; its npm package is fetched and unpacked here
+The planner runs in the browser, by Pyodide; its npm package is fetched and unpacked
 unless a folder that holds it is named.
 """
 
@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from zbpp.playground.site import PYODIDE, write_site
+from zbpp.cli.playground.site import PYODIDE, write_site
 
 
 def main() -> None:

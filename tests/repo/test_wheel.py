@@ -118,11 +118,19 @@ def modules() -> set[str]:
 
 
 def beside_modules() -> set[str]:
-    """Paths in the wheel of what a page is made of."""
-    folder = ROOT / "simulator" / "page"
-    found = [*folder.glob("*.js"), *folder.glob("*.css")]
-    assert len(found) >= 3
-    return {f"zbpp/simulator/page/{path.name}" for path in found}
+    """Paths in the wheel of what pages are made of."""
+    folders = {
+        ROOT / "simulator" / "page": "zbpp/simulator/page",
+        ROOT / "zbpp" / "cli" / "playground": "zbpp/cli/playground",
+    }
+    found = {
+        f"{inner}/{path.name}"
+        for folder, inner in folders.items()
+        for path in folder.iterdir()
+        if path.suffix in (".js", ".css", ".html")
+    }
+    assert len(found) >= 7
+    return found
 
 
 def test_torch_finds_the_backend_by_its_name(python, tmp_path):

@@ -25,7 +25,7 @@ from zbpp.cli.parser import SHORT, command_named, help_text, parse
 from zbpp.cli.pictures.compare import Compare
 from zbpp.cli.pictures.drawings import draw_file
 from zbpp.cli.pictures.meshes import Mesh
-from zbpp.cli.playground import Playground
+from zbpp.cli.playground.command import Playground
 from zbpp.cli.profile import ProfileCommand
 from zbpp.cli.report import print_report, recompute_text
 from zbpp.cli.split_report import print_split

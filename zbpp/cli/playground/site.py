@@ -7,7 +7,7 @@ from importlib.resources.abc import Traversable
 from io import BytesIO
 from pathlib import Path
 
-from zbpp.playground.answers import overview
+from zbpp.cli.playground.answers import overview
 
 __all__ = ["PYODIDE", "page_files", "write_site"]
 
@@ -22,8 +22,8 @@ _OF_PYODIDE = (
     "pyodide-lock.json",
 )
 _PLACES = {
-    "playground.css": "zbpp.playground",
-    "playground.js": "zbpp.playground",
+    "playground.css": "zbpp.cli.playground",
+    "playground.js": "zbpp.cli.playground",
     "page.css": "zbpp.simulator.page",
     "timeline.js": "zbpp.simulator.page",
     "view.js": "zbpp.simulator.page",
@@ -32,7 +32,7 @@ _PLACES = {
 
 def page_files(planner: str) -> dict[str, bytes]:
     """Read the page, whose planner is ``server`` or ``pyodide``."""
-    page = files("zbpp.playground").joinpath("playground.html").read_text("utf-8")
+    page = files("zbpp.cli.playground").joinpath("playground.html").read_text("utf-8")
     settings = json.dumps({"planner": planner, "modes": json.loads(overview())})
     found = {"index.html": page.replace("SETTINGS", settings).encode()}
     for name, package in _PLACES.items():
@@ -50,7 +50,7 @@ def write_site(out: Path, pyodide: Path) -> None:
     Raises:
         FileNotFoundError: ``pyodide`` lacks a file of the package.
     """
-    worker = files("zbpp.playground").joinpath("worker.js").read_bytes()
+    worker = files("zbpp.cli.playground").joinpath("worker.js").read_bytes()
     found = page_files("pyodide") | {"worker.js": worker, "zbpp.zip": _package()}
     for name in _OF_PYODIDE:
         found[f"pyodide/{name}"] = (pyodide / name).read_bytes()

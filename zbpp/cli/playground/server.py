@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any
 
-from zbpp.playground.answers import answer
-from zbpp.playground.site import page_files
+from zbpp.cli.playground.answers import answer
+from zbpp.cli.playground.site import page_files
 
 __all__ = ["make_server"]
 

@@ -2,7 +2,7 @@
 
 A question has what it asks for (``do``), the settings of the page, and modes:
 
-    plan   figures of one mode, and its schedule file: ``zbpp plan`` would write the same
+    plan   figures of one mode, and its schedule file, as ``zbpp plan`` writes it
     draw   timelines of some modes: elements for the page, and data for its scripts
 
 Settings: stages, microbatches, f, b, w and comm (times), limit (memory, 0: none),
@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from zbpp.cli.summary import summarize
 from zbpp.core import Costs, RequestError, parse_costs, schedule_text
 from zbpp.planning import MODES, Plan, PlanRequest, make_plan
-from zbpp.simulator import bubble_rate, peak_memory, simulate, step_time
+from zbpp.simulator import simulate
 from zbpp.simulator.page import PageEntry
 from zbpp.simulator.page.panels import Panel, panels_data, panels_html
 
@@ -81,9 +82,7 @@ def _plan(settings_text: str, mode: str) -> tuple[Plan, float]:
         raise RequestError(f"{p} stages of {m} micro-batches: too many for a page")
     began = time.perf_counter()
     plan = make_plan(
-        PlanRequest(
-            schedule=mode, n_stages=p, n_microbatches=m, costs=_costs(settings)
-        )
+        PlanRequest(schedule=mode, n_stages=p, n_microbatches=m, costs=_costs(settings))
     )
     return plan, time.perf_counter() - began
 
@@ -91,15 +90,15 @@ def _plan(settings_text: str, mode: str) -> tuple[Plan, float]:
 def _planned(settings: str, mode: str) -> dict[str, Any]:
     """Figures of a plan, and its file."""
     plan, seconds = _plan(settings, mode)
-    timeline = simulate(plan.schedule, plan.costs)
+    figures = summarize(plan.schedule, plan.costs)
     return {
         "mode": mode,
         "chosen": plan.mode,
         "seconds": seconds,
-        "bubble": bubble_rate(timeline),
-        "step": step_time(timeline),
-        "peak": max(peak_memory(timeline, plan.costs)),
-        "gap": plan.span / plan.lower_bound - 1,
+        "bubble": figures.bubble_rate,
+        "step": figures.step_time,
+        "peak": max(figures.peak_memory),
+        "gap": figures.gap,
         "file": schedule_text(plan.schedule),
         "costs": costs_text(json.loads(settings)),
     }

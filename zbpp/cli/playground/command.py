@@ -4,8 +4,8 @@ import sys
 import webbrowser
 from dataclasses import dataclass
 
+from zbpp.cli.playground.server import make_server
 from zbpp.core import RequestError
-from zbpp.playground.server import make_server
 from zbpp.training.options import flag
 
 __all__ = ["Playground"]

@@ -216,14 +216,14 @@ function buildTable() {
     const save = button("plan.json", () => saveFile(name));
     const cells = ["", "", "", "", ""].map(() => element("td"));
     return element("tr", { id: `mode-${name}`, class: "stale" },
-      element("th", { scope: "row", title: about }, name), ...cells, element("td", {}, box), element("td", {}, save));
+      element("th", { scope: "row", title: about }, name), element("td", {}, box), ...cells, element("td", {}, save));
   }));
 }
 
 function fillRow(mode, { reason, bubble, step, peak, gap, seconds, chosen }) {
-  const row = byId(`mode-${mode}`), [, ...cells] = row.children;
+  const row = byId(`mode-${mode}`), [, , ...cells] = row.children;
   row.classList.remove("stale");
-  cells[6].firstChild.disabled = Boolean(reason);
+  cells.at(-1).firstChild.disabled = Boolean(reason);
   const texts = reason ? ["", "", "", "", ""]
     : [percent(bubble), number(step), number(peak, 4), percent(Math.max(gap, 0)), `${Math.round(seconds * 1000)} ms`];
   texts.forEach((text, i) => (cells[i].textContent = text));
@@ -234,26 +234,34 @@ function fillRow(mode, { reason, bubble, step, peak, gap, seconds, chosen }) {
   for (const [name, one] of answers) byId(`mode-${name}`).classList.toggle("bold", one.step <= least);
 }
 
-// Bubble over memory, one point a mode; names keep clear of one another.
+// The next of 1, 2, 5, 10, ... at or above a number.
+function roundStep(rough) {
+  const power = 10 ** Math.floor(Math.log10(rough));
+  return power * [1, 2, 5, 10].find((one) => one * power >= rough * (1 - 1e-9));
+}
+
+// Bubble over memory, one point a mode; names keep clear of one another and of points.
 function drawChart() {
   const svg = byId("chart"), width = svg.clientWidth || 600, height = 250;
-  const [left, top, right, bottom] = [52, 12, width - 90, height - 34];
+  const [left, top, right, bottom] = [52, 12, width - 76, height - 36];
   const points = [...answers].filter(([name, { reason }]) => !reason && name !== "auto").map(([name, { peak, bubble }]) => ({ name, peak, bubble }));
-  const most = Math.max(...points.map(({ peak }) => peak), settings.limit, 1) * 1.08, worst = Math.max(...points.map(({ bubble }) => bubble), 0.01) * 1.1;
+  const most = Math.max(...points.map(({ peak }) => peak), settings.limit, 1) * 1.05;
+  const worst = Math.max(...points.map(({ bubble }) => bubble), 0.01) * 1.1;
   const x = (peak) => left + (peak / most) * (right - left), y = (bubble) => bottom - (bubble / worst) * (bottom - top);
   const parts = [`<line x1="${left}" y1="${bottom}" x2="${right}" y2="${bottom}"/><line x1="${left}" y1="${top}" x2="${left}" y2="${bottom}"/>`];
-  for (const share of [0, 0.5, 1]) {
-    parts.push(`<text x="${left - 6}" y="${y(share * worst) + 4}" text-anchor="end">${(100 * share * worst).toFixed(0)} %</text>`);
-    parts.push(`<text x="${x(share * most)}" y="${bottom + 15}" text-anchor="middle">${number(share * most, 3)}</text>`);
-  }
-  parts.push(`<text x="${(left + right) / 2}" y="${height - 4}" text-anchor="middle">peak memory</text>`, `<text x="${left + 6}" y="${top + 6}">bubble</text>`);
+  const [down, across] = [roundStep(worst / 4), roundStep(most / 5)];
+  for (let k = 0; k * down <= worst; k++)
+    parts.push(`<text x="${left - 6}" y="${y(k * down) + 4}" text-anchor="end">${number(100 * k * down, 3)} %</text>`);
+  for (let k = 0; k * across <= most; k++)
+    parts.push(`<text x="${x(k * across)}" y="${bottom + 16}" text-anchor="middle">${number(k * across, 3)}</text>`);
+  parts.push(`<text x="${(left + right) / 2}" y="${height - 4}" text-anchor="middle">peak memory</text>`, `<text x="${left + 6}" y="${top + 4}">bubble</text>`);
   if (settings.limit) parts.push(`<line class="limit" x1="${x(settings.limit)}" y1="${top}" x2="${x(settings.limit)}" y2="${bottom}"/>`);
-  const taken = [];
-  for (const { name, peak, bubble } of points.sort((a, b) => a.bubble - b.bubble || a.peak - b.peak)) {
-    const at = x(peak) + 7;
+  const taken = points.map(({ peak, bubble }) => [x(peak) - 4, y(bubble) + 4, 8]);  // left, bottom, width
+  for (const { name, peak, bubble } of points.sort((a, b) => a.bubble - b.bubble || b.peak - a.peak)) {
+    const at = x(peak) + 7, wide = 7.5 * name.length;
     let line = y(bubble) + 4;
-    while (taken.some(([ox, oy, wide]) => Math.abs(oy - line) < 12 && at < ox + wide && ox < at + 8 * name.length)) line -= 12;
-    taken.push([at, line, 8 * name.length]);
+    while (taken.some(([ox, oy, owide]) => Math.abs(oy - line) < 11 && at < ox + owide && ox < at + wide)) line -= 4;
+    taken.push([at, line, wide]);
     parts.push(`<circle cx="${x(peak)}" cy="${y(bubble)}" r="4"/><text class="name" x="${at}" y="${line}">${name}</text>`);
   }
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);

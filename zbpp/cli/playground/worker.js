@@ -11,7 +11,7 @@ async function load() {
   ]);
   python.unpackArchive(archive, "zip", { extractDir: "/planner" });
   python.runPython("import sys; sys.path.insert(0, '/planner')");
-  return python.pyimport("zbpp.playground.answers").answer;
+  return python.pyimport("zbpp.cli.playground.answers").answer;
 }
 
 const ready = load();
