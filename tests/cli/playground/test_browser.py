@@ -144,6 +144,7 @@ def test_nothing_is_wider_than_the_screen(browser, local, width):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # Pyodide takes 6 s of CPU to load, a plan up to one
 def test_plans_in_the_browser_are_those_of_the_command_line(browser, site, tmp_path):
     """Its planner is plain Python in Pyodide; here it has the loops in C."""
     open_page(browser, site + "#stages=8&microbatches=32")
