@@ -40,18 +40,19 @@ def page_files(planner: str) -> dict[str, bytes]:
     return found
 
 
-def write_site(out: Path, pyodide: Path) -> None:
+def write_site(out: Path, pyodide: Path, loops: Path) -> None:
     """Write a folder that any web server serves: page, planner and its Python.
 
     Args:
         out: the folder; what it holds under other names stays.
         pyodide: the unpacked npm package.
+        loops: the planner's loops in C, built for WebAssembly.
 
     Raises:
-        FileNotFoundError: ``pyodide`` lacks a file of the package.
+        FileNotFoundError: ``loops``, or a file of the npm package, is missing.
     """
     worker = files("zbpp.cli.playground").joinpath("worker.js").read_bytes()
-    found = page_files("pyodide") | {"worker.js": worker, "zbpp.zip": _package()}
+    found = page_files("pyodide") | {"worker.js": worker, "zbpp.zip": _package(loops)}
     for name in _OF_PYODIDE:
         found[f"pyodide/{name}"] = (pyodide / name).read_bytes()
     for name, content in found.items():
@@ -59,11 +60,12 @@ def write_site(out: Path, pyodide: Path) -> None:
         (out / name).write_bytes(content)
 
 
-def _package() -> bytes:
-    """Pack every module of the package; always the same bytes for the same ones."""
+def _package(loops: Path) -> bytes:
+    """Pack every module, and the loops; always the same bytes for the same ones."""
     packed = BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         _pack(files("zbpp"), "zbpp", archive)
+        _add(archive, "zbpp/schedules/planner/compiled/loops.shared", loops)
     return packed.getvalue()
 
 
@@ -73,5 +75,9 @@ def _pack(folder: Traversable, name: str, archive: zipfile.ZipFile) -> None:
         if one.is_dir() and one.name != "__pycache__":
             _pack(one, inner, archive)
         elif one.name.endswith(".py"):
-            about = zipfile.ZipInfo(inner)  # without the time of the file
-            archive.writestr(about, one.read_bytes(), zipfile.ZIP_DEFLATED)
+            _add(archive, inner, one)
+
+
+def _add(archive: zipfile.ZipFile, name: str, file: Traversable) -> None:
+    about = zipfile.ZipInfo(name)  # without the time of the file
+    archive.writestr(about, file.read_bytes(), zipfile.ZIP_DEFLATED)
