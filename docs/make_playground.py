@@ -40,7 +40,7 @@ def built(folder: Path) -> Path:
         made.append(folder / f"{source.stem}.o")
         target = ["-target", "wasm32-wasi", "-mcpu=mvp+mutable_globals+bulk_memory"]
         # no fused operations: plans are those of Python to the last bit
-        flags = [*target, "-O2", "-fPIC", "-ffp-contract=off", '-DZBPP_STAMP=""']
+        flags = [*target, "-O2", "-fPIC", "-ffp-contract=off"]
         zig("cc", *flags, "-c", source, "-o", made[-1])
     library = folder / "loops.shared"
     # Pyodide has the C library: what is not defined here comes from there
