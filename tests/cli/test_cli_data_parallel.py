@@ -167,6 +167,7 @@ def test_parts_of_a_costs_file_are_dealt_to_meshes(tmp_path, capsys) -> None:
     assert two["split"] in ([2, 2], [3, 1])
 
 
+@pytest.mark.needs("torch")
 def test_a_model_is_compared_by_its_own_bytes_and_operations(
     tmp_path, capsys, monkeypatch
 ) -> None:

@@ -36,6 +36,15 @@ def test_doctor_tells_what_is_missing_and_how_to_get_it(monkeypatch):
     assert "torch          missing: pip install 'zbpp[train]'" in lines
 
 
+def test_doctor_tells_what_no_test_has_run_on(monkeypatch):
+    line = next(line for line in doctor.report_lines() if line.startswith("python"))
+    assert "not tested" not in line
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.99.1")
+    line = next(line for line in doctor.report_lines() if line.startswith("python"))
+    assert line.startswith("python         3.99.1 (")
+    assert line.endswith("; not tested: 3.11, 3.12, 3.13 are")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,6 +222,7 @@ def test_planning_loads_neither_torch_nor_matplotlib(tmp_path, command):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("hidden", ["torch", "zbpp.training.start"])
 def test_training_without_torch_says_how_to_get_it(hidden):
     code = (

@@ -10,6 +10,8 @@ import pytest
 from zbpp.cli.commands import main
 from zbpp.core import read_costs, read_layers
 
+pytestmark = pytest.mark.needs("torch")
+
 SOURCE = """
 import torch
 from torch import nn

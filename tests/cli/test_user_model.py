@@ -10,6 +10,8 @@ from zbpp.cli.commands import main
 from zbpp.core import RequestError
 from zbpp.training.user_model import load_model
 
+pytestmark = pytest.mark.needs("torch")
+
 SOURCE = """
 import torch
 from torch import nn

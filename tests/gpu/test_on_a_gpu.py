@@ -9,7 +9,8 @@ import pytest
 import torch
 from gpu_run import train_to
 from gpu_waits import waits_are_errors
-from small_model import MODES, adamw, assert_same, batch, make_pipeline
+from small_model import adamw, assert_same, batch, make_pipeline
+from trained_modes import MODES
 
 from zbpp import diagnostics
 from zbpp.core import Pass, PassKind

@@ -287,6 +287,7 @@ def test_a_circle_is_found(module, line, rooms):
     assert circles(broken, rooms=rooms)
 
 
+@pytest.mark.needs("matplotlib")
 def test_planning_and_simulating_load_neither_torch_nor_matplotlib():
     code = (
         "import sys, zbpp, zbpp.schedules, zbpp.simulator, zbpp.runtime\n"

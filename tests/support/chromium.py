@@ -90,7 +90,11 @@ class Chromium:
 
     def open(self, path: Path) -> None:
         """Load a page and wait until its timelines are drawn."""
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.go(path.resolve().as_uri())
+
+    def go(self, url: str) -> None:
+        """Load a page from a server, as `open` does from a file."""
+        self.call("Page.navigate", url=url)
         self.run(
             "new Promise((done) => document.readyState === 'complete' ? done() "
             ": addEventListener('load', done))"

@@ -23,6 +23,7 @@ from zbpp.cli.parser import application, parse
 from zbpp.cli.pictures.compare import Compare
 from zbpp.cli.pictures.drawings import draw_file
 from zbpp.cli.pictures.meshes import Mesh
+from zbpp.cli.playground.command import Playground
 from zbpp.cli.profile import ProfileCommand
 from zbpp.cli.report import print_report, recompute_text
 from zbpp.cli.split_report import print_split
@@ -200,6 +201,7 @@ _COMMANDS: dict[str, type] = {
     "show": Show,
     "compare": Compare,
     "mesh": Mesh,
+    "playground": Playground,
     "train": TrainCommand,
     "bench": Bench,
     "profile": ProfileCommand,
