@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from zbpp.core import Check, Pass, PassKind, Slot, Step, Timeline
+from zbpp.core import Check, Pass, PassKind, Slot, Step, Timeline, passes_in
 from zbpp.core.measured import robust_mean
 from zbpp.profiling.links import Link
 
@@ -157,12 +157,12 @@ def latencies(timelines: Sequence[Timeline]) -> dict[tuple[int, int], float]:
 
 
 def _ends(timeline: Timeline) -> Mapping[Pass, float]:
-    """Ends of all passes, those of a BW as of its B."""
+    """Ends of all passes, of a BW as of its B, in a pair that of the pair."""
     return {
-        _with_b(slot.job): slot.end
+        _with_b(part): slot.end
         for row in timeline.rows
         for slot in row
-        if isinstance(slot.job, Pass)
+        for part in passes_in(slot.job)
     }
 
 
