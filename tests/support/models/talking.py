@@ -72,6 +72,11 @@ def exchange(x: Tensor, name: str) -> Tensor:
     return result
 
 
+def noted(x: Tensor, name: str) -> Tensor:
+    result: Tensor = _Noted.apply(x, name, "compute")
+    return result
+
+
 class Talking(nn.Module):
     """attention | dispatch | experts | combine, and a skip.
 
@@ -97,8 +102,7 @@ class Talking(nn.Module):
         self.attention, self.experts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def _part(self, name: str, y: Tensor) -> Tensor:
-        result: Tensor = _Noted.apply(y, f"{name}{self.index}", "compute")
-        return result
+        return noted(y, f"{name}{self.index}")
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self._part("attention", torch.tanh(self.attention(self.norm(x))))
@@ -132,14 +136,14 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-Outcome = tuple[list[tuple[float, float]], dict[str, Tensor]]
+Outcome = tuple[list[tuple[float, float, int]], dict[str, Tensor]]
 
 
 def train(pipeline: Pipeline, *, steps: int = 4) -> Outcome:
-    """Losses and norms of some steps, and the state after them."""
+    """Losses, norms and rollbacks of some steps, and the state after them."""
     torch.manual_seed(5)  # of what draws without a seed of its own
     results = [pipeline.step(*batch(step)) for step in range(steps)]
-    numbers = [(result.loss, result.grad_norm) for result in results]
+    numbers = [(x.loss, x.grad_norm, x.rollbacks) for x in results]
     state = {k: x.detach().clone() for k, x in pipeline.named_parameters()}
     for index, layer in pipeline.stages.layers():
         state |= {f"{index} {k}": x.clone() for k, x in layer.named_buffers()}
