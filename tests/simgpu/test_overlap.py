@@ -1,6 +1,7 @@
 """Pairs in turns on the simulated device: same bits, no race, two streams."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -64,10 +65,8 @@ def test_a_wait_that_is_left_out_is_reported(
     mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*MISTAKES[mistake])
-    try:
+    with suppress(RuntimeError):  # numbers may be so wrong that the step fails
         trained("dropout", "random", 1)
-    except RuntimeError:
-        pass  # numbers may be so wrong that the step fails
     assert simgpu.reports()
 
 
