@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import time
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ class Layer(nn.Module):
 
 def measure(options: Options, _: str, file: str) -> None:
     """Run both in turns; every rank calls."""
+    warnings.filterwarnings("ignore", message="DualPipeV gains little here")
     n_layers = 2 * options.stages * options.layers
     pipelines = {
         way: zbpp.Pipeline(
