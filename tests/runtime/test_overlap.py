@@ -213,6 +213,23 @@ def test_outside_of_a_pipeline_a_point_is_the_call() -> None:
     assert all(map(torch.equal, plain, pointed))
 
 
+def test_pairs_in_turns_have_times_of_their_own() -> None:
+    def measured(**how: Any) -> tuple[set[str], Any]:
+        pipeline = make(talking(2), **how)
+        pipeline.step(*batch(0))
+        (row,) = zbpp.diagnostics.timeline(pipeline).rows
+        costs = zbpp.diagnostics.measured_costs(pipeline, joint=True)
+        assert zbpp.diagnostics.prediction(pipeline, n=1).step_predicted > 0
+        pipeline.close()
+        return {str(slot.job) for slot in row}, costs.fb
+
+    jobs, fb = measured()
+    assert {"0F0", "(1F1;0BW0)OVERLAP_F_B"} <= jobs and "1F1" not in jobs
+    assert len(fb) == 2 and min(fb) > 0
+    jobs, fb = measured(overlap=False)
+    assert "1F1" in jobs and fb is None
+
+
 # ---- Errors.
 
 
