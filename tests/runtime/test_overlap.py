@@ -14,6 +14,7 @@ from talking import (
     Log,
     Outcome,
     Talking,
+    batch,
     exchange,
     make,
     noted,

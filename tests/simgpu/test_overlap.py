@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_model import assert_same
-from talking import Outcome, make, talking, train
+from talking import Outcome, exchange, make, talking, train
 from torch import Tensor
 
 import simgpu
@@ -22,17 +22,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def saving(x: Tensor, name: str) -> Tensor:
+    """Communicate what it keeps for its backward, on the network's stream as well."""
+    return exchange(x * x, name)
+
+
 def trained(case: str, policy: str, seed: int = 0, **more: Any) -> Outcome:
     simgpu.begin(policy, seed)
     how = CASES[case] | {"device": simgpu.DEVICE} | more
-    numbers, state = train(make(talking(4, dropout=0.3), **how), steps=3)
+    model = talking(4, dropout=0.3, communicate=saving)
+    numbers, state = train(make(model, **how), steps=2)
     return numbers, {name: value.cpu() for name, value in state.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_turns_have_the_bits_of_a_row_and_no_race(case: str) -> None:
     numbers, state = trained(case, "eager", overlap=False)
-    for policy, seed in (("lazy", 0), ("random", 1), ("random", 2)):
+    for policy, seed in (("lazy", 0), ("random", 1)):
         in_turns = trained(case, policy, seed)
         assert simgpu.reports() == [], (policy, seed)
         assert in_turns[0] == numbers
