@@ -314,10 +314,10 @@ def test_the_half_that_waits_ends_with_the_other() -> None:
         except overlap.OtherHalfFailedError as error:
             ended.append(str(error))
 
-    thread = threading.Thread(target=waiting)
+    thread = threading.Thread(target=waiting, daemon=True)
     thread.start()
     turns.end(Half.FORWARD, fails=True)
-    thread.join(60)
+    thread.join(20)
     assert ended == ["F beside it has failed"]
 
 

@@ -298,7 +298,7 @@ class Talking(nn.Module):
 
 
 def swapped(x: Tensor) -> Tensor:
-    return x.flip(0) * 0.5
+    return x.sin().flip(0)  # keeps x for its backward
 
 
 def talking(layers: range) -> list[nn.Module]:

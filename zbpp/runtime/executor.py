@@ -24,7 +24,7 @@ its name. The times of O and V are those of their work, without the wait for the
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from torch.profiler import record_function
@@ -324,15 +324,13 @@ class PairHandler(Handler):
             read.append(handler.take_input())
 
         def run_forward() -> None:
-            with self._range(forward):
-                forward.keep(forward.compute(read[0]))
+            forward.keep(forward.compute(read[0]))
             for send in self._sends:
                 self.executor.inject_fault(send.instruction)
                 send.run()
 
         def run_backward() -> Tensors | None:
-            with self._range(backward):
-                return backward.compute(read[1])
+            return backward.compute(read[1])
 
         try:
             with self.timed:
@@ -341,11 +339,6 @@ class PairHandler(Handler):
             failed = forward if paired.failed is Half.FORWARD else backward
             self.instruction = failed.instruction
             raise
-
-    def _range(self, handler: PassHandler) -> AbstractContextManager[object]:
-        """Return a profiler's range with the name of a pass."""
-        name = str(handler.instruction)
-        return record_function(name) if self.executor.is_profiled else _NOTHING
 
 
 class SendValue(Handler):
