@@ -336,10 +336,7 @@ TABLE = (
      "self._free_network(half)\n            self._wait(lambda: self._computes is half)",
      "self._free_network(half)"),
     ("executor", "recomputed forwards change places", "zbpp/runtime/overlap.py",
-     "turns.await_network(Half.BACKWARD)\n        result = run()",
-     "turns.leave(Half.BACKWARD)\n        result = run()\n"
-     "        if turns is not None:\n"
-     "            turns.come_back(Half.BACKWARD)"),
+     "if turns is not None and self.half is Half.BACKWARD:", "if turns is self:"),
     ("executor", "the second thread has torch's defaults",
      "zbpp/runtime/support/thread_state.py",
      "return self._context.run(self._run, function)", "return function()"),

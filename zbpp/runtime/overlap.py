@@ -25,7 +25,7 @@ other stream, and are those of a forward and a backward in a row.
 F runs in the caller's thread, B in one of its own, with the caller's state of torch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -159,6 +159,39 @@ class _Place:
     turns: Turns | None = None
     has_points: bool = False
 
+    def communicate(
+        self, run: Callable[[], T], tensors: Sequence[Tensor], on_device: bool
+    ) -> T:
+        """Run the communication of a forward.
+
+        Args:
+            run: what communicates.
+            tensors: that it reads.
+            on_device: some are on an accelerator.
+        """
+        self.has_points = True
+        turns = self.turns
+        if turns is not None and self.half is Half.BACKWARD:
+            # A recomputed forward: the other half would draw its random numbers.
+            turns.await_network(self.half)
+            return run()
+        if self.network is not None and on_device:
+            self.network.begin(tensors)
+            with self.network.running():
+                result = run()
+            event = self.network.event()
+            if turns is not None:
+                turns.leave(self.half)
+                turns.come_back(self.half)
+            self.network.end(event, tensors_in(result))
+            return result
+        if turns is None:
+            return run()
+        turns.leave(self.half)
+        result = run()
+        turns.come_back(self.half)
+        return result
+
 
 _place: ContextVar[_Place | None] = ContextVar("overlap_place", default=None)
 """Of the pass that runs in this thread; None where points mean nothing."""
@@ -201,30 +234,10 @@ def overlap_point(
         return result
 
     place = _place.get()
-    turns = None if place is None else place.turns
-    if place is not None:
-        place.has_points = True
-    if place is None or (turns is not None and place.half is Half.BACKWARD):
-        if turns is not None:  # a recomputed forward, in the middle of a B
-            turns.await_network(Half.BACKWARD)
-        result = run()
-    elif place.network is not None and on_device:
-        place.network.begin(tensors)
-        with place.network.running():
-            result = run()
-        event = place.network.event()
-        if turns is not None:
-            turns.leave(Half.FORWARD)
-            turns.come_back(Half.FORWARD)
-        place.network.end(event, tensors_in(result))
-    else:
-        if turns is not None:
-            turns.leave(Half.FORWARD)
-        result = run()
-        if turns is not None:
-            turns.come_back(Half.FORWARD)
-    handed_on: T = _handed_on(_CommunicationBegins, result, on_device=on_device)
-    return handed_on
+    result = run() if place is None else place.communicate(run, tensors, on_device)
+    if any(x.requires_grad for x in tensors):  # else no node would say that it ends
+        result = _handed_on(_CommunicationBegins, result, on_device=on_device)
+    return result
 
 
 def _handed_on(node: Any, thing: Any, *, on_device: bool) -> Any:
@@ -249,8 +262,8 @@ class _CommunicationEnds(torch.autograd.Function):
     def forward(ctx: Any, on_device: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.on_device = on_device
         ctx.set_materialize_grads(False)
-        return tuple([x.detach() for x in tensors])  # what is returned as it is given
-        # would be a view that nobody may write to
+        # Returned as they are they would be views, to which nobody may write.
+        return tuple([x.detach() for x in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

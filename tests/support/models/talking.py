@@ -29,6 +29,8 @@ class Log:
         self.beside: list[str] = []
         """Communications that lasted until something else was computed."""
         self.patience_s = 0.0
+        self.is_alone = False
+        """Nothing was computed beside a communication, and patience is over."""
         self.left: dict[str, int] = {}
         """How much was computed when each half came to its last point."""
         self._grown = Condition()
@@ -47,8 +49,8 @@ class Log:
                 lambda: len(self.computed) > before, self.patience_s
             ):
                 self.beside.append(name)
-            else:
-                self.patience_s = 0.0
+            elif self.patience_s:
+                self.is_alone, self.patience_s = True, 0.0
 
 
 LOG = Log()
@@ -164,8 +166,9 @@ def pairs_noted(patience_s: float = PATIENCE_S) -> Iterator[dict[str, Log]]:
     def noted(self: executor.PairHandler, paired: PairedRun) -> None:
         global LOG
         before = LOG
+        is_alone = any(log.is_alone for log in logs.values())
         LOG = logs[str(self.instruction)] = Log()
-        LOG.patience_s = patience_s
+        LOG.patience_s = 0.0 if is_alone else patience_s
         try:
             plain(self, paired)
         finally:
