@@ -11,6 +11,10 @@ from pool import Pool
 from small_model import assert_same
 from talking import WIDTH, Outcome, make, train
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_to_all_single_autograd,
+)
 
 import zbpp
 
@@ -45,12 +49,20 @@ def _exchanged(
 
 
 class Mixture(nn.Module):
-    """Top-1 routing to one expert a process, and a skip."""
+    """Top-1 routing to one expert a process, and a skip.
 
-    def __init__(self, index: int, group: dist.ProcessGroup) -> None:
+    Args:
+        index: of the layer.
+        group: of the experts.
+        functional: combine by torch's functional collective, which does not wait.
+    """
+
+    def __init__(
+        self, index: int, group: dist.ProcessGroup, *, functional: bool
+    ) -> None:
         super().__init__()
         torch.manual_seed(index)
-        self.index, self.group = index, group
+        self.index, self.group, self.functional = index, group, functional
         self.router = nn.Linear(WIDTH, group.size(), bias=False)
         self.expert, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
 
@@ -62,6 +74,10 @@ class Mixture(nn.Module):
         return _AllToAll.apply(x, *lengths, how), *lengths
 
     def combine(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        if self.functional:
+            sent: Tensor = all_to_all_single_autograd(x, sends, receives, self.group)
+            assert isinstance(sent, AsyncCollectiveTensor)
+            return sent
         how = self.group, f"combine{self.index}"
         result: Tensor = _AllToAll.apply(x, receives, sends, how)
         return result
@@ -76,9 +92,10 @@ class Mixture(nn.Module):
         return x + weights[:, None] * tokens[order.argsort()]
 
 
-def trained(mode: str, **more: Any) -> Outcome:
+def trained(mode: str, *, functional: bool = False, **more: Any) -> Outcome:
     group = dist.new_group([0, 1])
-    model = nn.Sequential(*(Mixture(index, group) for index in range(4)))
+    layers = (Mixture(index, group, functional=functional) for index in range(4))
+    model = nn.Sequential(*layers)
     mesh = zbpp.mesh(stages=1, data_parallel=2)
     pipeline = make(model, mode, mesh=mesh, seed=3, **more)
     issued.clear()
@@ -96,6 +113,13 @@ def in_three_ways() -> list[list[str]]:
     return orders
 
 
+def by_functional_collectives() -> None:
+    numbers, state = trained("DualPipeV", functional=True)
+    other = trained("DualPipeV", functional=True, overlap=False)
+    assert numbers == other[0] == trained("DualPipeV")[0]
+    assert_same(state, other[1])
+
+
 def test_real_all_to_alls_have_the_same_bits_and_one_order(pool: Pool) -> None:
     first, second = pool.run(in_three_ways, 2)
     assert first == second  # the ranks issue alike
@@ -105,3 +129,9 @@ def test_real_all_to_alls_have_the_same_bits_and_one_order(pool: Pool) -> None:
     layers += ["B combine2", "F dispatch1", "B dispatch2", "F combine1"]
     at = in_turns.index("F dispatch0", in_turns.index("B combine0")) - 1
     assert in_turns[at : at + 8] == layers
+
+
+def test_functional_collectives_that_do_not_wait_have_the_same_bits(
+    pool: Pool,
+) -> None:
+    pool.run(by_functional_collectives, 2)

@@ -139,7 +139,7 @@ class Turns:
             self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self.failed is not None or is_so())
+        self._changed.wait_for(is_so)  # it is, as soon as the other half has ended
         if self.failed is not None:
             raise OtherHalfFailedError(f"{self.failed.value} beside it has failed")
 
