@@ -371,17 +371,17 @@ def test_the_state_of_the_caller_is_carried_along() -> None:
 
 
 def test_a_hook_made_after_the_forward_is_seen_from_another_thread() -> None:
-    """Nodes are numbered by thread, and the plan of B asks which are older."""
+    """Nodes are numbered by thread, and B asks which were made before a hook."""
     layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4, requires_grad=True)
-    seen = []
+    seen: list[Tensor] = []
+    kept: list[Tensor] = []
 
     def forward(x: Tensor) -> Tensor:
-        transposed = layer.weight.t()
-        y = x @ transposed
-        transposed.register_hook(seen.append)
-        return y
+        kept.append(layer.weight.t())
+        return x @ kept[-1]
 
     def run_b(graph: SplitGraph) -> None:
+        kept.pop().register_hook(seen.append)
         in_another_thread(lambda: graph.backward_input(torch.ones(2, 4)))
         graph.backward_weight()
 
