@@ -3,13 +3,18 @@
 A plan of one stage has pairs already, so two replicas of it are the smallest group.
 """
 
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
 from small_model import assert_same
-from talking import WIDTH, Outcome, make, train
+from talking import WIDTH, Outcome, batch, make, train
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor,
@@ -135,3 +140,42 @@ def test_functional_collectives_that_do_not_wait_have_the_same_bits(
     pool: Pool,
 ) -> None:
     pool.run(by_functional_collectives, 2)
+
+
+def one_rank_fails(folder: str) -> None:
+    """Rank 1 raises in the F of a pair, whose all-to-all rank 0 waits for."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    mixtures = [Mixture(index, group, functional=False) for index in range(2)]
+    expert, is_armed = mixtures[0].expert.forward, False
+
+    def failing(x: Tensor) -> Tensor:
+        if is_armed and dist.get_rank() == 1:
+            raise ArithmeticError("an expert fails")
+        return expert(x)
+
+    mixtures[0].expert.forward = failing  # type: ignore[method-assign]
+    mesh = zbpp.mesh(stages=1, data_parallel=2)
+    pipeline = make(nn.Sequential(*mixtures), mesh=mesh, timeout_s=5.0)
+    pipeline.step(*batch(0))
+    is_armed = True
+    try:
+        pipeline.step(*batch(1))
+    except Exception as error:
+        threads = [x.name for x in threading.enumerate() if x.name == "zbpp B"]
+        notes = getattr(error, "__notes__", [])
+        text = f"{type(error).__name__}: {error} {notes} {threads}"
+        (Path(folder) / str(dist.get_rank())).write_text(text)
+
+
+@pytest.mark.slow  # waits for a time-out
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    workers = Pool()
+    try:
+        with suppress(AssertionError):  # the ranks' own group has broken as well
+            workers.run(one_rank_fails, 2, str(tmp_path))
+    finally:
+        workers.close()
+    first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
+    assert first.startswith("PeerError") and "rank 1" in first and "[]" in first
+    assert second.startswith("ArithmeticError: an expert fails")
+    assert "in 0F" in second and second.endswith("[]")
