@@ -74,6 +74,7 @@ def test_all_pages_are_there():
         "models",
         "benchmarking",
         "gpus",
+        "overlap",
         "data_parallel",
         "experts_and_context",
         "compile",

@@ -227,6 +227,7 @@ class Pipeline:
             rules,
             replace(numerics, weigh=None),  # a function looks different on each rank
             execution.compile,
+            execution.overlap,  # else processes would communicate in other orders
         )
         check_agreement(executors, request, self._ties)
 

@@ -221,6 +221,8 @@ class Execution:
         cuda_graphs: record passes on a GPU, and replay them; experimental, and for
             pipelines in one process only; see docs/gpus.md.
         stage_streams: stages of this process, on one GPU, compute side by side.
+        overlap: the forward and the backward of a pair in the plan take turns where
+            layers call `zbpp.overlap_point`; False: they run one after the other.
         watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
             for its defaults: after the first steps and when costs drift. None: where
             ``"auto"`` has chosen the plan.
@@ -235,6 +237,7 @@ class Execution:
     compile: "Compiling" = False
     cuda_graphs: bool = False
     stage_streams: bool = False
+    overlap: bool = True
     watch: Any = None
     timeout_s: float = 600.0
     first_timeout_s: float | None = None

@@ -32,6 +32,7 @@ from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
+from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.bind import bind_parallel
 from zbpp.runtime.parallel.experts import check_experts
 from zbpp.runtime.parallel.mesh import Place
@@ -214,6 +215,9 @@ def build_executors(
             is_reporter=stage == 0,
             inject_fault=inject_fault,
         )
+        overlap = None  # a graph is recorded in one go
+        if execution.overlap and not execution.cuda_graphs:
+            overlap = Overlap(options.device)
         executors[stage] = Executor(
             runner,
             transport,
@@ -222,6 +226,7 @@ def build_executors(
             collectives=collectives,
             times=times,
             stream=getattr(transport, "stream", None),
+            overlap=overlap,
             inject_fault=inject_fault,
         )
     _share_first_bits(executors, plan)
