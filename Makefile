@@ -10,7 +10,7 @@ SPREAD := -n 2 --dist worksteal
 # Programs that find this first have a GPU that is simulated: tests/simgpu.
 SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 
-.PHONY: train test test-slow test-simgpu mutants check format gpu gpu-simulated clean
+.PHONY: train test test-slow test-simgpu mutants check format docs gpu gpu-simulated clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -40,6 +40,10 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documentation site, build/site/index.html; a warning is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # In 9 minutes what only a GPU can show, into benchmarks/results/. With the torch of
 # $(PYTHON): that of the virtual environment is built for CPUs. Downloads nothing.

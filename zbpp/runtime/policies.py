@@ -210,9 +210,9 @@ class Execution:
 
     Args:
         compile: compile each layer by itself, ``"blocks"``, but for layers that are
-            seeded, recomputed or tied; see docs/compile.md.
+            seeded, recomputed or tied; see docs/how_to/compile.md.
         cuda_graphs: record passes on a GPU, and replay them; experimental, and for
-            pipelines in one process only; see docs/gpus.md.
+            pipelines in one process only; see docs/how_to/gpus.md.
         stage_streams: stages of this process, on one GPU, compute side by side.
         watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
             for its defaults: after the first steps and when costs drift. None: where
@@ -259,7 +259,8 @@ class DataParallel:
             `replicate`; those that are not are replicated, or wrapped by ``shard``.
         shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
             or ``"parameters"`` as well; ``"none"``: each holds all.
-        alternating_buffers: for ``shard="parameters"``; see docs/data_parallel.md.
+        alternating_buffers: for ``shard="parameters"``; see
+            docs/how_to/data_parallel.md.
     """
 
     mesh: "DeviceMesh | None" = None

@@ -1,4 +1,4 @@
-"""Draw the picture of the README: `python docs/make_picture.py`."""
+"""Draw the picture of the README: `python docs/assets/make_picture.py`."""
 
 from pathlib import Path
 
