@@ -3,6 +3,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
+from schemas import mistakes
 
 from zbpp.training.log import Record, Recorder, log_line, resident_memory_gib
 
@@ -77,6 +78,10 @@ def test_metrics_are_one_json_line_a_step_and_a_final_one(tmp_path):
     bad = FakeResult(2, grad_norm=math.inf, skipped=True)
     run(3, reads=[], metrics=path, results={2: bad})
     *steps, final = map(json.loads, path.read_text().splitlines())
+    assert not [
+        wrong for line in (*steps, final) for wrong in mistakes("metrics", line)
+    ]
+    assert mistakes("metrics", steps[0] | {"loss": "5"})
     keys = {"step", "loss", "grad_norm", "tokens_per_s", "rollbacks", "skipped"}
     assert [set(line) for line in steps] == [keys] * 3
     assert [line["step"] for line in steps] == [1, 2, 3]
