@@ -90,12 +90,16 @@ class Chromium:
 
     def open(self, path: Path) -> None:
         """Load a page and wait until its timelines are drawn."""
+        self.load(path)
+        self.run("ready")
+
+    def load(self, path: Path) -> None:
+        """Load a page and wait until all of it is there."""
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.run(
             "new Promise((done) => document.readyState === 'complete' ? done() "
             ": addEventListener('load', done))"
         )
-        self.run("ready")
 
     def run(self, expression: str) -> Any:
         """Evaluate an expression in the page; promises are awaited."""
