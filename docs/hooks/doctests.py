@@ -1,4 +1,4 @@
-"""Sessions in docstrings, shown as code: Markdown would take ``>>>`` for a quotation."""
+"""Sessions in docstrings, as code: Markdown takes ``>>>`` as a quotation."""
 
 import re
 from typing import Any

@@ -67,7 +67,7 @@ def text_of(page: Path) -> str:
     ("text", "warning"),
     [
         ("[a](none.md)", "'none.md', but the target is not found"),
-        ("[a](#none)", "does not contain an anchor '#none'"),
+        ("[a](#none)", "there is no such anchor on this page"),
         ("", None),
     ],
 )
