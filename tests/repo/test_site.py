@@ -110,7 +110,7 @@ def test_the_digest_has_every_page_and_name(site):
     digest = (site / "llms.txt").read_text(encoding="utf-8")
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
-        title = page.read_text().splitlines()[0]
+        title = re.findall(r"^# .*$", page.read_text(), re.MULTILINE)[0]
         assert f"<!-- {name} -->" in digest and title in digest, name
     for name in MODULES[1:]:
         for inner in importlib.import_module(name).__all__:
