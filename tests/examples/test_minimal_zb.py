@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "minimal.md"
 FILE = Path(__file__).parents[2] / "examples" / "minimal_zb.py"
 
 
@@ -79,5 +80,8 @@ def test_the_script_starts_its_processes_and_tells_by_its_exit_code(flags, code)
     command = [sys.executable, str(FILE), *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == code, result.stderr
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"$ python {' '.join(('examples/minimal_zb.py', *flags))}\n" in page
+    assert result.stdout.splitlines()[0] in page
     words = ("equal to the last bit", "NOT EQUAL to a plain loop")[code]
     assert [line.endswith(words) for line in result.stdout.splitlines()] == [True] * 2

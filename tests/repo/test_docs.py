@@ -189,6 +189,39 @@ def test_a_wrong_file_link_flag_or_name_is_found():
     assert unknown_names(page) == ["zbpp.core.none", "zbpp.none.x"]
 
 
+# Troubleshooting.
+
+
+def errors_shown(page: Page) -> list[str]:
+    """Parts of the errors that a page quotes, in a table or as indented lines."""
+    table = re.findall(r"^\| (`.*?) \|", page.text, re.MULTILINE)
+    quoted = [words for row in table for words in re.findall(r"`([^`]*)`", row)]
+    quoted += re.findall(r"^    (\w[^>\n]*: .*)$", page.text, re.MULTILINE)
+    names = r"\w+Error: |\b(?:stage|rank|layers\.)? ?[\d.]+%?|\dB\d|ZBH1|\u2026|[();,:]"
+    return [
+        part.strip()
+        for words in quoted
+        for part in re.split(names, words)
+        if len(part.split()) > 2
+    ]
+
+
+def literals() -> str:
+    """All texts of the package, as they are put together from pieces of lines."""
+    files = [*ROOT.glob("zbpp/**/*.py"), *ROOT.glob("src/zbpp/**/*.py")]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    return re.sub(r"\"\s*f?\"", "", text)
+
+
+def test_the_errors_that_are_quoted_are_in_the_code():
+    page = Page.read("docs/how_to/troubleshooting.md")
+    parts, code = errors_shown(page), literals()
+    assert len(parts) > 15
+    assert not [part for part in parts if part not in code]
+    made_up = Page("x", "| `no such words at all` | |\n")
+    assert [part for part in errors_shown(made_up) if part not in code]
+
+
 # The README.
 
 
