@@ -35,7 +35,7 @@ def run(steps, *, reads, results=None, **options):
             recorder.add((results or {}).get(step) or FakeResult(step, reads))
             seen.append(sorted(set(reads)))
         recorder.finish_steps()
-        recorder.write_final(val_loss=1.5, params_sha256="ab")
+        recorder.write_final(val_loss=1.5, params_sha256=64 * "a")
     return [*seen, sorted(set(reads))]
 
 
@@ -89,7 +89,7 @@ def test_metrics_are_one_json_line_a_step_and_a_final_one(tmp_path):
     assert [line["grad_norm"] for line in steps] == [0.5, None, 0.5]
     assert [line["skipped"] for line in steps] == [False, True, False]
     assert final["final"] is True
-    assert (final["val_loss"], final["params_sha256"]) == (1.5, "ab")
+    assert (final["val_loss"], final["params_sha256"]) == (1.5, 64 * "a")
     assert final["tokens_per_s"] > 0
 
 

@@ -57,6 +57,7 @@ class Outcome:
 
 def read(metrics: Path) -> Outcome:
     *steps, final = map(json.loads, metrics.read_text().splitlines())
+    assert not [text for line in (*steps, final) for text in mistakes("metrics", line)]
     assert final["final"] is True
     return Outcome(
         losses=tuple(line["loss"] for line in steps),
