@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from schemas import mistakes
 from torch import nn
 
 from zbpp.cli.commands import main
