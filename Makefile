@@ -10,7 +10,7 @@ SPREAD := -n 2 --dist worksteal
 # Programs that find this first have a GPU that is simulated: tests/simgpu.
 SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 
-.PHONY: train test test-slow test-simgpu test-pythons test-newest test-lowest mutants check format dist playground gpu gpu-simulated clean
+.PHONY: train test test-slow test-simgpu test-pythons test-newest test-lowest mutants check format docs dist playground gpu gpu-simulated clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -79,7 +79,11 @@ dist: $(READY)
 
 # A folder that any web server serves, with the planner for browsers; needs npm.
 playground: $(READY)
-	$(BIN)/python docs/make_playground.py docs/playground
+	$(BIN)/python docs/hooks/make_playground.py docs/playground
+
+# The documentation site, build/site/index.html; a warning is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # In 9 minutes what only a GPU can show, into benchmarks/results/. With the torch of
 # $(PYTHON): that of the virtual environment is built for CPUs. Downloads nothing.

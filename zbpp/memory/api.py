@@ -47,7 +47,9 @@ def estimate(
     explains the model, and `Tracing` the rest.
 
     Args:
-        model, batch, loss_fn: as for `layer_memory`.
+        model: as for `layer_memory`.
+        batch: as for `layer_memory`.
+        loss_fn: as for `layer_memory`.
         n_stages: stages.
         n_microbatches: micro-batches in a step.
         modes: modes, or schedule files.

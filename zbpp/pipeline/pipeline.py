@@ -642,7 +642,8 @@ class Pipeline:
         number of steps are then as before, to the bit.
 
         Args:
-            inputs, targets: as for `step`; the first micro-batch is used.
+            inputs: of a batch, as for `step`; its first micro-batch is used.
+            targets: of the same batch.
             rounds: passes to count, after a warm-up.
             most_s: seconds after which fewer rounds will do, but 5 at least.
             memory: also measure what the passes leave and need, on CPUs by a run of

@@ -217,9 +217,9 @@ class Execution:
 
     Args:
         compile: compile each layer by itself, ``"blocks"``, but for layers that are
-            seeded, recomputed or tied; see docs/compile.md.
+            seeded, recomputed or tied; see docs/how_to/compile.md.
         cuda_graphs: record passes on a GPU, and replay them; experimental, and for
-            pipelines in one process only; see docs/gpus.md.
+            pipelines in one process only; see docs/how_to/gpus.md.
         stage_streams: stages of this process, on one GPU, compute side by side.
         overlap: the forward and the backward of a pair in the plan take turns where
             layers call `zbpp.overlap_point`; False: they run one after the other.
@@ -270,11 +270,12 @@ class DataParallel:
             by ``shard``.
         shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
             or ``"parameters"`` as well; ``"none"``: each holds all.
-        alternating_buffers: for ``shard="parameters"``; see docs/data_parallel.md.
+        alternating_buffers: for ``shard="parameters"``; see
+            docs/how_to/data_parallel.md.
         expert_parameters: called with the model's own name of each parameter, and the
             parameter; true for those of which each process along ``ep`` holds its own
             part, that of its experts along the first dimension. DTensors that are
-            sharded on ``ep`` need not be told. See docs/experts_and_context.md.
+            sharded on ``ep`` need not be told. See docs/how_to/experts_and_context.md.
 
     Raises:
         RequestError: expert_parameters is no function.

@@ -360,4 +360,3 @@ def breaking(what: str | None) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-

@@ -249,7 +249,7 @@ def _check_parameters(every: Sequence[Beginning]) -> None:
         f"are meant to differ, do so along a dimension {EXPERT_DIM!r} and are named: "
         "mesh=zbpp.DataParallel(mesh=zbpp.mesh(stages=..., expert_parallel=...), "
         "expert_parameters=lambda name, parameter: ...); see "
-        "docs/experts_and_context.md"
+        "docs/how_to/experts_and_context.md"
     )
 
 
