@@ -23,18 +23,17 @@ zbpp or of the machine.
 def help_of(*words: str) -> str:
     """Return what ``zbpp words --help`` prints."""
     printed = StringIO()
-    try:
-        with redirect_stdout(printed):
-            main([*words, "--help"])
-    except SystemExit:
-        return printed.getvalue().rstrip()
-    raise AssertionError(f"zbpp {' '.join(words)} --help goes on")
+    with redirect_stdout(printed):
+        code = main([*words, "--help"])
+    assert code == 0, f"zbpp {' '.join(words)} --help ends with {code}"
+    return printed.getvalue().rstrip()
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the page."""
     overview = help_of()
-    names = re.findall(r"^  (\w+) {2,}\w", overview, re.MULTILINE)
+    names = re.findall(r"^│(\w+) {2,}\w", overview, re.MULTILINE)
+    assert names, "the overview names the commands in a box"
     parts = [_INTRODUCTION, f"```text\n{overview}\n```\n"]
     for name in names:
         parts.append(f"\n## zbpp {name}\n\n```text\n{help_of(name)}\n```\n")

@@ -77,7 +77,11 @@ def site(tmp_path_factory):
         pytest.skip("npm fetches Pyodide, and is not installed")
     pytest.importorskip("ziglang")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, str(ROOT / "docs" / "hooks" / "make_playground.py"), str(folder)]
+    command = [
+        sys.executable,
+        str(ROOT / "docs" / "hooks" / "make_playground.py"),
+        str(folder),
+    ]
     subprocess.run(command, check=True, timeout=200)
     handler = partial(Quiet, directory=folder)
     yield from served(ThreadingHTTPServer(("127.0.0.1", 0), handler))
