@@ -10,7 +10,7 @@ SPREAD := -n 2 --dist worksteal
 # Programs that find this first have a GPU that is simulated: tests/simgpu.
 SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 
-.PHONY: train test test-slow test-simgpu mutants check format gpu gpu-simulated clean
+.PHONY: train test test-slow test-simgpu test-pythons test-newest test-lowest mutants check format docs dist playground gpu gpu-simulated clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -27,6 +27,32 @@ test-simgpu: $(READY)
 	@$(SIMULATED) $(BIN)/python -c "" # one builds it, not two at once
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m "not slow" $(SPREAD) tests/simgpu tests/gpu $(ARGS)
 
+# Planning, simulating and the commands, without torch, under every other Python found.
+PYTHONS := 3.12 3.13
+TORCHLESS := tests/core tests/schedules/patterns tests/schedules/passes tests/simulator \
+	tests/cli tests/test_modes.py tests/test_public_names.py tests/repo/test_layers.py
+
+test-pythons: $(PYTHONS:%=test-python%)
+
+test-python%:
+	@if PYENV_VERSION=$* python$* -c "" 2>/dev/null; then \
+	  set -e; PYENV_VERSION=$* python$* -m venv --clear build/python$*; \
+	  build/python$*/bin/pip install --quiet -e . \
+	    hypothesis networkx psutil pytest pytest-timeout pytest-xdist; \
+	  build/python$*/bin/pytest -m "not slow" $(SPREAD) $(TORCHLESS) $(ARGS); \
+	else echo "no python$* here: not tested"; fi
+
+# The types and the default tests with the newest release of every dependency, or with
+# the lowest that pyproject.toml allows. ARGS="tests/runtime" takes one room.
+test-newest test-lowest: test-%:
+	$(PYTHON) -m venv --clear build/$*
+	build/$*/bin/pip install --quiet uv
+	build/$*/bin/uv pip install --quiet --python build/$*/bin/python \
+	  --resolution $(if $(filter newest,$*),highest,lowest-direct) -e ".[dev]"
+	@build/$*/bin/pip list | grep -E "^(torch|numpy|transformers|matplotlib|pytest) "
+	$(if $(filter newest,$*),build/$*/bin/mypy -p zbpp)
+	build/$*/bin/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
+
 # Mistakes put into the code, one at a time: some hours; ARGS="--room core" tries those
 # of one room, "--room simgpu" those of the code for GPUs (5 to 10 minutes).
 mutants: $(READY)
@@ -40,6 +66,24 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What is uploaded: build/dist/ holds the sdist, and the wheel that was built of it, with
+# the oldest glibc that its symbols allow in its name. Nothing is uploaded.
+dist: $(READY)
+	rm -rf build/dist build/linux
+	$(BIN)/python -m build --outdir build/linux .
+	mkdir -p build/dist && mv build/linux/*.tar.gz build/dist
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/dist build/linux/*.whl
+	$(BIN)/twine check --strict build/dist/*
+	$(BIN)/check-wheel-contents build/dist/*.whl
+
+# A folder that any web server serves, with the planner for browsers; needs npm.
+playground: $(READY)
+	$(BIN)/python docs/hooks/make_playground.py docs/playground
+
+# The documentation site, build/site/index.html; a warning is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # In 9 minutes what only a GPU can show, into benchmarks/results/. With the torch of
 # $(PYTHON): that of the virtual environment is built for CPUs. Downloads nothing.

@@ -1,18 +1,42 @@
-"""Build the inner loops of the planner, in C; all else stands in pyproject.toml."""
+"""What pyproject.toml cannot say: the planner's loops in C, and the index's README."""
 
+import re
+import tomllib
 from hashlib import sha256
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 _LOOPS = "src/zbpp/schedules/planner/compiled"
+_LINK = re.compile(r"!?\[([^]]*)\]\((?!https?://)([^)]+)\)")
 
 
 def _stamp() -> str:
     """Tell these sources of the loops from others; `library.py` does the same."""
     files = sorted(Path(_LOOPS).glob("*.[ch]"))
     return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def _readme() -> str:
+    """README.md with links that lead somewhere when it stands on a package index.
+
+    They lead to the Repository of pyproject.toml; while it names none, only their
+    texts are left, and pictures are left out.
+    """
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+    base = project["project"].get("urls", {}).get("Repository", "").rstrip("/")
+
+    def absolute(link: re.Match[str]) -> str:
+        text, target = link.groups()
+        is_picture = link[0].startswith("!")
+        if base:
+            place = f"{base}/{'raw' if is_picture else 'blob'}/main/{target}"
+            return f"{'!' * is_picture}[{text}]({place})"
+        return "" if is_picture else text
+
+    return _LINK.sub(absolute, Path("README.md").read_text(encoding="utf-8"))
 
 
 class _BuildLibrary(build_ext):
@@ -23,8 +47,22 @@ class _BuildLibrary(build_ext):
         return str(Path(*fullname.split(".")).with_suffix(".shared"))
 
 
+class _TagByLibrary(bdist_wheel):
+    """Tag the wheel by what is in it: the library is of a machine, not of a Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Any Python; this platform if the loops were built, else any."""
+        built = any(map(Path.is_file, map(Path, self._libraries())))
+        return "py3", "none", super().get_tag()[2] if built else "any"
+
+    def _libraries(self) -> list[str]:
+        return self.get_finalized_command("build_ext").get_outputs()
+
+
 setup(
-    cmdclass={"build_ext": _BuildLibrary},
+    long_description=_readme(),
+    long_description_content_type="text/markdown",
+    cmdclass={"build_ext": _BuildLibrary, "bdist_wheel": _TagByLibrary},
     ext_modules=[
         Extension(
             "zbpp.schedules.planner.compiled.loops",

@@ -31,6 +31,16 @@ def pytest_report_header() -> str:
     return f"zbpp {_version('zbpp')}, torch {_version('torch')}, device: {_device()}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests of what is an extra, such as torch, where it is not installed."""
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            (package,) = mark.args
+            if importlib.util.find_spec(package) is None:
+                reason = f"{package} is not installed"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes for distributed tests, one pool for all rooms."""

@@ -6,9 +6,15 @@ import pytest
 
 import zbpp
 
-ROOMS = ("core", "schedules", "simulator", "runtime")
+ROOMS = (
+    "core",
+    "schedules",
+    "simulator",
+    pytest.param("runtime", marks=pytest.mark.needs("torch")),
+)
 
 
+@pytest.mark.needs("torch")
 def test_the_package_shows_its_names() -> None:
     assert {"Pipeline", "plan", *zbpp.__all__} <= set(dir(zbpp))
     for name in zbpp.__all__:

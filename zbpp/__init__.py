@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zbpp.integrations.torch_schedule import TorchSchedule
     from zbpp.models import cut, layers_from
     from zbpp.pipeline import Pipeline, plan_model
+    from zbpp.runtime.overlap import overlap_point
     from zbpp.runtime.parallel.mesh import make_mesh as mesh
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "layers_from",
     "make_plan",
     "mesh",
+    "overlap_point",
     "plan",
     "plan_model",
     "read_plan",
@@ -46,6 +48,7 @@ _HOMES = {
     "cut": ("zbpp.models", "cut"),
     "layers_from": ("zbpp.models", "layers_from"),
     "mesh": ("zbpp.runtime.parallel.mesh", "make_mesh"),
+    "overlap_point": ("zbpp.runtime.overlap", "overlap_point"),
     "plan_model": ("zbpp.pipeline", "plan_model"),
 }
 """Module and name of what is loaded when it is first used."""

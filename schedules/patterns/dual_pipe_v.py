@@ -11,8 +11,8 @@ experts) behind what the other computes. In steady state a stage does nothing el
 beside up, up beside down. W's are split off only to fill warm-up and cool-down.
 
 Idle time of the slowest stage (p-1)(FB-2F) + (3F-FB)/2 when F = B = W and m >= 2p, if
-the pairs of a stage's two chunks take FB, from 2F to 3F (checked on a grid). The runtime
-runs the passes of a pair one after the other: FB is then 3F.
+the pairs of a stage's two chunks take FB, from 2F to 3F (checked on a grid). Layers
+that communicate say so by ``zbpp.overlap_point``; of others FB is 3F.
 
 The order is that of torch's ``ScheduleDualPipeV``, job for job, after
 https://github.com/deepseek-ai/DualPipe (DeepSeek-V3, arXiv 2412.19437).

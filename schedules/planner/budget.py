@@ -71,7 +71,9 @@ class Budget:
     _end: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._end = time.thread_time() + self.seconds
+        # no clock is read without need: in a browser there is none of a thread
+        is_timed = self.seconds < math.inf
+        self._end = time.thread_time() + self.seconds if is_timed else math.inf
 
     def spend(self, passes: float) -> None:
         """Take some of it."""

@@ -1,7 +1,7 @@
 // Panels of timelines on one time axis: zoom, pan, hover, and what is shown.
 
 const byId = (id) => document.getElementById(id);
-const page = JSON.parse(byId("data").textContent), { styles } = page;
+let page = JSON.parse(byId("data").textContent), { styles } = page;
 const GUTTER = 66;  // pixels left of the rows, for the names of stages
 const MEMORY = 96;  // height of the memory curves
 const MOST_CURVES = 16;
@@ -155,6 +155,7 @@ function drawInSight(panel) {
 
 function drawAll() {
   view.frame = 0;
+  if (!panels.length) return;
   look.pinned = view.pinned;
   drawAxis();
   for (const panel of panels) {
@@ -300,6 +301,7 @@ function wire() {
     return on;
   };
   buttons("zoom", (key) => KEYS[key]());
+  document.querySelectorAll("[data-show]").forEach((button) => button.setAttribute("aria-pressed", show[button.dataset.show]));
   buttons("show", (name, button) => { show[name] = toggled(button); redraw(); });
   buttons("entry", (entry, button) => {
     const on = toggled(button);
@@ -311,14 +313,21 @@ function wire() {
     event.preventDefault();
     KEYS[event.key]();
   });
+}
+
+function watch() {
   window.addEventListener("scroll", () => panels.filter((panel) => panel.stale).forEach(drawInSight), { passive: true });
   window.addEventListener("resize", () => { readLook(); redraw(); });
   for (const query of ["(prefers-color-scheme: dark)", "print"])
     matchMedia(query).addEventListener("change", () => { readLook(); drawAll(); });
 }
 
-async function begin() {
-  byId("copy")?.addEventListener("click", () => navigator.clipboard?.writeText(byId("command").textContent));
+// Draws the panels that are in the document; of a page that changes, again.
+async function showPage(data) {
+  page = data;
+  ({ styles } = page);
+  panels.length = 0;
+  clearHover();
   readLook();
   for (const section of document.querySelectorAll(".panel")) {
     const find = (name) => section.querySelector(name);
@@ -336,4 +345,6 @@ async function begin() {
   performance.mark("zbpp drawn");
 }
 
-const ready = begin();
+byId("copy")?.addEventListener("click", () => navigator.clipboard?.writeText(byId("command").textContent));
+watch();
+const ready = showPage(page);

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
+from schemas import mistakes
 from torch import Tensor, nn
 
 from zbpp.bench.gradients import compare
 from zbpp.bench.peers import Peer
 from zbpp.bench.request import BenchRequest, planned
 from zbpp.bench.run import run_bench
-from zbpp.cli.user_model import UserModel
 from zbpp.core import RequestError
+from zbpp.training.user_model import UserModel
 
 pytestmark = pytest.mark.dist
 
@@ -82,6 +83,7 @@ def test_contenders_are_compared_and_timed(pool: Pool, tmp_path) -> None:
     answers = pool.run(bench_all, 2, str(good), str(bad))
     assert {answer[:2] for answer in answers} == {(0, 1)}
     data = json.loads((good / "report" / "results.json").read_text())
+    assert not mistakes("results", data)
     assert [one["name"] for one in data["contenders"]] == [*OURS, *PEERS]
     assert data["reference"] == "a plain loop"
     assert data["command"] == "zbpp bench --stages 2" and "torch" in data["versions"]
@@ -109,9 +111,9 @@ def test_contenders_are_compared_and_timed(pool: Pool, tmp_path) -> None:
         assert f"<td>{one['bubble_measured']:.2%}</td>" in page
     assert data["date"] in page and "gap: span" not in page
     # The control: gradients that are off by a thousandth.
-    plain, peer = json.loads((bad / "report" / "results.json").read_text())[
-        "contenders"
-    ]
+    refused = json.loads((bad / "report" / "results.json").read_text())
+    assert not mistakes("results", refused)
+    plain, peer = refused["contenders"]
     assert plain["same_gradients"] and plain["step_s"] > 0
     assert not peer["same_gradients"] and "step_s" not in peer
     assert peer["reason"].startswith("refused: off by 1.0e-03")

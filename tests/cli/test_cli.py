@@ -216,6 +216,7 @@ def test_costs_name_links_loss_and_joint_stages(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["span"] < shown["span"]
 
 
+@pytest.mark.needs("ortools")
 def test_the_solver_proves_a_small_plan_optimal(tmp_path, capsys):
     out = tmp_path / "plan.json"
     size = ["--stages", "2", "--microbatches", "4", "--out", str(out)]

@@ -36,11 +36,20 @@ def test_doctor_tells_what_is_missing_and_how_to_get_it(monkeypatch):
     assert "torch          missing: pip install 'zbpp[train]'" in lines
 
 
+def test_doctor_tells_what_no_test_has_run_on(monkeypatch):
+    line = next(line for line in doctor.report_lines() if line.startswith("python"))
+    assert "not tested" not in line
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.99.1")
+    line = next(line for line in doctor.report_lines() if line.startswith("python"))
+    assert line.startswith("python         3.99.1 (")
+    assert line.endswith("; not tested: 3.11, 3.12, 3.13 are")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["show"], "zbpp: no schedule is named; give a schedule file"),
-        (["show", "x.json", *ZBH1], "zbpp: two schedules are named"),
+        (["show", "x.json", *ZBH1], "zbpp: 'x.json' is one word too many"),
         (["show", "missing.json"], "zbpp: missing.json: cannot be read"),
         (["show", "ZBW", *SIZES], "zbpp: unknown schedule mode 'ZBW'; did you mean"),
         (["show", "ZBV", "--stages", "2"], "zbpp: --microbatches is missing; ZBV"),
@@ -156,10 +165,11 @@ def test_a_closed_output_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_that_has_left_before_anything_is_printed_is_no_error():
+@pytest.mark.parametrize("words", [["compare", *SIZES], ["plan", "--help"]])
+def test_a_reader_that_has_left_before_anything_is_printed_is_no_error(words):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "zbpp", "compare", *SIZES]
+    command = [sys.executable, "-m", "zbpp", *words]
     with os.fdopen(writing) as pipe:
         done = subprocess.run(
             command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=200
@@ -212,6 +222,7 @@ def test_planning_loads_neither_torch_nor_matplotlib(tmp_path, command):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("hidden", ["torch", "zbpp.training.start"])
 def test_training_without_torch_says_how_to_get_it(hidden):
     code = (

@@ -7,7 +7,7 @@ import pytest
 from commands import SIZES, ZBH1, shown
 
 from zbpp.cli.commands import main
-from zbpp.cli.parser import parse
+from zbpp.cli.parser import application, parse
 from zbpp.core import read_schedule
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
@@ -106,5 +106,5 @@ def test_post_validation_is_a_flag_of_three_states():
         (["--no_enable_optimizer_post_validation"], False),
         (["--no-enable-optimizer-post-validation"], False),
     ):
-        options = parse("train", Train, words)
+        options = parse(application({"train": Train}), ["train", *words])
         assert options.enable_optimizer_post_validation is value, words

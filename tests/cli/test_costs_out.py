@@ -13,6 +13,7 @@ from zbpp.simulator import read_trace
 SMALL = [*TINY_LLAMA, "--validation_microbatches", "2", "--data", __file__]
 
 
+@pytest.mark.needs("torch")
 def test_train_writes_costs_to_plan_with_and_a_trace(tmp_path: Path) -> None:
     costs, metrics = tmp_path / "costs.json", tmp_path / "metrics.jsonl"
     trace = tmp_path / "trace.json"
@@ -42,6 +43,7 @@ def test_train_writes_costs_to_plan_with_and_a_trace(tmp_path: Path) -> None:
         (["--trace", "missing/x.json"], "--trace missing/x.json cannot be"),
     ],
 )
+@pytest.mark.needs("torch")
 def test_costs_that_cannot_be_written_are_refused_before_the_run(
     flags: list[str],
     message: str,
@@ -74,6 +76,7 @@ def build():
 """
 
 
+@pytest.mark.needs("torch")
 def test_doctor_tells_what_waits_and_why_the_rest_does_not(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from schemas import mistakes
 
 from zbpp.cli.commands import main
 from zbpp.core import read_costs, read_layers
+
+pytestmark = pytest.mark.needs("torch")
 
 SOURCE = """
 import torch
@@ -45,6 +48,8 @@ def test_json_has_bytes_by_mode_and_stage(capsys: pytest.CaptureFixture[str]) ->
     flags = ["--model", "a_small_model:build", *modes, "--optimizer", "sgd"]
     assert main(["estimate", *SIZES, *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert not mistakes("estimate", found)
+    assert mistakes("estimate", found | {"unit": "GiB"})
     assert found["unit"] == "bytes" and list(found["modes"]) == ["1F1B", "ZBH1"]
     for mode, stages in found["modes"].items():
         assert len(stages) == 2

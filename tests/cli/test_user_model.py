@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from zbpp.cli.commands import main
-from zbpp.cli.user_model import load_model
 from zbpp.core import RequestError
+from zbpp.training.user_model import load_model
+
+pytestmark = pytest.mark.needs("torch")
 
 SOURCE = """
 import torch

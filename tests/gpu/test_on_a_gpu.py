@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import talking
 import torch
 from gpu_run import train_to
 from gpu_waits import waits_are_errors
-from small_model import MODES, adamw, assert_same, batch, make_pipeline
+from small_model import adamw, assert_same, batch, make_pipeline
+from trained_modes import MODES
 
 from zbpp import diagnostics
 from zbpp.core import Pass, PassKind
@@ -57,6 +59,19 @@ def trained(mode: str, n_stages: int, **more: object) -> tuple[Any, dict[str, An
     )
     losses = [(one.loss, one.grad_norm) for one in results]
     return losses, {n: p.detach().cpu() for n, p in pipeline.named_parameters()}
+
+
+def test_pairs_in_turns_have_the_bits_of_pairs_in_a_row() -> None:
+    """What communicates runs on a stream of its own, and nothing else does."""
+
+    def run(*, overlap: bool) -> Any:
+        model = talking.talking(4, dropout=0.3)
+        pipeline = talking.make(model, device=GPU, overlap=overlap)
+        return talking.train(pipeline, steps=5)
+
+    (numbers, state), in_a_row = run(overlap=True), run(overlap=False)
+    assert numbers == in_a_row[0]
+    assert_same(state, in_a_row[1])
 
 
 @pytest.fixture(scope="module")

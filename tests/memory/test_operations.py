@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbpp.cli.user_model import load_model
 from zbpp.core import RequestError
 from zbpp.memory.fake import building, fake_mode
 from zbpp.memory.layers import model_memory
+from zbpp.training.user_model import load_model
 
 BATCH, SEQ, WIDTH, HEADS = 2, 16, 32, 4
 

@@ -161,3 +161,46 @@ def test_parts_are_those_of_fully_shard_to_the_byte() -> None:
         n = sum(p.numel() for layer in layers for p in layer.parameters())
         whole = parameters + gradients + state
         assert (whole * 64 == 16 * n) == (rows == "128")
+
+
+class ManyMatrices(nn.Module):
+    """A router, and matrices of which every process along ``ep`` holds a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.experts = nn.Parameter(torch.zeros(4, WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,eio->bo", self.router(x), self.experts)
+
+
+@pytest.mark.parametrize(
+    ("shard", "of_router", "of_experts"),
+    [("none", 16, 16), ("optimizer", 16 / 4, 16 / 2)],
+)
+def test_processes_hold_their_part_of_the_experts(
+    shard: str, of_router: float, of_experts: float
+) -> None:
+    """On 2 x 2 processes: half of the experts, which 2 replicas share, and the rest."""
+    layers = [ManyMatrices() for _ in range(N_LAYERS)]
+    batch = torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)
+    found = estimate(
+        layers,
+        batch,
+        nn.functional.mse_loss,
+        n_stages=2,
+        n_microbatches=4,
+        modes=["ZBV"],
+        data_parallel=2,
+        expert_parallel=2,
+        expert_parameters=lambda name, _: name.endswith(".experts"),
+        shard=shard,
+    )
+    n = WIDTH * WIDTH * N_LAYERS // 2
+    for stage in found.modes["ZBV"]:
+        steps = 4 * 2 * N_LAYERS // 2
+        kept = stage.parameters + stage.gradients + stage.optimizer - steps
+        assert kept == n * of_router + 4 * n / 2 * of_experts
+        if shard == "optimizer":  # half of the experts is whole for a while
+            assert stage.gathered_peak == 4 * (n + 4 * n / 2)

@@ -12,6 +12,7 @@ import pytest
 from pages import (
     ROOT,
     Page,
+    is_dear,
     missing_paths,
     parse_data,
     run_commands,
@@ -30,7 +31,7 @@ from zbpp.simulator import bubble_rate, peak_memory, simulate
 README = Page.read("README.md")
 DOCS = [
     Page.read(path.relative_to(ROOT).as_posix())
-    for path in sorted((ROOT / "docs").glob("*.md"))
+    for path in sorted((ROOT / "docs").rglob("*.md"))
 ]
 GUIDES = [README, *DOCS]
 OTHERS = (
@@ -39,6 +40,12 @@ OTHERS = (
     "benchmarks/README.md",
     "examples/torchtitan.md",
 )
+
+DEAR_SESSIONS = {
+    "docs/how_to/models.md",  # loads transformers
+    "docs/how_to/simulating.md",  # draws
+    "docs/how_to/your_script.md",  # measures a model
+}
 
 by_name = {"ids": lambda page: page.name}
 
@@ -55,30 +62,13 @@ def restored_threads() -> Iterator[None]:
 # Every page.
 
 
-def test_all_pages_are_there():
-    names = {Path(page.name).stem for page in DOCS}
-    assert names == {
-        "modes",
-        "planning",
-        "planner",
-        "profiling",
-        "simulating",
-        "memory",
-        "post_validation",
-        "checkpoints",
-        "split_backward",
-        "your_script",
-        "limits",
-        "formats",
-        "coming_from",
-        "models",
-        "benchmarking",
-        "gpus",
-        "data_parallel",
-        "compile",
-    }
-    for page in DOCS:
-        assert f"({page.name})" in README.text, "the README links every page"
+def test_every_page_is_in_the_menu():
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    named = re.findall(r": (\S+\.md)$", menu, re.MULTILINE)
+    written = {page.name.removeprefix("docs/") for page in DOCS}
+    assert len(named) == len(set(named)) and written <= set(named)
+    for name in set(named) - written:  # made when the site is built
+        assert name.startswith("reference/"), name
 
 
 @pytest.mark.parametrize("page", GUIDES, **by_name)
@@ -94,26 +84,34 @@ def test_every_block_is_of_a_kind_that_is_tested(page):
     assert programs <= {"make", "pip", "zbpp", "torchrun", "python"}
 
 
-@pytest.mark.parametrize("page", [p for p in GUIDES if p.session()], **by_name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.name in DEAR_SESSIONS else ())
+        for page in GUIDES
+        if page.session()
+    ],
+    **by_name,
+)
 def test_the_sessions_run(page, tmp_path, restored_threads):
     assert run_session(page, tmp_path) > 2
 
 
 @pytest.mark.parametrize("page", [p for p in GUIDES if p.commands("zbpp")], **by_name)
 def test_the_commands_run(page, tmp_path, capsys):
-    if run_commands(page, tmp_path, trainings=False):
+    if run_commands(page, tmp_path, dear=False):
         assert capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "page", [p for p in GUIDES if re.search("zbpp (train|bench)", p.text)
-             and p.commands("zbpp")],
+    "page",
+    [p for p in GUIDES if any(map(is_dear, p.commands("zbpp")))],
     **by_name,
 )  # fmt: skip
-def test_the_commands_run_with_trainings(page, tmp_path):
-    run_commands(page, tmp_path, trainings=True)
+def test_all_commands_run(page, tmp_path):
+    run_commands(page, tmp_path, dear=True)
 
 
 @pytest.mark.parametrize(
@@ -177,17 +175,51 @@ def test_a_wrong_session_fails(text, tmp_path):
 def test_a_wrong_command_fails(tmp_path):
     page = wrong("```bash\nzbpp show missing.json\n```\n")
     with pytest.raises(AssertionError, match=r"missing\.json"):
-        run_commands(page, tmp_path, trainings=False)
+        run_commands(page, tmp_path, dear=False)
 
 
 def test_a_wrong_file_link_flag_or_name_is_found():
     with pytest.raises(ValueError, match="F"):
         parse_data(wrong('```json\n{"F": 1}\n```\n'))
-    page = wrong("[a](docs/none.md) [b](docs/modes.md#none) [c](docs/modes.md#modes)")
-    assert missing_paths(page) == ["docs/none.md", "docs/modes.md#none"]
+    modes = "docs/concepts/modes.md"
+    page = wrong(f"[a](docs/none.md) [b]({modes}#none) [c]({modes}#modes)")
+    assert missing_paths(page) == ["docs/none.md", f"{modes}#none"]
     assert unknown_flags(wrong("--costs --no_exact_sums --none")) == ["--none"]
     page = wrong("`zbpp.core.draw` `zbpp.Pipeline(x)` `zbpp.core.none` `zbpp.none.x`")
     assert unknown_names(page) == ["zbpp.core.none", "zbpp.none.x"]
+
+
+# Troubleshooting.
+
+
+def errors_shown(page: Page) -> list[str]:
+    """Parts of the errors that a page quotes, in a table or as indented lines."""
+    table = re.findall(r"^\| (`.*?) \|", page.text, re.MULTILINE)
+    quoted = [words for row in table for words in re.findall(r"`([^`]*)`", row)]
+    quoted += re.findall(r"^    (\w[^>\n]*: .*)$", page.text, re.MULTILINE)
+    names = r"\w+Error: |\b(?:stage|rank|layers\.)? ?[\d.]+%?|\dB\d|ZBH1|\u2026|[();,:]"
+    return [
+        part.strip()
+        for words in quoted
+        for part in re.split(names, words)
+        if len(part.split()) > 2
+    ]
+
+
+def literals() -> str:
+    """All texts of the package, as they are put together from pieces of lines."""
+    files = [*ROOT.glob("zbpp/**/*.py"), *ROOT.glob("src/zbpp/**/*.py")]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    return re.sub(r"\"\s*f?\"", "", text)
+
+
+def test_the_errors_that_are_quoted_are_in_the_code():
+    page = Page.read("docs/how_to/troubleshooting.md")
+    parts, code = errors_shown(page), literals()
+    assert len(parts) > 15
+    assert not [part for part in parts if part not in code]
+    made_up = Page("x", "| `no such words at all` | |\n")
+    assert [part for part in errors_shown(made_up) if part not in code]
 
 
 # The README.
@@ -252,9 +284,9 @@ def torchrun(words: list[str], folder: Path) -> str:
     ).stdout
 
 
-def page_with(file: str) -> Page:
-    (page,) = [page for page in GUIDES if file in page.files()]
-    return page
+def page_with(file: str, *pages: Page) -> Page:
+    """The first page that has a file; of all, unless pages are given."""
+    return next(page for page in pages or GUIDES if file in page.files())
 
 
 def test_the_readmes_script_prints_the_losses_that_are_shown(
@@ -264,12 +296,15 @@ def test_the_readmes_script_prints_the_losses_that_are_shown(
 
     torch.set_num_threads(1)
     (((name,), shown),) = shown_lines(README, "python")
-    text = README.files()[name].replace("range(100)", "range(41)")
-    assert "range(41)" in text
+    text = README.files()[name].replace("range(100)", "range(21)")
+    assert "range(21)" in text
+    five_minutes = page_with(name, *DOCS)
+    assert five_minutes.files()[name] == README.files()[name]
+    assert [*shown_lines(five_minutes, "python")] == [([name], shown)]
     (tmp_path / name).write_text(text)
     run_script(tmp_path / name)
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 3
+    assert len(printed) == 2
     for line, expected in zip(printed, shown, strict=False):
         *words, loss = expected.split()
         assert line.split()[:-1] == words
@@ -283,16 +318,18 @@ def test_the_users_script_prints_the_same_whatever_the_flag(
     tmp_path, capsys, restored_threads
 ):
     page = page_with("my_train.py")
-    page.save_files(tmp_path)
+    text = page.files()["my_train.py"].replace("range(1, 21)", "range(1, 11)")
+    assert "range(1, 11)" in text
+    (tmp_path / "my_train.py").write_text(text)
     ((_, *shown),) = page.commands("python")
     printed = []
-    for mode in (None, "ZBH1", "ZBV"):
+    for mode in (None, "ZBV"):
         flags = ["--pipeline_schedule_mode", mode, "--stages", "2"]
         run_script(tmp_path / "my_train.py", *(flags if mode else shown))
         printed.append(capsys.readouterr().out)
     assert len(set(printed)) == 1
     first, *_, last = printed[0].splitlines()
-    assert float(last.split()[3]) < 0.9 * float(first.split()[3])
+    assert float(last.split()[3]) < 0.97 * float(first.split()[3])
 
 
 @pytest.mark.slow
@@ -328,12 +365,13 @@ def test_the_scripts_print_the_same_under_torchrun(
 # The picture.
 
 
+@pytest.mark.slow
 def test_the_picture_can_be_made_again(tmp_path):
     copy = tmp_path / "make_picture.py"
-    copy.write_text((ROOT / "docs" / "make_picture.py").read_text())
+    copy.write_text((ROOT / "docs" / "assets" / "make_picture.py").read_text())
     runpy.run_path(str(copy))
     drawn = (tmp_path / "schedules.svg").read_text()
-    kept = (ROOT / "docs" / "schedules.svg").read_text()
+    kept = (ROOT / "docs" / "assets" / "schedules.svg").read_text()
     for text in ("1F1B", "ZBH1", "ZBV", "27.27 %", "11.11 %", "0.00 %"):
         assert text in drawn
         assert text in kept

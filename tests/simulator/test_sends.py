@@ -19,7 +19,6 @@ from zbpp.core import (
     write_layers,
 )
 from zbpp.core.costs import chunk_layers
-from zbpp.emulation.build import sleeping_chunks, sleeping_layers
 from zbpp.planning.replicas import with_gathers
 from zbpp.simulator import (
     bubble_rate,
@@ -109,7 +108,10 @@ def test_files_and_layers_keep_it(tmp_path) -> None:
     assert gathered.on(V).f == (2.0, 1.0, 2.0, 1.0)
 
 
+@pytest.mark.needs("torch")
 def test_sleeping_layers_sleep_for_it() -> None:
+    from zbpp.emulation.build import sleeping_chunks, sleeping_layers
+
     times = BY_EDGE.on(V)
     layers = chunk_layers(BY_EDGE, V, (2, 1, 1, 1))
     sends = dict(zip((2, 3, 4), times.sending, strict=True))

@@ -90,12 +90,20 @@ class Chromium:
 
     def open(self, path: Path) -> None:
         """Load a page and wait until its timelines are drawn."""
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.load(path)
+        self.run("ready")
+
+    def load(self, path: Path) -> None:
+        """Load a page from a file and wait until all of it is there."""
+        self.go(path.resolve().as_uri())
+
+    def go(self, url: str) -> None:
+        """Load a page from a server, as `load` does from a file."""
+        self.call("Page.navigate", url=url)
         self.run(
             "new Promise((done) => document.readyState === 'complete' ? done() "
             ": addEventListener('load', done))"
         )
-        self.run("ready")
 
     def run(self, expression: str) -> Any:
         """Evaluate an expression in the page; promises are awaited."""

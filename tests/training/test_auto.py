@@ -8,7 +8,7 @@ import pytest
 
 from zbpp.core import Costs, RequestError, write_costs
 from zbpp.training.options import Train
-from zbpp.training.setup import measures_first, schedule_of
+from zbpp.training.setup import measures_first, plan_of
 from zbpp.training.start import start
 
 TINY = Train(
@@ -65,7 +65,7 @@ def test_a_fixed_mode_needs_costs_in_bytes_for_a_limit_in_bytes():
 
 def test_costs_that_are_given_are_not_measured(tmp_path):
     auto = replace(TINY, pipeline_schedule_mode="Auto")
-    assert measures_first(auto) and schedule_of(auto).n_stages == 2
+    assert measures_first(auto) and plan_of(auto).schedule.n_stages == 2
     path = tmp_path / "costs.json"
     write_costs(Costs(), path)
     assert not measures_first(replace(auto, costs=path))

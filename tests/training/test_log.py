@@ -3,8 +3,9 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
+from schemas import mistakes
 
-from zbpp.training.log import Record, Recorder, log_line, resident_memory_gib
+from zbpp.training.log import Record, Recorder, log_line
 
 RECORD = Record(10, 2.77121, 0.93124, 1766.4, 0, False)
 
@@ -34,7 +35,7 @@ def run(steps, *, reads, results=None, **options):
             recorder.add((results or {}).get(step) or FakeResult(step, reads))
             seen.append(sorted(set(reads)))
         recorder.finish_steps()
-        recorder.write_final(val_loss=1.5, params_sha256="ab")
+        recorder.write_final(val_loss=1.5, params_sha256=64 * "a")
     return [*seen, sorted(set(reads))]
 
 
@@ -53,8 +54,10 @@ def test_log_line_tells_of_a_skipped_step_and_leaves_unknown_memory_out():
     )
 
 
-def test_memory_is_that_of_this_process():
-    assert 0.01 < resident_memory_gib() < 100
+def test_memory_is_that_of_this_process(capsys):
+    run(1, reads=[])
+    told = capsys.readouterr().out.split("memory:")[1].split("GiB")[0]
+    assert 0.01 < float(told) < 100
 
 
 def test_metrics_are_read_one_step_late(tmp_path):
@@ -77,6 +80,10 @@ def test_metrics_are_one_json_line_a_step_and_a_final_one(tmp_path):
     bad = FakeResult(2, grad_norm=math.inf, skipped=True)
     run(3, reads=[], metrics=path, results={2: bad})
     *steps, final = map(json.loads, path.read_text().splitlines())
+    assert not [
+        wrong for line in (*steps, final) for wrong in mistakes("metrics", line)
+    ]
+    assert mistakes("metrics", steps[0] | {"loss": "5"})
     keys = {"step", "loss", "grad_norm", "tokens_per_s", "rollbacks", "skipped"}
     assert [set(line) for line in steps] == [keys] * 3
     assert [line["step"] for line in steps] == [1, 2, 3]
@@ -84,7 +91,7 @@ def test_metrics_are_one_json_line_a_step_and_a_final_one(tmp_path):
     assert [line["grad_norm"] for line in steps] == [0.5, None, 0.5]
     assert [line["skipped"] for line in steps] == [False, True, False]
     assert final["final"] is True
-    assert (final["val_loss"], final["params_sha256"]) == (1.5, "ab")
+    assert (final["val_loss"], final["params_sha256"]) == (1.5, 64 * "a")
     assert final["tokens_per_s"] > 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zbpp.cli.parser import parse
+from zbpp.cli.parser import application, parse
 from zbpp.cli.train import TrainCommand
 from zbpp.core import RequestError, write_schedule
 from zbpp.planning import make_plan, plan
@@ -19,7 +19,7 @@ from zbpp.training.setup import (
     costs_of,
     device_of,
     model_of,
-    schedule_of,
+    plan_of,
 )
 from zbpp.training.splits import layers_of, run_split, sleeping_layers, split_layers
 from zbpp.training.start import _for_world, start
@@ -39,7 +39,7 @@ def test_without_torch_one_line_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("spelling", ["schedule-mode", "schedule_mode"])
 def test_flags_are_read_with_hyphens_and_underscores(spelling):
     given = [f"--pipeline_{spelling}", "ZBV", "--memory-limit", "3", "--lr", "0.1"]
-    options = parse("train", Train, given)
+    options = parse(application({"train": Train}), ["train", *given])
     assert options == Train(pipeline_schedule_mode="ZBV", memory_limit=3.0, lr=0.1)
 
 
@@ -77,11 +77,10 @@ def test_flags_out_of_range_are_refused(flags, message):
     ],
 )
 def test_requests_that_cannot_be_met_are_refused_before_any_process(flags, message):
-    options = parse(
-        "train", Train, [f"--{name}={value}" for name, value in flags.items()]
-    )
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    options = parse(application({"train": Train}), ["train", *words])
     with pytest.raises(RequestError, match=re.escape(message)):
-        check(options, schedule_of(options))
+        check(options, plan_of(options))
 
 
 def test_the_effort_reaches_the_planner(monkeypatch):
@@ -90,8 +89,8 @@ def test_the_effort_reaches_the_planner(monkeypatch):
         "zbpp.training.setup.make_plan",
         lambda request: asked.append(request) or make_plan(request),
     )
-    schedule_of(Train(effort="fast"))
-    schedule_of(Train())
+    plan_of(Train(effort="fast"))
+    plan_of(Train())
     assert [request.effort for request in asked] == ["fast", "default"]
 
 
@@ -120,13 +119,13 @@ def test_blocks_are_dealt_evenly(n_blocks, n_chunks, split):
 
 
 def test_what_is_not_asked_for_has_a_default_or_is_as_in_the_file(tmp_path):
-    schedule = schedule_of(Train())
+    schedule = plan_of(Train()).schedule
     assert (schedule.n_stages, schedule.n_microbatches) == (2, 8)
     path = tmp_path / "plan.json"
     write_schedule(plan("ZBV", n_stages=3, n_microbatches=5), path)
-    assert schedule_of(Train(pipeline_schedule_mode=str(path))).n_stages == 3
+    assert plan_of(Train(pipeline_schedule_mode=str(path))).schedule.n_stages == 3
     with pytest.raises(RequestError, match="n_stages is 3, but 2 is asked for"):
-        schedule_of(Train(pipeline_schedule_mode=str(path), stages=2))
+        plan_of(Train(pipeline_schedule_mode=str(path), stages=2))
 
 
 def test_torchrun_decides_how_many_stages_there_are():
@@ -175,7 +174,7 @@ def layers(tmp_path):
 
 
 def split_in(options: Train) -> tuple[int, ...]:
-    return run_split(options, schedule_of(options), model_of(options))
+    return run_split(options, plan_of(options).schedule, model_of(options))
 
 
 def test_the_split_is_balanced_once_costs_per_layer_are_known(layers, tmp_path):
@@ -185,7 +184,7 @@ def test_the_split_is_balanced_once_costs_per_layer_are_known(layers, tmp_path):
     assert split_in(Train(layers=layers, split="7,3")) == (7, 3)
     assert split_in(Train(split="7,3")) == (7, 3)
     plan_file = tmp_path / "plan.json"
-    write_schedule(schedule_of(Train(layers=layers)), plan_file)
+    write_schedule(plan_of(Train(layers=layers)).schedule, plan_file)
     from_file = Train(pipeline_schedule_mode=str(plan_file))
     assert split_in(from_file) == (6, 4)
     assert split_in(replace(from_file, split="7,3")) == (7, 3)
@@ -194,7 +193,7 @@ def test_the_split_is_balanced_once_costs_per_layer_are_known(layers, tmp_path):
 
 def test_costs_of_chunks_follow_from_the_split(layers):
     options = Train(layers=layers, memory_limit=90.0)
-    costs = costs_of(options, schedule_of(options))
+    costs = plan_of(options).costs
     assert costs.f == (11, 12) and costs.limit == 90.0
 
 
@@ -216,7 +215,7 @@ def test_a_split_that_cannot_be_had_is_refused(layers, flags, message):
 
 def test_a_layers_file_can_be_emulated_under_any_model(layers):
     options = Train(emulate=layers, stages=3)
-    schedule = schedule_of(options)
+    schedule = plan_of(options).schedule
     assert sum(schedule.split) == 10
     assert sleeping_layers(options) == layers_of(options, 99)
     assert sleeping_layers(Train()) is None

@@ -16,7 +16,7 @@ def plans(monkeypatch):
 
     def count(request: PlanRequest) -> Plan:
         plan = make_plan(request)
-        made.append(plan.schedule)
+        made.append(plan.schedule.orders)
         return plan
 
     monkeypatch.setattr("zbpp.training.setup.make_plan", count)
@@ -29,8 +29,7 @@ def test_the_plan_that_is_checked_is_handed_on(monkeypatch, plans):
         starting, "launch", lambda _, args, *__, **___: handed.append(args)
     )
     starting.start(Train(steps=1))
-    (schedule,) = plans
-    assert [args[1] for args in handed] == [schedule]
+    assert [args[1].schedule.orders for args in handed] == plans != []
 
 
 def test_a_process_of_torchrun_plans_once(monkeypatch, plans):
@@ -38,10 +37,10 @@ def test_a_process_of_torchrun_plans_once(monkeypatch, plans):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(starting, "train", lambda *args: handed.append(args))
-    monkeypatch.setattr(starting.os, "_exit", lambda code: handed.append(code))
-    starting.start(Train(steps=1))
-    (schedule,) = plans
-    assert handed[0][1] is schedule and handed[1] == 0
+    monkeypatch.setattr(starting.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="0"):
+        starting.start(Train(steps=1))
+    assert [args[1].schedule.orders for args in handed] == plans != []
 
 
 def test_a_worker_ends_when_its_starter_is_gone() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from schemas import mistakes
 from torch import nn
 
 from zbpp.cli.commands import main
@@ -57,6 +58,7 @@ class Outcome:
 
 def read(metrics: Path) -> Outcome:
     *steps, final = map(json.loads, metrics.read_text().splitlines())
+    assert not [text for line in (*steps, final) for text in mistakes("metrics", line)]
     assert final["final"] is True
     return Outcome(
         losses=tuple(line["loss"] for line in steps),

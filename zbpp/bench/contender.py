@@ -15,7 +15,7 @@ from zbpp.core import RequestError, Timeline
 from zbpp.simulator import bubble_rate, stage_span, work
 
 if TYPE_CHECKING:
-    from zbpp.training.profiled import UsersModel
+    from zbpp.training.user_model import UserModel
 
 __all__ = [
     "Contender",
@@ -89,7 +89,7 @@ class Field:
     device: torch.device
     batch: StepBatch
 
-    def model(self) -> "UsersModel":
+    def model(self) -> "UserModel":
         """The model with the weights that it starts with, in every call the same."""
         torch.manual_seed(self.request.seed)
         return self.request.load()

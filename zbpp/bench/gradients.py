@@ -18,7 +18,7 @@ from zbpp.runtime.support.devices import accelerator
 from zbpp.runtime.support.pytree import map_tensors
 
 if TYPE_CHECKING:
-    from zbpp.training.profiled import UsersModel
+    from zbpp.training.user_model import UserModel
 
 __all__ = ["Gradients", "compare", "noted", "plain_gradients"]
 
@@ -34,7 +34,7 @@ def noted(gradients: Mapping[str, Tensor]) -> Gradients:
 
 
 def plain_gradients(
-    loaded: "UsersModel",
+    loaded: "UserModel",
     batch: StepBatch,
     device: torch.device,
     *,

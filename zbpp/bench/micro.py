@@ -12,7 +12,7 @@ from torch import Tensor
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from zbpp.training.profiled import UsersModel
+    from zbpp.training.user_model import UserModel
 
 __all__ = ["StepBatch", "random_tokens", "step_batch"]
 
@@ -32,7 +32,7 @@ class StepBatch:
     tokens: int | None
 
 
-def step_batch(loaded: "UsersModel", n_microbatches: int) -> StepBatch:
+def step_batch(loaded: "UserModel", n_microbatches: int) -> StepBatch:
     """Make the batch of a step from the micro-batch of a model.
 
     Whole numbers of two dimensions and more are rolled along the last one, floating

@@ -11,7 +11,7 @@ from zbpp.core.costs.units import with_limit
 from zbpp.planning import is_auto, plan
 
 if TYPE_CHECKING:
-    from zbpp.training.profiled import UsersModel
+    from zbpp.training.user_model import UserModel
 
 __all__ = ["BenchRequest", "costs_of", "planned"]
 
@@ -27,7 +27,7 @@ class BenchRequest:
     contenders: tuple[str, ...]
     stages: int
     microbatches: int
-    load: "Callable[[], UsersModel]"
+    load: "Callable[[], UserModel]"
     out: Path
     command: str
     warmup: int = 5

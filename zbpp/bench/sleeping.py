@@ -47,8 +47,9 @@ class _SleepingLayer(nn.Module):
         sleep_until(time.perf_counter() + f_s)
         if not x.requires_grad:  # of the first stage; its layers need b all the same
             b_s, w_s = 0.0, b_s + w_s
-        weight = _Sleep.apply(self.weight, w_s)  # type: ignore[no-untyped-call]
-        y: Tensor = _Sleep.apply(x, b_s) + 0 * weight  # type: ignore[no-untyped-call]
+        sleep: Any = _Sleep.apply  # typed from torch 2.14 on
+        weight = sleep(self.weight, w_s)
+        y: Tensor = sleep(x, b_s) + 0 * weight
         return y
 
 

@@ -1,15 +1,14 @@
 """Start a bench: as one of torchrun's processes, or in new ones."""
 
 import json
-import os
-import sys
+from functools import partial
 
 from zbpp.bench.names import TORCH, split_name
 from zbpp.bench.peers import has_schedule
 from zbpp.bench.request import BenchRequest
 from zbpp.bench.run import run_bench
 from zbpp.core import RequestError, WorkerError
-from zbpp.training.launch import fail, launch
+from zbpp.training.launch import is_launched, launch, run_launched
 
 __all__ = ["start_bench"]
 
@@ -22,9 +21,8 @@ def start_bench(request: BenchRequest) -> None:
         WorkerError: a process failed, or the gradients of a contender are wrong.
     """
     _check_peers(request)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _join(request)
-        return
+    if is_launched():
+        run_launched(partial(run_bench, request))
     device = "cpu" if request.emulate is not None else request.device
     launch(
         run_bench,
@@ -55,13 +53,3 @@ def _check_peers(request: BenchRequest) -> None:
                 f"{name} cannot run: torch {torch.__version__} has no such schedule; "
                 "leave it out of --peers"
             )
-
-
-def _join(request: BenchRequest) -> None:
-    """Be one of torchrun's processes; a failure ends this process."""
-    try:
-        code = run_bench(request)
-    except BaseException as error:
-        fail(error, rank=int(os.environ["RANK"]))
-    sys.stdout.flush()
-    os._exit(code)  # an orderly end has been seen to abort in torch's own threads

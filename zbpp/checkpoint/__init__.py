@@ -5,6 +5,7 @@ To be read in this order:
 values      numbers and texts as JSON; nothing is ever unpickled
 manifest    index, hashes and the rest of the state
 tensors     sharded or whole, in safetensors files
+experts     parts of tensors, each on its process
 folder      of checkpoints: the newest whole one, how many stay, the lock
 model, optimizers   what a process holds, by the model's own names
 saving      in the background, all or nothing

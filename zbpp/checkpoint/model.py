@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.checkpoint.experts import ExpertParts
 from zbpp.checkpoint.tensors import copy_into
 from zbpp.core import RequestError
 
@@ -31,6 +32,7 @@ Place = tuple[int, str]
 class Slot:
     """A parameter, a persistent buffer or an extra state of a module.
 
+    ``value`` is that of all processes, as a DTensor, where they hold parts of it.
     ``name`` is the model's own, ``saved_as`` that of the first layer that holds it:
     there ``saves`` is true. ``set_extra`` is None for tensors. ``is_copy``: another
     stage of this process steps a tensor of its own for it.
@@ -63,6 +65,7 @@ class LocalModel:
         copies: of tied parameters, each with the one that is in a layer.
         optimizers: of the parameters.
         schedulers: of the optimizers.
+        experts: parameters that are parts of tensors over several processes.
     """
 
     def __init__(
@@ -74,23 +77,27 @@ class LocalModel:
         copies: Mapping[Tensor, Tensor] | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         schedulers: Sequence[Any] = (),
+        experts: ExpertParts | None = None,
     ) -> None:
+        self.experts = experts or ExpertParts()
         self._own_name = own_name
         self._first_of: dict[Place, Place] = {
             place: tie[0] for tie in ties for place in tie
         }
         self.optimizers, self.schedulers = tuple(optimizers), tuple(schedulers)
-        self.slots = list(self._find(sorted(layers, key=lambda pair: pair[0])))
-        self._slots = {
-            id(slot.value): slot
-            for slot in reversed(self.slots)
-            if isinstance(slot.value, Tensor)
+        found = list(self._find(sorted(layers, key=lambda pair: pair[0])))
+        self.slots = [slot for _, slot in found]
+        self._slots: dict[int, Slot] = {
+            id(held): slot for held, slot in reversed(found) if isinstance(held, Tensor)
         }
         for copy, original in (copies or {}).items():
             slot = self._slots[id(original)]
             self._slots[id(copy)] = replace(slot, saves=False, is_copy=True)
 
-    def _find(self, layers: Iterable[tuple[int, nn.Module]]) -> Iterator[Slot]:
+    def _find(
+        self, layers: Iterable[tuple[int, nn.Module]]
+    ) -> Iterator[tuple[Any, Slot]]:
+        """What layers hold, and its slot."""
         names: dict[int, str] = {}  # of the tensors seen
         for index, layer in layers:
             for name, value in layer.state_dict(keep_vars=True).items():
@@ -101,15 +108,19 @@ class LocalModel:
                 if isinstance(value, Tensor):
                     saved_as = names.setdefault(id(value), saved_as)
                 path, _, last = name.rpartition(".")
-                yield Slot(
+                joined = value
+                if isinstance(value, Tensor):
+                    joined = self.experts.joined(value, value)
+                slot = Slot(
                     self._own_name(*place),
                     saved_as,
-                    value,
+                    joined,
                     saves=first == place and not is_repeated,
                     set_extra=layer.get_submodule(path).set_extra_state
                     if last == "_extra_state"
                     else None,
                 )
+                yield value, slot
 
     def slot_of(self, parameter: Tensor) -> Slot:
         """The first slot of a parameter.
@@ -144,6 +155,7 @@ class Checked:
         model: slots and their values.
         optimizers: each with a group, a parameter of that, and the parameter's state.
         schedulers: each with its state.
+        experts: parameters that have a part of their state.
     """
 
     wrong: list[str] = field(default_factory=list)
@@ -153,6 +165,7 @@ class Checked:
         tuple[torch.optim.Optimizer, dict[str, Any], Tensor, Mapping[str, Any]]
     ] = field(default_factory=list)
     schedulers: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    experts: ExpertParts = field(default_factory=ExpertParts)
 
 
 def check_model(local: LocalModel, state: State, checked: Checked) -> None:

@@ -76,7 +76,10 @@ def optimizer_state(
                 continue
             entry = {
                 "kind": type(optimizer).__name__,
-                "state": dict(optimizer.state.get(parameter, {})),
+                "state": {
+                    key: local.experts.joined(parameter, value)
+                    for key, value in optimizer.state.get(parameter, {}).items()
+                },
                 "options": dict(options),
             }
             entries.setdefault(slot.saved_as, []).append(entry)
@@ -101,7 +104,8 @@ def check_optimizers(local: LocalModel, state: State, checked: Checked) -> None:
                 entry = entries[optimizers.index(optimizer)]
                 used.add(key)
                 checked.optimizers.append((optimizer, group, parameter, entry))
-                checked.wrong += _misfits(optimizer, group, parameter, entry, name)
+                whole = local.slot_of(parameter).value
+                checked.wrong += _misfits(optimizer, group, whole, entry, name)
                 first_with.setdefault(repr(entry["options"]), name)
             elif parameter.requires_grad or not state.get("trainable_only"):
                 checked.wrong.append(f"the optimizer's state of {name} is missing")
@@ -155,7 +159,9 @@ def load_optimizers(checked: Checked) -> None:
         # many optimizers keep single numbers, as the step, on the host
         on_device = bool(group.get("capturable") or group.get("fused"))
         placed = {
-            key: _placed(value, parameter, on_device)
+            key: _placed(
+                checked.experts.own_part(parameter, value), parameter, on_device
+            )
             for key, value in entry["state"].items()
         }
         if placed:

@@ -249,7 +249,7 @@ def check_state(
             "this is no state of a pipeline: it has no 'model'; give what "
             "pipeline.state_dict() returns"
         )
-    checked = Checked()
+    checked = Checked(experts=local.experts)
     check_model(local, state, checked)
     if not model_only:
         check_optimizers(local, state, checked)

@@ -21,20 +21,22 @@ __all__ = [
     "HostCopies",
     "TensorReader",
     "copy_into",
+    "is_sharded",
     "shard_like",
     "whole",
     "write_tensors",
 ]
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a DTensor."""
     return hasattr(tensor, "full_tensor")
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; every process that holds a shard of it must call."""
-    return cast(Any, tensor.detach()).full_tensor() if _is_sharded(tensor) else tensor
+    return cast(Any, tensor.detach()).full_tensor() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
@@ -45,13 +47,13 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
         value: whole, the same on every process, or sharded in any way.
         like: a parameter or buffer, for instance.
     """
-    if not _is_sharded(like) or value.shape != like.shape:
+    if not is_sharded(like) or value.shape != like.shape:
         return whole(value)
     from torch.distributed.tensor import distribute_tensor
 
     sharded, given = cast(Any, like), cast(Any, value)
     mesh, placements = sharded.device_mesh, sharded.placements
-    if _is_sharded(value) and (given.device_mesh, given.placements) == (
+    if is_sharded(value) and (given.device_mesh, given.placements) == (
         mesh,
         placements,
     ):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 from zbpp.bench.names import contenders_of
 from zbpp.bench.request import BenchRequest, planned
 from zbpp.cli.several import command_text, schedules_in
-from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import RequestError
 from zbpp.training.options import BlockSizes, Compute, Memory, Processes, flag
+from zbpp.training.user_model import UserModel, load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

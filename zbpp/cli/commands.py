@@ -10,9 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
-from textwrap import wrap
 from typing import Any, Literal
 
 from zbpp.cli.bench import Bench
@@ -21,10 +19,11 @@ from zbpp.cli.estimate import EstimateCommand
 from zbpp.cli.flags import PlanFlags, ScheduleFlags
 from zbpp.cli.layers_report import split_lines
 from zbpp.cli.outputs import check_outputs, check_picture
-from zbpp.cli.parser import SHORT, command_named, help_text, parse
+from zbpp.cli.parser import application, parse
 from zbpp.cli.pictures.compare import Compare
 from zbpp.cli.pictures.drawings import draw_file
 from zbpp.cli.pictures.meshes import Mesh
+from zbpp.cli.playground.command import Playground
 from zbpp.cli.profile import ProfileCommand
 from zbpp.cli.report import print_report, recompute_text
 from zbpp.cli.split_report import print_split
@@ -186,7 +185,7 @@ class Doctor:
         metavar="MODULE:FUNCTION",
     )
     compile: Literal["off", "blocks"] = flag(
-        "examine the model compiled, block by block", "off", bare="blocks"
+        "examine the model compiled, block by block", "off"
     )
 
     def run(self) -> None:
@@ -202,6 +201,7 @@ _COMMANDS: dict[str, type] = {
     "show": Show,
     "compare": Compare,
     "mesh": Mesh,
+    "playground": Playground,
     "train": TrainCommand,
     "bench": Bench,
     "profile": ProfileCommand,
@@ -213,59 +213,27 @@ _FORMER: dict[str, type] = {"plot": Plot, "trace": Trace}
 
 
 def _parse(words: Sequence[str]) -> Any:
-    """Make the command that the words name; help is printed, and then it leaves."""
+    """Make the command that the words name; None once help has been printed."""
     if not words:
         raise RequestError(f"no command is given; choose {', '.join(_COMMANDS)}")
     name, *rest = words
-    if name in ("-h", "--help"):
-        print(_overview())
-        raise SystemExit(0)
-    commands = {**_COMMANDS, **_FORMER}
-    name = command_named(name, commands)
     if name == "compare" and any(word.startswith("--devices") for word in rest):
         name = "mesh"
-    command = commands[name]
-    if {"-h", "--help"} & set(rest):
-        print(help_text(name, command), end="")
-        raise SystemExit(0)
-    return parse(name, command, rest)
-
-
-def _overview() -> str:
-    """A line a command."""
-    lines = [
-        "usage: zbpp COMMAND [flags]",
-        "",
-        "Plan, simulate and run zero-bubble pipeline schedules.",
-        "",
-    ]
-    for name, command in _COMMANDS.items():
-        text = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
-        lines += wrap(
-            text, 78, initial_indent=f"  {name:10}", subsequent_indent=" " * 12
-        )
-    short = ", ".join(f"{short} is --{name}" for name, short in SHORT.items())
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"In all commands {short};",
-            "a mode or a schedule file may stand bare; lists have commas or spaces.",
-            "zbpp COMMAND --help has the flags.",
-        ]
-    )
+    known = {**_COMMANDS, **_FORMER}
+    known = {name: known[name]} if name in known else known  # the others take time
+    app = application(known, former=tuple(_FORMER))
+    return parse(app, [name, *rest])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. ``--help`` leaves by ``SystemExit``."""
+    """Run one command; returns the exit code."""
     if sys.stdout is None:  # closed by the caller: `zbpp show ... >&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        if list(words) == ["--version"]:
-            print(f"zbpp {version('zbpp')}")
-        else:
-            _parse(words).run()
+        command = _parse(words)
+        if command is not None:  # help was asked for
+            command.run()
         sys.stdout.flush()
     except RequestError as error:
         print(f"zbpp: {error}", file=sys.stderr)

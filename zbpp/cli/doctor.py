@@ -8,6 +8,8 @@ from typing import Any
 
 __all__ = ["report_lines"]
 
+_TESTED = {"python": ("3.11", "3.12", "3.13"), "torch": ("2.13", "2.14")}
+"""Releases that the tests have passed on; 3.12 and 3.13 without torch."""
 _EXTRA_OF = {"torch": "train", "matplotlib": "viz"}
 
 
@@ -15,7 +17,10 @@ def report_lines() -> list[str]:
     """Describe the installation, one fact a line; works without torch."""
     lines = [
         _line("zbpp", _version("zbpp") or "not installed: running from a folder"),
-        _line("python", f"{platform.python_version()} ({sys.executable})"),
+        _line(
+            "python",
+            f"{platform.python_version()} ({sys.executable}){_tested('python')}",
+        ),
         _line("system", f"{platform.system()} {platform.machine()}"),
         _line("CPU cores", f"{_usable_cores()} usable of {os.cpu_count()}"),
     ]
@@ -36,7 +41,10 @@ def _torch_lines() -> list[str]:
     except (ImportError, OSError) as error:
         return [_line("torch", f"{_version('torch')} cannot be loaded: {error}")]
     lines = [
-        _line("torch", f"{torch.__version__} ({_build(torch.version)})"),
+        _line(
+            "torch",
+            f"{torch.__version__} ({_build(torch.version)}){_tested('torch')}",
+        ),
         _line("torch threads", str(torch.get_num_threads())),
     ]
     kind = accelerator()
@@ -56,6 +64,14 @@ def _torch_lines() -> list[str]:
     names = ["gloo", "nccl", "xccl", *map(str.lower, distributed.Backend._plugins)]
     backends = [name for name in names if distributed.is_backend_available(name)]
     return [*lines, _line("backends", ", ".join(backends) or "none")]
+
+
+def _tested(name: str) -> str:
+    """What to add to a line whose release no test has run on."""
+    found = platform.python_version() if name == "python" else _version(name) or ""
+    if ".".join(found.split(".")[:2]) in _TESTED[name]:
+        return ""
+    return f"; not tested: {', '.join(_TESTED[name])} are"
 
 
 def _build(version: Any) -> str:

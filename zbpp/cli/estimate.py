@@ -13,7 +13,6 @@ from rich.table import Table
 
 from zbpp.cli.outputs import Terminal, check_outputs
 from zbpp.cli.several import schedules_in
-from zbpp.cli.user_model import UserModel, load_model
 from zbpp.core import (
     Costs,
     RequestError,
@@ -25,6 +24,7 @@ from zbpp.core import (
 from zbpp.planning import USUAL_MODES, canonical, is_file
 from zbpp.planning.replicas import check_replicas
 from zbpp.training.options import BlockSizes, Compute, Memory, Replicas, flag
+from zbpp.training.user_model import UserModel, load_model
 
 if TYPE_CHECKING:
     from zbpp.memory.estimate import Estimate, Steps

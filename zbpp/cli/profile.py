@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from zbpp.cli.outputs import check_outputs
-from zbpp.cli.user_model import UserModel, load_model
-from zbpp.core import RequestError, Schedule
+from zbpp.core import RequestError
+from zbpp.planning import Plan
 from zbpp.training.options import RunOptions, Train, flag
+from zbpp.training.user_model import UserModel, load_model
 
 __all__ = ["ProfileCommand"]
 
@@ -72,11 +73,12 @@ class ProfileCommand(RunOptions):
                 )
         return options
 
-    def _check(self, _: Train, schedule: Schedule) -> None:
+    def _check(self, _: Train, plan: Plan) -> None:
         if self.model is not None:
+            n_chunks = plan.schedule.placement.n_chunks
             n_layers = self._load().n_layers
-            if n_layers < schedule.placement.n_chunks:
+            if n_layers < n_chunks:
                 raise RequestError(
                     f"--model {self.model} has {n_layers} layers for "
-                    f"{schedule.placement.n_chunks} chunks; use fewer stages"
+                    f"{n_chunks} chunks; use fewer stages"
                 )

@@ -12,9 +12,9 @@ from typing import Any
 from rich.table import Table
 
 from zbpp.cli.outputs import Terminal
-from zbpp.cli.user_model import UserModel, call_builder, load_model
 from zbpp.core import RequestError
 from zbpp.training.options import HF
+from zbpp.training.user_model import UserModel, call_builder, load_model
 
 __all__ = ["examine", "print_split"]
 

@@ -111,6 +111,7 @@ class PairKind(StrEnum):
 
 
 Kind = PassKind | CollectiveKind | StageKind | PairKind
+"""A kind of any job."""
 
 
 class Scope(StrEnum):
@@ -406,6 +407,7 @@ class Pair:
 
 
 Job = Pass | Step | Check | Collective | Pair
+"""Anything that has a place in the order of a stage."""
 
 
 def kind_of(job: Job) -> JobKind:

@@ -75,6 +75,7 @@ class AddTied:
 
 
 Instruction = Job | Send | Receive | Reduce | AddTied
+"""A job, or what a program does between jobs: messages and sums."""
 
 Program = tuple[Instruction, ...]
 """The instructions of one stage, in the order in which it runs them."""

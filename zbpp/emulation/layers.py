@@ -150,9 +150,8 @@ class EmulatedLayer(nn.Module):
             sleep_until(ready)
             if queue is not None and ready > queue.began_s:
                 _until[queue] = queue.began_s, ready
-        y: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.times, self.adds
-        )
+        sleep: Any = _Sleep.apply  # typed from torch 2.14 on
+        y: Tensor = sleep(x, self.weight, self.times, self.adds)
         return y
 
 

@@ -13,6 +13,7 @@ from zbpp.models.given import Given
 from zbpp.planning import USUAL_MODES
 from zbpp.planning.replicas import Shard, check_replicas
 from zbpp.runtime.optim.make import MakeOptimizer
+from zbpp.runtime.policies import IsExpert
 from zbpp.runtime.stage import LossFn
 
 __all__ = ["estimate", "largest_microbatch", "most_that_fits"]
@@ -36,6 +37,8 @@ def estimate(
     data_parallel: int = 1,
     shard: Shard = "none",
     alternating_buffers: bool = False,
+    expert_parallel: int = 1,
+    expert_parameters: IsExpert | None = None,
     **tracing: Unpack[Tracing],
 ) -> Estimate:
     """Bytes that every stage holds under every mode, without a weight.
@@ -44,7 +47,9 @@ def estimate(
     explains the model, and `Tracing` the rest.
 
     Args:
-        model, batch, loss_fn: as for `layer_memory`.
+        model: as for `layer_memory`.
+        batch: as for `layer_memory`.
+        loss_fn: as for `layer_memory`.
         n_stages: stages.
         n_microbatches: micro-batches in a step.
         modes: modes, or schedule files.
@@ -56,6 +61,11 @@ def estimate(
         shard: state that replicas hold in parts: none, optimizer, gradients or
             parameters; each includes those before.
         alternating_buffers: layers are gathered and reduced in buffers of a stage.
+        expert_parallel: processes of every replica that deal the experts of the model
+            among them, and read other samples.
+        expert_parameters: tells experts, as in `zbpp.DataParallel`. A process holds
+            its part of them, their gradients and their optimizer state; activations
+            are those of all, as where tokens spread evenly.
         tracing: see `Tracing`.
 
     Raises:
@@ -63,7 +73,13 @@ def estimate(
             be had.
     """
     memory = model_memory(model, batch, loss_fn, **tracing)
-    check_replicas(data_parallel, shard, alternating_buffers=alternating_buffers)
+    if alternating_buffers and expert_parallel > 1:
+        raise RequestError(
+            "alternating_buffers do not go with experts; leave alternating_buffers out"
+        )
+    check_replicas(
+        data_parallel * expert_parallel, shard, alternating_buffers=alternating_buffers
+    )
     steps = Steps(
         optimizer,
         post_validation,
@@ -71,6 +87,8 @@ def estimate(
         data_parallel=data_parallel,
         shard=shard,
         alternating_buffers=alternating_buffers,
+        expert_parallel=expert_parallel,
+        expert_parameters=expert_parameters,
     )
     return estimate_modes(
         memory,

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 from zbpp.core import Costs, MemoryModel, PassKind, RequestError, Schedule
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.passes import ChunkPasses
-from zbpp.memory.resident import ResidentMemory, Steps, gradient_parts, resident_memory
+from zbpp.memory.resident import (
+    ResidentMemory,
+    Steps,
+    gradient_parts,
+    gradients_elsewhere,
+    resident_memory,
+)
 from zbpp.memory.walk import PeakUsage, walk_stage
 from zbpp.planning import plan
 from zbpp.planning.pipelines import choose_validation
@@ -217,17 +223,20 @@ def _stages(
     schedule = choose_validation(
         schedule, steps.post_validation, steps=steps.optimizer is not None
     )
-    schedule = replicated(
-        schedule, data_parallel=steps.data_parallel, shard=steps.shard
-    )
+    schedule = replicated(schedule, data_parallel=steps.n_replicas, shard=steps.shard)
     ranges = _ranges(memory, steps, schedule)
     stages = []
     for indices in schedule.placement.chunks_of:
-        chunks = {index: memory.chunk(ranges[index]) for index in indices}
+        chunks = {
+            index: memory.chunk(ranges[index]).with_smaller_gradients(
+                gradients_elsewhere(memory, steps, ranges[index])
+            )
+            for index in indices
+        }
         kept = sum(max(0, chunk.made_in_f) for chunk in chunks.values())
         if steps.alternating_buffers:
             for i, chunk in chunks.items():
-                parts = gradient_parts(memory, steps.n_parts, ranges[i])
+                parts = gradient_parts(memory, steps, ranges[i])
                 chunks[i] = chunk.with_gradients_elsewhere(parts)
         layers = {index: ranges[index] for index in indices}
         resident = resident_memory(memory, steps, schedule, layers, kept)

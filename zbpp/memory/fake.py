@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from zbpp.core import RequestError
 from zbpp.memory.routing import MOST_NUMBERS
 from zbpp.runtime.partition import Model, count_layers
+from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.devices import is_missing
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 
@@ -194,8 +195,9 @@ def fake_model(
             built = list(model(range(n_layers)))  # type: ignore[operator]
     with torch.no_grad():
         if any(not isinstance(t, FakeTensor) for t in _tensors_of(built)):
+            real = nn.ModuleList(built)
             with FakeCopyMode(mode):
-                built = list(copy.deepcopy(nn.ModuleList(built)))
+                built = list(copy.deepcopy(real, groups_kept(real)))
         layers = [_moved(layer, device, mode) for layer in built]
 
     numbers: list[tuple[Tensor, Tensor]] = []

@@ -62,7 +62,7 @@ def model_memory(
     ).of_size(microbatch_size)
     check_compile(compile)
     options = TraceOptions(device, loss_fn, autocast, exact_sums, compile=compile)
-    return ModelMemory(fake, options)
+    return ModelMemory(fake, options, layered.own_name)
 
 
 def layer_memory(

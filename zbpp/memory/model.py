@@ -1,6 +1,6 @@
 """A model whose layers are traced once each, and the chunks that it can be cut into."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from zbpp.memory.trace import (
     trace_chunk,
 )
 from zbpp.memory.tracker import storages_of
+from zbpp.runtime.chunk import OwnName, layer_name
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.ties.plan import find_ties
 from zbpp.runtime.values import UnfitValueError, as_tensors
@@ -39,12 +40,19 @@ class ModelMemory:
     Args:
         fake: the model and one micro-batch.
         options: of the stages.
+        own_name: the model's own names of parameters.
 
     Raises:
         RequestError: a layer decides by its data, which fake tensors do not have.
     """
 
-    def __init__(self, fake: FakeModel, options: TraceOptions) -> None:
+    def __init__(
+        self,
+        fake: FakeModel,
+        options: TraceOptions,
+        own_name: OwnName = layer_name,
+    ) -> None:
+        self._own_name = own_name
         self.fake = fake
         self.options = options
         self.granularity = granularity_of(options.device)
@@ -64,7 +72,8 @@ class ModelMemory:
 
     def of_size(self, samples: int) -> "ModelMemory":
         """The same model with another number of samples in its micro-batch."""
-        other = ModelMemory(self.fake.of_size(samples), self.options)
+        fake = self.fake.of_size(samples)
+        other = ModelMemory(fake, self.options, self._own_name)
         other._optimizers = self._optimizers  # steps know nothing of samples
         return other
 
@@ -83,12 +92,12 @@ class ModelMemory:
         found = (p for i in layers for p in self.fake.layers[i].parameters())
         return list(dict.fromkeys(found))
 
-    def _named(self, layers: Sequence[int]) -> dict[nn.Parameter, str]:
-        """Of some layers, each once, with its first name there."""
+    def named(self, layers: Sequence[int]) -> dict[nn.Parameter, str]:
+        """Of some layers, each once, with the model's own name of its first place."""
         found: dict[nn.Parameter, str] = {}
         for i in layers:
-            for name, p in self.fake.layers[i].named_parameters(prefix=f"layers.{i}"):
-                found.setdefault(p, name)
+            for name, p in self.fake.layers[i].named_parameters():
+                found.setdefault(p, self._own_name(i, name))
         return found
 
     def gradients(self, layers: Sequence[int]) -> dict[nn.Parameter, int]:
@@ -131,18 +140,25 @@ class ModelMemory:
         layers: Sequence[int],
         make: MakeOptimizer | None,
         *,
-        n_parts: int = 1,
+        n_parts: Mapping[nn.Parameter, int] | None = None,
     ) -> OptimizerMemory:
-        """Memory of the optimizer of a stage with these layers, divided in parts."""
-        key = (tuple(self._classes[i] for i in layers), n_parts)
+        """Memory of the optimizer of a stage with these layers.
+
+        Args:
+            layers: of the stage.
+            make: builds one or several.
+            n_parts: processes that divide each parameter; None: nothing is divided.
+        """
+        divided = tuple((n_parts or {}).values())
+        key = (tuple(self._classes[i] for i in layers), divided)
         if key not in self._optimizers:
             self._optimizers[key] = optimizer_memory(
                 self.fake.mode,
-                self._named(layers),
+                self.named(layers),
                 self.gradients(layers),
                 make,
                 granularity=self.granularity,
-                n_parts=n_parts,
+                n_parts=n_parts or {},
             )
         return self._optimizers[key]
 

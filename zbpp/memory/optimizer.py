@@ -60,7 +60,7 @@ def optimizer_memory(
     make_optimizer: MakeOptimizer | None,
     *,
     granularity: int = 1,
-    n_parts: int = 1,
+    n_parts: Mapping[nn.Parameter, int],
 ) -> OptimizerMemory:
     """Step twice, and see what is left and what was needed.
 
@@ -70,12 +70,12 @@ def optimizer_memory(
         gradients: bytes, of those parameters that get one.
         make_optimizer: builds one or several; None: there is no step.
         granularity: of allocations.
-        n_parts: replicas that divide the parameters among them for the step.
+        n_parts: processes that divide each parameter among them; without: 1.
     """
     parameters = [p for p in named if p.is_floating_point() or p.is_complex()]
     if make_optimizer is None or not parameters:
         return OptimizerMemory()
-    parts = {p: part_of(mode, p, n_parts) for p in parameters}
+    parts = {p: part_of(mode, p, n_parts.get(p, 1)) for p in parameters}
     gradients = {parts[p]: size for p, size in gradients.items() if p in parts}
     names = {parts[p]: named[p] for p in parameters}
     parameters = list(names)

@@ -96,6 +96,27 @@ class ChunkPasses:
             )
         return replace(self, layers=tuple(layers))
 
+    def with_smaller_gradients(self, less: Sequence[int]) -> "ChunkPasses":
+        """The same where a part of the gradients is computed elsewhere.
+
+        What passes need inside stays: a product's gradient is whole for a while.
+
+        Args:
+            less: bytes of that part, of each layer.
+        """
+        layers = []
+        for layer, n in zip(self.layers, less, strict=True):
+            in_w = min(n, layer.first_w.left - layer.w.left)
+            layers.append(
+                replace(
+                    layer,
+                    first_b=layer.first_b.smaller(n - in_w),
+                    first_w=layer.first_w.smaller(in_w),
+                    first_bw=layer.first_bw and layer.first_bw.smaller(n),
+                )
+            )
+        return replace(self, layers=tuple(layers))
+
     @property
     def m_b(self) -> int:
         """Bytes that F leaves."""

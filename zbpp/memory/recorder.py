@@ -109,10 +109,8 @@ class Recorder:
         def leave(gradient: Tensor | None) -> None:
             self._leave(place, arrived, gradient)
 
-        return map_tensors(
-            value,
-            lambda x: _Mark.apply(leave, x) if x.requires_grad else x,  # type: ignore[no-untyped-call]
-        )
+        mark: Any = _Mark.apply  # typed from torch 2.14 on
+        return map_tensors(value, lambda x: mark(leave, x) if x.requires_grad else x)
 
     def _spec_of(self, tensor: Tensor) -> "Spec":
         return Spec(tensor, self.tracker.numbers_of(tensor))

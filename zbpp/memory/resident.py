@@ -1,21 +1,29 @@
 """Bytes that a stage holds all the time, by the rules of its steps."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbpp.core import RequestError, Schedule
 from zbpp.memory.model import ModelMemory
 from zbpp.memory.optimizer import part_of, part_shape
 from zbpp.planning.replicas import Shard, gathers_in_passes
 from zbpp.runtime.optim.make import MakeOptimizer
+from zbpp.runtime.policies import IsExpert
 from zbpp.runtime.support.fsdp_buffers import aligned
 from zbpp.runtime.support.pytree import tensors_in
 from zbpp.runtime.support.sharded import is_sharded
 
-__all__ = ["ResidentMemory", "Steps", "gradient_parts", "resident_memory"]
+__all__ = [
+    "ResidentMemory",
+    "Steps",
+    "gradient_parts",
+    "gradients_elsewhere",
+    "resident_memory",
+]
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,44 @@ class Steps:
     """State that they hold in parts (`zbpp.planning.replicas`)."""
     alternating_buffers: bool = False
     """Layers are gathered and reduced in buffers that are there all the time."""
+    expert_parallel: int = 1
+    """Processes of every replica that hold different experts."""
+    expert_parameters: IsExpert | None = None
+    """Tells experts by the model's own names."""
+
+    @property
+    def n_replicas(self) -> int:
+        """Processes that gradients are summed over."""
+        return self.data_parallel * self.expert_parallel
 
     @property
     def n_parts(self) -> int:
         """Replicas that hold a part each; 1: every one holds all."""
-        return 1 if self.shard == "none" else self.data_parallel
+        return 1 if self.shard == "none" else self.n_replicas
+
+    def parts_of(self, name: str, parameter: nn.Parameter) -> "Parts":
+        """How a parameter is divided."""
+        is_expert = self.expert_parallel > 1 and (
+            self.expert_parameters is not None
+            and self.expert_parameters(name, parameter)
+        )
+        if not is_expert:
+            return Parts(1, self.n_parts)
+        n_dealt = 1 if self.shard == "none" else self.data_parallel
+        return Parts(self.expert_parallel, n_dealt)
+
+
+class Parts(NamedTuple):
+    """Processes with other experts, and among those with the same ones replicas that
+    hold a part each."""
+
+    n_own: int
+    n_dealt: int
+
+    @property
+    def n(self) -> int:
+        """Parts of the parameter of the whole model."""
+        return self.n_own * self.n_dealt
 
 
 @dataclass(frozen=True)
@@ -103,13 +144,16 @@ def resident_memory(
     """
     layers = [layer for of_chunk in chunks.values() for layer in of_chunk]
     parameters, n = memory.parameters(layers), steps.n_parts
+    parts = {p: steps.parts_of(name, p) for p, name in memory.named(layers).items()}
     if n > 1 and any(map(is_sharded, parameters)):
         raise RequestError(
             "replicas cannot divide parameters that tensor parallelism has divided in "
             "an estimate; leave --shard out, or estimate the plain layers"
         )
     speculates = schedule.is_post_validated
-    step = memory.optimizer(layers, steps.optimizer, n_parts=n)
+    step = memory.optimizer(
+        layers, steps.optimizer, n_parts={p: own.n for p, own in parts.items()}
+    )
     ends: list[Tensor] = []
     if 0 in layers:
         ends += tensors_in(memory.fake.inputs)
@@ -118,19 +162,19 @@ def resident_memory(
     tied_sent, tied_received = memory.tied(layers)
     buffers = memory.bytes_of(memory.buffers(layers)) + kept + tied_sent
     sizes = {
-        chunk: [memory.bytes_of(memory.parameters([layer])) for layer in of_chunk]
+        chunk: [_gathered_bytes(memory, parts, layer) for layer in of_chunk]
         for chunk, of_chunk in chunks.items()
     }
     gathered, in_pass = {}, {}
     if steps.alternating_buffers:
         buffers += _alternating(memory, n, layers)
-    elif n > 1 and gathers_in_passes(steps.data_parallel, steps.shard):
+    elif n > 1 and gathers_in_passes(steps.n_replicas, steps.shard):
         in_pass = {chunk: max(of_layers) for chunk, of_layers in sizes.items()}
     elif n > 1:
         gathered = {chunk: sum(of_layers) for chunk, of_layers in sizes.items()}
     return ResidentMemory(
         parameters=memory.bytes_of(
-            [part_of(memory.fake.mode, p, n) for p in parameters]
+            [part_of(memory.fake.mode, p, parts[p].n) for p in parameters]
         ),
         buffers=buffers,
         optimizer=step.state,
@@ -145,7 +189,7 @@ def resident_memory(
         in_pass=in_pass,
         summed=None
         if n == 1
-        else {c: sum(gradient_parts(memory, n, own)) for c, own in chunks.items()},
+        else {c: sum(gradient_parts(memory, steps, own)) for c, own in chunks.items()},
     )
 
 
@@ -165,12 +209,51 @@ def _alternating(memory: ModelMemory, n: int, layers: Sequence[int]) -> int:
     return 2 * (parameters + gradients)
 
 
-def gradient_parts(memory: ModelMemory, n: int, layers: Sequence[int]) -> list[int]:
+def _gathered_bytes(
+    memory: ModelMemory, parts: Mapping[nn.Parameter, Parts], layer: int
+) -> int:
+    """Bytes of a layer's parameters that are in parts, when they are gathered."""
+    return memory.bytes_of(
+        [
+            part_of(memory.fake.mode, p, parts[p].n_own)
+            for p in memory.parameters([layer])
+            if parts[p].n_dealt > 1
+        ]
+    )
+
+
+def gradient_parts(
+    memory: ModelMemory, steps: Steps, layers: Sequence[int]
+) -> list[int]:
     """Bytes of a replica's part of the gradients of each layer."""
     return [
         sum(
-            round(size * prod(part_shape(p.shape, n)) / max(1, p.numel()))
-            for p, size in memory.gradients([layer]).items()
+            _part_bytes(p, size, steps.parts_of(name, p).n)
+            for p, name, size in _gradients(memory, layer)
         )
         for layer in layers
     ]
+
+
+def gradients_elsewhere(
+    memory: ModelMemory, steps: Steps, layers: Sequence[int]
+) -> list[int]:
+    """Bytes of the gradients of each layer's experts that other processes have."""
+    return [
+        sum(
+            size - _part_bytes(p, size, steps.parts_of(name, p).n_own)
+            for p, name, size in _gradients(memory, layer)
+        )
+        for layer in layers
+    ]
+
+
+def _gradients(
+    memory: ModelMemory, layer: int
+) -> Iterator[tuple[nn.Parameter, str, int]]:
+    names = memory.named([layer])
+    return ((p, names[p], size) for p, size in memory.gradients([layer]).items())
+
+
+def _part_bytes(p: nn.Parameter, size: int, n: int) -> int:
+    return round(size * prod(part_shape(p.shape, n)) / max(1, p.numel()))

@@ -31,6 +31,11 @@ class Span(NamedTuple):
     left: int
     peak: int
 
+    def smaller(self, n: int) -> "Span":
+        """The same with so many bytes fewer left, and at the peak as it ends."""
+        left = self.left - n
+        return Span(left, max(left, self.peak - n))
+
 
 class StorageTracker(TorchDispatchMode):
     """While it is entered, `held` is what new storages take.

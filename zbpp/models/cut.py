@@ -24,6 +24,7 @@ from zbpp.models.parts import OWN, BackLayer, BlockLayer, FrontLayer, Owned
 from zbpp.models.recorded import Collector
 from zbpp.models.stand_ins import meta_twin
 from zbpp.models.weights import Weights
+from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.torch_internals import copying
 
 __all__ = ["CutModel", "cut_module"]
@@ -214,7 +215,7 @@ class CutModel:
         if self.weights is not None:
             return self.weights.make(name, module).eval()
         with copying((*module.parameters(), *module.buffers())):
-            return copy.deepcopy(module).eval()
+            return copy.deepcopy(module, groups_kept(module)).eval()
 
 
 def cut_at(

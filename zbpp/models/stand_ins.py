@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zbpp.core import RequestError
+from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.pytree import map_tensors
 from zbpp.runtime.support.torch_internals import outside_fake_mode
 
@@ -44,7 +45,7 @@ Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 def meta_twin(module: nn.Module) -> nn.Module:
     """Copy a module without its weights: parameters and buffers are on meta."""
-    memo: dict[int, Any] = {}
+    memo = groups_kept(module)
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         if isinstance(tensor, nn.Parameter):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.models.converted import Read
+from zbpp.runtime.support.collectives import groups_kept
 from zbpp.runtime.support.random_state import random_state, set_random_state
 from zbpp.runtime.support.torch_internals import is_fake
 
@@ -85,9 +86,9 @@ class Weights:
         Raises:
             RequestError: a tensor is in no file, or has no initialisation.
         """
-        memo = {id(t): _unset(t) for t in _on_meta(module)}
-        made = copy.deepcopy(module, memo)
-        if any(is_fake(t) for t in memo.values()):
+        unset = {id(t): _unset(t) for t in _on_meta(module)}
+        made = copy.deepcopy(module, {**groups_kept(module), **unset})
+        if any(is_fake(t) for t in unset.values()):
             return made  # an estimate of memory asks for sizes alone
         self._fill(
             (".".join(filter(None, (name, within))), part)

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
+from zbpp.checkpoint.experts import ExpertParts
 from zbpp.checkpoint.folder import open_newest
 from zbpp.checkpoint.manifest import CheckpointError, Manifest
 from zbpp.checkpoint.model import LocalModel
@@ -44,6 +47,7 @@ class Checkpoints:
         ties: parameters that several layers share.
         rank: of this process; rank 0 writes what concerns all.
         writes: this process writes the parts of its stage; its peers have the same.
+        expert_mesh: of the processes that hold other experts; None: there are none.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class Checkpoints:
         *,
         rank: int,
         writes: bool,
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
+        self._expert_mesh = expert_mesh
         self._stages = stages
         self._layered = layered
         self._ties = ties
@@ -214,6 +220,9 @@ class Checkpoints:
             },
             optimizers=self._stages.optimizers,
             schedulers=self._schedulers,
+            experts=ExpertParts(
+                {p for stage in stages for p in stage.experts}, self._expert_mesh
+            ),
         )
 
     def _run_misfits(self, saved: Any) -> list[str]:

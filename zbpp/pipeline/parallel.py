@@ -55,7 +55,7 @@ def with_collectives(
             stage may wait for itself there.
     """
     transport = stages.transport
-    if place.n_replicas > 1:
+    if place.n_summands > 1:
         kept = any(transport.gather(stages.first.collectives.keeps))
         kinds = {job.kind for job in schedule.orders[0] if isinstance(job, Collective)}
         if not kinds or (CollectiveKind.UNSHARD in kinds) != kept:

@@ -91,9 +91,10 @@ class Pipeline:
         n_stages: number of stages; None: the schedule's, or one per process.
         n_microbatches: micro-batches in a step; None: the schedule's.
         clip_grad_norm: largest norm of all gradients of all stages; None: any.
-        mesh: the processes: a mesh of stages, data and tensor parallelism (see
-            `zbpp.mesh`), a `zbpp.DataParallel`, which also says what replicas share,
-            or a process group of stages alone; None: all processes.
+        mesh: the processes: a mesh of stages, data, context, expert and tensor
+            parallelism (see `zbpp.mesh`), a `zbpp.DataParallel`, which also says what
+            replicas share and which parameters are experts', or a process group of
+            stages alone; None: all processes.
         device: where the layers live; ``"cuda"``: this process's GPU; None: that, or
             the CPU where there is none.
         numerics: what decides the bits.
@@ -174,6 +175,7 @@ class Pipeline:
             self.place,
             self.device,
             execution=execution,
+            shards=replicas.shard != "none",
         )
         self._options = StageOptions(
             loss_fn=loss_fn,
@@ -199,7 +201,9 @@ class Pipeline:
             executors,
             placement,
             self.layered.cut_batch,
-            weigh=numerics.weigh or self.layered.weigh,
+            weigh=numerics.weigh
+            or self.layered.weigh
+            or ("tokens" if self.place.n_sequence_slices > 1 else "samples"),
         )
         finalizer = weakref.finalize(self, self.stages.let_go)
         finalizer.atexit = False  # then transports wait a little for the others
@@ -210,6 +214,7 @@ class Pipeline:
             self._ties.ties,
             rank=self.rank,
             writes=self.place.peers.row == 0,
+            expert_mesh=self.place.expert_mesh,
         )
         self._has_learned_metrics = False
         self._part: StepPart | None = None
@@ -222,6 +227,7 @@ class Pipeline:
             rules,
             replace(numerics, weigh=None),  # a function looks different on each rank
             execution.compile,
+            execution.overlap,  # else processes would communicate in other orders
         )
         check_agreement(executors, request, self._ties)
 
@@ -372,7 +378,7 @@ class Pipeline:
         reason = None
         if self._options.optimizer is None:
             reason = "optimizer is None; clear the gradients, and call step()"
-        elif self.place.n_replicas > 1:
+        elif self.place.n_summands > 1:
             reason = "replicas sum their gradients within the passes"
         elif self._options.execution.cuda_graphs:
             reason = "CUDA graphs keep the sums of whole steps"
@@ -643,7 +649,8 @@ class Pipeline:
         number of steps are then as before, to the bit.
 
         Args:
-            inputs, targets: as for `step`; the first micro-batch is used.
+            inputs: of a batch, as for `step`; its first micro-batch is used.
+            targets: of the same batch.
             rounds: passes to count, after a warm-up.
             most_s: seconds after which fewer rounds will do, but 5 at least.
             memory: also measure what the passes leave and need, on CPUs by a run of

@@ -73,8 +73,11 @@ def plan_model(
             m_r, and a limit), ``"all"``, ``"none"``, numbers. None: the schedule's.
         mesh: processes of the pipeline, as for `zbpp.Pipeline`.
         device: of this process, as for `zbpp.Pipeline`.
-        optimizer, loss_fn, numerics, step, execution: with ``example``, what
-            `zbpp.Pipeline` will be given.
+        optimizer: with ``example``, that which `zbpp.Pipeline` will be given.
+        loss_fn: the same of the loss.
+        numerics: the same of what decides the bits.
+        step: the same of when the optimizer steps.
+        execution: the same of how passes are executed.
 
     Raises:
         RequestError: the model, the costs and the request do not fit together.

@@ -36,6 +36,7 @@ __all__ = [
     "costs_or_layers",
     "plan_pipeline",
     "split_of",
+    "split_on",
 ]
 
 _log = logging.getLogger("zbpp")
@@ -99,7 +100,7 @@ def plan_pipeline(request: PlanRequest, *, n_layers: int, n_ranks: int) -> Plan:
     if not isinstance(orders, Plan):
         check_unit(request.chunk_costs)
     if orders is None:
-        plan = make_plan(replace(request, split=partial(_split_on, split, n_layers)))
+        plan = make_plan(replace(request, split=partial(split_on, split, n_layers)))
         return replace(plan, split=split_of(plan.schedule, split, n_layers))
     schedule = orders.schedule if isinstance(orders, Plan) else orders
     chosen = split_of(schedule, split, n_layers)
@@ -135,7 +136,7 @@ def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]
         RequestError: they do not fit the model, or cannot be balanced.
     """
     if split is not None or schedule.split is None:
-        return _split_on(split, n_layers, schedule.placement)
+        return split_on(split, n_layers, schedule.placement)
     if sum(schedule.split) != n_layers:
         raise RequestError(
             f"the schedule's split {list(schedule.split)} is for {sum(schedule.split)} "
@@ -144,7 +145,12 @@ def split_of(schedule: Schedule, split: Split, n_layers: int) -> tuple[int, ...]
     return schedule.split
 
 
-def _split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ...]:
+def split_on(split: Split, n_layers: int, placement: Placement) -> tuple[int, ...]:
+    """Layers of each chunk of a placement, as asked for, or even.
+
+    Raises:
+        RequestError: they cannot be balanced, as there are no costs per layer.
+    """
     if split == "balanced":
         raise RequestError(
             "split is balanced, but there are no costs per layer; give layer_costs=, "

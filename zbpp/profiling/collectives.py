@@ -4,25 +4,29 @@
     shard others    all-gather of its parameters, reduce-scatter of its gradients,
                     and an all-reduce of the parts where groups hold all shards
 
+Experts of a layer are summed and gathered by themselves, over fewer processes.
 Every stage measures at the same time, as in a step. A link between replicas follows
 from them: a ring of n processes sends messages of a part in n each (see
 `zbpp.core.costs.collectives`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbpp.core import RequestError
 from zbpp.core.costs.collectives import Link, fit_link
 from zbpp.core.sharding import Shard
 from zbpp.profiling.stopwatch import Stopwatch, spread
+from zbpp.runtime.comm.stage_group import EXPERT_DIM
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
+from zbpp.runtime.parallel.experts import kept_dims
+from zbpp.runtime.parallel.mesh import Place, shard_mesh
 from zbpp.runtime.support.sharded import own_shard
 
 __all__ = ["CollectiveTimes", "time_collectives"]
@@ -57,40 +61,83 @@ def time_collectives(
     Returns:
         None without replicas.
     """
-    if place.n_replicas == 1 or place.mesh is None:
+    if place.n_summands == 1 or place.mesh is None:
         return None
     (executor,) = executors.values()
-    layers = [
-        (index, [p for p in layer.parameters() if p.requires_grad])
-        for chunk in executor.stage.chunks.values()
-        for index, layer in chunk.numbered()
-    ]
+    stage = executor.stage
     sizes = {
-        index: (sum(own_shard(p).numel() for p in learning), learning[0].dtype)
-        for index, learning in layers
-        if learning
+        index: _numbers(layer.parameters(), stage.experts)
+        for chunk in stage.chunks.values()
+        for index, layer in chunk.numbered()
     }
-    groups = _Groups(place, executor.stage.device, rounds)
+    groups = {
+        is_expert: _Groups(place, stage.device, rounds, kept)
+        for is_expert, kept in ((False, ()), (True, (EXPERT_DIM,)))
+        if place.sum_dims(kept)
+    }
     executor.transport.gather(None)  # all begin together: they share a network
-    times = {size: groups.time(*size, shard) for size in dict.fromkeys(sizes.values())}
-    nothing = (0.0, 0.0)
-    found = {i: times[sizes[i]] if i in sizes else nothing for i, _ in layers}
+    every = dict.fromkeys(size for of_layer in sizes.values() for size in of_layer)
+    times = {
+        size: groups[size.is_expert].time(size.n, size.dtype, shard)
+        for size in every
+        if size.is_expert in groups
+    }
+    found = {
+        index: [times[size] for size in of_layer if size in times]
+        for index, of_layer in sizes.items()
+    }
     return CollectiveTimes(
-        {index: gather for index, (gather, _) in found.items()},
-        {index: reduce for index, (_, reduce) in found.items()},
-        groups.link(),
+        {i: sum(gather for gather, _ in own) for i, own in found.items()},
+        {i: sum(reduce for _, reduce in own) for i, own in found.items()},
+        groups[False].link(),
     )
 
 
-class _Groups:
-    """Groups of a process along the mesh: that of the shards, and of their copies."""
+class _Numbers(NamedTuple):
+    """Numbers of a layer that are summed over the same processes."""
 
-    def __init__(self, place: Place, device: torch.device, rounds: int) -> None:
-        mesh = place.mesh
+    n: int
+    dtype: torch.dtype
+    is_expert: bool
+
+
+def _numbers(
+    parameters: Iterable[nn.Parameter], experts: Collection[Tensor]
+) -> list[_Numbers]:
+    learning = [p for p in parameters if p.requires_grad]
+    kinds = {p: EXPERT_DIM in kept_dims(p, experts) for p in learning}
+    found = []
+    for is_expert in (False, True):
+        own = [p for p in learning if kinds[p] == is_expert]
+        if own:
+            n = sum(own_shard(p).numel() for p in own)
+            found.append(_Numbers(n, own[0].dtype, is_expert))
+    return found
+
+
+class _Groups:
+    """Groups of a process along the mesh: that of the shards, and of their copies.
+
+    Args:
+        place: of this process.
+        device: of this process.
+        rounds: to count.
+        kept: dimensions along which each process has parameters of its own.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        device: torch.device,
+        rounds: int,
+        kept: Collection[str] = (),
+    ) -> None:
+        assert place.mesh is not None
+        mesh = shard_mesh(place.mesh, kept)
         assert mesh is not None
-        dims = [dim for dim in DATA_DIMS if dim in place.peers.place]
-        found = [mesh.get_group(dim) for dim in dims if mesh[dim].size() > 1]
+        found = [group for group in mesh.get_all_groups() if group.size() > 1]
         *self._copies, self._shards = found  # dp_replicate is before dp_shard
+        self._sums = place.sum_groups(kept)
         self._n = dist.get_world_size(self._shards)
         self._device = device
         self._watch = Stopwatch(device)
@@ -101,12 +148,12 @@ class _Groups:
         parts = -(-count // self._n)
         whole = torch.zeros(parts * self._n, dtype=dtype, device=self._device)
         if shard == "none":
-            return 0.0, self._mean(lambda: self._all_reduce(whole, self._shards))
+            return 0.0, self._mean(lambda: self._all_reduce(whole, self._sums))
         part = torch.zeros(parts, dtype=dtype, device=self._device)
 
         def reduce() -> None:
             dist.reduce_scatter_tensor(part, whole, group=self._shards)
-            self._all_reduce(part)
+            self._all_reduce(part, self._copies)
 
         return self._mean(lambda: self._gather(whole, part)), self._mean(reduce)
 
@@ -126,8 +173,8 @@ class _Groups:
     def _gather(self, whole: Tensor, part: Tensor) -> None:
         dist.all_gather_into_tensor(whole, part, group=self._shards)
 
-    def _all_reduce(self, numbers: Tensor, *groups: dist.ProcessGroup) -> None:
-        for group in (*groups, *self._copies):
+    def _all_reduce(self, numbers: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+        for group in groups:
             dist.all_reduce(numbers, group=group)
 
     def _mean(self, action: Callable[[], None]) -> float:

@@ -1,7 +1,11 @@
 """A profile of a pipeline: every rank measures its own stages, then all tell all."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from zbpp.core import RequestError, Slot
 from zbpp.profiling.capture import Given, capture
@@ -17,6 +21,7 @@ from zbpp.profiling.stopwatch import Stopwatch, spread
 from zbpp.profiling.window import measure_wires
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
+from zbpp.runtime.parallel.mesh import Place
 
 __all__ = ["measure"]
 
@@ -101,7 +106,8 @@ def _measure_own(
     }
     transport = next(iter(executors.values())).transport
     transport.gather(None)  # all begin together: they share a machine
-    counted = time_passes(timings, rounds, most_s)
+    any_of = partial(_any_beside, pipeline.place, options.device)
+    counted = time_passes(timings, rounds, most_s, any_of)
     rows: dict[int, list[list[Slot]]] = {}
     if len(executors) == 1 and placement.n_stages > 1:
         ((stage, executor),) = executors.items()
@@ -133,6 +139,17 @@ def _measure_own(
         if memory:
             found["memory"] |= measure_memory(timings[stage], options.device)
     return found
+
+
+def _any_beside(place: Place, device: torch.device, flag: bool) -> bool:
+    """True if a flag is for any process of this stage; all of them must call."""
+    groups = [group for group in place.sides() if group.size() > 1]
+    if not groups:
+        return flag
+    number = torch.tensor([int(flag)], device=device)
+    for group in groups:
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+    return bool(number)
 
 
 def _note_times(

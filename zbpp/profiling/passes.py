@@ -85,8 +85,16 @@ class PassTiming:
         self.out_bytes: dict[int, int] = {}
         """Of what each layer puts out, in bytes."""
 
-    def run(self, rounds: int, *, most_s: float) -> int:
+    def run(
+        self, rounds: int, *, most_s: float, any_of: Callable[[bool], bool] = bool
+    ) -> int:
         """Time so many rounds after the warm-up, fewer if they take too long.
+
+        Args:
+            rounds: to count.
+            most_s: seconds after which fewer will do.
+            any_of: true for all processes whose layers have collectives with each
+                other if it is for one: they run as many rounds.
 
         Returns:
             How many were counted.
@@ -108,7 +116,7 @@ class PassTiming:
                 self._round(chunk, i)
             done = i + 1
             self._finish()
-            over = time.perf_counter() - started > most_s
+            over = any_of(time.perf_counter() - started > most_s)
             if over and done >= WARM_UP + _LEAST:
                 break
         for stage in stages:
@@ -218,6 +226,13 @@ def _gradients(outputs: Tensors) -> Tensors:
     )
 
 
-def time_passes(timings: Mapping[int, PassTiming], rounds: int, most_s: float) -> int:
+def time_passes(
+    timings: Mapping[int, PassTiming],
+    rounds: int,
+    most_s: float,
+    any_of: Callable[[bool], bool],
+) -> int:
     """Time the passes of all stages of this process; see `PassTiming.run`."""
-    return min(one.run(rounds, most_s=most_s) for one in timings.values())
+    return min(
+        one.run(rounds, most_s=most_s, any_of=any_of) for one in timings.values()
+    )

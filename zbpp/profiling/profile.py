@@ -58,7 +58,9 @@ class Profile:
         placement: of the measured pipeline.
         split: layers of its chunks.
         chunks: each one's own times.
-        optimizer, validation, norm: O, V and the norms of each stage; O includes them.
+        optimizer: O of each stage, with its norm.
+        validation: V of each stage.
+        norm: the norm of each stage's gradients, a part of O.
         reduction: the sum over all stages.
         links: by pair of stages.
         splits: for each stage whether W has anything to do.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from zbpp.core import Check, Pass, PassKind, Slot, Step, Timeline
+from zbpp.core import Check, Pair, Pass, PassKind, Slot, Step, Timeline, passes_in
 from zbpp.core.measured import robust_mean
 from zbpp.profiling.links import Link
 
@@ -42,13 +42,16 @@ class StepTimes:
     """Times in ms; means are those of `zbpp.core.measured.robust_mean`.
 
     Args:
-        passes: all durations, by kind and chunk.
+        passes: all durations, by kind and chunk; of those in pairs only where these ran
+            in a row.
+        pairs: all durations of pairs in turns, by the chunk of the forward.
         gaps: of each stage, mean from a pass to the next that waits for nothing.
         waits: mean time of a message, by pair of stages; those that were waited for.
         optimizer, validation: means of O and V, by stage.
     """
 
     passes: Mapping[tuple[PassKind, int], Sequence[float]]
+    pairs: Mapping[int, Sequence[float]]
     gaps: tuple[float, ...]
     waits: Mapping[tuple[int, int], float]
     optimizer: tuple[float, ...]
@@ -82,12 +85,15 @@ def measure_step_times(
 
     durations: dict[object, list[float]] = defaultdict(list)
     passes: dict[tuple[PassKind, int], list[float]] = defaultdict(list)
+    pairs: dict[int, list[float]] = defaultdict(list)
     for timeline in timelines:
         for stage, row in enumerate(timeline.rows):
             for slot in row:
                 ms = _MS * slot.duration
                 if isinstance(slot.job, Pass):
                     passes[slot.job.kind, slot.job.chunk].append(ms)
+                elif isinstance(slot.job, Pair):
+                    pairs[slot.job.forward.chunk].append(ms)
                 else:
                     durations[type(slot.job), stage].append(ms)
     stages = range(timelines[0].placement.n_stages)
@@ -95,6 +101,7 @@ def measure_step_times(
     waits = latencies(timelines) if one_clock else {}
     return StepTimes(
         passes,
+        pairs,
         tuple(gaps),
         {  # the gap before a job is a part of its pass already
             (a, b): max(0.0, _MS * seconds - (gaps[a] + gaps[b]) / 2)
@@ -157,12 +164,12 @@ def latencies(timelines: Sequence[Timeline]) -> dict[tuple[int, int], float]:
 
 
 def _ends(timeline: Timeline) -> Mapping[Pass, float]:
-    """Ends of all passes, those of a BW as of its B."""
+    """Ends of all passes, of a BW as of its B, in a pair that of the pair."""
     return {
-        _with_b(slot.job): slot.end
+        _with_b(part): slot.end
         for row in timeline.rows
         for slot in row
-        if isinstance(slot.job, Pass)
+        for part in passes_in(slot.job)
     }
 
 

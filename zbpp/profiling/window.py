@@ -1,6 +1,7 @@
 """Costs from the last steps of a training that goes on.
 
-    passes       means of F, B, W; with what the host needs between two jobs
+    passes       means of F, B, W, and of pairs in turns; with what the host needs
+                 between two jobs
     O, V         means, the wait for the sum not in them; O with the norms
     messages     as they were waited for, where the stages share a clock; else delay
                  and bandwidth of the links, measured once between two steps
@@ -110,7 +111,7 @@ def window_costs(
     is_joint = any(kind is PassKind.BW for kind, _ in times.passes)
     if is_joint and not joint:
         raise RequestError(not_told_apart(timelines[0].name))
-    f, b, w = [], [], []
+    f, b, w, fb = [], [], [], []
     for chunk, stage in enumerate(placement.stage_of):
         gap = times.gaps[stage]
         of_kind = {kind: times.passes.get((kind, chunk), ()) for kind in PassKind}
@@ -119,6 +120,8 @@ def window_costs(
         b.append(robust_mean([*of_kind[PassKind.B], *both]) + gap)
         late = robust_mean([*of_kind[PassKind.W], *(0.0 for _ in both)])
         w.append(late if is_joint else late + gap)
+        pairs = times.pairs.get(chunk)
+        fb.append(robust_mean(pairs) + gap if pairs else f[-1] + b[-1])
     optimizer = [
         (step + _MS * robust_mean(norms.get(stage, ())))
         / len(placement.chunks_of[stage])
@@ -128,6 +131,7 @@ def window_costs(
         f=tuple(f),
         b=tuple(b),
         w=tuple(w),
+        fb=tuple(fb) if times.pairs else None,
         optimizer=tuple(optimizer[stage] for stage in placement.stage_of),
         validation=max(times.validation),
         comm=0.0 if wires is None else _hops(times, wires, placement) or 0.0,

@@ -3,7 +3,8 @@
     instruction    handler            what it does
     F              Forward            take what it reads, compute, keep what it writes
     B, BW, W       InputBackward ..   the same
-    OVERLAP_F_B    PairHandler        an F, then a B or BW
+    OVERLAP_F_B    PairHandler        an F and a B or BW: in turns where their layers
+                                      communicate (`zbpp.runtime.overlap`), or in a row
     Receive        PostReceive        announce a value to the transport
     Send           SendValue          hand a value to the transport
     UNSHARD ..     RunCollective      collectives of the processes of the same stage
@@ -54,6 +55,7 @@ from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.error_notes import note_pass
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
+from zbpp.runtime.overlap import Half, Overlap, PairedRun
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.replay import Replay
 from zbpp.runtime.stage import Stage
@@ -105,6 +107,7 @@ class BoundProgram:
         self.check: ValidateStep | None = None
         self.rest: list[Handler] = []
         """Those after the V; without one, all."""
+        self.has_pairs = any(isinstance(x, Pair) for x in program)
         for instruction in program:
             handler = HANDLERS[kind_of_instruction(instruction)](self, instruction)
             if isinstance(handler, ValidateStep):
@@ -206,44 +209,54 @@ class PassHandler(Handler):
         if self._output is not None:
             self._output.tensors = result
 
+    def compute(self, given: Tensors | None) -> Tensors | None:
+        """Compute the result of the pass from what it reads."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Take what the pass reads, compute, keep the result."""
+        given = self.take_input()
+        with self.timed:
+            result = self.compute(given)
+        self.keep(result)
+
 
 class Forward(PassHandler):
     """F in training."""
 
-    def run(self) -> None:
+    def __init__(self, bound: BoundProgram, instruction: Pass) -> None:
+        super().__init__(bound, instruction)
+        self._overlap = self.executor.overlap if bound.has_pairs else None
+
+    def compute(self, given: Tensors | None) -> Tensors | None:
         """Run the forward; a replay watches what it changes."""
         executor, job = self.executor, self.instruction
-        inputs = self.take_input()
-        with self.timed, executor.replay.forward(job):
-            outputs = executor.stage.forward(job.chunk, job.microbatch, inputs)
-        self.keep(outputs)
+        overlap = self._overlap
+        with (
+            _NOTHING if overlap is None else overlap.watching(job.chunk),
+            executor.replay.forward(job),
+        ):
+            return executor.stage.forward(job.chunk, job.microbatch, given)
 
 
 class Predict(PassHandler):
     """F in an evaluation, which keeps nothing for a backward."""
 
-    def run(self) -> None:
+    def compute(self, given: Tensors | None) -> Tensors | None:
         """Run the forward without gradients."""
-        executor, job = self.executor, self.instruction
-        inputs = self.take_input()
-        with self.timed:
-            outputs = executor.stage.predict(job.chunk, job.microbatch, inputs)
-        self.keep(outputs)
+        job = self.instruction
+        return self.executor.stage.predict(job.chunk, job.microbatch, given)
 
 
 class InputBackward(PassHandler):
     """B, or BW: with the gradients of the weights in the same backward."""
 
-    def run(self) -> None:
+    def compute(self, given: Tensors | None) -> Tensors | None:
         """Compute the gradients of the inputs, or all."""
-        executor, job = self.executor, self.instruction
-        gradients = self.take_input()
-        stage = executor.stage
+        stage, job = self.executor.stage, self.instruction
         is_full = job.kind is PassKind.BW
         compute = stage.backward if is_full else stage.backward_input
-        with self.timed:
-            result = compute(job.chunk, job.microbatch, gradients)
-        self.keep(result)
+        return compute(job.chunk, job.microbatch, given)
 
 
 class WeightBackward(PassHandler):
@@ -257,17 +270,21 @@ class WeightBackward(PassHandler):
 
 
 class PairHandler(Handler):
-    """A forward and a backward of other micro-batches, which may run side by side.
+    """A forward and a backward of other micro-batches.
 
-    Here they run one after the other. The forward's output leaves between them: the
-    stage that reads it must not wait for the backward.
+    Where their layers have points, they take turns (`zbpp.runtime.overlap`), and the
+    times are those of the pair; else they run one after the other. The forward's output
+    leaves as soon as it is there: the stage that reads it must not wait for the
+    backward.
     """
 
     def __init__(self, bound: BoundProgram, instruction: Pair) -> None:
         super().__init__(bound, instruction)
-        self._passes = [
-            HANDLERS[job.kind](bound, job) for job in passes_in(instruction)
-        ]
+        self._passes: list[PassHandler] = []
+        for job in passes_in(instruction):
+            handler = HANDLERS[job.kind](bound, job)
+            assert isinstance(handler, PassHandler)
+            self._passes.append(handler)
         self.waits = any(handler.waits for handler in self._passes)
         self._sends: list[SendValue] = []
         output = output_of(instruction.forward, len(self.executor.stage_of))
@@ -279,14 +296,49 @@ class PairHandler(Handler):
         return all(x.ready() for x in self._passes if x.waits)
 
     def run(self) -> None:
-        """Run the forward, hand on its output, run the backward."""
+        """Run both; the forward's output is handed on behind it."""
+        pair, overlap = self.instruction, self.executor.overlap
+        paired = None
+        if overlap is not None:
+            f, b = pair.forward.chunk, pair.backward.chunk
+            paired = overlap.pair(forward=f, backward=b)
+        if paired is None:
+            self._run_in_a_row()
+        else:
+            self._run_in_turns(paired)
+        self.instruction = pair
+
+    def _run_in_a_row(self) -> None:
         forward, backward = self._passes
-        pair = self.instruction
         for handler in (forward, *self._sends, backward):
             self.instruction = handler.instruction  # errors name the pass
             self.executor.inject_fault(handler.instruction)
             handler.run()
-        self.instruction = pair
+
+    def _run_in_turns(self, paired: PairedRun) -> None:
+        forward, backward = self._passes
+        read = []
+        for handler in self._passes:
+            self.instruction = handler.instruction
+            self.executor.inject_fault(handler.instruction)
+            read.append(handler.take_input())
+
+        def run_forward() -> None:
+            forward.keep(forward.compute(read[0]))
+            for send in self._sends:
+                self.executor.inject_fault(send.instruction)
+                send.run()
+
+        def run_backward() -> Tensors | None:
+            return backward.compute(read[1])
+
+        try:
+            with self.timed:
+                backward.keep(paired.run(run_forward, run_backward))
+        except BaseException:
+            failed = forward if paired.failed is Half.FORWARD else backward
+            self.instruction = failed.instruction
+            raise
 
 
 class SendValue(Handler):
@@ -485,6 +537,7 @@ class Executor:
         collectives: of the stage's replicas and shards; None: it has none.
         times: note when jobs run; None: by a clock that fits the stage's device.
         stream: computes this stage, where several share a GPU and each has its own.
+        overlap: lets pairs take turns at their points; None: they run in a row.
         inject_fault: called with the name of each instruction, for faults on demand.
     """
 
@@ -498,6 +551,7 @@ class Executor:
         collectives: Collectives | None = None,
         times: JobTimes | None = None,
         stream: StageStream | None = None,
+        overlap: Overlap | None = None,
         inject_fault: InjectFault = no_fault,
     ) -> None:
         self.stage = stage
@@ -507,6 +561,7 @@ class Executor:
         self.collectives = collectives or Collectives({})
         self.times = times or JobTimes(stage.device)
         self.stream = stream
+        self.overlap = overlap
         self.replay = Replay(stage, replays=optimizer.speculates)
         self.inject_fault = inject_fault
         self.opening: Opening | None = Opening(1)

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from zbpp.core.sharding import Shard
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from zbpp.runtime.compiled.layers import Compiling
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
 __all__ = [
     "DataParallel",
     "Execution",
+    "IsExpert",
     "LossScaler",
     "Numerics",
     "Patience",
     "StepPolicy",
 ]
+
+IsExpert = Callable[[str, "nn.Parameter"], bool]
+"""From the model's own name of a parameter, and the parameter."""
 
 _MAX_SECONDS = 1e9
 """30 years; torch counts time-outs in whole units of 64 bits."""
@@ -43,7 +49,8 @@ class Numerics:
             within the matrix products: a few per cent faster, with less memory.
         weigh: what the loss of the batch is a mean over: ``"samples"``; ``"tokens"``,
             the targets (or ``targets["labels"]``) that are not -100; or a function
-            that counts the targets of a micro-batch. None: the model's, else samples.
+            that counts the targets of a micro-batch. None: the model's, else samples,
+            or tokens where processes read slices of the same sequences.
 
     Raises:
         RequestError: a value is none of these.
@@ -210,10 +217,12 @@ class Execution:
 
     Args:
         compile: compile each layer by itself, ``"blocks"``, but for layers that are
-            seeded, recomputed or tied; see docs/compile.md.
+            seeded, recomputed or tied; see docs/how_to/compile.md.
         cuda_graphs: record passes on a GPU, and replay them; experimental, and for
-            pipelines in one process only; see docs/gpus.md.
+            pipelines in one process only; see docs/how_to/gpus.md.
         stage_streams: stages of this process, on one GPU, compute side by side.
+        overlap: the forward and the backward of a pair in the plan take turns where
+            layers call `zbpp.overlap_point`; False: they run one after the other.
         watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
             for its defaults: after the first steps and when costs drift. None: where
             ``"auto"`` has chosen the plan.
@@ -228,6 +237,7 @@ class Execution:
     compile: "Compiling" = False
     cuda_graphs: bool = False
     stage_streams: bool = False
+    overlap: bool = True
     watch: Any = None
     timeout_s: float = 600.0
     first_timeout_s: float | None = None
@@ -254,17 +264,35 @@ class DataParallel:
     """A mesh, and what its replicas hold in parts.
 
     Args:
-        mesh: of stages, data and tensor parallelism; see `zbpp.mesh`. Each replica is
-            given its own share of the batch. Layers may be wrapped by `fully_shard` or
-            `replicate`; those that are not are replicated, or wrapped by ``shard``.
+        mesh: of stages, data, context, expert and tensor parallelism; see `zbpp.mesh`.
+            Each replica is given its own share of the batch. Layers may be wrapped by
+            `fully_shard` or `replicate`; those that are not are replicated, or wrapped
+            by ``shard``.
         shard: what replicas hold in parts: ``"optimizer"`` state, ``"gradients"`` too,
             or ``"parameters"`` as well; ``"none"``: each holds all.
-        alternating_buffers: for ``shard="parameters"``; see docs/data_parallel.md.
+        alternating_buffers: for ``shard="parameters"``; see
+            docs/how_to/data_parallel.md.
+        expert_parameters: called with the model's own name of each parameter, and the
+            parameter; true for those of which each process along ``ep`` holds its own
+            part, that of its experts along the first dimension. DTensors that are
+            sharded on ``ep`` need not be told. See docs/how_to/experts_and_context.md.
+
+    Raises:
+        RequestError: expert_parameters is no function.
     """
 
     mesh: "DeviceMesh | None" = None
     shard: Shard = "none"
     alternating_buffers: bool = False
+    expert_parameters: IsExpert | None = None
+
+    def __post_init__(self) -> None:
+        if self.expert_parameters is not None and not callable(self.expert_parameters):
+            raise RequestError(
+                f"expert_parameters is {a_kind(self.expert_parameters)}; give a "
+                "function of a parameter's name and the parameter, for instance "
+                'lambda name, parameter: ".experts." in name'
+            )
 
 
 def is_whole(value: object) -> bool:

@@ -9,10 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
-from zbpp.core import Schedule
+from zbpp.core import LayerCosts
+from zbpp.memory import layer_memory
+from zbpp.memory.layers import Tracing
 from zbpp.models import layered_of
 from zbpp.models.configs.text_model import TextModel
 from zbpp.pipeline import Pipeline, plan_model
+from zbpp.planning import Plan
 from zbpp.runtime.parallel.mesh import make_mesh
 from zbpp.runtime.policies import (
     DataParallel,
@@ -27,20 +30,28 @@ from zbpp.training.options import Train
 from zbpp.training.setup import device_of, measures_first, model_of
 from zbpp.training.splits import asked_recompute, asked_split, run_split
 
-__all__ = ["AUTOCAST", "build_pipeline", "make_optimizer", "mesh_of", "numerics_of"]
+__all__ = [
+    "build_pipeline",
+    "estimate_layers",
+    "make_optimizer",
+    "mesh_of",
+    "numerics_of",
+    "tracing_of",
+]
 
 _BETAS = (0.9, 0.95)  # of AdamW, as usual for language models
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Compute dtypes by the names that ``--dtype`` has for them."""
 
 
-def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
+def build_pipeline(options: Train, plan: Plan) -> Pipeline:
     """Make the pipeline of a training.
 
     Args:
         options: of the run.
-        schedule: to run; where `measures_first`, only its sizes count.
+        plan: to run; where `measures_first`, only its sizes count.
     """
+    schedule = plan.schedule
     text_model = model_of(options)
     made_of = text_model.given()
     model = layered_of(made_of["model"], made_of.get("n_layers"))
@@ -93,7 +104,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
         )
     else:
         split = run_split(options, schedule, text_model)
-        plan = plan_model(model, schedule, split=split, mesh=processes, device=device)
+        plan = replace(plan, schedule=replace(schedule, split=split), split=split)
     return Pipeline(
         model,
         plan,
@@ -110,7 +121,7 @@ def build_pipeline(options: Train, schedule: Schedule) -> Pipeline:
 
 def numerics_of(options: Train) -> Numerics:
     """The numerics of a run."""
-    return Numerics(autocast=AUTOCAST[options.dtype], exact_sums=options.exact_sums)
+    return Numerics(autocast=_AUTOCAST[options.dtype], exact_sums=options.exact_sums)
 
 
 def mesh_of(options: Train, n_stages: int) -> DeviceMesh | None:
@@ -149,3 +160,27 @@ def make_optimizer(options: Train, parameters: list[nn.Parameter]) -> AdamW:
         weight_decay=options.weight_decay,
         fused=True,
     )
+
+
+def estimate_layers(options: Train) -> LayerCosts:
+    """Estimate what the layers of the model hold, on fake tensors: some seconds."""
+    model = model_of(options)
+    tokens = torch.zeros(options.microbatch_size, options.seq, dtype=torch.long)
+    made_of = model.given()
+    return layer_memory(
+        made_of["model"],
+        model.batch(tokens, tokens),
+        made_of.get("loss_fn"),
+        optimizer=partial(make_optimizer, options),
+        **tracing_of(options, made_of.get("n_layers")),
+    )
+
+
+def tracing_of(options: Train, n_layers: int | None) -> Tracing:
+    """The way in which the layers of a run are traced for their memory."""
+    return {
+        "n_layers": n_layers,
+        "autocast": _AUTOCAST[options.dtype],
+        "exact_sums": options.exact_sums,
+        "compile": "blocks" if options.compiles else False,
+    }

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
+import torch
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,31 +22,13 @@ from rich.progress import (
 )
 
 from zbpp.core import RequestError
+from zbpp.profiling.memory import peak_held
+from zbpp.runtime.optim.decision import StepResult
 
-__all__ = ["Record", "Recorder", "Result", "log_line", "resident_memory_gib"]
+__all__ = ["Record", "Recorder", "log_line"]
 
 _GIB = 2**30
 _LOG = logging.getLogger("zbpp")
-
-
-class Result(Protocol):
-    """The result of a step: reading a property may wait until its value is known."""
-
-    @property
-    def loss(self) -> float:
-        """Mean over the batch, in nats."""
-
-    @property
-    def grad_norm(self) -> float:
-        """Of the whole model, before clipping."""
-
-    @property
-    def skipped(self) -> bool:
-        """The gradient was infinite or no number, so nothing was updated."""
-
-    @property
-    def rollbacks(self) -> int:
-        """Optimizer steps that were rolled back."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +70,6 @@ bubble: 4.5% (simulated)  rolled back: 0'
     return "  ".join(part for part in parts if part)
 
 
-def resident_memory_gib() -> float | None:
-    """Largest resident memory of this process so far; None where it is not known."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / _GIB
-
-
 class Recorder:
     """Reports a run of ``steps`` steps; use it as a context.
 
@@ -112,7 +85,7 @@ class Recorder:
         bubble_rate: as simulated, for the log line.
         log_every: steps between log lines; the first and the last step have one too.
         metrics: file for the JSON lines, or None.
-        memory_gib: tells the largest memory so far.
+        device: whose largest memory so far is told: of torch on a GPU, else resident.
     """
 
     def __init__(
@@ -125,7 +98,7 @@ class Recorder:
         bubble_rate: float,
         log_every: int,
         metrics: Path | None,
-        memory_gib: Callable[[], float | None] = resident_memory_gib,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._enabled = enabled
         self._steps = steps
@@ -134,10 +107,10 @@ class Recorder:
         self._bubble_rate = bubble_rate
         self._log_every = log_every
         self._path = metrics
-        self._memory_gib = memory_gib
+        self._device = torch.device(device)
         self._metrics: TextIO | None = None
         self._bar: Progress | None = None
-        self._pending: tuple[int, Result] | None = None
+        self._pending: tuple[int, StepResult] | None = None
         self._times = [0.0]  # when the run began, then when each step was issued
         self._logged = first  # last step with a log line
         self._rollbacks = self._skipped = 0  # so far
@@ -175,7 +148,7 @@ class Recorder:
         """From the beginning of the run to the end of the last step."""
         return self._times[-1] - self._times[0]
 
-    def add(self, result: Result) -> None:
+    def add(self, result: StepResult) -> None:
         """A step has been issued: report the one before it."""
         self._times.append(time.perf_counter())
         self._report_pending()
@@ -227,10 +200,11 @@ class Recorder:
         ends = (self._first + 1, self._steps)
         if step in ends or step % self._log_every == 0:
             record = self._record(step, result, since=self._logged)
+            peak = peak_held(self._device)
             self.say(
                 log_line(
                     replace(record, rollbacks=self._rollbacks),
-                    memory_gib=self._memory_gib(),
+                    memory_gib=None if peak is None else peak / _GIB,
                     bubble_rate=self._bubble_rate,
                 )
             )
@@ -238,7 +212,7 @@ class Recorder:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step)
 
-    def _record(self, step: int, result: Result, *, since: int) -> Record:
+    def _record(self, step: int, result: StepResult, *, since: int) -> Record:
         """Read a result; its speed is the mean over the steps after ``since``."""
         first = self._first
         seconds = self._times[step - first] - self._times[since - first]

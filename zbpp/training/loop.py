@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from zbpp import diagnostics
-from zbpp.core import RequestError, Schedule, WorkerError, write_costs
+from zbpp.core import RequestError, WorkerError, write_costs
 from zbpp.models.configs.text_model import TextModel
 from zbpp.models.layered import layer_name
 from zbpp.pipeline import Pipeline
+from zbpp.planning import Plan
+from zbpp.planning.answer import recomputed_layers
 from zbpp.profiling.prediction import Prediction
 from zbpp.runtime.driver.stop_request import StopRequest, stop_requests
-from zbpp.runtime.support.devices import runs_ahead
 from zbpp.simulator import bubble_rate, simulate, write_trace
-from zbpp.training.build import build_pipeline, make_optimizer
+from zbpp.training.build import build_pipeline, estimate_layers
 from zbpp.training.data import Batch, Corpus, load_corpus
-from zbpp.training.estimate import estimate_layers, memory_of
 from zbpp.training.fingerprint import combine, fingerprints
-from zbpp.training.log import Recorder, resident_memory_gib
+from zbpp.training.log import Recorder
 from zbpp.training.options import Train
 from zbpp.training.resume import RunSaver, folder_of_one_run
-from zbpp.training.setup import costs_of, measures_first, model_of
+from zbpp.training.setup import measures_first, model_of
 
 __all__ = ["train"]
 
@@ -34,7 +34,7 @@ _WINDOW = 10  # steps that are measured: the last ones
 _LONG_S = 60.0
 
 
-def train(options: Train, schedule: Schedule) -> int:
+def train(options: Train, plan: Plan) -> int:
     """Run this process's share of a training.
 
     Returns:
@@ -44,7 +44,7 @@ def train(options: Train, schedule: Schedule) -> int:
         RequestError: the text cannot be read, or differs between the processes.
     """
     torch.set_num_threads(1)  # more threads would add numbers in another order
-    pipeline = build_pipeline(options, schedule)
+    pipeline = build_pipeline(options, plan)
     with (
         folder_of_one_run(pipeline, options.save_dir),
         stop_requests(
@@ -55,7 +55,6 @@ def train(options: Train, schedule: Schedule) -> int:
 
 
 def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> int:
-    schedule = pipeline.schedule
     corpus, about_data, data = _load(pipeline, options)
     rates = _attach_rates(pipeline, options)
     windows = pipeline.n_microbatches * options.microbatch_size
@@ -64,16 +63,15 @@ def _train(pipeline: Pipeline, options: Train, request: StopRequest | None) -> i
     same = {"data": data, **model.about()}
     saver = RunSaver(pipeline, options, same=same, samples=windows)
     about_start = saver.resume()
-    costs = pipeline.plan.known_costs or costs_of(options, schedule)
     recorder = Recorder(
         enabled=pipeline.rank == 0,
         steps=options.steps or 0,
         first=pipeline.n_steps,
         tokens=windows * options.seq,
-        bubble_rate=bubble_rate(simulate(pipeline.schedule, costs)),
+        bubble_rate=bubble_rate(simulate(pipeline.schedule, pipeline.plan.costs)),
         log_every=options.log_every,
         metrics=options.metrics,
-        memory_gib=partial(_peak_memory_gib, pipeline.device),
+        device=pipeline.device,
     )
     about_model = _describe_model(pipeline, options)
     with recorder, recorder.hearing():
@@ -271,8 +269,10 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
     is_long = pipeline.gather(recorder.seconds >= _LONG_S)[0]
     if memory is None and (options.costs_out is not None or is_long):
         if pipeline.rank == 0:
-            optimizer = partial(make_optimizer, options)
-            memory = memory_of(pipeline, estimate_layers(options, optimizer))
+            schedule, split = pipeline.schedule, [len(part) for part in pipeline.split]
+            again = recomputed_layers(schedule, split)
+            layers = estimate_layers(options)
+            memory = layers.on(schedule.placement, split, recompute=again)
         memory = pipeline.gather(memory)[0]
     if options.costs_out is not None:
         costs = diagnostics.measured_costs(pipeline, _WINDOW)
@@ -283,13 +283,6 @@ def _predict(pipeline: Pipeline, options: Train, recorder: Recorder) -> Predicti
     prediction = diagnostics.prediction(pipeline, planned, memory, n=_WINDOW)
     recorder.say(prediction.line)
     return prediction
-
-
-def _peak_memory_gib(device: torch.device) -> float | None:
-    """Largest memory so far: of the process, or of what torch holds on its GPU."""
-    if runs_ahead(device):
-        return torch.accelerator.max_memory_reserved(device) / 2**30
-    return resident_memory_gib()
 
 
 def _n_validation(options: Train) -> int:

@@ -2,7 +2,7 @@
 
 A command is a dataclass, a flag one of its fields: `flag` gives it a default and a line
 of help, and the class that declares it is its group in the help text. This file loads
-no torch; `zbpp.cli.parser` reads the fields.
+no torch; `zbpp.cli.parser` hands the fields to cyclopts.
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -42,7 +42,6 @@ def flag(
     also: tuple[str, ...] = (),
     many: bool = False,
     pair: bool = True,
-    bare: str | None = None,
     hidden: bool = False,
 ) -> Any:
     """Declare a flag as the field of a command.
@@ -54,11 +53,10 @@ def flag(
         also: other spellings, without hyphens.
         many: takes several values, with commas or spaces between them.
         pair: of a flag without a value: there is a ``--no_`` to it.
-        bare: the value of the flag where none stands behind it; ``--no_`` is "off".
         hidden: accepted, but not in the help text.
     """
     about = {"text": text, "metavar": metavar, "also": also, "many": many,
-             "pair": pair, "bare": bare, "hidden": hidden}  # fmt: skip
+             "pair": pair, "hidden": hidden}  # fmt: skip
     return field(default=default, metadata=about)
 
 
@@ -67,11 +65,9 @@ class Planning:
     """Schedule."""
 
     stages: int | None = flag("pipeline stages; a file knows its own", None)
-    microbatches: int | None = flag(
-        "micro-batches of a step; a file knows its own", None
-    )
-    costs: Path | None = flag("costs file; without it F, B and W take 1 each", None)
-    layers: Path | None = flag("layers file: splits the layers; replaces --costs", None)
+    microbatches: int | None = flag("of a step; a file knows its own", None)
+    costs: Path | None = flag("costs file; else F, B and W take 1", None)
+    layers: Path | None = flag("layers file, in place of --costs", None)
     split: str | None = flag(
         "of the layers: balanced, even, or those of each chunk: 3,4",
         None,
@@ -121,7 +117,7 @@ class Compute:
     """Computation."""
 
     compile: Literal["off", "blocks"] = flag(
-        "torch.compile for each block; B and W stay apart", "off", bare="blocks"
+        "torch.compile for each block; B and W stay apart", "off"
     )
     exact_sums: bool = flag("gradients to the last bit alike in all modes", True)
 
@@ -165,7 +161,7 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
     cuda_graphs: bool = flag("passes as CUDA graphs: less host time", False)
     tensor_parallel: int = flag("processes that share the blocks of a stage", 1)
     transport: Literal["processes", "local"] = flag(
-        "local: all stages in this process", "processes"
+        "local: all in this process", "processes"
     )
     post_validation_rollback: Literal["auto", "deferred", "compiled", "snapshot"] = (
         flag("has no effect", "auto", hidden=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,47 +16,22 @@ from zbpp.emulation.run import emulated_batch, emulated_pipeline
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
 from zbpp.pipeline import Pipeline
+from zbpp.planning import Plan
 from zbpp.planning.replicas import network_of, on_replicas
 from zbpp.profiling import Profile
-from zbpp.runtime.partition import Model
 from zbpp.runtime.policies import Execution, StepPolicy
-from zbpp.runtime.stage import LossFn
 from zbpp.training.build import (
-    AUTOCAST,
     build_pipeline,
-    make_optimizer,
+    estimate_layers,
     mesh_of,
     numerics_of,
+    tracing_of,
 )
-from zbpp.training.estimate import estimate_layers
 from zbpp.training.options import Train
 from zbpp.training.setup import costs_of, device_of
+from zbpp.training.user_model import UserModel
 
-__all__ = ["ProfileRequest", "UsersModel", "run_profile"]
-
-
-class UsersModel(Protocol):
-    """The part of `zbpp.cli.user_model.UserModel` that is used here."""
-
-    @property
-    def model(self) -> Model:
-        """As `zbpp.Pipeline` takes it."""
-
-    @property
-    def inputs(self) -> Any:
-        """Of one micro-batch."""
-
-    @property
-    def targets(self) -> Any:
-        """Of one micro-batch; None without a loss_fn."""
-
-    @property
-    def loss_fn(self) -> LossFn | None:
-        """None: the last layer puts out the loss."""
-
-    @property
-    def n_layers(self) -> int:
-        """Of the model."""
+__all__ = ["ProfileRequest", "run_profile"]
 
 
 @dataclass(frozen=True)
@@ -66,14 +41,14 @@ class ProfileRequest:
     ``load`` gives a user's model; None: the model of `zbpp train`.
     """
 
-    load: Callable[[], UsersModel] | None
+    load: Callable[[], UserModel] | None
     out: Path
     layers_out: Path | None
     rounds: int
     json: bool
 
 
-def run_profile(request: ProfileRequest, options: Train, schedule: Schedule) -> None:
+def run_profile(request: ProfileRequest, options: Train, plan: Plan) -> None:
     """Profile, and let rank 0 write and print.
 
     Raises:
@@ -84,16 +59,16 @@ def run_profile(request: ProfileRequest, options: Train, schedule: Schedule) -> 
     loaded = None if request.load is None else request.load()
     if emulated:
         costs = costs_of(options)
-        pipeline = emulated_pipeline(schedule, costs, timeout_s=options.timeout_s)
+        pipeline = emulated_pipeline(plan.schedule, costs, timeout_s=options.timeout_s)
         inputs: Any = emulated_batch(pipeline)
         targets: Any = inputs
     elif loaded is not None:
-        pipeline = _pipeline_of(loaded, options, schedule)
+        pipeline = _pipeline_of(loaded, options, plan.schedule)
         m = pipeline.n_microbatches
         inputs = [loaded.inputs] * m
         targets = [loaded.targets if loaded.loss_fn else torch.zeros(1)] * m
     else:
-        pipeline = build_pipeline(replace(options, shard="none"), schedule)
+        pipeline = build_pipeline(replace(options, shard="none"), plan)
         inputs = targets = _tokens(options, pipeline.n_microbatches)
     profile = pipeline.profile(
         inputs,
@@ -109,7 +84,7 @@ def run_profile(request: ProfileRequest, options: Train, schedule: Schedule) -> 
     pipeline.close()
 
 
-def _pipeline_of(loaded: UsersModel, options: Train, schedule: Schedule) -> Pipeline:
+def _pipeline_of(loaded: UserModel, options: Train, schedule: Schedule) -> Pipeline:
     return Pipeline(
         layered_of(loaded.model, loaded.n_layers),
         schedule,
@@ -142,19 +117,16 @@ def _tokens(options: Train, n_microbatches: int) -> Tensor:
     return torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
 
 
-def _estimate(loaded: UsersModel | None, options: Train) -> LayerCosts:
+def _estimate(loaded: UserModel | None, options: Train) -> LayerCosts:
     """Bytes of the layers, on fake tensors."""
     if loaded is None:
-        return estimate_layers(options, partial(make_optimizer, options))
+        return estimate_layers(options)
     return layer_memory(
         loaded.model,
         (loaded.inputs, loaded.targets),
         loaded.loss_fn,
         optimizer=partial(_adamw, options.lr),
-        n_layers=loaded.n_layers if callable(loaded.model) else None,
-        autocast=AUTOCAST[options.dtype],
-        exact_sums=options.exact_sums,
-        compile="blocks" if options.compiles else False,
+        **tracing_of(options, loaded.n_layers if callable(loaded.model) else None),
     )
 
 

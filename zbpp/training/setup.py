@@ -9,15 +9,12 @@ from zbpp.core import (
     Costs,
     PassKind,
     RequestError,
-    Schedule,
     read_costs,
-    recomputed,
 )
 from zbpp.core.costs.units import is_limit_in_bytes, with_limit
 from zbpp.core.measured import not_told_apart
 from zbpp.models.configs.text_model import TextModel
-from zbpp.planning import PlanRequest, is_auto, is_file, make_plan
-from zbpp.planning.answer import recomputed_layers
+from zbpp.planning import Plan, PlanRequest, is_auto, is_file, make_plan
 from zbpp.runtime.support.devices import asked_device
 from zbpp.training.data import load_corpus
 from zbpp.training.llama import LlamaConfig
@@ -38,7 +35,7 @@ __all__ = [
     "device_of",
     "measures_first",
     "model_of",
-    "schedule_of",
+    "plan_of",
 ]
 
 _STAGES = 2
@@ -72,35 +69,20 @@ def model_of(options: Train) -> TextModel:
     )
 
 
-def costs_of(options: Train, schedule: Schedule | None = None) -> Costs:
-    """Costs to plan for and to simulate with.
-
-    Args:
-        options: of the run.
-        schedule: whose passes they are for: its split, where they are known per layer,
-            and what it recomputes.
+def costs_of(options: Train) -> Costs:
+    """Costs of chunks to plan for.
 
     Raises:
         RequestError: the file of costs is not valid.
     """
-    if schedule is not None:
-        layers = layers_of(options, model_of(options).n_layers)
-        if layers is not None and schedule.split is not None:
-            return layers.on(
-                schedule.placement,
-                schedule.split,
-                recompute=recomputed_layers(schedule, schedule.split),
-            )
     path = options.costs or options.emulate
     costs = Costs() if path is None else read_costs(path)
     if measures_first(options):  # in bytes, as what will be measured
-        costs = replace(costs, limit=options.memory_limit)
-    else:
-        costs = with_limit(costs, options.memory_limit, name="--memory_limit")
-    return costs if schedule is None else recomputed(costs, schedule)
+        return replace(costs, limit=options.memory_limit)
+    return with_limit(costs, options.memory_limit, name="--memory_limit")
 
 
-def schedule_of(options: Train) -> Schedule:
+def plan_of(options: Train) -> Plan:
     """Plan the mode, or read the schedule file; with costs per layer also the split.
 
     Where `measures_first`, it is the one that is measured under.
@@ -114,22 +96,24 @@ def schedule_of(options: Train) -> Schedule:
         n_stages = n_stages or _STAGES
         n_microbatches = n_microbatches or _MICROBATCHES
     model = model_of(options)
+    layers = layers_of(options, model.n_layers)
     request = PlanRequest(
         schedule=mode,
         n_stages=n_stages,
         n_microbatches=n_microbatches,
-        costs=layers_of(options, model.n_layers),
+        costs=layers,
         split=asked_split(options),
         recompute=asked_recompute(options),
         effort=options.effort,
     )
-    if request.costs is None:
+    if layers is None:
         emulated = options.emulate is not None
         split = None if emulated else partial(placed_split, options, model)
         request = replace(request, costs=costs_of(options), split=split)
     if measures_first(options):
         request = replace(request, schedule=SAFE_MODE, costs=None, recompute=None)
-    return make_plan(request).schedule
+    given = (layers, options.costs, options.emulate)
+    return replace(make_plan(request), has_costs=given != (None,) * 3)
 
 
 def measures_first(options: Train) -> bool:
@@ -186,17 +170,17 @@ def _check_tensor_parallel(options: Train, model: object) -> None:
             )
 
 
-def check(options: Train, schedule: Schedule) -> None:
+def check(options: Train, plan: Plan) -> None:
     """Find before any process is started what would stop the run.
 
     Raises:
         RequestError: the model, the text or a path cannot be had.
     """
     model = model_of(options)
-    run_split(options, schedule, model)
+    run_split(options, plan.schedule, model)
     _check_tensor_parallel(options, model)
     _check_dtype(options)
     check_saving(options)
     load_corpus(options.data, seq=options.seq)
-    if options.costs_out is not None and schedule.runs(PassKind.BW):
-        raise RequestError(f"--costs_out: {not_told_apart(schedule.name)}")
+    if options.costs_out is not None and plan.schedule.runs(PassKind.BW):
+        raise RequestError(f"--costs_out: {not_told_apart(plan.schedule.name)}")

@@ -10,10 +10,10 @@ from zbpp.core import (
 )
 from zbpp.core.costs.units import with_limit
 from zbpp.models.configs.text_model import TextModel
-from zbpp.planning.pipelines import split_of
+from zbpp.planning.pipelines import split_of, split_on
 from zbpp.planning.request import parse_recompute, parse_split
 from zbpp.runtime.partition import partition_layers
-from zbpp.schedules import Recomputing, Split, even_split
+from zbpp.schedules import Recomputing, Split
 from zbpp.training.options import Train
 
 __all__ = [
@@ -95,12 +95,12 @@ def placed_split(
     Raises:
         RequestError: they do not fit the model.
     """
-    asked, n_chunks = asked_split(options), placement.n_chunks
+    asked, n_layers = asked_split(options), model.n_layers
     if asked is None:
-        return tuple(split_layers(model, n_chunks))
-    if isinstance(asked, str):
-        return even_split(model.n_layers, n_chunks)
-    return tuple(map(len, partition_layers(model.n_layers, n_chunks, asked)))
+        return tuple(split_layers(model, placement.n_chunks))
+    counts = split_on(asked, n_layers, placement)
+    chunks = partition_layers(n_layers, placement.n_chunks, counts)
+    return tuple(map(len, chunks))
 
 
 def run_split(options: Train, schedule: Schedule, model: TextModel) -> tuple[int, ...]:
@@ -109,14 +109,10 @@ def run_split(options: Train, schedule: Schedule, model: TextModel) -> tuple[int
     Raises:
         RequestError: they do not fit the model.
     """
-    asked = asked_split(options)
-    if schedule.split is not None and (asked is None or options.layers is not None):
-        return split_of(schedule, None, model.n_layers)  # planned with it
-    if asked is None:
-        return tuple(split_layers(model, schedule.placement.n_chunks))
-    n_chunks = schedule.placement.n_chunks
-    found = split_of(schedule, asked, model.n_layers)
-    return tuple(map(len, partition_layers(model.n_layers, n_chunks, found)))
+    asked_alone = options.split is not None and options.layers is None
+    if schedule.split is None or asked_alone:
+        return placed_split(options, model, schedule.placement)
+    return split_of(schedule, None, model.n_layers)  # planned with it
 
 
 def split_layers(model: TextModel, n_chunks: int) -> list[int]:

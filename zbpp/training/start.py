@@ -1,23 +1,27 @@
 """Start a training: in processes of our own, in torchrun's, or in this one."""
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
 
-from zbpp.core import RequestError, Schedule, WorkerError
-from zbpp.training.emulated import run_emulated
-from zbpp.training.launch import fail, launch, leave_with_parent
+from zbpp.core import RequestError, WorkerError, recomputed
+from zbpp.emulation.run import emulate
+from zbpp.planning import Plan
+from zbpp.training.launch import is_launched, launch, run_launched
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.resume import resumed
-from zbpp.training.setup import check, schedule_of
+from zbpp.training.setup import check, costs_of, plan_of
+from zbpp.training.splits import sleeping_layers
 
 __all__ = ["Worker", "start", "start_worker"]
 
-Worker = Callable[[Train, Schedule], int | None]
+Worker = Callable[[Train, Plan], int | None]
 """Gives the exit code, if it is not 0."""
 
 _STEPS = 200
@@ -32,19 +36,19 @@ def start(options: Train) -> None:
         WorkerError: a process failed.
     """
     emulated = options.emulate is not None
-    worker = run_emulated if emulated else train
+    worker = _run_emulated if emulated else train
     if options.steps is None:
         options = replace(options, steps=_EMULATED_STEPS if emulated else _STEPS)
     start_worker(worker, options, check=None if emulated else check)
 
 
 def start_worker(
-    worker: Worker, options: Train, *, check: Callable[[Train, Schedule], None] | None
+    worker: Worker, options: Train, *, check: Callable[[Train, Plan], None] | None
 ) -> None:
     """Run a worker on every rank: in torchrun's processes, in new ones, or here.
 
     Args:
-        worker: called with the options and the schedule; can be pickled.
+        worker: called with the options and the plan; can be pickled.
         options: of the run.
         check: called before any process is started, with the same.
 
@@ -52,29 +56,28 @@ def start_worker(
         RequestError: the request is wrong or cannot be met.
         WorkerError: a process failed.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _join(worker, options)
-        return
-    schedule = schedule_of(options)
+    if is_launched():
+        run_launched(partial(_share, worker, options))
+    plan = plan_of(options)
     if check is not None:
-        check(options, schedule)
-    if schedule.n_stages * options.n_peers == 1 or options.transport == "local":
-        code = worker(options, schedule)
+        check(options, plan)
+    if plan.schedule.n_stages * options.n_peers == 1 or options.transport == "local":
+        code = worker(options, plan)
         if code:
             raise SystemExit(code)
     else:
-        _launch(worker, options, schedule)
+        _launch(worker, options, plan)
 
 
-def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
+def _launch(worker: Worker, options: Train, plan: Plan) -> None:
     """Run in processes of our own, and start them again as often as was asked for."""
     device = "cpu" if options.emulate is not None else options.device
     for left in reversed(range(options.max_restarts + 1)):
         try:
             launch(
                 worker,
-                (options, schedule),
-                schedule.n_stages * options.n_peers,
+                (options, plan),
+                plan.schedule.n_stages * options.n_peers,
                 device=device,
                 timeout_s=options.timeout_s,
                 stops_itself=options.save_dir is not None,
@@ -87,18 +90,10 @@ def _launch(worker: Worker, options: Train, schedule: Schedule) -> None:
             options = resumed(options)
 
 
-def _join(worker: Worker, options: Train) -> None:
-    """Be one of torchrun's processes; a failure ends this process."""
-    leave_with_parent()
-    try:
-        options = _for_world(options, int(os.environ["WORLD_SIZE"]))
-        code = worker(options, schedule_of(options)) or 0
-        if dist.is_initialized():
-            dist.barrier()
-    except BaseException as error:
-        fail(error, rank=int(os.environ["RANK"]))
-    print(end="", flush=True)
-    os._exit(code)  # an orderly end has been seen to abort in torch's own threads
+def _share(worker: Worker, options: Train) -> int | None:
+    """The share of one of torchrun's processes."""
+    options = _for_world(options, int(os.environ["WORLD_SIZE"]))
+    return worker(options, plan_of(options))
 
 
 def _for_world(options: Train, n_processes: int) -> Train:
@@ -120,3 +115,25 @@ def _for_world(options: Train, n_processes: int) -> Train:
             f"processes, {options.n_peers} for each; leave --stages out"
         )
     return replace(options, stages=n_stages)
+
+
+def _run_emulated(options: Train, plan: Plan) -> None:
+    """Run one process's share of ``zbpp train --emulate``; rank 0 prints the outcome.
+
+    One step at a time, unless a flag asks for post-validation or a barrier. With
+    ``--metrics``, the outcome is also written as one JSON line.
+    """
+    layers = sleeping_layers(options)
+    outcome = emulate(
+        plan.schedule,
+        None if layers else recomputed(costs_of(options), plan.schedule),
+        layers=layers,
+        n_steps=options.steps or 1,
+        timeout_s=options.timeout_s,
+        post_validation=options.enable_optimizer_post_validation,
+    )
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    print(outcome, flush=True)
+    if options.metrics is not None:
+        options.metrics.write_text(json.dumps(outcome.as_dict()) + "\n")

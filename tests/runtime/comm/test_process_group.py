@@ -139,7 +139,7 @@ def test_a_stage_waits_as_long_as_it_was_told_from_the_start_on(
     class Reached(Exception):
         pass
 
-    def make(*_: object, execution: zbpp.Execution) -> None:
+    def make(*_: object, execution: zbpp.Execution, **__: object) -> None:
         limits["then"] = execution.timeout_s
         limits["first"] = execution.start_timeout_s
         raise Reached

@@ -94,7 +94,7 @@ def requests() -> dict[str, str]:
     for name, wrap in {"fully_shard": fully_shard, "replicate": replicate}.items():
         made = [wrap(x, mesh=mesh["dp"]) for x in layers()]
         said[name] = refusal(zbpp.Pipeline, made, n_stages=4, **how)
-    odd = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    odd = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "xp"))
     said["names"] = refusal(zbpp.Pipeline, layers(), mesh=odd, **how)
     return said
 

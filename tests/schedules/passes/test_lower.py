@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from program_text import short
-from small_model import MODES
+from trained_modes import MODES
 
 from zbpp.core import (
     Check,

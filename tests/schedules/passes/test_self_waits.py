@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 from program_text import short
-from small_model import MODES
+from trained_modes import MODES
 
 from zbpp.core import (
     Costs,

@@ -67,6 +67,7 @@ def test_the_graph_and_the_clock_agree_on_links(placement):
     )
 
 
+@pytest.mark.needs("ortools")
 def test_the_solver_knows_links_loss_and_joint_stages():
     costs = Costs(1.0, 1.0, 0.5, comm=(0.2, 0.7), loss=0.1, splits=(True, False, True))
     memory = Costs(limit=2)

@@ -63,6 +63,7 @@ def quiet(browser):
 def point(browser, panel, line, time):
     """The place on the screen of a line at a time, counted from the panel's start."""
     return browser.run(f"""(() => {{
+        if (view.frame) drawAll();  // else the scale is that of before
         const {{ box, scale, timeline }} = panels[{panel}];
         const [y, height] = extent(timeline, scale, {line});
         const {{ left, top }} = box.getBoundingClientRect();
@@ -202,7 +203,7 @@ def test_jobs_are_drawn_in_their_colours_and_idle_is_not(browser, opened):
 def test_bands_show_shares_where_jobs_are_thin(browser, tmp_path):
     """In the warm-up all is F; once everything runs, a third is."""
     one = entry_of("ZBH1", 16, 256)
-    write_page([one], tmp_path / "x.html")
+    write_page([one], tmp_path / "x.html", time_unit="ms")
     browser.open(tmp_path / "x.html")
     assert browser.run("panels[0].note.textContent").startswith("bands")
     middle = makespan(one.simulated) / 2

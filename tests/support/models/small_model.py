@@ -8,7 +8,6 @@ from zbpp.core import RequestError
 from zbpp.pipeline import Pipeline
 
 N_LAYERS = 9
-MODES = ("FThenB", "1F1B", "VPP", "ZBH1", "ZBH2", "ZBV")
 
 
 class Block(nn.Module):

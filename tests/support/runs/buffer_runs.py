@@ -1,11 +1,11 @@
 """Where a stage's layers are gathered, and how often, for tests."""
 
-from flat import flat_pipeline
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from flat import flat_pipeline
 from mesh_runs import WIDTH, Block, Collected, adamw, breaking, loss_fn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

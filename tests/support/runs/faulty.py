@@ -2,12 +2,12 @@
 
 import os
 
-from zbpp.core import Schedule
+from zbpp.planning import Plan
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 
 
-def train_with_a_fault(fault: str, options: Train, schedule: Schedule) -> None:
+def train_with_a_fault(fault: str, options: Train, plan: Plan) -> None:
     """Train with ``ZBPP_FAULT``: forked processes do not see this one's environment."""
     os.environ["ZBPP_FAULT"] = fault
-    train(options, schedule)
+    train(options, plan)

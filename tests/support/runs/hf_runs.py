@@ -1,10 +1,10 @@
 """Steps of small models of transformers, plain and as pipelines; gradients by name."""
 
-from flat import flat_pipeline
 from functools import cache
 from typing import Any
 
 import torch
+from flat import flat_pipeline
 from tiny_hf import batch_of, tiny
 
 import zbpp

@@ -4,7 +4,6 @@ A history is drawn from a seed and run twice, with and without post-validation; 
 must leave the same bits, whenever somebody looks.
 """
 
-from flat import flat_pipeline
 import math
 import random
 from dataclasses import dataclass, replace
@@ -12,14 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from flat import flat_pipeline
 from moments import small_buckets, uncertain_sums
 from outcomes import Outcome, difference, look
 from stock_optimizers import OF_ALL_PARAMETERS, OPTIMIZERS
 from torch import Tensor, nn
 
 from zbpp.pipeline import Pipeline
-from zbpp.runtime.policies import LossScaler
-from zbpp.runtime.policies import Patience
+from zbpp.runtime.policies import LossScaler, Patience
 
 N_LAYERS = 8
 WIDTH = 8

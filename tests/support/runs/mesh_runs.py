@@ -1,7 +1,5 @@
 """Trainings on a mesh, and the same in one process, for tests."""
 
-from zbpp import diagnostics
-from flat import flat_pipeline
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +9,7 @@ from typing import Any
 
 import torch
 from buffer_breaks import OF_BUFFERS
+from flat import flat_pipeline
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,22 +23,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import zbpp
-from zbpp import Costs
+from zbpp import Costs, diagnostics
 from zbpp.checkpoint.tensors import whole as gathered
-from zbpp.runtime.backward.accumulate import GradientOrder
-from zbpp.runtime.optim.decision import StepSums, clip_factor
+from zbpp.runtime.optim.decision import clip_factor
+from zbpp.runtime.parallel.mesh import shard_mesh
 from zbpp.runtime.policies import Patience
-from zbpp.runtime.parallel.buckets import Buckets
-from zbpp.runtime.parallel.mesh import data_mesh
-from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.support import fsdp
-from zbpp.runtime.support.fsdp import Unit
 
 WIDTH, N_LAYERS, SAMPLES, N_MICROBATCHES = 8, 8, 16, 8
 
 
 Found = SimpleNamespace
-"""The outcome of a training on a rank: results, whole parameters, rollbacks, validation."""
+"""Outcome of a training on a rank: results, whole parameters, rollbacks, validation."""
 
 
 class Block(nn.Module):
@@ -175,7 +170,7 @@ def train(
         )
         if tensor_parallel > 1:
             made = cut_over(made, tp or mesh["tp"])
-        made = wrapped(made, how, data_mesh(mesh), bf16=bf16)
+        made = wrapped(made, how, shard_mesh(mesh), bf16=bf16)
     shard = how if how in ("optimizer", "gradients", "parameters") else "none"
     patience = Patience(failures=99, window=10)
     with (

@@ -8,7 +8,6 @@ from typing import Any
 
 from zbpp.cli.outputs import Terminal
 from zbpp.cli.summary import short_memory
-from zbpp.cli.user_model import load_model
 from zbpp.core import LayerCosts, Link, Placement, RequestError, read_costs, read_layers
 from zbpp.core.costs import chunk_layers
 from zbpp.core.costs.units import with_limit
@@ -16,6 +15,7 @@ from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replicas import Network, Shard, network_of
 from zbpp.simulator.tables import Table
 from zbpp.training.options import Memory, flag
+from zbpp.training.user_model import load_model
 
 __all__ = ["Mesh"]
 

@@ -58,8 +58,10 @@ class LayerCosts:
         bandwidth: bytes in a unit of time, of all links or as in
             `zbpp.core.costs.columns`; None: messages take ``comm`` alone.
         delay: of a link, on top of that; likewise.
-        pass_f, pass_b, pass_w: time of every F, B and W of a chunk on top of its
-            layers', so that many chunks a stage take longer than few.
+        pass_f: time of every F of a chunk on top of its layers', so that many chunks a
+            stage take longer than few.
+        pass_b: the same of every B.
+        pass_w: the same of every W.
         loss: time of the loss, a part of the last layer's F; its backward, and its
             memory, are in b, m_b, m_w and the peaks of the last layer.
         limit: memory of a stage, as in `MemoryModel`.

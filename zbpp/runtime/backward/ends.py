@@ -1,7 +1,7 @@
 """The ends of a graph: where gradients of outputs enter it, and where it begins."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,8 @@ def alias_of(leaf: Tensor) -> Tensor:
     """
     if not leaf.requires_grad:
         return leaf
-    return _Alias.apply(leaf)  # type: ignore[no-untyped-call, no-any-return]
+    apply: Any = _Alias.apply  # typed from torch 2.14 on
+    return cast(Tensor, apply(leaf))
 
 
 def end_of(tensor: Tensor) -> End:

@@ -4,8 +4,13 @@ A node does not show its hooks. Those that were registered on it by hand are fou
 registering one more, which shows the dictionary that all share. Those of a tensor (of
 ``w.t()``, say) cannot be found so. Hence the count: torch numbers all hooks, and a node
 that was made after the last one was registered has none.
+
+Nodes are numbered by the thread that makes them, that of the forward. A backward may
+run in another thread: if hooks were registered since, no node is taken for free there.
 """
 
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +37,14 @@ class HookWatch:
         self.n_others = UNKNOWN
         """Hooks that others had registered at the last look."""
         self._first_node = 0
+        self._thread = threading.get_ident()
+        """That makes nodes."""
         self._clean_leaves: set[int] = set()
+
+    def begin_forward(self) -> None:
+        """Look, in the thread that makes the nodes from here on."""
+        self._thread = threading.get_ident()
+        self.look()
 
     def look(self) -> None:
         """Note whether hooks were registered since the last look.
@@ -44,7 +56,8 @@ class HookWatch:
         n_others = UNKNOWN if made is None else made - self._n_own
         if n_others != self.n_others or made is None:
             self.n_others = n_others
-            self._first_node = nodes_made()
+            is_here = threading.get_ident() == self._thread
+            self._first_node = nodes_made() if is_here else sys.maxsize
             self._clean_leaves.clear()
 
     def is_free(self, node: Any) -> bool:

@@ -118,7 +118,7 @@ class WeightQueue:
     """
 
     def __init__(self) -> None:
-        watch.look()
+        watch.begin_forward()
         self._work: list[DeferredWork] = []
         self._has_failed = False
         self._tokens: list[Token[WeightQueue | None]] = []

@@ -248,10 +248,11 @@ def split_forward(
 
     Args:
         function: what to call.
-        args, kwargs: its arguments. Tensors among them that require a gradient, also in
+        *args: its arguments. Tensors among them that require a gradient, also in
             tuples, lists, dicts, dataclasses and what torch's pytree knows, are the
             inputs of B, in this order. Those that are no leaves may be changed in
             place.
+        **kwargs: its arguments with names; their tensors come after the others.
 
     Returns:
         The graph; its ``outputs`` are what the function returned, in the same

@@ -71,9 +71,8 @@ class SplitModule(nn.Module):
             return result
         # Without it, a first stage's outputs would seem to need no gradient.
         anchor = torch.zeros((), requires_grad=True)
-        joined = _RunB.apply(  # type: ignore[no-untyped-call]
-            graph, self, outputs, anchor, *inputs
-        )
+        run_b: Any = _RunB.apply  # typed from torch 2.14 on
+        joined = run_b(graph, self, outputs, anchor, *inputs)
         rest = iter(joined)
         return map_tensors(result, lambda y: next(rest) if y.requires_grad else y)
 

@@ -156,7 +156,7 @@ def open_groups(
     waits for what was given to the stage's before, and the stage's waits for it only
     where a job reads the value: no job in between. Tensors of a value are messages of
     their own; to group them would move them to a communicator of collectives, where
-    they wait for each other (`docs/gpus.md` on CUDA_DEVICE_MAX_CONNECTIONS).
+    they wait for each other (`docs/how_to/gpus.md` on CUDA_DEVICE_MAX_CONNECTIONS).
 
     Args:
         world: the processes that step together: those of the pipeline, and of others

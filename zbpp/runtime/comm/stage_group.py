@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["ALONE", "StageGroup"]
+__all__ = ["ALONE", "EXPERT_DIM", "FLATTENED", "StageGroup", "row_of", "single_dims"]
+
+EXPERT_DIM = "ep"
+"""Along it processes hold different experts."""
+
+FLATTENED = "+"
+"""Between the names of dimensions in that of the one that they were made."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,8 @@ class StageGroup:
     Args:
         row: its number among them.
         n: how many they are.
-        replicas: rows of those with which others share a batch, in its order.
+        replicas: rows of those that compute other parts of the loss, in the order of
+            the batch.
         ranks: of the processes, among everyone, that hold the same part of the stage
             on each replica; this one is among them.
         place: coordinate along each dimension of the mesh but that of the stages.
@@ -42,8 +49,12 @@ class StageGroup:
         return self.row in self.replicas
 
     def has_dims(self, dims: Collection[str]) -> bool:
-        """True if these are dimensions of the mesh."""
-        return all(dim in self.place for dim in dims)
+        """True if these are dimensions of the mesh, or made of such."""
+        return all(dim in self.place for dim in single_dims(dims))
+
+    def at(self, dims: Collection[str]) -> tuple[int, ...]:
+        """Coordinates of this process along some dimensions."""
+        return tuple(self.place[dim] for dim in single_dims(dims))
 
     def owns(self, sharded: Collection[str]) -> bool:
         """True on one process of those that hold the same part of a tensor.
@@ -51,7 +62,8 @@ class StageGroup:
         Args:
             sharded: dimensions along which the parts differ.
         """
-        return not any(at for dim, at in self.place.items() if dim not in sharded)
+        dims = single_dims(sharded)
+        return not any(at for dim, at in self.place.items() if dim not in dims)
 
     def scatter_into_table(self, vector: Tensor) -> Tensor:
         """This process's row in a table of all, flat."""
@@ -71,6 +83,15 @@ class StageGroup:
 
 
 ALONE = StageGroup()
+
+
+def single_dims(dims: Collection[str]) -> list[str]:
+    """The dimensions that some are made of.
+
+    >>> single_dims(("dp+cp", "ep"))
+    ['dp', 'cp', 'ep']
+    """
+    return [part for dim in dims for part in dim.split(FLATTENED)]
 
 
 def row_of(place: Sequence[int], sizes: Sequence[int]) -> int:

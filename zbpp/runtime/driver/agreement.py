@@ -17,15 +17,16 @@ from typing import Any
 from torch import Tensor
 
 from zbpp.core import RequestError
-from zbpp.runtime.comm.stage_group import StageGroup
+from zbpp.runtime.comm.stage_group import EXPERT_DIM, StageGroup, single_dims
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.microbatches import Batch, check_samples
 from zbpp.runtime.optim.norms import parameter_names
 from zbpp.runtime.optim.rollback import copy_groups
+from zbpp.runtime.parallel.experts import sharded_dims
 from zbpp.runtime.parallel.wrap import Unsharded
 from zbpp.runtime.support.fingerprint import fingerprints
 from zbpp.runtime.support.pytree import tensors_in
-from zbpp.runtime.support.sharded import is_sharded, local_part
+from zbpp.runtime.support.sharded import is_sharded
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan
 
 __all__ = [
@@ -174,7 +175,7 @@ def describe_parameters(
     for executor in executors.values():
         unsharded = executor.collectives.unsharded
         for _, name, p in executor.stage.named_stepped():
-            dims = local_part(p).names
+            dims = sharded_dims(p, executor.stage.experts)
             if peers.has_dims(dims):
                 held[name] = p, dims
                 if p in unsharded:
@@ -224,7 +225,7 @@ def _check_parameters(every: Sequence[Beginning]) -> None:
     differ: dict[str, tuple[int, int]] = {}
     for rank, one in enumerate(every):
         for name, (number, dims) in one.parameters.items():
-            key = name, *(one.place[dim] for dim in dims)
+            key = name, *(one.place[dim] for dim in single_dims(dims))
             at, expected = first.setdefault(key, (rank, number))
             if number != expected:
                 differ.setdefault(name, (at, rank))
@@ -244,9 +245,11 @@ def _check_parameters(every: Sequence[Beginning]) -> None:
     raise RequestError(
         f"{shown}: parameters that differ between the replicas on ranks {a} and {b}, "
         "whose gradients would be added up; let every process begin with the same "
-        "(seed it before it builds the layers, or load a checkpoint). For parameters "
-        "that are meant to differ, as experts are, give no mesh: give each replica's "
-        "processes as mesh=, with optimizer=None, and sum what is shared yourself"
+        "(seed it before it builds the layers, or load a checkpoint). Experts, which "
+        f"are meant to differ, do so along a dimension {EXPERT_DIM!r} and are named: "
+        "mesh=zbpp.DataParallel(mesh=zbpp.mesh(stages=..., expert_parallel=...), "
+        "expert_parameters=lambda name, parameter: ...); see "
+        "docs/how_to/experts_and_context.md"
     )
 
 

@@ -32,7 +32,9 @@ from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.make import MakeOptimizer
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.optim.step_state import StepRules
+from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.bind import bind_parallel
+from zbpp.runtime.parallel.experts import check_experts
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.partition import build_chunks
 from zbpp.runtime.policies import DataParallel, Execution, Numerics
@@ -73,8 +75,17 @@ def make_transports(
     device: torch.device,
     *,
     execution: Execution,
+    shards: bool = False,
 ) -> dict[int, Transport]:
-    """The transports of this process's stages: its own, or where it is alone all."""
+    """The transports of this process's stages: its own, or where it is alone all.
+
+    Args:
+        programs: of the stages.
+        place: of this process.
+        device: of this process.
+        execution: says how long to wait.
+        shards: layers are dealt out over replicas.
+    """
     if place.everyone is None or place.n_ranks == 1:
         make_stream = None
         if execution.stage_streams and runs_ahead(device):
@@ -99,7 +110,7 @@ def make_transports(
         timeout_s=execution.timeout_s,
         first_timeout_s=execution.start_timeout_s,
         peers=place.peers,
-        sides=place.sides,
+        sides=place.sides(shards=shards),
     )
     return {mailbox.stage: mailbox}
 
@@ -175,9 +186,8 @@ def build_executors(
         own, collectives = bind_parallel(
             own,
             place,
-            shard,
+            options.replicas,
             tied=shared,
-            alternating=options.replicas.alternating_buffers,
             now=times.now,
         )
         own = [compiled_chunk(chunk, execution.compile) for chunk in own]
@@ -205,6 +215,9 @@ def build_executors(
             is_reporter=stage == 0,
             inject_fault=inject_fault,
         )
+        overlap = None  # a graph is recorded in one go
+        if execution.overlap and not execution.cuda_graphs:
+            overlap = Overlap(options.device)
         executors[stage] = Executor(
             runner,
             transport,
@@ -213,10 +226,32 @@ def build_executors(
             collectives=collectives,
             times=times,
             stream=getattr(transport, "stream", None),
+            overlap=overlap,
             inject_fault=inject_fault,
         )
     _share_first_bits(executors, plan)
+    if place.n_expert > 1:
+        _compare_experts(executors, place, options.replicas)
     return executors
+
+
+def _compare_experts(
+    executors: Mapping[int, Executor], place: Place, replicas: DataParallel
+) -> None:
+    """Compare the names and shapes of experts; all processes must call.
+
+    Raises:
+        RequestError: they do not go together, or there are none.
+    """
+    ((stage, executor),) = executors.items()
+    is_expert = replicas.expert_parameters
+    shapes = {
+        name: tuple(p.shape)
+        for _, name, p in executor.stage.named_stepped()
+        if is_expert is not None and is_expert(name, p)
+    }
+    every = executor.transport.gather((stage, shapes))
+    check_experts(every, place.peers, named=is_expert is not None)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zbpp.runtime.comm.stage_group import ALONE, StageGroup
+from zbpp.runtime.comm.stage_group import ALONE, EXPERT_DIM, StageGroup
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.sharded import Part, local_part, sum_over_meshes
 
@@ -29,6 +29,7 @@ def squared_norms(
         peers: processes of the stage. What several of them hold counts on one.
     """
     gradients: list[tuple[int, Tensor]] = []
+    apart: list[tuple[str, ...]] = []
     left = dict.fromkeys(counted)
     *_, (last, _) = stage.numbered()
     for index, _, p in stage.named_stepped():
@@ -36,16 +37,18 @@ def squared_norms(
             del left[p]
             if p.grad is not None:
                 gradients.append((index, p.grad))
+                apart.append((EXPERT_DIM,) if p in stage.experts else ())
     gradients += [(last, p.grad) for p in left if p.grad is not None]
+    apart += [()] * (len(gradients) - len(apart))
     numbers = [gradient for _, gradient in gradients]
-    if all(map(_is_real, numbers)):
+    if all(map(_is_real, numbers)) and not stage.experts:
         if not peers.owns(()):
             return
         squares = _squares(numbers)
     else:
         parts = [_part(gradient) for gradient in numbers]
         squares = _squares([part.numbers for part in parts])
-        squares = _counted_once(parts, squares, peers)
+        squares = _counted_once(parts, squares, peers, apart)
     by_layer: dict[int, list[Tensor]] = {}
     for (index, _), square in zip(gradients, squares, strict=True):
         by_layer.setdefault(index, []).append(square)
@@ -54,12 +57,21 @@ def squared_norms(
 
 
 def _counted_once(
-    parts: Sequence[Part], squares: Sequence[Tensor], peers: StageGroup
+    parts: Sequence[Part],
+    squares: Sequence[Tensor],
+    peers: StageGroup,
+    apart: Sequence[tuple[str, ...]],
 ) -> list[Tensor]:
     """Of each part what this process is to count.
 
     Along dimensions of the pipeline's own mesh the processes are summed later, with all
     others; along those of another mesh here.
+
+    Args:
+        parts: of gradients, with the dimensions that DTensors know.
+        squares: of their numbers.
+        peers: processes of the stage.
+        apart: of each part, further dimensions along which numbers differ.
     """
     on_mesh = [peers.n > 1 and peers.has_dims(part.names) for part in parts]
     sums = sum_over_meshes(
@@ -70,8 +82,10 @@ def _counted_once(
         squares,
     )
     return [
-        square if peers.owns(part.names if known else ()) else torch.zeros_like(square)
-        for square, part, known in zip(sums, parts, on_mesh, strict=True)
+        square
+        if peers.owns((*(part.names if known else ()), *more))
+        else torch.zeros_like(square)
+        for square, part, known, more in zip(sums, parts, on_mesh, apart, strict=True)
     ]
 
 

@@ -9,17 +9,23 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import nn
 
 from zbpp.core import RequestError
-from zbpp.core.sharding import Shard, reduces_every
+from zbpp.core.sharding import reduces_every
 from zbpp.runtime.chunk import Chunk
+from zbpp.runtime.comm.stage_group import EXPERT_DIM
 from zbpp.runtime.parallel.buckets import Buckets
 from zbpp.runtime.parallel.buffers import BufferedCollectives
-from zbpp.runtime.parallel.mesh import DATA_DIMS, Place
+from zbpp.runtime.parallel.experts import (
+    ExpertNames,
+    UseTable,
+    kept_dims,
+)
+from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.stage import Collectives, LayerSum
 from zbpp.runtime.parallel.wrap import check_bare, wrap
+from zbpp.runtime.policies import DataParallel
 from zbpp.runtime.support.fsdp import Unit, managed, units_in, widening_of
 from zbpp.runtime.support.fsdp_buffers import BufferedUnit
 
@@ -29,10 +35,9 @@ __all__ = ["bind_parallel"]
 def bind_parallel(
     chunks: Sequence[Chunk],
     place: Place,
-    shard: Shard,
+    replicas: DataParallel,
     tied: Sequence[nn.Parameter] = (),
     *,
-    alternating: bool = False,
     now: Callable[[], Any] = time.perf_counter,
 ) -> tuple[list[Chunk], Collectives]:
     """Find what of a stage's chunks is sharded or replicated; all its peers must call.
@@ -42,9 +47,8 @@ def bind_parallel(
     Args:
         chunks: of the stage, on their device.
         place: of this process.
-        shard: how layers are wrapped that are not.
+        replicas: how layers are wrapped that are not, and which parameters are experts.
         tied: parameters that other layers hold too, as this stage steps them.
-        alternating: gather and reduce in `AlternatingBuffers`.
         now: see `Collectives`.
 
     Returns:
@@ -53,10 +57,21 @@ def bind_parallel(
     Raises:
         RequestError: something is wrapped, and there is no mesh, or not on its groups.
     """
+    shard, alternating = replicas.shard, replicas.alternating_buffers
     if alternating:
         check_bare(chunks)
+    names = ExpertNames()
+    if place.n_expert > 1:
+        names = ExpertNames.of(chunks, replicas.expert_parameters, tied)
+    plain, experts = names.find(chunks)
+    if alternating and experts:
+        raise RequestError(
+            "alternating_buffers hold whole layers, and experts are dealt out apart "
+            "from the rest of theirs; leave alternating_buffers out"
+        )
     every_layer = (layer for chunk in chunks for layer in chunk.layers)
-    unsharded = wrap(every_layer, place, shard)
+    unsharded = wrap(every_layer, place, shard, experts, plain)
+    plain, experts = names.find(chunks)
     wrapped = [
         module
         for chunk in chunks
@@ -70,8 +85,7 @@ def bind_parallel(
                 "mesh as well: zbpp.Pipeline(..., mesh=mesh)"
             )
         return list(chunks), Collectives({})
-    dims = [dim for dim in DATA_DIMS if dim in place.peers.place]
-    groups = [place.mesh.get_group(dim) for dim in dims if place.mesh[dim].size() > 1]
+    groups = place.sum_groups()
     roots = [
         module for module in wrapped if not any(_is_in(module, x) for x in wrapped)
     ]
@@ -88,8 +102,10 @@ def bind_parallel(
             layer_sum, shards_of_layer = _bind_layer(
                 index,
                 layer,
-                groups,
+                place,
                 alike,
+                experts=experts,
+                plain=plain,
                 make_unit=BufferedUnit if alternating else Unit,
                 sums_each=reduces_every(shard),
             )
@@ -97,14 +113,22 @@ def bind_parallel(
             found.append(layer_sum)
         layers[chunk.index] = found
         widen = widening_of(unit for x in found for unit in x.units)
-        bound.append(replace(chunk, shards=shards, widen=widen))
+        own = plain.intersection(p for *_, p in chunk.all_leaves())
+        bound.append(replace(chunk, shards=shards, widen=widen, experts=own))
     make_collectives = BufferedCollectives if alternating else Collectives
     often: Literal["last", "every"] = "every" if reduces_every(shard) else "last"
+    summed = [p for found in layers.values() for x in found for p in x.summed]
     return bound, make_collectives(
         layers,
         reduces=often if groups else "none",
         tied=Buckets(tied, groups) if groups and tied else None,
         unsharded=unsharded,
+        uses=UseTable(
+            summed,
+            experts,
+            place.peers.place.get(EXPERT_DIM, 0),
+            place.n_expert,
+        ),
         now=now,
     )
 
@@ -116,12 +140,15 @@ def _is_in(module: nn.Module, other: nn.Module) -> bool:
 def _bind_layer(
     index: int,
     layer: nn.Module,
-    groups: Sequence[dist.ProcessGroup],
+    place: Place,
     tied: Collection[nn.Parameter],
     *,
+    experts: Collection[nn.Parameter],
+    plain: Collection[nn.Parameter],
     make_unit: Callable[[nn.Module], Unit],
     sums_each: bool,
 ) -> tuple[LayerSum, dict[nn.Parameter, nn.Parameter]]:
+    _check_managed(index, layer, place, experts, plain)
     modules = list(units_in(layer))
     held = {p for module in modules for p in managed(module)}
     others = [p for p in layer.parameters() if p not in held and p not in tied]
@@ -132,8 +159,47 @@ def _bind_layer(
         unit.module.unshard()
         shards |= dict(unit.leaves())
         unit.module.reshard()
-    buckets = None
-    if groups and others:
-        buckets = Buckets(others, groups, sums_each=sums_each)
-    summed = [*shards.values(), *(others if buckets is not None else ())]
+    alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for p in others:
+        dims = place.sum_dims(kept_dims(p, plain))
+        alike.setdefault(tuple(dims), []).append(p)
+    buckets = [
+        Buckets(own, [place.group(dim) for dim in dims], sums_each=sums_each)
+        for dims, own in sorted(alike.items())
+        if dims
+    ]
+    summed = [
+        *shards.values(),
+        *(p for dims in sorted(alike) if dims for p in alike[dims]),
+    ]
     return LayerSum(index, units, buckets, summed), shards
+
+
+def _check_managed(
+    index: int,
+    layer: nn.Module,
+    place: Place,
+    experts: Collection[nn.Parameter],
+    plain: Collection[nn.Parameter],
+) -> None:
+    """Check that what wraps a layer sums gradients over all that must be.
+
+    Raises:
+        RequestError: it sums over fewer, or experts over those that hold others.
+    """
+    for module in units_in(layer):
+        for p in managed(module):
+            ranks = set(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
+            kept = {EXPERT_DIM} if p in experts else set[str]()
+            needed = set(place.ranks_summed(kept))
+            others = set(place.ranks_summed()) - needed if p in plain else set[int]()
+            if needed <= ranks and not ranks & others:
+                continue
+            dims = place.sum_dims(kept)
+            raise RequestError(
+                f"a {type(module).__name__} of layer {index} is wrapped over the ranks "
+                f"{sorted(ranks)}, and gradients of a parameter of shape "
+                f"{tuple(p.shape)} are to be summed over {dims or 'no dimension'}, the "
+                f"ranks {sorted(needed)}; wrap it over these, or hand over the bare "
+                "layer and give zbpp.DataParallel(shard=...)"
+            )

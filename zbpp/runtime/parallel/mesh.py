@@ -1,18 +1,23 @@
-"""One mesh for stages, data and tensor parallelism.
+"""One mesh for stages, data, context, expert and tensor parallelism.
 
-    zbpp.mesh(stages=2, data_parallel=2, tensor_parallel=2)
+    zbpp.mesh(stages=2, data_parallel=2, expert_parallel=2)
 
-    pp   stages                                     each holds other layers
-    dp   replicas, or ``dp_replicate`` x ``dp_shard``   each reads other samples
-    tp   tensor parallelism                          each holds parts of the layers
+    pp   stages                each holds other layers
+    dp   replicas              each reads other samples
+    cp   context parallelism   each reads another slice of the same sequences
+    ep   expert parallelism    each reads other samples, and holds other experts
+    tp   tensor parallelism    each holds parts of the layers
 
-Ranks are in row-major order, the last dimension the fastest: what talks most lies in
-one node.
+``dp_replicate`` and ``dp_shard`` may stand for ``dp``. Ranks are in row-major order,
+the last dimension the fastest: what talks most lies in one node.
+
+Gradients are summed over dp x cp x ep, those of experts over dp x cp.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -20,13 +25,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zbpp.core import RequestError
 from zbpp.runtime.comm.process_group import initialise, place_in
-from zbpp.runtime.comm.stage_group import ALONE, StageGroup, row_of
+from zbpp.runtime.comm.stage_group import (
+    ALONE,
+    EXPERT_DIM,
+    FLATTENED,
+    StageGroup,
+    row_of,
+)
 from zbpp.runtime.support.devices import own_device
 
-__all__ = ["DATA_DIMS", "Place", "data_mesh", "find_place", "make_mesh"]
+__all__ = [
+    "DATA_DIMS",
+    "Place",
+    "find_place",
+    "make_mesh",
+    "shard_mesh",
+]
 
-DATA_DIMS = ("dp", "dp_replicate", "dp_shard")
-_STAGES, _TENSOR = "pp", "tp"
+_STAGES, _CONTEXT, _TENSOR = "pp", "cp", "tp"
+_REPLICATE = "dp_replicate"
+_SAMPLE_DIMS = ("dp", _REPLICATE, "dp_shard", EXPERT_DIM)
+"""Along these each process reads other samples."""
+DATA_DIMS = ("dp", _REPLICATE, "dp_shard", _CONTEXT, EXPERT_DIM)
+"""Along these each process computes other parts of the loss, and so other summands of
+the gradients."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +78,84 @@ class Place:
 
     @property
     def replica(self) -> int:
-        """Number of the share of the batch that this process reads."""
-        place = self.peers.place
-        dims = [dim for dim in DATA_DIMS if dim in place]
-        sizes = [] if self.mesh is None else [self.mesh[dim].size() for dim in dims]
-        return row_of([place[dim] for dim in dims], sizes)
+        """Number of the share of the samples that this process reads."""
+        dims = [dim for dim in _SAMPLE_DIMS if dim in self.peers.place]
+        return row_of([self.peers.place[dim] for dim in dims], [*map(self._size, dims)])
 
     @property
     def n_replicas(self) -> int:
-        """Shares of a batch."""
+        """Shares of the samples of a batch, over ``dp`` and ``ep``."""
+        return prod(self._size(dim) for dim in _SAMPLE_DIMS)
+
+    @property
+    def sequence_slice(self) -> int:
+        """Number of the slice that this process reads of each sequence."""
+        return self.peers.place.get(_CONTEXT, 0)
+
+    @property
+    def n_sequence_slices(self) -> int:
+        """Slices of every sequence, over ``cp``."""
+        return self._size(_CONTEXT)
+
+    @property
+    def n_summands(self) -> int:
+        """Processes that gradients are summed over."""
         return len(self.peers.replicas)
 
     @property
-    def sides(self) -> list[dist.ProcessGroup]:
-        """Groups of this process along the dimensions of its peers."""
+    def n_expert(self) -> int:
+        """Processes that hold different experts, over ``ep``."""
+        return self._size(EXPERT_DIM)
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The processes that hold different experts; None: there are none."""
+        if self.n_expert == 1:
+            return None
+        assert self.mesh is not None
+        return self.mesh[EXPERT_DIM]
+
+    def group(self, dim: str) -> dist.ProcessGroup:
+        """Group of this process along a dimension of the mesh."""
+        assert self.mesh is not None
+        return self.mesh.get_group(dim)
+
+    def sum_groups(self, kept: Collection[str] = ()) -> list[dist.ProcessGroup]:
+        """Groups, by dimension, that gradients are summed over.
+
+        Args:
+            kept: dimensions along which each process has a parameter of its own, or
+                whose sums are others' business.
+        """
+        return [self.group(dim) for dim in self.sum_dims(kept)]
+
+    def sum_dims(self, kept: Collection[str] = ()) -> list[str]:
+        """Dimensions of more than one process that gradients are summed over."""
+        return [dim for dim in DATA_DIMS if dim not in kept and self._size(dim) > 1]
+
+    def ranks_summed(self, kept: Collection[str] = ()) -> tuple[int, ...]:
+        """The processes that `sum_groups` are of, this one among them."""
+        assert self.mesh is not None
+        return _ranks_along(self.mesh, self.sum_dims(kept))
+
+    def _size(self, dim: str) -> int:
+        if self.mesh is None or dim not in self.peers.place:
+            return 1
+        return self.mesh.shape[(self.mesh.mesh_dim_names or ()).index(dim)]
+
+    def sides(self, *, shards: bool = False) -> list[dist.ProcessGroup]:
+        """Groups of this process along the dimensions of its peers.
+
+        Args:
+            shards: those that `shard_mesh` makes, too; all processes must call.
+        """
         if self.mesh is None:
             return []
-        return [self.mesh.get_group(dim) for dim in self.peers.place]
+        groups = [self.mesh.get_group(dim) for dim in self.peers.place]
+        for kept in ((), (EXPERT_DIM,)) if shards else ():
+            part = shard_mesh(self.mesh, kept)
+            groups += [] if part is None else part.get_all_groups()
+        return list(dict.fromkeys(groups))
 
 
 def make_mesh(
@@ -80,19 +163,24 @@ def make_mesh(
     stages: int,
     data_parallel: int = 1,
     replicate: int = 1,
+    context_parallel: int = 1,
+    expert_parallel: int = 1,
     tensor_parallel: int = 1,
     device: torch.device | str | None = None,
     timeout_s: float = 600.0,
 ) -> DeviceMesh:
     """Make the mesh of a run; all its processes must call.
 
-    Dimensions are ``pp``, ``dp`` and ``tp``; with ``replicate`` ``dp_replicate`` and
-    ``dp_shard`` stand for ``dp``.
+    Dimensions are ``pp``, ``dp``, ``cp``, ``ep`` and ``tp``; with ``replicate``
+    ``dp_replicate`` and ``dp_shard`` stand for ``dp``.
 
     Args:
         stages: of the pipeline.
         data_parallel: replicas, those of ``replicate`` included.
         replicate: of them, groups that each hold all shards (HSDP); 1: none.
+        context_parallel: processes that read slices of the same sequences.
+        expert_parallel: processes that hold different experts of each layer, and read
+            different samples.
         tensor_parallel: processes that share each layer.
         device: of this process; None: its GPU, else the CPU.
         timeout_s: for the other processes.
@@ -106,16 +194,22 @@ def make_mesh(
         raise RequestError(
             f"data_parallel is {data_parallel}, which {replicate} groups cannot share"
         )
-    sizes = {_STAGES: stages, "dp": data_parallel, _TENSOR: tensor_parallel}
+    data = {"dp": data_parallel}
     if replicate > 1:
-        data = {"dp_replicate": replicate, "dp_shard": data_parallel // replicate}
-        sizes = {_STAGES: stages, **data, _TENSOR: tensor_parallel}
+        data = {_REPLICATE: replicate, "dp_shard": data_parallel // replicate}
+    sizes = {
+        _STAGES: stages,
+        **data,
+        _CONTEXT: context_parallel,
+        EXPERT_DIM: expert_parallel,
+        _TENSOR: tensor_parallel,
+    }
     n = dist.get_world_size() if dist.is_initialized() else 1
-    needed = stages * data_parallel * tensor_parallel
+    needed = prod(sizes.values())
     if needed != n:
+        text = " x ".join(f"{size} {dim}" for dim, size in sizes.items())
         raise RequestError(
-            f"{stages} stages x {data_parallel} replicas x {tensor_parallel} tensor "
-            f"parallel are {needed} processes, and there are {n}; start as many"
+            f"a mesh of {text} has {needed} processes, and there are {n}; start as many"
         )
     return init_device_mesh(
         here.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
@@ -156,15 +250,22 @@ def find_place(
     assert coordinates is not None
     at = dict(zip(sizes, coordinates, strict=True))
     rank = dist.get_rank()
-    index = tuple(slice(None) if dim == _STAGES else at[dim] for dim in sizes)
-    pipeline = tuple(mesh.mesh[index].flatten().tolist())
-    index = tuple(slice(None) if dim in DATA_DIMS else at[dim] for dim in sizes)
-    ranks = tuple(mesh.mesh[index].flatten().tolist())
+    pipeline = _ranks_along(mesh, (_STAGES,))
+    ranks = _ranks_along(mesh, DATA_DIMS)
     at.pop(_STAGES, None)
     sizes.pop(_STAGES, None)
     return Place(
         dist.group.WORLD, pipeline, rank, n, _stage_group(at, sizes, ranks), mesh
     )
+
+
+def _ranks_along(mesh: DeviceMesh, dims: Collection[str]) -> tuple[int, ...]:
+    """Ranks of the processes that differ from this one along some dimensions alone."""
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    at = dict(zip(mesh.mesh_dim_names or (), coordinates, strict=True))
+    index = tuple(slice(None) if dim in dims else at[dim] for dim in at)
+    return tuple(mesh.mesh[index].flatten().tolist())
 
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -204,10 +305,28 @@ def _stage_group(
     return StageGroup(places.index(dict(at)), len(places), (*replicas,), ranks, at)
 
 
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The part of a mesh that holds replicas or shards; None: there is only one."""
+def shard_mesh(mesh: DeviceMesh, kept: Collection[str] = ()) -> DeviceMesh | None:
+    """The part of a mesh that parameters are dealt out over; None: there is none.
+
+    All processes of the mesh must call. With ``dp_replicate`` it has two dimensions,
+    the second one that of the shards; several dimensions of shards are made one.
+
+    Args:
+        mesh: of the pipeline.
+        kept: dimensions along which each process has parameters of its own.
+    """
     names = mesh.mesh_dim_names or ()
-    dims: Sequence[str] = [dim for dim in DATA_DIMS if dim in names]
-    if not dims:
-        return None
-    return mesh[dims[0]] if len(dims) == 1 else mesh[tuple(dims)]
+    dims = [dim for dim in names if dim in DATA_DIMS and dim not in kept]
+    copies = [dim for dim in dims if dim == _REPLICATE]
+    shards = [dim for dim in dims if dim != _REPLICATE]
+    several = [dim for dim in shards if mesh[dim].size() > 1] or shards[:1]
+    if not several:
+        return mesh[copies[0]] if copies else None
+    part = mesh[several[0]]
+    if len(several) > 1:
+        part = mesh[tuple(several)]._flatten(FLATTENED.join(several))
+    if not copies:
+        return part
+    if len(several) == 1:
+        return mesh[(copies[0], several[0])]
+    return DeviceMesh._concatenate([mesh[copies[0]], part])

@@ -31,6 +31,7 @@ from zbpp.core import Collective, CollectiveKind
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.comm.transport import Reduction
 from zbpp.runtime.parallel.buckets import Buckets
+from zbpp.runtime.parallel.experts import UseTable
 from zbpp.runtime.parallel.progress import LayerProgress, LayerSums
 from zbpp.runtime.parallel.wrap import Unsharded
 from zbpp.runtime.support.fsdp import Unit
@@ -42,12 +43,13 @@ __all__ = ["Collectives", "LayerSum"]
 class LayerSum:
     """The parts of one layer: what is wrapped, and what is not.
 
-    ``summed`` are the parameters whose gradients are summed, on all replicas alike.
+    ``buckets`` are of parameters that are summed over the same dimensions. ``summed``
+    are all whose gradients are summed, on all replicas alike.
     """
 
     index: int
     units: Sequence[Unit]
-    buckets: Buckets | None
+    buckets: Sequence[Buckets]
     summed: Sequence[nn.Parameter]
 
 
@@ -59,6 +61,7 @@ class Collectives:
         reduces: after which W's of a chunk its gradients are reduced.
         tied: parameters whose gradients other stages add to first.
         unsharded: what parameters were before ``shard`` dealt them out.
+        uses: of the parameters that are summed; None: there are none.
         now: reads the clock by which the stage's jobs are timed.
     """
 
@@ -69,6 +72,7 @@ class Collectives:
         reduces: Literal["none", "last", "every"] = "none",
         tied: Buckets | None = None,
         unsharded: Mapping[nn.Parameter, Unsharded] | None = None,
+        uses: UseTable | None = None,
         now: Callable[[], Any] = time.perf_counter,
     ) -> None:
         self._layers = layers
@@ -81,8 +85,8 @@ class Collectives:
         """Chunks with all gradients of a micro-batch, if each is summed by itself."""
         self._unused: dict[int, set[nn.Parameter]] = {}
         """Of each layer, parameters without a gradient in all sums of this step."""
-        self._parameters = [p for own in layers.values() for x in own for p in x.summed]
-        self._uses: Reduction | None = None
+        self._uses = uses
+        self._sum_of_uses: Reduction | None = None
         self.began: dict[int, Any] = {}
         """The start, by `now`, of the first sum of each chunk that is under way."""
         self._now = now
@@ -139,8 +143,8 @@ class Collectives:
         """Start to sum one layer's gradients; note the parameters that have none."""
         kept = {p for p in layer.summed if p.grad is not None}  # maybe the caller's
         unused = [p for unit in reversed(layer.units) for p in unit.reduce()]
-        if layer.buckets is not None:
-            unused += layer.buckets.reduce()
+        for buckets in layer.buckets:
+            unused += buckets.reduce()
         if layer.index in self._unused:
             self._unused[layer.index].intersection_update(unused)
         else:
@@ -160,30 +164,26 @@ class Collectives:
         Args:
             add: starts to add numbers of all replicas.
         """
-        if self._reduces == "none" or not self._parameters:
+        if self._reduces == "none" or self._uses is None:
             return
         for layer in chain.from_iterable(self._layers.values()):
-            if layer.buckets is not None:
-                layer.buckets.put_back()
+            for buckets in layer.buckets:
+                buckets.put_back()
         unused = set[nn.Parameter]().union(*self._unused.values())
         self._unused = {}
-        uses = torch.ones(len(self._parameters), dtype=torch.float64)
-        for place, p in enumerate(self._parameters) if unused else ():
-            uses[place] = p not in unused
-        self._uses = add(uses)  # kept while it is under way
-        if unused and self._uses is not None:
-            total = self._uses.result().tolist()
-            for p, n_replicas in zip(self._parameters, total, strict=True):
-                if n_replicas == 0:
-                    p.grad = None
+        total = add(self._uses.vector(unused))
+        self._sum_of_uses = total  # kept while it is under way
+        if unused and total is not None:
+            for p in self._uses.used_by_none(total.result()):
+                p.grad = None
 
     def wait(self, chunk: int) -> None:
         """Have the sums of the chunk."""
         for layer in self._layers.get(chunk, ()):
             for unit in layer.units:
                 unit.wait()
-            if layer.buckets is not None:
-                layer.buckets.wait()
+            for buckets in layer.buckets:
+                buckets.wait()
 
     def sum_tied(self) -> None:
         """Sum gradients of tied parameters, to which all stages have added theirs."""

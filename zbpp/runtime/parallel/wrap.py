@@ -7,18 +7,20 @@ gradients    gradients in parts as well: reduced after every W (ZeRO 2)
 parameters   parameters whole for a pass only (ZeRO 3)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.core import RequestError
 from zbpp.core.sharding import SHARDS
 from zbpp.runtime.chunk import Chunk
-from zbpp.runtime.parallel.mesh import Place, data_mesh
+from zbpp.runtime.comm.stage_group import EXPERT_DIM
+from zbpp.runtime.parallel.experts import sharded_dims
+from zbpp.runtime.parallel.mesh import DATA_DIMS, Place, shard_mesh
 from zbpp.runtime.support.fingerprint import fingerprints
 from zbpp.runtime.support.fsdp import units_in
-from zbpp.runtime.support.sharded import local_part
 
 __all__ = ["Unsharded", "check_bare", "check_shard", "wrap"]
 
@@ -55,7 +57,7 @@ def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
     if shard not in SHARDS:
         choices = ", ".join(map(repr, SHARDS))
         raise RequestError(f"shard is {shard!r}; choose one of {choices}")
-    if shard != "none" and place.n_replicas == 1:
+    if shard != "none" and place.n_summands == 1:
         raise RequestError(
             f"shard is {shard!r}, and there is one replica to hold it all; give a mesh "
             "whose dimension 'dp' is 2 or more"
@@ -67,7 +69,7 @@ def check_shard(shard: str, place: Place, *, alternating: bool = False) -> None:
             f"alternating_buffers hold layers for the time of a pass, and shard is "
             f"{shard!r}, which keeps them whole for longer; give shard='parameters'"
         )
-    mesh = data_mesh(place.mesh) if place.mesh is not None else None
+    mesh = shard_mesh(place.mesh) if place.mesh is not None else None
     assert mesh is not None
     if mesh.shape[-1] == 1:
         raise RequestError(
@@ -93,23 +95,35 @@ def check_bare(chunks: Iterable[Chunk]) -> None:
 
 
 def wrap(
-    layers: Iterable[nn.Module], place: Place, shard: str
+    layers: Iterable[nn.Module],
+    place: Place,
+    shard: str,
+    experts: Set[nn.Parameter] = frozenset(),
+    plain: Set[nn.Parameter] = frozenset(),
 ) -> dict[nn.Parameter, Unsharded]:
     """Shard the layers that have parameters and are not wrapped yet.
+
+    Experts are dealt out over the processes that hold the same ones, module by module;
+    where there are no others they stay whole.
 
     Args:
         layers: on their device.
         place: of this process.
         shard: see above.
+        experts: parameters of which each process along ``ep`` has its own.
+        plain: those of them that are no DTensors.
 
     Returns:
         What the sharded parameters were before.
+
+    Raises:
+        RequestError: experts cannot be dealt out apart from others.
     """
     if shard == "none" or place.mesh is None:
         return {}
     from torch.distributed.fsdp import fully_shard
 
-    mesh = data_mesh(place.mesh)
+    mesh = shard_mesh(place.mesh)
     assert mesh is not None
     to_wrap = [
         layer
@@ -117,9 +131,64 @@ def wrap(
         if any(True for _ in layer.parameters()) and not any(units_in(layer))
     ]
     whole = [p for layer in to_wrap for p in layer.parameters()]
-    numbers, dims = fingerprints(whole), [local_part(p).names for p in whole]
+    numbers = fingerprints(whole)
+    dims = [sharded_dims(p, plain) for p in whole]
+    resharded = shard == "parameters"
+    expert_mesh = shard_mesh(place.mesh, kept=(EXPERT_DIM,))
+    is_apart = expert_mesh is not None and expert_mesh.size() > 1
+    if is_apart and experts:
+        _check_order(place.mesh)
     for layer in to_wrap:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=shard == "parameters")
+        held = set(layer.parameters())
+        kept = held & experts
+        for module in _modules_of(layer, kept) if is_apart else ():
+            fully_shard(module, mesh=expert_mesh, reshard_after_forward=resharded)
+        if held > kept:
+            fully_shard(
+                layer,
+                mesh=mesh,
+                reshard_after_forward=resharded,
+                ignored_params=kept if kept and not is_apart else None,
+            )
     parts = [p for layer in to_wrap for p in layer.parameters()]
     rows = zip(parts, numbers, dims, fingerprints(parts), strict=True)
     return {p: Unsharded(number, names, part) for p, number, names, part in rows}
+
+
+def _modules_of(layer: nn.Module, experts: Set[nn.Parameter]) -> Iterator[nn.Module]:
+    """The largest modules in a layer that hold nothing but experts.
+
+    Raises:
+        RequestError: a module holds others beside them.
+    """
+    held = set(layer.parameters())
+    if not held & experts:
+        return
+    if held <= experts:
+        yield layer
+        return
+    for name, p in layer.named_parameters(recurse=False):
+        if p in experts:
+            raise RequestError(
+                f"{name} of a {type(layer).__name__} is an expert's, beside parameters "
+                "that are not, and shard= deals both out over other processes; put the "
+                "experts' parameters into a module of their own, whose forward uses "
+                "them"
+            )
+    for module in layer.children():
+        yield from _modules_of(module, experts)
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    """Check that experts lie in order: those of ``ep``, and parts of each of them.
+
+    Raises:
+        RequestError: ``ep`` comes before a dimension that they are dealt out over.
+    """
+    names = mesh.mesh_dim_names or ()
+    behind = [name for name in names[names.index(EXPERT_DIM) :] if name in DATA_DIMS]
+    if len(behind) > 1:
+        raise RequestError(
+            f"the mesh has the dimensions {names}, and shard= deals experts out over "
+            f"{behind[1]!r}, which must stand before 'ep', as zbpp.mesh makes it"
+        )

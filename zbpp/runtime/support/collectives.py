@@ -8,13 +8,22 @@ error was raised. A layer's own error is never taken for one.
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zbpp.core import RequestError
 
-__all__ = ["BrokenCollective", "backend_of", "is_broken", "noting_broken", "wire_of"]
+__all__ = [
+    "BrokenCollective",
+    "backend_of",
+    "groups_kept",
+    "is_broken",
+    "noting_broken",
+    "wire_of",
+]
 
 _RAISE_BROKEN = (
     "torch.distributed.distributed_c10d",
@@ -79,3 +88,16 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 def wire_of(backend: str, device: torch.device) -> torch.device:
     """Where tensors must be that a backend is to move for a device."""
     return torch.device("cpu") if backend == "gloo" else device
+
+
+def groups_kept(module: nn.Module) -> dict[int, Any]:
+    """A memo for a deep copy: it has the process groups of a module's parts as theirs.
+
+    Layers keep the groups of their collectives, and a group cannot be copied.
+    """
+    return {
+        id(value): value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, dist.ProcessGroup)
+    }

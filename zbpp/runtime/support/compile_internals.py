@@ -116,9 +116,8 @@ def inductor_options(
     Raises:
         RuntimeError: there is no such mode or option.
     """
-    made = torch._TorchCompileInductorWrapper(  # type: ignore[no-untyped-call]
-        mode, None if options is None else dict(options), dynamic
-    )
+    wrapper: Any = torch._TorchCompileInductorWrapper  # typed from torch 2.14 on
+    made = wrapper(mode, None if options is None else dict(options), dynamic)
     return dict(made.config)
 
 

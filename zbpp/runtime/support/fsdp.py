@@ -25,6 +25,7 @@ __all__ = [
     "fill_unused",
     "is_unit",
     "managed",
+    "managed_dims",
     "units_in",
     "widening_of",
 ]
@@ -37,6 +38,7 @@ _NAMES = {
         "finalize_backward",
         "wait_for_unshard",
         "fsdp_params",
+        "mesh_info",
         "reduce_grads",
         "all_reduce_grads",
         "_all_gather_result",
@@ -209,6 +211,16 @@ def managed(unit: nn.Module) -> Iterator[Tensor]:
     for group in groups._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             yield parameter.sharded_param
+
+
+def managed_dims(unit: nn.Module) -> Iterator[tuple[Tensor, Sequence[str]]]:
+    """The same parameters, each with the dimensions that they are dealt out over."""
+    groups: Any = unit
+    for group in groups._get_fsdp_state()._fsdp_param_groups:
+        check_names(group, _NAMES["group"])
+        names = group.mesh_info.mesh.mesh_dim_names or ()
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param, names
 
 
 def widening_of(units: Iterable[Unit]) -> Callable[[], None] | None:

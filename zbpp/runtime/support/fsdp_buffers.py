@@ -322,10 +322,11 @@ class PartSums:
     def start(self) -> None:
         """Start the sums."""
         for one in self._sums:
-            work = dist.reduce_scatter_single(
+            # torch 2.13 does not tell the type
+            work: Any = dist.reduce_scatter_single(
                 one.part, one.whole, dist.ReduceOp.SUM, self._group, async_op=True
             )
-            self._works.append(cast(dist.Work, work))
+            self._works.append(work)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -55,6 +55,15 @@ PRIVATE_NAMES = {
     "torch.nn.parallel:DistributedDataParallel._active_ddp_module": (
         "a DistributedDataParallel around a split forward is not refused"
     ),
+    "torch.distributed.device_mesh:DeviceMesh._flatten": (
+        "nothing is dealt out over several dimensions of a mesh"
+    ),
+    "torch.distributed.device_mesh:DeviceMesh._concatenate": (
+        "experts that are dealt out over replicas are not saved"
+    ),
+    "torch.distributed.tensor.placement_types:_StridedShard": (
+        "experts that are dealt out over replicas are not saved"
+    ),
     "torch._C:_current_autograd_node": _NOT_SPLIT,
     "torch._inductor.compile_fx:compile_fx": _NOT_SPLIT,
     "torch._inductor.compile_fx:compile_fx_inner": _NOT_SPLIT,

@@ -22,6 +22,7 @@ __all__ = [
     "Event",
     "HostCopy",
     "MakeEvent",
+    "NetworkStream",
     "SideStream",
     "StageStream",
     "sent_ahead",
@@ -143,6 +144,36 @@ class SideStream:
     def hand_over(self, tensor: Tensor) -> None:
         """Tell the allocator that the current stream uses a copy."""
         tensor.record_stream(torch.accelerator.current_stream(self._device))
+
+
+class NetworkStream(SideStream):
+    """The stream of a stage's communications, beside which it computes.
+
+        computes   | F0 .. |          B1 ..          | F0 goes on
+        network            | F0's all-to-all |
+
+    Args:
+        device: one that runs ahead of the host.
+    """
+
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        """Wait for what the current stream has been given, and use its tensors."""
+        with self.running():
+            network = torch.accelerator.current_stream(self._device)
+        network.wait_stream(torch.accelerator.current_stream(self._device))
+        _record(tensors, network)
+
+    def end(self, event: Event, tensors: Iterable[Tensor]) -> None:
+        """Let the current stream use tensors, once it has waited for an event here."""
+        event.wait()
+        _record(tensors, torch.accelerator.current_stream(self._device))
+
+
+def _record(tensors: Iterable[Tensor], stream: torch.Stream) -> None:
+    """Tell the allocator that a stream uses tensors, those of the host left out."""
+    for tensor in tensors:
+        if runs_ahead(tensor.device):
+            tensor.record_stream(stream)
 
 
 class StageStream:

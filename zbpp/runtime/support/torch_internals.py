@@ -57,7 +57,8 @@ def arrived(tensor: Tensor) -> Tensor:
     """Await what a collective still writes, as tensor parallelism hands it on."""
     if not hasattr(tensor, "trigger_wait"):
         return tensor
-    return cast(Tensor, _Arrived.apply(tensor))  # type: ignore[no-untyped-call]
+    apply: Any = _Arrived.apply  # typed from torch 2.14 on
+    return cast(Tensor, apply(tensor))
 
 
 def is_fake(tensor: Tensor) -> bool:

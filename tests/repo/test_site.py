@@ -1,0 +1,156 @@
+"""The documentation site: built without a warning, whole, and without foreign hosts."""
+
+import html
+import importlib
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from chromium import Chromium, executable
+from pages import ROOT
+
+from zbpp.cli.commands import main
+
+pytestmark = pytest.mark.slow
+
+MODULES = [
+    "zbpp",
+    *("zbpp.diagnostics", "zbpp.memory", "zbpp.checkpoint", "zbpp.models"),
+    *("zbpp.runtime", "zbpp.simulator", "zbpp.schedules", "zbpp.planning"),
+    *("zbpp.profiling", "zbpp.tuning", "zbpp.core"),
+]
+FIELD = "input.md-search__input"
+SEARCHED = """new Promise((done) => {
+  let tries = 0;
+  const look = () => {
+    const links = [...document.querySelectorAll("a.md-search-result__link")];
+    if (links.length || ++tries > 400) done(links.map((a) => a.href));
+    else setTimeout(look, 50);
+  };
+  look();
+})"""
+"""Where the search leads, as soon as it leads anywhere, else after 20 s: to nothing."""
+COMMANDS = ["plan", "show", "compare", "mesh", "train", "bench", "profile", "estimate"]
+COMMANDS += ["doctor"]
+
+
+def build(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run what ``make docs`` runs, into a folder."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    return subprocess.run(
+        [*command, "-f", str(config), "-d", str(folder)],
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    result = build(ROOT / "mkdocs.yml", folder)
+    assert result.returncode == 0 and "WARNING" not in result.stderr, result.stderr
+    return folder
+
+
+def text_of(page: Path) -> str:
+    """What a page says, without its tags."""
+    return html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("[a](none.md)", "'none.md', but the target is not found"),
+        ("[a](#none)", "there is no such anchor on this page"),
+        ("", None),
+    ],
+)
+def test_a_broken_link_or_anchor_ends_the_build(tmp_path, text, warning):
+    """By the rules of our configuration, without its plugins."""
+    rules = (ROOT / "mkdocs.yml").read_text().partition("\nvalidation:")[2]
+    rules = "validation:" + rules.partition("\n\n")[0]
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: tiny\n{rules}\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Tiny\n\n{text}\n")
+    result = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert (result.returncode == 0) == (warning is None), result.stderr
+    assert warning is None or warning in result.stderr
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_is_in_the_reference(site, name):
+    head = (site / "objects.inv").read_bytes().split(b"\n", 4)
+    known = {line.split()[0] for line in zlib.decompress(head[4]).decode().splitlines()}
+    module = importlib.import_module(name)
+    missing = {inner for inner in module.__all__ if f"{name}.{inner}" not in known}
+    modules = {inner for inner in missing if f"{name}.{inner}" in MODULES}
+    hidden = {
+        inner
+        for inner in missing - modules  # named as the submodule that it is in
+        if f"{getattr(module, inner).__module__}.{inner}" in known
+    }
+    assert missing == modules | hidden
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_of_commands_has_the_help_of_each(site, command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    printed = capsys.readouterr().out.rstrip()
+    assert printed in text_of(site / "reference" / "commands.html")
+
+
+def test_the_digest_has_every_page_and_name(site):
+    digest = (site / "llms.txt").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
+        title = re.findall(r"^# .*$", page.read_text(), re.MULTILINE)[0]
+        assert f"<!-- {name} -->" in digest and title in digest, name
+    for name in MODULES[1:]:
+        for inner in importlib.import_module(name).__all__:
+            assert f"* `{inner}" in digest, (name, inner)
+    assert "\n::: " not in digest and "* `zbpp.Pipeline(model" in digest
+
+
+def foreign(text: str) -> list[str]:
+    """What a page would fetch from another host when it is opened."""
+    tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", text)
+    return [
+        url
+        for tag in tags
+        if 'rel="canonical"' not in tag
+        for url in re.findall(r'(?:src|href)="?((?:https?:)?//[^" >]+)', tag)
+    ]
+
+
+def test_no_page_fetches_from_another_host(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        assert not foreign(page.read_text(encoding="utf-8")), page
+    assert foreign('<script src="https://example.org/a.js"></script>')
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
+def test_pages_open_as_files_and_the_search_finds(site, tmp_path):
+    browser = Chromium(tmp_path / "profile")
+    try:
+        for page in ("index", "start/which_mode", "reference/python/zbpp"):
+            browser.load(site / f"{page}.html")
+        browser.run(f"document.querySelector('{FIELD}').focus()")
+        browser.call("Input.insertText", text="rollback")
+        found = browser.run(SEARCHED)
+        assert any("post_validation" in link for link in found), found
+        assert not browser.errors
+        assert all(
+            url.startswith(("file:", "data:", "blob:")) for url in browser.requests
+        )
+    finally:
+        browser.close()

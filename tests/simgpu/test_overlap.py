@@ -1,0 +1,107 @@
+"""Pairs in turns on the simulated device: same bits, no race, two streams."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from small_model import assert_same
+from talking import Outcome, exchange, make, talking, train
+from torch import Tensor
+
+import simgpu
+from zbpp.runtime.overlap import PairedRun
+from zbpp.runtime.support import streams
+from zbpp.runtime.support.streams import NetworkStream
+
+CASES: dict[str, dict[str, Any]] = {
+    "dropout": {},
+    "recompute": {"recompute": "all"},
+    "stage streams": {"n_stages": 2, "stage_streams": True, "seed": 3},
+}
+
+
+def saving(x: Tensor, name: str) -> Tensor:
+    """Communicate what it keeps for its backward, on the network's stream as well."""
+    return exchange(x * x, name)
+
+
+def trained(case: str, policy: str, seed: int = 0, **more: Any) -> Outcome:
+    simgpu.begin(policy, seed)
+    how = CASES[case] | {"device": simgpu.DEVICE} | more
+    model = talking(4, dropout=0.3, communicate=saving)
+    numbers, state = train(make(model, **how), steps=2)
+    return numbers, {name: value.cpu() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_turns_have_the_bits_of_a_row_and_no_race(case: str) -> None:
+    numbers, state = trained(case, "eager", overlap=False)
+    for policy, seed in (("lazy", 0), ("random", 1)):
+        in_turns = trained(case, policy, seed)
+        assert simgpu.reports() == [], (policy, seed)
+        assert in_turns[0] == numbers
+        assert_same(in_turns[1], state)
+
+
+def nothing(*_: Any) -> None:
+    """Leave a wait out."""
+
+
+def begin_without_waiting(self: NetworkStream, tensors: Any) -> None:
+    with self.running():
+        network = torch.accelerator.current_stream(simgpu.DEVICE)
+    streams._record(tensors, network)
+
+
+def end_without_waiting(self: NetworkStream, event: Any, tensors: Any) -> None:
+    streams._record(tensors, torch.accelerator.current_stream(simgpu.DEVICE))
+
+
+MISTAKES: dict[str, tuple[Any, str, Callable[..., None]]] = {
+    "communication does not wait": (NetworkStream, "begin", begin_without_waiting),
+    "computing does not wait": (NetworkStream, "end", end_without_waiting),
+    "tensors are not recorded": (streams, "_record", nothing),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wait_that_is_left_out_is_reported(
+    mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*MISTAKES[mistake])
+    with suppress(RuntimeError):  # numbers may be so wrong that the step fails
+        trained("dropout", "random", 1)
+    assert simgpu.reports()
+
+
+def test_what_communicates_runs_on_a_stream_of_its_own() -> None:
+    """In F and in B, in pairs and alone; what computes stays on the caller's."""
+    used: dict[str, set[int]] = {"F": set(), "B": set()}
+    in_pairs: list[bool] = []
+    run = PairedRun.run
+
+    class Call(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            used["F"].add(torch.accelerator.current_stream().stream_id)
+            return x.flip(0)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            used["B"].add(torch.accelerator.current_stream().stream_id)
+            return dy.flip(0)
+
+    def noted(self: PairedRun, *halves: Any) -> Any:
+        in_pairs.append(True)
+        return run(self, *halves)
+
+    simgpu.begin("lazy")
+    here = torch.accelerator.current_stream().stream_id
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PairedRun, "run", noted)
+        model = talking(4, communicate=lambda x, name: Call.apply(x))
+        train(make(model, device=simgpu.DEVICE), steps=2)
+    assert in_pairs
+    assert used["F"] == used["B"] and len(used["F"]) == 1 and here not in used["F"]

@@ -1,0 +1,119 @@
+"""Questions of the playground and their answers, both JSON.
+
+A question has what it asks for (``do``), the settings of the page, and modes:
+
+    plan   figures of one mode, and its schedule file, as ``zbpp plan`` writes it
+    draw   timelines of some modes: elements for the page, and data for its scripts
+
+Settings: stages, microbatches, f, b, w and comm (times), limit (memory, 0: none),
+speeds (one factor a stage, on its times).
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from zbpp.cli.summary import summarize
+from zbpp.core import Costs, RequestError, parse_costs, schedule_text
+from zbpp.planning import MODES, Plan, PlanRequest, make_plan
+from zbpp.simulator import simulate
+from zbpp.simulator.page import PageEntry
+from zbpp.simulator.page.panels import Panel, panels_data, panels_html
+
+__all__ = ["MOST_JOBS", "answer", "costs_text", "overview"]
+
+MOST_JOBS = 16_384
+"""Stages times micro-batches that a page may ask for."""
+
+Settings = Mapping[str, Any]
+
+
+def overview() -> str:
+    """Tell the page which modes there are."""
+    return json.dumps([{"name": m.name, "about": m.summary} for m in MODES.values()])
+
+
+def answer(question: str) -> str:
+    """Answer one question; what cannot be had is a ``reason``.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no question of the page.
+    """
+    asked = json.loads(question)
+    settings, modes = json.dumps(asked["settings"], sort_keys=True), asked["modes"]
+    try:
+        if asked["do"] == "draw":
+            return json.dumps(_drawn(settings, modes))
+        (mode,) = modes
+        return json.dumps(_planned(settings, mode))
+    except RequestError as error:
+        return json.dumps({"reason": str(error)})
+
+
+def costs_text(settings: Settings) -> str:
+    """Write settings as the costs file that repeats them in a terminal.
+
+    >>> one = {"f": 1, "b": 2, "w": 1, "comm": 0, "limit": 0}
+    >>> costs_text(one | {"speeds": [1, 1.5]})
+    '{"f": [1, 1.5], "b": [2, 3.0], "w": [1, 1.5], "comm": 0}'
+    """
+    costs: dict[str, Any] = {
+        kind: [settings[kind] * speed for speed in settings["speeds"]]
+        for kind in ("f", "b", "w")
+    }
+    costs["comm"] = settings["comm"]
+    if settings["limit"]:
+        costs["memory_limit"] = settings["limit"]
+    return json.dumps(costs)
+
+
+def _costs(settings: Settings) -> Costs:
+    return parse_costs(costs_text(settings), source="the settings")
+
+
+@lru_cache(maxsize=64)
+def _plan(settings_text: str, mode: str) -> tuple[Plan, float]:
+    """A plan, and the seconds that it took."""
+    settings = json.loads(settings_text)
+    p, m = int(settings["stages"]), int(settings["microbatches"])
+    if p * m > MOST_JOBS:
+        raise RequestError(f"{p} stages of {m} micro-batches: too many for a page")
+    began = time.perf_counter()
+    plan = make_plan(
+        PlanRequest(schedule=mode, n_stages=p, n_microbatches=m, costs=_costs(settings))
+    )
+    return plan, time.perf_counter() - began
+
+
+def _planned(settings: str, mode: str) -> dict[str, Any]:
+    """Figures of a plan, and its file."""
+    plan, seconds = _plan(settings, mode)
+    figures = summarize(plan.schedule, plan.costs)
+    return {
+        "mode": mode,
+        "chosen": plan.mode,
+        "seconds": seconds,
+        "bubble": figures.bubble_rate,
+        "step": figures.step_time,
+        "peak": max(figures.peak_memory),
+        "gap": figures.gap,
+        "file": schedule_text(plan.schedule),
+        "costs": costs_text(json.loads(settings)),
+    }
+
+
+def _drawn(settings: str, modes: list[str]) -> dict[str, Any]:
+    """Timelines, as the pages of ``zbpp show -o x.html`` have them."""
+    entries = [_entry(_plan(settings, mode)[0], mode) for mode in modes]
+    panels = [Panel(entry, "simulated") for entry in entries]
+    return {
+        "html": panels_html(entries, panels),
+        "data": panels_data(entries, panels, ""),
+    }
+
+
+def _entry(plan: Plan, mode: str) -> PageEntry:
+    timeline = simulate(plan.schedule, plan.costs)
+    return PageEntry(name=mode, simulated=timeline, costs=plan.costs)

@@ -1,0 +1,39 @@
+"""``zbpp playground``: a page on which modes are compared live, on this machine."""
+
+import sys
+import webbrowser
+from dataclasses import dataclass
+
+from zbpp.cli.playground.server import make_server
+from zbpp.core import RequestError
+from zbpp.training.options import flag
+
+__all__ = ["Playground"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Playground:
+    """Serve a page to this machine alone: sliders, modes compared live, timelines, plan
+    files; needs no network.
+    """
+
+    port: int = flag("of the page; 0: one that is free", 0)
+    open: bool = flag("open the page in the default browser", False, pair=False)
+
+    def run(self) -> None:
+        """Print the address, and serve until Ctrl-C.
+
+        Raises:
+            RequestError: the port cannot be had.
+        """
+        try:
+            server = make_server(self.port)
+        except (OSError, OverflowError) as error:
+            raise RequestError(f"--port {self.port} cannot be had: {error}") from None
+        with server:
+            address = f"http://127.0.0.1:{server.server_port}/"
+            print(address, flush=True)
+            print("Ctrl-C ends it", file=sys.stderr, flush=True)
+            if self.open:
+                webbrowser.open(address)
+            server.serve_forever()
