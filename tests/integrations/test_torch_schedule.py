@@ -152,3 +152,5 @@ def test_arguments_with_and_without_names_are_refused() -> None:
     schedule, *_ = of_ours("ZBV", N_STAGES)
     with pytest.raises(RequestError, match="by name, or none: 1 came without one, and"):
         schedule.step(torch.ones(8, DIM), mask=torch.ones(8), target=torch.ones(8, DIM))
+    with pytest.raises(RequestError, match="arg_mbs, target_mbs of torch's schedules"):
+        schedule.step(arg_mbs=[], target_mbs=[])

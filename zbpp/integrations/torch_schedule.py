@@ -18,6 +18,9 @@ from zbpp.runtime.microbatches import Batch
 
 __all__ = ["TorchSchedule"]
 
+_NOT_TAKEN = {"arg_mbs", "kwarg_mbs", "target_mbs", "loss_kwargs"}
+"""Keywords of torch's schedules that are no arguments of a model."""
+
 
 class TorchSchedule:
     """What a trainer calls of ``torch.distributed.pipelining``'s schedules.
@@ -107,8 +110,13 @@ class TorchSchedule:
         """Return what `Pipeline.step` takes for the arguments of a model.
 
         Raises:
-            RequestError: some have a name and some none.
+            RequestError: some have a name and some none, or one is torch's own.
         """
+        if refused := sorted(_NOT_TAKEN & kwargs.keys()):
+            raise RequestError(
+                f"{', '.join(refused)} of torch's schedules is not taken: give the "
+                "whole batch, and loss_fn where the pipeline is made"
+            )
         if args and kwargs:
             raise RequestError(
                 f"give all arguments of the model by name, or none: {len(args)} came "
