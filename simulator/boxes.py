@@ -23,7 +23,7 @@ from zbpp.core import (
     State,
     Timeline,
     kind_of,
-    parts_of,
+    members_of,
     passes_in,
     place_of,
 )
@@ -133,7 +133,7 @@ class Box(NamedTuple):
     @property
     def numbers(self) -> dict[str, int]:
         """Chunk and micro-batch of the job, or of its first part, if it has them."""
-        part = parts_of(self.job)[0]
+        part = members_of(self.job)[0]
         return {name: getattr(part, name) for name in _NUMBERS[kind_of(part).scope]}
 
     @property

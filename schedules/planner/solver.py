@@ -40,7 +40,7 @@ from zbpp.core import (
     Step,
     longest_span,
     lower_bound,
-    parts_of,
+    members_of,
     peaks,
     reads,
     replay,
@@ -119,7 +119,7 @@ def certify(
             "than their passes; leave fb out of the costs"
         )
     in_turn = tuple(
-        tuple(part for job in order for part in parts_of(job))
+        tuple(part for job in order for part in members_of(job))
         for order in schedule.orders
     )
     # refused if it exceeds the limit

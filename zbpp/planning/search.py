@@ -232,6 +232,6 @@ def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
                 )
     if costs.limit is None:
         return schedule
-    needs = peaks(schedule.orders, on_chunks)
+    needs = peaks(schedule.rows_for(on_chunks), on_chunks)
     check_limits(schedule.name, needs, on_chunks, schedule.n_microbatches)
     return replace(schedule, costs=costs)

@@ -2,6 +2,8 @@
 
 columns        what the columns of costs are per, and how shorthands are spread
 collectives    times of gathers and sums among replicas, by formula; ZeRO's bytes
+parts          what passes compute, and what they exchange between
+lane_memory    the memory along a row of parts
 table          Costs: what the caller writes; ChunkCosts: the same on a placement;
                the memory along an order
 layers         LayerCosts: times and memories per layer, for any split
@@ -18,6 +20,7 @@ from zbpp.core.costs.collectives import (
 )
 from zbpp.core.costs.columns import PerChunk
 from zbpp.core.costs.layers import LayerCosts, chunk_layers
+from zbpp.core.costs.parts import Parts
 from zbpp.core.costs.table import (
     ChunkCosts,
     Costs,
@@ -34,6 +37,7 @@ __all__ = [
     "LayerCosts",
     "Link",
     "MemoryModel",
+    "Parts",
     "PerChunk",
     "chunk_layers",
     "collective_time",
