@@ -162,10 +162,10 @@ class Clock:
         for part in passes_in(job):
             for value in writes(part, self._n_chunks):
                 self._written[value] = end
-        for part in self._done_with(job):
-            kind = kind_of(part)
+        for done in self._done_with(job):
+            kind = kind_of(done)
             if kind.sets is not None:
-                self._states[kind.sets, place_of(part)] = end
+                self._states[kind.sets, place_of(done)] = end
             self._gradients_due += kind.gradients_due
             if kind.gradients_due < 0:
                 self._last_gradient = max(self._last_gradient, end)

@@ -48,10 +48,10 @@ def check_parts(
     for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
         _check_row(rows, stage, order, row, counts)
     times = Costs(parts=_unit_parts(placement, lanes)).on(placement)
-    for stage, row in enumerate(replay(rows, times, n_microbatches=n_microbatches)):
-        if len(row) < len(rows[stage]):
+    for stage, slots in enumerate(replay(rows, times, n_microbatches=n_microbatches)):
+        if len(slots) < len(rows[stage]):
             reason = "deadlock: what this waits for on another stage waits for it"
-            raise _mistake(rows, stage, len(row), reason)
+            raise _mistake(rows, stage, len(slots), reason)
 
 
 def _check_row(

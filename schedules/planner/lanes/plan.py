@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from zbpp.core import (
     Costs,
@@ -232,6 +233,7 @@ def _change(settings: _Settings, draws: random.Random) -> _Settings:
     for _ in range(draws.choice((1, 1, 2, 3))):
         name = draws.choice(_NAMES)
         value = getattr(settings, name)
+        changed: Any
         if not isinstance(value, tuple):
             changed = _other(name, value, draws)
         else:

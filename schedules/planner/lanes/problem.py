@@ -18,6 +18,7 @@ from zbpp.core import (
     ChunkCosts,
     Job,
     Lane,
+    Order,
     Part,
     Pass,
     PassKind,
@@ -145,10 +146,12 @@ class LaneProblem:
 
     def schedule(self, rows: Rows, name: str) -> Schedule:
         """Write rows as orders and parts; each stage steps at its end."""
-        laid = tuple((*self._row(row), Step(stage)) for stage, row in enumerate(rows))
+        laid: list[Order] = [
+            (*self._row(row), Step(stage)) for stage, row in enumerate(rows)
+        ]
         orders = tuple(tuple(self._starts(row, s)) for s, row in enumerate(laid))
         placement, m = self.base.placement, self.base.n_microbatches
-        return Schedule(name, placement, m, orders, parts=laid)
+        return Schedule(name, placement, m, orders, parts=tuple(laid))
 
     def _row(self, row: list[tuple[int, int]]) -> Iterator[Part]:
         for index, microbatch in row:
@@ -156,7 +159,7 @@ class LaneProblem:
             of = Pass(part.kind, part.chunk, microbatch)
             yield Part(of, part.index, part.lane)
 
-    def _starts(self, row: tuple[Job, ...], stage: int) -> Iterator[Job]:
+    def _starts(self, row: Order, stage: int) -> Iterator[Job]:
         """The passes of a row, in the order of their starts."""
         for job in row:
             if not isinstance(job, Part):

@@ -70,7 +70,8 @@ def held_on_lanes(
         counts[lane] += 1
         known = _with(known, lane, counts[lane])
         on_lane[lane] = ended[of] = known
-        if last.get(of, column) == column:
+        is_last = not isinstance(job, Part) or last[job.of] == column
+        if is_last:
             running[of] = lane, counts[lane]
             if isinstance(of, Pass):
                 ended |= dict.fromkeys(writes(of, n_chunks), known)
