@@ -3,7 +3,8 @@
 Two stages with two chunks each (placement 0 1 0 1), four micro-batches; one cell is one
 unit of time, every pass of a chunk takes 1, a pair 2 (``-`` is its second half):
 
-PICTURE
+    0 | 0F0      0F1      2F0      2F1      0F2      .        0F3&2BW0 -        2F2&2BW1 -        2F3&0BW0 -        0BW1     -        2BW2     -        2BW3     -        0BW2     -        0BW3     -
+    1 | .        1F0      1F1      3F0      3F1&3BW0 -        1F2&3BW1 -        1F3&1BW0 -        3F2&1BW1 -        3F3&3BW2 -        3BW3     -        1BW2     -        1BW3     -
 
 It is VPP with one more forward in the warm-up: so the F and the backward of a pair are
 of micro-batches that do not wait for one another, and each hides what the other
@@ -12,7 +13,10 @@ exchanges (the all-to-alls of a mixture of experts) behind what it computes.
 Source: Megatron-Core, ``core/pipeline_parallel/combined_1f1b.py`` (its groups have p
 micro-batches; ours are those of `plan_vpp`, the same where p divides m). Peak memory
 that of VPP and a chunk more.
-"""
+
+Idle time of the slowest stage (p-1)(FB - 3F/2) when F = B = W and p divides m >= 2p, if
+the pairs of a stage's two chunks take FB, from 2F to 3F (checked on a grid).
+"""  # noqa: E501  (a picture is one line a stage)
 
 from zbpp.core import Order, Pair, Pass, Placement, Schedule, Step
 from zbpp.schedules.patterns.vpp import interleaved_passes

@@ -1,8 +1,8 @@
 """Plan passes in parts: list schedules by many rules, the best ones changed.
 
 1. Rules are drawn, and the best few kept.
-2. One to three of their settings are changed at a time, for a while; what is not worse
-   is kept.
+2. One to three of their settings are changed at a time; what is not worse is kept. So
+   the best few, for a while, then the best two of them.
 3. Orders of whole passes, laid out: the plan for passes in one piece, DualPipeV and
    combined 1F1B where they fit. No plan is longer than one of these.
 
@@ -29,15 +29,15 @@ from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
 from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.lanes.problem import LaneProblem, LaneRules, Rows
-from zbpp.schedules.planner.lanes.scheduler import list_schedule
+from zbpp.schedules.planner.lanes.scheduler import list_schedule, list_span
 
 __all__ = ["plan_on_lanes"]
 
-_PARTS = {"fast": 4e5, "default": 6e6, "best": 6e6}
+_PARTS = {"fast": 4e5, "default": 1e7, "best": 1e7}
 """Parts that list schedules place, by effort."""
 _LEAST = 20  # runs, of any size
 _DRAWN = 0.3  # share of the runs whose rules are drawn
-_KEPT = 3  # of those, the best are changed
+_KEPT, _LAST = 8, 2  # of those, the best are changed, then the best of these
 _WORSE = 1.05  # a drawn one is given up beyond the best
 
 
@@ -135,45 +135,50 @@ def _laid_out(
 def _search(problem: LaneProblem, budget: Budget, seconds: float) -> Rows | None:
     """The shortest rows of all rules that are tried; None: none comes to an end."""
     draws = random.Random(0)
-    n_parts = problem.row_from[-1]
-    n_runs = max(_LEAST, int(budget.passes / n_parts))
-    drawn: list[tuple[float, _Settings]] = []
+    n_runs = max(_LEAST, int(budget.passes / problem.row_from[-1]))
+    climbs: list[_Climb] = []
+    best = math.inf
     for _ in range(max(_KEPT, int(_DRAWN * n_runs))):
         settings = _draw(problem, draws)
-        best = min((span for span, _ in drawn), default=math.inf)
-        found = list_schedule(problem, settings.rules(problem), below=_WORSE * best)
-        if found is not None:
-            drawn.append((found[0], settings))
-    drawn.sort(key=lambda one: one[0])
-    best_of: list[tuple[float, _Settings]] = []
-    target = problem.base.target
-    for span, settings in drawn[:_KEPT]:
-        for _ in range(int((1 - _DRAWN) * n_runs / _KEPT)):
-            if span <= target:
-                break
-            span, settings = _step(problem, draws, span, settings)
-        best_of.append((span, settings))
-    if not best_of:
+        span = list_span(problem, settings.rules(problem), below=_WORSE * best)
+        best = min(best, span)
+        if span < math.inf:
+            climbs.append(_Climb(problem, draws, span, settings))
+    if not climbs:
         return None
-    span, settings = min(best_of, key=lambda one: one[0])
+    n_steps = int((1 - _DRAWN) / 2 * n_runs)
+    for n_kept in (_KEPT, _LAST):
+        climbs = sorted(climbs, key=lambda climb: climb.span)[:n_kept]
+        for climb in climbs:
+            for _ in range(n_steps // n_kept):
+                climb.step()
+    best_climb = min(climbs, key=lambda climb: climb.span)
     longer = Budget(math.inf, seconds)
-    while seconds and longer.is_left and span > target:
-        span, settings = _step(problem, draws, span, settings)
-    found = list_schedule(problem, settings.rules(problem))
+    while seconds and longer.is_left and best_climb.span > problem.base.target:
+        best_climb.step()
+    found = list_schedule(problem, best_climb.settings.rules(problem))
     assert found is not None
     return found[1]
 
 
-def _step(
-    problem: LaneProblem, draws: random.Random, span: float, settings: _Settings
-) -> tuple[float, _Settings]:
-    """Change settings; take the change if it is not worse."""
-    changed = _change(settings, draws)
-    rules = changed.rules(problem)
-    found = list_schedule(problem, rules, below=span * (1 + 1e-12))
-    if found is None or found[0] > span:
-        return span, settings
-    return found[0], changed
+@dataclass
+class _Climb:
+    """Settings that get better, and the span that they give."""
+
+    problem: LaneProblem
+    draws: random.Random
+    span: float
+    settings: _Settings
+
+    def step(self) -> None:
+        """Change settings; take the change if it is not worse."""
+        if self.span <= self.problem.base.target:
+            return
+        changed = _change(self.settings, self.draws)
+        rules = changed.rules(self.problem)
+        span = list_span(self.problem, rules, below=self.span * (1 + 1e-12))
+        if span <= self.span:
+            self.span, self.settings = span, changed
 
 
 def _draw(problem: LaneProblem, draws: random.Random) -> _Settings:

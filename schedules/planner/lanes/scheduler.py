@@ -32,7 +32,7 @@ from zbpp.schedules.planner.compiled.library import (
 )
 from zbpp.schedules.planner.lanes.problem import LaneProblem, LaneRules, Rows
 
-__all__ = ["list_schedule"]
+__all__ = ["list_schedule", "list_span"]
 
 _COMPUTE, _NETWORK = 0, 1
 
@@ -45,9 +45,25 @@ def list_schedule(
     Returns:
         The longest span of a stage, and the rows.
     """
-    if library is not None:
-        return _in_c(problem, rules, below)
-    return _Stages(problem, rules).run(below)
+    if library is None:
+        return _Stages(problem, rules).run(below)
+    found = _in_c(problem, rules, below)
+    if found is None:
+        return None
+    span, parts, microbatches = found
+    rows = [
+        list(zip(parts[begin:end], microbatches[begin:end], strict=True))
+        for begin, end in pairwise(problem.row_from)
+    ]
+    return span, rows
+
+
+def list_span(problem: LaneProblem, rules: LaneRules, *, below: float) -> float:
+    """The longest span of `list_schedule`; infinite where that gives None."""
+    run = (
+        _in_c(problem, rules, below) if library else _Stages(problem, rules).run(below)
+    )
+    return math.inf if run is None else run[0]
 
 
 @dataclass(slots=True)
@@ -281,8 +297,8 @@ class _Stages:
 
 def _in_c(
     problem: LaneProblem, rules: LaneRules, below: float
-) -> tuple[float, Rows] | None:
-    """The same in C."""
+) -> "tuple[float, array[int], array[int]] | None":
+    """The same in C: the span, and the rows end to end."""
     kept = vars(problem)
     if "flat" not in kept:  # made once: it is kept with the problem
         kept["flat"] = _flatten(problem)
@@ -312,13 +328,7 @@ def _in_c(
             ctypes.byref(span),
         )
     )
-    if not is_done:
-        return None
-    rows = [
-        list(zip(parts[begin:end], microbatches[begin:end], strict=True))
-        for begin, end in pairwise(row_from)
-    ]
-    return span.value, rows
+    return (span.value, parts, microbatches) if is_done else None
 
 
 def _flatten(problem: LaneProblem) -> Structure:
