@@ -33,15 +33,16 @@ __all__ = ["lay_out"]
 F, B, W, BW = PassKind
 
 
-def lay_out(schedule: Schedule, costs: Costs) -> Schedule:
-    """Give a schedule the shortest of a few rows of parts: the same order of passes.
-
-    W's of a backward in one piece come as early as they can, or when its B has ended,
-    so that the gradient leaves sooner.
+def lay_out(
+    schedule: Schedule, costs: Costs, *, w_first: bool | None = None
+) -> Schedule:
+    """Give a schedule rows of parts: the same passes in the same order.
 
     Args:
         schedule: any, without UNSHARDs and the like.
         costs: with parts.
+        w_first: the W of a backward in one piece comes as early as it can; False: when
+            its B has ended, so that the gradient leaves sooner; None: the shorter.
 
     Raises:
         RequestError: the costs do not fit, or the limit is exceeded.
@@ -49,9 +50,9 @@ def lay_out(schedule: Schedule, costs: Costs) -> Schedule:
     times = costs.on(schedule.placement)
     m = schedule.n_microbatches
     plans = []
-    for w_first in (False, True):
+    for first in (False, True) if w_first is None else (w_first,):
         rows = tuple(
-            tuple(part for job in order for part in _parts(job, times, w_first=w_first))
+            tuple(part for job in order for part in _parts(job, times, w_first=first))
             for order in schedule.orders
         )
         plans.append((longest_span(replay(rows, times, n_microbatches=m)), rows))
