@@ -94,7 +94,7 @@ def _judge_parts(
     costs: dict[str, Any],
 ) -> Verdict:
     """Replay rows of parts."""
-    times = _part_times(costs, cost.stage_of)
+    times = _part_times(costs, cost)
     rows: list[list[tuple[Part, str]]] = []
     for s, row in enumerate(texts):
         matches = [match for text in row if (match := PART.fullmatch(text))]
@@ -154,9 +154,11 @@ def _judge_parts(
         changes = [(0.0, cost.fixed[s])]
         for kind, c, i, k in (part for part, _ in row):
             last = len(times[kind, c]) - 1
-            peak = cost.peak[kind][c]
+            is_joint = kind == "B" and not cost.splits[s]
+            peak = cost.peak["BW" if is_joint else kind][c]
             left = {"F": cost.m_b, "B": cost.m_w, "W": [0.0] * len(cost.m_w)}[kind][c]
             left -= {"F": 0.0, "B": cost.m_b[c], "W": cost.m_w[c]}[kind]
+            left -= cost.m_w[c] if is_joint else 0.0
             if k == 0:
                 changes.append((starts[kind, c, i, k], peak))
             if k == last:
@@ -172,10 +174,10 @@ def _judge_parts(
 
 
 def _part_times(
-    costs: dict[str, Any], stage_of: list[int]
+    costs: dict[str, Any], cost: "_Costs"
 ) -> dict[tuple[str, int], list[tuple[str, float]]]:
-    """Lane and time of each part of F, B and W of each chunk."""
-    given = costs["parts"]
+    """Lane and time of each part of F, B and W of each chunk; B has W's if joint."""
+    given, stage_of = costs["parts"], cost.stage_of
     n = len(stage_of)
     if isinstance(given, list):
         each = [(one, one.get("layers", 1)) for one in given]
@@ -187,6 +189,9 @@ def _part_times(
         for kind in "FBW":
             parts = [(str(lane), float(t)) for lane, t in one.get(kind.lower(), [])]
             times[kind, c] = parts * layers
+        if not cost.splits[stage_of[c]]:
+            times["B", c] += times["W", c]
+            times["W", c] = []
     if costs.get("loss"):
         times["F", n - 1].append(("compute", costs["loss"]))
     return times

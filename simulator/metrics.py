@@ -246,7 +246,8 @@ def _slots(timeline: Timeline, stage: int) -> list[Slot]:
     row = list(timeline.rows[stage])
     if not _has_parts(timeline):
         return row
-    row += [s for s in timeline.collectives[stage] if isinstance(s.job, Part)]
+    beside = timeline.collectives[stage] if timeline.collectives else ()
+    row += [slot for slot in beside if isinstance(slot.job, Part)]
     return sorted(row, key=_start_of)
 
 
@@ -271,7 +272,7 @@ def _curve_of_parts(
     starts: dict[Job, float] = {}
     ends: dict[Job, float] = {}
     for slot in _slots(timeline, stage):
-        job = slot.job.of if isinstance(slot.job, Part) else slot.job
+        job = times.holder_of(slot.job)
         starts.setdefault(job, slot.start)
         ends[job] = slot.end
     changes = [(start, times.peak(job)) for job, start in starts.items()]

@@ -59,10 +59,10 @@ def held_on_lanes(
             at_last_start = known
             for other, (on, number) in list(running.items()):
                 if number <= known[on]:
-                    settled += costs.change(other)
+                    settled += costs.change(costs.holder_of(other))
                     del running[other]
-            beside = sum(map(costs.peak, running))
-            held = settled + beside + costs.peak(of)
+            now = [costs.peak(costs.holder_of(one)) for one in (*running, of)]
+            held = settled + sum(now)
             running[of] = (0, 2**62)
         else:
             held = during[-1]

@@ -411,6 +411,15 @@ class ChunkCosts:
         """The lane and the time of each part of an F, B or W; there must be parts."""
         return self._parts[job.kind, job.chunk]
 
+    def holder_of(self, job: Job) -> Job:
+        """The job that counts in the memory for one in parts: BW for a B without W."""
+        if isinstance(job, Part):
+            job = job.of
+        is_b = isinstance(job, Pass) and job.kind is PassKind.B
+        if is_b and not self._parts[PassKind.W, place_of(job)]:
+            return replace(job, kind=PassKind.BW)  # type: ignore[call-arg]
+        return job
+
     def source_of(self, part: Part) -> int:
         """The part of B that a part of its W needs.
 
