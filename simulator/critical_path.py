@@ -213,15 +213,18 @@ def _may_hold_up(earlier: Slot, slot: Slot) -> bool:
 
 
 def _is_before(earlier: Part, part: Part) -> bool:
-    """True for parts of one pass, and of B and its W."""
+    """True if a part of the same stage hands something on to another, or may do."""
+    chunk, i = part.chunk, part.of.microbatch
     if earlier.of == part.of:
         return earlier.index < part.index
-    same = earlier.chunk, earlier.of.microbatch
-    kinds = earlier.kind, part.kind
-    return kinds == (PassKind.B, PassKind.W) and same == (
-        part.chunk,
-        part.of.microbatch,
-    )
+    match part.kind:
+        case PassKind.F:
+            sources = [Pass(PassKind.F, chunk - 1, i)]
+        case PassKind.B:
+            sources = [Pass(PassKind.F, chunk, i), Pass(PassKind.B, chunk + 1, i)]
+        case _:
+            sources = [Pass(PassKind.B, chunk, i)]
+    return earlier.of in sources
 
 
 def messages(timeline: Timeline) -> Iterator[Message]:

@@ -128,7 +128,7 @@ def test_the_loop_in_c_is_the_one_in_python(placement):
         assert scheduler.list_span(problem, rules, below=below) >= in_c[0]
 
 
-@pytest.mark.parametrize("p, m", [(4, 8), (8, 16)])
+@pytest.mark.parametrize("p, m", [(4, 8), pytest.param(8, 16, marks=pytest.mark.slow)])
 def test_peers_take_what_the_survey_says(p, m):
     """Where jobs begin when all before them on their stage have ended."""
     table = {
@@ -166,20 +166,17 @@ def test_plans_are_shorter_than_peers_and_than_passes_in_a_row():
 
 
 def test_auto_takes_more_chunks_where_layers_exchange():
-    costs = moe_costs(0.4, limit=4.0)
-    found = plan("auto", n_stages=4, n_microbatches=8, costs=costs, effort="fast")
-    assert found.placement.n_chunks == 16
-    assert span(simulate(found, costs)) / 24 < 1.25
+    costs = moe_costs(0.4, limit=2.0)
+    found = plan("auto", n_stages=2, n_microbatches=3, costs=costs, effort="fast")
+    assert found.placement.n_chunks == 8
 
 
 @pytest.mark.slow
-def test_eight_stages_reach_the_goals():
-    for limit, goal in ((8.0, 1.34), (12.0, 1.17), (16.0, 1.13)):
-        costs = moe_costs(0.4, limit=limit)
-        spans = []
-        for placement in (Placement.wave(8, 4), Placement.wave(8)):
-            found = plan_placement(
-                placement=placement, n_microbatches=16, costs=costs, effort="fast"
-            )
-            spans.append(span(simulate(found, costs)) / 48)
-        assert min(spans) <= goal
+@pytest.mark.parametrize("limit, goal", [(8.0, 1.34), (12.0, 1.17), (16.0, 1.13)])
+def test_eight_stages_reach_the_goals(limit, goal):
+    costs = moe_costs(0.4, limit=limit)
+    found = plan_placement(
+        placement=Placement.wave(8, 4), n_microbatches=16, costs=costs
+    )
+    assert span(simulate(found, costs)) / 48 <= goal
+    assert max(peak_memory(simulate(found, costs), costs)) <= limit * (1 + 1e-9)
