@@ -24,7 +24,7 @@ from zbpp.schedules.planner.budget import check_effort
 from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
 from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
 from zbpp.schedules.planner.layers.search import LayerPlan, Split, plan_split
-from zbpp.schedules.planner.search.plan import plan_placement
+from zbpp.schedules.planner.placement import plan_placement
 from zbpp.schedules.planner.solver import Certificate, certify
 
 __all__ = [

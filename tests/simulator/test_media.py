@@ -31,7 +31,7 @@ def gathered(schedule):
 
 
 GATHERS = Costs(2, 2, 2, comm=0.25, all_gather=1.5, reduce_scatter=0.7, optimizer=1)
-PARTS = moe_costs(0.4, comm=0.25, optimizer=1)
+PARTS = moe_costs(0.5, comm=0.25, optimizer=1)
 TIMELINES = {
     "passes": timeline_of("ZBV", Costs(18.522, 18.086, 9.337, 0.601, 3.3)),
     "joint passes": timeline_of("VPP", Costs(3, 2, 1, 0.5)),

@@ -30,6 +30,7 @@ from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.schedules.planner.budget import Budget, parse_effort
 from zbpp.schedules.planner.lanes.problem import LaneProblem, LaneRules, Rows
 from zbpp.schedules.planner.lanes.scheduler import list_schedule, list_span
+from zbpp.schedules.planner.search.problem import PlacementProblem
 
 __all__ = ["plan_on_lanes"]
 
@@ -85,17 +86,16 @@ class _Settings:
         )
 
 
-def plan_on_lanes(
-    problem: LaneProblem, costs: Costs, whole: Schedule, *, effort: str
-) -> Schedule:
-    """Plan the parts of a problem.
+def plan_on_lanes(whole: Schedule, costs: Costs, *, effort: str) -> Schedule:
+    """Plan the parts of passes.
 
     Args:
-        problem: under the limit to keep.
-        costs: with parts, and that limit.
-        whole: a plan of passes in one piece, under the same limit.
+        whole: a plan of the passes in one piece, under the same limit.
+        costs: with parts, and the limit to keep.
         effort: as that of `zbpp.schedules.plan_placement`.
     """
+    base = PlacementProblem.of(whole.placement, whole.n_microbatches, costs)
+    problem = LaneProblem(base)
     kind, seconds = parse_effort(effort)
     budget = Budget(_PARTS.get(kind, _PARTS["default"]))
     plans = [*_laid_out(problem, costs, whole)]

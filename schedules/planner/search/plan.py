@@ -45,8 +45,6 @@ from dataclasses import replace
 
 from zbpp.core import Costs, Placement, Schedule
 from zbpp.schedules.planner.budget import LONG, Budget, parse_effort, shares
-from zbpp.schedules.planner.lanes.plan import plan_on_lanes
-from zbpp.schedules.planner.lanes.problem import LaneProblem
 from zbpp.schedules.planner.limits import capped, check_one_fits, check_sizes
 from zbpp.schedules.planner.search.compiled import improve, timed
 from zbpp.schedules.planner.search.critical_path import XorShift64
@@ -100,8 +98,6 @@ def plan_placement(
     limited = capped(
         costs, placement, memory_cap=memory_cap, default_limit=default_limit
     )
-    if costs.parts is not None:
-        return _on_lanes(placement, n_microbatches, limited, costs, effort, name)
     problem = PlacementProblem.of(placement, n_microbatches, limited)
     problems = [problem, *_without_overhead(limited, problem)]
     efforts = shares(effort, len(problems))
@@ -114,29 +110,6 @@ def plan_placement(
         problem.orders(rows),
         costs=None if costs.limit is None else costs,
     )
-
-
-def _on_lanes(
-    placement: Placement,
-    n_microbatches: int,
-    limited: Costs,
-    costs: Costs,
-    effort: str,
-    name: str,
-) -> Schedule:
-    """Plan the passes in one piece, then their parts."""
-    whole = plan_placement(
-        placement=placement,
-        n_microbatches=n_microbatches,
-        costs=replace(limited, parts=None),
-        effort="fast",
-        name=name,
-    )
-    base = PlacementProblem.of(placement, n_microbatches, limited)
-    planned = plan_on_lanes(
-        LaneProblem(base), limited, replace(whole, costs=None), effort=effort
-    )
-    return replace(planned, costs=None if costs.limit is None else costs)
 
 
 def _without_overhead(

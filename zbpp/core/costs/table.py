@@ -42,7 +42,7 @@ counted from what the stage holds when the pass starts.
 the copy that a rollback needs. ``limit`` bounds the sum of all. Without peaks and
 ``m_fixed``, the model is that of the paper (Qi et al., arXiv 2401.10241, section 2.3),
 with any unit, such as M_B. What a stage holds follows from its order alone, not from
-the times (`held_during`).
+the times (`zbpp.core.costs.held`).
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,6 @@ from zbpp.core.costs.columns import (
     per_stage,
     reduction_delay,
 )
-from zbpp.core.costs.lane_memory import held_on_lanes
 from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import (
@@ -81,7 +80,7 @@ from zbpp.core.jobs import (
 from zbpp.core.placement import Placement
 from zbpp.core.timeline import sending_time
 
-__all__ = ["ChunkCosts", "Costs", "MemoryModel", "held_during", "peaks"]
+__all__ = ["ChunkCosts", "Costs", "MemoryModel"]
 
 _MARGIN = 1e-9  # relative, for sums that were rounded
 _ROUNDING = 1e-14  # relative, of one sum
@@ -415,9 +414,9 @@ class ChunkCosts:
         """The job that counts in the memory for one in parts: BW for a B without W."""
         if isinstance(job, Part):
             job = job.of
-        is_b = isinstance(job, Pass) and job.kind is PassKind.B
-        if is_b and not self._parts[PassKind.W, place_of(job)]:
-            return replace(job, kind=PassKind.BW)  # type: ignore[call-arg]
+        if isinstance(job, Pass) and job.kind is PassKind.B:
+            if not self._parts[PassKind.W, job.chunk]:
+                return Pass(PassKind.BW, job.chunk, job.microbatch)
         return job
 
     def source_of(self, part: Part) -> int:
@@ -538,34 +537,3 @@ class ChunkCosts:
 def _where(can: Sequence[bool], column: Sequence[float]) -> tuple[float, ...]:
     """A column that is 0 where something cannot be."""
     return tuple(x if split else 0.0 for x, split in zip(column, can, strict=True))
-
-
-def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
-    """Most that a stage holds while each of its jobs runs, fixed memory included.
-
-    Args:
-        order: the jobs of the stage.
-        costs: of all chunks.
-        stage: whose fixed memory it is.
-    """
-    if any(isinstance(job, Part) for job in order):
-        return held_on_lanes(order, costs, stage=stage)
-    held = costs.fixed[stage]
-    during = []
-    looked_up: dict[object, tuple[float, float]] = {}
-    for job in order:
-        key = (job.kind, job.chunk) if isinstance(job, Pass) else job
-        if key not in looked_up:
-            looked_up[key] = costs.peak(job), costs.change(job)
-        peak, change = looked_up[key]
-        during.append(held + peak)
-        held += change
-    return during
-
-
-def peaks(orders: Sequence[Sequence[Job]], costs: ChunkCosts) -> list[float]:
-    """Largest memory of each stage, in the unit of the costs."""
-    return [
-        max(held_during(order, costs, stage=stage), default=costs.fixed[stage])
-        for stage, order in enumerate(orders)
-    ]

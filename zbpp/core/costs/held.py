@@ -1,7 +1,8 @@
-"""Memory of a stage whose passes overlap on two lanes: still by order, not by times.
+"""Memory that a stage holds along its order: by the order alone, not by the times.
 
-A pass takes its memory when its first part starts, and gives back when its last part
-has ended. Passes start in the order of the row. What has ended when one starts is what
+Passes in one piece come one after the other. Where they overlap on two lanes, a pass
+takes its memory when its first part starts, and gives back when its last part has
+ended. Passes start in the order of the row. What has ended when one starts is what
 must have ended, however long all parts take: what stands before it on its lane, what
 its input on the stage comes from, what came before these, and what had ended when the
 pass before it started.
@@ -14,14 +15,11 @@ pass before it started.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from zbpp.core.costs.table import ChunkCosts
 from zbpp.core.jobs import Job, Lane, Part, Pass, Step, lanes_of, reads, writes
 
-if TYPE_CHECKING:
-    from zbpp.core.costs.table import ChunkCosts
-
-__all__ = ["held_on_lanes"]
+__all__ = ["held_during", "peaks"]
 
 _Known = tuple[int, int]
 """How many parts on the two lanes of the stage have surely ended."""
@@ -29,9 +27,38 @@ _Known = tuple[int, int]
 _LANES = (Lane.COMPUTE, Lane.NETWORK)
 
 
-def held_on_lanes(
-    row: Sequence[Job], costs: "ChunkCosts", *, stage: int
-) -> list[float]:
+def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
+    """Most that a stage holds while each of its jobs runs, fixed memory included.
+
+    Args:
+        order: the jobs of the stage.
+        costs: of all chunks.
+        stage: whose fixed memory it is.
+    """
+    if any(isinstance(job, Part) for job in order):
+        return _held_on_lanes(order, costs, stage=stage)
+    held = costs.fixed[stage]
+    during = []
+    looked_up: dict[object, tuple[float, float]] = {}
+    for job in order:
+        key = (job.kind, job.chunk) if isinstance(job, Pass) else job
+        if key not in looked_up:
+            looked_up[key] = costs.peak(job), costs.change(job)
+        peak, change = looked_up[key]
+        during.append(held + peak)
+        held += change
+    return during
+
+
+def peaks(orders: Sequence[Sequence[Job]], costs: ChunkCosts) -> list[float]:
+    """Largest memory of each stage, in the unit of the costs."""
+    return [
+        max(held_during(order, costs, stage=stage), default=costs.fixed[stage])
+        for stage, order in enumerate(orders)
+    ]
+
+
+def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
     """Most that a stage holds from each part of a row on, fixed memory included."""
     n_chunks = costs.placement.n_chunks
     last = {
