@@ -185,7 +185,7 @@ def test_compare_says_why_a_mode_cannot_be_had(capsys):
         for line in capsys.readouterr().out.splitlines()
         if "needs memory" in line
     ]
-    assert reasons == ["FThenB", "VPP", "DualPipeV"]
+    assert reasons == ["FThenB", "VPP", "DualPipeV", "Combined1F1B"]
 
 
 @pytest.mark.parametrize("command", ["plan", "show", "plot", "trace"])

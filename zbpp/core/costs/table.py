@@ -414,10 +414,11 @@ class ChunkCosts:
         """The job that counts in the memory for one in parts: BW for a B without W."""
         if isinstance(job, Part):
             job = job.of
-        if isinstance(job, Pass) and job.kind is PassKind.B:
-            if not self._parts[PassKind.W, job.chunk]:
-                return Pass(PassKind.BW, job.chunk, job.microbatch)
-        return job
+        if not isinstance(job, Pass) or job.kind is not PassKind.B:
+            return job
+        if self._parts[PassKind.W, job.chunk]:
+            return job
+        return Pass(PassKind.BW, job.chunk, job.microbatch)
 
     def source_of(self, part: Part) -> int:
         """The part of B that a part of its W needs.
