@@ -66,7 +66,10 @@ setup(
     ext_modules=[
         Extension(
             "zbpp.schedules.planner.compiled.loops",
-            [f"{_LOOPS}/{name}.c" for name in ("list_scheduler", "critical_path")],
+            [
+                f"{_LOOPS}/{name}.c"
+                for name in ("list_scheduler", "critical_path", "lane_scheduler")
+            ],
             depends=[f"{_LOOPS}/loops.h"],
             define_macros=[("ZBPP_STAMP", f'"{_stamp()}"')],
             # no fused operations: plans are those of Python to the last bit

@@ -8,6 +8,10 @@ send_occupies of it its sender does nothing else, and it takes no less. Memory: 
 stage holds m_fixed, m_b from the start of F and m_w from the end of B to that of W; and
 a job, O too, its peak above what was held before it. Every fault ends the run with an
 error that names the stage and the job.
+
+Of plan and costs with parts, each lane of a stage runs its parts in the order of the
+row; a part needs the one before it in its pass, and the k-th of W the k-th of B that
+computes, if they are as many. Memory is then looked at at all times.
 """
 
 import json
@@ -20,6 +24,7 @@ from typing import Any
 __all__ = ["Verdict", "judge"]
 
 JOB = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
+PART = re.compile(r"(\d+)(F|B|W)(\d+)\.(\d+)(~?)")
 PAIR = re.compile(rf"\(({JOB.pattern});({JOB.pattern})\)OVERLAP_F_B")
 Pass = tuple[str, int, int]
 
@@ -48,6 +53,8 @@ def judge(plan: dict[str, Any], costs: dict[str, Any]) -> Verdict:
     for s, (peak, limit) in enumerate(zip(peaks, cost.limit, strict=True)):
         if peak > limit * (1 + 1e-6):
             raise ValueError(f"stage {s} holds {peak}, over its limit {limit}")
+    if "parts" in plan and costs.get("parts") is not None:
+        return _judge_parts(plan["parts"], m, cost, costs)
     ends: dict[tuple[str, int, int], float] = {}
     place, free = [0] * len(rows), [0.0] * len(rows)
     first: list[float | None] = [None] * len(rows)
@@ -74,6 +81,153 @@ def judge(plan: dict[str, Any], costs: dict[str, Any]) -> Verdict:
     spans = [end - (begin or 0.0) for end, begin in zip(free, first, strict=True)]
     work = [sum(cost.of(job) - cost.sends(job) for job in row) for row in rows]
     return Verdict(spans, work, peaks)
+
+
+Part = tuple[str, int, int, int]
+"""Kind, chunk, micro-batch, index."""
+
+
+def _judge_parts(
+    texts: list[list[str]],
+    m: int,
+    cost: "_Costs",
+    costs: dict[str, Any],
+) -> Verdict:
+    """Replay rows of parts."""
+    times = _part_times(costs, cost)
+    rows: list[list[tuple[Part, str]]] = []
+    for s, row in enumerate(texts):
+        matches = [match for text in row if (match := PART.fullmatch(text))]
+        rows.append([])
+        for match in matches:
+            c, kind, i, k = int(match[1]), match[2], int(match[3]), int(match[4])
+            lane = "network" if match[5] else "compute"
+            if cost.stage_of[c] != s or times[kind, c][k][0] != lane:
+                raise ValueError(f"stage {s} cannot run {match[0]}")
+            rows[-1].append(((kind, c, i, k), lane))
+    due = {
+        (kind, c, i, k)
+        for (kind, c), parts in times.items()
+        for i in range(m)
+        for k in range(len(parts))
+    }
+    there = [part for row in rows for part, _ in row]
+    if len(there) != len(due) or set(there) != due:
+        raise ValueError("a part is missing or twice")
+    ends: dict[Part, float] = {}
+    starts: dict[Part, float] = {}
+    lanes = [
+        [[part for part, on in row if on == lane] for lane in ("compute", "network")]
+        for row in rows
+    ]
+    firsts = [[part for part, _ in row if part[3] == 0] for row in rows]
+    before = {b: a for row in firsts for a, b in pairwise(row)}
+    place = [[0, 0] for _ in rows]
+    moved = True
+    while moved:
+        moved = False
+        for s, both in enumerate(lanes):
+            for lane, row in enumerate(both):
+                while place[s][lane] < len(row):
+                    part = row[place[s][lane]]
+                    ready = _part_ready(part, ends, starts, times, cost, before)
+                    if ready is None:
+                        break
+                    if place[s][lane]:
+                        ready = max(ready, ends[row[place[s][lane] - 1]])
+                    kind, c, _, k = part
+                    starts[part], ends[part] = ready, ready + times[kind, c][k][1]
+                    place[s][lane] += 1
+                    moved = True
+    if len(ends) < len(due):
+        raise ValueError("stages wait for ever")
+    spans = [
+        max(ends[part] for part, _ in row) - min(starts[part] for part, _ in row)
+        for row in rows
+    ]
+    work = [
+        sum(ends[part] - starts[part] for part, lane in row if lane == "compute")
+        for row in rows
+    ]
+    peaks = []
+    for s, row in enumerate(rows):
+        changes = [(0.0, cost.fixed[s])]
+        for kind, c, i, k in (part for part, _ in row):
+            last = len(times[kind, c]) - 1
+            is_joint = kind == "B" and not cost.splits[s]
+            peak = cost.peak["BW" if is_joint else kind][c]
+            left = {"F": cost.m_b, "B": cost.m_w, "W": [0.0] * len(cost.m_w)}[kind][c]
+            left -= {"F": 0.0, "B": cost.m_b[c], "W": cost.m_w[c]}[kind]
+            left -= cost.m_w[c] if is_joint else 0.0
+            if k == 0:
+                changes.append((starts[kind, c, i, k], peak))
+            if k == last:
+                changes.append((ends[kind, c, i, k], left - peak))
+        held = most = 0.0
+        for _, change in sorted(changes):
+            held += change
+            most = max(most, held)
+        if most > cost.limit[s] * (1 + 1e-6):
+            raise ValueError(f"stage {s} holds {most}, over its limit {cost.limit[s]}")
+        peaks.append(most)
+    return Verdict(spans, work, peaks)
+
+
+def _part_times(
+    costs: dict[str, Any], cost: "_Costs"
+) -> dict[tuple[str, int], list[tuple[str, float]]]:
+    """Lane and time of each part of F, B and W of each chunk; B has W's if joint."""
+    given, stage_of = costs["parts"], cost.stage_of
+    n = len(stage_of)
+    if isinstance(given, list):
+        each = [(one, one.get("layers", 1)) for one in given]
+    else:
+        layers = given.get("layers", 1)
+        each = [(given, layers // stage_of.count(s)) for s in stage_of]
+    times = {}
+    for c, (one, layers) in enumerate(each):
+        for kind in "FBW":
+            parts = [(str(lane), float(t)) for lane, t in one.get(kind.lower(), [])]
+            times[kind, c] = parts * layers
+        if not cost.splits[stage_of[c]]:
+            times["B", c] += times["W", c]
+            times["W", c] = []
+    if costs.get("loss"):
+        times["F", n - 1].append(("compute", costs["loss"]))
+    return times
+
+
+def _part_ready(
+    part: Part,
+    ends: dict[Part, float],
+    starts: dict[Part, float],
+    times: dict[tuple[str, int], list[tuple[str, float]]],
+    cost: "_Costs",
+    before: dict[Part, Part],
+) -> float | None:
+    """Time at which the inputs of a part are there; None: not yet known."""
+    kind, c, i, k = part
+    needs: list[tuple[Part, float]] = []
+    if k:
+        needs.append(((kind, c, i, k - 1), 0.0))
+    last = {(x, d): len(parts) - 1 for (x, d), parts in times.items()}
+    n = len(cost.stage_of)
+    if kind == "W":
+        on = [j for j, (lane, _) in enumerate(times["B", c]) if lane == "compute"]
+        same = len(on) == len(times["W", c])
+        needs.append((("B", c, i, on[k] if same else last["B", c]), 0.0))
+    elif k == 0 and kind == "F" and c > 0:
+        needs.append((("F", c - 1, i, last["F", c - 1]), cost.edges[c - 1]))
+    elif k == 0 and kind == "B":
+        needs.append((("F", c, i, last["F", c]), 0.0))
+        if c < n - 1:
+            needs.append((("B", c + 1, i, last["B", c + 1]), cost.edges[c]))
+    if not all(need in ends for need, _ in needs):
+        return None
+    if k == 0 and part in before and before[part] not in starts:
+        return None
+    begun = starts[before[part]] if k == 0 and part in before else 0.0
+    return max([begun, *(ends[need] + delay for need, delay in needs)])
 
 
 def _passes(job: str) -> list[Pass]:

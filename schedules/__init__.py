@@ -1,6 +1,7 @@
 """Planners of schedules, and the passes that make programs of them."""
 
 from zbpp.schedules.passes.collectives import add_collectives, without_collectives
+from zbpp.schedules.passes.lay_out import lay_out
 from zbpp.schedules.passes.lower import check_channels, lower, lower_forward
 from zbpp.schedules.passes.post_validation import post_validated, without_checks
 from zbpp.schedules.passes.self_waits import SelfWait, find_self_waits
@@ -11,6 +12,7 @@ from zbpp.schedules.passes.torch_csv import (
     to_torch_csv,
     torch_schedule_name,
 )
+from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
 from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.schedules.patterns.fthenb import plan_fthenb
 from zbpp.schedules.patterns.one_f_one_b import plan_one_f_one_b
@@ -22,7 +24,7 @@ from zbpp.schedules.planner.budget import check_effort
 from zbpp.schedules.planner.layers.balance import Balance, balance, even_split
 from zbpp.schedules.planner.layers.recompute import Recomputing, plan_recompute
 from zbpp.schedules.planner.layers.search import LayerPlan, Split, plan_split
-from zbpp.schedules.planner.search.plan import plan_placement
+from zbpp.schedules.planner.placement import plan_placement
 from zbpp.schedules.planner.solver import Certificate, certify
 
 __all__ = [
@@ -41,8 +43,10 @@ __all__ = [
     "find_self_waits",
     "from_torch_csv",
     "is_torch_csv",
+    "lay_out",
     "lower",
     "lower_forward",
+    "plan_combined_1f1b",
     "plan_dual_pipe_v",
     "plan_fthenb",
     "plan_one_f_one_b",

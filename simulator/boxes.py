@@ -3,6 +3,8 @@
     stage 0, lane 0   [F0][F1][F2]            [ B0 ][send][W0]     its jobs
     stage 0, lane 1   [ UNSHARD ]                   [REDUCE_GRAD]  beside them
 
+Parts of passes that exchange data are in lane 1 too, in the look of their pass.
+
 What a box is called, its colour and its lane are decided here, for all media.
 """
 
@@ -23,7 +25,8 @@ from zbpp.core import (
     State,
     Timeline,
     kind_of,
-    parts_of,
+    lanes_of,
+    members_of,
     passes_in,
     place_of,
 )
@@ -133,7 +136,7 @@ class Box(NamedTuple):
     @property
     def numbers(self) -> dict[str, int]:
         """Chunk and micro-batch of the job, or of its first part, if it has them."""
-        part = parts_of(self.job)[0]
+        part = members_of(self.job)[0]
         return {name: getattr(part, name) for name in _NUMBERS[kind_of(part).scope]}
 
     @property
@@ -188,9 +191,9 @@ def _boxes(timeline: Timeline) -> Iterator[Box]:
         stage = line % n_stages
         for index, slot in enumerate(slots):
             job, place = slot.job, (line, index)
-            key = (job.kind, place_of(job))
+            key = (job.kind, place_of(job), lanes_of(job))
             if key not in looks:
-                lanes = [_LANES.index(lane) for lane in kind_of(job).lanes]
+                lanes = [_LANES.index(lane) for lane in lanes_of(job)]
                 looks[key] = _style(job, timeline), lanes
             style, lanes = looks[key]
             start, end = slot.start - origin, slot.end - origin

@@ -22,6 +22,7 @@ from zbpp.core import (
     Check,
     Costs,
     Kind,
+    Part,
     Pass,
     PassKind,
     Schedule,
@@ -197,14 +198,33 @@ class _Waits:
         index = bisect_right(ends, slot.start) - 1
         while index >= 0 and not _may_hold_up(slots[index], slot):
             index -= 1
+            if isinstance(slot.job, Part) and ends[index] < slot.start:
+                return []  # what ended earlier holds up no part
         return [(ends[index], (line, index))] if index >= 0 else []
 
 
 def _may_hold_up(earlier: Slot, slot: Slot) -> bool:
     """False for slots at one instant that could hold up each other in a circle."""
+    if isinstance(slot.job, Part) and isinstance(earlier.job, Part):
+        return _is_before(earlier.job, slot.job)
     if isinstance(slot.job, Step):
         return not isinstance(earlier.job, Step)
     return earlier.start < slot.start or kind_of(slot.job).is_async
+
+
+def _is_before(earlier: Part, part: Part) -> bool:
+    """True if a part of the same stage hands something on to another, or may do."""
+    chunk, i = part.chunk, part.of.microbatch
+    if earlier.of == part.of:
+        return earlier.index < part.index
+    match part.kind:
+        case PassKind.F:
+            sources = [Pass(PassKind.F, chunk - 1, i)]
+        case PassKind.B:
+            sources = [Pass(PassKind.F, chunk, i), Pass(PassKind.B, chunk + 1, i)]
+        case _:
+            sources = [Pass(PassKind.B, chunk, i)]
+    return earlier.of in sources
 
 
 def messages(timeline: Timeline) -> Iterator[Message]:
@@ -219,23 +239,43 @@ def messages(timeline: Timeline) -> Iterator[Message]:
     for place, value in _values(timeline, input_of):
         if sent[value]:
             source = sent[value].popleft()
-            if source[0] != place[0]:
+            if (source[0] - place[0]) % timeline.placement.n_stages:
                 yield Message(value, source, place)
 
 
 def _values(
     timeline: Timeline, rule: Callable[[Pass, int], Value | None]
 ) -> Iterator[tuple[Place, Value]]:
-    """The value that a rule names for each pass, stage after stage."""
+    """The value that a rule names for each pass, stage after stage.
+
+    A pass in parts reads with the first of them, and writes with the last.
+    """
     n_chunks = timeline.placement.n_chunks
     examples: dict[tuple[PassKind, int], Value | None] = {}  # rules take long
-    for stage, row in enumerate(timeline.rows):
+    n_parts = _count_parts(timeline)
+    for line, row in enumerate(timeline.lines):
         for index, slot in enumerate(row):
-            for part in passes_in(slot.job):
+            job = slot.job
+            if isinstance(job, Part):
+                last = n_parts[job.kind, job.chunk] - 1
+                if job.index != (0 if rule is input_of else last):
+                    continue
+            for part in passes_in(job):
                 key = part.kind, part.chunk
                 if key not in examples:
                     examples[key] = rule(part, n_chunks)
                 value = examples[key]
                 if value is not None:
                     value = Value(value.what, value.chunk, part.microbatch)
-                    yield (stage, index), value
+                    yield (line, index), value
+
+
+def _count_parts(timeline: Timeline) -> dict[tuple[PassKind, int], int]:
+    """Parts of the passes of each kind and chunk that has any."""
+    n_parts: dict[tuple[PassKind, int], int] = {}
+    for line in timeline.lines:
+        for slot in line:
+            if isinstance(slot.job, Part):
+                key = slot.job.kind, slot.job.chunk
+                n_parts[key] = max(n_parts.get(key, 0), slot.job.index + 1)
+    return n_parts

@@ -45,7 +45,7 @@ from zbpp.core import (
     Slot,
     Step,
     Timeline,
-    kind_of,
+    is_beside,
     off_lane,
     replay,
 )
@@ -90,7 +90,9 @@ def simulate(schedule: Schedule, costs: Costs = _UNIT) -> Timeline:
     if schedule.is_post_validated:
         return simulate_iterations(schedule, costs, 1)[0]
     times = costs.on(schedule.placement)
-    rows = replay(schedule.orders, times, n_microbatches=schedule.n_microbatches)
+    rows = replay(
+        schedule.rows_for(times), times, n_microbatches=schedule.n_microbatches
+    )
     return _timeline(schedule, rows, times)
 
 
@@ -187,7 +189,7 @@ class IteratedSchedule:
         self._n_microbatches = schedule.n_microbatches
         self._orders = [
             [job for job in order if not isinstance(job, Step)]
-            for order in schedule.orders
+            for order in schedule.rows_for(self.times)
         ]
 
     @property
@@ -246,7 +248,7 @@ class IteratedSchedule:
 def _end(row: Sequence[Slot]) -> float:
     """The time at which a stage is free; what goes on beside jobs does not count."""
     for slot in reversed(row):
-        if not kind_of(slot.job).is_async:
+        if not is_beside(slot.job):
             return slot.end
     return 0.0
 

@@ -13,11 +13,15 @@ A stage that only sends (`Costs.send_occupies`) computes nothing: that time is i
 bubble rate, as no work, and is told apart from idle time.
 """
 
-from collections.abc import Collection
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from itertools import accumulate, chain
 
 from zbpp.core import (
     Costs,
+    Job,
+    Part,
+    Slot,
     Step,
     Timeline,
     held_during,
@@ -50,7 +54,7 @@ _BYTES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 0
 
 def stage_span(timeline: Timeline, stage: int) -> float:
     """Time from the start of a stage's first pass to the end of its last one."""
-    return pass_span(timeline.rows[stage])
+    return pass_span(_slots(timeline, stage))
 
 
 def span(timeline: Timeline) -> float:
@@ -58,7 +62,7 @@ def span(timeline: Timeline) -> float:
 
     They can where each step is validated during the next one (`steady_step_time`).
     """
-    return longest_span(timeline.rows)
+    return longest_span([_slots(timeline, stage) for stage in _stages(timeline)])
 
 
 def makespan(timeline: Timeline) -> float:
@@ -163,6 +167,8 @@ def memory_over_time(
     starts = [row[0].start for row in timeline.rows if row]
     origin = min(starts, default=0.0)
     fixed = costs.on(timeline.placement).fixed
+    if _has_parts(timeline):
+        return [_curve_of_parts(timeline, costs, s, origin) for s in _stages(timeline)]
     curves = []
     for stage, jobs in enumerate(memory_by_job(timeline, costs)):
         before = fixed[stage]
@@ -185,6 +191,10 @@ def memory_by_job(timeline: Timeline, costs: Costs) -> list[list[tuple[float, fl
     Raises:
         RequestError: the costs do not fit the placement.
     """
+    if _has_parts(timeline):
+        curves = memory_over_time(timeline, costs)
+        pairs = zip(timeline.rows, curves, strict=True)
+        return [[_held_in(slot, curve) for slot in row] for row, curve in pairs]
     of_chunk = costs.on(timeline.placement)
     stages = []
     for stage, row in enumerate(timeline.rows):
@@ -204,7 +214,9 @@ def peak_memory(timeline: Timeline, costs: Costs) -> list[float]:
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    orders = [[slot.job for slot in row] for row in timeline.rows]
+    orders = [
+        [slot.job for slot in _slots(timeline, stage)] for stage in _stages(timeline)
+    ]
     return peaks(orders, costs.on(timeline.placement))
 
 
@@ -223,3 +235,52 @@ def memory_unit(most: float, costs: Collection[Costs]) -> tuple[str, float]:
 
 def _stages(timeline: Timeline) -> range:
     return range(timeline.placement.n_stages)
+
+
+def _has_parts(timeline: Timeline) -> bool:
+    return any(isinstance(slot.job, Part) for row in timeline.rows for slot in row)
+
+
+def _slots(timeline: Timeline, stage: int) -> list[Slot]:
+    """Slots of a stage's jobs, those of parts beside them too, by their starts."""
+    row = list(timeline.rows[stage])
+    if not _has_parts(timeline):
+        return row
+    beside = timeline.collectives[stage] if timeline.collectives else ()
+    row += [slot for slot in beside if isinstance(slot.job, Part)]
+    return sorted(row, key=_start_of)
+
+
+def _held_in(slot: Slot, curve: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The most that is held during a slot, and what is held at its end."""
+    times = [time for time, _ in curve]
+    begin, end = bisect_right(times, slot.start) - 1, bisect_right(times, slot.end) - 1
+    during = [held for _, held in curve[max(begin, 0) : end + 1]]
+    return max(during, default=0.0), during[-1] if during else 0.0
+
+
+def _start_of(slot: Slot) -> tuple[float, float, int]:
+    index = slot.job.index if isinstance(slot.job, Part) else 0
+    return slot.start, slot.end, index
+
+
+def _curve_of_parts(
+    timeline: Timeline, costs: Costs, stage: int, origin: float
+) -> list[tuple[float, float]]:
+    """`memory_over_time` of a stage whose passes overlap: from first to last parts."""
+    times = costs.on(timeline.placement)
+    starts: dict[Job, float] = {}
+    ends: dict[Job, float] = {}
+    for slot in _slots(timeline, stage):
+        job = times.holder_of(slot.job)
+        starts.setdefault(job, slot.start)
+        ends[job] = slot.end
+    changes = [(start, times.peak(job)) for job, start in starts.items()]
+    changes += [(end, times.change(job) - times.peak(job)) for job, end in ends.items()]
+    held, fixed = dict[float, float](), times.fixed[stage]
+    if fixed:
+        held[origin] = fixed
+    for time, change in sorted(changes):  # at one time, what is given back is first
+        fixed += change
+        held[time] = fixed
+    return list(held.items())

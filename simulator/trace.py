@@ -19,11 +19,12 @@ from typing import Any
 
 from zbpp.core import (
     Costs,
+    Part,
     Placement,
     RequestError,
     Slot,
     Timeline,
-    kind_of,
+    is_beside,
     parse_job,
     passes_in,
 )
@@ -158,10 +159,12 @@ def _names(drawing: Drawing, run: int, unit: float) -> Iterator[Event]:
     yield _metadata("process_name", run, 0, {"name": name, **about})
     yield _metadata("process_sort_index", run, 0, {"sort_index": run})
     n_stages = timeline.placement.n_stages
+    has_parts = any(isinstance(s.job, Part) for row in timeline.rows for s in row)
+    beside = "network" if has_parts else "collectives"
     for stage in range(n_stages):
         for lane in range(drawing.n_lanes):
             thread = lane * n_stages + stage
-            name = f"collectives of stage {stage}" if lane else f"stage {stage}"
+            name = f"{beside} of stage {stage}" if lane else f"stage {stage}"
             place = {"sort_index": drawing.n_lanes * stage + lane}
             yield _metadata("thread_name", run, thread, {"name": name})
             yield _metadata("thread_sort_index", run, thread, place)
@@ -228,17 +231,23 @@ def _timeline(about: Event, jobs: Sequence[Event], unit: float) -> Timeline:
             lanes[lane].append(Slot(first.job, first.start, end))
             continue
         job = parse_job(event["name"], stage=lane % n)
-        if lane >= n and not kind_of(job).is_async:
+        if lane >= n and not is_beside(job):
             continue  # it stands on the stage's own line too
         lanes[lane].append(Slot(job, start / unit, (start + event["dur"]) / unit))
+    jobs_once = [
+        one
+        for row in lanes
+        for slot in row
+        for one in ((slot.job,) if isinstance(slot.job, Part) else passes_in(slot.job))
+    ]
+    if len(set(jobs_once)) < len(jobs_once) or not jobs_once:
+        raise RequestError(f"{about['timeline']}: these are not the jobs of one step")
     passes = [
         (part, stage)
         for stage, row in enumerate(lanes[:n])
         for slot in row
         for part in passes_in(slot.job)
     ]
-    if len(set(passes)) < len(passes) or not passes:
-        raise RequestError(f"{about['timeline']}: these are not the jobs of one step")
     stage_of = {job.chunk: stage for job, stage in passes}
     return Timeline(
         about["timeline"],

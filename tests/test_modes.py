@@ -226,7 +226,9 @@ def test_chunks_per_stage_are_given_or_follow_from_the_lists():
 
 @pytest.mark.parametrize("mode", sorted({*MODES} - {*CHUNKED}))
 def test_modes_of_a_fixed_number_refuse_another(mode):
-    with pytest.raises(RequestError, match="choose one of VPP, ZBVPP, auto"):
+    with pytest.raises(
+        RequestError, match="choose one of VPP, ZBVPP, Combined1F1B, auto"
+    ):
         plan(mode, n_stages=2, n_microbatches=3, chunks_per_stage=3)
 
 

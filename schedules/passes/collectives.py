@@ -63,7 +63,8 @@ def add_collectives(
             the begin of the order if there are not as many.
 
     Raises:
-        RequestError: an argument is none of these.
+        RequestError: an argument is none of these, or the schedule has parts: gathers
+            and sums would meet them on the network.
 
     >>> from zbpp.schedules import plan_zb_h1
     >>> schedule = plan_zb_h1(n_stages=1, n_microbatches=1)
@@ -74,6 +75,11 @@ def add_collectives(
         raise RequestError(f"reduces is {reduces!r}; write 'last' or 'every'")
     if ahead < 0:
         raise RequestError(f"ahead is {ahead}; it must be at least 0")
+    if schedule.parts is not None:
+        raise RequestError(
+            f"{schedule.name} has parts, and no place on the network for the gathers "
+            "and sums of replicas; leave the parts out of the costs"
+        )
     orders = []
     for order in without_collectives(schedule).orders:
         with_sums = _with_sums(order, every=reduces == "every")

@@ -54,8 +54,8 @@ from zbpp.core import (
     Value,
     at_check,
     kind_of,
+    members_of,
     output_of,
-    parts_of,
     reader,
     reads,
     writes,
@@ -104,7 +104,7 @@ def lower(
         ScheduleError: before its V a stage reads what another computes after its own.
     """
     orders = [
-        [part for job in order for part in parts_of(job)] for order in schedule.orders
+        [part for job in order for part in members_of(job)] for order in schedule.orders
     ]
     for stage, order in enumerate(orders):
         order += [] if Step(stage) in order else [Step(stage)]

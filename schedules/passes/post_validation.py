@@ -15,12 +15,15 @@ Two rules place V as late as they allow:
   after it and once; sender and receiver agree without asking each other.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zbpp.core import (
     Check,
     Collective,
     Job,
+    Order,
+    Part,
     PassKind,
     Schedule,
     Step,
@@ -53,7 +56,8 @@ def post_validated(schedule: Schedule) -> Schedule:
     for stage, (order, cut) in enumerate(zip(schedule.orders, cuts, strict=True)):
         last: tuple[Job, ...] = () if Step(stage) in order else (Step(stage),)
         orders.append((*order[:cut], Check(stage), *order[cut:], *last))
-    return replace(schedule, orders=tuple(orders))
+    parts = None if schedule.parts is None else _parts_with_checks(schedule, cuts)
+    return replace(schedule, orders=tuple(orders), parts=parts)
 
 
 def without_checks(schedule: Schedule) -> Schedule:
@@ -62,7 +66,32 @@ def without_checks(schedule: Schedule) -> Schedule:
         tuple(job for job in order if not isinstance(job, Check))
         for order in schedule.orders
     )
-    return schedule if orders == schedule.orders else replace(schedule, orders=orders)
+    if orders == schedule.orders:
+        return schedule
+    parts = schedule.parts and tuple(
+        tuple(job for job in row if not isinstance(job, Check))
+        for row in schedule.parts
+    )
+    return replace(schedule, orders=orders, parts=parts)
+
+
+def _parts_with_checks(schedule: Schedule, cuts: Sequence[int]) -> tuple[Order, ...]:
+    """Rows of parts with each V before what comes after it in the order."""
+    rows = []
+    assert schedule.parts is not None
+    for stage, (order, row) in enumerate(
+        zip(schedule.orders, schedule.parts, strict=True)
+    ):
+        before = {part for job in order[: cuts[stage]] for part in passes_in(job)}
+        starts = [
+            column
+            for column, job in enumerate(row)
+            if not (isinstance(job, Part) and (job.index or job.of in before))
+        ]
+        at = min(starts, default=len(row))
+        last: Order = () if Step(stage) in order else (Step(stage),)
+        rows.append((*row[:at], Check(stage), *row[at:], *last))
+    return tuple(rows)
 
 
 def _cuts(schedule: Schedule) -> list[int]:

@@ -43,7 +43,7 @@ from zbpp.core import (
     Step,
     Value,
     What,
-    parts_of,
+    members_of,
     place_of,
     reader,
 )
@@ -171,7 +171,7 @@ def from_torch_csv(
         ]
         for stage, row in enumerate(csv.reader(text.strip().splitlines()))
     ]
-    parts = [[part for job in row for part in parts_of(job)] for row in rows]
+    parts = [[part for job in row for part in members_of(job)] for row in rows]
     stage_of = {place_of(part): s for s, row in enumerate(parts) for part in row}
     missing = sorted(set(range(len(stage_of))) - set(stage_of))
     if missing or not stage_of:
@@ -201,7 +201,7 @@ def _awaited(row: Sequence[Job]) -> list[Job]:
     found: list[Job] = []
     running: list[int] = []
     for job in row:
-        for part in parts_of(job):
+        for part in members_of(job):
             chunk = place_of(part)
             if chunk in running and part.kind in _WEIGHTS:
                 running.remove(chunk)

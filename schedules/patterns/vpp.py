@@ -19,7 +19,7 @@ import itertools
 
 from zbpp.core import Order, Pass, PassKind, Placement, Schedule, Step
 
-__all__ = ["plan_vpp"]
+__all__ = ["interleaved_passes", "plan_vpp"]
 
 F, BW = PassKind.F, PassKind.BW
 
@@ -35,8 +35,9 @@ def plan_vpp(
         RequestError: there is no stage, no chunk or no micro-batch.
     """
     placement = Placement.interleaved(n_stages, chunks_per_stage)
-    groups = _groups(n_stages, n_microbatches)
-    orders = tuple(_order(stage, placement, groups) for stage in range(n_stages))
+    orders = tuple(
+        _order(stage, placement, n_microbatches) for stage in range(n_stages)
+    )
     return Schedule("VPP", placement, n_microbatches, orders)
 
 
@@ -47,8 +48,12 @@ def _groups(n_stages: int, n_microbatches: int) -> list[range]:
     return [range(*pair) for pair in itertools.pairwise(bounds)]
 
 
-def _order(stage: int, placement: Placement, groups: list[range]) -> Order:
+def interleaved_passes(
+    stage: int, placement: Placement, n_microbatches: int
+) -> tuple[list[Pass], list[Pass], int]:
+    """The F's and BW's of a stage in their order, and how many F's go ahead."""
     chunks = placement.chunks_of[stage]
+    groups = _groups(placement.n_stages, n_microbatches)
     forwards = [Pass(F, c, i) for group in groups for c in chunks for i in group]
     backwards = [
         Pass(BW, c, i) for group in groups for c in reversed(chunks) for i in group
@@ -57,6 +62,11 @@ def _order(stage: int, placement: Placement, groups: list[range]) -> Order:
     # p-1 and back up, stage s can begin two more passes for each stage below it
     group = max(len(group) for group in groups)
     n_ahead = (len(chunks) - 1) * group + 2 * (placement.n_stages - 1 - stage)
+    return forwards, backwards, n_ahead
+
+
+def _order(stage: int, placement: Placement, n_microbatches: int) -> Order:
+    forwards, backwards, n_ahead = interleaved_passes(stage, placement, n_microbatches)
     n_warm_up = min(n_ahead, len(forwards))
     n_steady = len(forwards) - n_warm_up
     order = forwards[:n_warm_up]  # warm-up: fill the stages below

@@ -23,6 +23,7 @@ from zbpp.core import (
     ChunkCosts,
     Costs,
     LimitError,
+    Order,
     RequestError,
     Schedule,
     Slot,
@@ -57,8 +58,12 @@ class PlanFigures:
     @cached_property
     def rows(self) -> list[list[Slot]]:
         """Jobs of each stage with their times."""
-        m, orders = self.schedule.n_microbatches, self.schedule.orders
+        m, orders = self.schedule.n_microbatches, self._orders
         return replay(orders, self.chunk_costs, n_microbatches=m)
+
+    @property
+    def _orders(self) -> tuple[Order, ...]:
+        return self.schedule.rows_for(self.chunk_costs)
 
     @cached_property
     def span(self) -> float:
@@ -79,13 +84,13 @@ class PlanFigures:
     @cached_property
     def barrier_step(self) -> float:
         """Time of a step among many, behind a barrier."""
-        m, orders = self.schedule.n_microbatches, self.schedule.orders
+        m, orders = self.schedule.n_microbatches, self._orders
         return step_behind_barrier(orders, self.chunk_costs, n_microbatches=m)
 
     @cached_property
     def peak(self) -> float:
         """Largest memory of a stage."""
-        return max(peaks(self.schedule.orders, self.chunk_costs))
+        return max(peaks(self._orders, self.chunk_costs))
 
     @property
     def time(self) -> float:

@@ -40,7 +40,7 @@ from zbpp.core import (
     Step,
     longest_span,
     lower_bound,
-    parts_of,
+    members_of,
     peaks,
     reads,
     replay,
@@ -100,7 +100,8 @@ def certify(
 
     Raises:
         RequestError: OR-tools is missing, the plan exceeds the memory limit, the times
-            have too many digits, or its pairs have a time of their own.
+            have too many digits, its pairs have a time of their own, or the costs have
+            parts.
     """
     try:
         from ortools.sat.python import cp_model
@@ -109,6 +110,9 @@ def certify(
             "the solver needs OR-tools; install it: pip install 'zbpp[solve]'"
         ) from None
     chunk_costs = costs.on(schedule.placement)
+    if chunk_costs.parts:
+        raise RequestError("the solver knows no parts; leave them out of the costs")
+    schedule = replace(schedule, parts=None)
     if costs.limit is None:
         costs = replace(costs, limit=max(peaks(schedule.orders, chunk_costs)))
         chunk_costs = costs.on(schedule.placement)
@@ -119,7 +123,7 @@ def certify(
             "than their passes; leave fb out of the costs"
         )
     in_turn = tuple(
-        tuple(part for job in order for part in parts_of(job))
+        tuple(part for job in order for part in members_of(job))
         for order in schedule.orders
     )
     # refused if it exceeds the limit

@@ -40,7 +40,7 @@ def test_plan_names_the_schedule_of_torchtitan_that_goes_with_the_csv(
 ):
     files = ["--out", str(tmp_path / "p.json"), "--csv", str(tmp_path / "t.csv")]
     assert main(["plan", *files, "--pipeline_schedule_mode", mode, *SIZES]) == 0
-    name = "Interleaved1F1B" if mode == "VPP" else "1F1B"
+    name = "Interleaved1F1B" if mode in ("VPP", "Combined1F1B") else "1F1B"
     name = "ZBVZeroBubble" if mode in V_MODES else name
     _, line = capsys.readouterr().out.splitlines()
     assert f"pipeline_parallel_schedule {name} " in line
@@ -185,7 +185,7 @@ def test_compare_says_why_a_mode_cannot_be_had(capsys):
         for line in capsys.readouterr().out.splitlines()
         if "needs memory" in line
     ]
-    assert reasons == ["FThenB", "VPP", "DualPipeV"]
+    assert reasons == ["FThenB", "VPP", "DualPipeV", "Combined1F1B"]
 
 
 @pytest.mark.parametrize("command", ["plan", "show", "plot", "trace"])

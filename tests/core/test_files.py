@@ -245,7 +245,7 @@ NOT_READ = ("loss", "reduction", "validation")
         ('{"memory_limit": -3}', "memory_limit is -3"),
         ('{"f": ' + "9" * 5000 + "}", "no usable JSON: "),
         ("[" * 10**5, "no usable JSON: "),
-        ('{"version": 3}', "version is 3; zbpp reads 1 and 2"),
+        ('{"version": 4}', "version is 4; zbpp reads 1, 2 and 3"),
         ('{"version": 2}', "time_unit is missing; version 2 names it"),
         ('{"time_unit": 5}', "time_unit is 5, not a text"),
         ('{"memory_unit": "GB"}', "memory_unit is 'GB'; write 'bytes'"),

@@ -21,9 +21,9 @@ from zbpp.core import (
     Step,
     input_of,
     kind_of,
+    members_of,
     output_of,
     parse_job,
-    parts_of,
     passes_in,
     reader,
     reads,
@@ -48,7 +48,7 @@ def test_there_is_a_row_for_every_kind_and_each_is_seen_here():
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_job_has_a_text_a_time_a_memory_and_a_stage(job):
     costs = Costs().on(TWO)
-    work = [kind for part in parts_of(job) for kind in kind_of(part).work]
+    work = [kind for part in members_of(job) for kind in kind_of(part).work]
     assert costs.of(job) == len(work), "a unit each of F, B and W"
     assert costs.peak(job) >= max(0.0, costs.change(job))
     assert stage_of(job, TWO) == 1

@@ -98,8 +98,8 @@ def test_copies_of_fake_modules_share_their_mode(monkeypatch) -> None:
     """Copied together with its tensors, a mode has corrupted the process's memory."""
     copies: list[nn.Module] = []
 
-    def copied(module: nn.Module) -> nn.Module:
-        copies.append(copy.deepcopy(module))
+    def copied(module: nn.Module, kept: dict[int, object]) -> nn.Module:
+        copies.append(copy.deepcopy(module, kept))
         return copies[-1]
 
     cutting = sys.modules["zbpp.models.cut"]

@@ -115,8 +115,11 @@ ROOMS = {
 }
 """The parts of zbpp that a room may import."""
 
-SEEDS = {"zbpp.schedules.planner.search.seeds"}
-"""The only part of the planner that knows patterns: it offers them as seeds."""
+SEEDS = {
+    "zbpp.schedules.planner.search.seeds",
+    "zbpp.schedules.planner.lanes.plan",
+}
+"""The only parts of the planner that know patterns: they offer them as seeds."""
 
 ONLY_IN = {
     "torch": {

@@ -13,7 +13,7 @@ from schemas import SCHEMAS, mistakes
 
 import zbpp
 from zbpp.cli.commands import main
-from zbpp.core import Costs, LayerCosts, schedule_text, write_costs, write_layers
+from zbpp.core import Costs, LayerCosts, Parts, schedule_text, write_costs, write_layers
 from zbpp.planning import MODES
 from zbpp.schedules import add_collectives, post_validated
 
@@ -69,6 +69,26 @@ def test_costs_files(tmp_path):
     assert not mistakes("costs", data)
     for wrong in ({"F": 1}, {"f": -1}, {"m_b": "1.5 cows"}, {"splits": [1]}):
         assert mistakes("costs", data | wrong), wrong
+
+
+def test_files_with_parts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layer = Parts(
+        (("compute", 1), ("network", 1)),
+        (("network", 1), ("compute", 2)),
+        (("compute", 1),),
+    )
+    write_costs(Costs(parts=layer), "costs.json")
+    costs = json.loads((tmp_path / "costs.json").read_text())
+    assert costs["version"] == 3 and not mistakes("costs", costs)
+    costs["parts"]["f"][1][0] = "wire"
+    assert mistakes("costs", costs)
+    sizes = ["-p", "2", "-m", "4", "--costs", "costs.json"]
+    assert main(["plan", "ZB", *sizes, "-o", "plan.json"]) == 0
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["version"] == 2 and not mistakes("schedule", data)
+    data["parts"][0][0] = "0F0"  # a pass, where its parts are due
+    assert mistakes("schedule", data)
 
 
 @pytest.mark.parametrize("kind", ["costs", "layers"])

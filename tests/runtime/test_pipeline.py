@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from small_model import (
-    MODES,
     N_LAYERS,
     assert_same,
     batch,
@@ -17,6 +16,7 @@ from small_model import (
     train_plainly,
 )
 from torch import Tensor, nn
+from trained_modes import MODES
 
 from zbpp import diagnostics
 from zbpp.core import Pass, Placement, Schedule, Step, parse_job

@@ -3,11 +3,13 @@
 from itertools import pairwise
 
 import pytest
+from moe import moe_costs
 from timeline_page import boxes_in, boxes_of_timeline, page_data, page_text, same_boxes
 
-from zbpp.core import Costs, Lane, kind_of, passes_in
+from zbpp.core import Costs, Lane, passes_in
+from zbpp.core import lanes_of as lanes_of_job
 from zbpp.planning import plan
-from zbpp.schedules import add_collectives, post_validated
+from zbpp.schedules import add_collectives, lay_out, post_validated
 from zbpp.simulator import (
     join,
     plot,
@@ -29,11 +31,13 @@ def gathered(schedule):
 
 
 GATHERS = Costs(2, 2, 2, comm=0.25, all_gather=1.5, reduce_scatter=0.7, optimizer=1)
+PARTS = moe_costs(0.5, comm=0.25, optimizer=1)
 TIMELINES = {
     "passes": timeline_of("ZBV", Costs(18.522, 18.086, 9.337, 0.601, 3.3)),
     "joint passes": timeline_of("VPP", Costs(3, 2, 1, 0.5)),
     "collectives": timeline_of("ZBV", GATHERS, change=gathered),
     "pairs": timeline_of("DualPipeV", Costs(2, 2, 2, comm=0.25, optimizer=1, fb=4.5)),
+    "parts": timeline_of("DualPipeV", PARTS, change=lambda x: lay_out(x, PARTS)),
     "sends": timeline_of("1F1B", Costs(comm=2.0, send_occupies=0.5, optimizer=1.0)),
     "iterations": join(
         simulate_iterations(
@@ -51,7 +55,7 @@ def lanes_of(timeline):
     n, lanes = timeline.placement.n_stages, {}
     for line, row in enumerate((*timeline.rows, *timeline.collectives)):
         for slot in row:
-            for lane in kind_of(slot.job).lanes:
+            for lane in lanes_of_job(slot.job):
                 place = list(Lane).index(lane), line % n
                 lanes.setdefault(place, []).append(slot)
     return lanes

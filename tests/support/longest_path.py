@@ -20,6 +20,7 @@ from zbpp.core import (
     Pass,
     PassKind,
     Step,
+    passes_in,
     reads,
     writes,
 )
@@ -60,18 +61,20 @@ def job_graph(schedule, costs):
             else:
                 wait(node, lane)
                 lane = last[job.kind, job.chunk] = node
-            if isinstance(job, Pass):
-                written |= dict.fromkeys(writes(job, n_chunks), job)
-        passes = [job for job in order if isinstance(job, Pass)]
-        last_gradients += [job for job in passes if job.kind in ("W", "BW")][-1:]
+            for part in passes_in(job):
+                written |= dict.fromkeys(writes(part, n_chunks), job)
+        ends = [job for job in order if {p.kind for p in passes_in(job)} & {"W", "BW"}]
+        last_gradients += ends[-1:]
     for job in list(graph):
         if isinstance(job, Step) and Check(job.stage) not in graph:
             wait(job, *last_gradients)
-        elif isinstance(job, Pass):
-            for value in reads(job, n_chunks):
-                source = written[value]
-                delay = times.delay(source.chunk, job.chunk)
-                graph.add_edge(source, job, weight=times.of(source) + delay)
+        elif not isinstance(job, tuple):
+            for part in passes_in(job):
+                for value in reads(part, n_chunks):
+                    source = written[value]
+                    weight = times.of(source) + times.delay(value.chunk, part.chunk)
+                    known = graph.get_edge_data(source, job, {"weight": 0.0})["weight"]
+                    graph.add_edge(source, job, weight=max(weight, known))
     return graph
 
 

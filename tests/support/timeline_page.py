@@ -76,7 +76,14 @@ def boxes_of_timeline(timeline):
     lines = (*timeline.rows, *beside)
     origin = min(slot.start for line in lines for slot in line)
     return [
-        [(str(slot.job), slot.start - origin, slot.end - origin) for slot in line]
+        [
+            (
+                str(getattr(slot.job, "of", slot.job)),
+                slot.start - origin,
+                slot.end - origin,
+            )
+            for slot in line
+        ]
         for line in lines
     ]
 

@@ -5,7 +5,7 @@ it for speed, and `_time_passes` is the same for orders of passes alone: each co
 tested to give the same times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from zbpp.core.bulk import bulk_construct, gc_paused
 from zbpp.core.costs import ChunkCosts
@@ -13,14 +13,17 @@ from zbpp.core.jobs import (
     KINDS,
     Job,
     Lane,
+    Part,
     Pass,
     PassKind,
     Scope,
     State,
     Step,
     Value,
+    is_beside,
     kind_of,
-    parts_of,
+    lanes_of,
+    members_of,
     passes_in,
     place_of,
     reads,
@@ -47,6 +50,12 @@ class Clock:
     reads and awaits is there (`zbpp.core.jobs.KINDS`). It occupies its lanes until it
     ends. So an UNSHARD, which occupies the network alone, goes on beside the next jobs
     of its stage. A value that goes from stage to stage is there after its message.
+
+    Of a pass in parts, each part starts when its lane is free and the part before it
+    has ended; the first one when all that the pass reads is there, and not before the
+    first one of the pass before it on the stage. What the pass writes is there when the
+    last has ended. But where W has a part for each part of B that computes, it needs
+    that one alone (`ChunkCosts.source_of`). A BW has the parts of a B and of a W.
 
     Args:
         times: of the jobs.
@@ -76,11 +85,22 @@ class Clock:
         """End of the last job of each stage."""
         self._lanes: dict[Lane, list[float]] = {lane: list(starts) for lane in Lane}
         self._lanes[Lane.COMPUTE] = self.free
+        self._lanes[Lane.NETWORK] = list(self.free)
+        self._begun = list(starts)  # of each stage's last pass in parts
+        self._part_ends: dict[tuple[Pass, int], float] = {}
 
     def arrival(self, job: Job) -> float | None:
         """Time at which all inputs of a job are there; None if one is not computed."""
         arrival = 0.0
-        for part in parts_of(job):
+        if isinstance(job, Part):
+            for source in self._sources(job):
+                end = self._part_ends.get(source)
+                if end is None:
+                    return None
+                arrival = max(arrival, end)
+            if job.index or job.kind is PassKind.W:
+                return arrival
+        for part in members_of(job):
             for state in kind_of(part).awaits:
                 set_at = self._set_at(state, place_of(part))
                 if set_at is None:
@@ -94,6 +114,16 @@ class Clock:
                 delay = self._times.delay(value.chunk, part.chunk)
                 arrival = max(arrival, written + delay)
         return arrival
+
+    def _sources(self, part: Part) -> Iterator[tuple[Pass, int]]:
+        """The parts that must have ended before one starts: same stage, same pass."""
+        if part.index:
+            yield part.of, part.index - 1
+        if part.kind is PassKind.W:
+            yield (
+                Pass(PassKind.B, part.chunk, part.of.microbatch),
+                self._times.source_of(part),
+            )
 
     def _set_at(self, state: State, place: int) -> float | None:
         """Time at which a state of a chunk or stage is there; None: not yet known."""
@@ -109,6 +139,9 @@ class Clock:
         if arrival is None:
             return None
         stage = self.stage(job)
+        if isinstance(job, Part):
+            begun = 0.0 if job.index else self._begun[stage]
+            return max(arrival, begun, self._lanes[job.lane][stage])
         lanes = kind_of(job).lanes
         return max(arrival, self.free[stage], *(self._lanes[x][stage] for x in lanes))
 
@@ -118,18 +151,32 @@ class Clock:
         if start is None:
             return None
         end = start + self._times.of(job)
-        for lane in kind_of(job).lanes:
+        for lane in lanes_of(job):
             self._lanes[lane][self.stage(job)] = end
+        if isinstance(job, Part):
+            if job.index == 0:
+                self._begun[self.stage(job)] = start
+            self._part_ends[job.of, job.index] = end
+            if job.index + 1 < len(self._times.parts_of(job.of)):
+                return Slot(job, start, end)
         for part in passes_in(job):
             for value in writes(part, self._n_chunks):
                 self._written[value] = end
-        for kind, place in ((kind_of(part), place_of(part)) for part in parts_of(job)):
+        for done in self._done_with(job):
+            kind = kind_of(done)
             if kind.sets is not None:
-                self._states[kind.sets, place] = end
+                self._states[kind.sets, place_of(done)] = end
             self._gradients_due += kind.gradients_due
             if kind.gradients_due < 0:
                 self._last_gradient = max(self._last_gradient, end)
         return Slot(job, start, end)
+
+    def _done_with(self, job: Job) -> tuple[Job, ...]:
+        """The jobs that end with a job: with a B that cannot be split, its W too."""
+        if isinstance(job, Part) and job.kind is PassKind.B:
+            w = Pass(PassKind.W, job.chunk, job.of.microbatch)
+            return (job.of,) if self._times.parts_of(w) else (job.of, w)
+        return members_of(job)
 
     def stage(self, job: Job) -> int:
         """The stage that runs a job."""
@@ -146,8 +193,8 @@ def replay(
 ) -> list[list[Slot]]:
     """Time every job that can run; a row shorter than its order is stuck there.
 
-    Slots of UNSHARD and REDUCE_GRAD are those of the lane (see `Clock`); `off_lane`
-    takes them out of the rows.
+    Slots of UNSHARD, REDUCE_GRAD and parts on the network are those of the lane (see
+    `Clock`); `off_lane` takes them out of the rows.
 
     ``free`` and ``known`` say what an earlier iteration has left (see `Clock`).
     """
@@ -185,21 +232,27 @@ def by_clock(orders: Sequence[Sequence[Job]], clock: Clock) -> list[list[Slot]]:
 def off_lane(
     rows: Sequence[Sequence[Slot]],
 ) -> tuple[tuple[tuple[Slot, ...], ...], tuple[tuple[Slot, ...], ...]]:
-    """Take collectives out of rows of slots; return the rows, and those on the lanes.
+    """Take what runs beside the jobs out of rows of slots: collectives, and parts.
 
     RESHARD and REDUCE_WAIT take no time of their own, and are left out of both. Without
-    collectives there are no lanes.
+    collectives and parts there are no lanes.
+
+    Returns:
+        The rows, and those on the lanes.
     """
     kinds = {slot.job.kind for row in rows for slot in row}
-    if not any(KINDS[kind].scope is Scope.CHUNK for kind in kinds):
+    has_parts = any(isinstance(slot.job, Part) for row in rows for slot in row)
+    if not has_parts and all(KINDS[kind].scope is not Scope.CHUNK for kind in kinds):
         return tuple(map(tuple, rows)), ()
     kept = tuple(
-        tuple(slot for slot in row if kind_of(slot.job).scope is not Scope.CHUNK)
+        tuple(
+            slot
+            for slot in row
+            if kind_of(slot.job).scope is not Scope.CHUNK and not is_beside(slot.job)
+        )
         for row in rows
     )
-    lanes = tuple(
-        tuple(slot for slot in row if kind_of(slot.job).is_async) for row in rows
-    )
+    lanes = tuple(tuple(slot for slot in row if is_beside(slot.job)) for row in rows)
     return kept, lanes if any(lanes) else ()
 
 

@@ -19,6 +19,13 @@ and add up gradients between the passes, by jobs of their own:
 
     0UNSHARD 0F0 .. 0B3 0RESHARD .. 0W3 0REDUCE_GRAD .. 0REDUCE_WAIT O
 
+Where a pass exchanges data with other processes in between, as the layers of a mixture
+of experts do, its parts occupy one lane each, and those of other passes go on beside
+them (`Part`):
+
+    compute  0F0.0          0F0.2 0F1.0          0F1.2
+    network        0F0.1~               0F1.1~
+
 `KINDS` says all that the other rooms ask about a kind: how it is written, what it
 reads and writes, what it costs and holds, and which lane of its stage it occupies. A
 new kind is a row there, and a class only if it is per something new.
@@ -46,6 +53,7 @@ __all__ = [
     "Lane",
     "Pair",
     "PairKind",
+    "Part",
     "Pass",
     "PassKind",
     "Scope",
@@ -55,9 +63,11 @@ __all__ = [
     "Value",
     "What",
     "input_of",
+    "is_beside",
     "kind_of",
+    "lanes_of",
+    "members_of",
     "output_of",
-    "parts_of",
     "passes",
     "passes_in",
     "place_of",
@@ -406,13 +416,49 @@ class Pair:
         return f"({self.forward};{self.backward}){self.kind}"
 
 
-Job = Pass | Step | Check | Collective | Pair
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a pass, which occupies one lane; a ``~`` marks the network.
+
+    >>> str(Part(Pass(PassKind.F, 0, 4), 1, Lane.NETWORK))
+    '0F4.1~'
+    """
+
+    of: Pass
+    index: int
+    lane: Lane
+
+    @property
+    def kind(self) -> PassKind:
+        """That of its pass."""
+        return self.of.kind
+
+    @property
+    def chunk(self) -> int:
+        """That of its pass."""
+        return self.of.chunk
+
+    def __str__(self) -> str:
+        return f"{self.of}.{self.index}{'~' if self.lane is Lane.NETWORK else ''}"
+
+
+Job = Pass | Step | Check | Collective | Pair | Part
 """Anything that has a place in the order of a stage."""
 
 
 def kind_of(job: Job) -> JobKind:
     """The row of a job's kind."""
     return KINDS[job.kind]
+
+
+def lanes_of(job: Job) -> tuple[Lane, ...]:
+    """The lanes of its stage that a job occupies."""
+    return (job.lane,) if isinstance(job, Part) else KINDS[job.kind].lanes
+
+
+def is_beside(job: Job) -> bool:
+    """True if a job goes on beside those that its stage computes."""
+    return Lane.COMPUTE not in lanes_of(job)
 
 
 def place_of(job: Job) -> int:
@@ -435,6 +481,9 @@ def stage_of(job: Job, placement: Placement) -> int:
 def passes_in(job: object) -> tuple[Pass, ...]:
     """The passes that a job, or an instruction, consists of; () if it computes none.
 
+    That of a part is the pass that it is one of.
+
+
     >>> passes_in(Pass(PassKind.F, 0, 0)), passes_in(Step(0))
     ((Pass(kind=<PassKind.F: 'F'>, chunk=0, microbatch=0),), ())
     """
@@ -443,10 +492,12 @@ def passes_in(job: object) -> tuple[Pass, ...]:
             return (job,)
         case Pair(forward, backward):
             return forward, backward
+        case Part(of):
+            return (of,)
     return ()
 
 
-def parts_of(job: Job) -> tuple[Job, ...]:
+def members_of(job: Job) -> tuple[Job, ...]:
     """The jobs that run at the same time in a job: what it computes, or itself."""
     return passes_in(job) or (job,)
 

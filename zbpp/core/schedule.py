@@ -7,12 +7,13 @@ is the one place where the others are made of them.
 
 from dataclasses import dataclass, replace
 
-from zbpp.core.costs import Costs
+from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.costs.layers import chunk_layers, with_m_r
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import Check, Job, PassKind, passes_in
+from zbpp.core.lanes import check_parts
 from zbpp.core.placement import Placement
-from zbpp.core.validation import Recompute, check_layers, validate
+from zbpp.core.validation import Recompute, check_layers, check_memory, validate
 
 __all__ = ["Order", "Recompute", "Schedule", "recomputed"]
 
@@ -33,6 +34,9 @@ class Schedule:
         split: layers of each chunk that it was planned for; None: any.
         recompute: for each chunk True if B computes all its layers again, False, or
             the layers, counted from 0 in the chunk, that it does so with; None: none.
+        parts: per stage the parts of its passes, and its other jobs, in the order of
+            their starts: each lane runs those on it in this order. ``orders`` has the
+            passes in the order of their starts. None: every pass in one piece.
 
     Raises:
         ScheduleError: a pass is missing, doubled, on a wrong stage or before its
@@ -47,10 +51,16 @@ class Schedule:
     costs: Costs | None = None
     split: tuple[int, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
+    parts: tuple[Order, ...] | None = None
 
     def __post_init__(self) -> None:
         check_layers(self.placement, self.split, self.recompute)
         validate(self.placement, self.n_microbatches, self.orders, self.costs)
+        if self.parts is not None:
+            m, rows = self.n_microbatches, self.parts
+            check_parts(self.placement, m, self.orders, rows)
+            if self.costs is not None and self.costs.limit is not None:
+                check_memory(rows, self.costs.on(self.placement))
 
     @property
     def n_stages(self) -> int:
@@ -61,6 +71,10 @@ class Schedule:
     def is_post_validated(self) -> bool:
         """True if steps are validated in the next warm-up: all stages have a V."""
         return any(isinstance(job, Check) for job in self.orders[0])
+
+    def rows_for(self, times: ChunkCosts) -> tuple[Order, ...]:
+        """What each stage runs: parts where the costs have them too, else passes."""
+        return self.parts if self.parts is not None and times.parts else self.orders
 
     def recomputes(self, chunk: int, n_layers: int) -> frozenset[int]:
         """Layers of a chunk, counted from 0 in it, that B computes again."""
@@ -101,6 +115,11 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
     """
     if schedule.recompute is None or not any(schedule.recompute):
         return costs
+    if costs.parts is not None:
+        raise RequestError(
+            f"{schedule.name} recomputes layers, and the costs have parts; leave the "
+            "parts out of the costs, or plan without recompute"
+        )
     split = schedule.split or (1,) * schedule.placement.n_chunks
     if schedule.split is None and any(
         not isinstance(which, bool) for which in schedule.recompute

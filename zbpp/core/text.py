@@ -11,8 +11,10 @@ from zbpp.core.jobs import (
     Collective,
     CollectiveKind,
     Job,
+    Lane,
     Pair,
     PairKind,
+    Part,
     Pass,
     PassKind,
     Scope,
@@ -37,6 +39,7 @@ def _texts(scope: Scope) -> str:
 
 _PASSES, _OF_CHUNKS = _texts(Scope.MICROBATCH), _texts(Scope.CHUNK)
 _PASS = re.compile(f"{_NUMBER}({_PASSES}){_NUMBER}")
+_PART = re.compile(rf"({_PASS.pattern})\.{_NUMBER}(~?)")
 _OF_CHUNK = re.compile(f"{_NUMBER}({_OF_CHUNKS})")
 _PAIR = re.compile(rf"\((\w+);(\w+)\){PairKind.FB}")
 _OF_STAGES: dict[StageKind, type[Step | Check]] = {
@@ -57,6 +60,9 @@ def parse_job(text: object, *, stage: int) -> Job:
     word = text if isinstance(text, str) else ""
     if match := _PASS.fullmatch(word):
         return Pass(PassKind(match[2]), int(match[1]), int(match[3]))
+    if match := _PART.fullmatch(word):
+        of = Pass(PassKind(match[3]), int(match[2]), int(match[4]))
+        return Part(of, int(match[5]), Lane.NETWORK if match[6] else Lane.COMPUTE)
     if match := _OF_CHUNK.fullmatch(word):
         return Collective(CollectiveKind(match[2]), int(match[1]))
     if match := _PAIR.fullmatch(word):
@@ -114,7 +120,7 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     ``>`` is the end of a pass in which its stage only sends (`Costs.send_occupies`).
     A V that vanishes is written in front of the job after it: ``VB0``. Below a stage
     (``+``) is what goes on beside its jobs: ``U0`` gathers chunk 0 (UNSHARD), ``R0``
-    adds up its gradients (REDUCE_GRAD).
+    adds up its gradients (REDUCE_GRAD), and a pass is there while it exchanges data.
 
     Raises:
         RequestError: the picture has more than ten million cells a stage.
@@ -135,7 +141,8 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
         sends = [timeline.sending_of(slot.job) for slot in row]
         cells = _cells(row, origin, unit, with_chunk=with_chunk, sends=sends)
         rows.append((f"{stage:{number}} |", cells))
-        beside = _cells(lane, origin, unit, with_chunk=True)
+        has_parts = any(isinstance(slot.job, Part) for slot in lane)
+        beside = _cells(lane, origin, unit, with_chunk=with_chunk or not has_parts)
         if beside:
             rows.append((f"{'':{number}} +", beside))
     width = max((len(cell) for _, row in rows for cell in row), default=1)
@@ -174,6 +181,8 @@ def _cells(
 def _name(job: Job, *, with_chunk: bool) -> str:
     if isinstance(job, Pair):
         return "&".join(_name(part, with_chunk=with_chunk) for part in passes_in(job))
+    if isinstance(job, Part):
+        return format_job(job.of, with_chunk=with_chunk)
     if kind_of(job).is_async:
         return f"{job.kind[0]}{place_of(job)}"
     return format_job(job, with_chunk=with_chunk)

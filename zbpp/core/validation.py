@@ -20,7 +20,7 @@ from zbpp.core.jobs import (
     State,
     Step,
     kind_of,
-    parts_of,
+    members_of,
     passes_in,
     place_of,
     reads,
@@ -29,7 +29,7 @@ from zbpp.core.jobs import (
 from zbpp.core.placement import Placement
 from zbpp.core.text import grid
 
-__all__ = ["Recompute", "check_layers", "mistake", "validate"]
+__all__ = ["Recompute", "check_layers", "check_memory", "mistake", "validate"]
 
 Orders = Sequence[Sequence[Job]]
 Recompute = bool | tuple[int, ...]
@@ -74,7 +74,7 @@ def validate(
         all_plain = False
         seen: dict[Job, int] = {}
         for column, job in enumerate(order):
-            parts = parts_of(job)
+            parts = members_of(job)
             for part in parts:
                 reason = (
                     _misplaced(part, placement, n_microbatches, stage)
@@ -96,7 +96,7 @@ def validate(
     _check_steps(orders)
     _check_progress(orders, placement, n_microbatches)
     if costs is not None and costs.limit is not None:
-        _check_memory(orders, costs.on(placement))
+        check_memory(orders, costs.on(placement))
 
 
 _WORK = (F, B, W)  # in the order in which it is done for each micro-batch
@@ -360,8 +360,12 @@ def _check_progress(orders: Orders, placement: Placement, n_microbatches: int) -
         )
 
 
-def _check_memory(orders: Orders, costs: ChunkCosts) -> None:
-    """No stage may exceed its limit (with a margin for rounding)."""
+def check_memory(orders: Orders, costs: ChunkCosts) -> None:
+    """No stage may exceed its limit (with a margin for rounding).
+
+    Raises:
+        ScheduleError: the message marks the job, or the part, that needs too much.
+    """
     for stage, order in enumerate(orders):
         limit = costs.limit[stage]
         during = held_during(order, costs, stage=stage)

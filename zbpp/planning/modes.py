@@ -11,7 +11,13 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from zbpp.core import Placement, RequestError, Schedule
-from zbpp.schedules import plan_dual_pipe_v, plan_fthenb, plan_one_f_one_b, plan_vpp
+from zbpp.schedules import (
+    plan_combined_1f1b,
+    plan_dual_pipe_v,
+    plan_fthenb,
+    plan_one_f_one_b,
+    plan_vpp,
+)
 
 __all__ = [
     "AUTO",
@@ -48,7 +54,8 @@ class Mode:
         order: makes the orders, from n_stages, n_microbatches and, where any number is
             allowed, chunks_per_stage; None: they are searched for the costs.
         splits: the backward is split into B and W.
-        pairs: passes run beside one another, which pays where the costs have ``fb``.
+        pairs: passes run beside one another, which pays where the costs have ``fb`` or
+            ``parts``.
         is_usual: one of those that are compared where none is named.
     """
 
@@ -162,10 +169,20 @@ _ROWS = (
     ),
     Mode(
         name="DualPipeV",
-        summary="F beside backwards on a V (costs fb); memory p + 1/2",
+        summary="F beside backwards on a V (costs fb or parts); memory p + 1/2",
         place=Placement.wave,
         chunks=2,
         order=plan_dual_pipe_v,
+        pairs=True,
+        is_usual=False,
+    ),
+    Mode(
+        name="Combined1F1B",
+        summary="VPP, F beside backwards (costs fb or parts); memory 3p/2",
+        place=Placement.interleaved,
+        chunks=None,
+        order=plan_combined_1f1b,
+        splits=False,
         pairs=True,
         is_usual=False,
     ),

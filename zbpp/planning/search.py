@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from zbpp.core import (
     Costs,
+    Parts,
     PassKind,
     Placement,
     RequestError,
@@ -34,7 +35,7 @@ from zbpp.core import (
 from zbpp.planning.answer import Plan
 from zbpp.planning.modes import AUTO, JOINT_WORDS, MODES, Mode
 from zbpp.planning.request import PlanRequest, count_chunks
-from zbpp.schedules import plan_placement
+from zbpp.schedules import lay_out, plan_placement
 from zbpp.schedules.planner.figures import Contest
 from zbpp.schedules.planner.limits import capped, check_limits, check_sizes
 
@@ -74,6 +75,8 @@ class Problem:
         """
         if mode.order is not None:
             schedule = mode.order_on(placement, self.n_microbatches)
+            if mode.pairs and self.costs.parts is not None:
+                schedule = lay_out(schedule, self.costs)
             return within_limit(schedule, self.costs)
         most = mode.memory(placement.n_stages)
         assert most is not None, mode.name
@@ -116,7 +119,7 @@ class Problem:
             self._enter(contest, None, placement, searched)
         if contest.best is not None:
             for mode in _IN_TURN:
-                if mode.pairs and self.costs.fb is None:
+                if mode.pairs and self.costs.fb is None and self.costs.parts is None:
                     continue
                 for placement in placements:
                     if _has(mode, placement):
@@ -180,11 +183,24 @@ def placements(mode: Mode, request: PlanRequest) -> list[Placement]:
     check_sizes(n_stages, n_microbatches, chunks or 1)
     if request.placement is not None:
         return [request.placement]
+    deal = [chunks] if chunks else [2, *_more_chunks(request)]
     found = [Placement.single(n_stages)] if chunks in (None, 1) else []
     if chunks != 1:
-        found.append(Placement.wave(n_stages, chunks or 2))
-        found.append(Placement.interleaved(n_stages, chunks or 2))
+        for n in deal:
+            found.append(Placement.wave(n_stages, n))
+            found.append(Placement.interleaved(n_stages, n))
     return found
+
+
+def _more_chunks(request: PlanRequest) -> list[int]:
+    """Chunks a stage that are tried beyond 2: 4, where costs tell parts of layers.
+
+    Layers that exchange data in between take long on their way through the model, and
+    smaller chunks let more of them overlap.
+    """
+    costs = request.costs
+    parts = costs.parts if isinstance(costs, Costs) else None
+    return [4] if isinstance(parts, Parts) and parts.layers % 4 == 0 else []
 
 
 def searched_name(placement: Placement) -> str:
@@ -232,6 +248,6 @@ def within_limit(schedule: Schedule, costs: Costs) -> Schedule:
                 )
     if costs.limit is None:
         return schedule
-    needs = peaks(schedule.orders, on_chunks)
+    needs = peaks(schedule.rows_for(on_chunks), on_chunks)
     check_limits(schedule.name, needs, on_chunks, schedule.n_microbatches)
     return replace(schedule, costs=costs)

@@ -1,12 +1,15 @@
-"""Load the compiled loops."""
+"""Load the compiled loops, and hand them structures and arrays."""
 
 import ctypes
 import logging
 import os
+from array import array
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-__all__ = ["check", "library"]
+__all__ = ["Structure", "check", "doubles", "library", "pointer", "whole"]
 
 _GIVEN_UP = 1  # as in loops.h
 _LOG = logging.getLogger("zbpp")
@@ -40,7 +43,7 @@ def _load() -> ctypes.CDLL | None:
             "install the checkout again (pip install -e .)"
         )
         return None
-    for name in ("list_schedule", "time_rows", "improve"):
+    for name in ("list_schedule", "time_rows", "improve", "schedule_lanes"):
         getattr(found, f"zbpp_{name}").restype = ctypes.c_int64
     return found
 
@@ -58,3 +61,36 @@ def check(result: int) -> bool:
     if result < 0:
         raise MemoryError("the compiled planner got no memory")
     return result != _GIVEN_UP
+
+
+class Structure:
+    """A structure of C, and the arrays that it points to: they live as long as it."""
+
+    def __init__(self, **fields: "float | array[Any] | None") -> None:
+        self._arrays = fields
+        values = {name: pointer(value) for name, value in fields.items()}
+        types = [(name, _type(value)) for name, value in fields.items()]
+        structure = type("_C", (ctypes.Structure,), {"_fields_": types})(**values)
+        self.address = ctypes.byref(structure)
+
+
+def _type(value: Any) -> Any:
+    """The field of C for a number or an array; None is a null pointer."""
+    numbers = {int: ctypes.c_int64, float: ctypes.c_double}
+    return numbers.get(type(value), ctypes.c_void_p)
+
+
+def pointer(value: Any) -> Any:
+    """The address of an array; a number as it is."""
+    is_array = isinstance(value, array)
+    return ctypes.c_void_p(value.buffer_info()[0]) if is_array else value
+
+
+def doubles(numbers: Iterable[float]) -> "array[float]":
+    """An array of doubles."""
+    return array("d", numbers)
+
+
+def whole(numbers: Iterable[int]) -> "array[int]":
+    """An array of whole numbers."""
+    return array("q", numbers)

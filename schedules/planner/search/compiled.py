@@ -7,12 +7,19 @@ there is no compiler. Here the same calls are handed to C, as arrays.
 import ctypes
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from zbpp.schedules.planner.budget import Budget
-from zbpp.schedules.planner.compiled.library import check, library
+from zbpp.schedules.planner.compiled.library import (
+    Structure,
+    check,
+    doubles,
+    library,
+    pointer,
+    whole,
+)
 from zbpp.schedules.planner.search import critical_path, list_scheduler
 from zbpp.schedules.planner.search.critical_path import COST, XorShift64
 from zbpp.schedules.planner.search.list_scheduler import Settings
@@ -21,49 +28,19 @@ from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
 __all__ = ["Starts", "Timed", "improve", "list_schedule", "timed"]
 
 
-class _Structure:
-    """A structure of C, and the arrays that it points to: they live as long as it."""
-
-    def __init__(self, **fields: "float | array[Any] | None") -> None:
-        self._arrays = fields
-        values = {name: _pointer(value) for name, value in fields.items()}
-        types = [(name, _type(value)) for name, value in fields.items()]
-        structure = type("_C", (ctypes.Structure,), {"_fields_": types})(**values)
-        self.address = ctypes.byref(structure)
-
-
-def _type(value: Any) -> Any:
-    """The field of C for a number or an array; None is a null pointer."""
-    numbers = {int: ctypes.c_int64, float: ctypes.c_double}
-    return numbers.get(type(value), ctypes.c_void_p)
-
-
-def _pointer(value: Any) -> Any:
-    is_array = isinstance(value, array)
-    return ctypes.c_void_p(value.buffer_info()[0]) if is_array else value
-
-
-def _doubles(numbers: Iterable[float]) -> "array[float]":
-    return array("d", numbers)
-
-
-def _whole(numbers: Iterable[int]) -> "array[int]":
-    return array("q", numbers)
-
-
-def _flat(problem: PlacementProblem) -> _Structure:
+def _flat(problem: PlacementProblem) -> Structure:
     """Make it once: it is kept with the problem, as its own properties are."""
     kept = vars(problem)
     if "flat" not in kept:
         kept["flat"] = _flatten(problem)
-    flat: _Structure = kept["flat"]
+    flat: Structure = kept["flat"]
     return flat
 
 
-def _flatten(problem: PlacementProblem) -> _Structure:
+def _flatten(problem: PlacementProblem) -> Structure:
     """`Problem` of loops.h."""
     counts = [len(numbers) for numbers in problem.numbers]
-    return _Structure(
+    return Structure(
         n_microbatches=problem.n_microbatches,
         n_chunks=problem.n_chunks,
         n_stages=problem.n_stages,
@@ -71,18 +48,18 @@ def _flatten(problem: PlacementProblem) -> _Structure:
         unit=float(problem.unit),
         tiny=problem.tiny,
         target=problem.target,
-        time=_doubles(problem.time),
-        change=_doubles(problem.change),
-        peak=_doubles(problem.peak),
-        delay=_doubles(problem.delay),
-        needs=_doubles(problem.needs),
-        work=_doubles(problem.work),
-        limits=_doubles(problem.limits),
-        forward_limits=_doubles(problem.forward_limits),
-        stage=_whole(problem.stage),
-        numbers=_whole(chain.from_iterable(problem.numbers)),
-        first=_whole(accumulate(counts, initial=0)),
-        joint=_whole(problem.joint),
+        time=doubles(problem.time),
+        change=doubles(problem.change),
+        peak=doubles(problem.peak),
+        delay=doubles(problem.delay),
+        needs=doubles(problem.needs),
+        work=doubles(problem.work),
+        limits=doubles(problem.limits),
+        forward_limits=doubles(problem.forward_limits),
+        stage=whole(problem.stage),
+        numbers=whole(chain.from_iterable(problem.numbers)),
+        first=whole(accumulate(counts, initial=0)),
+        joint=whole(problem.joint),
     )
 
 
@@ -102,22 +79,22 @@ def list_schedule(
         budget.spend(n_placed)
         return plan
     order = settings.order
-    rules = _Structure(
+    rules = Structure(
         is_fair=int(settings.is_fair),
         overrun_tail=float(settings.overrun_tail),
         delay_b=float(settings.delay_b),
         delay_f=float(settings.delay_f),
-        offset=_doubles(settings.offset),
-        max_in_flight=_whole(settings.max_in_flight),
-        max_without_b=_whole(settings.max_without_b),
-        early=_whole(settings.early),
-        overrun=_doubles(settings.overrun),
+        offset=doubles(settings.offset),
+        max_in_flight=whole(settings.max_in_flight),
+        max_without_b=whole(settings.max_without_b),
+        early=whole(settings.early),
+        overrun=doubles(settings.overrun),
         order=None if order is None else _joined(order),
-        order_from=_whole(accumulate(map(len, order or ()), initial=0)),
+        order_from=whole(accumulate(map(len, order or ()), initial=0)),
     )
     m = problem.n_microbatches
     sizes = [3 * m * len(numbers) // 2 for numbers in problem.numbers]
-    rows_from = _whole(accumulate(sizes, initial=0))
+    rows_from = whole(accumulate(sizes, initial=0))
     rows = array("i", bytes(4 * rows_from[-1]))
     lengths = array("q", bytes(8 * problem.n_stages))
     span = ctypes.c_double()
@@ -126,9 +103,9 @@ def list_schedule(
             _flat(problem).address,
             rules.address,
             ctypes.c_double(below),
-            _pointer(rows),
-            _pointer(rows_from),
-            _pointer(lengths),
+            pointer(rows),
+            pointer(rows_from),
+            pointer(lengths),
             ctypes.byref(span),
         )
     )
@@ -162,14 +139,14 @@ def timed(problem: PlacementProblem, rows: Rows) -> Timed:
             return Timed(Plan(math.inf, rows), ())
         return Timed(Plan(times.span, rows), times.begins[: 2 * problem.n_chunks])
     begins = array("d", bytes(8 * problem.n_passes))
-    joined, lengths = _joined(rows), _whole(map(len, rows))
+    joined, lengths = _joined(rows), whole(map(len, rows))
     span = ctypes.c_double()
     is_done = check(
         library.zbpp_time_rows(
             _flat(problem).address,
-            _pointer(joined),
-            _pointer(lengths),
-            _pointer(begins),
+            pointer(joined),
+            pointer(lengths),
+            pointer(begins),
             ctypes.byref(span),
         )
     )
@@ -192,14 +169,14 @@ def improve(
         return critical_path.improve(problem, plan, budget, draws, threshold)
     if plan.span <= problem.target or not budget.is_left:
         return plan
-    joined, lengths = _joined(plan.rows), _whole(map(len, plan.rows))
+    joined, lengths = _joined(plan.rows), whole(map(len, plan.rows))
     state, span = ctypes.c_uint64(draws.state), ctypes.c_double()
     spent = ctypes.c_double(budget.spent)
     is_done = check(
         library.zbpp_improve(
             _flat(problem).address,
-            _pointer(joined),
-            _pointer(lengths),
+            pointer(joined),
+            pointer(lengths),
             ctypes.c_double(COST),
             ctypes.c_double(budget.passes),
             ctypes.c_double(threshold),

@@ -27,6 +27,7 @@ from zbpp.runtime.backward.torch_stage import SplitModule
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.parallel.bind import bind_parallel
 from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.policies import DataParallel
 from zbpp.runtime.stage import Stage
 
 Found = tuple[list[Tensor], dict[str, str]]
@@ -193,7 +194,7 @@ def data_parallel() -> dict[str, str]:
                 )
         else:
             with pytest.raises(RequestError, match="give the mesh"):
-                bind_parallel(chunks, Place(None, (0,), 0, 1), "none")
+                bind_parallel(chunks, Place(None, (0,), 0, 1), DataParallel())
     outside = DistributedDataParallel(SplitModule(nn.Linear(6, 6)))
     with pytest.raises(RequestError) as refused:
         outside(torch.randn(4, 6))

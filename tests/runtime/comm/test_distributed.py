@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 from small_model import (
-    MODES,
     Trace,
     assert_same,
     batch,
@@ -18,6 +17,7 @@ from small_model import (
     train,
 )
 from torch import Tensor, nn
+from trained_modes import MODES
 
 from zbpp.pipeline import Pipeline
 from zbpp.runtime.policies import Patience

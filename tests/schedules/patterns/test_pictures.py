@@ -14,6 +14,7 @@ from zbpp.schedules import (
     plan_zb_h2,
     plan_zb_v,
 )
+from zbpp.schedules.patterns.combined_1f1b import plan_combined_1f1b
 from zbpp.schedules.patterns.dual_pipe_v import plan_dual_pipe_v
 from zbpp.simulator import simulate
 
@@ -25,6 +26,7 @@ HAND_MADE = {
     "ZBH2": plan_zb_h2,
     "ZBV": plan_zb_v,
     "DualPipeV": plan_dual_pipe_v,
+    "Combined1F1B": plan_combined_1f1b,
 }
 
 UNIT = Costs()
@@ -98,6 +100,15 @@ PICTURES = {
         """\
         0 | 0F0      0F1      0F2      3F0      3B0      3W0      3F1      0F3&3BW1 -        .        3F2&0BW0 -        3BW2     -        3F3&0BW1 -        3BW3     -        0B2      0W2      0B3      0W3
         1 | .        1F0      2F0      1F1      2F1      1F2      2BW0     -        2F2&1BW0 -        1F3&2BW1 -        2F3&1BW1 -        2BW2     -        1BW2     -        2B3      1B3      2W3      1W3""",  # noqa: E501
+    ),
+    "combined_1f1b": (
+        "Combined1F1B",
+        2,
+        4,
+        Costs(f=2, b=2, w=2, fb=4),
+        """\
+        0 | 0F0      0F1      2F0      2F1      0F2      .        0F3&2BW0 -        2F2&2BW1 -        2F3&0BW0 -        0BW1     -        2BW2     -        2BW3     -        0BW2     -        0BW3     -
+        1 | .        1F0      1F1      3F0      3F1&3BW0 -        1F2&3BW1 -        1F3&1BW0 -        3F2&1BW1 -        3F3&3BW2 -        3BW3     -        1BW2     -        1BW3     -""",  # noqa: E501
     ),
 }
 

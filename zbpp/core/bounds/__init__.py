@@ -8,6 +8,7 @@ its docstring; `lower_bound` takes the highest. Read `paths` first:
     first_chunk     work, bottleneck, front_and_tail, cycle, memory_area: of the work of
                     a stage, or of its first chunk
     all_chunks      ramp, admission_rounds, memory_slots: of all chunks of a stage
+    on_lanes        those of passes in parts, which overlap
 
 Notation: on a stage, F, B and W are sums over its chunks; the loop of a chunk is the
 time from the start of its F to the end of its B on one micro-batch if nothing waits:
@@ -26,6 +27,7 @@ from zbpp.core.bounds.first_chunk import (
     memory_area,
     work,
 )
+from zbpp.core.bounds.on_lanes import bounds_on_lanes
 from zbpp.core.bounds.paths import stages_of
 from zbpp.core.costs import ChunkCosts, Costs
 from zbpp.core.placement import Placement
@@ -76,5 +78,7 @@ def lower_bound_on(costs: ChunkCosts, n_microbatches: int) -> float:
 
 
 def _all_bounds(costs: ChunkCosts, n_microbatches: int) -> dict[str, float]:
+    if costs.parts:
+        return bounds_on_lanes(costs, n_microbatches)
     stages = stages_of(costs, n_microbatches)
     return {name: max(map(bound, stages)) for name, bound in _BOUNDS.items()}

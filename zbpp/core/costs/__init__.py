@@ -2,8 +2,9 @@
 
 columns        what the columns of costs are per, and how shorthands are spread
 collectives    times of gathers and sums among replicas, by formula; ZeRO's bytes
-table          Costs: what the caller writes; ChunkCosts: the same on a placement;
-               the memory along an order
+parts          what passes compute, and what they exchange between
+table          Costs: what the caller writes; ChunkCosts: the same on a placement
+held           the memory along an order
 layers         LayerCosts: times and memories per layer, for any split
 units          amounts of memory as people write them, and limits beside memories
 """
@@ -17,13 +18,13 @@ from zbpp.core.costs.collectives import (
     zero_volume,
 )
 from zbpp.core.costs.columns import PerChunk
+from zbpp.core.costs.held import held_during, peaks
 from zbpp.core.costs.layers import LayerCosts, chunk_layers
+from zbpp.core.costs.parts import Parts
 from zbpp.core.costs.table import (
     ChunkCosts,
     Costs,
     MemoryModel,
-    held_during,
-    peaks,
 )
 from zbpp.core.costs.units import parse_memory
 
@@ -34,6 +35,7 @@ __all__ = [
     "LayerCosts",
     "Link",
     "MemoryModel",
+    "Parts",
     "PerChunk",
     "chunk_layers",
     "collective_time",

@@ -42,11 +42,12 @@ counted from what the stage holds when the pass starts.
 the copy that a rollback needs. ``limit`` bounds the sum of all. Without peaks and
 ``m_fixed``, the model is that of the paper (Qi et al., arXiv 2401.10241, section 2.3),
 with any unit, such as M_B. What a stage holds follows from its order alone, not from
-the times (`held_during`).
+the times (`zbpp.core.costs.held`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import add, sub
 
 from zbpp.core.costs.columns import (
@@ -61,22 +62,25 @@ from zbpp.core.costs.columns import (
     per_stage,
     reduction_delay,
 )
+from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import (
     KINDS,
     Job,
     JobKind,
+    Lane,
     Pair,
+    Part,
     Pass,
     PassKind,
     kind_of,
-    parts_of,
+    members_of,
     place_of,
 )
 from zbpp.core.placement import Placement
 from zbpp.core.timeline import sending_time
 
-__all__ = ["ChunkCosts", "Costs", "MemoryModel", "held_during", "peaks"]
+__all__ = ["ChunkCosts", "Costs", "MemoryModel"]
 
 _MARGIN = 1e-9  # relative, for sums that were rounded
 _ROUNDING = 1e-14  # relative, of one sum
@@ -98,11 +102,14 @@ class Times:
     themselves and take ``all_gather`` longer, instead of an UNSHARD; nothing runs
     beside that. ``fb`` is the time of an F beside the backward of another micro-batch,
     without their messages; a list is by the chunk of the F; None: as long as one after
-    the other. ``time_unit`` names the unit of all, such as "ms"; None: any one.
+    the other. ``parts`` tells what F, B and W compute and what they exchange between
+    (`zbpp.core.costs.parts`), of a stage, or in a list per chunk; their sums are ``f``,
+    ``b`` and ``w``, which may then be left out. ``time_unit`` names the unit of all,
+    such as "ms"; None: any one.
 
     Raises:
-        RequestError: a time is negative, not finite or above 1e100, or splits
-            holds no booleans.
+        RequestError: a time is negative, not finite or above 1e100, splits holds no
+            booleans, or parts do not sum up to f, b or w.
     """
 
     f: PerChunk = column(1.0, Per.CHUNK)
@@ -120,14 +127,41 @@ class Times:
     fb: PerChunk | None = column(None, Per.CHUNK)
     gathers: bool = False
     time_unit: str | None = None
+    parts: Parts | tuple[Parts, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.parts is not None:
+            for kind in (PassKind.F, PassKind.B, PassKind.W):
+                self._sum_up(kind, self.parts)
         check_columns(self)
         for stage, split in enumerate(self.splits or ()):
             if not isinstance(split, bool):
                 raise RequestError(
                     f"splits[{stage}] is {split!r}; write true or false for each stage"
                 )
+
+    def _sum_up(self, kind: PassKind, parts: Parts | tuple[Parts, ...]) -> None:
+        """Let a time be the sum of its parts, if it is not given."""
+        (name,) = KINDS[kind].times
+        given: PerChunk = getattr(self, name)
+        if isinstance(parts, tuple):
+            total: PerChunk = tuple(one.time(kind) for one in parts)
+        else:
+            total = parts.time(kind)
+        if given == _NOT_GIVEN:
+            object.__setattr__(self, name, total)
+            return
+        each, sums = (x if isinstance(x, tuple) else (x,) for x in (given, total))
+        if len(each) != len(sums) or any(
+            abs(one - other) > _MARGIN * max(one, other)
+            for one, other in zip(each, sums, strict=False)
+        ):
+            raise RequestError(
+                f"{name} is {given!r}, but its parts sum up to {total!r}; leave it out"
+            )
+
+
+_NOT_GIVEN = 1.0
 
 
 @dataclass(frozen=True)
@@ -221,6 +255,7 @@ class Costs(MemoryModel, Times):
             f = tuple(map(add, f, (*sending, 0.0)))
             b = tuple(map(add, b, (0.0, *sending)))
             hops = tuple(map(sub, hops, sending))
+        parts = self._parts_on(placement, splits)
         m_b, m_w = chunks("m_b"), chunks("m_w")
         none = (0.0,) * placement.n_chunks
         peak_b = self._peaks(
@@ -249,6 +284,7 @@ class Costs(MemoryModel, Times):
             reduce_scatter=chunks("reduce_scatter"),
             sending=sending if any(sending) else (),
             fb=() if self.fb is None else chunks("fb"),
+            parts=parts,
             m_b=m_b,
             m_w=m_w,
             limit=per_stage(self.limit, placement),
@@ -260,6 +296,29 @@ class Costs(MemoryModel, Times):
             peak_o=stages("peak_o"),
             memory_unit=self.memory_unit,
         )
+
+    def _parts_on(
+        self, placement: Placement, splits: Sequence[bool]
+    ) -> tuple[Parts, ...]:
+        """Parts of each chunk, the loss with the last F; () without."""
+        if self.parts is None:
+            return ()
+        for name in ("send_occupies", "gathers"):
+            if getattr(self, name) != getattr(_NO_COSTS, name):
+                raise RequestError(
+                    f"costs with parts cannot have {name}; leave one of both out"
+                )
+        parts = list(chunk_parts(self.parts, placement))
+        for chunk, stage in enumerate(placement.stage_of):
+            if not splits[stage]:
+                of, bw = parts[chunk], parts[chunk].of(PassKind.BW)
+                parts[chunk] = Parts(of.of(PassKind.F), bw)
+        if self.loss:
+            of, loss = parts[-1], (Lane.COMPUTE, self.loss)
+            parts[-1] = Parts(
+                (*of.of(PassKind.F), loss), of.of(PassKind.B), of.of(PassKind.W)
+            )
+        return tuple(parts)
 
     def _peaks(
         self, name: str, least: tuple[float, ...], placement: Placement
@@ -283,6 +342,7 @@ class Costs(MemoryModel, Times):
 
 
 _MEMORY = (*columns_of(MemoryModel), "memory_unit")
+_NO_COSTS = Costs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +355,8 @@ class ChunkCosts:
     its sender, per edge in ``sending`` (empty: none does); ``hops`` is what is left of
     its time (see the module's text). On a stage that cannot split its backward,
     ``b`` is the time of both parts and ``w`` is 0: its gradient cannot leave earlier.
-    Without ``fb`` (empty) the passes of a pair run one after the other.
+    Without ``fb`` (empty) the passes of a pair run one after the other. Without
+    ``parts`` (empty) every pass is in one piece.
     """
 
     placement: Placement
@@ -311,6 +372,7 @@ class ChunkCosts:
     reduce_scatter: tuple[float, ...]
     sending: tuple[float, ...]
     fb: tuple[float, ...]
+    parts: tuple[Parts, ...]
     m_b: tuple[float, ...]
     m_w: tuple[float, ...]
     limit: tuple[float, ...]
@@ -328,11 +390,62 @@ class ChunkCosts:
             if not self.fb:
                 return self.of(job.forward) + self.of(job.backward)
             return self.fb[job.forward.chunk] + sending_time(job, self.sending)
+        if isinstance(job, Part):
+            return self._time_of_part(job)
         return self._sum(kind_of(job), place_of(job))
 
     def of_pass(self, kind: PassKind, chunk: int) -> float:
         """Time of one pass of a chunk."""
         return self._sum(KINDS[kind], chunk)
+
+    @cached_property
+    def _parts(self) -> dict[tuple[PassKind, int], PartTimes]:
+        return {
+            (kind, chunk): parts.of(kind)
+            for chunk, parts in enumerate(self.parts)
+            for kind in (PassKind.F, PassKind.B, PassKind.W)
+        }
+
+    def parts_of(self, job: Pass) -> PartTimes:
+        """The lane and the time of each part of an F, B or W; there must be parts."""
+        return self._parts[job.kind, job.chunk]
+
+    def holder_of(self, job: Job) -> Job:
+        """The job that counts in the memory for one in parts: BW for a B without W."""
+        if isinstance(job, Part):
+            job = job.of
+        if not isinstance(job, Pass) or job.kind is not PassKind.B:
+            return job
+        if self._parts[PassKind.W, job.chunk]:
+            return job
+        return Pass(PassKind.BW, job.chunk, job.microbatch)
+
+    def source_of(self, part: Part) -> int:
+        """The part of B that a part of its W needs.
+
+        Where W has as many parts as B has that compute, the one at its place among
+        those; else the last one.
+        """
+        b = self._parts[PassKind.B, part.chunk]
+        computing = [i for i, (lane, _) in enumerate(b) if lane is Lane.COMPUTE]
+        if len(computing) == len(self._parts[PassKind.W, part.chunk]):
+            return computing[part.index]
+        return len(b) - 1
+
+    def _time_of_part(self, part: Part) -> float:
+        """Time of a part.
+
+        Raises:
+            RequestError: its pass has no such part.
+        """
+        times = self._parts.get((part.kind, part.chunk), ())
+        if part.index < len(times) and times[part.index][0] is part.lane:
+            return times[part.index][1]
+        raise RequestError(
+            f"the schedule runs {part}, but the costs of {part.of} have "
+            f"{[str(lane) for lane, _ in times] or 'no parts'}; plan again with these "
+            "costs"
+        )
 
     def _sum(self, kind: JobKind, place: int) -> float:
         columns: list[tuple[float, ...]] = [getattr(self, name) for name in kind.times]
@@ -350,7 +463,7 @@ class ChunkCosts:
     def change(self, job: Job) -> float:
         """Memory that a job leaves behind it: more than before, or less (< 0)."""
         change = 0.0
-        for part in parts_of(job):
+        for part in members_of(job):
             for name, sign in kind_of(part).keeps:
                 column: tuple[float, ...] = getattr(self, name)
                 change += sign * column[place_of(part)]
@@ -362,7 +475,7 @@ class ChunkCosts:
         The parts of a pair may hold their most at the same time.
         """
         peak = 0.0
-        for part in parts_of(job):
+        for part in members_of(job):
             name = kind_of(part).peak
             if name is not None:
                 column: tuple[float, ...] = getattr(self, name)
@@ -425,33 +538,3 @@ class ChunkCosts:
 def _where(can: Sequence[bool], column: Sequence[float]) -> tuple[float, ...]:
     """A column that is 0 where something cannot be."""
     return tuple(x if split else 0.0 for x, split in zip(column, can, strict=True))
-
-
-def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
-    """Most that a stage holds while each of its jobs runs, fixed memory included.
-
-    Args:
-        order: the jobs of the stage.
-        costs: of all chunks.
-        stage: whose fixed memory it is.
-    """
-    held = costs.fixed[stage]
-    during = []
-    looked_up: dict[object, tuple[float, float]] = {}
-    for job in order:
-        key = (job.kind, job.chunk) if job.__class__ is Pass else job
-        amounts = looked_up.get(key)
-        if amounts is None:
-            amounts = looked_up[key] = costs.peak(job), costs.change(job)
-        peak, change = amounts
-        during.append(held + peak)
-        held += change
-    return during
-
-
-def peaks(orders: Sequence[Sequence[Job]], costs: ChunkCosts) -> list[float]:
-    """Largest memory of each stage, in the unit of the costs."""
-    return [
-        max(held_during(order, costs, stage=stage), default=costs.fixed[stage])
-        for stage, order in enumerate(orders)
-    ]

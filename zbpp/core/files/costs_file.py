@@ -2,7 +2,8 @@
 
 Version 2 names the unit of its times, and that of its memories if that is bytes. Files
 without a version are of version 1: there memories are in bytes if an amount is 2**20 or
-more, as nobody counts so many of another unit.
+more, as nobody counts so many of another unit. Version 3 may tell parts of the passes,
+and need name no unit.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 from zbpp.core.amounts import BYTES_FROM
 from zbpp.core.costs import Costs, LayerCosts
 from zbpp.core.costs.columns import Column, Per, columns_of
+from zbpp.core.costs.parts import Parts, read_parts
 from zbpp.core.costs.units import Bytes
 from zbpp.core.errors import RequestError
 from zbpp.core.files.json_text import (
@@ -57,7 +59,25 @@ def costs_data(costs: Costs) -> dict[str, object]:
     """The object of a costs file."""
     data = _entries(costs, _ALWAYS)
     data.pop("gathers", None)
+    if costs.parts is not None:
+        data["version"] = 3
+        several = isinstance(costs.parts, tuple)
+        each = [_parts_data(parts) for parts in _all_parts(costs)]
+        data["parts"] = each if several else each[0]
     return data
+
+
+def _all_parts(costs: Costs) -> tuple[Parts, ...]:
+    parts = costs.parts or ()
+    return parts if isinstance(parts, tuple) else (parts,)
+
+
+def _parts_data(parts: Parts) -> dict[str, object]:
+    times = {
+        name: [[str(lane), time] for lane, time in getattr(parts, name)]
+        for name in ("f", "b", "w")
+    }
+    return times | {"layers": parts.layers}
 
 
 def write_layers(layers: LayerCosts, path: str | Path) -> None:
@@ -119,6 +139,7 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
     splits        list per stage: can its backward be split?               all can
     all_gather    time of an UNSHARD; list: per stage or per chunk         0
     reduce_scatter   time of a REDUCE_GRAD; list likewise                  0
+    parts         see below; f, b and w may then be left out               none
     fb            time of an F beside a backward; list: by chunk of the F  one by one
     m_b, m_w      memory that F leaves, and B in its place                 1, 0.5
     memory_limit  list: per stage; null: none                              none
@@ -130,6 +151,10 @@ def parse_costs(text: str, *, source: str = "costs") -> Costs:
     peak_o        the same of an optimizer step                            0
     m_r           memory that F leaves of a chunk that is recomputed       none is
     ============  =======================================================  =======
+
+    ``parts`` is an object with ``f``, ``b`` and ``w``, lists of pairs such as
+    ``["compute", 1.5]`` and ``["network", 0.5]`` for one layer, and with ``layers``:
+    how many a stage has. A list has one object per chunk. ``version`` is then 3.
 
     Memories have any one unit, or are texts such as "40GiB", in bytes, or numbers of
     them: then ``memory_unit`` is "bytes". ``time_unit`` is a text such as "ms", and
@@ -148,7 +173,18 @@ def costs_of(data: Mapping[str, Any], *, source: str = "costs") -> Costs:
     Raises:
         RequestError: the object holds no valid costs.
     """
-    values = _read_columns(source, data, _OF_CHUNKS, "splits")
+    values = _read_columns(source, data, _OF_CHUNKS, "splits", "parts")
+    if data.get("parts") is not None:
+        if data.get("version") != 3:
+            fail(source, "parts are there in version 3 alone; write it")
+        entry = data["parts"]
+        try:
+            if isinstance(entry, list):
+                values["parts"] = tuple(map(read_parts, entry))
+            else:
+                values["parts"] = read_parts(entry)
+        except RequestError as error:
+            fail(source, str(error))
     if "splits" in data:
         values["splits"] = booleans(source, "splits", data["splits"])
     try:
@@ -190,14 +226,14 @@ def _read_columns(
     source: str,
     data: Mapping[str, Any],
     columns: Mapping[str, Column],
-    other_key: str,
+    *other_keys: str,
 ) -> dict[str, Any]:
     """Read the columns that there are, and their units; null is as good as nothing."""
-    keys = (*map(_key, columns), other_key, "version", *_UNITS)
+    keys = (*map(_key, columns), *other_keys, "version", *_UNITS)
     refuse_unknown(source, data, keys)
     version = data.get("version", 1)
-    if version not in (1, 2):
-        fail(source, f"version is {version!r}; zbpp reads 1 and 2")
+    if version not in (1, 2, 3):
+        fail(source, f"version is {version!r}; zbpp reads 1, 2 and 3")
     time_unit = data.get("time_unit")
     if time_unit is not None and not isinstance(time_unit, str):
         fail(source, f"time_unit is {time_unit!r}, not a text such as 'ms'")

@@ -1,7 +1,10 @@
-"""Schedule files: one row of jobs a stage."""
+"""Schedule files: one row of jobs a stage.
+
+Version 2 has a row of parts a stage as well; schedules without are of version 1.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ __all__ = [
 ]
 
 _FORMAT = "zbpp-schedule"
-_VERSION = 1
+_VERSIONS = (1, 2)
 _SCHEDULE_KEYS = (
     "format",
     "version",
@@ -40,7 +43,7 @@ def schedule_text(schedule: Schedule) -> str:
     """Write a schedule as JSON, one line a stage."""
     head: dict[str, object] = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": 1 if schedule.parts is None else 2,
         "mode": schedule.name,
         "n_stages": schedule.n_stages,
         "n_microbatches": schedule.n_microbatches,
@@ -50,10 +53,14 @@ def schedule_text(schedule: Schedule) -> str:
         head["split"] = list(schedule.split)
     if schedule.recompute is not None:
         head["recompute"] = schedule.recompute
-    rows = ",\n  ".join(
-        json.dumps([str(job) for job in order]) for order in schedule.orders
-    )
-    return f'{json.dumps(head)[:-1]}, "jobs": [\n  {rows}\n]}}\n'
+    text = f'{json.dumps(head)[:-1]}, "jobs": [\n  {_rows_text(schedule.orders)}\n]'
+    if schedule.parts is not None:
+        text += f', "parts": [\n  {_rows_text(schedule.parts)}\n]'
+    return text + "}\n"
+
+
+def _rows_text(rows: Sequence[Sequence[Job]]) -> str:
+    return ",\n  ".join(json.dumps([str(job) for job in row]) for row in rows)
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
@@ -92,13 +99,15 @@ def schedule_of(
     for key in _SCHEDULE_KEYS:
         if key not in data:
             fail(source, f"the key {key!r} is missing")
-    refuse_unknown(source, data, (*_SCHEDULE_KEYS, *_LATER_KEYS))
-    if data["format"] != _FORMAT or data["version"] != _VERSION:
+    refuse_unknown(source, data, (*_SCHEDULE_KEYS, *_LATER_KEYS, "parts"))
+    if data["format"] != _FORMAT or data["version"] not in _VERSIONS:
         fail(
             source,
             f"format {data['format']!r} version {data['version']!r} is not "
-            f"{_FORMAT!r} version {_VERSION}",
+            f"{_FORMAT!r} version 1 or 2",
         )
+    if (data["version"] == 2) != ("parts" in data):
+        fail(source, "a schedule has parts in version 2, and in no other")
     if not isinstance(data["mode"], str):
         fail(source, f"mode is {data['mode']!r}, not a text")
     n_stages = integer(source, "n_stages", data["n_stages"])
@@ -117,7 +126,7 @@ def schedule_of(
                 f"n_stages is {n_stages}, but the placement names "
                 f"{placement.n_stages} stages",
             )
-        orders = _parse_rows(source, data["jobs"])
+        orders = _parse_rows(source, "jobs", data["jobs"])
         return Schedule(
             data["mode"],
             placement,
@@ -126,6 +135,9 @@ def schedule_of(
             costs,
             split=_parse_split(source, data.get("split")),
             recompute=_parse_recompute(source, data.get("recompute")),
+            parts=_parse_rows(source, "parts", data["parts"])
+            if "parts" in data
+            else None,
         )
     except RequestError as error:
         if str(error).startswith(source):
@@ -133,9 +145,9 @@ def schedule_of(
         raise type(error)(f"{source}: {error}") from None
 
 
-def _parse_rows(source: str, rows: object) -> tuple[tuple[Job, ...], ...]:
+def _parse_rows(source: str, name: str, rows: object) -> tuple[tuple[Job, ...], ...]:
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        fail(source, "jobs is not a list of rows, one per stage")
+        fail(source, f"{name} is not a list of rows, one per stage")
     orders = []
     for stage, row in enumerate(rows):
         order = []

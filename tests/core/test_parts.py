@@ -1,0 +1,248 @@
+"""Parts of passes on two lanes: times, memory, files, and what is refused."""
+
+import json
+from dataclasses import replace
+from textwrap import dedent
+
+import pytest
+from moe import B, C, F, N, W, moe_costs
+
+from zbpp.core import (
+    Clock,
+    Costs,
+    Lane,
+    Part,
+    Parts,
+    Pass,
+    PassKind,
+    Placement,
+    RequestError,
+    Schedule,
+    ScheduleError,
+    Step,
+    draw,
+    held_during,
+    parse_costs,
+    parse_job,
+    parse_schedule,
+    recomputed,
+    schedule_text,
+    write_costs,
+)
+from zbpp.planning import MODES, plan
+from zbpp.schedules import (
+    add_collectives,
+    certify,
+    lay_out,
+    plan_combined_1f1b,
+    plan_dual_pipe_v,
+    plan_one_f_one_b,
+    plan_vpp,
+    post_validated,
+    without_checks,
+)
+from zbpp.simulator import simulate, span
+
+LANES = Costs(parts=Parts(((C, 1), (N, 1), (C, 1)), ((N, 1), (C, 2)), ((C, 1),)))
+"""F: computes, exchanges, computes; B: exchanges, computes; W computes."""
+
+
+def rows(*texts):
+    return tuple(
+        tuple(parse_job(word, stage=stage) for word in text.split())
+        for stage, text in enumerate(texts)
+    )
+
+
+def tiny(*parts):
+    """Two micro-batches on one stage: the F's overlap."""
+    orders = rows("0F0 0F1 0B0 0W0 0B1 0W1 O")
+    return Schedule("tiny", Placement.single(1), 2, orders, parts=rows(*parts))
+
+
+TINY = "0F0.0 0F0.1~ 0F1.0 0F0.2 0F1.1~ 0B0.0~ 0F1.2 0B0.1 0W0.0 0B1.0~ 0B1.1 0W1.0 O"
+
+
+def test_parts_go_on_beside_one_another():
+    assert draw(simulate(tiny(TINY), LANES)) == dedent("""\
+        0 | F0 F1 F0 F1 B0 -  W0 B1 -  W1
+          + .  F0 F1 B0 .  .  B1""")
+
+
+@pytest.mark.parametrize("mode", sorted(set(MODES) - {"auto"}))
+def test_parts_in_a_row_take_the_times_of_their_sums(mode):
+    schedule = plan(mode, n_stages=3, n_microbatches=7)
+    costs = moe_costs(0.3, comm=0.1, loss=0.2, optimizer=0.3)
+    sums = replace(costs, parts=None)
+    assert (sums.f, sums.b, sums.w) == (costs.f, costs.b, costs.w)
+    assert simulate(schedule, costs) == simulate(schedule, sums)
+    if schedule.n_stages < schedule.placement.n_chunks:  # the control
+        overlapped = simulate(lay_out(schedule, costs), costs)
+        assert span(overlapped) < span(simulate(schedule, sums))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.4, 0.5, 0.6])
+def test_a_pair_takes_what_the_formula_says(share, layers):
+    costs = moe_costs(share, layers)
+    exchange = share / (1 - share)
+    work = max(0.0, exchange / 2 - 0.5) / layers
+    assert _pair_time(costs) == pytest.approx(max(2 * exchange, 3 + work))
+    in_turn = sum(costs.parts.time(kind) for kind in (F, B, W))
+    assert in_turn == pytest.approx(3 + 2 * exchange)
+
+
+def _pair_time(costs):
+    """Time of the parts of F1, B0 and W0, which begin together."""
+    times = costs.on(Placement.single(1))
+    before = Clock(times, n_microbatches=2)
+    for index, (lane, _time) in enumerate(times.parts_of(Pass(F, 0, 0))):
+        slot = before.run(Part(Pass(F, 0, 0), index, lane))
+    order = rows("0F0 (0F1;0BW0)OVERLAP_F_B 0BW1 O")
+    schedule = Schedule("pair", Placement.single(1), 2, order)
+    laid = lay_out(schedule, costs, w_first=True).parts[0]
+    pair = [p for p in laid if isinstance(p, Part) and p.of in PAIR]
+    clock = Clock(times, n_microbatches=2, free=[slot.end])
+    clock._written |= before._written
+    slots = [clock.run(part) for part in pair]
+    return max(s.end for s in slots) - slot.end
+
+
+PAIR = (Pass(F, 0, 1), Pass(B, 0, 0), Pass(W, 0, 0))
+
+
+def test_a_w_needs_its_part_of_b_alone_where_they_are_as_many():
+    times = moe_costs(0.4, 2).on(Placement.single(1))
+    parts = [Part(Pass(W, 0, 0), i, C) for i in range(4)]
+    assert [times.source_of(part) for part in parts] == [1, 3, 5, 7]
+    fewer = replace(LANES, parts=replace(LANES.parts, w=((C, 0.5), (C, 0.5)))).on(
+        Placement.single(1)
+    )
+    assert [fewer.source_of(part) for part in parts[:2]] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        (TINY.replace(" 0W1.0", ""), "O starts where the order has 0W1"),
+        (TINY.replace(" 0F0.2", ""), "part 2 of 0F0 is missing"),
+        (TINY.replace("0F0.0 0F0.1~", "0F0.1~ 0F0.0"), "comes where part 0 of 0F0"),
+        (TINY.replace("0F1.0", "0F1.0~"), "on another lane elsewhere"),
+        (TINY.replace(" O", ""), "O is missing"),
+        (TINY.replace("0F0.0 0F0.1~ 0F1.0", "0F1.0 0F0.0 0F0.1~"), "the order has 0F0"),
+        (TINY.replace("0W0.0", "0W0"), "0W0 is no part"),
+        (TINY.replace("0F0.1~", "0F0.1"), "on another lane elsewhere"),
+    ],
+)
+def test_rows_that_do_not_fit_the_orders_are_refused(parts, message):
+    with pytest.raises(ScheduleError, match=message):
+        tiny(parts)
+
+
+def test_stages_that_wait_for_one_another_are_refused():
+    orders = rows("0F0 0BW0 O", "1F0 1BW0 O")
+    parts = rows("0F0.0 0B0.0~ 0F0.1~ 0B0.1 O", "1F0.0 1F0.1~ 1B0.0~ 1B0.1 O")
+    with pytest.raises(ScheduleError, match="deadlock"):
+        Schedule("wait", Placement.single(2), 1, orders, parts=parts)
+
+
+def test_memory_follows_from_the_order_not_from_the_times():
+    order = rows("0F0 0F1 0B0 0F2 0W0 0B1 0W1 0B2 0W2 O")
+    lanes = (
+        "0F0.0 0F0.1~ 0F1.0 0F0.2 0F1.1~ 0B0.0~ 0F1.2 0B0.1 0F2.0 0F2.1~ 0F2.2 0W0.0 "
+        "0B1.0~ 0B1.1 0W1.0 0B2.0~ 0B2.1 0W2.0 O"
+    )
+    placement = Placement.single(1)
+    schedule = Schedule("three", placement, 3, order, parts=rows(lanes))
+    held = held_during(schedule.parts[0], LANES.on(placement), stage=0)
+    assert max(held) == 2.5  # behind B0 on its lane: two F's, and operands of W
+    # the B whose last part is on the network may not have ended when F2 starts
+    late = replace(LANES, parts=replace(LANES.parts, b=((C, 2), (N, 1))))
+    moved = lanes.replace("0B0.0~", "0B0.0").replace("0B0.1", "0B0.1~")
+    for i in (1, 2):
+        moved = moved.replace(f"0B{i}.0~", f"0B{i}.0").replace(f"0B{i}.1", f"0B{i}.1~")
+    other = Schedule("three", placement, 3, order, parts=rows(moved))
+    assert max(held_during(other.parts[0], late.on(placement), stage=0)) == 3
+    replace(schedule, costs=replace(LANES, limit=2.5))
+    with pytest.raises(ScheduleError, match=r"0F2\.0 needs memory 3, over the limit"):
+        replace(other, costs=replace(late, limit=2.5))
+
+
+def test_files_keep_parts_and_say_their_versions(tmp_path):
+    schedule = tiny(TINY)
+    text = schedule_text(schedule)
+    assert json.loads(text)["version"] == 2
+    assert parse_schedule(text) == schedule
+    with pytest.raises(RequestError, match="in version 2, and in no other"):
+        parse_schedule(text.replace('"version": 2', '"version": 1'))
+    per_chunk = (LANES.parts, replace(LANES.parts, layers=2))
+    for costs in (moe_costs(0.4, time_unit="ms"), Costs(parts=per_chunk)):
+        path = tmp_path / "costs.json"
+        write_costs(costs, path)
+        assert json.loads(path.read_text())["version"] == 3
+        assert parse_costs(path.read_text()) == costs
+    pairs = '{"f": [["compute", 1]], "b": [["network", 2]]}'
+    costs = parse_costs(f'{{"version": 3, "parts": {pairs}}}')
+    assert (costs.f, costs.b, costs.w) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            '{"parts": {"f": [["compute", 1]], "b": [["compute", 1]]}}',
+            "version 3 alone",
+        ),
+        ('{"version": 3, "parts": 3}', "3 is no object with the keys f, b, w"),
+        (
+            '{"version": 3, "parts": {"f": [["copy", 1]], "b": []}}',
+            "not a list of pairs",
+        ),
+        ('{"version": 3, "parts": {"f": [["compute", 1]], "b": []}}', "b has no part"),
+        (
+            '{"version": 3, "f": 3, "parts": '
+            '{"f": [["compute", 2]], "b": [["compute", 1]]}}',
+            "f is 3.*but its parts sum up to 2",
+        ),
+    ],
+)
+def test_wrong_parts_are_refused_by_name(text, message):
+    with pytest.raises(RequestError, match=message):
+        parse_costs(text)
+
+
+def test_what_parts_cannot_be_combined_with_is_refused():
+    vpp = plan_vpp(n_stages=2, n_microbatches=4, chunks_per_stage=3)
+    with pytest.raises(RequestError, match="4 layers of a stage cannot be dealt"):
+        moe_costs(0.4).on(vpp.placement)
+    with pytest.raises(RequestError, match="cannot have send_occupies"):
+        moe_costs(0.4, send_occupies=0.1).on(Placement.single(2))
+    laid = lay_out(plan_dual_pipe_v(n_stages=2, n_microbatches=4), moe_costs(0.4))
+    with pytest.raises(RequestError, match="no place on the network"):
+        add_collectives(laid, shards=True)
+    with pytest.raises(RequestError, match="the costs have parts"):
+        recomputed(moe_costs(0.4), replace(laid, recompute=(True,) * 4))
+    with pytest.raises(RequestError, match="plan again with these costs"):
+        simulate(laid, moe_costs(0.4, 2))
+    with pytest.raises(RequestError, match="a part on 'copy'"):
+        Parts(((Lane.COMPUTE, 1.0),), (("copy", 1.0),))
+    pytest.importorskip("ortools")
+    with pytest.raises(RequestError, match="the solver knows no parts"):
+        certify(laid, moe_costs(0.4))
+
+
+def test_validations_are_laid_out_and_taken_out_again():
+    schedule = lay_out(plan_combined_1f1b(n_stages=2, n_microbatches=4), moe_costs(0.4))
+    checked = post_validated(schedule)
+    assert all(sum(str(job) == "V" for job in row) == 1 for row in checked.parts)
+    assert without_checks(checked) == schedule
+    assert simulate(checked, moe_costs(0.4)).n_microbatches == 4
+
+
+def test_orders_without_pairs_are_laid_out_too():
+    costs = moe_costs(0.4)
+    order = plan_one_f_one_b(n_stages=2, n_microbatches=4)
+    laid = lay_out(order, costs)
+    assert span(simulate(laid, costs)) <= span(simulate(order, costs))
+    assert {type(job) for row in laid.parts for job in row} == {Part, Step}
+    assert PassKind.BW not in {p.kind for row in laid.parts for p in row[:-1]}

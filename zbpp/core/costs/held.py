@@ -1,0 +1,114 @@
+"""Memory that a stage holds along its order: by the order alone, not by the times.
+
+Passes in one piece come one after the other. Where they overlap on two lanes, a pass
+takes its memory when its first part starts, and gives back when its last part has
+ended. Passes start in the order of the row. What has ended when one starts is what
+must have ended, however long all parts take: what stands before it on its lane, what
+its input on the stage comes from, what came before these, and what had ended when the
+pass before it started.
+
+    compute  F0.0        B0.1  F1.0          B0.1 stands before F1.0 on the lane, so F1
+    network        B0.0~                     finds the memory that B0 gives back
+
+    compute  F0.0        F1.0                F1.0 may start while B0.1~ still runs: it
+    network        B0.0~ B0.1~               needs room beside B0
+"""
+
+from collections.abc import Sequence
+
+from zbpp.core.costs.table import ChunkCosts
+from zbpp.core.jobs import Job, Lane, Part, Pass, Step, lanes_of, reads, writes
+
+__all__ = ["held_during", "peaks"]
+
+_Known = tuple[int, int]
+"""How many parts on the two lanes of the stage have surely ended."""
+
+_LANES = (Lane.COMPUTE, Lane.NETWORK)
+
+
+def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
+    """Most that a stage holds while each of its jobs runs, fixed memory included.
+
+    Args:
+        order: the jobs of the stage.
+        costs: of all chunks.
+        stage: whose fixed memory it is.
+    """
+    if any(isinstance(job, Part) for job in order):
+        return _held_on_lanes(order, costs, stage=stage)
+    held = costs.fixed[stage]
+    during = []
+    looked_up: dict[object, tuple[float, float]] = {}
+    for job in order:
+        key = (job.kind, job.chunk) if job.__class__ is Pass else job
+        amounts = looked_up.get(key)
+        if amounts is None:
+            amounts = looked_up[key] = costs.peak(job), costs.change(job)
+        peak, change = amounts
+        during.append(held + peak)
+        held += change
+    return during
+
+
+def peaks(orders: Sequence[Sequence[Job]], costs: ChunkCosts) -> list[float]:
+    """Largest memory of each stage, in the unit of the costs."""
+    return [
+        max(held_during(order, costs, stage=stage), default=costs.fixed[stage])
+        for stage, order in enumerate(orders)
+    ]
+
+
+def _held_on_lanes(row: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[float]:
+    """Most that a stage holds from each part of a row on, fixed memory included."""
+    n_chunks = costs.placement.n_chunks
+    last = {
+        part.of: column for column, part in enumerate(row) if isinstance(part, Part)
+    }
+    on_lane: list[_Known] = [(0, 0), (0, 0)]
+    counts = [0, 0]
+    ended: dict[object, _Known] = {}  # by pass, and by value: known when it is there
+    at_last_start: _Known = (0, 0)
+    settled, running = costs.fixed[stage], dict[Job, tuple[int, int]]()
+    during: list[float] = []
+    for column, job in enumerate(row):
+        lane = _LANES.index(lanes_of(job)[0])
+        known = on_lane[lane]
+        of: Job = job.of if isinstance(job, Part) else job
+        if isinstance(job, Part) and job.index:
+            known = _join(known, ended[of])
+        elif isinstance(of, Step):  # it waits for all gradients
+            known = counts[0], counts[1]
+        else:
+            known = _join(known, at_last_start)
+            for value in reads(of, n_chunks) if isinstance(of, Pass) else ():
+                known = _join(known, ended.get(value, known))
+        if of not in running and not (isinstance(job, Part) and job.index):
+            at_last_start = known
+            for other, (on, number) in list(running.items()):
+                if number <= known[on]:
+                    settled += costs.change(costs.holder_of(other))
+                    del running[other]
+            now = [costs.peak(costs.holder_of(one)) for one in (*running, of)]
+            held = settled + sum(now)
+            running[of] = (0, 2**62)
+        else:
+            held = during[-1]
+        during.append(held)
+        counts[lane] += 1
+        known = _with(known, lane, counts[lane])
+        on_lane[lane] = ended[of] = known
+        is_last = not isinstance(job, Part) or last[job.of] == column
+        if is_last:
+            running[of] = lane, counts[lane]
+            if isinstance(of, Pass):
+                ended |= dict.fromkeys(writes(of, n_chunks), known)
+    return during
+
+
+def _join(one: _Known, other: _Known) -> _Known:
+    return max(one[0], other[0]), max(one[1], other[1])
+
+
+def _with(known: _Known, lane: int, number: int) -> _Known:
+    return (number, known[1]) if lane == 0 else (known[0], number)

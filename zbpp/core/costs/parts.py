@@ -1,0 +1,142 @@
+"""Parts of passes: what computes, and what exchanges data between, in order.
+
+A layer with experts sends its tokens to the experts' processes (dispatch) and back
+(combine). Its F, B and W, of attention a, experts e and exchanges d, c:
+
+    F  compute  a     e             B  compute     e'    a'      W  compute  e'' a''
+       network     d     c             network  c'    d'
+
+Each part occupies one lane of its stage; the parts of a pass run one after the other,
+and those of other passes beside them, where a schedule says so (`Schedule.parts`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from zbpp.core.errors import RequestError
+from zbpp.core.jobs import KINDS, Lane, PassKind
+from zbpp.core.placement import Placement
+
+__all__ = ["PartTimes", "Parts", "chunk_parts"]
+
+PartTimes = tuple[tuple[Lane, float], ...]
+"""The lane and the time of each part of a pass."""
+
+_LANES = (Lane.COMPUTE, Lane.NETWORK)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of the passes of some layers that are all alike.
+
+    Args:
+        f, b, w: of a layer's passes; w may have none.
+        layers: how many there are; a pass has the parts of all, one after the other.
+
+    Raises:
+        RequestError: a time is negative or not finite, a lane is none of compute and
+            network, f or b has no part, or there is no layer.
+    """
+
+    f: PartTimes
+    b: PartTimes
+    w: PartTimes = ()
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise RequestError(f"parts: layers is {self.layers}; it must be at least 1")
+        for name in ("f", "b", "w"):
+            parts: PartTimes = getattr(self, name)
+            if not parts and name != "w":
+                raise RequestError(f"parts: {name} has no part; give at least one")
+            for lane, time in parts:
+                if lane not in _LANES:
+                    raise RequestError(
+                        f"parts: {name} has a part on {lane!r}; write 'compute' or "
+                        "'network'"
+                    )
+                if not 0 <= time < math.inf:
+                    raise RequestError(
+                        f"parts: {name} has a part of {time!r}; it must be finite and "
+                        "at least 0"
+                    )
+
+    def of(self, kind: PassKind) -> PartTimes:
+        """The parts of a pass: of BW, those of B, then those of W."""
+        times: PartTimes = ()
+        for name in KINDS[kind].times:
+            part: PartTimes = getattr(self, name)
+            times += part * self.layers
+        return times
+
+    def time(self, kind: PassKind) -> float:
+        """The time of a pass whose parts run in a row."""
+        return sum(time for _, time in self.of(kind))
+
+    def on_lane(self, kind: PassKind, lane: Lane) -> float:
+        """The time of a pass on one lane."""
+        return sum(time for on, time in self.of(kind) if on is lane)
+
+
+def chunk_parts(
+    parts: Parts | tuple[Parts, ...], placement: Placement
+) -> tuple[Parts, ...]:
+    """Deal the layers of a stage to its chunks; a list has an entry per chunk.
+
+    Raises:
+        RequestError: a list of another length, or layers that cannot be dealt evenly.
+    """
+    if isinstance(parts, tuple):
+        if len(parts) != placement.n_chunks:
+            raise RequestError(
+                f"parts has {len(parts)} entries for {placement.n_chunks} chunks; give "
+                "one for each, or one object for a whole stage"
+            )
+        return parts
+    for n in set(placement.n_beside):
+        if parts.layers % n:
+            raise RequestError(
+                f"parts: the {parts.layers} layers of a stage cannot be dealt evenly "
+                f"to {n} chunks; give parts of more, shorter layers, or a list with an "
+                "entry for each chunk"
+            )
+    return tuple(replace(parts, layers=parts.layers // n) for n in placement.n_beside)
+
+
+def read_parts(entry: object) -> Parts:
+    """Read the parts of a costs file: an object with f, b, w and layers.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if not isinstance(entry, Mapping) or not {"f", "b"} <= set(entry) <= _KEYS:
+        raise RequestError(
+            f"parts: {entry!r:.60} is no object with the keys f, b, w and layers"
+        )
+    layers = entry.get("layers", 1)
+    if not isinstance(layers, int) or isinstance(layers, bool):
+        raise RequestError(f"parts: layers is {layers!r}, not a whole number")
+    times = {name: _read_times(name, entry.get(name, [])) for name in ("f", "b", "w")}
+    return Parts(**times, layers=layers)
+
+
+_KEYS = {"f", "b", "w", "layers"}
+
+
+def _read_times(name: str, value: object) -> PartTimes:
+    """Read pairs of a lane's name and a time."""
+    lanes = {str(lane): lane for lane in _LANES}
+    pairs = value if isinstance(value, list) else [None]
+    times = []
+    for pair in pairs:
+        match pair:
+            case [str(lane), int() | float() as time] if lane in lanes:
+                times.append((lanes[lane], float(time)))
+            case _:
+                raise RequestError(
+                    f"parts: {name} is {value!r:.60}, not a list of pairs such as "
+                    '["compute", 1.5] and ["network", 0.5]'
+                )
+    return tuple(times)
