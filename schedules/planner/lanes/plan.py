@@ -36,7 +36,7 @@ __all__ = ["plan_on_lanes"]
 
 _PARTS = {"fast": 4e5, "default": 1e7, "best": 1e7}
 """Parts that list schedules place, by effort."""
-_LEAST = 20  # runs, of any size
+_LEAST, _MOST = 20, 6_000  # runs, of any size: more gain a small plan nothing
 _DRAWN = 0.3  # share of the runs whose rules are drawn
 _KEPT, _LAST = 8, 2  # of those, the best are changed, then the best of these
 _WORSE = 1.05  # a drawn one is given up beyond the best
@@ -135,7 +135,7 @@ def _laid_out(
 def _search(problem: LaneProblem, budget: Budget, seconds: float) -> Rows | None:
     """The shortest rows of all rules that are tried; None: none comes to an end."""
     draws = random.Random(0)
-    n_runs = max(_LEAST, int(budget.passes / problem.row_from[-1]))
+    n_runs = min(_MOST, max(_LEAST, int(budget.passes / problem.row_from[-1])))
     climbs: list[_Climb] = []
     best = math.inf
     for _ in range(max(_KEPT, int(_DRAWN * n_runs))):
@@ -144,6 +144,8 @@ def _search(problem: LaneProblem, budget: Budget, seconds: float) -> Rows | None
         best = min(best, span)
         if span < math.inf:
             climbs.append(_Climb(problem, draws, span, settings))
+        if best <= problem.base.target:
+            break
     if not climbs:
         return None
     n_steps = int((1 - _DRAWN) / 2 * n_runs)
