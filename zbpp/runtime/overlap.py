@@ -215,9 +215,10 @@ def overlap_point(
         communicate: waits for the network, and computes little. Its backward must
             communicate by itself, as that of torch's
             ``all_to_all_single_autograd`` does.
-        args, kwargs: its arguments. All tensors that it reads and that need a gradient,
-            or are made by the layer, must be among them, also in tuples, lists, dicts
-            and what torch's pytree knows.
+        args: its arguments. All tensors that it reads and that need a gradient, or are
+            made by the layer, must be among them or ``kwargs``, also in tuples, lists,
+            dicts and what torch's pytree knows.
+        kwargs: its keyword arguments.
 
     Returns:
         What the function returns.

@@ -31,7 +31,9 @@ class Parts:
     """Parts of the passes of some layers that are all alike.
 
     Args:
-        f, b, w: of a layer's passes; w may have none.
+        f: the parts of a layer's F.
+        b: the parts of its B.
+        w: the parts of its W; there may be none.
         layers: how many there are; a pass has the parts of all, one after the other.
 
     Raises:
