@@ -258,7 +258,7 @@ def failing(fails_at: int) -> None:
 
 @pytest.mark.parametrize(
     ("fails_at", "what"),
-    [pytest.param(40, "allreduce", marks=pytest.mark.slow), (50, "receive")],
+    [pytest.param(42, "allreduce", marks=pytest.mark.slow), (52, "receive")],
 )
 def test_an_error_of_nccl_is_told(
     pool: SimulatedPool, fails_at: int, what: str
