@@ -78,6 +78,7 @@ def bench_all(folder: str, wrong: str) -> tuple[int, int, str]:
     return code, bad, ""
 
 
+@pytest.mark.slow
 def test_contenders_are_compared_and_timed(pool: Pool, tmp_path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     answers = pool.run(bench_all, 2, str(good), str(bad))

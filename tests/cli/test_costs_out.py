@@ -13,6 +13,7 @@ from zbpp.simulator import read_trace
 SMALL = [*TINY_LLAMA, "--validation_microbatches", "2", "--data", __file__]
 
 
+@pytest.mark.slow
 @pytest.mark.needs("torch")
 def test_train_writes_costs_to_plan_with_and_a_trace(tmp_path: Path) -> None:
     costs, metrics = tmp_path / "costs.json", tmp_path / "metrics.jsonl"

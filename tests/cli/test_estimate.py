@@ -61,6 +61,7 @@ def test_json_has_bytes_by_mode_and_stage(capsys: pytest.CaptureFixture[str]) ->
             assert stage["peak"] > 2 * n and stage["optimizer"] == 0
 
 
+@pytest.mark.slow
 def test_what_fits_is_named_and_the_files_feed_the_planner(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

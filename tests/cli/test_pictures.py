@@ -106,6 +106,7 @@ def test_chunks_per_stage_reach_the_modes_that_take_them(capsys):
     assert (chunks["1F1B"], chunks["ZBV"]) == (1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.needs("matplotlib")
 def test_a_page_tells_the_command_that_repeats_it(capsys, tmp_path, costs_file):
     path = tmp_path / "a page.html"

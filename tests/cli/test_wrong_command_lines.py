@@ -229,9 +229,10 @@ def test_former_commands_write_the_same_files(former, line, folder, capsys):
             "compare --devices 2 -m 4 --costs parts.json --mesh_mode ZBV",
             "mesh ZBV --devices 2 -m 4 --costs parts.json",
         ),
-        (
+        pytest.param(
             "estimate -p 2 -m 2 --modes ZBH1 ZBV --split 3 3 2 2 --autocast bf16",
             "estimate ZBH1,ZBV -p 2 -m 2 --split 3,3,2,2 --dtype bf16",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -36,6 +36,7 @@ def last_line(options: Train, tmp_path: Path) -> dict[str, object]:
     return final
 
 
+@pytest.mark.slow
 def test_it_trains_as_every_mode_does_and_says_what_it_chose(tmp_path, capsys):
     fixed = last_line(TINY, tmp_path)
     capsys.readouterr()

@@ -134,6 +134,7 @@ def train_in_processes() -> Outcome:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_in_two_processes(pool: Pool) -> None:
     ranks = pool.run(train_in_processes, 2)

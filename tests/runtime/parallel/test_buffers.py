@@ -54,6 +54,7 @@ def test_turns_in_order_pass() -> None:
     parameters.gather("layers.0")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_memory_is_flat_in_depth(pool: Pool) -> None:
     depths = (4, 8)
@@ -108,6 +109,7 @@ def _estimated(depth: int, mode: str) -> float:
     return (stage.peak - fixed) / n_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_sums_of_each_micro_batch_have_the_same_bits(pool: Pool) -> None:
     """In all modes, though what buffers give back is NaN."""

@@ -53,6 +53,7 @@ def test_a_run_goes_on_in_another_mesh(pool: Pool, tmp_path: Path) -> None:
             torch.testing.assert_close(its[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plain_model_loads_it(pool: Pool, tmp_path: Path) -> None:
     saved = run(pool, "ZBH1", "optimizer", 4, steps=2, folder=str(tmp_path))
     found = read_model(tmp_path)

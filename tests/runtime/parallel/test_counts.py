@@ -13,6 +13,7 @@ BLOCK = 4 * (2 * WIDTH + (WIDTH + 1) * 2 * WIDTH + 2 * WIDTH * WIDTH)
 """Bytes of a block: norm, up with its bias, down."""
 
 
+@pytest.mark.slow
 def test_collectives_of_a_step(pool: Pool) -> None:
     hows = ("kept", "resharded", "replicate", "bare")
     found = pool.run(collect_all, 4, [(how, "1F1B") for how in hows])

@@ -139,6 +139,7 @@ def assert_equal_plain(
         assert torch.equal(together[f"layers.1.{unused}"], first[unused])
 
 
+@pytest.mark.slow
 def test_unused_parameters_count_as_zeros(pool: Pool) -> None:
     assert_equal_plain(
         pool,

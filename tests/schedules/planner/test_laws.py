@@ -99,6 +99,7 @@ def test_every_size_is_planned(mode):
         check(planned(mode, p, m), mode, p, m)
 
 
+@pytest.mark.slow
 @given(
     mode=st.sampled_from(sorted({*MODES} - {*WAVES})),
     p=st.integers(1, 24),

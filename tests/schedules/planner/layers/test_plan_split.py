@@ -122,6 +122,7 @@ def test_layers_planned_evenly_are_what_a_mode_plans() -> None:
     assert found.schedule.orders == direct.orders
 
 
+@pytest.mark.slow
 def test_layers_move_where_the_planner_says_though_the_load_is_the_same() -> None:
     """The control is the balanced split itself: same largest load, longer plan."""
     placement, m = Placement.single(8), 24
