@@ -38,7 +38,7 @@ test-python%:
 	@if PYENV_VERSION=$* python$* -c "" 2>/dev/null; then \
 	  set -e; PYENV_VERSION=$* python$* -m venv --clear build/python$*; \
 	  build/python$*/bin/pip install --quiet -e . \
-	    hypothesis networkx psutil pytest pytest-timeout pytest-xdist; \
+	    hypothesis jsonschema networkx psutil pytest pytest-timeout pytest-xdist; \
 	  build/python$*/bin/pytest -m "not slow" $(SPREAD) $(TORCHLESS) $(ARGS); \
 	else echo "no python$* here: not tested"; fi
 
