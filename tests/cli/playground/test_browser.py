@@ -15,8 +15,8 @@ from chromium import Chromium, executable
 from playground_settings import command_line, random_settings
 
 from zbpp.cli.commands import main
-from zbpp.planning import MODES
 from zbpp.cli.playground.server import make_server
+from zbpp.planning import MODES
 
 ROOT = Path(__file__).parents[3]
 
