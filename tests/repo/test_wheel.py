@@ -241,8 +241,8 @@ def test_links_of_the_readme_lead_somewhere_on_an_index(wheel, checkout, tmp_pat
     named = build("wheel", project.parent, tmp_path / "out")
     text = about(named, "METADATA")
     assert relative_links(named) == []
-    assert f"]({address}/raw/main/docs/schedules.svg)" in text
-    assert f"[Modes]({address}/blob/main/docs/concepts/modes.md)" in text
+    assert f"]({address}/raw/main/docs/assets/schedules.svg)" in text
+    assert f"[modes]({address}/blob/main/docs/concepts/modes.md)" in text
 
 
 def import_all(python: Path, names: list[str], cwd: Path) -> str:
