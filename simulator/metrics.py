@@ -167,7 +167,7 @@ def memory_over_time(
     starts = [row[0].start for row in timeline.rows if row]
     origin = min(starts, default=0.0)
     fixed = costs.on(timeline.placement).fixed
-    if _has_parts(timeline):
+    if timeline.has_parts:
         return [_curve_of_parts(timeline, costs, s, origin) for s in _stages(timeline)]
     curves = []
     for stage, jobs in enumerate(memory_by_job(timeline, costs)):
@@ -191,10 +191,10 @@ def memory_by_job(timeline: Timeline, costs: Costs) -> list[list[tuple[float, fl
     Raises:
         RequestError: the costs do not fit the placement.
     """
-    if _has_parts(timeline):
+    if timeline.has_parts:
         curves = memory_over_time(timeline, costs)
         pairs = zip(timeline.rows, curves, strict=True)
-        return [[_held_in(slot, curve) for slot in row] for row, curve in pairs]
+        return [_held_in(row, curve) for row, curve in pairs]
     of_chunk = costs.on(timeline.placement)
     stages = []
     for stage, row in enumerate(timeline.rows):
@@ -237,26 +237,27 @@ def _stages(timeline: Timeline) -> range:
     return range(timeline.placement.n_stages)
 
 
-def _has_parts(timeline: Timeline) -> bool:
-    return any(isinstance(slot.job, Part) for row in timeline.rows for slot in row)
-
-
 def _slots(timeline: Timeline, stage: int) -> list[Slot]:
     """Slots of a stage's jobs, those of parts beside them too, by their starts."""
     row = list(timeline.rows[stage])
-    if not _has_parts(timeline):
-        return row
     beside = timeline.collectives[stage] if timeline.collectives else ()
-    row += [slot for slot in beside if isinstance(slot.job, Part)]
-    return sorted(row, key=_start_of)
+    parts = [slot for slot in beside if isinstance(slot.job, Part)]
+    if not parts and not any(isinstance(slot.job, Part) for slot in row):
+        return row
+    return sorted(row + parts, key=_start_of)
 
 
-def _held_in(slot: Slot, curve: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The most that is held during a slot, and what is held at its end."""
+def _held_in(
+    row: Sequence[Slot], curve: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """The most that is held during each slot, and what is held at its end."""
     times = [time for time, _ in curve]
-    begin, end = bisect_right(times, slot.start) - 1, bisect_right(times, slot.end) - 1
-    during = [held for _, held in curve[max(begin, 0) : end + 1]]
-    return max(during, default=0.0), during[-1] if during else 0.0
+    amounts = []
+    for slot in row:
+        begin = max(0, bisect_right(times, slot.start) - 1)
+        during = [held for _, held in curve[begin : bisect_right(times, slot.end)]]
+        amounts.append((max(during, default=0.0), during[-1] if during else 0.0))
+    return amounts
 
 
 def _start_of(slot: Slot) -> tuple[float, float, int]:

@@ -159,8 +159,7 @@ def _names(drawing: Drawing, run: int, unit: float) -> Iterator[Event]:
     yield _metadata("process_name", run, 0, {"name": name, **about})
     yield _metadata("process_sort_index", run, 0, {"sort_index": run})
     n_stages = timeline.placement.n_stages
-    has_parts = any(isinstance(s.job, Part) for row in timeline.rows for s in row)
-    beside = "network" if has_parts else "collectives"
+    beside = "network" if timeline.has_parts else "collectives"
     for stage in range(n_stages):
         for lane in range(drawing.n_lanes):
             thread = lane * n_stages + stage

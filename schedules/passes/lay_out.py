@@ -27,6 +27,7 @@ from zbpp.core import (
     members_of,
     replay,
 )
+from zbpp.core.lanes import parts_of_pass
 
 __all__ = ["lay_out"]
 
@@ -65,11 +66,11 @@ def _parts(job: Job, times: ChunkCosts, *, w_first: bool) -> Iterator[Job]:
     if not passes:
         yield job
         return
-    parts: dict[PassKind, tuple[Part, ...]] = {kind: () for kind in PassKind}
+    parts: dict[PassKind, list[Part]] = {kind: [] for kind in PassKind}
     for one in passes:
         lanes = [lane for lane, _ in times.parts_of(one)]
-        parts[one.kind] = tuple(Part(one, i, lane) for i, lane in enumerate(lanes))
-    waiting = list(parts[W])
+        parts[one.kind] = parts_of_pass(one, lanes)
+    waiting = parts[W]
     is_joint = isinstance(job, Pair) or job.kind is BW
     for index in range(max(len(parts[F]), len(parts[B]))):
         yield from parts[F][index : index + 1]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from zbpp.core import Costs, Placement, Schedule
 from zbpp.schedules.planner.lanes.plan import plan_on_lanes
 from zbpp.schedules.planner.limits import capped
-from zbpp.schedules.planner.search.plan import plan_placement as plan_passes
+from zbpp.schedules.planner.search.plan import plan_passes
 
 __all__ = ["plan_placement"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zbpp.core.jobs import Job, output_of, passes_in, reader
+from zbpp.core.jobs import Job, Part, output_of, passes_in, reader
 from zbpp.core.placement import Placement
 
 __all__ = [
@@ -62,6 +62,11 @@ class Timeline:
         Line ``lane * n_stages + stage`` is one lane of one stage; lane 0 has its jobs.
         """
         return (*self.rows, *self.collectives)
+
+    @property
+    def has_parts(self) -> bool:
+        """True if stages compute parts of passes."""
+        return any(isinstance(slot.job, Part) for row in self.rows for slot in row)
 
     def passes(self, stage: int) -> list[Slot]:
         """Slots of a stage that compute; optimizer jobs are left out."""

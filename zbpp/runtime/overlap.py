@@ -256,8 +256,8 @@ def _handed_on(node: Any, thing: Any, *, on_device: bool) -> Any:
     return map_tensors(thing, lambda x: behind.get(id(x), x))
 
 
-class _CommunicationEnds(torch.autograd.Function):
-    """Stands before a communication: in a backward it is over here, or all issued."""
+class _HandsOn(torch.autograd.Function):
+    """Hands tensors on; what its backward does beside that, the kinds of it say."""
 
     @staticmethod
     def forward(ctx: Any, on_device: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -265,6 +265,10 @@ class _CommunicationEnds(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Returned as they are they would be views, to which nobody may write.
         return tuple([x.detach() for x in tensors])
+
+
+class _CommunicationEnds(_HandsOn):
+    """Stands before a communication: in a backward it is over here, or all issued."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -276,14 +280,8 @@ class _CommunicationEnds(torch.autograd.Function):
         return None, *gradients
 
 
-class _CommunicationBegins(torch.autograd.Function):
+class _CommunicationBegins(_HandsOn):
     """Stands behind a communication: in a backward it begins here."""
-
-    @staticmethod
-    def forward(ctx: Any, on_device: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.on_device = on_device
-        ctx.set_materialize_grads(False)
-        return tuple([x.detach() for x in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -4,13 +4,14 @@ import ctypes
 import logging
 import os
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Structure", "check", "doubles", "library", "pointer", "whole"]
+__all__ = ["Structure", "check", "doubles", "kept", "library", "pointer", "whole"]
 
+T = TypeVar("T")
 _GIVEN_UP = 1  # as in loops.h
 _LOG = logging.getLogger("zbpp")
 
@@ -72,6 +73,15 @@ class Structure:
         types = [(name, _type(value)) for name, value in fields.items()]
         structure = type("_C", (ctypes.Structure,), {"_fields_": types})(**values)
         self.address = ctypes.byref(structure)
+
+
+def kept(problem: T, make: Callable[[T], Structure]) -> Structure:
+    """The structure of a problem, made once: it lives with it, as its properties do."""
+    values = vars(problem)
+    if "flat" not in values:
+        values["flat"] = make(problem)
+    flat: Structure = values["flat"]
+    return flat
 
 
 def _type(value: Any) -> Any:

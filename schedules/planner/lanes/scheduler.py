@@ -26,6 +26,7 @@ from zbpp.schedules.planner.compiled.library import (
     Structure,
     check,
     doubles,
+    kept,
     library,
     pointer,
     whole,
@@ -299,9 +300,6 @@ def _in_c(
     problem: LaneProblem, rules: LaneRules, below: float
 ) -> "tuple[float, array[int], array[int]] | None":
     """The same in C: the span, and the rows end to end."""
-    kept = vars(problem)
-    if "flat" not in kept:  # made once: it is kept with the problem
-        kept["flat"] = _flatten(problem)
     settings = Structure(
         rank=doubles(rules.rank),
         cap=whole(rules.cap),
@@ -319,7 +317,7 @@ def _in_c(
     assert library is not None
     is_done = check(
         library.zbpp_schedule_lanes(
-            kept["flat"].address,
+            kept(problem, _flatten).address,
             settings.address,
             ctypes.c_double(below),
             pointer(row_from),

@@ -17,6 +17,6 @@ Five ideas make plans good:
 `compiled` hands the loops of 2 and 3 to C, where there is a compiler.
 """
 
-from zbpp.schedules.planner.search.plan import plan_placement
+from zbpp.schedules.planner.search.plan import plan_passes
 
-__all__ = ["plan_placement"]
+__all__ = ["plan_passes"]

@@ -16,6 +16,7 @@ from zbpp.schedules.planner.compiled.library import (
     Structure,
     check,
     doubles,
+    kept,
     library,
     pointer,
     whole,
@@ -26,15 +27,6 @@ from zbpp.schedules.planner.search.list_scheduler import Settings
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan, Rows
 
 __all__ = ["Starts", "Timed", "improve", "list_schedule", "timed"]
-
-
-def _flat(problem: PlacementProblem) -> Structure:
-    """Make it once: it is kept with the problem, as its own properties are."""
-    kept = vars(problem)
-    if "flat" not in kept:
-        kept["flat"] = _flatten(problem)
-    flat: Structure = kept["flat"]
-    return flat
 
 
 def _flatten(problem: PlacementProblem) -> Structure:
@@ -100,7 +92,7 @@ def list_schedule(
     span = ctypes.c_double()
     is_done = check(
         library.zbpp_list_schedule(
-            _flat(problem).address,
+            kept(problem, _flatten).address,
             rules.address,
             ctypes.c_double(below),
             pointer(rows),
@@ -143,7 +135,7 @@ def timed(problem: PlacementProblem, rows: Rows) -> Timed:
     span = ctypes.c_double()
     is_done = check(
         library.zbpp_time_rows(
-            _flat(problem).address,
+            kept(problem, _flatten).address,
             pointer(joined),
             pointer(lengths),
             pointer(begins),
@@ -174,7 +166,7 @@ def improve(
     spent = ctypes.c_double(budget.spent)
     is_done = check(
         library.zbpp_improve(
-            _flat(problem).address,
+            kept(problem, _flatten).address,
             pointer(joined),
             pointer(lengths),
             ctypes.c_double(COST),

@@ -59,7 +59,7 @@ from zbpp.schedules.planner.search.local_search import (
 from zbpp.schedules.planner.search.problem import PlacementProblem, Plan
 from zbpp.schedules.planner.search.seeds import is_line, seeds
 
-__all__ = ["plan_placement"]
+__all__ = ["plan_passes"]
 
 _UNIT = Costs()
 _MARGIN = 0.01
@@ -67,7 +67,7 @@ _LONG = 1200  # passes placed, for each pass of the plan
 _SMALL = 3000  # passes; larger lines are planned once
 
 
-def plan_placement(
+def plan_passes(
     *,
     placement: Placement,
     n_microbatches: int,
@@ -77,16 +77,7 @@ def plan_placement(
     memory_cap: float = math.inf,
     default_limit: float = math.inf,
 ) -> Schedule:
-    """Plan any placement under the memory limit; without one, memory is no constraint.
-
-    Args:
-        placement: chunk to stage: a wave, interleaved, or any other.
-        n_microbatches: micro-batches in a step, at least 1.
-        costs: times and memories of chunks; every limit must hold one micro-batch.
-        effort: ``fast``, ``default``, ``best`` or ``best:SECONDS``.
-        name: the mode, for people.
-        memory_cap: a further limit on every stage, in M_B of that stage.
-        default_limit: the same, only where ``costs`` have no limit.
+    """Plan passes in one piece; all else as `zbpp.schedules.plan_placement` says.
 
     Raises:
         LimitError: a limit holds no micro-batch; it names the smallest that works.

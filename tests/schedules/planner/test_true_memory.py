@@ -18,8 +18,8 @@ from zbpp.core import (
     replay,
 )
 from zbpp.planning import MODES, plan
+from zbpp.schedules import plan_placement
 from zbpp.schedules.planner.limits import needs
-from zbpp.schedules.planner.search.plan import plan_placement
 
 FIXED = ("FThenB", "1F1B", "VPP")
 PLANNED = {1: ("ZB", "ZBH1", "ZBH2"), 2: ("ZBV", "VHalf", "VMin"), 3: ("ZBVPP",)}

@@ -1,10 +1,8 @@
 """``zbpp playground``: a page on which modes are compared live, on this machine."""
 
 import sys
-import webbrowser
 from dataclasses import dataclass
 
-from zbpp.cli.playground.server import make_server
 from zbpp.core import RequestError
 from zbpp.training.options import flag
 
@@ -26,6 +24,10 @@ class Playground:
         Raises:
             RequestError: the port cannot be had.
         """
+        import webbrowser  # with the server, it would hold up all other commands
+
+        from zbpp.cli.playground.server import make_server
+
         try:
             server = make_server(self.port)
         except (OSError, OverflowError) as error:
