@@ -1,5 +1,6 @@
 """Worker processes that live as long as the test session: imports cost seconds."""
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -7,7 +8,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ AFTER_ERROR_S = 10.0
 
 PRELOAD = ["zbpp.pipeline", "torch._dynamo"]
 """For all processes that a session forks; the first one to ask says what it is."""
+
+_CACHE = type(lru_cache(lambda: None))
+_DTENSORS = "torch.distributed.tensor"
 
 Prepare = Callable[[str, int, int], None]
 
@@ -148,13 +152,20 @@ def _serve(pipe: Any, device: str, prepare: Prepare | None) -> None:
 
 
 def _forget_meshes() -> None:
-    """Let DTensors forget the groups that are gone: a new mesh equals the old one."""
-    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
-    if redistribute is not None:
-        from torch.distributed.tensor import debug
+    """Let DTensors forget the groups that are gone.
 
-        redistribute.clear_redistribute_planner_cache()
+    A new mesh equals the old one; and each of gloo's threads, which live as long as
+    their group, wakes a hundred times a second.
+    """
+    if _DTENSORS in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        _redistribute.clear_redistribute_planner_cache()
         debug._clear_sharding_prop_cache()
+        for cache in gc.get_objects():
+            if type(cache) is _CACHE and cache.__module__.startswith(_DTENSORS):
+                cache.cache_clear()
+        gc.collect()
 
 
 def _load(file: str) -> Any:

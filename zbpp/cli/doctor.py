@@ -47,6 +47,7 @@ def _torch_lines() -> list[str]:
         ),
         _line("torch threads", str(torch.get_num_threads())),
     ]
+    lines.append(_line("split backward", _split()))
     kind = accelerator()
     if kind is None:
         why = f"no {built_for()} device visible"
@@ -64,6 +65,18 @@ def _torch_lines() -> list[str]:
     names = ["gloo", "nccl", "xccl", *map(str.lower, distributed.Backend._plugins)]
     backends = [name for name in names if distributed.is_backend_available(name)]
     return [*lines, _line("backends", ", ".join(backends) or "none")]
+
+
+def _split() -> str:
+    """Whether this torch can be split, by trying it."""
+    from zbpp.core import RequestError
+    from zbpp.runtime.backward.self_check import check_split
+
+    try:
+        check_split()
+    except RequestError as error:
+        return f"wrong: {error}"
+    return "tried: equal to a plain backward, to the bit"
 
 
 def _tested(name: str) -> str:

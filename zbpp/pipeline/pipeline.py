@@ -43,6 +43,7 @@ from zbpp.profiling.join import Profiled
 from zbpp.profiling.measure import measure
 from zbpp.profiling.memory import is_out_of_memory
 from zbpp.profiling.profile import Profile
+from zbpp.runtime.backward.self_check import check_split
 from zbpp.runtime.driver.agreement import check_agreement
 from zbpp.runtime.driver.batches import Batches, StepPart
 from zbpp.runtime.driver.build import StageOptions, build_executors, make_transports
@@ -148,6 +149,7 @@ class Pipeline:
         self.layered = layered_of(model)
         self.n_layers = self.layered.n_layers
         loss_fn = loss_of(self.layered, loss_fn)
+        check_split()
         self.plan = plan_pipeline(
             PlanRequest(
                 schedule=schedule, n_stages=n_stages, n_microbatches=n_microbatches

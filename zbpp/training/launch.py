@@ -88,8 +88,8 @@ def launch(
                 _work, passed_args, n_processes, join=False, start_method=method
             )
             processes += context.processes
-            if signals:  # the first processes were started too late to hear of it
-                raise SystemExit(128 + signals[0])
+            if signals:
+                raise _end(signals[0])
             try:
                 while not context.join(grace_period=0):
                     pass
@@ -135,23 +135,25 @@ def _no_orphans(
 ) -> Iterator[list[int]]:
     """Leave no process behind: not after an error, Ctrl-C or SIGTERM.
 
-    Gives the signals that were passed on, to processes that stop themselves.
+    Gives the signals that came while no process was in the list yet (one that is
+    half started is known to nobody, so the start is not interrupted), or that were
+    passed on to processes that stop themselves.
     """
-    passed_on: list[int] = []
+    noted: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if not stop_themselves or passed_on:
-            raise SystemExit(128 + number)
-        passed_on.append(number)
+        if noted or (processes and not stop_themselves):
+            raise _end(number)
+        noted.append(number)
         for process in processes:
             if process.exitcode is None:
                 process.terminate()
 
-    numbers = [signal.SIGTERM, *([signal.SIGINT] if stop_themselves else [])]
+    numbers = (signal.SIGTERM, signal.SIGINT)
     handlers = {number: signal.signal(number, stop) for number in numbers}
     others = set(multiprocessing.active_children())
     try:
-        yield passed_on
+        yield noted
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -160,6 +162,12 @@ def _no_orphans(
             process.kill()
         for process in left:
             process.join()
+
+
+def _end(number: int) -> BaseException:
+    """What ends a run that this signal has stopped."""
+    interrupted = number == signal.SIGINT
+    return KeyboardInterrupt() if interrupted else SystemExit(128 + number)
 
 
 def _work(

@@ -5,5 +5,6 @@ Read `split` (B and W as two calls), then `graph` (which products can wait) with
 runs B), `products` and `regions` (what is computed later, of products and of compiled
 regions), `queue` (where it waits), `grads` (the one writer of ``.grad``) and
 `accumulate` (the order of the sums). `hooks` finds those of others, `causes` gives
-reasons for reports; `torch_stage` serves torch's pipeline.
+reasons for reports; `torch_stage` serves torch's pipeline, and `self_check` asks once
+a process whether this torch is split right.
 """

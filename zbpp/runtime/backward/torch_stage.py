@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.backward.data_parallel import check_module
+from zbpp.runtime.backward.self_check import check_split
 from zbpp.runtime.backward.split import SplitGraph, run_forward
 from zbpp.runtime.support.autograd_internals import accumulates
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
@@ -54,6 +55,7 @@ class SplitModule(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        check_split()
         self.module = module
         self.left: list[SplitGraph] = []
         """Graphs whose B has run, and whose W no one has asked for yet."""

@@ -3,6 +3,7 @@
 `autograd_internals`, `torch_internals` and `compile_internals` use them, each with a
 fallback, so that a torch without a name is slower or splits less, and is not wrong.
 (Those of FSDP, without which nothing is sharded, are checked where `fsdp` is used.)
+`backward.self_check` compares a small split with a plain backward once a process.
 
 Beside these there are attributes of nodes: what a kind of product saves (``_saved_*``,
 ``_raw_saved_*``: without them it runs in B), ``_sequence_nr``, and of nodes of compiled
