@@ -1,12 +1,18 @@
-"""A training is planned once, wherever it is started."""
+"""A training is planned once, wherever it is started, and leaves no process."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from multiprocessing import popen_forkserver
 
+import psutil
 import pytest
 
 from zbpp.planning import Plan, PlanRequest, make_plan
 from zbpp.training import start as starting
+from zbpp.training.launch import launch
 from zbpp.training.options import Train
 
 
@@ -62,3 +68,30 @@ def test_a_worker_ends_when_its_starter_is_gone() -> None:
         [sys.executable, "-c", starter], stderr=subprocess.PIPE, text=True, timeout=200
     )
     assert "that has started it is gone; it ends" in ended.stderr
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
+)
+@pytest.mark.parametrize("stops_itself", [False, True])
+def test_a_signal_while_a_worker_is_started_leaves_none(
+    monkeypatch, number, error, stops_itself
+):
+    """It comes when the first process runs and nobody has noted it yet."""
+    started = []
+    of_python = popen_forkserver.Popen._launch
+
+    def interrupted(popen, process):
+        of_python(popen, process)
+        started.append(psutil.Process(popen.pid))
+        if len(started) == 1:
+            os.kill(os.getpid(), number)
+            for _ in range(100):  # a handler in Python runs between two steps
+                pass
+
+    monkeypatch.setattr(popen_forkserver.Popen, "_launch", interrupted)
+    with pytest.raises(error):
+        launch(time.sleep, (600,), 2, device="cpu", stops_itself=stops_itself)
+    assert started and not any(process.is_running() for process in started)

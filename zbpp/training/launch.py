@@ -142,7 +142,7 @@ def _no_orphans(
     noted: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if noted or (processes and not stop_themselves):
+        if processes and (noted or not stop_themselves):
             raise _end(number)
         noted.append(number)
         for process in processes:
