@@ -52,6 +52,7 @@ def test_passes_take_what_the_allocator_says() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch's own
 @pytest.mark.parametrize(
     ("own", "again", "autocast"),
     [
@@ -64,7 +65,9 @@ def test_passes_take_what_the_allocator_says() -> None:
 def test_passes_of_all_kinds_do(
     own: range, again: bool, autocast: torch.dtype | None
 ) -> None:
-    assert worst(language(again=again), own, autocast)[0] < 0.05
+    with torch.backends.mkldnn.flags(enabled=False):  # its scratch differs by CPU
+        error, _ = worst(language(again=again), own, autocast)
+    assert error < 0.05
 
 
 @pytest.mark.slow
