@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Tests run side by side; `make test ARGS="-n 0"` runs them in one process.
-SPREAD := -n 2 --dist worksteal
+# Tests run side by side, three for two cores, as a third of their time they wait;
+# `make test ARGS="-n 0"` runs them in one process.
+SPREAD := -n 3 --dist worksteal
 
 # Programs that find this first have a GPU that is simulated: tests/simgpu.
 SIMULATED := PYTHONPATH=tests/simgpu/everywhere:tests
 
-.PHONY: train test test-slow test-simgpu test-pythons test-newest test-lowest mutants check format docs dist playground gpu gpu-simulated clean
+.PHONY: train test test-slow test-nightly test-simgpu test-pythons test-newest test-lowest mutants check format docs dist playground gpu gpu-simulated clean
 
 train: $(READY)
 	$(BIN)/zbpp train $(ARGS)
@@ -19,8 +20,12 @@ test: $(READY)
 	$(BIN)/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
 
 test-slow: $(READY)
-	$(BIN)/pytest -m slow --durations 20 $(SPREAD) $(ARGS)
+	$(BIN)/pytest -m "slow and not nightly" --durations 20 $(SPREAD) $(ARGS)
 	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
+
+# What takes long and repeats, with more cases, what the others have shown.
+test-nightly: $(READY)
+	$(BIN)/pytest -m nightly --durations 20 $(SPREAD) $(ARGS)
 
 # Built by g++ for the installed torch, once.
 test-simgpu: $(READY)

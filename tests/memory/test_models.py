@@ -112,6 +112,7 @@ def test_copies_of_fake_modules_share_their_mode(monkeypatch) -> None:
     assert held and all(buffer.fake_mode is mode for buffer in held)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_weights_that_are_real_fake_or_made_later_are_estimated_alike() -> None:
     real = stages(made(LLAMA))

@@ -76,6 +76,7 @@ def compared() -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.dist
 def test_shards_take_what_the_allocator_says(pool: Pool) -> None:

@@ -81,6 +81,7 @@ def model_of(kind):
     raise AssertionError(f"no model: {error}")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_family_with_a_plan_is_cut_or_named():

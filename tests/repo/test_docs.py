@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import PATIENCE_S
 from pages import (
     ROOT,
     Page,
@@ -271,7 +272,7 @@ def test_the_flags_that_make_hands_on_train(tmp_path):
 
 def finished(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     result = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=100
+        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert result.returncode == 0, result.stderr
     return result

@@ -33,7 +33,11 @@ def test_notebooks_hold_calls_only_and_no_outputs(path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [*NOTEBOOKS[:2], pytest.param(NOTEBOOKS[2], marks=pytest.mark.nightly)],
+    ids=lambda path: path.stem,
+)
 def test_notebooks_run_from_top_to_bottom(path, tmp_path):
     code = (
         "import sys, nbclient, nbformat\n"

@@ -114,6 +114,7 @@ def hit(process: psutil.Process, number: signal.Signals) -> None:
     os.kill(process.pid, number)
 
 
+@pytest.mark.slow
 def test_a_killed_worker(run: Callable[..., Run]) -> None:
     running = run()
     running.wait_for_step(3)

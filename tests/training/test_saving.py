@@ -299,7 +299,7 @@ def test_a_killed_run_ends_like_an_undisturbed_one(
     ("number", "code", "to_group"),
     [
         (signal.SIGTERM, 143, False),
-        (signal.SIGTERM, 143, True),
+        pytest.param(signal.SIGTERM, 143, True, marks=pytest.mark.nightly),
         (signal.SIGINT, 0, False),
     ],
 )

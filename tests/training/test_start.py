@@ -72,10 +72,9 @@ def test_a_worker_ends_when_its_starter_is_gone() -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("number", "error"),
-    [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
+    ("number", "error", "stops_itself"),
+    [(signal.SIGTERM, SystemExit, False), (signal.SIGINT, KeyboardInterrupt, True)],
 )
-@pytest.mark.parametrize("stops_itself", [False, True])
 def test_a_signal_while_a_worker_is_started_leaves_none(
     monkeypatch, number, error, stops_itself
 ):

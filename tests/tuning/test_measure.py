@@ -70,7 +70,7 @@ def same(one: Outcome, other: Outcome) -> None:
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("mode", ["auto", "ZBV"])
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "ZBV"])
 def test_training_is_as_without_measuring(mode: str) -> None:
     settings = {"mode": mode, "seed": 3, "split": "balanced", "watch": False}
     measured = train(2, model=listed(), example=batch(0), **settings)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.dist
 MODES = ("1F1B", "ZBH1", "ZBV", "VPP", "DualPipeV")
 DP, EP, CP = ({f"{name}_parallel": 2} for name in ("data", "expert", "context"))
 DP_EP = {**DP, **EP}
+NIGHTLY = partial(pytest.param, marks=pytest.mark.nightly)
 
 BREAKS_ON = dict.fromkeys(BREAKS, EP) | {"no sum over cp": CP, "no sum over dp": DP}
 
@@ -61,6 +63,7 @@ def test_two_stages_on_four_processes(sizes: dict[str, int], pool: Pool) -> None
     assert_right(pool.run(train_all, 4, cases(("ZBV",), sizes, steps=3)), 3)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "n"), [(EP, 4), (CP, 4), (DP_EP, 8), ({**CP, **EP}, 8)]
@@ -76,8 +79,8 @@ def test_experts_as_dtensors(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
-@pytest.mark.parametrize("sizes", [DP_EP, {**CP, **EP}])
+@pytest.mark.parametrize("shard", [NIGHTLY("optimizer"), "gradients", "parameters"])
+@pytest.mark.parametrize("sizes", [DP_EP, NIGHTLY({**CP, **EP})])
 def test_shards_of_experts_and_of_the_rest(
     sizes: dict[str, int], shard: str, pool: Pool
 ) -> None:
@@ -100,7 +103,7 @@ def test_shards_where_each_process_has_its_own_experts(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", ["none", NIGHTLY("optimizer")])
 def test_a_checkpoint_goes_from_any_number_to_any(
     shard: str, tmp_path: Path, pool: Pool
 ) -> None:
