@@ -169,6 +169,8 @@ def _below_limit(
     hardly make better than the best plan are given up.
     """
     once = tries.spent + moves.spent
+    if problem.target >= plan.span or budget.passes < once:
+        return plan
     for lower in problem.lower_limits(plan.rows):
         if budget.passes - budget.spent < once:
             break

@@ -35,13 +35,15 @@ def held_during(order: Sequence[Job], costs: ChunkCosts, *, stage: int) -> list[
         costs: of all chunks.
         stage: whose fixed memory it is.
     """
-    if any(isinstance(job, Part) for job in order):
-        return _held_on_lanes(order, costs, stage=stage)
     held = costs.fixed[stage]
     during = []
     looked_up: dict[object, tuple[float, float]] = {}
     for job in order:
-        key = (job.kind, job.chunk) if job.__class__ is Pass else job
+        key: object = job
+        if job.__class__ is Pass:
+            key = job.kind, job.chunk
+        elif job.__class__ is Part:
+            return _held_on_lanes(order, costs, stage=stage)
         amounts = looked_up.get(key)
         if amounts is None:
             amounts = looked_up[key] = costs.peak(job), costs.change(job)
