@@ -621,16 +621,19 @@ class Executor:
         bound = self._bind(program, training=training)
         self.times.begin(training=training and not self._is_part)
         self.is_profiled = profiling()
-        for handler in self._in_order(bound) if training else bound.rest:
-            if handler.waits:
-                while not handler.ready():
-                    yield
-            try:
-                self.inject_fault(handler.instruction)
-                handler.run()
-            except Exception as error:
-                self._explain(error, handler.instruction)
-                raise
+        inject_fault = self.inject_fault
+        for handlers in self._in_order(bound) if training else [bound.rest]:
+            for handler in handlers:
+                if handler.waits:
+                    while not handler.ready():
+                        yield
+                try:
+                    if inject_fault is not no_fault:
+                        inject_fault(handler.instruction)
+                    handler.run()
+                except Exception as error:
+                    self._explain(error, handler.instruction)
+                    raise
         self.collectives.end()
         bound.assert_empty()
         self.stage.assert_empty()
@@ -644,26 +647,26 @@ class Executor:
             self._bound[training] = bound
         return bound
 
-    def _in_order(self, bound: BoundProgram) -> Iterator[Handler]:
+    def _in_order(self, bound: BoundProgram) -> Iterator[Sequence[Handler]]:
         """Yield the handlers of a training step; those before an invalid V twice."""
         self.optimizer.begin_step()
         self.replay.begin(may_rewind=self.optimizer.may_replay)
-        yield from bound.before
+        yield bound.before
         if bound.check is not None:
-            yield bound.check
+            yield [bound.check]
             if bound.check.is_invalid:
-                yield from self._rewind(bound, bound.check)
-                yield from bound.before
+                yield self._rewind(bound, bound.check)
+                yield bound.before
         self.replay.decide()
         self.optimizer.begin_backward()
         if bound.has_passes and not self.stage.first:
             self.stage.ties.begin()
         if bound.reduces:
             self.stage.watch_weights(self._progress)
-        yield from bound.rest
+        yield bound.rest
         self.replay.end()
 
-    def _rewind(self, bound: BoundProgram, check: ValidateStep) -> Iterator[Handler]:
+    def _rewind(self, bound: BoundProgram, check: ValidateStep) -> list[Handler]:
         """The speculative step is invalid: go back to where this step began.
 
         All stages do so together, so what has been sent before is sent again; what has
@@ -673,8 +676,8 @@ class Executor:
         bound.forget()
         self.collectives.rewind()
         self.replay.rewind()
-        for slot in bound.posted():
-            yield DropReceived(bound, check.instruction, slot)
+        posted = bound.posted()
+        return [DropReceived(bound, check.instruction, slot) for slot in posted]
 
     def _explain(self, error: Exception, instruction: Instruction) -> None:
         """Note where an error was raised.
