@@ -17,10 +17,10 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
+from parts.options import read_options
 from parts.runs import in_processes, judged, run_zbpp
 from parts.table import Table
 from parts.turns import Runs, spread_of, take_turns
@@ -172,11 +172,7 @@ def show(found: Runs, title: str) -> None:
 
 def main() -> None:
     """Run one of the two."""
-    tyro.cli(
-        Annotated[Emulated, tyro.conf.subcommand("emulated")]
-        | Annotated[Real, tyro.conf.subcommand("real")],  # type: ignore[arg-type]
-        use_underscores=True,
-    ).run()
+    read_options(Emulated, Real).run()
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+from parts.options import read_options
 from parts.runs import judged, run_zbpp
 from parts.table import Table
 from parts.turns import Runs, spread_of, take_turns
@@ -280,17 +279,9 @@ def _cells(
     yield "" if kind == "even" else f"{1 - step / step_of_even:.1%}"
 
 
-Command = (
-    Annotated[Simulated, tyro.conf.subcommand("simulated")]
-    | Annotated[Possible, tyro.conf.subcommand("possible")]
-    | Annotated[Llama, tyro.conf.subcommand("llama")]
-    | Annotated[Emulated, tyro.conf.subcommand("emulated")]
-)
-
-
 def main() -> None:
     """Run one of the tables."""
-    tyro.cli(Command, use_underscores=True).run()
+    read_options(Simulated, Possible, Llama, Emulated).run()
 
 
 if __name__ == "__main__":

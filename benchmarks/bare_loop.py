@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
+from parts.options import read_options
 from parts.runs import in_processes
 from parts.table import Table
 from parts.turns import spread_of, take_turns
@@ -223,7 +223,7 @@ def measure(options: Options, mode: str, file: str) -> None:
 
 def main() -> None:
     """Measure all modes and print a table."""
-    options = tyro.cli(Options, use_underscores=True)
+    options = read_options(Options)
     run = in_processes(measure, options, options.stages)
     found = take_turns(options.modes, options.runs, run)
     how = "post-validated" if options.post_validation else "behind a barrier"

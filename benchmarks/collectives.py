@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tyro
+from parts.options import read_options
 from parts.runs import in_processes
 from parts.table import Table
 from parts.turns import spread_of, take_turns
@@ -84,7 +84,7 @@ def measure(options: Options, mode: str, file: str) -> None:
 
 def main() -> None:
     """Measure all modes and print a table."""
-    options = tyro.cli(Options, use_underscores=True)
+    options = read_options(Options)
     run = in_processes(measure, options, options.stages)
     table = Table(
         f"p={options.stages} m={options.microbatches}, jobs of {options.job_ms:g} ms, "

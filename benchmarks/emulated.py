@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import tyro
+from parts.options import read_options
 from parts.runs import run_zbpp
 from parts.table import Table
 from parts.turns import spread_of, take_turns
@@ -48,7 +48,7 @@ def measure(options: Emulated, mode: str, metrics: Path) -> None:
 
 def main() -> None:
     """Measure all modes and print a table."""
-    options = tyro.cli(Emulated, use_underscores=True)
+    options = read_options(Emulated)
     found = take_turns(options.modes, options.runs, partial(measure, options))
     table = Table(
         f"p={options.stages} m={options.microbatches}, jobs of {options.job_ms:g} ms, "

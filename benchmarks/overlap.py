@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
+from parts.options import read_options
 from parts.runs import in_processes
 from parts.table import Table
 from parts.turns import spread_of
@@ -213,7 +213,7 @@ def measure(options: Options, _: str, file: str) -> None:
 
 def main() -> None:
     """Measure, and print a table."""
-    options = tyro.cli(Options, use_underscores=True)
+    options = read_options(Options)
     file = Path(os.environ.get("TMPDIR", "/tmp")) / f"overlap-{os.getpid()}.json"
     in_processes(measure, options, options.stages)("", file)
     found = json.loads(file.read_text())

@@ -16,10 +16,9 @@ import statistics
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
+from parts.options import read_options
 from parts.runs import in_processes
 from parts.table import Table
 from parts.turns import spread_of, take_turns
@@ -77,10 +76,7 @@ class Real:
     modes: tuple[str, ...] = MODES
 
 
-Options = (
-    Annotated[Emulated, tyro.conf.subcommand("emulated")]
-    | Annotated[Real, tyro.conf.subcommand("real")]
-)
+Options = Emulated | Real
 
 
 def costs_of(options: Emulated, schedule: Schedule) -> Costs:
@@ -181,7 +177,7 @@ def _turn(
 
 def main() -> None:
     """Run all modes in turn and print a table."""
-    options = tyro.cli(Options, use_underscores=True)  # type: ignore[call-overload]
+    options = read_options(Emulated, Real)
     run = in_processes(work, options, options.stages)
     found = take_turns(options.modes, options.runs, run)
     table = Table(

@@ -15,9 +15,9 @@ Real: one process holds both stages, so that one allocator sees all.
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
+from parts.options import read_options
 from parts.runs import judged
 from parts.table import Table
 
@@ -258,12 +258,5 @@ class Real:
         return bits, sorted(seconds[1:])[self.steps // 2], most, n
 
 
-Command = (
-    Annotated[Planned, tyro.conf.subcommand("planned")]
-    | Annotated[Chosen, tyro.conf.subcommand("chosen")]
-    | Annotated[Real, tyro.conf.subcommand("real")]
-)
-
-
 if __name__ == "__main__":
-    tyro.cli(Command, use_underscores=True).run()
+    read_options(Planned, Chosen, Real).run()

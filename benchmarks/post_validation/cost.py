@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from parts.options import read_options
 from parts.table import Table
 
 from zbpp.runtime.optim.rollback import DeferredStep, Rollback, SnapshotStep
@@ -253,4 +253,4 @@ COMMANDS = {"rollback": rollback}
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         raise SystemExit(f"choose one of: {', '.join(COMMANDS)}")
-    COMMANDS[sys.argv[1]](tyro.cli(Cost, args=sys.argv[2:], use_underscores=True))
+    COMMANDS[sys.argv[1]](read_options(Cost, words=sys.argv[2:]))

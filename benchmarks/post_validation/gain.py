@@ -14,13 +14,12 @@ import sys
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
-import tyro
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from parts.options import read_options
 from parts.runs import in_processes
 from parts.table import Table
 from parts.turns import spread_of, take_turns
@@ -48,9 +47,6 @@ PUBLISHED = {
 class Gain:
     """Options of the measurement."""
 
-    part: tyro.conf.Positional[Literal["emulated", "published", "rollbacks"]] = (
-        "emulated"
-    )
     stages: tuple[int, ...] = (4, 8)
     modes: tuple[str, ...] = MODES
     job_ms: float = 20.0
@@ -168,9 +164,11 @@ def rollbacks(options: Gain) -> Table:
 
 def main() -> None:
     """Print one table."""
-    options = tyro.cli(Gain, use_underscores=True)
-    parts = {part.__name__: part for part in (emulated, published, rollbacks)}
-    parts[options.part](options).show()
+    tables = {table.__name__: table for table in (emulated, published, rollbacks)}
+    name = sys.argv[1] if len(sys.argv) > 1 else "emulated"
+    if name not in tables:
+        raise SystemExit(f"choose one of: {', '.join(tables)}")
+    tables[name](read_options(Gain, words=sys.argv[2:])).show()
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from parts.options import read_options
 from parts.runs import in_processes
 from parts.table import Table
 from parts.turns import take_turns
@@ -172,7 +172,7 @@ def worker(options: Steps, mode: str, out: str) -> None:
 
 def main() -> None:
     """Measure all modes and print a table."""
-    options = tyro.cli(Steps, use_underscores=True)
+    options = read_options(Steps)
     run = in_processes(worker, options, 2)
     table = Table(
         f"{options.rounds} blocks of {options.steps - 2} steps",

@@ -1,0 +1,41 @@
+"""A script's flags, from the fields of a dataclass."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from cyclopts import App, Parameter
+
+__all__ = ["read_options"]
+
+T = TypeVar("T")
+
+
+def read_options(*kinds: type[T], words: list[str] | None = None) -> T:
+    """Read the command line; several kinds are commands with the names of the classes.
+
+    Args:
+        kinds: dataclasses whose fields all have a default.
+        words: None: those that the script was called with.
+    """
+    flag = Parameter(consume_multiple=True, name_transform=str, negative=())
+    app = App(default_parameter=flag, version_flags=[])
+    for kind in kinds:
+        if len(kinds) == 1:
+            app.default(_maker(kind))
+        else:
+            app.command(_maker(kind), name=kind.__name__.lower())
+    command, bound, _ = app.parse_args(words)
+    made = command(*bound.args, **bound.kwargs)
+    if not isinstance(made, kinds):  # it was --help
+        raise SystemExit(0)
+    return made
+
+
+def _maker(kind: type[T]) -> Callable[..., T]:
+    def make(options: Any) -> T:
+        return options if options is not None else kind()
+
+    make.__annotations__["options"] = Annotated[kind, Parameter("*")]
+    make.__defaults__ = (None,)
+    make.__doc__ = kind.__doc__
+    return make
