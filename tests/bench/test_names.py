@@ -1,10 +1,12 @@
 """Contenders by name, and requests that cannot be met."""
 
+from math import nan
 from pathlib import Path
 
 import pytest
 
 from zbpp.bench.names import contenders_of, peer_placement
+from zbpp.bench.outcome import Outcome
 from zbpp.bench.request import BenchRequest, planned
 from zbpp.cli.commands import main
 from zbpp.core import Placement, RequestError
@@ -74,3 +76,8 @@ def test_a_wrong_request_is_one_line(words, said, tmp_path, capsys):
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_gradients_that_are_no_numbers_are_wrong():
+    found = [Outcome("x", difference, ()) for difference in (None, 0.0, 1e-3, nan)]
+    assert [one.is_wrong(1e-6) for one in found] == [False, False, True, True]

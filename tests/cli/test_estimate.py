@@ -61,6 +61,20 @@ def test_json_has_bytes_by_mode_and_stage(capsys: pytest.CaptureFixture[str]) ->
             assert stage["peak"] > 2 * n and stage["optimizer"] == 0
 
 
+def test_a_row_says_that_its_stage_is_over_the_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["estimate", *SIZES, "--model", "a_small_model:build", "--modes", "FThenB"]
+    assert main([*flags, "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["modes"]["FThenB"]
+    small, large = sorted(stage["peak"] for stage in stages)
+    assert small < large
+    for limit, n_over in ((small - 1, 2), (small, 1), (large, 0)):
+        assert main([*flags, "--memory_limit", str(limit)]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        assert sum(" over " in f"{row} " for row in rows) == n_over, rows
+
+
 @pytest.mark.slow
 def test_what_fits_is_named_and_the_files_feed_the_planner(
     capsys: pytest.CaptureFixture[str],

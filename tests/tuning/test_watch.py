@@ -182,3 +182,8 @@ def test_in_two_processes(pool: Pool) -> None:
 def train_quickly() -> tuple[bool, dict[str, Tensor]]:
     torch.set_num_threads(1)
     return train(None, watch=QUICK)
+
+
+def test_a_drift_is_the_share_of_the_time_that_has_moved() -> None:
+    longer = Costs(f=2.0, b=1.0, w=1.0)  # of thirds, a sixth has gone to F
+    assert drift(EVEN, longer, PLAN) == pytest.approx(1 / 6)
