@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import heed_ctrl_c
 from faulty import train_with_a_fault
 
 from zbpp.core import WorkerError
@@ -33,11 +34,6 @@ TRAIN = (
 )  # fmt: skip
 
 
-def _heed_ctrl_c() -> None:
-    """A run in a shell's background would inherit that SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Run:
     """A training run in the background, and what it leaves."""
 
@@ -56,7 +52,7 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"TMPDIR": str(data.parent)} | environment,
-            preexec_fn=_heed_ctrl_c,
+            preexec_fn=heed_ctrl_c,
         )
 
     def wait_for_step(self, step: int) -> None:

@@ -1,6 +1,7 @@
 """Calls of the zbpp command."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -30,6 +31,11 @@ def run(*arguments):
     """Run a real process, as a shell would."""
     command = [sys.executable, "-m", "zbpp", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def heed_ctrl_c() -> None:
+    """A process that a shell's background has started would inherit a deaf ear."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def shown(capsys, *arguments):

@@ -9,6 +9,7 @@ import threading
 from http.client import HTTPConnection
 
 import pytest
+from commands import heed_ctrl_c
 
 from zbpp.cli.commands import main
 from zbpp.cli.playground.server import make_server
@@ -69,7 +70,12 @@ def test_what_is_no_question_is_refused(port, body):
 
 def test_the_command_names_its_address_and_ends_by_ctrl_c():
     command = [sys.executable, "-m", "zbpp", "playground"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=heed_ctrl_c,
+    ) as p:
         address = p.stdout.readline().decode().strip()
         number = int(address.removeprefix("http://127.0.0.1:").removesuffix("/"))
         assert ask(number, "GET", "/")[0] == 200
