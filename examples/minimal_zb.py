@@ -15,13 +15,13 @@ and to run W where a stage would otherwise wait for another one (Qi et al., arXi
 2401.10241 and 2405.15362).
 
 The file goes from top to bottom: the split of the backward, a model, two schedules
-drawn by hand, one stage with its messages, and a comparison with a plain loop. Losses
-and parameters are equal to the last bit: each product is the one that autograd would
-compute, and both loops add up gradients in the order of the micro-batches.
+drawn by hand, one stage with its messages, and a comparison with a plain loop, to the
+last bit: the products are autograd's, and are added in the order of micro-batches.
 """
 
 import argparse
 import multiprocessing
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -271,18 +271,18 @@ def is_equal(rank: int, name: str, skip: list[Job]) -> bool:
     dist.all_reduce(n_wrong)
     if rank == 0:
         verdict = "NOT EQUAL to a plain loop" if n_wrong else "equal to the last bit"
-        print(f"{name}: loss {plain_losses[-1]:.4f} in the end, {verdict}")
+        print(f"{name}: loss {plain_losses[-1]:.4f} in the end, {verdict}", flush=True)
     return not n_wrong
 
 
 def run_process(rank: int, file: str, skip: list[Job]) -> None:
     """Be one stage of every schedule; exit with 1 where a bit differs."""
     torch.set_num_threads(1)
-    patience = timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{file}", patience, N_STAGES, rank)
+    minute = timedelta(minutes=1)
+    dist.init_process_group("gloo", f"file://{file}", minute, N_STAGES, rank)
     equal = [is_equal(rank, name, skip) for name in SCHEDULES]
     dist.destroy_process_group()
-    sys.exit(not all(equal))
+    os._exit(not all(equal))  # an orderly end may abort in torch's threads
 
 
 if __name__ == "__main__":
