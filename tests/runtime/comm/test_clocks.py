@@ -40,6 +40,7 @@ def rounds(machines: Machines, n: int) -> Iterator[list[tuple[float, float]]]:
         for rank in order:
             machines.rank = rank
             read[rank] = [machines.read()]
+        machines.now += turn // 2  # in later rounds somebody is late
         for rank in ranks:
             machines.rank = rank
             read[rank].append(machines.read())
