@@ -21,11 +21,11 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/pytest -m "slow and not nightly" --durations 20 $(SPREAD) $(ARGS)
-	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
 
 # What takes long and repeats, with more cases, what the others have shown.
 test-nightly: $(READY)
 	$(BIN)/pytest -m nightly --durations 20 $(SPREAD) $(ARGS)
+	$(SIMULATED) $(BIN)/pytest -p no:faulthandler -m slow $(SPREAD) tests/simgpu $(ARGS)
 
 # Built by g++ for the installed torch, once.
 test-simgpu: $(READY)
