@@ -76,9 +76,6 @@ class Real:
     modes: tuple[str, ...] = MODES
 
 
-Options = Emulated | Real
-
-
 def costs_of(options: Emulated, schedule: Schedule) -> Costs:
     """Uneven costs of the chunks, the same in every run."""
     draw = random.Random(7)

@@ -1,7 +1,6 @@
 """A script's flags, from the fields of a dataclass."""
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import TypeVar
 
 from cyclopts import App, Parameter
 
@@ -21,21 +20,11 @@ def read_options(*kinds: type[T], words: list[str] | None = None) -> T:
     app = App(default_parameter=flag, version_flags=[])
     for kind in kinds:
         if len(kinds) == 1:
-            app.default(_maker(kind))
+            app.default(kind)
         else:
-            app.command(_maker(kind), name=kind.__name__.lower())
+            app.command(kind, name=kind.__name__.lower())
     command, bound, _ = app.parse_args(words)
     made = command(*bound.args, **bound.kwargs)
     if not isinstance(made, kinds):  # it was --help
         raise SystemExit(0)
     return made
-
-
-def _maker(kind: type[T]) -> Callable[..., T]:
-    def make(options: Any) -> T:
-        return options if options is not None else kind()
-
-    make.__annotations__["options"] = Annotated[kind, Parameter("*")]
-    make.__defaults__ = (None,)
-    make.__doc__ = kind.__doc__
-    return make

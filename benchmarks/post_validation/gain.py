@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -47,6 +48,7 @@ PUBLISHED = {
 class Gain:
     """Options of the measurement."""
 
+    part: Literal["emulated", "published", "rollbacks"] = "emulated"
     stages: tuple[int, ...] = (4, 8)
     modes: tuple[str, ...] = MODES
     job_ms: float = 20.0
@@ -164,11 +166,9 @@ def rollbacks(options: Gain) -> Table:
 
 def main() -> None:
     """Print one table."""
-    tables = {table.__name__: table for table in (emulated, published, rollbacks)}
-    name = sys.argv[1] if len(sys.argv) > 1 else "emulated"
-    if name not in tables:
-        raise SystemExit(f"choose one of: {', '.join(tables)}")
-    tables[name](read_options(Gain, words=sys.argv[2:])).show()
+    options = read_options(Gain)
+    parts = {part.__name__: part for part in (emulated, published, rollbacks)}
+    parts[options.part](options).show()
 
 
 if __name__ == "__main__":

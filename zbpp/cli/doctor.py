@@ -68,7 +68,7 @@ def _torch_lines() -> list[str]:
 
 
 def _split() -> str:
-    """Whether this torch can be split, by trying it."""
+    """Try to split a backward, and say how it went."""
     from zbpp.core import RequestError
     from zbpp.runtime.backward.self_check import check_split
 

@@ -165,7 +165,7 @@ def _no_orphans(
 
 
 def _end(number: int) -> BaseException:
-    """What ends a run that this signal has stopped."""
+    """Make the exception that ends a run which this signal has stopped."""
     interrupted = number == signal.SIGINT
     return KeyboardInterrupt() if interrupted else SystemExit(128 + number)
 

@@ -4,11 +4,12 @@ What torch does not document may change in a release that nobody has tried (see
 `private_names`). A small network then tells, in milliseconds, and nobody trains wrong.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from zbpp.core import RequestError
 from zbpp.runtime.backward.split import run_forward
@@ -16,6 +17,10 @@ from zbpp.runtime.backward.split import run_forward
 __all__ = ["check_split"]
 
 _SIZE = 4
+_Network = Callable[[Tensor], Tensor]
+_Backward = Callable[[_Network, Tensor, Tensor], Tensor | None]
+"""From a network, its input and the gradient of its output to that of the input."""
+
 _NAMES = ("the input", "a weight", "its bias", "a weight that is used twice", "a scale")
 
 
@@ -27,10 +32,10 @@ def check_split() -> None:
         RequestError: a gradient differs.
     """
     with torch.enable_grad():
-        expected = _gradients(None)
-        for joint in (True, False):
-            found = _gradients(joint)
-            for name, ours, theirs in zip(_NAMES, found, expected, strict=True):
+        expected = _gradients(_by_autograd)
+        for backward in (_in_one_piece, _as_b_and_w):
+            gradients = _gradients(backward)
+            for name, ours, theirs in zip(_NAMES, gradients, expected, strict=True):
                 if ours is None or theirs is None or not torch.equal(ours, theirs):
                     raise RequestError(
                         f"torch {torch.__version__} is not split right: the gradient "
@@ -39,8 +44,8 @@ def check_split() -> None:
                     )
 
 
-def _gradients(joint: bool | None) -> list[Tensor | None]:
-    """Those of the leaves; by a full backward of ours, by B and W, or (None) autograd.
+def _gradients(backward: _Backward) -> list[Tensor | None]:
+    """Compute the gradients of the leaves of a small network.
 
     Two products, one of them twice, a normalisation, a residual: no random number is
     drawn, and nothing depends on the user's defaults.
@@ -54,19 +59,27 @@ def _gradients(joint: bool | None) -> list[Tensor | None]:
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
 
     def network(x: Tensor) -> Tensor:
-        hidden = F.gelu(F.linear(x, leaves[1], leaves[2]))
-        twice = F.linear(F.linear(hidden, leaves[3]), leaves[3])
-        return x + F.layer_norm(twice, (n,), leaves[4])
+        hidden = functional.gelu(functional.linear(x, leaves[1], leaves[2]))
+        twice = functional.linear(functional.linear(hidden, leaves[3]), leaves[3])
+        return x + functional.layer_norm(twice, (n,), leaves[4])
 
-    given = numbers[: n * n].view(n, n)
-    if joint is None:
-        total = (network(leaves[0]) * given).sum()  # a given gradient imports sympy
-        torch.autograd.backward(total)
-        return [leaf.grad for leaf in leaves]
-    graph = run_forward(network, (leaves[0],), {})
-    if joint:
-        (dx,) = graph.backward(given)
-    else:
-        (dx,) = graph.backward_input(given)
-        graph.backward_weight()
+    dx = backward(network, leaves[0], numbers[: n * n].view(n, n))
     return [dx, *(leaf.grad for leaf in leaves[1:])]
+
+
+def _by_autograd(network: _Network, x: Tensor, given: Tensor) -> Tensor | None:
+    total = (network(x) * given).sum()  # a gradient that is given imports sympy
+    torch.autograd.backward(total)
+    return x.grad
+
+
+def _in_one_piece(network: _Network, x: Tensor, given: Tensor) -> Tensor | None:
+    (dx,) = run_forward(network, (x,), {}).backward(given)
+    return dx
+
+
+def _as_b_and_w(network: _Network, x: Tensor, given: Tensor) -> Tensor | None:
+    graph = run_forward(network, (x,), {})
+    (dx,) = graph.backward_input(given)
+    graph.backward_weight()
+    return dx
