@@ -25,7 +25,7 @@ its name. The times of O and V are those of their work, without the wait for the
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch.profiler import record_function
 
@@ -66,6 +66,9 @@ from zbpp.runtime.support.torch_internals import profiling
 from zbpp.runtime.values import Tensors
 
 __all__ = ["HANDLERS", "BoundProgram", "Executor", "Handler", "drive"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ValueSlot:
@@ -160,8 +163,6 @@ class Handler:
     def __init__(self, bound: BoundProgram, instruction: Any) -> None:
         self.executor = bound.executor
         self.instruction = instruction
-        self.timed = _Timed(self.executor, instruction)
-        """Within this the instruction runs as a job."""
 
     def ready(self) -> bool:
         """True if `run` goes on without another stage of this process."""
@@ -216,13 +217,20 @@ class PassHandler(Handler):
     def run(self) -> None:
         """Take what the pass reads, compute, keep the result."""
         given = self.take_input()
-        with self.timed:
-            result = self.compute(given)
-        self.keep(result)
+        self.keep(self.executor.timed(self.instruction, self.compute, given))
 
 
 class Forward(PassHandler):
     """F in training."""
+
+    def compute(self, given: Tensors | None) -> Tensors | None:
+        """Run the forward."""
+        job = self.instruction
+        return self.executor.stage.forward(job.chunk, job.microbatch, given)
+
+
+class WatchedForward(Forward):
+    """F in training that may run once more, or whose overlap points pairs need."""
 
     def __init__(self, bound: BoundProgram, instruction: Pass) -> None:
         super().__init__(bound, instruction)
@@ -230,13 +238,12 @@ class Forward(PassHandler):
 
     def compute(self, given: Tensors | None) -> Tensors | None:
         """Run the forward; a replay watches what it changes."""
-        executor, job = self.executor, self.instruction
-        overlap = self._overlap
+        job, overlap = self.instruction, self._overlap
         with (
             _NOTHING if overlap is None else overlap.watching(job.chunk),
-            executor.replay.forward(job),
+            self.executor.replay.forward(job),
         ):
-            return executor.stage.forward(job.chunk, job.microbatch, given)
+            return super().compute(given)
 
 
 class Predict(PassHandler):
@@ -251,12 +258,15 @@ class Predict(PassHandler):
 class InputBackward(PassHandler):
     """B, or BW: with the gradients of the weights in the same backward."""
 
+    def __init__(self, bound: BoundProgram, instruction: Pass) -> None:
+        super().__init__(bound, instruction)
+        stage, is_full = self.executor.stage, instruction.kind is PassKind.BW
+        self._backward = stage.backward if is_full else stage.backward_input
+
     def compute(self, given: Tensors | None) -> Tensors | None:
         """Compute the gradients of the inputs, or all."""
-        stage, job = self.executor.stage, self.instruction
-        is_full = job.kind is PassKind.BW
-        compute = stage.backward if is_full else stage.backward_input
-        return compute(job.chunk, job.microbatch, given)
+        job = self.instruction
+        return self._backward(job.chunk, job.microbatch, given)
 
 
 class WeightBackward(PassHandler):
@@ -265,8 +275,8 @@ class WeightBackward(PassHandler):
     def run(self) -> None:
         """Compute the gradients of the weights."""
         executor, job = self.executor, self.instruction
-        with self.timed:
-            executor.stage.backward_weight(job.chunk, job.microbatch)
+        weights = executor.stage.backward_weight
+        executor.timed(job, weights, job.chunk, job.microbatch)
 
 
 class PairHandler(Handler):
@@ -316,6 +326,7 @@ class PairHandler(Handler):
             handler.run()
 
     def _run_in_turns(self, paired: PairedRun) -> None:
+        pair = self.instruction
         forward, backward = self._passes
         read = []
         for handler in self._passes:
@@ -333,8 +344,8 @@ class PairHandler(Handler):
             return backward.compute(read[1])
 
         try:
-            with self.timed:
-                backward.keep(paired.run(run_forward, run_backward))
+            timed = self.executor.timed
+            backward.keep(timed(pair, paired.run, run_forward, run_backward))
         except BaseException:
             failed = forward if paired.failed is Half.FORWARD else backward
             self.instruction = failed.instruction
@@ -470,8 +481,7 @@ class TakeStep(Handler):
         optimizer, job = self.executor.optimizer, self.instruction
         if not optimizer.steps_at_once:
             optimizer.wait(job)
-        with self.timed:
-            optimizer.step(job)
+        self.executor.timed(job, optimizer.step, job)
 
 
 class ValidateStep(Handler):
@@ -489,12 +499,14 @@ class ValidateStep(Handler):
         """Settle the last step."""
         optimizer, job = self.executor.optimizer, self.instruction
         optimizer.wait(job)
-        with self.timed:
-            self.is_invalid = optimizer.validate(job)
+        self.is_invalid = self.executor.timed(job, optimizer.validate, job)
 
 
 def _bind_forward(bound: BoundProgram, instruction: Pass) -> Handler:
-    return (Forward if bound.training else Predict)(bound, instruction)
+    if not bound.training:
+        return Predict(bound, instruction)
+    is_watched = bound.has_pairs or bound.executor.replay.replays
+    return (WatchedForward if is_watched else Forward)(bound, instruction)
 
 
 HANDLERS: Mapping[Any, Callable[[BoundProgram, Any], Handler]] = {
@@ -639,6 +651,32 @@ class Executor:
         self.stage.assert_empty()
         self.transport.end()
 
+    def timed(
+        self, job: Any, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a job: it leaves its times, and a range under a profiler.
+
+        Where an exception ends the job, it leaves no times.
+
+        Args:
+            job: whose work the call is.
+            function: does the work.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the function returns.
+        """
+        times = self.times
+        start = times.now()
+        if self.is_profiled:
+            with record_function(str(job)):
+                result = function(*args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
+        times.marks.append((job, start, times.now()))
+        return result
+
     def _bind(self, program: Program, *, training: bool) -> BoundProgram:
         """Bind a program, or return it as it was bound before."""
         bound = self._bound.get(training)
@@ -706,34 +744,6 @@ class Executor:
 
 
 _NOTHING = nullcontext()
-
-
-class _Timed:
-    """Within this a job runs: it leaves its times, and a range under a profiler.
-
-    Where an exception ends a job, it leaves no times.
-    """
-
-    __slots__ = ("_executor", "_job", "_range", "_start")
-
-    def __init__(self, executor: Executor, job: Any) -> None:
-        self._executor = executor
-        self._job = job
-        self._range: Any = None
-
-    def __enter__(self) -> None:
-        self._start = self._executor.times.now()
-        self._range = None
-        if self._executor.is_profiled:
-            self._range = record_function(str(self._job))
-            self._range.__enter__()
-
-    def __exit__(self, kind: type | None, *error: Any) -> None:
-        if self._range is not None:
-            self._range.__exit__(kind, *error)
-        if kind is None:
-            times = self._executor.times
-            times.marks.append((self._job, self._start, times.now()))
 
 
 def drive(

@@ -44,7 +44,7 @@ class Replay:
 
     def __init__(self, stage: Stage, *, replays: bool) -> None:
         self._stage = stage
-        self._replays = replays
+        self.replays = replays
         layers = (layer for _, layer in stage.numbered())
         self._recorder = BufferRecorder(layers, small_bytes=_SMALL_BYTES)
         self._buffers: BufferSnapshot | None = None
@@ -60,7 +60,7 @@ class Replay:
             may_rewind: the step before may turn out invalid.
         """
         self._buffers = self._recorder.snapshot()
-        self._may_rewind, self._is_rewound = self._replays and may_rewind, False
+        self._may_rewind, self._is_rewound = self.replays and may_rewind, False
         self._forget_batch()
 
     def decide(self) -> None:
@@ -81,7 +81,7 @@ class Replay:
 
     def forward(self, job: Pass) -> AbstractContextManager[object]:
         """Watch a forward that runs within this, for the first or the second time."""
-        if not self._replays:
+        if not self.replays:
             return _NOTHING
         batch = self._stage.own_batch(job.chunk, job.microbatch)
         return self._watched(job, batch) if batch or self._may_rewind else _NOTHING

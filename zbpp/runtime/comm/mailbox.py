@@ -81,7 +81,7 @@ class StageLinks:
         return [x for x, parent in enumerate(self.parents) if parent == stage]
 
 
-@dataclass
+@dataclass(slots=True)
 class _PostedReceive:
     """A value that will come; its buffers exist once the shapes are known.
 
