@@ -22,6 +22,7 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.state_recorder import BufferRecorder, ForwardState
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
+from zbpp.runtime.support.strides import copy_of
 
 __all__ = ["Recomputed", "recomputed_of"]
 
@@ -130,10 +131,10 @@ class _Copies:
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a copy, the same one for a constant that comes twice."""
         if tensor.requires_grad:
-            return tensor.clone()
+            return copy_of(tensor)
         made = self._of.get(id(tensor))
         if made is None:
-            made = self._of[id(tensor)] = tensor.clone()
+            made = self._of[id(tensor)] = copy_of(tensor)
             self._made[id(made)] = made, mark(made), tensor
         return made
 

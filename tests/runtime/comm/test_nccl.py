@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.core import Job, Pass, PassKind, Value, What
+from zbpp.core import Job, Pass, PassKind, TiedGradient, Value, What
 from zbpp.runtime.comm.failures import Failures
 from zbpp.runtime.comm.groups import Channel, Groups
 from zbpp.runtime.comm.links import P2PLink, StreamWaits
@@ -212,8 +212,7 @@ def test_the_end_waits_on_the_host_until_all_sends_have_left() -> None:
     left = iter(works)
     group.send = lambda *_: next(left)  # type: ignore[assignment, method-assign]
     messages.begin(None)
-    for microbatch in range(2):
-        gradient = Value(What.GRADIENT, 1, microbatch)
-        messages.send(gradient, like(10), 0)
+    for tie in range(2):
+        messages.send(TiedGradient(tie, 1), like(10), 0)
     messages.flush()
     assert all(work.n_asks <= 0 for work in works)

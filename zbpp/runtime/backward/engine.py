@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zbpp.runtime.backward.ends import Ends
@@ -115,8 +116,22 @@ def run_full(
         wanted: where it ends; empty: at all leaves.
     """
     before = set_gradients_aside(inputs)
+    kept: dict[int, Tensor] = {}
+    hooks = [watch.add_hook(x, partial(_keep_layout, kept, x)) for x in inputs]
     try:
         run_backward(*ends, wanted, accumulates=True)
-        return tuple([x.grad for x in inputs])
+        return tuple([kept.get(id(x), x.grad) for x in inputs])
     finally:
+        for hook in hooks:
+            hook.remove()
         restore_gradients(before)
+
+
+def _keep_layout(kept: dict[int, Tensor], leaf: Tensor, gradient: Tensor) -> None:
+    """Keep the gradient of an input that ``.grad`` would hold in another layout.
+
+    The chunk before may sum it, as that of a bias, and how a sum is rounded depends on
+    the strides: they must be those of a backward that no cut has interrupted.
+    """
+    if gradient.layout is torch.strided and gradient.stride() != leaf.stride():
+        kept[id(leaf)] = gradient

@@ -69,6 +69,11 @@ class HookWatch:
         self._n_own += 1
         return node.register_prehook(hook)
 
+    def add_hook(self, leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:
+        """Register our own hook on a leaf's gradient; return its handle."""
+        self._n_own += 1
+        return leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+
     def has_hooks(self, node: Any, *, before: bool) -> bool:
         """True if others have registered a hook on a node itself.
 

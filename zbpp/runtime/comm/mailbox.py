@@ -41,12 +41,20 @@ from zbpp.runtime.comm.links import (
 )
 from zbpp.runtime.comm.passthrough import PassthroughCache, omitted
 from zbpp.runtime.comm.ping import Ping, ping
-from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
+from zbpp.runtime.comm.shapes import (
+    HEADER_BYTES,
+    Shapes,
+    Spec,
+    pack,
+    spec_of,
+    unpack,
+)
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.microbatches import check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
 from zbpp.runtime.support.streams import SideStream
+from zbpp.runtime.support.strides import with_strides
 from zbpp.runtime.values import Nested, Tensors, nested
 
 __all__ = ["Mailbox", "StageLinks", "connect"]
@@ -131,7 +139,7 @@ class Mailbox(Transport):
         self._parent = stages.parents[self.stage]
         self._children = stages.children(self.stage)
         self._steady_timeout_s = timeout_s
-        self._shapes = Shapes()
+        self._shapes = Shapes(tells_gradients=not link.on_device)
         self._passthrough = PassthroughCache(self.stage, stages.stage_of)
         self._opening: Opening | None = None
         self._kinds: HostMessage | None = None
@@ -211,7 +219,7 @@ class Mailbox(Transport):
     def send(self, value: Message, tensors: Tensors, peer: int) -> None:
         """Start to send; the tensors are kept until they have left."""
         places: Collection[int] = ()
-        if isinstance(value, Value) and value.what is What.ACTIVATION:
+        if isinstance(value, Value):
             known = self._shapes.known(value)
             if known is None or not known.fits(tensors):
                 self._announce(value, known, spec_of(value, tensors), peer)
@@ -273,6 +281,12 @@ class Mailbox(Transport):
         device = self._failures.device
         if self._link.device != device:
             tensors = [buffer.to(device) for buffer in tensors]
+        if spec.strides:
+            sent = [x for i, x in enumerate(spec.strides) if i not in posted.omitted]
+            tensors = [
+                tensor if strides is None else with_strides(tensor, strides)
+                for tensor, strides in zip(tensors, sent, strict=True)
+            ]
         if posted.omitted:
             assert isinstance(value, Value) and spec.structure is not None
             places = posted.omitted

@@ -9,13 +9,18 @@ small message to each stage, which kind every micro-batch is of. What a chunk pu
 for a kind is told by a header the first time; afterwards both ends know it, and the
 receiver makes its buffers early. So shapes may change from step to step and within one:
 a change costs a header for each channel, once for each kind.
+
+What travels is contiguous. A header also tells the strides that a tensor had, and the
+receiver lays it out so: how sums are rounded depends on them. Hence gradients have
+headers too where messages go from host to host. Where they occupy devices, a receive
+that begins early matters more, and gradients are taken to be contiguous.
 """
 
 import json
 import math
 import zlib
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import torch
@@ -23,6 +28,7 @@ from torch import Tensor
 
 from zbpp.core import Value, What
 from zbpp.runtime.support.errors import ShapeError
+from zbpp.runtime.support.strides import Strides, strides_of
 from zbpp.runtime.values import Nested, Tensors, described
 
 __all__ = [
@@ -69,6 +75,8 @@ class Spec:
     needs_grad: tuple[bool, ...]
     structure: str | None = None
     """Of a `Nested` value."""
+    strides: tuple[Strides | None, ...] = field(default=(), compare=False)
+    """Of each tensor as `strides_of` tells them; empty: all are contiguous."""
 
     def __str__(self) -> str:
         texts = (
@@ -86,15 +94,13 @@ class Spec:
     @classmethod
     def of(cls, tensors: Tensors) -> "Spec":
         """Describe plain tensors."""
-        structure = tensors.structure if isinstance(tensors, Nested) else None
-        if len(tensors) == 1:  # the common case, for speed
-            (x,) = tensors
-            return cls((tuple(x.shape),), (x.dtype,), (x.requires_grad,), structure)
+        strides = tuple(map(strides_of, tensors))
         return cls(
             tuple(tuple(tensor.shape) for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
-            structure,
+            tensors.structure if isinstance(tensors, Nested) else None,
+            strides if any(strides) else (),
         )
 
     def fits(self, tensors: Tensors) -> bool:
@@ -113,7 +119,7 @@ class Spec:
 
     @cached_property
     def of_gradients(self) -> "Spec":
-        """The gradients: one for each tensor that needs one."""
+        """The gradients, contiguous: one for each tensor that needs one."""
         learning = [i for i, needs in enumerate(self.needs_grad) if needs]
         return Spec(
             tuple(self.shapes[i] for i in learning),
@@ -172,7 +178,7 @@ def pack(value: Value, spec: Spec) -> Tensor:
     dtypes = map(_DTYPES.index, spec.dtypes)
     tensors = zip(spec.shapes, dtypes, spec.needs_grad, strict=True)
     place = [_WHATS.index(value.what), value.chunk, value.microbatch]
-    text = json.dumps([place, [*tensors], spec.structure]).encode()
+    text = json.dumps([place, [*tensors], spec.structure, spec.strides]).encode()
     header = zlib.compress(text, 1)
     if len(spec.shapes) > MAX_TENSORS or len(header) > HEADER_BYTES:
         raise ShapeError(
@@ -185,7 +191,7 @@ def pack(value: Value, spec: Spec) -> Tensor:
 def unpack(header: Tensor, expected: Value) -> Spec:
     """Read a header; it must announce the value that this end expects."""
     text = zlib.decompressobj().decompress(header.numpy().tobytes())
-    (what, chunk, microbatch), tensors, structure = json.loads(text)
+    (what, chunk, microbatch), tensors, structure, strides = json.loads(text)
     value = Value(_WHATS[what], chunk, microbatch)
     assert value == expected, f"{expected} was due, but {value} came"
     return Spec(
@@ -193,17 +199,24 @@ def unpack(header: Tensor, expected: Value) -> Spec:
         tuple(_DTYPES[dtype] for _, dtype, _ in tensors),
         tuple(bool(needs) for _, _, needs in tensors),
         structure,
+        tuple(steps and tuple(steps) for steps in strides),
     )
 
 
 class Shapes:
-    """The shapes that one stage knows."""
+    """The shapes that one stage knows.
 
-    def __init__(self) -> None:
+    Args:
+        tells_gradients: they have headers; False: they are known with the activations.
+    """
+
+    def __init__(self, *, tells_gradients: bool) -> None:
+        self._tells_gradients = tells_gradients
         self._numbers: dict[Hashable, int] = {}
         self._oldest = 0
         self._kinds: Sequence[int] | None = None
-        self._specs: dict[tuple[int, int], Spec] = {}
+        self._specs: dict[tuple[int, What, int], Spec] = {}
+        """By kind, and what of which chunk it is."""
         self.latest: dict[int, Spec] = {}
         """Of every chunk's activations, those that were learnt last."""
 
@@ -234,21 +247,23 @@ class Shapes:
         oldest, *self._kinds = kinds
         if oldest > self._oldest:
             self._oldest = oldest
-        if self._specs and next(iter(self._specs))[1] < oldest:
-            self._specs = {key: x for key, x in self._specs.items() if key[1] >= oldest}
+        if self._specs and next(iter(self._specs))[0] < oldest:
+            self._specs = {key: x for key, x in self._specs.items() if key[0] >= oldest}
 
     def known(self, value: Value) -> Spec | None:
         """The shapes of a message, if they are known; else a header comes first."""
         if self._kinds is None:
             return None
         kind = self._kinds[value.microbatch]
-        if value.what is What.GRADIENT:  # as the activation that this stage has sent
-            sent = self._specs.get((value.chunk - 1, kind))
-            return None if sent is None else sent.of_gradients
-        return self._specs.get((value.chunk, kind))
+        return self._specs.get((kind, value.what, value.chunk))
 
     def learn(self, value: Value, spec: Spec) -> None:
-        """Note the shapes of an activation; in an evaluation no kinds are known."""
+        """Note the shapes of a message; in an evaluation no kinds are known."""
         if self._kinds is not None:
-            self._specs[value.chunk, self._kinds[value.microbatch]] = spec
-            self.latest[value.chunk] = spec
+            kind = self._kinds[value.microbatch]
+            self._specs[kind, value.what, value.chunk] = spec
+            if value.what is What.ACTIVATION:
+                self.latest[value.chunk] = spec
+                if not self._tells_gradients:
+                    above = value.chunk + 1
+                    self._specs[kind, What.GRADIENT, above] = spec.of_gradients
