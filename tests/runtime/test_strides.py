@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import zbpp
-from zbpp.runtime.backward import engine
+from zbpp.runtime.backward import layouts
 from zbpp.runtime.comm import mailbox
 from zbpp.runtime.support.strides import copy_of, strides_of, with_strides
 
@@ -127,7 +127,7 @@ def test_cuts_in_one_process_change_no_bit(case: Any) -> None:
 def test_a_gradient_in_another_layout_would_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "_keep_layout", lambda *_: None)
+    monkeypatch.setattr(layouts, "_keep", lambda *_: None)
     assert not is_same(of_pipeline("1F1B", 4))
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zbpp.runtime.backward.ends import Ends
@@ -27,6 +26,7 @@ from zbpp.runtime.backward.grads import (
 )
 from zbpp.runtime.backward.graph import SplitPlan
 from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.layouts import InputLayouts
 from zbpp.runtime.backward.products import SplitSite
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.compiled.region import defer_pieces
@@ -40,7 +40,12 @@ __all__ = ["run_b", "run_full"]
 
 
 def run_b(
-    plan: SplitPlan, ends: Ends, inputs: Sequence[Tensor], queue: WeightQueue
+    plan: SplitPlan,
+    ends: Ends,
+    inputs: Sequence[Tensor],
+    queue: WeightQueue,
+    *,
+    layouts: InputLayouts,
 ) -> tuple[Tensor | None, ...]:
     """Run B down to the inputs; return their gradients.
 
@@ -49,9 +54,10 @@ def run_b(
         ends: where B starts.
         inputs: leaves that require a gradient.
         queue: takes the work for W.
+        layouts: of graphs like this one.
     """
     if not plan.products and not plan.regions:
-        return run_full(ends, inputs)
+        return run_full(ends, inputs, layouts=layouts)
     if plan.captures:
         return _capture(plan, ends, inputs, queue)
     wanted: list[Any] = [leaf for leaf in plan.leaves if leaf.requires_grad]
@@ -63,7 +69,7 @@ def run_b(
     for node, site in plan.regions:
         defer_pieces(node, partial(site.defer, queue))
     try:
-        return run_full(ends, inputs, wanted)
+        return run_full(ends, inputs, wanted, layouts=layouts)
     finally:
         for node, _ in plan.regions:
             defer_pieces(node, None)
@@ -106,7 +112,11 @@ def _capture(
 
 
 def run_full(
-    ends: Ends, inputs: Sequence[Tensor], wanted: Sequence[Any] = ()
+    ends: Ends,
+    inputs: Sequence[Tensor],
+    wanted: Sequence[Any] = (),
+    *,
+    layouts: InputLayouts,
 ) -> tuple[Tensor | None, ...]:
     """Run a backward; return the gradients of inputs, and leave their ``.grad`` alone.
 
@@ -114,24 +124,12 @@ def run_full(
         ends: where it starts.
         inputs: leaves that require a gradient.
         wanted: where it ends; empty: at all leaves.
+        layouts: of graphs like this one.
     """
     before = set_gradients_aside(inputs)
-    kept: dict[int, Tensor] = {}
-    hooks = [watch.add_hook(x, partial(_keep_layout, kept, x)) for x in inputs]
     try:
-        run_backward(*ends, wanted, accumulates=True)
+        with layouts.kept(inputs) as kept:
+            run_backward(*ends, wanted, accumulates=True)
         return tuple([kept.get(id(x), x.grad) for x in inputs])
     finally:
-        for hook in hooks:
-            hook.remove()
         restore_gradients(before)
-
-
-def _keep_layout(kept: dict[int, Tensor], leaf: Tensor, gradient: Tensor) -> None:
-    """Keep the gradient of an input that ``.grad`` would hold in another layout.
-
-    The chunk before may sum it, as that of a bias, and how a sum is rounded depends on
-    the strides: they must be those of a backward that no cut has interrupted.
-    """
-    if gradient.layout is torch.strided and gradient.stride() != leaf.stride():
-        kept[id(leaf)] = gradient

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from zbpp.runtime.backward.ends import End
 from zbpp.runtime.backward.graph import SplitPlan, plan_split
 from zbpp.runtime.backward.hooks import UNKNOWN, watch
+from zbpp.runtime.backward.layouts import InputLayouts
 from zbpp.runtime.backward.paths import find_target, is_dtensor
 from zbpp.runtime.backward.products import SplitSite, can_read
 from zbpp.runtime.backward.regions import RegionSite
@@ -38,6 +39,7 @@ class SplitPlanCache:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], _KnownPlan] = {}
+        self.layouts = InputLayouts()
 
     def plan(self, ends: Sequence[End], inputs: Sequence[Tensor]) -> SplitPlan:
         """Return `plan_split`'s plan; `watch` has looked.

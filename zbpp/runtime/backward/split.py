@@ -40,6 +40,7 @@ from zbpp.runtime.backward.ends import End, alias_of, end_of, fitting
 from zbpp.runtime.backward.engine import run_b, run_full
 from zbpp.runtime.backward.graph import REENTRANT, SplitPlan, node_of, plan_split
 from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.layouts import InputLayouts
 from zbpp.runtime.backward.plan_cache import SplitPlanCache
 from zbpp.runtime.backward.queue import Progress, WeightQueue
 from zbpp.runtime.support.pytree import map_tensors, refuse_hidden
@@ -94,6 +95,7 @@ class SplitGraph:
         self._queue = WeightQueue() if queue is None else queue
         self._is_exact = is_exact
         self._plans = plans
+        self._layouts = InputLayouts() if plans is None else plans.layouts
         self._made_plan: SplitPlan | None = None
         self._n_hooks = 0
         self._is_done = self._deferred = False
@@ -186,7 +188,13 @@ class SplitGraph:
         result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
             with self._queue:
-                result = run_b(plan, (ends, given), self._inputs, self._queue)
+                result = run_b(
+                    plan,
+                    (ends, given),
+                    self._inputs,
+                    self._queue,
+                    layouts=self._layouts,
+                )
         self._made_plan = SplitPlan([], [], [], plan.waiting, {}, plan.is_reentrant)
         self._ends, self._inputs, self.outputs = [], [], None
         return result
@@ -205,7 +213,7 @@ class SplitGraph:
         result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
             with self._queue:
-                result = run_full((ends, given), self._inputs)
+                result = run_full((ends, given), self._inputs, layouts=self._layouts)
         self._ends, self._inputs, self.outputs = [], [], None
         if self._queue:
             self._deferred = True
