@@ -115,11 +115,6 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
     """
     if schedule.recompute is None or not any(schedule.recompute):
         return costs
-    if costs.parts is not None:
-        raise RequestError(
-            f"{schedule.name} recomputes layers, and the costs have parts; leave the "
-            "parts out of the costs, or plan without recompute"
-        )
     split = schedule.split or (1,) * schedule.placement.n_chunks
     if schedule.split is None and any(
         not isinstance(which, bool) for which in schedule.recompute
