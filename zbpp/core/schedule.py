@@ -111,7 +111,8 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
 
     Raises:
         RequestError: the costs do not fit the placement; m_r is missing where there is
-            a limit; or a chunk is recomputed in part and its layers are not known.
+            a limit; a chunk is recomputed in part and its layers are not known; or its
+            parts are not those of as many equal layers.
     """
     if schedule.recompute is None or not any(schedule.recompute):
         return costs

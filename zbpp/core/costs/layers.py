@@ -453,7 +453,7 @@ def _dealt_parts(
             raise RequestError(
                 f"parts: chunk {chunk} has those of {of.layers} equal layers, which "
                 f"cannot be dealt to the {n} of the split; give costs of layers "
-                "(--layers) with parts of each, or recompute whole chunks"
+                "(--layers) with parts of each, or take 'parts' out of the costs"
             )
         dealt += [replace(of, layers=of.layers // n).flat()] * n
     return tuple(dealt)

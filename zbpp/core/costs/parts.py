@@ -112,7 +112,7 @@ def summed(
     Args:
         kind: of the pass.
         time: of all, or one entry for each; 1.0: not given.
-        parts: likewise.
+        parts: of all, or one entry for each.
 
     Raises:
         RequestError: the time is another one.
