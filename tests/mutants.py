@@ -381,6 +381,13 @@ TABLE = (
     ("profiling", "away from the measured step", "zbpp/profiling/prediction.py",
      "self.step_measured / self.step_predicted - 1",
      "1 - self.step_predicted / self.step_measured"),
+    ("profiling", "the loss is communicated", "zbpp/profiling/points.py",
+     "if len(fitted) % 2:", "if False:"),
+    ("profiling", "communication is stretched as computing is",
+     "zbpp/profiling/points.py", "min(sum(fitted[1::2]), time)",
+     "time * sum(fitted[1::2]) / sum(fitted)"),
+    ("core", "B has its layers in the order of F", "zbpp/core/costs/layers.py",
+     "for i in reversed(chunk))", "for i in chunk)"),
     ("profiling", "a layer has one chunk's share", "zbpp/profiling/join.py",
      "n_layers = sum(pipeline.split)", "n_layers = max(pipeline.split)"),
     # ---- models

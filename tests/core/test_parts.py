@@ -11,6 +11,8 @@ from zbpp.core import (
     Clock,
     Costs,
     Lane,
+    LayerCosts,
+    Link,
     Part,
     Parts,
     Pass,
@@ -24,14 +26,18 @@ from zbpp.core import (
     held_during,
     parse_costs,
     parse_job,
+    parse_layers,
     parse_schedule,
     recomputed,
     schedule_text,
     write_costs,
+    write_layers,
 )
-from zbpp.planning import MODES, plan
+from zbpp.planning import MODES, PlanRequest, make_plan, plan
+from zbpp.planning.replicas import Network, on_shared_layers, with_replicas
 from zbpp.schedules import (
     add_collectives,
+    balance,
     certify,
     lay_out,
     plan_combined_1f1b,
@@ -186,6 +192,84 @@ def test_files_keep_parts_and_say_their_versions(tmp_path):
     assert (costs.f, costs.b, costs.w) == (1, 2, 0)
 
 
+TALKING = Parts(((C, 3), (N, 2), (C, 5)), ((C, 6), (N, 4), (C, 1)), ((C, 2), (C, 1)))
+QUIET = Parts(((C, 7),), ((C, 8),), ((C, 9),))
+LAYERS = LayerCosts(3, parts=(QUIET, TALKING, TALKING), pass_f=0.5, pass_b=0.25, m_r=0)
+
+
+def test_a_chunk_has_the_parts_of_its_layers_and_w_in_one():
+    costs = LAYERS.on(Placement.single(1), (3,))
+    assert costs.parts == (
+        Parts(
+            ((C, 0.5 + 7 + 3), (N, 2), (C, 5 + 3), (N, 2), (C, 5)),
+            ((C, 0.25 + 6), (N, 4), (C, 1 + 6), (N, 4), (C, 1 + 8)),
+            ((C, 9 + 3 + 3),),
+        ),
+    )
+    assert (LAYERS.f, LAYERS.b, LAYERS.w) == ((7, 10, 10), (8, 11, 11), (9, 3, 3))
+    assert (costs.f, costs.b, costs.w) == ((27.5,), (30.25,), (15,))
+
+
+def test_a_forward_that_is_run_again_is_one_part_of_b():
+    (again,) = LAYERS.on(Placement.single(1), (3,), recompute=[0, 1]).parts
+    assert again.b == ((C, 6.25), (N, 4), (C, 1 + 10 + 6), (N, 4), (C, 1 + 7 + 8))
+    placement = Placement.wave(2, 2)
+    order = replace(
+        plan_dual_pipe_v(n_stages=2, n_microbatches=4), recompute=(True,) * 4
+    )
+    costs = moe_costs(0.4)
+    on_chunks = recomputed(costs, order).on(placement)
+    assert on_chunks.b == pytest.approx([b + 5 / 6 for b in costs.on(placement).b])
+    assert [parts.b[0] for parts in on_chunks.parts] == [(C, pytest.approx(5 / 6))] * 4
+    again, once = (lay_out(order, c) for c in (recomputed(costs, order), costs))
+    longer = span(simulate(again, recomputed(costs, again)))
+    assert longer > span(simulate(once, costs))
+
+
+def test_no_step_is_shorter_than_what_its_layers_compute():
+    layer = moe_costs(0.5, layers=1).parts
+    layers = LayerCosts(4, parts=layer)
+    sizes = {"n_stages": 1, "n_microbatches": 8}
+    step = make_plan(PlanRequest(schedule="DualPipeV", costs=layers, **sizes)).step
+    whole = replace(layers, parts=None)
+    loads = [balance(one, Placement.wave(1, 2), 8).load for one in (layers, whole)]
+    assert loads[0] == 8 * 4 * 3 <= step < loads[1]
+
+
+def test_a_layers_file_keeps_parts(tmp_path):
+    path = tmp_path / "layers.json"
+    for layers in (LAYERS, LayerCosts(2, parts=TALKING, time_unit="ms")):
+        write_layers(layers, path)
+        assert json.loads(path.read_text())["version"] == 3
+        assert parse_layers(path.read_text()) == layers
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"version": 2, "time_unit": "ms"}, "version 3 alone"),
+        ({"n_layers": 4}, "parts has 3 entries for 4 layers"),
+        ({"f": [1, 2, 3]}, r"f is \(1, 2, 3\), but its parts sum up to \(7.0, 1"),
+        ({"parts": {"f": [["compute", 1]], "b": [["compute", 1]], "layers": 2}},
+         "the entry of layer 0 is one of 2 layers; leave its key 'layers' out"),
+    ],
+)  # fmt: skip
+def test_wrong_parts_of_layers_are_refused(tmp_path, change, message):
+    write_layers(LAYERS, tmp_path / "layers.json")
+    data = json.loads((tmp_path / "layers.json").read_text())
+    with pytest.raises(RequestError, match=message):
+        parse_layers(json.dumps(data | change))
+
+
+def test_parts_of_layers_know_no_collectives_inside_of_passes():
+    layers = replace(LAYERS, all_gather=1.0, message=1.0, bandwidth=1.0)
+    with pytest.raises(RequestError, match="leave the key 'parts' out of the layers"):
+        with_replicas(layers, 2, "parameters")
+    with pytest.raises(RequestError, match="leave the key 'parts' out of the layers"):
+        on_shared_layers(layers, 2, Network(Link(0.0, 1.0)))
+    assert with_replicas(replace(layers, parts=None), 2, "parameters").f == (8, 11, 11)
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -220,8 +304,11 @@ def test_what_parts_cannot_be_combined_with_is_refused():
     laid = lay_out(plan_dual_pipe_v(n_stages=2, n_microbatches=4), moe_costs(0.4))
     with pytest.raises(RequestError, match="no place on the network"):
         add_collectives(laid, shards=True)
-    with pytest.raises(RequestError, match="the costs have parts"):
-        recomputed(moe_costs(0.4), replace(laid, recompute=(True,) * 4))
+    with pytest.raises(
+        RequestError, match="chunk 0 has those of 2 equal layers, which"
+    ):
+        some = replace(laid, split=(3,) * 4, recompute=((1,),) * 4)
+        recomputed(moe_costs(0.4), some)
     with pytest.raises(RequestError, match="plan again with these costs"):
         simulate(laid, moe_costs(0.4, 2))
     with pytest.raises(RequestError, match="a part on 'copy'"):

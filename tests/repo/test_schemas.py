@@ -83,6 +83,11 @@ def test_files_with_parts(tmp_path, monkeypatch):
     assert costs["version"] == 3 and not mistakes("costs", costs)
     costs["parts"]["f"][1][0] = "wire"
     assert mistakes("costs", costs)
+    write_layers(LayerCosts(4, parts=(layer,) * 4), "layers.json")
+    layers = json.loads((tmp_path / "layers.json").read_text())
+    assert layers["version"] == 3 and not mistakes("layers", layers)
+    layers["parts"][1]["layers"] = 2
+    assert mistakes("layers", layers)
     sizes = ["-p", "2", "-m", "4", "--costs", "costs.json"]
     assert main(["plan", "ZB", *sizes, "-o", "plan.json"]) == 0
     data = json.loads((tmp_path / "plan.json").read_text())

@@ -1,5 +1,6 @@
 """Pairs in turns on the simulated device: same bits, no race, two streams."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from small_model import assert_same
-from talking import Outcome, exchange, make, talking, train
+from talking import N_MICROBATCHES, WIDTH, Outcome, exchange, make, talking, train
 from torch import Tensor
 
 import simgpu
+from zbpp.core import Lane, PassKind
 from zbpp.runtime.overlap import PairedRun
 from zbpp.runtime.support import streams
 from zbpp.runtime.support.streams import NetworkStream
@@ -105,3 +107,34 @@ def test_what_communicates_runs_on_a_stream_of_its_own() -> None:
         train(make(model, device=simgpu.DEVICE), steps=2)
     assert in_pairs
     assert used["F"] == used["B"] and len(used["F"]) == 1 and here not in used["F"]
+
+
+class Sleeping(torch.autograd.Function):
+    """Sleeps, which a lower bound can tell on a busy machine too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        time.sleep(SLEEP_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        time.sleep(SLEEP_S)
+        return dy.clone(), None
+
+
+SLEEP_S = 5e-3
+
+
+def test_a_profile_times_what_communicates_by_events_of_the_stages_stream() -> None:
+    simgpu.begin("eager")
+    model = talking(2, communicate=lambda x, name: Sleeping.apply(x, name))
+    pipeline = make(model, device=simgpu.DEVICE)
+    x = torch.randn(2 * N_MICROBATCHES, WIDTH)
+    layers = pipeline.profile(x, x, rounds=2, memory=False).layers
+    pipeline.close()
+    assert simgpu.reports() == []
+    for layer in (0, 1):
+        for kind in (PassKind.F, PassKind.B):
+            parts = layers.parts_of(layer)
+            assert parts.on_lane(kind, Lane.NETWORK) > SLEEP_S * 1e3, "of two"

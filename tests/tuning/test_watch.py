@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zbpp.tuning.watch as tuning_watch
 from zbpp import diagnostics
-from zbpp.core import Costs, PassKind, RequestError, Schedule
+from zbpp.core import Costs, Lane, Parts, PassKind, RequestError, Schedule
 from zbpp.planning import plan
 from zbpp.schedules import post_validated
 from zbpp.simulator import simulate, span
@@ -91,6 +91,15 @@ def test_the_new_order_is_as_short_as_is_said_and_keeps_the_limit() -> None:
     assert found.schedule.placement == PLAN.placement
     with pytest.raises(RequestError):
         replan(PLAN, replace(SKEWED, limit=0.5), effort="fast")
+
+
+def test_a_plan_in_parts_is_followed_by_one_for_costs_without() -> None:
+    pieces = (Lane.COMPUTE, 0.5), (Lane.NETWORK, 0.5)
+    costs = Costs(parts=Parts(f=pieces, b=pieces, w=pieces[:1], layers=2))
+    laid = plan("DualPipeV", n_stages=2, n_microbatches=4, costs=costs)
+    assert laid.parts is not None
+    found = replan(laid, SKEWED, effort="fast").schedule
+    assert found.parts is None and found.placement == laid.placement
 
 
 def test_plans_on_slow_links_are_for_their_messages_and_beside_their_messages() -> None:

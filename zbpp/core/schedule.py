@@ -111,15 +111,11 @@ def recomputed(costs: Costs, schedule: Schedule) -> Costs:
 
     Raises:
         RequestError: the costs do not fit the placement; m_r is missing where there is
-            a limit; or a chunk is recomputed in part and its layers are not known.
+            a limit; a chunk is recomputed in part and its layers are not known; or its
+            parts are not those of as many equal layers.
     """
     if schedule.recompute is None or not any(schedule.recompute):
         return costs
-    if costs.parts is not None:
-        raise RequestError(
-            f"{schedule.name} recomputes layers, and the costs have parts; leave the "
-            "parts out of the costs, or plan without recompute"
-        )
     split = schedule.split or (1,) * schedule.placement.n_chunks
     if schedule.split is None and any(
         not isinstance(which, bool) for which in schedule.recompute

@@ -217,10 +217,20 @@ def on_replicas(
 
 def _gathering(layers: LayerCosts) -> LayerCosts:
     """Layers whose F and B gather, and take longer for it: no UNSHARD does."""
+    _check_whole(layers, "--shard parameters gathers inside of passes")
     f, b = (
         tuple(map(add, layers.of(name), layers.of("all_gather"))) for name in ("f", "b")
     )
     return replace(layers, f=f, b=b, all_gather=0.0)
+
+
+def _check_whole(layers: LayerCosts, why: str) -> None:
+    """Refuse layers with parts."""
+    if layers.parts is not None:
+        raise RequestError(
+            f"the costs of the layers have parts, and {why}, at places that no part "
+            "tells; leave the key 'parts' out of the layers file"
+        )
 
 
 def whole_for_a_while(
@@ -270,10 +280,11 @@ def on_shared_layers(layers: LayerCosts, n: int, network: Network) -> LayerCosts
         network: among them; they are neighbours.
 
     Raises:
-        RequestError: the layers do not tell their messages.
+        RequestError: the layers do not tell their messages, or they have parts.
     """
     if n == 1:
         return layers
+    _check_whole(layers, "devices that share one exchange in its passes")
     sizes = _activations(layers)
     reduce = CollectiveOperation.ALL_REDUCE
     exchanged = [_EXCHANGES * network.time(reduce, size, n) for size in sizes]

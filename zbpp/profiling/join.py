@@ -10,6 +10,7 @@ from zbpp.core import LayerCosts, Pass, PassKind, Placement, Schedule
 from zbpp.core.sharding import Shard
 from zbpp.profiling.collectives import CollectiveTimes
 from zbpp.profiling.links import Link, link_list
+from zbpp.profiling.points import layer_parts
 from zbpp.profiling.profile import ChunkProfile, Profile
 from zbpp.profiling.rehearsal import rehearsed_steps
 from zbpp.profiling.step_times import StepTimes, measure_step_times
@@ -67,6 +68,7 @@ def join(
             "shares",
             "splits",
             "rows",
+            "points",
         )
     }
     sizes = known["bytes"]
@@ -104,6 +106,9 @@ def join(
         reduction=wires.reduction.mean,
         validation=max(step["V"].mean for step in steps),
         time_unit="ms",
+        parts=layer_parts(
+            [known["points"][i] for i in every], [layers[i] for i in every]
+        ),
         **_replica_link(part["collectives"] for part in parts),
     )
     return Profile(

@@ -131,6 +131,7 @@ def _measure_own(
         "memory": {},
         "bytes": {},
         "shares": {},
+        "points": {},
         "splits": {stage: one.splits() for stage, one in timings.items()},
     }
     for stage, executor in executors.items():
@@ -164,6 +165,7 @@ def _note_times(
                 k: spread(watch.seconds((k, "layer", index))).mean
                 for k in ("F", "B", "W", "loss")
             }
+            found["points"][index] = {k: watch.parts((k, "layer", index)) for k in "FB"}
             found["shares"][index] = sum(
                 p.numel() for p in layer.parameters() if p.requires_grad
             )

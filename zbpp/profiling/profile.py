@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from zbpp.core import Costs, LayerCosts, Placement, format_bytes
+from zbpp.core import Costs, Lane, LayerCosts, PassKind, Placement, format_bytes
 from zbpp.core.sharding import Shard
 from zbpp.profiling.links import FASTEST, Link
 from zbpp.profiling.stopwatch import Spread
@@ -54,7 +54,7 @@ class Profile:
 
     Args:
         layers: costs of each layer, scaled so that those of a chunk and an overhead of
-            each pass add up to its own.
+            each pass add up to its own; with parts where they name their communication.
         placement: of the measured pipeline.
         split: layers of its chunks.
         chunks: each one's own times.
@@ -96,6 +96,8 @@ class Profile:
     ) -> Costs:
         """Costs to plan with, collectives of replicas included.
 
+        With these, passes have no parts: no plan has both.
+
         Args:
             placement: None: as measured.
             split: layers of each chunk; None: as measured.
@@ -109,6 +111,7 @@ class Profile:
             self.layers,
             all_gather=self.collectives.get("all_gather", 0.0),
             reduce_scatter=self.collectives.get("reduce_scatter", 0.0),
+            parts=None if self.collectives else self.layers.parts,
         )
         costs = layers.on(placement, split or self.split, recompute=recompute)
         if not all(self.splits) and placement == self.placement:
@@ -163,12 +166,29 @@ class Profile:
             for name, times in self.collectives.items()
             if any(times)
         ]
+        lines += self._communication()
         lines.append(
             f"ms on {self.device}, medians of {self.rounds} rounds; in brackets the "
             f"quartiles; of each pass F {self.layers.pass_f:.3f} B "
             f"{self.layers.pass_b:.3f} W {self.layers.pass_w:.3f} are not its layers'; "
             "layers / chunk: F B W of the layers alone, added up, over the chunk's"
         )
+        return lines
+
+    def _communication(self) -> list[str]:
+        """A line for each layer that says where it communicates."""
+        if self.layers.parts is None:
+            return []
+        lines = []
+        for layer in range(self.layers.n_layers):
+            parts = self.layers.parts_of(layer)
+            told = [
+                f"{kind} {on_network:.3f} of {parts.time(kind):.3f} ms"
+                for kind in (PassKind.F, PassKind.B)
+                if (on_network := parts.on_lane(kind, Lane.NETWORK))
+            ]
+            if told:
+                lines.append(f"layer {layer} communicates in {', in '.join(told)}")
         return lines
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 from operator import add
 from statistics import median
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import torch
 
 from zbpp.core.measured import robust_mean
 from zbpp.runtime.job_times import JobTimes
+from zbpp.runtime.overlap import Half, marked
 from zbpp.runtime.support.streams import Event
 
 __all__ = ["Spread", "Stopwatch", "spread"]
@@ -80,7 +82,7 @@ class Stopwatch:
         self, device: torch.device, *, make_event: Callable[[], Event] | None = None
     ) -> None:
         self._times = JobTimes(device, make_event=make_event)
-        self._marks: dict[Hashable, list[tuple[Any, Any]]] = defaultdict(list)
+        self._marks: dict[Hashable, list[tuple[Any, ...]]] = defaultdict(list)
 
     def time(self, name: Hashable, action: Callable[..., _T], *args: Any) -> _T:
         """Call something, and note its time; by several names in a tuple of them."""
@@ -89,13 +91,38 @@ class Stopwatch:
         self._marks[name].append((start, self._times.now()))
         return result
 
+    def time_half(
+        self, half: Half, name: Hashable, action: Callable[..., _T], *args: Any
+    ) -> _T:
+        """Call an F or a B; note also when it communicates, see `parts`."""
+        now = self._times.now
+        start = now()
+        with marked(half, now) as points:
+            result = action(*args)
+        self._marks[name].append((start, *points, now()))
+        return result
+
     def forget(self) -> None:
         """Count nothing of what has been timed so far: it was the warm-up."""
         self._marks.clear()
 
     def seconds(self, name: Hashable) -> list[float]:
         """The times of one piece of work, in the order of the calls."""
-        return [_between(start, end) for start, end in self._marks[name]]
+        return [_between(marks[0], marks[-1]) for marks in self._marks[name]]
+
+    def parts(self, name: Hashable) -> list[float]:
+        """Mean times, in ms, of what a pass computes, communicates, computes, ...
+
+        One alone where it communicates nothing, or not equally often in all calls.
+        """
+        calls = self._marks[name]
+        if len(set(map(len, calls))) != 1:
+            return [spread(self.seconds(name)).mean]
+        columns = zip(*calls, strict=True)
+        return [
+            spread(map(_between, starts, ends)).mean
+            for starts, ends in pairwise(columns)
+        ]
 
 
 def _between(start: Any, end: Any) -> float:

@@ -42,7 +42,7 @@ from zbpp.runtime.support.streams import NetworkStream
 from zbpp.runtime.support.thread_state import ThreadState
 from zbpp.runtime.support.torch_internals import arrived
 
-__all__ = ["Half", "Overlap", "PairedRun", "overlap_point"]
+__all__ = ["Half", "Overlap", "PairedRun", "marked", "overlap_point"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -144,6 +144,45 @@ class Turns:
             raise OtherHalfFailedError(f"{self.failed.value} beside it has failed")
 
 
+class _Marks(Turns):
+    """Of a pass that runs alone: notes when it communicates and computes, in turns."""
+
+    def __init__(self, now: Callable[[], Any]) -> None:
+        self._now = now
+        self.noted: list[Any] = []
+
+    def leave(self, half: Half) -> None:
+        if len(self.noted) % 2 == 0:
+            self.noted.append(self._now())
+
+    def come_back(self, half: Half) -> None:
+        if len(self.noted) % 2:
+            self.noted.append(self._now())
+
+    def await_network(self, half: Half) -> None:
+        """Note nothing: a forward that B runs again is in one piece."""
+
+
+@contextmanager
+def marked(half: Half, now: Callable[[], T]) -> Iterator[list[T]]:
+    """Note where a pass communicates: on an accelerator too, it waits for that there.
+
+    Args:
+        half: F, or the backward of one whose points were called within this too.
+        now: gives the present, such as an event of the stage's stream.
+
+    Yields:
+        When the first communication begins, when it has ended, and so on.
+    """
+    marks = _Marks(now)
+    token = _place.set(_Place(None, half, marks))
+    try:
+        with torch.autograd.set_multithreading_enabled(False):  # nodes see the place
+            yield marks.noted
+    finally:
+        _place.reset(token)
+
+
 @dataclass
 class _Place:
     """Where the points of a pass find what they need.
@@ -226,15 +265,15 @@ def overlap_point(
     if torch.compiler.is_compiling():
         return communicate(*args, **kwargs)
     tensors = tensors_in((args, kwargs))
-    device = next((x.device for x in tensors if runs_ahead(x.device)), None)
-    on_device = device is not None
+    place = _place.get()
+    is_marked = place is not None and isinstance(place.turns, _Marks)
+    on_device = not is_marked and any(runs_ahead(x.device) for x in tensors)
 
     def run() -> T:
         given = _handed_on(_CommunicationEnds, (args, kwargs), on_device=on_device)
         result: T = map_tensors(communicate(*given[0], **given[1]), arrived)
         return result
 
-    place = _place.get()
     result = run() if place is None else place.communicate(run, tensors, on_device)
     if any(x.requires_grad for x in tensors):  # else no node would say that it ends
         result = _handed_on(_CommunicationBegins, result, on_device=on_device)

@@ -149,6 +149,7 @@ def _of_replica(profile: Profile, n: int) -> Profile:
     network = network_of(profile.layers)
     if n == 1 or profile.shard == "none" or network is None:
         return profile
-    parts = on_replicas(profile.layers, n, network, profile.shard)
-    layers = replace(profile.layers, m_fixed=parts.m_fixed, optimizer=parts.optimizer)
+    whole = replace(profile.layers, parts=None)  # its times are not asked for
+    shared = on_replicas(whole, n, network, profile.shard)
+    layers = replace(profile.layers, m_fixed=shared.m_fixed, optimizer=shared.optimizer)
     return replace(profile, layers=layers)

@@ -137,7 +137,9 @@ def replan(schedule: Schedule, costs: Costs, *, effort: str) -> Replanned:
     )
     bare = without_checks(without_collectives(schedule))
     now = replace(best, schedule=bare).span
-    found = replace(bare, name=best.mode, orders=best.schedule.orders)
+    found = replace(
+        bare, name=best.mode, orders=best.schedule.orders, parts=best.schedule.parts
+    )
     return Replanned(found, now, best.span)
 
 

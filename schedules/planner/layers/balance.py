@@ -5,7 +5,7 @@ The load of a stage is the time that it is busy in a step, whatever the order:
     sum over its layers of  m (f + b + w) + optimizer        m micro-batches
                             m (2 f + b + w) + optimizer      a recomputed layer
     and over its chunks of  m (pass_f + pass_b + pass_w)     on top of the layers'
-    the last layer's f holds the loss
+    the last layer's f holds the loss; of passes in parts, those that compute count
 
 Its memory is at least what is there all the time, and what the forwards leave of the
 micro-batches that a chunk has in flight, one or more.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 
-from zbpp.core import LayerCosts, LimitError, Placement, RequestError
+from zbpp.core import LayerCosts, LimitError, PassKind, Placement, RequestError
 from zbpp.core.costs.columns import per_stage
 from zbpp.schedules.planner.figures import is_below
 
@@ -75,11 +75,12 @@ class Loads:
             RequestError: fewer layers than chunks, or a wrong number of limits.
         """
         _check_enough(layers.n_layers, placement.n_chunks)
-        rows = zip(*map(layers.of, ("f", "b", "w", "optimizer")), strict=True)
+        passes = map(layers.computing, (PassKind.F, PassKind.B, PassKind.W))
+        rows = zip(*passes, layers.of("f"), layers.of("optimizer"), strict=True)
         again = set(recompute)
         times = [
-            n_microbatches * (f * (1 + (i in again)) + b + w) + optimizer
-            for i, (f, b, w, optimizer) in enumerate(rows)
+            n_microbatches * (f + (i in again) * whole_f + b + w) + optimizer
+            for i, (f, b, w, whole_f, optimizer) in enumerate(rows)
         ]
         times[-1] += n_microbatches * layers.loss
         m_b, m_r = layers.of("m_b"), layers.of("m_r")

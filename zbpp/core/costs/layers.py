@@ -10,6 +10,9 @@ before it in the pass have left:
 
 A layer that is recomputed leaves ``m_r`` after F, and computes the rest again in B: it
 then takes f longer, and its peak stands on m_b instead of m_r.
+
+Parts of layers follow one another as their passes do. Those of W are joined, as it runs
+in one piece; so is a forward that is run again in B: nothing hides its communication.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -28,12 +31,15 @@ from zbpp.core.costs.columns import (
     edge_delays,
     per_chunk,
 )
+from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts, merged, summed
 from zbpp.core.costs.table import Costs
 from zbpp.core.errors import RequestError
+from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.placement import Placement
 
 __all__ = ["LayerCosts", "PerLayer", "chunk_layers", "with_m_r"]
 
+_KINDS = PassKind.F, PassKind.B, PassKind.W
 _SUMMED = ("optimizer", "m_b", "m_w", "m_fixed", "peak_o")
 """Columns of a chunk that are the sums of those of its layers."""
 
@@ -71,9 +77,12 @@ class LayerCosts:
             gradients, do replicas of a stage exchange.
         replica_bandwidth: bytes in a unit of time between replicas; None: bandwidth.
         replica_delay: of a link between replicas, on top of that.
+        parts: of the passes of every layer, or a list of them; f, b and w are then
+            their sums, and may be left out.
 
     Raises:
-        RequestError: a list of another length, or a number that is none.
+        RequestError: a list of another length, a number that is none, or parts that do
+            not sum up to f, b or w.
     """
 
     n_layers: int
@@ -109,12 +118,47 @@ class LayerCosts:
     send_occupies: PerLayer = column(0.0, Per.CUT)
     memory_unit: str | None = None
     time_unit: str | None = None
+    parts: Parts | tuple[Parts, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:
             raise RequestError(f"n_layers is {self.n_layers}; it must be at least 1")
         check_memory_unit(self.memory_unit)
+        if self.parts is not None:
+            self._check_parts(self.parts)
         check_columns(self, n_layers=self.n_layers)
+
+    def _check_parts(self, parts: Parts | tuple[Parts, ...]) -> None:
+        """Let times that are not given be the sums of their parts."""
+        entries = parts if isinstance(parts, tuple) else (parts,) * self.n_layers
+        if len(entries) != self.n_layers:
+            raise RequestError(
+                f"parts has {len(entries)} entries for {self.n_layers} layers; give "
+                "one for each, or one object for every layer"
+            )
+        for i, entry in enumerate(entries):
+            if entry.layers != 1:
+                raise RequestError(
+                    f"parts: the entry of layer {i} is one of {entry.layers} layers; "
+                    "leave its key 'layers' out"
+                )
+        for kind in _KINDS:
+            (name,) = KINDS[kind].times
+            time = summed(kind, getattr(self, name), parts)
+            object.__setattr__(self, name, time)
+
+    def parts_of(self, layer: int) -> Parts:
+        """The parts of a layer's passes; there must be parts."""
+        assert self.parts is not None
+        return self.parts[layer] if isinstance(self.parts, tuple) else self.parts
+
+    def computing(self, kind: PassKind) -> tuple[float, ...]:
+        """Times for which the layers' F, B or W compute, without what they exchange."""
+        if self.parts is None:
+            (name,) = KINDS[kind].times
+            return self.of(name)
+        layers = range(self.n_layers)
+        return tuple(self.parts_of(i).on_lane(kind, Lane.COMPUTE) for i in layers)
 
     def with_memory_of(self, other: "LayerCosts") -> "LayerCosts":
         """Join the times of one with the memories of another, but for the limit.
@@ -229,6 +273,27 @@ class LayerCosts:
             peak_w=tuple(
                 _peak(chunk[::-1], columns["peak_w"], freed) for chunk in chunks
             ),
+            parts=None
+            if self.parts is None
+            else tuple(self._chunk_parts(chunk, recompute) for chunk in chunks),
+        )
+
+    def _chunk_parts(self, chunk: range, recompute: Collection[int]) -> Parts:
+        """The parts of a chunk's passes, each behind what it takes on top."""
+
+        def of(kind: PassKind, layer: int) -> PartTimes:
+            parts = self.parts_of(layer)
+            again = kind is PassKind.B and layer in recompute
+            forward = ((Lane.COMPUTE, parts.time(PassKind.F)),) if again else ()
+            return forward + parts.of(kind)
+
+        f = chain.from_iterable(of(PassKind.F, i) for i in chunk)
+        b = chain.from_iterable(of(PassKind.B, i) for i in reversed(chunk))
+        w = self.pass_w + sum(self.parts_of(i).time(PassKind.W) for i in chunk)
+        return Parts(
+            merged([(Lane.COMPUTE, self.pass_f), *f]),
+            merged([(Lane.COMPUTE, self.pass_b), *b]),
+            ((Lane.COMPUTE, w),),
         )
 
     def _columns(self, recompute: Collection[int]) -> dict[str, list[float]]:
@@ -310,8 +375,8 @@ def chunk_layers(
         split: layers of each chunk; None: one each.
 
     Raises:
-        RequestError: lists of a wrong length, or a stage that cannot split its
-            backward.
+        RequestError: lists of a wrong length, parts that are not those of equal layers,
+            or a stage that cannot split its backward.
     """
     if costs.splits is not None and not all(costs.splits):
         raise RequestError(
@@ -371,7 +436,27 @@ def chunk_layers(
         time_unit=costs.time_unit,
         all_gather=gathers,
         reduce_scatter=dealt("reduce_scatter", costs.reduce_scatter),
+        parts=_dealt_parts(costs, placement, counts),
     )
+
+
+def _dealt_parts(
+    costs: Costs, placement: Placement, counts: Sequence[int]
+) -> tuple[Parts, ...] | None:
+    """Parts of the layers of each chunk, which must be those of equal layers."""
+    if costs.parts is None:
+        return None
+    dealt: list[Parts] = []
+    parts = chunk_parts(costs.parts, placement)
+    for chunk, (of, n) in enumerate(zip(parts, counts, strict=True)):
+        if of.layers % n:
+            raise RequestError(
+                f"parts: chunk {chunk} has those of {of.layers} equal layers, which "
+                f"cannot be dealt to the {n} of the split; give costs of layers "
+                "(--layers) with parts of each, or take 'parts' out of the costs"
+            )
+        dealt += [replace(of, layers=of.layers // n).flat()] * n
+    return tuple(dealt)
 
 
 def with_m_r(layers: LayerCosts) -> LayerCosts:

@@ -11,14 +11,15 @@ and those of other passes beside them, where a schedule says so (`Schedule.parts
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from zbpp.core.costs.columns import PerChunk
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import KINDS, Lane, PassKind
 from zbpp.core.placement import Placement
 
-__all__ = ["PartTimes", "Parts", "chunk_parts"]
+__all__ = ["PartTimes", "Parts", "chunk_parts", "merged", "summed"]
 
 PartTimes = tuple[tuple[Lane, float], ...]
 """The lane and the time of each part of a pass."""
@@ -73,6 +74,11 @@ class Parts:
             times += part * self.layers
         return times
 
+    def flat(self) -> "Parts":
+        """The same parts as those of one layer."""
+        f, b, w = map(self.of, (PassKind.F, PassKind.B, PassKind.W))
+        return Parts(f, b, w)
+
     def time(self, kind: PassKind) -> float:
         """The time of a pass whose parts run in a row."""
         return sum(time for _, time in self.of(kind))
@@ -80,6 +86,57 @@ class Parts:
     def on_lane(self, kind: PassKind, lane: Lane) -> float:
         """The time of a pass on one lane."""
         return sum(time for on, time in self.of(kind) if on is lane)
+
+
+def merged(parts: Iterable[tuple[Lane, float]]) -> PartTimes:
+    """Join parts that compute one after the other; leave out those that take no time.
+
+    >>> c, n = Lane.COMPUTE, Lane.NETWORK
+    >>> [(str(lane), time) for lane, time in merged([(c, 1), (c, 2), (n, 1), (n, 1)])]
+    [('compute', 3), ('network', 1), ('network', 1)]
+    """
+    joined: list[tuple[Lane, float]] = []
+    for lane, time in parts:
+        if lane is Lane.COMPUTE and joined and joined[-1][0] is lane:
+            joined[-1] = lane, joined[-1][1] + time
+        elif time:
+            joined.append((lane, time))
+    return tuple(joined) or ((Lane.COMPUTE, 0.0),)
+
+
+def summed(
+    kind: PassKind, time: PerChunk, parts: Parts | tuple[Parts, ...]
+) -> PerChunk:
+    """Return the time of a pass that has parts: their sum, where it is not given.
+
+    Args:
+        kind: of the pass.
+        time: of all, or one entry for each; 1.0: not given.
+        parts: of all, or one entry for each.
+
+    Raises:
+        RequestError: the time is another one.
+    """
+    if isinstance(parts, tuple):
+        total: PerChunk = tuple(each.time(kind) for each in parts)
+    else:
+        total = parts.time(kind)
+    if time == _NOT_GIVEN:
+        return total
+    times, sums = (x if isinstance(x, tuple) else (x,) for x in (time, total))
+    if len(times) != len(sums) or any(
+        abs(whole - parted) > _MARGIN * max(whole, parted)
+        for whole, parted in zip(times, sums, strict=False)
+    ):
+        (name,) = KINDS[kind].times
+        raise RequestError(
+            f"{name} is {time!r}, but its parts sum up to {total!r}; leave it out"
+        )
+    return time
+
+
+_NOT_GIVEN = 1.0
+_MARGIN = 1e-9  # relative, for sums that were rounded
 
 
 def chunk_parts(

@@ -62,7 +62,7 @@ from zbpp.core.costs.columns import (
     per_stage,
     reduction_delay,
 )
-from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts
+from zbpp.core.costs.parts import Parts, PartTimes, chunk_parts, summed
 from zbpp.core.errors import RequestError
 from zbpp.core.jobs import (
     KINDS,
@@ -132,36 +132,15 @@ class Times:
     def __post_init__(self) -> None:
         if self.parts is not None:
             for kind in (PassKind.F, PassKind.B, PassKind.W):
-                self._sum_up(kind, self.parts)
+                (name,) = KINDS[kind].times
+                time = summed(kind, getattr(self, name), self.parts)
+                object.__setattr__(self, name, time)
         check_columns(self)
         for stage, split in enumerate(self.splits or ()):
             if not isinstance(split, bool):
                 raise RequestError(
                     f"splits[{stage}] is {split!r}; write true or false for each stage"
                 )
-
-    def _sum_up(self, kind: PassKind, parts: Parts | tuple[Parts, ...]) -> None:
-        """Let a time be the sum of its parts, if it is not given."""
-        (name,) = KINDS[kind].times
-        given: PerChunk = getattr(self, name)
-        if isinstance(parts, tuple):
-            total: PerChunk = tuple(one.time(kind) for one in parts)
-        else:
-            total = parts.time(kind)
-        if given == _NOT_GIVEN:
-            object.__setattr__(self, name, total)
-            return
-        each, sums = (x if isinstance(x, tuple) else (x,) for x in (given, total))
-        if len(each) != len(sums) or any(
-            abs(one - other) > _MARGIN * max(one, other)
-            for one, other in zip(each, sums, strict=False)
-        ):
-            raise RequestError(
-                f"{name} is {given!r}, but its parts sum up to {total!r}; leave it out"
-            )
-
-
-_NOT_GIVEN = 1.0
 
 
 @dataclass(frozen=True)
@@ -304,7 +283,7 @@ class Costs(MemoryModel, Times):
         if self.parts is None:
             return ()
         for name in ("send_occupies", "gathers"):
-            if getattr(self, name) != getattr(_NO_COSTS, name):
+            if getattr(self, name) not in (0.0, (0.0,) * (placement.n_chunks - 1)):
                 raise RequestError(
                     f"costs with parts cannot have {name}; leave one of both out"
                 )
@@ -314,10 +293,8 @@ class Costs(MemoryModel, Times):
                 of, bw = parts[chunk], parts[chunk].of(PassKind.BW)
                 parts[chunk] = Parts(of.of(PassKind.F), bw)
         if self.loss:
-            of, loss = parts[-1], (Lane.COMPUTE, self.loss)
-            parts[-1] = Parts(
-                (*of.of(PassKind.F), loss), of.of(PassKind.B), of.of(PassKind.W)
-            )
+            last = parts[-1].flat()
+            parts[-1] = replace(last, f=(*last.f, (Lane.COMPUTE, self.loss)))
         return tuple(parts)
 
     def _peaks(
@@ -342,7 +319,6 @@ class Costs(MemoryModel, Times):
 
 
 _MEMORY = (*columns_of(MemoryModel), "memory_unit")
-_NO_COSTS = Costs()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,25 +59,17 @@ def costs_data(costs: Costs) -> dict[str, object]:
     """The object of a costs file."""
     data = _entries(costs, _ALWAYS)
     data.pop("gathers", None)
-    if costs.parts is not None:
-        data["version"] = 3
-        several = isinstance(costs.parts, tuple)
-        each = [_parts_data(parts) for parts in _all_parts(costs)]
-        data["parts"] = each if several else each[0]
     return data
 
 
-def _all_parts(costs: Costs) -> tuple[Parts, ...]:
-    parts = costs.parts or ()
-    return parts if isinstance(parts, tuple) else (parts,)
-
-
-def _parts_data(parts: Parts) -> dict[str, object]:
-    times = {
+def _parts_data(parts: Parts | tuple[Parts, ...]) -> object:
+    if isinstance(parts, tuple):
+        return [_parts_data(entry) for entry in parts]
+    data: dict[str, object] = {
         name: [[str(lane), time] for lane, time in getattr(parts, name)]
         for name in ("f", "b", "w")
     }
-    return times | {"layers": parts.layers}
+    return data | {"layers": parts.layers}
 
 
 def write_layers(layers: LayerCosts, path: str | Path) -> None:
@@ -89,11 +81,14 @@ def write_layers(layers: LayerCosts, path: str | Path) -> None:
 def _entries(costs: Any, always: tuple[str, ...]) -> dict[str, object]:
     """Entries that are written of an object: its version, and all but defaults."""
     version = {} if costs.time_unit is None else {"version": 2}
-    return version | {
+    data: dict[str, object] = version | {
         _key(field.name): getattr(costs, field.name)
         for field in fields(costs)
         if field.name in always or getattr(costs, field.name) != field.default
     }
+    if costs.parts is not None:
+        data |= {"version": 3, "parts": _parts_data(costs.parts)}
+    return data
 
 
 def read_costs(path: str | Path) -> Costs:
@@ -173,18 +168,7 @@ def costs_of(data: Mapping[str, Any], *, source: str = "costs") -> Costs:
     Raises:
         RequestError: the object holds no valid costs.
     """
-    values = _read_columns(source, data, _OF_CHUNKS, "splits", "parts")
-    if data.get("parts") is not None:
-        if data.get("version") != 3:
-            fail(source, "parts are there in version 3 alone; write it")
-        entry = data["parts"]
-        try:
-            if isinstance(entry, list):
-                values["parts"] = tuple(map(read_parts, entry))
-            else:
-                values["parts"] = read_parts(entry)
-        except RequestError as error:
-            fail(source, str(error))
+    values = _read_columns(source, data, _OF_CHUNKS, "splits")
     if "splits" in data:
         values["splits"] = booleans(source, "splits", data["splits"])
     try:
@@ -197,8 +181,8 @@ def parse_layers(text: str, *, source: str = "layers") -> LayerCosts:
     """Read the costs of layers from JSON text; ``source`` names it in errors.
 
     The keys are the fields of `LayerCosts`, and ``memory_limit``. A number stands for
-    every layer, a list has one entry each. Without ``n_layers`` it is the length of the
-    longest list.
+    every layer, a list has one entry each; so has ``parts``, with objects as in a costs
+    file, without ``layers``. Without ``n_layers`` it is the length of the longest list.
 
     Raises:
         RequestError: the text holds no valid costs.
@@ -229,7 +213,7 @@ def _read_columns(
     *other_keys: str,
 ) -> dict[str, Any]:
     """Read the columns that there are, and their units; null is as good as nothing."""
-    keys = (*map(_key, columns), *other_keys, "version", *_UNITS)
+    keys = (*map(_key, columns), *other_keys, "parts", "version", *_UNITS)
     refuse_unknown(source, data, keys)
     version = data.get("version", 1)
     if version not in (1, 2, 3):
@@ -258,4 +242,17 @@ def _read_columns(
     if memory_unit is None:
         has_unit = any([isinstance(amount, Bytes) for amount in amounts])
         memory_unit = "bytes" if has_unit or is_large else None
+    if data.get("parts") is not None:
+        values["parts"] = _read_parts(source, data["parts"], version)
     return values | {"time_unit": time_unit, "memory_unit": memory_unit}
+
+
+def _read_parts(source: str, entry: object, version: object) -> Any:
+    if version != 3:
+        fail(source, "parts are there in version 3 alone; write it")
+    try:
+        if isinstance(entry, list):
+            return tuple(map(read_parts, entry))
+        return read_parts(entry)
+    except RequestError as error:
+        fail(source, str(error))
