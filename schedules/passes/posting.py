@@ -69,7 +69,7 @@ class InTime:
         orders: of all stages.
         times: of the jobs and messages.
         n_microbatches: of a step.
-        ahead: jobs before the reader; collectives do not count.
+        ahead: jobs before the reader; collectives and further segments do not count.
         columns: starts and ends, if they are known.
     """
 
@@ -85,8 +85,7 @@ class InTime:
         self._times = times
         self._ahead = ahead
         self._places = [
-            [c for c, job in enumerate(order) if not isinstance(job, Collective)]
-            for order in orders
+            [c for c, job in enumerate(order) if not _goes_on(job)] for order in orders
         ]
         self._columns = None
         if any(times.hops):
@@ -136,6 +135,11 @@ class WhenSent:
         """See `Posting`."""
         source, column = sender
         return bisect_right(self._numbers[stage], self._numbers[source][column])
+
+
+def _goes_on(job: Job | Segment) -> bool:
+    """True of what is no job of its own: a collective, or more of a pass."""
+    return isinstance(job, Collective) or (isinstance(job, Segment) and not job.begins)
 
 
 def _starts_and_ends(

@@ -23,7 +23,7 @@ waits for another in a circle.
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbpp.core import (
     Check,
@@ -202,7 +202,14 @@ def _courses(
             if full not in joint:
                 yield _Course(of, _of_w(parts, times), phase)
         elif of.kind is B and full in joint:
-            of_full = [(c, s, Part(full, p.index, p.lane)) for c, s, p in parts]
+            of_w = by_pass.get(Pass(W, of.chunk, of.microbatch), ())
+            takes = [slot.duration for _, slot, _ in parts]
+            for _, slot, part in of_w:  # each right behind what it needs
+                takes[times.source_of(part)] += slot.duration
+            of_full = [
+                (c, replace(s, end=s.start + takes[p.index]), replace(p, of=full))
+                for c, s, p in parts
+            ]
             yield _Course(full, list(_stretches(of_full)), phase)
         else:
             yield _Course(of, list(_stretches(parts)), phase)
