@@ -34,7 +34,7 @@ from zbpp.core import Lane, PassKind, Segment
 from zbpp.runtime import Patience
 from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.backward.split import SplitGraph, split_forward
-from zbpp.runtime.overlap import OpenPass
+from zbpp.runtime.overlap import OpenPass, Overlap
 from zbpp.runtime.support.thread_state import ThreadState
 from zbpp.schedules.passes.segments import in_segments
 
@@ -111,6 +111,26 @@ def test_a_half_without_points_runs_under_the_others_communication() -> None:
     backward_talks = logs["(1F1;0BW0)OVERLAP_F_B"]
     assert backward_talks.computed == ["F quiet", "B experts0", "B attention0"]
     assert backward_talks.communicated == ["B combine0", "B dispatch0"]
+
+
+def test_passes_communicate_one_after_the_other() -> None:
+    overlap, may_end, starts = Overlap(CPU), threading.Event(), threading.Event()
+
+    def first() -> None:
+        assert zbpp.overlap_point(may_end.wait, PATIENCE_S)
+
+    def second() -> None:
+        zbpp.overlap_point(starts.set)
+
+    passes = [OpenPass(overlap, x, is_forward=True) for x in (first, second)]
+    for each in passes:
+        each.go_on()
+    assert not starts.wait(0.1)
+    may_end.set()
+    assert starts.wait(PATIENCE_S)
+    for each in passes:
+        each.go_on()
+        assert each.has_ended
 
 
 # ---- The bits.
