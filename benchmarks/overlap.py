@@ -1,13 +1,16 @@
-"""Pairs in turns at their points beside pairs in a row, on layers that sleep.
+"""Passes that stop at their points beside the same ones in a row, on layers that sleep.
 
     python benchmarks/overlap.py --stages 2 --microbatches 16 --job_ms 40 --rounds 5
+    python benchmarks/overlap.py --pipeline_schedule_mode ZBV --rounds 5
 
 A layer sleeps for attention, dispatch, experts and combine, as a mixture of experts
 does; dispatch and combine stand in `zbpp.overlap_point`. F, B and W of a chunk compute
 for ``--job_ms`` each; ``--share`` of F and of B comes on top of that as communication.
-Both pipelines run DualPipeV in the same processes and take turns, step after step, each
-from a common start. The host's own time comes on top of all sleeps. Hidden is the share
-of the communication during which the same process computes.
+DualPipeV runs pairs. Every other mode is planned for these parts of F, B and W, and the
+simulated step is that of the plan. Both pipelines run in the same processes and take
+turns, step after step, each from a common start. The host's own time comes on top of
+all sleeps. Hidden is the share of the communication during which the same process
+computes.
 """
 
 import json
@@ -27,6 +30,7 @@ from parts.turns import spread_of
 from torch import Tensor, nn
 
 import zbpp
+from zbpp.core import Lane, Parts
 from zbpp.emulation.layers import sleep_until
 from zbpp.runtime.backward.queue import current_queue
 from zbpp.simulator import simulate, step_time
@@ -39,6 +43,8 @@ _WARM_UP = 1
 class Options:
     """Options of the measurement."""
 
+    pipeline_schedule_mode: str = "DualPipeV"
+    """Of two chunks a stage."""
     stages: int = 2
     microbatches: int = 16
     layers: int = 1
@@ -63,6 +69,34 @@ class Options:
         n = 2 * 2 * self.layers
         both = n * (self.part_ms + self.call_ms)
         return zbpp.Costs(f=both, b=both, w=n * self.part_ms, time_unit="ms")
+
+    @property
+    def parts(self) -> zbpp.Costs:
+        """The same, part by part."""
+        part, call = (Lane.COMPUTE, self.part_ms), (Lane.NETWORK, self.call_ms)
+        f, b = (part, call, part, call), (call, part, call, part)
+        return zbpp.Costs(parts=Parts(f, b, (part, part), layers=2 * self.layers))
+
+    def plan(self) -> zbpp.Plan:
+        """What both pipelines run."""
+        costs = self.costs if self.pipeline_schedule_mode == "DualPipeV" else self.parts
+        return zbpp.make_plan(
+            zbpp.PlanRequest(
+                schedule=self.pipeline_schedule_mode,
+                n_stages=self.stages,
+                n_microbatches=self.microbatches,
+                costs=costs,
+            )
+        )
+
+    def simulated(self, schedule: zbpp.Schedule) -> dict[str, float]:
+        """Steps of both ways, in ms."""
+        beside = self.parts
+        if schedule.parts is None:
+            of_pairs = (self.pair_ms,) * (2 * self.stages)
+            beside = replace(self.costs, fb=of_pairs)
+        ways = dict(zip(WAYS, (beside, self.costs), strict=True))
+        return {way: step_time(simulate(schedule, ways[way])) for way in ways}
 
     @property
     def pair_ms(self) -> float:
@@ -166,13 +200,13 @@ class Layer(nn.Module):
 
 def measure(options: Options, _: str, file: str) -> None:
     """Run both in turns; every rank calls."""
-    warnings.filterwarnings("ignore", message="DualPipeV gains little here")
+    warnings.filterwarnings("ignore", message=".* gains little here")
     n_layers = 2 * options.stages * options.layers
+    plan = options.plan()
     pipelines = {
         way: zbpp.Pipeline(
             [Layer(options) for _ in range(n_layers)],
-            "DualPipeV",
-            n_microbatches=options.microbatches,
+            plan,
             loss_fn=lambda outputs, targets: outputs.mean(),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
             device="cpu",
@@ -198,12 +232,7 @@ def measure(options: Options, _: str, file: str) -> None:
                 if way == "in turns":
                     sums = [sum(one) for one in zip(*parts, strict=True)]
                     hidden.append(sums[0] / sums[1])
-    schedule = pipelines["in turns"].schedule
-    of_pairs = (options.pair_ms,) * (2 * options.stages)
-    simulated = {
-        "in turns": step_time(simulate(schedule, replace(options.costs, fb=of_pairs))),
-        "in a row": step_time(simulate(schedule, options.costs)),
-    }
+    simulated = options.simulated(plan.schedule)
     if pipelines["in turns"].rank == 0:
         figures = {"times": times, "simulated": simulated, "hidden": hidden}
         Path(file).write_text(json.dumps(figures))
@@ -219,11 +248,12 @@ def main() -> None:
     found = json.loads(file.read_text())
     file.unlink()
     table = Table(
-        f"DualPipeV, p={options.stages} m={options.microbatches}, "
-        f"jobs of {options.job_ms:g} ms, {options.share:.0%} communication, "
+        f"{options.pipeline_schedule_mode}, p={options.stages}, "
+        f"m={options.microbatches}, jobs of {options.job_ms:g} ms, "
+        f"{options.share:.0%} communication, "
         f"{options.layers} layers a chunk, {options.rounds} rounds, "
         f"load {os.getloadavg()[0]:.1f}",
-        ("pairs", "simulated", "measured", "measured / simulated", "hidden"),
+        ("passes", "simulated", "measured", "measured / simulated", "hidden"),
     )
     for way, times in found["times"].items():
         simulated = found["simulated"][way]

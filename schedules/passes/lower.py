@@ -48,11 +48,14 @@ from zbpp.core import (
     Receive,
     Reduce,
     Schedule,
+    Segment,
     Send,
     Step,
     TiedGradient,
     Value,
     at_check,
+    begun_by,
+    ended_by,
     kind_of,
     members_of,
     output_of,
@@ -62,6 +65,7 @@ from zbpp.core import (
 )
 from zbpp.core.validation import mistake
 from zbpp.schedules.passes.posting import InTime, Posting, WhenSent
+from zbpp.schedules.passes.segments import in_segments
 from zbpp.schedules.passes.self_waits import find_self_waits
 
 __all__ = ["check_channels", "lower", "lower_forward"]
@@ -71,6 +75,8 @@ Channel = tuple[int, int]
 
 Sent = tuple[Message, int]
 """A message, and the column of its sender's order behind which it leaves."""
+
+Orders = Sequence[Sequence[Job | Segment]]
 
 Ties = Sequence[Sequence[int]]
 """Of each parameter that several chunks or layers hold, the chunks."""
@@ -83,7 +89,8 @@ def lower(
     costs: Costs | None = None,
     on_device: bool = False,
     ties: Ties = (),
-    keeps_pairs: bool = False,
+    overlaps: bool = False,
+    adds_up: bool = False,
 ) -> tuple[Program, ...]:
     """Make a program of every order; one without a Step steps at its end.
 
@@ -97,28 +104,39 @@ def lower(
             then posted in the job in which its sender ends by the costs, whatever
             ``ahead`` says: no job that waits for its device waits for itself.
         ties: chunks of each parameter that several layers hold.
-        keeps_pairs: a `Pair` stays one instruction, with what its passes send behind
-            it. False takes pairs apart into their passes.
+        overlaps: passes in parts are cut into segments (`in_segments`), and a `Pair`
+            stays one instruction, with what its passes send behind it. False takes
+            pairs apart, and leaves every pass in one piece.
+        adds_up: where there are segments, replicas add the gradients of a chunk up
+            behind its last W; orders of whole passes say so by their collectives.
 
     Raises:
         ScheduleError: before its V a stage reads what another computes after its own.
     """
-    orders = [
-        [part for job in order for part in members_of(job)] for order in schedule.orders
-    ]
+    in_parts = overlaps and schedule.parts is not None
+    cut = in_segments(schedule, costs, adds_up=adds_up) if in_parts else None
+    orders: Sequence[list[Job | Segment]] = (
+        [
+            [part for job in order for part in members_of(job)]
+            for order in schedule.orders
+        ]
+        if cut is None
+        else cut.orders
+    )
     for stage, order in enumerate(orders):
         order += [] if Step(stage) in order else [Step(stage)]
     placement = schedule.placement
     _check_validation(placement, orders)
     times, m = (costs or Costs()).on(placement), schedule.n_microbatches
+    columns = None if cut is None else (cut.starts, cut.ends)
     posting: Posting = (
-        WhenSent(orders, times, n_microbatches=m)
+        WhenSent(orders, times, n_microbatches=m, columns=columns)
         if on_device
-        else InTime(orders, times, n_microbatches=m, ahead=ahead)
+        else InTime(orders, times, n_microbatches=m, ahead=ahead, columns=columns)
     )
     programs = _lower_orders(placement, orders, posting, ties)
     assert not (on_device and find_self_waits(programs)), "a stage may wait for itself"
-    if not keeps_pairs:
+    if not overlaps or in_parts:
         return programs
     return tuple(
         _join_pairs(program, [job for job in order if isinstance(job, Pair)])
@@ -161,7 +179,7 @@ def lower_forward(placement: Placement, *, n_microbatches: int) -> tuple[Program
 
 def _lower_orders(
     placement: Placement,
-    orders: Sequence[Sequence[Job]],
+    orders: Orders,
     posting: Posting,
     ties: Ties = (),
 ) -> tuple[Program, ...]:
@@ -188,26 +206,29 @@ def _lower_orders(
     return tuple(programs)
 
 
-def _sent(job: Job, placement: Placement) -> Send | None:
+def _sent(job: Instruction, placement: Placement) -> Send | None:
     """Return the message that a job has for another stage, None if there is none."""
-    if not isinstance(job, Pass):
-        return None
-    value = output_of(job, placement.n_chunks)
+    ended = ended_by(job)
+    value = None if ended is None else output_of(ended, placement.n_chunks)
     if value is None:
         return None
     peer = placement.stage_of[reader(value)]
-    return None if peer == placement.stage_of[job.chunk] else Send(value, peer)
+    return None if peer == placement.stage_of[value.chunk] else Send(value, peer)
 
 
 def _tied_sends(
-    placement: Placement, order: Sequence[Job], ties: Ties
+    placement: Placement, order: Sequence[Instruction], ties: Ties
 ) -> dict[int, list[Send]]:
     """The gradients of tied parameters to send after each column of an order."""
-    last = {
-        job.chunk: column
-        for column, job in enumerate(order)
-        if isinstance(job, Pass | Collective) and kind_of(job).gradients_due < 0
-    }
+    last: dict[int, int] = {}
+    for column, instruction in enumerate(order):
+        done = (
+            instruction
+            if isinstance(instruction, Collective)
+            else ended_by(instruction)
+        )
+        if done is not None and kind_of(done).gradients_due < 0:
+            last[done.chunk] = column
     sends: dict[int, list[Send]] = defaultdict(list)
     for tie, chunks in enumerate(ties):
         stages = {placement.stage_of[chunk] for chunk in chunks}
@@ -219,7 +240,7 @@ def _tied_sends(
 
 def _messages(
     placement: Placement,
-    orders: Sequence[Sequence[Job]],
+    orders: Orders,
     tied: Sequence[dict[int, list[Send]]],
 ) -> dict[Channel, list[Sent]]:
     """List the values that each channel carries, in the order of the sends."""
@@ -235,7 +256,7 @@ def _messages(
 
 def _posts(
     placement: Placement,
-    order: Sequence[Job],
+    order: Sequence[Job | Segment],
     stage: int,
     channels: dict[Channel, list[Sent]],
     sent_early: set[Value],
@@ -245,8 +266,8 @@ def _posts(
     needed_at: dict[Message, int] = {
         value: column
         for column, job in enumerate(order)
-        if isinstance(job, Pass)
-        for value in reads(job, placement.n_chunks)
+        if (begun := begun_by(job)) is not None
+        for value in reads(begun, placement.n_chunks)
     }
     check = order.index(Check(stage)) if Check(stage) in order else None
     posts: dict[int, list[Instruction]] = defaultdict(list)
@@ -283,6 +304,7 @@ def check_channels(programs: Sequence[Program], placement: Placement) -> None:
 def _check_run(programs: Sequence[Program], placement: Placement) -> None:
     sent: dict[Channel, list[Message]] = defaultdict(list)
     received: dict[Channel, list[Message]] = defaultdict(list)
+    n_chunks = placement.n_chunks
     for stage, program in enumerate(programs):
         here: set[Message] = set()
         for instruction in program:
@@ -296,36 +318,35 @@ def _check_run(programs: Sequence[Program], placement: Placement) -> None:
                 case Receive(value, peer):
                     received[peer, stage].append(value)
                     here.add(value)
-                case Pass():
-                    for value in reads(instruction, placement.n_chunks):
+                case Pass() | Segment():
+                    begun, ended = begun_by(instruction), ended_by(instruction)
+                    for value in () if begun is None else reads(begun, n_chunks):
                         assert value in here, (
                             f"stage {stage}: {instruction} lacks {value}"
                         )
-                    here.update(writes(instruction, placement.n_chunks))
+                    if ended is not None:
+                        here.update(writes(ended, n_chunks))
     assert sent == received, "a channel's ends disagree about its messages"
 
 
-def _sent_before_checks(
-    placement: Placement, orders: Sequence[Sequence[Job]]
-) -> set[Value]:
+def _sent_before_checks(placement: Placement, orders: Orders) -> set[Value]:
     """Collect the values that the stages compute before their V's."""
     return {
         value
         for order in orders
         for job in at_check(tuple(order))[0]
-        if isinstance(job, Pass)
-        for value in writes(job, placement.n_chunks)
+        if (ended := ended_by(job)) is not None
+        for value in writes(ended, placement.n_chunks)
     }
 
 
-def _check_validation(placement: Placement, orders: Sequence[Sequence[Job]]) -> None:
+def _check_validation(placement: Placement, orders: Orders) -> None:
     """Nothing that is read before a V may be computed after another stage's V."""
     early = _sent_before_checks(placement, orders)
     for stage, order in enumerate(orders):
         for column, job in enumerate(at_check(tuple(order))[0]):
-            if not isinstance(job, Pass):
-                continue
-            for value in reads(job, placement.n_chunks):
+            begun = begun_by(job)
+            for value in () if begun is None else reads(begun, placement.n_chunks):
                 if value in early:
                     continue
                 source = placement.stage_of[value.chunk]

@@ -26,9 +26,12 @@ from zbpp.core import (
     Collective,
     Job,
     Message,
+    Pass,
+    Segment,
     Step,
     TiedGradient,
-    passes_in,
+    begun_by,
+    ended_by,
     reader,
     reads,
     writes,
@@ -37,7 +40,10 @@ from zbpp.core.clock import replay
 
 __all__ = ["InTime", "Posting", "WhenSent"]
 
-Orders = Sequence[Sequence[Job]]
+Orders = Sequence[Sequence[Job | Segment]]
+
+Columns = tuple[list[list[float]], list[list[float]]]
+"""Starts and ends of the columns of all orders."""
 
 
 class Posting(Protocol):
@@ -63,23 +69,29 @@ class InTime:
         orders: of all stages.
         times: of the jobs and messages.
         n_microbatches: of a step.
-        ahead: jobs before the reader; collectives do not count.
+        ahead: jobs before the reader; collectives and further segments do not count.
+        columns: starts and ends, if they are known.
     """
 
     def __init__(
-        self, orders: Orders, times: ChunkCosts, *, n_microbatches: int, ahead: int
+        self,
+        orders: Orders,
+        times: ChunkCosts,
+        *,
+        n_microbatches: int,
+        ahead: int,
+        columns: Columns | None = None,
     ) -> None:
         self._times = times
         self._ahead = ahead
         self._places = [
-            [c for c, job in enumerate(order) if not isinstance(job, Collective)]
-            for order in orders
+            [c for c, job in enumerate(order) if not _goes_on(job)] for order in orders
         ]
-        self._columns = (
-            _starts_and_ends(orders, times, n_microbatches=n_microbatches)
-            if any(times.hops)
-            else None
-        )
+        self._columns = None
+        if any(times.hops):
+            self._columns = columns or _starts_and_ends(
+                orders, times, n_microbatches=n_microbatches
+            )
 
     def column(
         self, stage: int, message: Message, *, need: int, sender: tuple[int, int]
@@ -101,12 +113,20 @@ class WhenSent:
         orders: of all stages.
         times: of the jobs and messages.
         n_microbatches: of a step.
+        columns: starts and ends, if they are known.
     """
 
     def __init__(
-        self, orders: Orders, times: ChunkCosts, *, n_microbatches: int
+        self,
+        orders: Orders,
+        times: ChunkCosts,
+        *,
+        n_microbatches: int,
+        columns: Columns | None = None,
     ) -> None:
-        _, ends = _starts_and_ends(orders, times, n_microbatches=n_microbatches)
+        _, ends = columns or _starts_and_ends(
+            orders, times, n_microbatches=n_microbatches
+        )
         self._numbers = _in_order_of_ends(orders, ends, times.placement.n_chunks)
 
     def column(
@@ -117,11 +137,16 @@ class WhenSent:
         return bisect_right(self._numbers[stage], self._numbers[source][column])
 
 
+def _goes_on(job: Job | Segment) -> bool:
+    """True of what is no job of its own: a collective, or more of a pass."""
+    return isinstance(job, Collective) or (isinstance(job, Segment) and not job.begins)
+
+
 def _starts_and_ends(
     orders: Orders, times: ChunkCosts, *, n_microbatches: int
-) -> tuple[list[list[float]], list[list[float]]]:
+) -> Columns:
     """Time every column of every order; what is no pass takes no time."""
-    passes = [[job for job in order if passes_in(job)] for order in orders]
+    passes = [[x for x in order if isinstance(x, Pass)] for order in orders]
     rows = replay(passes, times, n_microbatches=n_microbatches)
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
@@ -129,7 +154,7 @@ def _starts_and_ends(
         slots, now = iter(rows[stage]), 0.0
         for job in order:
             start = now
-            if passes_in(job):
+            if isinstance(job, Pass):
                 slot = next(slots)
                 start, now = slot.start, slot.end
             starts[stage].append(start)
@@ -155,11 +180,11 @@ def _in_order_of_ends(
         for stage, order in enumerate(orders):
             for column in range(columns[stage], len(order)):
                 job = order[column]
-                parts = passes_in(job)
-                if not all(written.issuperset(reads(part, n_chunks)) for part in parts):
+                begun, ended = begun_by(job), ended_by(job)
+                if begun and not written.issuperset(reads(begun, n_chunks)):
                     break
-                for part in parts:
-                    written.update(writes(part, n_chunks))
+                if ended:
+                    written.update(writes(ended, n_chunks))
                 if isinstance(job, Check | Step):
                     phases[stage] = 1 if isinstance(job, Check) else 3
                 entry = phases[stage], ends[stage][column], len(jobs), stage, column

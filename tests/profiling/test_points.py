@@ -112,12 +112,15 @@ def test_beside_collectives_of_replicas_passes_have_no_parts() -> None:
     assert (whole.f, whole.b) == (laid.f, laid.b)
 
 
-def test_a_plan_for_an_example_to_train_with_has_whole_passes() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_plan_for_an_example_has_parts_if_they_may_overlap(overlap: bool) -> None:
     plan = zbpp.plan_model(
         layers(), "DualPipeV", n_stages=2, n_microbatches=4, loss_fn=loss_fn,
         example=(torch.randn(4, WIDTH), torch.randn(4, WIDTH)), device="cpu",
+        execution=zbpp.Execution(overlap=overlap),
     )  # fmt: skip
-    assert plan.schedule.parts is None and plan.costs.f[1] == pytest.approx(11)
+    assert (plan.schedule.parts is not None) == overlap
+    assert plan.costs.f[1] == pytest.approx(11)
 
 
 class Checkpointed(Ticking):

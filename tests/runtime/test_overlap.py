@@ -1,6 +1,7 @@
 """The two passes of a pair take turns at the points of their layers."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -8,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from moe import moe_costs
 from small_model import assert_same, make_pipeline
 from small_model import batch as small_batch
 from talking import (
+    N_MICROBATCHES,
+    PATIENCE_S,
     Log,
     Outcome,
     Talking,
@@ -26,12 +30,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zbpp
-from zbpp.runtime import Patience, overlap
+from zbpp.core import Lane, PassKind, Segment
+from zbpp.runtime import Patience
+from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.backward.split import SplitGraph, split_forward
-from zbpp.runtime.overlap import Half, PairedRun, Turns
+from zbpp.runtime.overlap import OpenPass, Overlap
 from zbpp.runtime.support.thread_state import ThreadState
+from zbpp.schedules.passes.segments import in_segments
 
 CPU = torch.device("cpu")
+F, B, W, _ = PassKind
 
 
 @contextmanager
@@ -103,6 +111,26 @@ def test_a_half_without_points_runs_under_the_others_communication() -> None:
     backward_talks = logs["(1F1;0BW0)OVERLAP_F_B"]
     assert backward_talks.computed == ["F quiet", "B experts0", "B attention0"]
     assert backward_talks.communicated == ["B combine0", "B dispatch0"]
+
+
+def test_passes_communicate_one_after_the_other() -> None:
+    overlap, may_end, starts = Overlap(CPU), threading.Event(), threading.Event()
+
+    def first() -> None:
+        assert zbpp.overlap_point(may_end.wait, PATIENCE_S)
+
+    def second() -> None:
+        zbpp.overlap_point(starts.set)
+
+    passes = [OpenPass(overlap, x, is_forward=True) for x in (first, second)]
+    for each in passes:
+        each.go_on()
+    assert not starts.wait(0.1)
+    may_end.set()
+    assert starts.wait(PATIENCE_S)
+    for each in passes:
+        each.go_on()
+        assert each.has_ended
 
 
 # ---- The bits.
@@ -181,6 +209,168 @@ def test_rolled_back_steps_are() -> None:
     assert any(rollbacks for *_, rollbacks in numbers)
 
 
+# ---- Plans with parts, in segments.
+
+PLANS: dict[str, dict[str, Any]] = {
+    "ZB": {"mode": "ZB"},
+    "ZBV": {"mode": "ZBV"},
+    "two stages": {"mode": "ZBV", "n_stages": 2, "seed": 3},
+    "B before another B's end": {
+        "mode": "ZBVPP", "n_stages": 2, "seed": 3, "memory": 4.0,
+    },
+    "laid out pairs": {"mode": "DualPipeV", "n_stages": 2, "seed": 3},
+    "rolled back": {
+        "mode": "ZBV",
+        "clip_grad_norm": 0.1,
+        "patience": Patience(failures=11),
+        "post_validation": True,
+    },
+    "16 bits": {"mode": "ZBV", "autocast": torch.bfloat16},
+    "recomputed": {"mode": "ZBV", "recompute": "all"},
+    "sums in products": {"mode": "ZBV", "exact_sums": False},
+}  # fmt: skip
+
+
+def planned(case: str, norm: Any = nn.LayerNorm, **more: Any) -> Outcome:
+    """Train layers with dropout by a plan that was made for their parts."""
+    how = PLANS[case] | more
+    n_stages = how.get("n_stages", 1)
+    n_layers = 2 * n_stages
+    costs = moe_costs(0.4, how.pop("planned_layers", n_layers // n_stages))
+    model, mode = talking(n_layers, dropout=0.3, norm=norm), how.pop("mode")
+    if "recompute" not in how:
+        return train(make(model, mode, costs=costs, **how))
+    sizes = {"n_stages": n_stages, "n_microbatches": N_MICROBATCHES}
+    return train(make(model, zbpp.plan(mode, costs=costs, **sizes), **how))
+
+
+@contextmanager
+def segments_counted() -> Iterator[Counter[str]]:
+    """Within this, segments are counted, and W's that begin before their B ends."""
+    counted: Counter[str] = Counter()
+    go_on, run_first = OpenPass.go_on, WeightQueue.run_first
+
+    def counting(self: OpenPass) -> None:
+        counted["segments"] += 1
+        go_on(self)
+
+    def beginning(self: WeightQueue, n: int, **how: Any) -> None:
+        counted["parts of W"] += n > 0
+        run_first(self, n, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpenPass, "go_on", counting)
+        patch.setattr(WeightQueue, "run_first", beginning)
+        yield counted
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize("case", PLANS)
+def test_segments_have_the_bits_of_a_row(case: str, norm: Any) -> None:
+    with segments_counted() as counted:
+        numbers, state = planned(case, norm)
+    assert counted["segments"]
+    assert counted["parts of W"] or case == "laid out pairs"
+    with segments_counted() as none:
+        in_a_row = planned(case, norm, overlap=False)
+    assert not none and numbers == in_a_row[0]
+    assert_same(state, in_a_row[1])
+
+
+def test_segments_have_the_bits_of_another_mode() -> None:
+    numbers, state = planned("two stages")
+    torch.manual_seed(0)
+    model = talking(4, dropout=0.3)
+    other = train(make(model, "1F1B", n_stages=2, seed=3))
+    assert numbers == other[0]
+    assert_same(state, other[1])
+
+
+@pytest.mark.parametrize("n_layers", [1, 4])
+def test_other_points_than_planned_have_the_same_bits(n_layers: int) -> None:
+    """The plan is of fewer, or of more layers than a stage has."""
+    numbers, state = planned("ZB", planned_layers=n_layers)
+    in_a_row = planned("ZB", planned_layers=n_layers, overlap=False)
+    assert numbers == in_a_row[0]
+    assert_same(state, in_a_row[1])
+
+
+class Beside(Log):
+    """Those communications that a plan hides last until another pass computes."""
+
+    def __init__(self, hides: list[bool]) -> None:
+        super().__init__()
+        self._hides = iter(hides)
+
+    def communicate(self, name: str) -> None:
+        self.patience_s = 0.0 if self.is_alone or not next(self._hides) else PATIENCE_S
+        super().communicate(name)
+
+
+def hides_behind(one: Segment, later: list[Segment]) -> bool:
+    """True if a pass computes beside a segment's communication, not waiting for it."""
+    waiting = {one.part.of}
+    for segment in later:
+        if segment.part.of in waiting:
+            return False
+        if segment.part.lane is Lane.COMPUTE:
+            return True
+        waiting.add(segment.part.of)  # communicates next
+    return False
+
+
+def test_segments_go_on_as_planned_and_communicate_beside_one_another() -> None:
+    """In steady state, of one stage with two layers in one chunk:
+
+    computes       F attention0  B experts1    F experts0   W of experts1  B attention1
+    communicates   B combine1    F dispatch0   B dispatch1  F combine0
+    """
+    costs = moe_costs(0.4, 2)
+    schedule = zbpp.plan("ZB", n_stages=1, n_microbatches=N_MICROBATCHES, costs=costs)
+    (order,) = in_segments(schedule, costs).orders
+    segments = [x for x in order if isinstance(x, Segment) and x.part.kind is not W]
+    hides = [
+        hides_behind(x, segments[c + 1 :]) for c, x in enumerate(segments) if x.left
+    ]
+    assert hides.count(True) > len(hides) / 2
+    parts = {F: ("attention", "experts"), B: ("experts", "attention")}
+    due = []
+    for part in (x.part for x in segments if x.part.lane is Lane.COMPUTE):
+        layer, name = divmod(part.index // 2, 2)
+        layer = layer if part.kind is F else 1 - layer
+        due.append(f"{part.kind} {parts[part.kind][name]}{layer}")
+    pipeline = make(talking(2), schedule, costs=costs)
+    pipeline.step(*batch(0))
+    with pytest.MonkeyPatch.context() as patch, pairs_noted():
+        patch.setattr("talking.LOG", log := Beside(hides))
+        pipeline.step(*batch(1))
+    pipeline.close()
+    assert log.computed == due
+    assert len(log.communicated) == len(hides)
+    assert len(log.beside) == hides.count(True)
+
+
+def test_layers_without_points_run_whole_passes_of_a_plan_with_parts() -> None:
+    with segments_counted() as counted:
+        pipeline = make_pipeline("ZBV", 2, costs=moe_costs(0.4, 2))
+        pipeline.step(*small_batch(0))
+        pipeline.step(*small_batch(1))
+        (row, _) = zbpp.diagnostics.timeline(pipeline).rows
+        pipeline.close()
+    assert not counted and {"0F0", "0B0", "0W0"} <= {str(slot.job) for slot in row}
+
+
+def test_measured_times_of_segments() -> None:
+    pipeline = make(talking(2), "ZBV", costs=moe_costs(0.4, 2))
+    for step in range(2):
+        pipeline.step(*batch(step))
+    (row,) = zbpp.diagnostics.timeline(pipeline).rows
+    costs = zbpp.diagnostics.measured_costs(pipeline)
+    pipeline.close()
+    assert {"0F0.0", "0B0.1", "0W0.0"} <= {str(slot.job) for slot in row}
+    assert all(min(times) > 0 for times in (costs.f, costs.b, costs.w))
+
+
 # ---- Nothing changes elsewhere.
 
 
@@ -188,7 +378,7 @@ def test_layers_without_points_start_no_thread(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a pair without points")
 
-    monkeypatch.setattr(PairedRun, "run", refuse)
+    monkeypatch.setattr(OpenPass, "go_on", refuse)
     pipeline = make_pipeline("DualPipeV", 2)
     pipeline.step(*small_batch(0))
     pipeline.close()
@@ -251,9 +441,19 @@ class Breaking(torch.autograd.Function):
         return dy, None, None
 
 
+FAILS = {
+    "pairs": ({}, {"F": "1F1", "B": "0BW0"}),
+    "segments": ({"mode": "ZB", "costs": moe_costs(0.4, 2)}, {"F": "0F1", "B": "0B0"}),
+}
+"""Of a plan, and the F and the B that its first segments with points are of."""
+
+
+@pytest.mark.parametrize("plan", FAILS)
 @pytest.mark.parametrize("half", ["F", "B"])
 @pytest.mark.parametrize("place", ["computes", "communicates"])
-def test_an_error_ends_both_halves_with_its_words(half: str, place: str) -> None:
+def test_an_error_ends_all_open_passes_with_its_words(
+    half: str, place: str, plan: str
+) -> None:
     armed = [False]
 
     def breaking(x: Tensor, name: str) -> Tensor:
@@ -270,24 +470,25 @@ def test_an_error_ends_both_halves_with_its_words(half: str, place: str) -> None
         Layer(i) if place == "computes" else Talking(i, communicate=breaking)
         for i in range(2)
     ]
-    pipeline = make(nn.Sequential(*layers))
-    run = PairedRun.run
+    how, failing = FAILS[plan]
+    pipeline = make(nn.Sequential(*layers), **how)
+    go_on = OpenPass.go_on
 
-    def arm(self: PairedRun, *halves: Any) -> Any:
+    def arm(self: OpenPass) -> None:
         armed[0] = True
-        return run(self, *halves)
+        go_on(self)
 
     with (
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(ArithmeticError, match=f"{half} breaks") as caught,
     ):
-        patch.setattr(PairedRun, "run", arm)
+        patch.setattr(OpenPass, "go_on", arm)
         pipeline.step(*map(torch.randn, (12, 12), (8, 8)))
-    job = {"F": "1F1", "B": "0BW0"}[half]
+    job = failing[half]
     notes = caught.value.__notes__
     assert f"in {job}" in notes, notes
     assert any(job in note and "micro-batch" in note for note in notes)
-    assert not [t for t in threading.enumerate() if t.name == "zbpp B"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("zbpp ")]
     with pytest.raises(RuntimeError, match="an earlier step failed"):
         pipeline.step(*map(torch.randn, (12, 12), (8, 8)))
 
@@ -303,22 +504,6 @@ def test_an_interrupt_ends_both_halves() -> None:
     with pytest.raises(KeyboardInterrupt):
         train(pipeline)
     assert threading.active_count() == n_threads
-
-
-def test_the_half_that_waits_ends_with_the_other() -> None:
-    turns, ended = Turns(Half.FORWARD), []
-
-    def waiting() -> None:
-        try:
-            turns.begin(Half.BACKWARD)
-        except overlap.OtherHalfFailedError as error:
-            ended.append(str(error))
-
-    thread = threading.Thread(target=waiting, daemon=True)
-    thread.start()
-    turns.end(Half.FORWARD, fails=True)
-    thread.join(20)
-    assert ended == ["F beside it has failed"]
 
 
 # ---- The second thread.
@@ -388,3 +573,21 @@ def test_a_hook_made_after_the_forward_is_seen_from_another_thread() -> None:
     for _ in range(2):
         run_b(split_forward(forward, x))
     assert len(seen) == 2
+
+
+def test_a_hook_is_seen_after_a_forward_in_another_thread() -> None:
+    """That one numbers its nodes from 0, so that those before seem to be younger."""
+    layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4, requires_grad=True)
+    seen: list[Tensor] = []
+    kept: list[Tensor] = []
+
+    def forward(x: Tensor) -> Tensor:
+        kept.append(layer.weight.t())
+        return x @ kept[-1]
+
+    graph = split_forward(forward, x)
+    kept[0].register_hook(seen.append)
+    in_another_thread(lambda: split_forward(forward, x))
+    graph.backward_input(torch.ones(2, 4))
+    graph.backward_weight()
+    assert len(seen) == 1

@@ -1,4 +1,5 @@
-"""Pairs in turns on the simulated device: same bits, no race, two streams."""
+"""Passes that stop at their points on the simulated device: same bits, no race, two
+streams."""
 
 import time
 from collections.abc import Callable
@@ -7,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from moe import moe_costs
 from small_model import assert_same
 from talking import N_MICROBATCHES, WIDTH, Outcome, exchange, make, talking, train
 from torch import Tensor
 
 import simgpu
 from zbpp.core import Lane, PassKind
-from zbpp.runtime.overlap import PairedRun
+from zbpp.runtime.overlap import OpenPass
 from zbpp.runtime.support import streams
 from zbpp.runtime.support.streams import NetworkStream
 
@@ -21,6 +23,14 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": {},
     "recompute": {"recompute": "all"},
     "stage streams": {"n_stages": 2, "stage_streams": True, "seed": 3},
+    "segments": {"mode": "ZB", "costs": moe_costs(0.4, 4)},
+    "segments, stage streams": {
+        "mode": "ZBV",
+        "costs": moe_costs(0.4, 2),
+        "n_stages": 2,
+        "stage_streams": True,
+        "seed": 3,
+    },
 }
 
 
@@ -68,21 +78,23 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., None]]] = {
 }
 
 
+@pytest.mark.parametrize("case", ["dropout", "segments"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wait_that_is_left_out_is_reported(
-    mistake: str, monkeypatch: pytest.MonkeyPatch
+    mistake: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*MISTAKES[mistake])
     with suppress(RuntimeError):  # numbers may be so wrong that the step fails
-        trained("dropout", "random", 1)
+        trained(case, "random", 1)
     assert simgpu.reports()
 
 
-def test_what_communicates_runs_on_a_stream_of_its_own() -> None:
-    """In F and in B, in pairs and alone; what computes stays on the caller's."""
+@pytest.mark.parametrize("case", ["dropout", "segments"])
+def test_what_communicates_runs_on_a_stream_of_its_own(case: str) -> None:
+    """In F and in B, beside others and alone; what computes stays on the caller's."""
     used: dict[str, set[int]] = {"F": set(), "B": set()}
-    in_pairs: list[bool] = []
-    run = PairedRun.run
+    beside: list[bool] = []
+    go_on = OpenPass.go_on
 
     class Call(torch.autograd.Function):
         @staticmethod
@@ -95,17 +107,17 @@ def test_what_communicates_runs_on_a_stream_of_its_own() -> None:
             used["B"].add(torch.accelerator.current_stream().stream_id)
             return dy.flip(0)
 
-    def noted(self: PairedRun, *halves: Any) -> Any:
-        in_pairs.append(True)
-        return run(self, *halves)
+    def noted(self: OpenPass) -> None:
+        beside.append(True)
+        go_on(self)
 
     simgpu.begin("lazy")
     here = torch.accelerator.current_stream().stream_id
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PairedRun, "run", noted)
+        patch.setattr(OpenPass, "go_on", noted)
         model = talking(4, communicate=lambda x, name: Call.apply(x))
-        train(make(model, device=simgpu.DEVICE), steps=2)
-    assert in_pairs
+        train(make(model, device=simgpu.DEVICE, **CASES[case]), steps=2)
+    assert beside
     assert used["F"] == used["B"] and len(used["F"]) == 1 and here not in used["F"]
 
 

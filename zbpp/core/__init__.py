@@ -82,9 +82,12 @@ from zbpp.core.program import (
     Program,
     Receive,
     Reduce,
+    Segment,
     Send,
     TiedGradient,
     at_check,
+    begun_by,
+    ended_by,
 )
 from zbpp.core.schedule import Order, Schedule, recomputed
 from zbpp.core.text import draw, format_job, grid, parse_job
@@ -127,6 +130,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Scope",
+    "Segment",
     "Send",
     "Slot",
     "StageKind",
@@ -139,8 +143,10 @@ __all__ = [
     "WorkerError",
     "a_kind",
     "at_check",
+    "begun_by",
     "collective_time",
     "draw",
+    "ended_by",
     "fit_link",
     "format_bytes",
     "format_job",

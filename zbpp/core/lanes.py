@@ -7,15 +7,16 @@ network        0F0.1~
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 from zbpp.core.clock import replay
-from zbpp.core.costs import Costs, Parts
+from zbpp.core.costs import ChunkCosts, Costs, Parts
 from zbpp.core.errors import ScheduleError
 from zbpp.core.jobs import Job, Lane, Part, Pass, PassKind, members_of
 from zbpp.core.placement import Placement
 from zbpp.core.text import grid
 
-__all__ = ["check_parts", "parts_of_pass"]
+__all__ = ["check_parts", "parts_of_pass", "unit_times"]
 
 Rows = Sequence[Sequence[Job]]
 
@@ -47,7 +48,7 @@ def check_parts(
     counts = {key: len(known) for key, known in lanes.items()}
     for stage, (order, row) in enumerate(zip(orders, rows, strict=True)):
         _check_row(rows, stage, order, row, counts)
-    times = Costs(parts=_unit_parts(placement, lanes)).on(placement)
+    times = unit_times(placement, rows)
     for stage, slots in enumerate(replay(rows, times, n_microbatches=n_microbatches)):
         if len(slots) < len(rows[stage]):
             reason = "deadlock: what this waits for on another stage waits for it"
@@ -96,10 +97,12 @@ def _check_row(
             raise _mistake(rows, stage, len(row), f"part {n} of {of} is missing")
 
 
-def _unit_parts(
-    placement: Placement, lanes: dict[tuple[PassKind, int], dict[int, Lane]]
-) -> tuple[Parts, ...]:
-    """Parts of each chunk that take a unit each, on the lanes that rows tell."""
+def unit_times(placement: Placement, rows: Rows) -> ChunkCosts:
+    """Times by which every part takes a unit, on the lanes that rows tell."""
+    lanes: dict[tuple[PassKind, int], dict[int, Lane]] = {}
+    for job in chain.from_iterable(rows):
+        if isinstance(job, Part):
+            lanes.setdefault((job.kind, job.chunk), {})[job.index] = job.lane
 
     def parts(kind: PassKind, chunk: int) -> tuple[tuple[Lane, float], ...]:
         known = sorted(lanes.get((kind, chunk), {}).items())
@@ -107,7 +110,8 @@ def _unit_parts(
 
     f, b, w = PassKind.F, PassKind.B, PassKind.W
     chunks = range(placement.n_chunks)
-    return tuple(Parts(parts(f, c), parts(b, c), parts(w, c)) for c in chunks)
+    of_chunks = tuple(Parts(parts(f, c), parts(b, c), parts(w, c)) for c in chunks)
+    return Costs(parts=of_chunks).on(placement)
 
 
 def _mistake(rows: Rows, stage: int, column: int, reason: str) -> ScheduleError:

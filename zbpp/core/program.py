@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zbpp.core.jobs import Check, Job, Value
+from zbpp.core.jobs import Check, Job, Part, Pass, Value
 
 __all__ = [
     "AddTied",
@@ -11,9 +11,12 @@ __all__ = [
     "Program",
     "Receive",
     "Reduce",
+    "Segment",
     "Send",
     "TiedGradient",
     "at_check",
+    "begun_by",
+    "ended_by",
 ]
 
 
@@ -74,7 +77,26 @@ class AddTied:
         return "add the gradients of tied parameters"
 
 
-Instruction = Job | Send | Receive | Reduce | AddTied
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Run a pass from where it stands up to its next communication.
+
+    Args:
+        part: of the plan, with which it begins.
+        begins: the pass has not begun: take what it reads. A W begins with its last
+            segment; until then it does no more than its B has left for it.
+        left: segments of the pass that come behind; 0: run to the end of the pass.
+    """
+
+    part: Part
+    begins: bool
+    left: int
+
+    def __str__(self) -> str:
+        return str(self.part)
+
+
+Instruction = Job | Segment | Send | Receive | Reduce | AddTied
 """A job, or what a program does between jobs: messages and sums."""
 
 Program = tuple[Instruction, ...]
@@ -87,3 +109,17 @@ def at_check(program: Program) -> tuple[Program, Program]:
         if isinstance(instruction, Check):
             return program[:column], program[column:]
     return (), program
+
+
+def begun_by(instruction: Instruction) -> Pass | None:
+    """The pass that begins with an instruction, and reads its inputs there."""
+    if isinstance(instruction, Segment):
+        return instruction.part.of if instruction.begins else None
+    return instruction if isinstance(instruction, Pass) else None
+
+
+def ended_by(instruction: Instruction) -> Pass | None:
+    """The pass that ends with an instruction, and whose outputs are there then."""
+    if isinstance(instruction, Segment):
+        return None if instruction.left else instruction.part.of
+    return instruction if isinstance(instruction, Pass) else None

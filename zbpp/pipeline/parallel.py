@@ -54,11 +54,13 @@ def with_collectives(
         RequestError: all streams of the GPU share one queue, and with this schedule a
             stage may wait for itself there.
     """
-    transport = stages.transport
+    transport, adds_up = stages.transport, False
     if place.n_summands > 1:
         kept = any(transport.gather(stages.first.collectives.keeps))
         kinds = {job.kind for job in schedule.orders[0] if isinstance(job, Collective)}
-        if not kinds or (CollectiveKind.UNSHARD in kinds) != kept:
+        if schedule.parts is not None and not kept and not reduces_every(shard):
+            adds_up = True
+        elif not kinds or (CollectiveKind.UNSHARD in kinds) != kept:
             schedule = add_collectives(
                 schedule,
                 shards=kept,
@@ -71,7 +73,8 @@ def with_collectives(
         ties=ties,
         costs=costs,
         on_device=transport.on_device,
-        keeps_pairs=True,
+        overlaps=True,
+        adds_up=adds_up,
     )
     return schedule, programs
 

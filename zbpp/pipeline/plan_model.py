@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zbpp.core import Costs, MemoryModel, Schedule
+from zbpp.core.sharding import reduces_every
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
 from zbpp.models.given import Given, model_to_build
@@ -113,6 +114,7 @@ def plan_model(
             step=StepPolicy(post_validation=step.post_validation),
             execution=replace(execution, watch=False, cuda_graphs=False),
         )
+        in_a_row = execution.cuda_graphs or not execution.overlap
         estimate = partial(
             layer_memory,
             model_to_build(model, layered),
@@ -128,8 +130,10 @@ def plan_model(
         if not isinstance(example, tuple) and layered.cut_batch is not None:
             example = layered.cut_batch(example)
         layer_costs = measure_layers(
-            build, model, example, device=device, estimate=estimate
-        )
+            build, model, example,
+            device=device, estimate=estimate,
+            overlaps=not in_a_row and not reduces_every(replicas.shard),
+        )  # fmt: skip
     request = replace(request, costs=costs_or_layers(costs, layer_costs))
     plan = plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)
     chunks = partition_layers(

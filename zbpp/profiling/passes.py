@@ -23,7 +23,6 @@ from zbpp.profiling.capture import Given, begin, fresh, stage_like
 from zbpp.profiling.stopwatch import Stopwatch
 from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.driver.build import StageOptions
-from zbpp.runtime.overlap import Half
 from zbpp.runtime.stage import Stage
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors
@@ -155,14 +154,8 @@ class PassTiming:
         given = self._given.of_chunk.get(chunk.index)
         value = None if given is None else fresh(given)
         for index, _ in chunk.numbered():
-            value = self._watch.time_half(
-                Half.FORWARD,
-                ("F", "layer", index),
-                self._single.forward,
-                index,
-                i,
-                value,
-            )
+            name, run = ("F", "layer", index), self._single.forward
+            value = self._watch.time_pass("F", name, run, index, i, value)
             self._out["layer", index] = value
             self.out_bytes[index] = sum(y.nbytes for y in value)
             value = fresh(value)
@@ -173,7 +166,7 @@ class PassTiming:
         out = self._out[what, index]
         gradients = None if index == self._last[what] else _gradients(out)
         name, run = ("B", what, index), stage.backward_input
-        self._watch.time_half(Half.BACKWARD, name, run, index, i, gradients)
+        self._watch.time_pass("B", name, run, index, i, gradients)
         if weights:
             self._weights(stage, what, index, i)
 

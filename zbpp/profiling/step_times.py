@@ -19,10 +19,20 @@ only W's are known to have waited for nothing.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean
 
-from zbpp.core import Check, Pair, Pass, PassKind, Slot, Step, Timeline, passes_in
+from zbpp.core import (
+    Check,
+    Pair,
+    Part,
+    Pass,
+    PassKind,
+    Slot,
+    Step,
+    Timeline,
+    passes_in,
+)
 from zbpp.core.measured import robust_mean
 from zbpp.profiling.links import Link
 
@@ -43,7 +53,8 @@ class StepTimes:
 
     Args:
         passes: all durations, by kind and chunk; of those in pairs only where these ran
-            in a row.
+            in a row; of those in segments without what they have communicated beside
+            others.
         pairs: all durations of pairs in turns, by the chunk of the forward.
         gaps: of each stage, mean from a pass to the next that waits for nothing.
         waits: mean time of a message, by pair of stages; those that were waited for.
@@ -94,8 +105,10 @@ def measure_step_times(
                     passes[slot.job.kind, slot.job.chunk].append(ms)
                 elif isinstance(slot.job, Pair):
                     pairs[slot.job.forward.chunk].append(ms)
-                else:
+                elif not isinstance(slot.job, Part):
                     durations[type(slot.job), stage].append(ms)
+        for job, ms in _in_segments(timeline).items():
+            passes[job.kind, job.chunk].append(ms)
     stages = range(timelines[0].placement.n_stages)
     gaps = [_MS * gap for gap in host_gaps(timelines, hop if one_clock else None)]
     waits = latencies(timelines) if one_clock else {}
@@ -110,6 +123,15 @@ def measure_step_times(
         tuple(robust_mean(durations[Step, stage]) for stage in stages),
         tuple(robust_mean(durations[Check, stage]) for stage in stages),
     )
+
+
+def _in_segments(timeline: Timeline) -> dict[Pass, float]:
+    """Milliseconds of the passes that ran in segments, without what lay between."""
+    times: dict[Pass, float] = defaultdict(float)
+    for slot in chain.from_iterable(timeline.lines):
+        if isinstance(slot.job, Part):
+            times[slot.job.of] += _MS * slot.duration
+    return times
 
 
 def host_gaps(timelines: Sequence[Timeline], hop: HopTime | None) -> list[float]:

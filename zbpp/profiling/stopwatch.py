@@ -12,7 +12,7 @@ import torch
 
 from zbpp.core.measured import robust_mean
 from zbpp.runtime.job_times import JobTimes
-from zbpp.runtime.overlap import Half, marked
+from zbpp.runtime.overlap import marked
 from zbpp.runtime.support.streams import Event
 
 __all__ = ["Spread", "Stopwatch", "spread"]
@@ -91,13 +91,13 @@ class Stopwatch:
         self._marks[name].append((start, self._times.now()))
         return result
 
-    def time_half(
-        self, half: Half, name: Hashable, action: Callable[..., _T], *args: Any
+    def time_pass(
+        self, kind: str, name: Hashable, action: Callable[..., _T], *args: Any
     ) -> _T:
         """Call an F or a B; note also when it communicates, see `parts`."""
         now = self._times.now
         start = now()
-        with marked(half, now) as points:
+        with marked(now, is_forward=kind == "F") as points:
             result = action(*args)
         self._marks[name].append((start, *points, now()))
         return result

@@ -5,6 +5,7 @@
     B, BW, W       InputBackward ..   the same
     OVERLAP_F_B    PairHandler        an F and a B or BW: in turns where their layers
                                       communicate (`zbpp.runtime.overlap`), or in a row
+    Segment        PassSegment ..     a pass up to its next communication
     Receive        PostReceive        announce a value to the transport
     Send           SendValue          hand a value to the transport
     UNSHARD ..     RunCollective      collectives of the processes of the same stage
@@ -42,6 +43,7 @@ from zbpp.core import (
     Program,
     Receive,
     Reduce,
+    Segment,
     Send,
     Step,
     TiedGradient,
@@ -55,7 +57,7 @@ from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.error_notes import note_pass
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
-from zbpp.runtime.overlap import Half, Overlap, PairedRun
+from zbpp.runtime.overlap import Overlap
 from zbpp.runtime.parallel.stage import Collectives
 from zbpp.runtime.replay import Replay
 from zbpp.runtime.stage import Stage
@@ -110,7 +112,9 @@ class BoundProgram:
         self.check: ValidateStep | None = None
         self.rest: list[Handler] = []
         """Those after the V; without one, all."""
-        self.has_pairs = any(isinstance(x, Pair) for x in program)
+        self.overlaps = any(isinstance(x, Pair | Segment) for x in program)
+        """Passes stop where they communicate."""
+        self._stopping: dict[Pass, PassHandler] = {}
         for instruction in program:
             handler = HANDLERS[kind_of_instruction(instruction)](self, instruction)
             if isinstance(handler, ValidateStep):
@@ -124,7 +128,7 @@ class BoundProgram:
             for x in program
         )
         """Gradients are summed over replicas."""
-        self.has_passes = any(isinstance(x, Pass) for x in program)
+        self.has_passes = any(isinstance(x, Pass | Segment) for x in program)
 
     def fits(self, program: Program, transport: Transport) -> bool:
         """True if these are the handlers of a program with its messages moved so."""
@@ -133,6 +137,14 @@ class BoundProgram:
     def slot(self, value: Value) -> ValueSlot:
         """Return the place of a value."""
         return self._slots.setdefault(value, ValueSlot(value))
+
+    def stopping(self, job: Pass) -> "PassHandler":
+        """Return the one handler of a pass of which several instructions run a part."""
+        if job not in self._stopping:
+            handler = HANDLERS[job.kind](self, job)
+            assert isinstance(handler, PassHandler)
+            self._stopping[job] = handler
+        return self._stopping[job]
 
     def forget(self) -> None:
         """Drop the values that were computed here; they will be computed once more."""
@@ -219,6 +231,11 @@ class PassHandler(Handler):
         given = self.take_input()
         self.keep(self.executor.timed(self.instruction, self.compute, given))
 
+    def begin(self, overlap: Overlap) -> None:
+        """Take what the pass reads; from here on ``overlap`` lets it compute."""
+        given = self.take_input()
+        overlap.begin(self.instruction, lambda: self.keep(self.compute(given)))
+
 
 class Forward(PassHandler):
     """F in training."""
@@ -234,7 +251,7 @@ class WatchedForward(Forward):
 
     def __init__(self, bound: BoundProgram, instruction: Pass) -> None:
         super().__init__(bound, instruction)
-        self._overlap = self.executor.overlap if bound.has_pairs else None
+        self._overlap = self.executor.overlap if bound.overlaps else None
 
     def compute(self, given: Tensors | None) -> Tensors | None:
         """Run the forward; a replay watches what it changes."""
@@ -290,11 +307,7 @@ class PairHandler(Handler):
 
     def __init__(self, bound: BoundProgram, instruction: Pair) -> None:
         super().__init__(bound, instruction)
-        self._passes: list[PassHandler] = []
-        for job in passes_in(instruction):
-            handler = HANDLERS[job.kind](bound, job)
-            assert isinstance(handler, PassHandler)
-            self._passes.append(handler)
+        self._passes = [bound.stopping(job) for job in passes_in(instruction)]
         self.waits = any(handler.waits for handler in self._passes)
         self._sends: list[SendValue] = []
         output = output_of(instruction.forward, len(self.executor.stage_of))
@@ -308,14 +321,12 @@ class PairHandler(Handler):
     def run(self) -> None:
         """Run both; the forward's output is handed on behind it."""
         pair, overlap = self.instruction, self.executor.overlap
-        paired = None
-        if overlap is not None:
-            f, b = pair.forward.chunk, pair.backward.chunk
-            paired = overlap.pair(forward=f, backward=b)
-        if paired is None:
+        if overlap is None or not any(
+            overlap.has_points(job.chunk) for job in passes_in(pair)
+        ):
             self._run_in_a_row()
         else:
-            self._run_in_turns(paired)
+            self._run_in_turns(overlap)
         self.instruction = pair
 
     def _run_in_a_row(self) -> None:
@@ -325,31 +336,84 @@ class PairHandler(Handler):
             self.executor.inject_fault(handler.instruction)
             handler.run()
 
-    def _run_in_turns(self, paired: PairedRun) -> None:
-        pair = self.instruction
-        forward, backward = self._passes
-        read = []
+    def _run_in_turns(self, overlap: Overlap) -> None:
+        """Begin both, and let them take turns."""
+        pair: Pair = self.instruction
         for handler in self._passes:
             self.instruction = handler.instruction
             self.executor.inject_fault(handler.instruction)
-            read.append(handler.take_input())
+            handler.begin(overlap)
+        self.executor.timed(pair, self._take_turns, pair, overlap)
 
-        def run_forward() -> None:
-            forward.keep(forward.compute(read[0]))
-            for send in self._sends:
-                self.executor.inject_fault(send.instruction)
-                send.run()
+    def _take_turns(self, pair: Pair, overlap: Overlap) -> None:
+        """Run both up to their next points in turns; B first, if it has any."""
+        turns = [pair.forward, pair.backward]
+        if overlap.has_points(pair.backward.chunk):
+            turns.reverse()
+        while turns:
+            for job in list(turns):
+                overlap.go_on(job)
+                if not overlap.is_open(job):
+                    turns.remove(job)
+                    if job is pair.forward:
+                        self._send()
 
-        def run_backward() -> Tensors | None:
-            return backward.compute(read[1])
+    def _send(self) -> None:
+        for send in self._sends:
+            self.executor.inject_fault(send.instruction)
+            send.run()
 
-        try:
-            timed = self.executor.timed
-            backward.keep(timed(pair, paired.run, run_forward, run_backward))
-        except BaseException:
-            failed = forward if paired.failed is Half.FORWARD else backward
-            self.instruction = failed.instruction
-            raise
+
+class PassSegment(Handler):
+    """A segment of an F, B or BW; one whose chunk has no points runs in its first."""
+
+    instruction: Segment
+
+    def __init__(self, bound: BoundProgram, instruction: Segment) -> None:
+        super().__init__(bound, instruction)
+        self._pass = bound.stopping(instruction.part.of)
+        self.waits = instruction.begins and self._pass.waits
+
+    def ready(self) -> bool:
+        """True if the value that the pass reads is there."""
+        return self._pass.ready()
+
+    def run(self) -> None:
+        """Begin the pass, or let it go on from where it stands."""
+        segment, executor = self.instruction, self.executor
+        overlap, job = executor.overlap, segment.part.of
+        if segment.begins:
+            executor.inject_fault(job)
+            if overlap is None or not overlap.has_points(job.chunk):
+                self._pass.run()
+                return
+            self._pass.begin(overlap)
+        if overlap is None or not overlap.is_open(job):
+            return
+        go_on = overlap.go_on if segment.left else overlap.finish
+        executor.timed(segment.part, go_on, job)
+
+
+class WeightSegment(Handler):
+    """A part of a W; the last one does what is left of it."""
+
+    instruction: Segment
+
+    def run(self) -> None:
+        """Compute gradients of the weights, of a B that may still run."""
+        executor, segment = self.executor, self.instruction
+        stage, overlap, w = executor.stage, executor.overlap, segment.part.of
+        stops = overlap is not None and overlap.has_points(w.chunk)
+        if not segment.left:
+            executor.inject_fault(w)
+            if overlap is not None:
+                overlap.finish(Pass(PassKind.B, w.chunk, w.microbatch))
+            job = segment.part if stops else w
+            executor.timed(job, stage.backward_weight, w.chunk, w.microbatch)
+        elif stops:
+            n_parts = segment.left + 1
+            begin = stage.begin_weight
+            executor.timed(segment.part, begin, w.chunk, w.microbatch, n_parts)
 
 
 class SendValue(Handler):
@@ -505,7 +569,7 @@ class ValidateStep(Handler):
 def _bind_forward(bound: BoundProgram, instruction: Pass) -> Handler:
     if not bound.training:
         return Predict(bound, instruction)
-    is_watched = bound.has_pairs or bound.executor.replay.replays
+    is_watched = bound.overlaps or bound.executor.replay.replays
     return (WatchedForward if is_watched else Forward)(bound, instruction)
 
 
@@ -515,6 +579,10 @@ HANDLERS: Mapping[Any, Callable[[BoundProgram, Any], Handler]] = {
     PassKind.W: WeightBackward,
     PassKind.BW: InputBackward,
     PairKind.FB: PairHandler,
+    (Segment, PassKind.F): PassSegment,
+    (Segment, PassKind.B): PassSegment,
+    (Segment, PassKind.BW): PassSegment,
+    (Segment, PassKind.W): WeightSegment,
     (Send, Value): SendValue,
     (Receive, Value): PostReceive,
     (Send, TiedGradient): SendTiedGradient,
@@ -533,6 +601,8 @@ def kind_of_instruction(instruction: Instruction) -> Any:
     match instruction:
         case Send(value) | Receive(value):
             return type(instruction), type(value)
+        case Segment(part):
+            return Segment, part.kind
         case Reduce() | AddTied():
             return type(instruction)
     return instruction.kind
@@ -549,7 +619,7 @@ class Executor:
         collectives: of the stage's replicas and shards; None: it has none.
         times: note when jobs run; None: by a clock that fits the stage's device.
         stream: computes this stage, where several share a GPU and each has its own.
-        overlap: lets pairs take turns at their points; None: they run in a row.
+        overlap: lets passes stop at their points; None: they run in a row.
         inject_fault: called with the name of each instruction, for faults on demand.
     """
 
@@ -634,18 +704,23 @@ class Executor:
         self.times.begin(training=training and not self._is_part)
         self.is_profiled = profiling()
         inject_fault = self.inject_fault
-        for handlers in self._in_order(bound) if training else [bound.rest]:
-            for handler in handlers:
-                if handler.waits:
-                    while not handler.ready():
-                        yield
-                try:
-                    if inject_fault is not no_fault:
-                        inject_fault(handler.instruction)
-                    handler.run()
-                except Exception as error:
-                    self._explain(error, handler.instruction)
-                    raise
+        try:
+            for handlers in self._in_order(bound) if training else [bound.rest]:
+                for handler in handlers:
+                    if handler.waits:
+                        while not handler.ready():
+                            self._finish_forwards()
+                            yield
+                    try:
+                        if inject_fault is not no_fault:
+                            inject_fault(handler.instruction)
+                        handler.run()
+                    except Exception as error:
+                        self._explain(error, handler.instruction)
+                        raise
+        finally:
+            if self.overlap is not None:
+                self.overlap.stop()
         self.collectives.end()
         bound.assert_empty()
         self.stage.assert_empty()
@@ -704,6 +779,16 @@ class Executor:
         yield bound.rest
         self.replay.end()
 
+    def _finish_forwards(self) -> None:
+        """Leave no F open while another stage draws from the same generators."""
+        if self.overlap is not None:
+            try:
+                self.overlap.finish_forwards()
+            except Exception as error:
+                assert self.overlap.failed is not None, "an open pass has failed"
+                self._explain(error, self.overlap.failed)
+                raise
+
     def _rewind(self, bound: BoundProgram, check: ValidateStep) -> list[Handler]:
         """The speculative step is invalid: go back to where this step began.
 
@@ -723,6 +808,10 @@ class Executor:
         Raises:
             PeerError: it is that of a collective which another process has not ended.
         """
+        if self.overlap is not None and self.overlap.failed is not None:
+            instruction = self.overlap.failed  # its error comes up in any other's turn
+        elif isinstance(instruction, Segment):
+            instruction = instruction.part.of
         if isinstance(error, RuntimeError) and is_broken(error):
             raise self.transport.lost_peer(str(instruction), error) from error
         error.add_note(f"in {instruction}")

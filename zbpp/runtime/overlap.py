@@ -1,14 +1,14 @@
-"""A forward beside the backward of another micro-batch: they take turns at points.
+"""Passes that stop where their layers communicate, and let others compute beside that.
 
     compute    | F attention | B experts'  | F experts   | B attention'
     network    | B combine'  | F dispatch  | B dispatch' | F combine
 
-A layer says by `overlap_point` where it communicates. Of a pair one half computes
-while the other one communicates; where the one that computes comes to a point of its
-own, they change places. So exactly one computes at any time and at most one
-communicates, in an order that the points alone decide, and no clock: collectives are
-issued in the same order by all processes that run the same pair. B begins if it has
-points: a layer that ends with a communication has one before it computes anything.
+A layer says by `overlap_point` where it communicates. There its pass stops, and the
+executor goes on with its program: it lets another pass compute up to its next point,
+runs a W, or lets this one go on, whose communication it then waits for. So exactly one
+computes at any time, and the passes communicate one after the other, in the order in
+which they come to their points. The program and the points decide this order, and no
+clock: all processes that run the same program issue their collectives alike.
 
 In a backward a point is a point again: two nodes that hand gradients on as they are
 stand around the communication.
@@ -16,166 +16,202 @@ stand around the communication.
     F   x -> [ends] -> communicate -> [begins] -> y
     B   dx <- [ends] <- communicate' <- [begins] <- dy
 
-On a CPU a communication holds up its thread, so places are changed before it begins. On
-an accelerator it is issued to a stream of its own first, behind all that computes; then
-places are changed; and computing goes on behind its end. All that computes, of both
-halves, stays on the stage's stream: gradients, saved tensors and random numbers meet no
-other stream, and are those of a forward and a backward in a row.
+On a CPU a communication holds up its thread, so the pass stops before it begins. On an
+accelerator it is issued to a stream of its own first, behind all that computes; then
+the pass stops; and when it goes on, computing waits for the end of the communication.
+All that computes stays on the stage's stream: gradients, saved tensors and random
+numbers meet no other stream, and are those of the same passes in a row.
 
-F runs in the caller's thread, B in one of its own, with the caller's state of torch.
+Each pass that stops runs in a thread of its own, with the caller's state of torch. One
+F at a time is open, as all F's draw from the same generators, and one backward of each
+chunk, as its gradients are added in the order of the micro-batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import Enum
-from threading import Condition, Thread
+from functools import partial
+from threading import Condition, Semaphore, Thread
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from zbpp.core import Pass, PassKind
 from zbpp.runtime.support.devices import runs_ahead
 from zbpp.runtime.support.pytree import map_tensors, tensors_in
 from zbpp.runtime.support.streams import NetworkStream
 from zbpp.runtime.support.thread_state import ThreadState
 from zbpp.runtime.support.torch_internals import arrived
 
-__all__ = ["Half", "Overlap", "PairedRun", "marked", "overlap_point"]
+__all__ = ["OpenPass", "Overlap", "marked", "overlap_point"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Half(Enum):
-    """One of the two passes of a pair."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-
-    @property
-    def other(self) -> "Half":
-        """The one beside it."""
-        return Half.BACKWARD if self is Half.FORWARD else Half.FORWARD
+class PassStoppedError(RuntimeError):
+    """Ends a pass that stands at a point, in a step that has failed; nobody sees it."""
 
 
-class OtherHalfFailedError(RuntimeError):
-    """Ends a half whose other half has raised; users see what that has raised."""
+class OpenPass:
+    """A pass in a thread of its own, which computes when it is told to go on.
 
-
-class Turns:
-    """Decides which half of a pair computes.
-
-    No wait here has a time-out: the half that is waited for computes, or is in a
-    communication, which has one.
+    No wait here has a time-out: what is waited for computes, or is in a communication,
+    which has one.
 
     Args:
-        first: the half that computes first.
+        overlap: of the stage.
+        compute: runs the pass.
+        is_forward: it is an F, and no backward.
     """
 
-    def __init__(self, first: Half) -> None:
+    def __init__(
+        self, overlap: "Overlap", compute: Callable[[], None], *, is_forward: bool
+    ) -> None:
+        self.is_forward = is_forward
+        self.has_ended = False
+        """As far as `go_on` has seen."""
+        self._line = overlap.line
+        self._error: BaseException | None = None
+        self._is_over = self._is_stopped = False
+        self._go, self._back = Semaphore(0), Semaphore(0)
+        place, state = _Place(overlap.network, self), ThreadState(overlap.device)
+        run = partial(state.run, partial(self._run, compute, place))
+        name = f"zbpp {'forward' if is_forward else 'backward'}"
+        self._thread = Thread(target=run, name=name, daemon=True)
+
+    def go_on(self) -> None:
+        """Compute up to where the pass begins to communicate, or to its end.
+
+        Raises:
+            BaseException: what the pass raises.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._go.release()
+        self._back.acquire()
+        self.has_ended = self._is_over
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the pass at the point where it stands, or comes to next."""
+        self._is_stopped = True
+        if self._thread.ident is not None:
+            self._go.release()
+            self._thread.join()
+
+    def leave(self) -> None:
+        """The pass begins to communicate: others compute; called in its thread.
+
+        Raises:
+            PassStoppedError: its step has failed.
+        """
+        self._line.join(self)
+        self._back.release()
+        self._line.await_turn(self)
+        self._refuse_if_stopped()
+
+    def come_back(self) -> None:
+        """The pass has communicated: wait until it may go on; called in its thread.
+
+        Raises:
+            PassStoppedError: its step has failed.
+        """
+        self._line.leave(self)
+        self._go.acquire()
+        self._refuse_if_stopped()
+
+    def await_network(self) -> None:
+        """Wait while others communicate; called in its thread."""
+        self._line.await_end()
+
+    def _refuse_if_stopped(self) -> None:
+        if self._is_stopped:
+            raise PassStoppedError
+
+    def _run(self, compute: Callable[[], None], place: "_Place") -> None:
+        _place.set(place)
+        try:
+            compute()
+        except PassStoppedError:
+            pass  # whoever has stopped it raises what has failed
+        except BaseException as error:
+            self._error = error
+        self._is_over = True
+        self._line.leave(self)
+        self._back.release()
+
+
+class _Line:
+    """Passes that communicate: one at a time, in the order of their points."""
+
+    def __init__(self) -> None:
         self._changed = Condition()
-        self._computes = first
-        self._communicates: Half | None = None
-        self._ended: set[Half] = set()
-        self.failed: Half | None = None
-        """The half that has raised first."""
+        self._passes: list[OpenPass] = []
 
-    def begin(self, half: Half) -> None:
-        """Wait for a half's first turn.
-
-        Raises:
-            OtherHalfFailedError: the other one has raised.
-        """
+    def join(self, last: OpenPass) -> None:
+        """Stand at the end."""
         with self._changed:
-            self._wait(lambda: self._computes is half)
+            self._passes.append(last)
 
-    def leave(self, half: Half) -> None:
-        """A half begins to communicate: the other one computes.
-
-        Raises:
-            OtherHalfFailedError: the other one has raised.
-        """
+    def await_turn(self, of: OpenPass) -> None:
+        """Wait for a pass's turn."""
         with self._changed:
-            self._wait(lambda: self._communicates is not half.other)
-            self._communicates = half
-            if half.other not in self._ended:
-                self._computes = half.other
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._passes[0] is of)
 
-    def come_back(self, half: Half) -> None:
-        """A half has communicated, if it did: wait until it may compute again.
-
-        Raises:
-            OtherHalfFailedError: the other one has raised.
-        """
+    def await_end(self) -> None:
+        """Wait until nobody communicates."""
         with self._changed:
-            self._free_network(half)
-            self._wait(lambda: self._computes is half)
+            self._changed.wait_for(lambda: not self._passes)
 
-    def await_network(self, half: Half) -> None:
-        """Wait while the other half communicates, and keep computing.
-
-        Raises:
-            OtherHalfFailedError: the other one has raised.
-        """
+    def leave(self, of: OpenPass) -> None:
+        """Let the next one communicate, if this one has."""
         with self._changed:
-            self._wait(lambda: self._communicates is not half.other)
-
-    def end(self, half: Half, *, fails: bool = False) -> None:
-        """A half has ended: the other one has all turns from here on, or ends too."""
-        with self._changed:
-            self._ended.add(half)
-            self._computes = half.other
-            self._free_network(half)
-            if fails and self.failed is None:
-                self.failed = half
-            self._changed.notify_all()
-
-    def _free_network(self, half: Half) -> None:
-        if self._communicates is half:
-            self._communicates = None
-            self._changed.notify_all()
-
-    def _wait(self, is_so: Callable[[], bool]) -> None:
-        self._changed.wait_for(is_so)  # it is, as soon as the other half has ended
-        if self.failed is not None:
-            raise OtherHalfFailedError(f"{self.failed.value} beside it has failed")
+            if of in self._passes:
+                self._passes.remove(of)
+                self._changed.notify_all()
 
 
-class _Marks(Turns):
-    """Of a pass that runs alone: notes when it communicates and computes, in turns."""
+class _MarkedPass:
+    """A pass that runs alone: notes when it communicates and computes, in turns."""
 
-    def __init__(self, now: Callable[[], Any]) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], Any], *, is_forward: bool) -> None:
+        self.is_forward = is_forward
         self.noted: list[Any] = []
+        self._now = now
 
-    def leave(self, half: Half) -> None:
+    def leave(self) -> None:
+        """The pass begins to communicate, unless it does."""
         if len(self.noted) % 2 == 0:
             self.noted.append(self._now())
 
-    def come_back(self, half: Half) -> None:
+    def come_back(self) -> None:
+        """The pass has communicated, if it did."""
         if len(self.noted) % 2:
             self.noted.append(self._now())
 
-    def await_network(self, half: Half) -> None:
+    def await_network(self) -> None:
         """Note nothing: a forward that B runs again is in one piece."""
 
 
 @contextmanager
-def marked(half: Half, now: Callable[[], T]) -> Iterator[list[T]]:
+def marked(now: Callable[[], T], *, is_forward: bool) -> Iterator[list[T]]:
     """Note where a pass communicates: on an accelerator too, it waits for that there.
 
     Args:
-        half: F, or the backward of one whose points were called within this too.
         now: gives the present, such as an event of the stage's stream.
+        is_forward: it is an F; False: a backward of one whose points were called within
+            this too.
 
     Yields:
         When the first communication begins, when it has ended, and so on.
     """
-    marks = _Marks(now)
-    token = _place.set(_Place(None, half, marks))
+    marks = _MarkedPass(now, is_forward=is_forward)
+    token = _place.set(_Place(None, marks))
     try:
         with torch.autograd.set_multithreading_enabled(False):  # nodes see the place
             yield marks.noted
@@ -189,13 +225,11 @@ class _Place:
 
     Args:
         network: of an accelerator, for communications; None: they run where they are.
-        half: of the pair that runs.
-        turns: of that pair; None: the pass runs alone.
+        of: the pass that stops at its points, or notes them; None: it runs as a whole.
     """
 
     network: NetworkStream | None
-    half: Half = Half.FORWARD
-    turns: Turns | None = None
+    of: OpenPass | _MarkedPass | None = None
     has_points: bool = False
 
     def communicate(
@@ -209,26 +243,26 @@ class _Place:
             on_device: some are on an accelerator.
         """
         self.has_points = True
-        turns = self.turns
-        if turns is not None and self.half is Half.BACKWARD:
-            # A recomputed forward: the other half would draw its random numbers.
-            turns.await_network(self.half)
+        of = self.of
+        if of is not None and not of.is_forward:
+            # A recomputed forward: an F beside it would draw its random numbers.
+            of.await_network()
             return run()
         if self.network is not None and on_device:
             self.network.begin(tensors)
             with self.network.running():
                 result = run()
             event = self.network.event()
-            if turns is not None:
-                turns.leave(self.half)
-                turns.come_back(self.half)
+            if of is not None:
+                of.leave()
+                of.come_back()
             self.network.end(event, tensors_in(result))
             return result
-        if turns is None:
+        if of is None:
             return run()
-        turns.leave(self.half)
+        of.leave()
         result = run()
-        turns.come_back(self.half)
+        of.come_back()
         return result
 
 
@@ -246,9 +280,9 @@ def overlap_point(
         tokens = zbpp.overlap_point(self.dispatch, tokens, counts)
         tokens = zbpp.overlap_point(self.combine, self.experts(tokens), counts)
 
-    Outside of a `zbpp.Pipeline`, in plans without pairs of a forward and a backward, in
-    evaluations and in compiled layers it is a plain call. Results and gradients are
-    those of the plain call, to the last bit.
+    Outside of a `zbpp.Pipeline`, in plans with neither pairs nor parts, in evaluations
+    and in compiled layers it is a plain call. Results and gradients are those of the
+    plain call, to the last bit.
 
     Args:
         communicate: waits for the network, and computes little. Its backward must
@@ -266,7 +300,7 @@ def overlap_point(
         return communicate(*args, **kwargs)
     tensors = tensors_in((args, kwargs))
     place = _place.get()
-    is_marked = place is not None and isinstance(place.turns, _Marks)
+    is_marked = place is not None and isinstance(place.of, _MarkedPass)
     on_device = not is_marked and any(runs_ahead(x.device) for x in tensors)
 
     def run() -> T:
@@ -311,11 +345,11 @@ class _CommunicationEnds(_HandsOn):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        turns = _turns_of_backward()
-        if turns is not None:
+        of = _backward_here()
+        if of is not None:
             if ctx.on_device:
-                turns.leave(Half.BACKWARD)
-            turns.come_back(Half.BACKWARD)
+                of.leave()
+            of.come_back()
         return None, *gradients
 
 
@@ -324,22 +358,21 @@ class _CommunicationBegins(_HandsOn):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        turns = _turns_of_backward()
-        if turns is not None and not ctx.on_device:
-            turns.leave(Half.BACKWARD)
+        of = _backward_here()
+        if of is not None and not ctx.on_device:
+            of.leave()
         return None, *gradients
 
 
-def _turns_of_backward() -> Turns | None:
-    """The turns of the pair whose B runs in this thread; None: there is none."""
+def _backward_here() -> OpenPass | _MarkedPass | None:
+    """The backward whose points mean something in this thread; None: there is none."""
     place = _place.get()
-    if place is None or place.half is not Half.BACKWARD:
-        return None
-    return place.turns
+    of = None if place is None else place.of
+    return None if of is None or of.is_forward else of
 
 
 class Overlap:
-    """Of one stage: which of its chunks have points, and the stream of its network.
+    """Of one stage: which chunks have points, and which passes stand at theirs.
 
     Args:
         device: of the stage.
@@ -348,11 +381,15 @@ class Overlap:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.network = NetworkStream(device) if runs_ahead(device) else None
+        self.line = _Line()
         self._with_points: set[int] = set()
+        self._open: dict[Pass, OpenPass] = {}
+        self.failed: Pass | None = None
+        """The open pass that has raised."""
 
     @contextmanager
     def watching(self, chunk: int) -> Iterator[None]:
-        """A forward runs within this, alone or in a pair: learn if it has points."""
+        """A forward runs within this: learn if it has points."""
         place = _place.get() or _Place(self.network)
         token = _place.set(place)
         try:
@@ -362,78 +399,48 @@ class Overlap:
         if place.has_points:
             self._with_points.add(chunk)
 
-    def pair(self, *, forward: int, backward: int) -> "PairedRun | None":
-        """Return what runs a pair; None: there is nothing to hide.
+    def has_points(self, chunk: int) -> bool:
+        """True if a chunk has points; False, too, before its first F."""
+        return chunk in self._with_points
 
-        Args:
-            forward: chunk of the F.
-            backward: chunk of the B, whose forward has run.
+    def begin(self, job: Pass, compute: Callable[[], None]) -> None:
+        """Let a pass stop at its points; nothing of it runs yet.
+
+        Programs have no other F open beside an F, which draws from the same generators,
+        and no other backward of its chunk beside a backward.
         """
-        if not self._with_points & {forward, backward}:
-            return None
-        first = Half.BACKWARD if backward in self._with_points else Half.FORWARD
-        return PairedRun(self, first)
+        is_forward = job.kind is PassKind.F
+        alike = {x for x, run in self._open.items() if run.is_forward == is_forward}
+        beside = [x for x in alike if is_forward or x.chunk == job.chunk]
+        assert not beside, f"{job} begins beside {beside[0]}"
+        self._open[job] = OpenPass(self, compute, is_forward=is_forward)
 
+    def is_open(self, job: Pass) -> bool:
+        """True if a pass has begun so, and not ended."""
+        return job in self._open
 
-class PairedRun:
-    """Runs one pair.
+    def go_on(self, job: Pass) -> None:
+        """Let a pass compute up to its next point, or its end; see `OpenPass.go_on`."""
+        run = self._open[job]
+        try:
+            run.go_on()
+        except BaseException:
+            self.failed = job
+            raise
+        if run.has_ended:
+            del self._open[job]
 
-    Args:
-        overlap: of the stage.
-        first: the half that computes first.
-    """
+    def finish(self, job: Pass) -> None:
+        """Run a pass to its end, if it is open; for errors see `OpenPass.go_on`."""
+        while job in self._open:
+            self.go_on(job)
 
-    def __init__(self, overlap: Overlap, first: Half) -> None:
-        self._overlap = overlap
-        self._turns = Turns(first)
+    def finish_forwards(self) -> None:
+        """Run F's to their ends: another stage will draw from the same generators."""
+        for job in [job for job, run in self._open.items() if run.is_forward]:
+            self.finish(job)
 
-    @property
-    def failed(self) -> Half | None:
-        """The half that has raised, after `run` has."""
-        return self._turns.failed
-
-    def run(self, forward: Callable[[], None], backward: Callable[[], T]) -> T:
-        """Run both, the backward in a thread of its own; return its result.
-
-        Raises:
-            BaseException: what one of them raises; the other one then ends at its next
-                point, or at its end.
-        """
-        results: list[T] = []
-        errors: dict[Half, BaseException] = {}
-        run_b = self._half(Half.BACKWARD, lambda: results.append(backward()), errors)
-        run_f = self._half(Half.FORWARD, forward, errors)
-        state = ThreadState(self._overlap.device)
-        thread = Thread(target=state.run, args=(run_b,), name="zbpp B", daemon=True)
-        thread.start()
-        run_f()
-        thread.join()
-        if self.failed is not None:
-            raise errors[self.failed]
-        return results[0]
-
-    def _half(
-        self,
-        half: Half,
-        compute: Callable[[], None],
-        errors: dict[Half, BaseException],
-    ) -> Callable[[], None]:
-        """Return the call that runs a half in its turns, and notes what it raises."""
-        turns, place = self._turns, _Place(self._overlap.network, half, self._turns)
-
-        def run() -> None:
-            token = _place.set(place)
-            try:
-                turns.begin(half)
-                compute()
-            except OtherHalfFailedError:
-                turns.end(half)
-            except BaseException as error:
-                errors[half] = error
-                turns.end(half, fails=True)
-            else:
-                turns.end(half)
-            finally:
-                _place.reset(token)
-
-        return run
+    def stop(self) -> None:
+        """End all passes where they stand, if a step has failed."""
+        while self._open:
+            self._open.popitem()[1].stop()

@@ -221,8 +221,8 @@ class Execution:
         cuda_graphs: record passes on a GPU, and replay them; experimental, and for
             pipelines in one process only; see docs/how_to/gpus.md.
         stage_streams: stages of this process, on one GPU, compute side by side.
-        overlap: the forward and the backward of a pair in the plan take turns where
-            layers call `zbpp.overlap_point`; False: they run one after the other.
+        overlap: passes stop where layers call `zbpp.overlap_point`, and what the plan
+            has put beside them computes; False: they run one after the other.
         watch: when to plan again from what steps take, a `zbpp.tuning.Watch`, or True
             for its defaults: after the first steps and when costs drift. None: where
             ``"auto"`` has chosen the plan.

@@ -298,6 +298,17 @@ class Stage:
         run = self._orders[chunk].run_w
         run(microbatch, self._saved.pop((chunk, microbatch)).graph)
 
+    def begin_weight(self, chunk: int, microbatch: int, n_left: int) -> None:
+        """A part of W, while B may still run; `backward_weight` does the rest.
+
+        Args:
+            chunk: one of this stage's.
+            microbatch: its number in the step.
+            n_left: parts to come, this one included.
+        """
+        graph = self._saved[chunk, microbatch].graph
+        self._orders[chunk].begin_w(microbatch, graph, n_left)
+
     def own_batch(self, chunk: int, microbatch: int) -> list[object]:
         """The parts of the batch that a forward of this chunk reads, if any."""
         own = (chunk == 0, self.inputs), (chunk == self._last, self.loss.targets)

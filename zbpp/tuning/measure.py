@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbpp.core import LayerCosts, RequestError
+from zbpp.core import CollectiveKind, LayerCosts, RequestError
 from zbpp.runtime.microbatches import Batch, split_inputs, split_targets
 from zbpp.runtime.support.random_state import random_state, set_random_state
 from zbpp.runtime.values import as_value
@@ -31,6 +31,7 @@ def measure_layers(
     example: tuple[Batch, Batch],
     *,
     device: torch.device,
+    overlaps: bool,
     estimate: Callable[[tuple[Any, Any]], LayerCosts],
 ) -> LayerCosts:
     """Profile the layers, and estimate their memory (every rank must call).
@@ -40,6 +41,8 @@ def measure_layers(
         model: as `zbpp.Pipeline` takes it; given layers end where they were.
         example: inputs and targets of one step, on every rank.
         device: of the pipeline.
+        overlaps: what layers communicate may be hidden; False, and where layers are
+            gathered, costs have no parts.
         estimate: gives the memory of the layers for a micro-batch.
 
     Returns:
@@ -65,8 +68,10 @@ def measure_layers(
     memory = pipeline.gather(memory)[0]
     assert memory is not None, "rank 0 has estimated it"
     times: LayerCosts = pipeline.profile(*example).layers
-    times = replace(times, parts=None)  # pairs alone hide what layers communicate
+    kinds = {job.kind for job in pipeline.schedule.orders[0]}
     pipeline.close()
+    if not overlaps or CollectiveKind.UNSHARD in kinds:
+        times = replace(times, parts=None)
     for layer, home in homes:
         layer.to(home)
     set_random_state(before, device)  # a builder may have drawn the weights

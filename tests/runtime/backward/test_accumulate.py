@@ -1,8 +1,10 @@
 """Gradients are added in micro-batch order, whatever the order of the passes."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +138,53 @@ def test_sums_do_not_depend_on_the_order(uses: Sequence[int]) -> None:
     want = plain(module, uses)
     for seed in range(12):
         assert all(map(torch.equal, run(module, uses, seed), want)), seed
+
+
+class _Calls(torch.autograd.Function):
+    """The identity; the backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return dy, None
+
+
+@pytest.mark.parametrize("uses", USES)
+def test_w_beside_an_unfinished_b_does_not_change_sums(uses: Sequence[int]) -> None:
+    """Within each B a part of its own W, and that of the micro-batch before."""
+    module = Fickle()
+    want = plain(module, uses)
+    order = GradientOrder(module.parameters())
+    graphs: list[SplitGraph] = []
+    n_parts = 0
+
+    def within(i: int) -> None:
+        nonlocal n_parts
+        before = len(graphs[i]._queue)
+        order.begin_w(i, graphs[i], 2)
+        n_parts += len(graphs[i]._queue) < before
+        if i:
+            order.begin_w(i - 1, graphs[i - 1], 2)
+            order.run_w(i - 1, graphs[i - 1])
+            order.begin_w(i, graphs[i], 2)
+
+    for i, (x, n) in enumerate(inputs(uses)):
+        for _ in range(n):
+            x = torch.tanh(module.first(x))
+        y = module.last(_Calls.apply(x, partial(within, i)) if n else x)
+        graphs.append(SplitGraph([y]))
+    for i, graph in enumerate(graphs):
+        order.run_b(i, graph, [torch.ones(6, 8)])
+        if not uses[i] and i:
+            order.run_w(i - 1, graphs[i - 1])
+    order.run_w(N - 1, graphs[N - 1])
+    assert all(map(torch.equal, gradients(module), want))
+    assert n_parts or uses[0] == 0
 
 
 def test_without_the_order_they_do() -> None:

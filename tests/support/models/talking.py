@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zbpp
 from zbpp.pipeline import Pipeline
 from zbpp.runtime import executor
-from zbpp.runtime.overlap import Half, PairedRun, Turns
+from zbpp.runtime.overlap import OpenPass, Overlap
 
 PATIENCE_S = 30.0
 """For the other half, which comes at once where it comes at all."""
@@ -157,24 +157,24 @@ def train(pipeline: Pipeline, *, steps: int = 4) -> Outcome:
 def pairs_noted(patience_s: float = PATIENCE_S) -> Iterator[dict[str, Log]]:
     """Within this, pairs that run in turns get logs of their own, by their names."""
     logs: dict[str, Log] = {}
-    plain, leave = executor.PairHandler._run_in_turns, Turns.leave
+    plain, leave = executor.PairHandler._run_in_turns, OpenPass.leave
 
-    def leaving(self: Turns, half: Half) -> None:
-        LOG.left[half.value] = len(LOG.computed)
-        leave(self, half)
+    def leaving(self: OpenPass) -> None:
+        LOG.left["F" if self.is_forward else "B"] = len(LOG.computed)
+        leave(self)
 
-    def noted(self: executor.PairHandler, paired: PairedRun) -> None:
+    def noted(self: executor.PairHandler, overlap: Overlap) -> None:
         global LOG
         before = LOG
         is_alone = any(log.is_alone for log in logs.values())
         LOG = logs[str(self.instruction)] = Log()
         LOG.patience_s = 0.0 if is_alone else patience_s
         try:
-            plain(self, paired)
+            plain(self, overlap)
         finally:
             LOG = before
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor.PairHandler, "_run_in_turns", noted)
-        patch.setattr(Turns, "leave", leaving)
+        patch.setattr(OpenPass, "leave", leaving)
         yield logs

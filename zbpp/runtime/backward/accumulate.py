@@ -47,6 +47,9 @@ class MicrobatchGraph(Protocol):
     def backward_weight(self, progress: Progress | None = None) -> None:
         """W."""
 
+    def begin_weight(self, n_left: int) -> None:
+        """Do a part of W, of which so many are left."""
+
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """B and W at once."""
 
@@ -95,6 +98,10 @@ class GradientOrder:
         self._progress: Progress | None = None
         self._each: EachSum | None = None
         self._n_w = 0
+        self._n_apart = 0
+        """B's that run, and have set gradients aside until they end."""
+        self._held: list[tuple[int, MicrobatchGraph]] = []
+        """W's that wait for these: what they add would be lost."""
         self._waiting: dict[int, Sequence[Tensor]] = {}
         """Of each micro-batch whose B has been added, what its W will add to."""
         self._late: dict[int, PendingGrads] = {}
@@ -126,8 +133,13 @@ class GradientOrder:
             apart = self._parameters
         elif others := self._waits_for(waiting):
             apart = [p for p in graph.in_b() if p in others]
+        self._n_apart += bool(apart)
         result, found = run_isolated(graph, gradients, apart)
+        self._n_apart -= bool(apart)
         self._b.add(microbatch, lambda: self._end_b(microbatch, found, waiting))
+        while self._held and not self._n_apart:
+            held, its_graph = self._held.pop(0)
+            self.run_w(held, its_graph)
         return result
 
     def _end_b(
@@ -154,11 +166,31 @@ class GradientOrder:
         return {p for one in self._waiting.values() if one is not own for p in one}
 
     def run_w(self, microbatch: int, graph: MicrobatchGraph) -> None:
-        """W of a micro-batch, or of several whose turn has come."""
-        if self._is_released:
+        """W of a micro-batch, or of several whose turn has come.
+
+        While a B of another one has gradients set aside, it waits for that.
+        """
+        if self._n_apart:
+            self._held.append((microbatch, graph))
+        elif self._is_released:
             self._do_w(microbatch, graph)
         else:
             self._w.add(microbatch, lambda: self._do_w(microbatch, graph))
+
+    def begin_w(self, microbatch: int, graph: MicrobatchGraph, n_left: int) -> None:
+        """Do a part of W, if it is its turn and nobody hears how far it is.
+
+        Args:
+            microbatch: of the graph, whose B may still run.
+            graph: of the micro-batch.
+            n_left: parts of it that are to come, the last of them by `run_w`.
+        """
+        is_last = self._n_w + 1 == self._n_microbatches
+        is_heard = self._each is not None or (self._progress is not None and is_last)
+        if is_heard or self._n_apart or not self._w.is_turn(microbatch):
+            return
+        _add_all(self._late.pop(microbatch, ()))
+        graph.begin_weight(n_left)
 
     def _do_w(self, microbatch: int, graph: MicrobatchGraph) -> None:
         each = self._each

@@ -6,7 +6,8 @@ registering one more, which shows the dictionary that all share. Those of a tens
 that was made after the last one was registered has none.
 
 Nodes are numbered by the thread that makes them, that of the forward. A backward may
-run in another thread: if hooks were registered since, no node is taken for free there.
+run in another thread, and forwards in several: if hooks were registered since, no node
+is taken for free there.
 """
 
 import sys
@@ -39,11 +40,15 @@ class HookWatch:
         self._first_node = 0
         self._thread = threading.get_ident()
         """That makes nodes."""
+        self._has_several = False
+        """Other threads have made nodes, too, with numbers of their own."""
         self._clean_leaves: set[int] = set()
 
     def begin_forward(self) -> None:
         """Look, in the thread that makes the nodes from here on."""
-        self._thread = threading.get_ident()
+        thread = threading.get_ident()
+        self._has_several |= thread != self._thread
+        self._thread = thread
         self.look()
 
     def look(self) -> None:
@@ -57,7 +62,8 @@ class HookWatch:
         if n_others != self.n_others or made is None:
             self.n_others = n_others
             is_here = threading.get_ident() == self._thread
-            self._first_node = nodes_made() if is_here else sys.maxsize
+            is_told = is_here and not self._has_several
+            self._first_node = nodes_made() if is_told else sys.maxsize
             self._clean_leaves.clear()
 
     def is_free(self, node: Any) -> bool:

@@ -190,6 +190,12 @@ class WeightQueue:
                 stop = progress.done(n_all - len(self._work))
         self._has_failed = False
 
+    def run_first(self, n: int, *, in_place: bool = False) -> None:
+        """Do the first n works; see `run`."""
+        self._work, rest = self._work[:n], self._work[n:]
+        self.run(in_place=in_place)
+        self._work = rest
+
     def _run_some(self, n_left: int, in_place: bool) -> list[tuple[Root, Tensor]]:
         """Work until there is enough for one call of autograd, or no more is wanted."""
         watch.look()

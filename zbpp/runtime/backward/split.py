@@ -248,6 +248,16 @@ class SplitGraph:
             raise RuntimeError("W runs after B")
         self._queue.run(progress, in_place=not self._is_exact)
 
+    def begin_weight(self, n_left: int) -> None:
+        """Do a part of W: what an unfinished B has left so far, or else a share.
+
+        Args:
+            n_left: parts of W to come, this one included.
+        """
+        n_works = len(self._queue)
+        n = n_works if self._ends else -(-n_works // n_left)
+        self._queue.run_first(n, in_place=not self._is_exact)
+
 
 def split_forward(
     function: Callable[..., Any], *args: Any, **kwargs: Any

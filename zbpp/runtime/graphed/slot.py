@@ -199,6 +199,9 @@ class Slot:
         self._dx, made = run_isolated(self._graph, self._dy, self._totals.parameters)
         self._made = [p for p, _ in made], [gradient for _, gradient in made]
 
+    def begin_weight(self, n_left: int) -> None:
+        """Do nothing yet: W is recorded as one graph."""
+
     def backward_weight(self, progress: Progress | None = None) -> None:
         """W; see `SplitGraph.backward_weight`.
 
