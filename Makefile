@@ -53,7 +53,7 @@ test-newest test-lowest: test-%:
 	$(PYTHON) -m venv --clear build/$*
 	build/$*/bin/pip install --quiet uv
 	build/$*/bin/uv pip install --quiet --python build/$*/bin/python \
-	  --resolution $(if $(filter newest,$*),highest,lowest-direct) -e ".[dev]"
+	  --compile-bytecode --resolution $(if $(filter newest,$*),highest,lowest-direct) -e ".[dev]"
 	@build/$*/bin/pip list | grep -E "^(torch|numpy|transformers|matplotlib|pytest) "
 	$(if $(filter newest,$*),build/$*/bin/mypy -p zbpp)
 	build/$*/bin/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)

@@ -22,6 +22,12 @@ __all__ = ["comparison_figure", "plot_comparison"]
 
 _CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("-", "--", ":")
+_WIDTH_PT, _HEIGHT_PT = 200, 235
+"""About how far the outermost marks lie apart, and the highest from the axis."""
+_LETTER_PT, _LINE_PT = 5, 9
+"""About the size of a letter of a label."""
+_HEIGHTS = (4, 15, -12, 26, 37)
+"""Places of a label above its mark, the best first."""
 
 Points = Mapping[str, tuple[float, float]]
 Series = Mapping[str, Sequence[tuple[int, float]]]
@@ -93,7 +99,7 @@ def _scatter(axes: "Axes", points: Points, chosen: str) -> None:
     marks: dict[tuple[float, float], list[str]] = {}
     for mode, (memory, bubble) in points.items():
         marks.setdefault((round(memory, 9), round(100 * bubble, 7)), []).append(mode)
-    for number, ((x, y), modes) in enumerate(sorted(marks.items())):
+    for (x, y), modes in marks.items():
         axes.plot(x, y, "o", color=_CYCLE[0], markersize=6, clip_on=False)
         if chosen in modes:
             axes.plot(
@@ -105,14 +111,43 @@ def _scatter(axes: "Axes", points: Points, chosen: str) -> None:
                 markeredgecolor=DARK,
                 clip_on=False,
             )
+    axes.margins(x=0.25, y=0.1)
+    names = {at: ", ".join(modes) for at, modes in sorted(marks.items())}
+    for at, height in _label_heights(names).items():
         axes.annotate(
-            ", ".join(modes),
-            (x, y),
-            xytext=(9, 4 + 11 * (number % 2)),
+            names[at],
+            at,
+            xytext=(9, height),
             textcoords="offset points",
             fontsize=8,
         )
-    axes.margins(x=0.25, y=0.1)
+
+
+def _label_heights(
+    names: Mapping[tuple[float, float], str],
+) -> dict[tuple[float, float], int]:
+    """Say how many points above its mark each label stands, so that none overlap.
+
+    Args:
+        names: labels by the place of their marks.
+    """
+    memories = [x for x, _ in names]
+    across = _WIDTH_PT / (max(memories) - min(memories) or 1)
+    up = _HEIGHT_PT / (max(y for _, y in names) or 1)
+    taken = [(across * x - 4, across * x + 4, up * y) for x, y in names]
+    heights = {}
+    for (x, y), name in names.items():
+        begin, end = across * x + 9, across * x + 9 + _LETTER_PT * len(name)
+        for height in _HEIGHTS:
+            middle = up * y + height
+            if not any(
+                begin < right and left < end and abs(middle - other) < _LINE_PT
+                for left, right, other in taken
+            ):
+                break
+        taken.append((begin, end, middle))
+        heights[x, y] = height
+    return heights
 
 
 def _lines(axes: "Axes", series: Series) -> None:

@@ -120,8 +120,9 @@ def _charts(entries: Sequence[PageEntry], series: Series) -> str:
     )
     picture = base64.b64encode(figure_bytes(figure, "svg")).decode("ascii")
     return (
-        '<img class="charts" alt="bubble rates of the modes against their memory, and '
-        f'against micro-batches" src="data:image/svg+xml;base64,{picture}">'
+        '<div class="wide"><img class="charts" alt="bubble rates of the modes against '
+        'their memory, and against micro-batches" '
+        f'src="data:image/svg+xml;base64,{picture}"></div>'
     )
 
 

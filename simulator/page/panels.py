@@ -215,7 +215,7 @@ def panels_html(entries: Sequence[PageEntry], panels: Sequence[Panel]) -> str:
         '<section id="timelines" tabindex="0"><h2>Timelines</h2><div class="tools">'
         + (f"<div>{buttons}</div>" if len(drawn) > 1 else "")
         + f'<div><span class="legend">{_legend(panels)}</span>'
-        '<span class="gap"></span>'
+        '<span class="keys">'
         '<button type="button" data-show="path" aria-pressed="false">critical path'
         "</button>"
         '<button type="button" data-show="messages" aria-pressed="false">messages'
@@ -223,7 +223,7 @@ def panels_html(entries: Sequence[PageEntry], panels: Sequence[Panel]) -> str:
         '<button type="button" data-show="memory" aria-pressed="true">memory</button>'
         '<button type="button" data-zoom="-" aria-label="zoom out">&minus;</button>'
         '<button type="button" data-zoom="+" aria-label="zoom in">+</button>'
-        '<button type="button" data-zoom="0">all</button></div>'
+        '<button type="button" data-zoom="0">all</button></span></div>'
         '<div><canvas id="axis" height="24"></canvas></div></div>'
         f"{''.join(sections)}</section>"
     )

@@ -74,6 +74,42 @@ def test_a_module_of_ones_own_is_cut_to_the_bit(returns):
     assert equal_to_plain(model, layered)
 
 
+class InADict(Encoder):
+    """Has its blocks in a dictionary, as torchtitan's models have."""
+
+    def __init__(self):
+        super().__init__()
+        self.body["blocks"] = nn.ModuleDict({str(i): Block() for i in range(4)})
+
+    def forward(self, ids):
+        hidden = self.embed(ids) + self.position[: ids.shape[1]]
+        bias = self.bias(hidden)
+        for block in self.body["blocks"].values():
+            hidden = block(hidden, bias)
+        return self.norm(hidden) @ self.embed.weight.t()
+
+
+FOUND = {"before": ("embed",), "after": ("embed",), "example": IDS}
+
+
+@pytest.mark.parametrize("names", [NAMES, FOUND])
+def test_blocks_may_be_in_a_dictionary(names):
+    model = InADict()
+    layered = cut(model, "body.blocks", **names)
+    assert layered.own_name(2, "block.linear.bias") == "body.blocks.1.linear.bias"
+    assert equal_to_plain(model, layered)
+
+
+def test_parts_are_wrapped_after_the_cut_and_never_as_a_whole():
+    model = Encoder()
+    layered = cut(model, "body.blocks", **NAMES)
+    model._get_fsdp_state = None
+    with pytest.raises(RequestError, match=r"an? Encoder is wrapped as a whole"):
+        layered.build(range(1))
+    with pytest.raises(RequestError, match=r"cut the model first, and wrap"):
+        cut(model, "body.blocks", **NAMES)
+
+
 def test_what_is_not_named_is_found_by_a_run_without_compute():
     model = Encoder()
     named = cut(model, "body.blocks", **NAMES)

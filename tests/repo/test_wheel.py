@@ -306,4 +306,4 @@ def test_the_wheel_asks_for_what_it_imports(wheel):
     plain = {line.split()[1].partition(">")[0] for line in required if ";" not in line}
     assert plain == {"cyclopts", "rich"}
     assert 'Requires-Dist: torch>=2.13; extra == "train"' in required
-    assert 'Requires-Dist: matplotlib>=3.10; extra == "viz"' in required
+    assert 'Requires-Dist: matplotlib>=3.10.7; extra == "viz"' in required

@@ -25,6 +25,7 @@ from zbpp.models.recorded import Collector
 from zbpp.models.stand_ins import meta_twin
 from zbpp.models.weights import Weights
 from zbpp.runtime.support.collectives import groups_kept
+from zbpp.runtime.support.fsdp import is_unit, units_in
 from zbpp.runtime.support.torch_internals import copying
 
 __all__ = ["CutModel", "cut_module"]
@@ -175,6 +176,13 @@ class CutModel:
         )
 
     def _frame(self, owned: Owned) -> Frame:
+        for _, module in path_modules(self.model, self.at.blocks):
+            if is_unit(module):
+                raise RequestError(
+                    f"a {type(module).__name__} is wrapped as a whole, and its layers "
+                    "lie in several stages; wrap the blocks, and what stands before "
+                    "and after them, each by itself"
+                )
         there = {
             name: module
             for name, module in owned.named_modules()
@@ -271,6 +279,17 @@ def cut_module(
     example: Any = None,
     weights: Weights | None = None,
 ) -> Layered:
-    """Cut a module at its blocks; `zbpp.cut` explains the arguments."""
+    """Cut a module at its blocks; `zbpp.cut` explains the arguments.
+
+    Raises:
+        RequestError: the model cannot be cut so, or something has wrapped its parts.
+    """
+    wrapped = next(units_in(model), None)
+    if wrapped is not None:  # it forbids copies, and the meta twin is one
+        raise RequestError(
+            f"a {type(wrapped).__name__} is wrapped by fully_shard or replicate; cut "
+            "the model first, and wrap its parts then, or hand over the bare model "
+            "and zbpp.DataParallel(shard=...)"
+        )
     at = cut_at(model, blocks, before, after, example)
     return CutModel(model, at, weights).layered()

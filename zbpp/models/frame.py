@@ -12,7 +12,7 @@ on the path to the blocks.
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -211,18 +211,31 @@ def find_blocks(model: nn.Module, path: str) -> nn.Module:
     module: Any = model
     for part in path.split("."):
         module = getattr(module, part, None)
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
+    if not _is_list(module):
         lists = [
             f"{name} ({len(found)})"
             for name, found in model.named_modules()
-            if isinstance(found, nn.ModuleList | nn.Sequential) and len(found) > 1
+            if _is_list(found) and len(found) > 1
         ]
         raise RequestError(
             f"{path} is {_kind(module)} in a {type(model).__name__}; name the "
-            "ModuleList or Sequential of its repeated blocks. It has "
+            "ModuleList, Sequential or ModuleDict of its repeated blocks. It has "
             f"{', '.join(lists[:8]) or 'none'}"
         )
     return module
+
+
+def _is_list(module: Any) -> TypeGuard[nn.ModuleList | nn.Sequential | nn.ModuleDict]:
+    """True for a list of modules, and for a dictionary of modules of one type.
+
+    torchtitan's models have their blocks in a dictionary, so that a stage can leave
+    some out. Dictionaries also hold unlike modules, as nanoGPT's ``transformer`` does.
+    """
+    lists = (nn.ModuleList, nn.Sequential)
+    if isinstance(module, nn.ModuleDict):
+        kinds = {type(child) for child in module.values()}
+        return len(kinds) == 1 and not issubclass(kinds.pop(), lists)
+    return isinstance(module, lists) and len(module) > 0
 
 
 def _kind(module: object) -> str:

@@ -148,7 +148,7 @@ def cut(
 
     Args:
         model: with weights, which are used as they are, or on the meta device.
-        blocks: path of the ModuleList, as in ``"model.layers"``; None: as the model's
+        blocks: path of the blocks, as in ``"model.layers"``; None: as the model's
             plan or family says.
         before: modules beside the path to the blocks that run before them. One that
             runs before and after (a tied embedding) is named in both.

@@ -40,7 +40,8 @@ def with_collectives(
     """Add the jobs that the replicas' layers need; all processes must call.
 
     A schedule that has such jobs keeps them where they are. Without replicas there is
-    nothing for them to do.
+    nothing for them to do, but where `fully_shard` has wrapped layers over a mesh of
+    one process: it hands their gradients on when it reduces them.
 
     Args:
         schedule: of the pipeline.
@@ -55,7 +56,11 @@ def with_collectives(
             stage may wait for itself there.
     """
     transport, adds_up = stages.transport, False
-    if place.n_summands > 1:
+    has_sums = place.n_summands > 1 or (
+        place.mesh is not None
+        and any(transport.gather(stages.first.collectives.has_units))
+    )
+    if has_sums:
         kept = any(transport.gather(stages.first.collectives.keeps))
         kinds = {job.kind for job in schedule.orders[0] if isinstance(job, Collective)}
         if schedule.parts is not None and not kept and not reduces_every(shard):

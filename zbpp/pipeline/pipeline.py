@@ -380,7 +380,7 @@ class Pipeline:
         reason = None
         if self._options.optimizer is None:
             reason = "optimizer is None; clear the gradients, and call step()"
-        elif self.place.n_summands > 1:
+        elif self.place.n_summands > 1 or self.stages.first.collectives.has_units:
             reason = "replicas sum their gradients within the passes"
         elif self._options.execution.cuda_graphs:
             reason = "CUDA graphs keep the sums of whole steps"

@@ -1,5 +1,7 @@
 """Tensor parallelism inside stages, two-level sharding, 16-bit parameters, requests."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -33,6 +35,22 @@ def assert_close(
                     value.float(), plain[name], rtol=tolerance, atol=tolerance
                 )
                 assert torch.equal(value, first.setdefault(name, value)), name
+
+
+def test_a_mesh_of_one_process_needs_no_launcher() -> None:
+    script = "import zbpp; print(zbpp.mesh(stages=1).size())"
+    command = [sys.executable, "-W", "error", "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
+
+
+def test_layers_wrapped_over_one_process(pool: Pool) -> None:
+    """Nothing is sharded, and still `fully_shard` hands the gradients on."""
+    more = {"data_parallel": 1, "steps": 3}
+    hows = ("bare", "kept", "resharded", "replicate")
+    runs = pool.run(train_all, 2, [("ZBV", how, more) for how in hows])
+    assert_close(runs, 3)
+    assert len({str(found.results) for at_rank in runs for found in at_rank}) == 1
 
 
 @pytest.mark.slow

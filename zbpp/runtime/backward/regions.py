@@ -161,8 +161,9 @@ def _known_pieces(
     for piece, target, frees in zip(region.pieces, targets, region.frees, strict=True):
         if target is None or target.is_transposed or target.part is not None:
             return []
-        take = _taker(piece.operands)
-        pieces.append(_KnownPiece(target.leaf, take, frees, *piece.recipe))
+        take, recipe = _taker(piece.operands), piece.recipe
+        how = recipe.compute, recipe.add, recipe.dtype
+        pieces.append(_KnownPiece(target.leaf, take, frees, *how))
     return pieces
 
 

@@ -121,9 +121,10 @@ class _Compiler:
             self._n_tensors,
             last_uses(pieces),
             {
-                slot: piece.recipe.dtype
+                slot: (piece.recipe.dtype, n_dims)
                 for piece in pieces
-                for slot in self._dtensors.intersection(piece.slots)
+                for slot, n_dims in zip(piece.slots, piece.recipe.n_dims, strict=True)
+                if slot in self._dtensors
             },
             why,
         )

@@ -56,11 +56,13 @@ class Recipe(NamedTuple):
         add: takes the sum of the only gradient, and what is held; adds within the
             product's kernel. None: there is no such kernel.
         dtype: of the first gradient.
+        n_dims: of each gradient.
     """
 
     compute: Callable[..., tuple[Tensor, ...]]
     add: Callable[..., None] | None
     dtype: torch.dtype
+    n_dims: tuple[int, ...]
 
 
 class Piece(NamedTuple):
@@ -311,7 +313,9 @@ def _write_recipe(
     add = _in_place(graph, results[0]) if len(results) == 1 else None
     graph.output(tuple(results))
     graph.eliminate_dead_code()
-    return Recipe(_function(graph), add, outputs[0].meta["val"].dtype)
+    values = [node.meta["val"] for node in outputs]
+    n_dims = tuple(value.dim() for value in values)
+    return Recipe(_function(graph), add, values[0].dtype, n_dims)
 
 
 def _repeat(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:

@@ -42,7 +42,8 @@ class Region(NamedTuple):
         edges: of each piece, the numbers of the node's edges that its gradients go to.
         n_edges: of the node; another number is another calling convention.
         frees: of each piece, the operands that no later piece needs.
-        dtensors: places and dtypes of gradients that the node makes DTensors of.
+        dtensors: places of gradients that the node makes DTensors of, with the dtype
+            and the number of dimensions of each.
         why: nothing may wait, in the words of a report; empty: something may.
     """
 
@@ -50,7 +51,7 @@ class Region(NamedTuple):
     edges: Sequence[tuple[int, ...]]
     n_edges: int
     frees: Sequence[Sequence[int]]
-    dtensors: Mapping[int, torch.dtype]
+    dtensors: Mapping[int, tuple[torch.dtype, int]]
     why: str = ""
 
 
@@ -105,9 +106,9 @@ def run_with(compiled: Callable[..., Any], n_results: int, region: Region) -> An
         del results[n_results:]
         hook: DeferHook | None = getattr(current_node(), "zbpp_defer_hook", None)
         if hook is not None:
-            for slot, dtype in region.dtensors.items():
+            for slot, (dtype, n_dims) in region.dtensors.items():
                 # the node makes a DTensor, of something; autograd drops it
-                results[slot] = held[0].new_empty((), dtype=dtype)
+                results[slot] = held[0].new_empty((1,) * n_dims, dtype=dtype)
         for number in all_pieces if hook is None else hook(held):
             slots, operands, recipe = region.pieces[number]
             given = [held[i] for i in operands]

@@ -120,7 +120,7 @@ def bind_parallel(
     summed = [p for found in layers.values() for x in found for p in x.summed]
     return bound, make_collectives(
         layers,
-        reduces=often if groups else "none",
+        reduces=often if groups or wrapped else "none",
         tied=Buckets(tied, groups) if groups and tied else None,
         unsharded=unsharded,
         uses=UseTable(

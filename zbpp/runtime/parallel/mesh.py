@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -211,6 +212,9 @@ def make_mesh(
         raise RequestError(
             f"a mesh of {text} has {needed} processes, and there are {n}; start as many"
         )
+    if not dist.is_initialized():  # alone, and a mesh has groups
+        make_store: Any = getattr(dist, "HashStore")  # noqa: B009 - torch has no type
+        dist.init_process_group(store=make_store(), rank=0, world_size=1)
     return init_device_mesh(
         here.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
     )

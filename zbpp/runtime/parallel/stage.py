@@ -162,7 +162,7 @@ class Collectives:
         waits for the others only if it has left a parameter unused itself.
 
         Args:
-            add: starts to add numbers of all replicas.
+            add: starts to add numbers of all replicas; None: there are no others.
         """
         if self._reduces == "none" or self._uses is None:
             return
@@ -173,9 +173,10 @@ class Collectives:
         self._unused = {}
         total = add(self._uses.vector(unused))
         self._sum_of_uses = total  # kept while it is under way
-        if unused and total is not None:
-            for p in self._uses.used_by_none(total.result()):
-                p.grad = None
+        if not unused:
+            return
+        for p in unused if total is None else self._uses.used_by_none(total.result()):
+            p.grad = None
 
     def wait(self, chunk: int) -> None:
         """Have the sums of the chunk."""

@@ -48,12 +48,19 @@ _NAMES = {
         "sharded_param",
         "reduce_dtype",
         "unsharded_accumulated_grad",
+    ),
+    "gathered parameter": ("_unsharded_param",),
+    "widened parameter": (
         "to_accumulated_grad_if_needed",
         "accumulate_unsharded_grad_if_needed",
     ),
-    "gathered parameter": ("_unsharded_param",),
+    "widened group": ("_set_unsharded_grad_dtypes",),
 }
-"""Names of torch 2.13, by the object that has them."""
+"""Names of torch 2.13 to 2.15, by the object that has them.
+
+Of the last two rows one is there: a parameter of torch 2.13 and 2.14 has a sum of more
+bits beside its gradient, and from torch 2.15 on the gradient itself gets more bits.
+"""
 
 
 class _NoOrder(list[Any]):
@@ -75,7 +82,7 @@ class Unit:
         module: the wrapped one.
 
     Raises:
-        RequestError: this torch has other names than those that were seen in 2.13.
+        RequestError: this torch has other names than those of `_NAMES`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -91,6 +98,9 @@ class Unit:
         for parameter in self._parameters:
             check_names(parameter, _NAMES["parameter"])
         self._widened = [x for x in self._parameters if x.reduce_dtype is not None]
+        self._sums_apart = all(map(_has_sum, self._widened))
+        for group in () if self._sums_apart else self._groups:
+            check_names(group, _NAMES["widened group"])
 
     def begin(self, *, keeps: bool) -> None:
         """Leave all collectives but the gathers of passes to jobs; once.
@@ -132,10 +142,16 @@ class Unit:
         """
         self.widen()
         unused = fill_unused(self._parameters)
+        for parameter in () if self._sums_apart else self._widened:
+            total, parameter.wide_sum = parameter.wide_sum, None
+            leaf = parameter._unsharded_param
+            leaf.grad_dtype = parameter.reduce_dtype
+            leaf.grad = total
         for group in self._groups:
             group.reduce_grads = group.all_reduce_grads = True
             group.post_backward()
             group.reduce_grads = group.all_reduce_grads = False
+        self._leave_narrow()
         return unused
 
     def wait(self) -> None:
@@ -154,10 +170,11 @@ class Unit:
         Raises:
             RequestError: the parameters were never gathered.
         """
-        for group in self._groups:
-            for parameter in group.fsdp_params:
-                check_names(parameter, _NAMES["gathered parameter"])
-                yield parameter._unsharded_param, parameter.sharded_param
+        for parameter in self._parameters:
+            check_names(parameter, _NAMES["gathered parameter"])
+        self._leave_narrow()
+        for parameter in self._parameters:
+            yield parameter._unsharded_param, parameter.sharded_param
 
     @property
     def _parameters(self) -> Iterator[Any]:
@@ -171,9 +188,19 @@ class Unit:
 
     def take_over_widening(self) -> None:
         """Let no backward widen gradients by itself."""
+        if not self._sums_apart:
+            for group in self._groups:
+                group._set_unsharded_grad_dtypes = do_nothing
+            return
         for parameter in self._widened:
             parameter.accumulate_unsharded_grad_if_needed = do_nothing
             parameter.to_accumulated_grad_if_needed = do_nothing
+
+    def _leave_narrow(self) -> None:
+        """Let the leaves' gradients have as many bits as the leaves."""
+        for parameter in () if self._sums_apart else self._widened:
+            leaf = parameter._unsharded_param
+            leaf.grad_dtype = leaf.dtype
 
     @torch.no_grad()
     def widen(self) -> None:
@@ -183,11 +210,11 @@ class Unit:
             if gradient is None or gradient.dtype == parameter.reduce_dtype:
                 continue
             parameter._unsharded_param.grad = None
-            if parameter.unsharded_accumulated_grad is None:
-                wide = gradient.to(parameter.reduce_dtype)
-                parameter.unsharded_accumulated_grad = wide
+            total = _wide_sum(parameter)
+            if total is None:
+                _set_wide_sum(parameter, gradient.to(parameter.reduce_dtype))
             else:
-                parameter.unsharded_accumulated_grad += gradient
+                total += gradient
 
     @property
     def widens(self) -> bool:
@@ -246,16 +273,14 @@ def fill_unused(parameters: Iterable[Any]) -> list[nn.Parameter]:
     unused = []
     for parameter in parameters:
         whole = parameter._unsharded_param
-        there = (
-            whole.grad is not None or parameter.unsharded_accumulated_grad is not None
-        )
+        there = whole.grad is not None or _wide_sum(parameter) is not None
         if there or not parameter.sharded_param.requires_grad:
             continue
         zeros = torch.zeros_like(whole, requires_grad=False)
         if parameter.reduce_dtype is None:
             whole.grad = zeros
         else:  # all gradients of a sum have one dtype
-            parameter.unsharded_accumulated_grad = zeros.to(parameter.reduce_dtype)
+            _set_wide_sum(parameter, zeros.to(parameter.reduce_dtype))
         unused.append(parameter.sharded_param)
     return unused
 
@@ -270,9 +295,28 @@ def check_names(held: object, names: Sequence[str]) -> None:
     if missing:
         raise RequestError(
             f"torch {torch.__version__} has no {type(held).__name__}.{missing[0]}, "
-            "which sharded stages need; use torch 2.13, or layers that are not wrapped"
+            "which sharded stages need; use torch 2.13, 2.14 or 2.15, or layers that "
+            "are not wrapped"
         )
 
 
-def do_nothing() -> None:
+def do_nothing(**_: Any) -> None:
     """Take the place of what torch would do by itself."""
+
+
+def _has_sum(parameter: Any) -> bool:
+    """True if torch has a sum of more bits beside the gradient, as up to torch 2.14."""
+    names = _NAMES["widened parameter"]
+    return all(hasattr(parameter, name) for name in names)
+
+
+def _wide_sum(parameter: Any) -> Tensor | None:
+    """The sum of gradients of earlier micro-batches that has more bits than they."""
+    name = "unsharded_accumulated_grad" if _has_sum(parameter) else "wide_sum"
+    total: Tensor | None = getattr(parameter, name, None)
+    return total
+
+
+def _set_wide_sum(parameter: Any, total: Tensor) -> None:
+    name = "unsharded_accumulated_grad" if _has_sum(parameter) else "wide_sum"
+    setattr(parameter, name, total)

@@ -47,7 +47,7 @@ _PARAMETER_NAMES = (
     "padded_sharded_param_size",
     "to_sharded_dtensor",
 )
-"""Names of torch 2.13 that buffers need beside those of `Unit`."""
+"""Names of torch 2.13 to 2.15 that buffers need beside those of `Unit`."""
 
 
 def aligned(n_bytes: int) -> int:
