@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from zbpp.core import (
     AddTied,
@@ -35,6 +36,7 @@ def with_collectives(
     shard: str,
     *,
     ties: tuple[tuple[int, ...], ...],
+    overlaps: bool,
     costs: Costs | None = None,
 ) -> tuple[Schedule, Programs]:
     """Add the jobs that the replicas' layers need; all processes must call.
@@ -49,6 +51,8 @@ def with_collectives(
         place: of this process.
         shard: what was asked for.
         ties: chunks of each tied parameter.
+        overlaps: passes stop at their points; False: they run whole, in the order of
+            their starts.
         costs: what the schedule was planned for; None: not known.
 
     Raises:
@@ -56,6 +60,8 @@ def with_collectives(
             stage may wait for itself there.
     """
     transport, adds_up = stages.transport, False
+    if not overlaps:
+        schedule = replace(schedule, parts=None)
     has_sums = place.n_summands > 1 or (
         place.mesh is not None
         and any(transport.gather(stages.first.collectives.has_units))
@@ -78,7 +84,7 @@ def with_collectives(
         ties=ties,
         costs=costs,
         on_device=transport.on_device,
-        overlaps=True,
+        overlaps=overlaps,
         adds_up=adds_up,
     )
     return schedule, programs

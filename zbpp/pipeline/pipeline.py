@@ -472,6 +472,7 @@ class Pipeline:
             self.place,
             self._options.replicas.shard,
             ties=self._ties.chunks,
+            overlaps=self._options.execution.overlaps,
             costs=self.plan.known_costs,
         )
         self._parts = None

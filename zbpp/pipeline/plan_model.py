@@ -114,7 +114,6 @@ def plan_model(
             step=StepPolicy(post_validation=step.post_validation),
             execution=replace(execution, watch=False, cuda_graphs=False),
         )
-        in_a_row = execution.cuda_graphs or not execution.overlap
         estimate = partial(
             layer_memory,
             model_to_build(model, layered),
@@ -132,7 +131,7 @@ def plan_model(
         layer_costs = measure_layers(
             build, model, example,
             device=device, estimate=estimate,
-            overlaps=not in_a_row and not reduces_every(replicas.shard),
+            overlaps=execution.overlaps and not reduces_every(replicas.shard),
         )  # fmt: skip
     request = replace(request, costs=costs_or_layers(costs, layer_costs))
     plan = plan_pipeline(request, n_layers=layered.n_layers, n_ranks=place.n_stages)

@@ -254,6 +254,11 @@ class Execution:
                 )
 
     @property
+    def overlaps(self) -> bool:
+        """True if passes stop at their points; a CUDA graph is recorded in one go."""
+        return self.overlap and not self.cuda_graphs
+
+    @property
     def start_timeout_s(self) -> float:
         """The time-out at the start and in the first step."""
         return self.first_timeout_s or self.timeout_s

@@ -215,9 +215,6 @@ def build_executors(
             is_reporter=stage == 0,
             inject_fault=inject_fault,
         )
-        overlap = None  # a graph is recorded in one go
-        if execution.overlap and not execution.cuda_graphs:
-            overlap = Overlap(options.device)
         executors[stage] = Executor(
             runner,
             transport,
@@ -226,7 +223,7 @@ def build_executors(
             collectives=collectives,
             times=times,
             stream=getattr(transport, "stream", None),
-            overlap=overlap,
+            overlap=Overlap(options.device) if execution.overlaps else None,
             inject_fault=inject_fault,
         )
     _share_first_bits(executors, plan)
