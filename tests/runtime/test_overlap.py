@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import pytest
@@ -236,12 +237,22 @@ def planned(case: str, norm: Any = nn.LayerNorm, **more: Any) -> Outcome:
     how = PLANS[case] | more
     n_stages = how.get("n_stages", 1)
     n_layers = 2 * n_stages
-    costs = moe_costs(0.4, how.pop("planned_layers", n_layers // n_stages))
-    model, mode = talking(n_layers, dropout=0.3, norm=norm), how.pop("mode")
-    if "recompute" not in how:
-        return train(make(model, mode, costs=costs, **how))
-    sizes = {"n_stages": n_stages, "n_microbatches": N_MICROBATCHES}
-    return train(make(model, zbpp.plan(mode, costs=costs, **sizes), **how))
+    planned_layers = how.pop("planned_layers", n_layers // n_stages)
+    model = talking(n_layers, dropout=0.3, norm=norm)
+    return train(
+        make(model, in_parts(how.pop("mode"), n_stages, planned_layers), **how)
+    )
+
+
+@cache
+def in_parts(mode: str, n_stages: int, n_layers: int) -> zbpp.Plan:
+    """A plan for so many layers a stage that exchange tokens."""
+    return zbpp.make_plan(
+        zbpp.PlanRequest(
+            schedule=mode, n_stages=n_stages, n_microbatches=N_MICROBATCHES,
+            costs=moe_costs(0.4, n_layers),
+        )
+    )  # fmt: skip
 
 
 @contextmanager
