@@ -275,7 +275,9 @@ def segments_counted() -> Iterator[Counter[str]]:
         yield counted
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm, pytest.param(nn.BatchNorm1d, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("case", PLANS)
 def test_segments_have_the_bits_of_a_row(case: str, norm: Any) -> None:
     with segments_counted() as counted:

@@ -39,10 +39,18 @@ F, B, W, BW = PassKind
 
 
 def lane_plan(
-    mode: str, p: int, m: int, *, layers: int = 4, share: float = 0.4, **more: object
+    mode: str,
+    p: int,
+    m: int,
+    *,
+    layers: int = 4,
+    share: float = 0.4,
+    effort: str = "default",
+    **more: object,
 ) -> tuple[Schedule, Costs]:
     costs = moe_costs(share, layers, **more)
-    return plan(mode, n_stages=p, n_microbatches=m, costs=costs), costs
+    made = plan(mode, n_stages=p, n_microbatches=m, costs=costs, effort=effort)
+    return made, costs
 
 
 def test_two_stages_as_drawn() -> None:
@@ -116,7 +124,7 @@ def test_orders_end_with_no_more_memory_than_planned(seed: int) -> None:
     if mode == "ZBVPP":
         more["limit"] = draw.choice((p, 1.5 * p))
     share = draw.choice((0.1, 0.4, 0.6))
-    schedule, costs = lane_plan(mode, p, m, share=share, **more)
+    schedule, costs = lane_plan(mode, p, m, share=share, effort="fast", **more)
     for each in (schedule, post_validated(schedule)):
         run([list(x) for x in in_segments(each, costs).orders], each, costs)
         lower(each, costs=costs, overlaps=True)  # has checked its channels
@@ -149,6 +157,7 @@ FIGURES = re.findall(
 """Mode, stages, micro-batches, limit; spans as run and planned, of those in a row."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", FIGURES, ids=" ".join)
 def test_the_figures_of_the_docs(row: tuple[str, ...]) -> None:
     mode, p, m, limit, as_run, as_planned = row
