@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["report_lines"]
 
 _TESTED = {"python": ("3.11", "3.12", "3.13"), "torch": ("2.13", "2.14", "2.15")}
-"""Releases that the tests have passed on; 3.12 and 3.13 without torch."""
+"""Releases that the tests have passed on; 3.12 without torch."""
 _EXTRA_OF = {"torch": "train", "matplotlib": "viz"}
 
 
