@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from zbpp.runtime.backward.hooks import watch
+from zbpp.runtime.backward.queue import WeightQueue
 from zbpp.runtime.backward.split import SplitGraph, split_forward
 
 Seen = list[Any]
@@ -185,3 +188,18 @@ def test_a_copy_has_its_own_hooks() -> None:
     y = module(x())
     y.grad_fn.register_hook(lambda dx, dy: None)
     assert SplitGraph([copied(x())]).report()[copied[2].weight] == "W"
+
+
+def test_nodes_are_free_of_older_hooks_whatever_thread_made_others() -> None:
+    thread = Thread(target=lambda: split_forward(build(), x()))
+    thread.start()
+    thread.join()
+    elsewhere = torch.ones(1, requires_grad=True)
+    elsewhere.register_hook(lambda g: None)
+    queue = WeightQueue()
+    y = build()(x())
+    watch.turn_to(queue.birth)
+    assert watch.is_free(y.grad_fn)
+    elsewhere.register_hook(lambda g: None)  # it might be on that node
+    watch.turn_to(queue.birth)
+    assert not watch.is_free(y.grad_fn)

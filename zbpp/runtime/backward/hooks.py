@@ -5,15 +5,15 @@ registering one more, which shows the dictionary that all share. Those of a tens
 ``w.t()``, say) cannot be found so. Hence the count: torch numbers all hooks, and a node
 that was made after the last one was registered has none.
 
-Nodes are numbered by the thread that makes them, that of the forward. A backward may
-run in another thread, and forwards in several: if hooks were registered since, no node
-is taken for free there.
+Nodes are numbered by the thread that makes them, that of their forward, which may be
+another one than that of the backward, and than those of other forwards. So the number
+of the first free node belongs to a forward (`Birth`).
 """
 
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,11 +23,23 @@ from zbpp.runtime.support.autograd_internals import (
     sequence_number,
 )
 
-__all__ = ["UNKNOWN", "HookWatch", "watch"]
+__all__ = ["UNKNOWN", "Birth", "HookWatch", "watch"]
 
 
 UNKNOWN = -1
 """The number of others' hooks where torch does not tell it."""
+
+
+class Birth(NamedTuple):
+    """The hooks that there were when a forward began.
+
+    Args:
+        n_others: hooks of others that had been registered.
+        first_node: number of the first node of its thread that has none of them.
+    """
+
+    n_others: int
+    first_node: int
 
 
 class HookWatch:
@@ -38,18 +50,17 @@ class HookWatch:
         self.n_others = UNKNOWN
         """Hooks that others had registered at the last look."""
         self._first_node = 0
-        self._thread = threading.get_ident()
-        """That makes nodes."""
-        self._has_several = False
-        """Other threads have made nodes, too, with numbers of their own."""
+        self._threads = threading.local()
+        self._thread: object = None
+        """That which has seen the last hook, and whose number that is."""
+        self._free_from = sys.maxsize
         self._clean_leaves: set[int] = set()
 
-    def begin_forward(self) -> None:
+    def begin_forward(self) -> Birth:
         """Look, in the thread that makes the nodes from here on."""
-        thread = threading.get_ident()
-        self._has_several |= thread != self._thread
-        self._thread = thread
         self.look()
+        is_here = self._here() is self._thread
+        return Birth(self.n_others, self._first_node if is_here else nodes_made())
 
     def look(self) -> None:
         """Note whether hooks were registered since the last look.
@@ -61,14 +72,24 @@ class HookWatch:
         n_others = UNKNOWN if made is None else made - self._n_own
         if n_others != self.n_others or made is None:
             self.n_others = n_others
-            is_here = threading.get_ident() == self._thread
-            is_told = is_here and not self._has_several
-            self._first_node = nodes_made() if is_told else sys.maxsize
+            self._thread, self._first_node = self._here(), nodes_made()
             self._clean_leaves.clear()
+
+    def _here(self) -> object:
+        """This thread; its number may be another's when it has ended."""
+        if not hasattr(self._threads, "this"):
+            self._threads.this = object()
+        return self._threads.this
+
+    def turn_to(self, birth: Birth) -> None:
+        """Look, and be asked from here on for the nodes of one forward."""
+        self.look()
+        is_as_then = birth.n_others == self.n_others != UNKNOWN
+        self._free_from = birth.first_node if is_as_then else sys.maxsize
 
     def is_free(self, node: Any) -> bool:
         """True if no hook was registered since the node, no leaf's, was made."""
-        return sequence_number(node) >= self._first_node
+        return sequence_number(node) >= self._free_from
 
     def add_prehook(self, node: Any, hook: Callable[..., None]) -> Any:
         """Register our own hook, to run before the node; return its handle."""

@@ -118,7 +118,8 @@ class WeightQueue:
     """
 
     def __init__(self) -> None:
-        watch.begin_forward()
+        self.birth = watch.begin_forward()
+        """Of the forward whose weights it is for."""
         self._work: list[DeferredWork] = []
         self._has_failed = False
         self._tokens: list[Token[WeightQueue | None]] = []

@@ -112,7 +112,7 @@ class SplitGraph:
         Args:
             parameters: of the function, which a reentrant checkpoint hides.
         """
-        watch.look()
+        watch.turn_to(self._queue.birth)
         inputs = {id(x) for x in self._inputs}
         plan = plan_split(self._ends, self._inputs)
         where = plan.where()
@@ -153,7 +153,7 @@ class SplitGraph:
         """Plan once, and again if hooks were registered since."""
         if self._is_done and self._made_plan is not None:
             return self._made_plan
-        watch.look()
+        watch.turn_to(self._queue.birth)
         if self._made_plan is None or self._n_hooks != watch.n_others:
             if self._plans is None:
                 self._made_plan = plan_split(self._ends, self._inputs)
