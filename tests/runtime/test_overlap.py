@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -569,15 +569,22 @@ def test_the_state_of_the_caller_is_carried_along() -> None:
     assert names.isdisjoint({"default dtype", "deterministic", "threads"})
 
 
-def test_a_hook_made_after_the_forward_is_seen_from_another_thread() -> None:
-    """Nodes are numbered by thread, and B asks which were made before a hook."""
+def keeping(kept: list[Tensor]) -> Callable[[], SplitGraph]:
+    """Return a forward that keeps its transposed weight, whose hooks no node shows."""
     layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4, requires_grad=True)
-    seen: list[Tensor] = []
-    kept: list[Tensor] = []
 
     def forward(x: Tensor) -> Tensor:
         kept.append(layer.weight.t())
         return x @ kept[-1]
+
+    return partial(split_forward, forward, x)
+
+
+def test_a_hook_made_after_the_forward_is_seen_from_another_thread() -> None:
+    """Nodes are numbered by thread, and B asks which were made before a hook."""
+    seen: list[Tensor] = []
+    kept: list[Tensor] = []
+    run_f = keeping(kept)
 
     def run_b(graph: SplitGraph) -> None:
         kept.pop().register_hook(seen.append)
@@ -585,23 +592,19 @@ def test_a_hook_made_after_the_forward_is_seen_from_another_thread() -> None:
         graph.backward_weight()
 
     for _ in range(2):
-        run_b(split_forward(forward, x))
+        run_b(run_f())
     assert len(seen) == 2
 
 
 def test_a_hook_is_seen_after_a_forward_in_another_thread() -> None:
     """That one numbers its nodes from 0, so that those before seem to be younger."""
-    layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4, requires_grad=True)
     seen: list[Tensor] = []
     kept: list[Tensor] = []
+    run_f = keeping(kept)
 
-    def forward(x: Tensor) -> Tensor:
-        kept.append(layer.weight.t())
-        return x @ kept[-1]
-
-    graph = split_forward(forward, x)
+    graph = run_f()
     kept[0].register_hook(seen.append)
-    in_another_thread(lambda: split_forward(forward, x))
+    in_another_thread(run_f)
     graph.backward_input(torch.ones(2, 4))
     graph.backward_weight()
     assert len(seen) == 1

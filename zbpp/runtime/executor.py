@@ -247,7 +247,7 @@ class Forward(PassHandler):
 
 
 class WatchedForward(Forward):
-    """F in training that may run once more, or whose overlap points pairs need."""
+    """F in training that may run once more, or whose chunk may have overlap points."""
 
     def __init__(self, bound: BoundProgram, instruction: Pass) -> None:
         super().__init__(bound, instruction)

@@ -41,14 +41,7 @@ from zbpp.runtime.comm.links import (
 )
 from zbpp.runtime.comm.passthrough import PassthroughCache, omitted
 from zbpp.runtime.comm.ping import Ping, ping
-from zbpp.runtime.comm.shapes import (
-    HEADER_BYTES,
-    Shapes,
-    Spec,
-    pack,
-    spec_of,
-    unpack,
-)
+from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.comm.transport import Opening, Transport
 from zbpp.runtime.microbatches import check_samples
