@@ -6,7 +6,7 @@ processor from the others.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zbpp.core import ChunkCosts, Job, Message, TiedGradient, What
 from zbpp.runtime.backward.queue import DeferredWork, WeightQueue, current_queue
 from zbpp.runtime.comm.ping import Ping
-from zbpp.runtime.comm.transport import Opening, Reduction, Transport
+from zbpp.runtime.comm.transport import Expected, Opening, Reduction, Transport
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.values import Tensors, with_tensors
 
@@ -155,6 +155,29 @@ class EmulatedLayer(nn.Module):
         return y
 
 
+@dataclass(frozen=True)
+class _Delayed(Expected):
+    """A value that tells when it was sent, and arrives some time later.
+
+    Args:
+        inner: brings it.
+        delay_s: how much later, in seconds.
+    """
+
+    inner: Expected
+    delay_s: float
+
+    def ready(self) -> bool:
+        """True if `receive` need not wait for a stage of this process."""
+        return self.inner.ready()
+
+    def receive(self, job: Job) -> Tensors:
+        """Wait for the value, and until its delay is over."""
+        tensors = self.inner.receive(job)
+        sleep_until(float(tensors[0].detach().max()) + self.delay_s)
+        return tensors
+
+
 class DelayedTransport(Transport):
     """A transport whose values arrive no sooner than their link's delay after a send.
 
@@ -212,23 +235,14 @@ class DelayedTransport(Transport):
         )
         self._inner.send(value, with_tensors(tensors, stamped), peer)
 
-    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
-        """Announce that a value will be received."""
-        self._inner.post(value, peer, like)
-
-    def ready(self, value: Message) -> bool:
-        """True if `receive` need not wait for a stage of this process."""
-        return self._inner.ready(value)
-
-    def receive(self, value: Message, job: Job) -> Tensors:
-        """Wait for a value, and until its delay is over."""
-        tensors = self._inner.receive(value, job)
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> Expected:
+        """Announce that a value will be received, no sooner than its delay is over."""
+        expected = self._inner.post(value, peer, like)
         if isinstance(value, TiedGradient):
-            return tensors
+            return expected
         step = 1 if value.what is What.ACTIVATION else -1
-        delay_s = self._times.delay(value.chunk, value.chunk + step) / 1e3
-        sleep_until(float(tensors[0].detach().max()) + delay_s)
-        return tensors
+        delay = self._times.delay(value.chunk, value.chunk + step)
+        return _Delayed(expected, delay / 1e3)
 
     def reduce(self, vector: Tensor) -> Reduction:
         """Start to sum a vector over all stages."""

@@ -66,8 +66,8 @@ def capture(
         inputs = local
         if chunk > 0 and placement.stage_of[chunk - 1] != stage:
             value = Value(What.ACTIVATION, chunk - 1, 0)
-            transport.post(value, placement.stage_of[chunk - 1])
-            inputs = transport.receive(value, job)
+            expected = transport.post(value, placement.stage_of[chunk - 1])
+            inputs = expected.receive(job)
         if inputs is not None:
             given[stage].of_chunk[chunk] = fresh(inputs)
         local = runners[stage].forward(chunk, 0, inputs)

@@ -53,7 +53,7 @@ from zbpp.core import (
     passes_in,
 )
 from zbpp.core.jobs import StageKind
-from zbpp.runtime.comm.transport import Opening, Transport
+from zbpp.runtime.comm.transport import Expected, Opening, Transport
 from zbpp.runtime.error_notes import note_pass
 from zbpp.runtime.job_times import JobTimes
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
@@ -76,12 +76,12 @@ T = TypeVar("T")
 class ValueSlot:
     """A value of this stage: computed here, announced by another stage, or neither."""
 
-    __slots__ = ("is_posted", "tensors", "value")
+    __slots__ = ("expected", "tensors", "value")
 
     def __init__(self, value: Value) -> None:
         self.value = value
         self.tensors: Tensors | None = None
-        self.is_posted = False
+        self.expected: Expected | None = None
 
     def take(self) -> Tensors:
         """Return the tensors that were computed here, and forget them."""
@@ -153,12 +153,12 @@ class BoundProgram:
 
     def posted(self) -> list[ValueSlot]:
         """Return the values that are announced and not read yet, in program order."""
-        return [slot for slot in self._slots.values() if slot.is_posted]
+        return [slot for slot in self._slots.values() if slot.expected is not None]
 
     def assert_empty(self) -> None:
         """After a step no value may be left over."""
         for slot in self._slots.values():
-            assert slot.tensors is None and not slot.is_posted, slot.value
+            assert slot.tensors is None and slot.expected is None, slot.value
 
 
 class Handler:
@@ -203,19 +203,18 @@ class PassHandler(Handler):
 
     def ready(self) -> bool:
         """True if the value that it reads is there."""
-        assert self._input is not None
-        return self.executor.transport.ready(self._input.value)
+        assert self._input is not None and self._input.expected is not None
+        return self._input.expected.ready()
 
     def take_input(self) -> Tensors | None:
         """Return what the pass reads, of this stage or of another; None: nothing."""
         slot = self._input
         if slot is None:
             return None
-        if not slot.is_posted:
+        if slot.expected is None:
             return slot.take()
-        slot.is_posted = False
-        executor, job = self.executor, self.instruction
-        return executor.transport.receive(slot.value, job)
+        expected, slot.expected = slot.expected, None
+        return expected.receive(self.instruction)
 
     def keep(self, result: Tensors | None) -> None:
         """Keep what the pass has computed for whom it is for."""
@@ -441,8 +440,8 @@ class PostReceive(Handler):
 
     def run(self) -> None:
         """Announce to the transport that the value will come."""
-        self._slot.is_posted = True
-        self.executor.transport.post(self._slot.value, self.instruction.peer)
+        slot, peer = self._slot, self.instruction.peer
+        slot.expected = self.executor.transport.post(slot.value, peer)
 
 
 class DropReceived(Handler):
@@ -452,16 +451,16 @@ class DropReceived(Handler):
 
     def __init__(self, bound: BoundProgram, instruction: Check, slot: ValueSlot):
         super().__init__(bound, instruction)
-        self._slot = slot
+        assert slot.expected is not None
+        self._expected, slot.expected = slot.expected, None
 
     def ready(self) -> bool:
         """True if the value is there."""
-        return self.executor.transport.ready(self._slot.value)
+        return self._expected.ready()
 
     def run(self) -> None:
         """Take the value out of its channel."""
-        self._slot.is_posted = False
-        self.executor.transport.receive(self._slot.value, self.instruction)
+        self._expected.receive(self.instruction)
 
 
 class SendTiedGradient(Handler):
@@ -489,13 +488,13 @@ class AddTiedGradients(Handler):
 
     def ready(self) -> bool:
         """True if the other stages' gradients are there."""
-        return self.executor.stage.ties.ready(self.executor.transport)
+        return self.executor.stage.ties.ready()
 
     def run(self) -> None:
         """Wait for the other stages' gradients, and add them."""
         executor, ties = self.executor, self.executor.stage.ties
         job = Step(self.instruction.stage)
-        received = ties.receive(executor.transport, job)
+        received = ties.receive(job)
         executor.times.begin_norms()
         ties.add(received)
         executor.collectives.sum_tied()

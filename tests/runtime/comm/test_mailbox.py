@@ -31,9 +31,9 @@ def forward(chunk: int, microbatch: int = 0) -> Job:
 
 def move(source: Mailbox, target: Mailbox, chunk: int, tensors: Tensors) -> Tensors:
     """Send what a chunk has put out, and receive it."""
-    target.post(activation(chunk), source.stage)
+    expected = target.post(activation(chunk), source.stage)
     source.send(activation(chunk), tensors, target.stage)
-    return target.receive(activation(chunk), forward(chunk + 1))
+    return expected.receive(forward(chunk + 1))
 
 
 def looks(thing: Any) -> str:
@@ -77,13 +77,13 @@ def train(
     second.begin(Opening(len(lengths), n_targets=2))
     for i, tensors in enumerate(inputs):
         gradient = Value(What.GRADIENT, 1, i)
-        second.post(activation(0, i), 0)
+        expected = second.post(activation(0, i), 0)
         first.send(activation(0, i), tensors, 1)
-        (found,) = second.receive(activation(0, i), forward(1, i))
+        (found,) = expected.receive(forward(1, i))
         assert torch.equal(found, tensors[0]) and found.requires_grad
-        first.post(gradient, 1)
+        expected = first.post(gradient, 1)
         second.send(gradient, (found.detach(),), 0)
-        (back,) = first.receive(gradient, Pass(PassKind.B, 0, i))
+        (back,) = expected.receive(Pass(PassKind.B, 0, i))
         assert back.shape == found.shape and not back.requires_grad
     for box in boxes:
         box.end()
@@ -170,10 +170,10 @@ def test_a_message_that_does_not_come_is_named() -> None:
     (_, second), _ = make_mailboxes([0, 1])
     second.begin()
     second.doing = "step 7"
-    second.post(activation(0), 0)
+    expected = second.post(activation(0), 0)
     words = "stage 1 waits at 1F0 for .* from stage 0: the connection broke; rank 0 has"
     with pytest.raises(PeerError, match=words):
-        second.receive(activation(0), forward(1))
+        expected.receive(forward(1))
     with pytest.raises(AssertionError, match="never received"):
         second.post(activation(0), 0)
         second.end()

@@ -115,8 +115,8 @@ def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read() -> None
     """
     group, messages = stage_1()
     messages.begin(Opening(2))
-    messages.post(activation(0), 0, like(10))
-    messages.post(activation(1), 0, like(11))
+    first = messages.post(activation(0), 0, like(10))
+    second = messages.post(activation(1), 0, like(11))
     assert group.log == [
         ("receive", "kinds", "beside"),
         ("wait", "kinds", "beside"),
@@ -124,7 +124,7 @@ def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read() -> None
         ("receive", "11", "jobs"),
     ]
     group.log.clear()
-    messages.receive(activation(0), forward(0))
+    first.receive(forward(0))
     assert group.log == [
         ("wait", "kinds", "beside"),
         ("send", "kinds", "beside"),
@@ -132,7 +132,7 @@ def test_a_receive_that_is_posted_early_is_waited_for_where_it_is_read() -> None
         ("wait", "10", "jobs"),
     ]
     group.log.clear()
-    messages.receive(activation(1), forward(1))
+    second.receive(forward(1))
     assert group.log == [("wait", "11", "jobs")]
 
 
@@ -159,12 +159,12 @@ def test_a_failure_aborts_the_communicators_once_and_in_order() -> None:
 def test_a_message_that_does_not_come_is_named() -> None:
     group, messages = stage_1(timeout_s=0.01)
     messages.begin(Opening(2))
-    messages.post(activation(0), 0, like(10))
+    first = messages.post(activation(0), 0, like(10))
     group.is_late = True
     with pytest.raises(
         PeerError, match=r"at 1F0 for .* from stage 0: no answer in 0.01"
     ):
-        messages.receive(activation(0), forward(0))
+        first.receive(forward(0))
 
 
 @pytest.mark.parametrize("step_on", [False, True])
@@ -177,13 +177,13 @@ def test_a_message_that_has_failed_is_not_taken_for_one_that_has_come(
     """
     group, messages = stage_1()
     messages.begin(Opening(2))
-    messages.post(activation(0), 0, like(10))
-    messages.post(activation(1), 0, like(11))
-    messages.receive(activation(0), forward(0))
+    first = messages.post(activation(0), 0, like(10))
+    second = messages.post(activation(1), 0, like(11))
+    first.receive(forward(0))
     group.error = RuntimeError("NCCL communicator was aborted")
     with pytest.raises(PeerError, match=r"waits at .*: the connection broke") as caught:
         if step_on:  # the next message finds it out, or the next sum
-            messages.receive(activation(1), forward(1))
+            second.receive(forward(1))
         else:
             messages.reduce(torch.ones(3)).result()
     assert caught.value.__cause__ is group.error

@@ -207,14 +207,6 @@ class PendingSum:
         return self._total
 
 
-class _Endpoint(NamedTuple):
-    """The way of one value's tensors to or from a peer, looked up once."""
-
-    call: Callable[[list[Tensor], int, int], dist.Work]
-    rank: int
-    tags: tuple[int, int]
-
-
 class _Sent(NamedTuple):
     work: dist.Work
     tensor: Tensor
@@ -245,8 +237,6 @@ class P2PLink:
         self.failures = failures
         self._waits = waits
         self._training = True
-        self._to: dict[tuple[Message, int], _Endpoint] = {}
-        self._from: dict[tuple[Message, int], _Endpoint] = {}
         self._sends: deque[_Sent] = deque()
         self._n_sent = 0
         self._n_older = 0
@@ -259,14 +249,10 @@ class P2PLink:
 
     def send(self, value: Message, slot: int, tensor: Tensor, peer: int) -> None:
         """Start to send a tensor of a value; it is kept until it has left."""
-        endpoint = self._to.get((value, peer))
-        if endpoint is None:
-            channel = self.groups.channels[self.failures.stage, peer]
-            endpoint = _endpoint(channel.group.send, channel.target, value)
-            self._to[value, peer] = endpoint
+        channel = self.groups.channels[self.failures.stage, peer]
+        number = tag(value, slot, training=self._training)
         try:
-            tag = endpoint.tags[self._training] + slot
-            work = endpoint.call([tensor], endpoint.rank, tag)
+            work = channel.group.send([tensor], channel.target, number)
         except RuntimeError as error:
             what = f"could not send {value} to"
             raise self.failures.peer_error(what, peer) from error
@@ -280,17 +266,14 @@ class P2PLink:
         self, value: Message, slot: int, buffer: Tensor, peer: int
     ) -> dist.Work:
         """Start to receive a tensor of a value."""
-        endpoint = self._from.get((value, peer))
-        if endpoint is None:
-            channel = self.groups.channels[peer, self.failures.stage]
-            endpoint = _endpoint(channel.group.recv, channel.source, value)
-            self._from[value, peer] = endpoint
+        channel = self.groups.channels[peer, self.failures.stage]
+        number = tag(value, slot, training=self._training)
         try:
-            tag = endpoint.tags[self._training] + slot
-            return endpoint.call([buffer], endpoint.rank, tag)
+            work: dist.Work = channel.group.recv([buffer], channel.source, number)
         except RuntimeError as error:
             what = f"could not receive {value} from"
             raise self.failures.peer_error(what, peer) from error
+        return work
 
     def send_numbers(
         self, value: Message, slot: int, numbers: Tensor, peer: int
@@ -376,14 +359,7 @@ class P2PLink:
 
     def close(self) -> None:
         """End the groups."""
-        self._to.clear()
-        self._from.clear()
         self.groups.close()
-
-
-def _endpoint(call: Callable[..., dist.Work], rank: int, value: Message) -> _Endpoint:
-    tags = tag(value, 0, training=False), tag(value, 0, training=True)
-    return _Endpoint(call, rank, tags)
 
 
 def tag(value: Message, slot: int, *, training: bool) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from zbpp.core import Job, Message
-from zbpp.runtime.comm.transport import Transport
+from zbpp.runtime.comm.transport import Expected, Transport
 from zbpp.runtime.support.streams import Event, HostCopy, StageStream
 from zbpp.runtime.values import Tensors
 
@@ -72,6 +72,29 @@ class _LocalSum:
         return self._total
 
 
+@dataclass(slots=True, eq=False)
+class _InHub(Expected):
+    """A value that a stage of this process will send."""
+
+    mail: dict[Message, deque[tuple[Tensors, Event | None]]]
+    value: Message
+    stream: StageStream | None
+
+    def ready(self) -> bool:
+        """True if the value is in the mailbox."""
+        return self.value in self.mail
+
+    def receive(self, job: Job) -> Tensors:
+        """Take the tensors out of the mailbox."""
+        copies = self.mail[self.value]
+        tensors, event = copies.popleft()
+        if not copies:
+            del self.mail[self.value]
+        if self.stream is not None and event is not None:
+            self.stream.take_over(tensors, event)
+        return tensors
+
+
 class LocalMailbox(Transport):
     """The messages of one of several stages that share a process and a hub."""
 
@@ -88,19 +111,9 @@ class LocalMailbox(Transport):
         event = None if self.stream is None else self.stream.mark()
         self._hub.mail[value].append((tensors, event))
 
-    def ready(self, value: Message) -> bool:
-        """True if the value is in the mailbox."""
-        return value in self._hub.mail
-
-    def receive(self, value: Message, job: Job) -> Tensors:
-        """Take the tensors out of the mailbox."""
-        copies = self._hub.mail[value]
-        tensors, event = copies.popleft()
-        if not copies:
-            del self._hub.mail[value]
-        if self.stream is not None and event is not None:
-            self.stream.take_over(tensors, event)
-        return tensors
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> "_InHub":
+        """Name a value that will be in the mailbox."""
+        return _InHub(self._hub.mail, value, self.stream)
 
     def reduce(self, vector: Tensor) -> _LocalSum:
         """Add to this process's n-th sum, n being this stage's count so far."""

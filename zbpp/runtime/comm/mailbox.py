@@ -43,7 +43,7 @@ from zbpp.runtime.comm.passthrough import PassthroughCache, omitted
 from zbpp.runtime.comm.ping import Ping, ping
 from zbpp.runtime.comm.shapes import HEADER_BYTES, Shapes, Spec, pack, spec_of, unpack
 from zbpp.runtime.comm.stage_group import ALONE, StageGroup
-from zbpp.runtime.comm.transport import Opening, Transport
+from zbpp.runtime.comm.transport import Expected, Opening, Transport
 from zbpp.runtime.microbatches import check_samples
 from zbpp.runtime.support.errors import NonFiniteError, PeerError, ShapeError
 from zbpp.runtime.support.streams import SideStream
@@ -82,15 +82,17 @@ class StageLinks:
         return [x for x, parent in enumerate(self.parents) if parent == stage]
 
 
-@dataclass(slots=True)
-class _PostedReceive:
+@dataclass(slots=True, eq=False)
+class _PostedReceive(Expected):
     """A value that will come; its buffers exist once the shapes are known.
 
     Args:
+        mailbox: to which it was announced.
         like: its shapes, if this end knows them without the other.
         omitted: places of the tensors that this stage has had.
     """
 
+    mailbox: "Mailbox"
     value: Message
     peer: int
     like: Spec | None = None
@@ -98,6 +100,10 @@ class _PostedReceive:
     omitted: Collection[int] = ()
     buffers: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
+
+    def receive(self, job: Job) -> Tensors:
+        """Wait for the value, and for the headers of those before it in the channel."""
+        return self.mailbox.receive(self, job)
 
 
 class Mailbox(Transport):
@@ -136,7 +142,8 @@ class Mailbox(Transport):
         self._passthrough = PassthroughCache(self.stage, stages.stage_of)
         self._opening: Opening | None = None
         self._kinds: HostMessage | None = None
-        self._posted: dict[Message, _PostedReceive] = {}
+        self._posted: dict[_PostedReceive, None] = {}
+        """Those that are not received yet, in order."""
         self._waiting: Mapping[int, deque[_PostedReceive]] = {
             peer: deque() for peer in stages.neighbours[self.stage]
         }
@@ -202,7 +209,7 @@ class Mailbox(Transport):
         is_first = self._failures.timeout_s != self._steady_timeout_s
         if self._opening is not None and is_first:
             self._failures.limit_waits(self._steady_timeout_s)
-        assert not self._posted, f"never received: {list(self._posted)}"
+        assert not self._posted, f"never received: {[x.value for x in self._posted]}"
         assert self._kinds is None, "the kinds of the micro-batches were never read"
         assert not self._passthrough.kept, "constants were left over"
         self._link.end()
@@ -247,17 +254,21 @@ class Mailbox(Transport):
                 "on numbers that change as tensors)"
             )
 
-    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
+    def post(
+        self, value: Message, peer: int, like: Tensors | None = None
+    ) -> _PostedReceive:
         """Start to receive, unless the shapes are still unknown."""
         spec = None if like is None else Spec.of(like)
-        self._posted[value] = posted = _PostedReceive(value, peer, spec)
+        posted = _PostedReceive(self, value, peer, spec)
+        self._posted[posted] = None
         self._waiting[peer].append(posted)
         self._start_known(peer)
+        return posted
 
-    def receive(self, value: Message, job: Job) -> Tensors:
+    def receive(self, posted: _PostedReceive, job: Job) -> Tensors:
         """Wait for a value, and for the headers of those before it in the channel."""
-        posted = self._posted.pop(value)
-        context = (job, "for", value, "from")
+        del self._posted[posted]
+        context = (job, "for", posted.value, "from")
         if self._kinds is not None:
             self._read_kinds(self._kinds, context)
         waiting = self._waiting[posted.peer]
@@ -295,8 +306,8 @@ class Mailbox(Transport):
 
     def _receive_rest(self, job: Job) -> None:
         """Wait for all values that are posted, so that no sender is cut off."""
-        for value in list(self._posted):
-            self.receive(value, job)
+        for posted in list(self._posted):
+            self.receive(posted, job)
 
     def _known(self, posted: _PostedReceive) -> Spec | None:
         """The shapes of a value that will come, unless a header will tell them."""

@@ -20,7 +20,7 @@ from zbpp.runtime.comm.stage_group import ALONE, StageGroup
 from zbpp.runtime.support.errors import PeerError
 from zbpp.runtime.values import Tensors
 
-__all__ = ["Opening", "Reduction", "Transport"]
+__all__ = ["Expected", "Opening", "Reduction", "Transport"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,18 @@ class Reduction(Protocol):
         """Wait for the sum, on the host; ``job`` is named if it does not come."""
 
 
+class Expected:
+    """A value that was announced to a transport, and is to be received once."""
+
+    def ready(self) -> bool:
+        """True if `receive` returns without waiting for a stage of this process."""
+        return True
+
+    def receive(self, job: Job) -> Tensors:
+        """Wait for the value; ``job`` is named if it does not come."""
+        raise NotImplementedError
+
+
 class Transport:
     """One stage's messages. Values of a channel arrive in the order of their sends."""
 
@@ -63,7 +75,7 @@ class Transport:
     """The processes of the same stage."""
 
     is_local: bool = False
-    """Values come from stages of this process, so that `ready` has to be asked."""
+    """Values come from stages of this process, so that `Expected.ready` matters."""
 
     on_device: bool = False
     """A receive occupies the device until its value comes."""
@@ -75,15 +87,8 @@ class Transport:
         """Hand over a value and go on at once."""
         raise NotImplementedError
 
-    def post(self, value: Message, peer: int, like: Tensors | None = None) -> None:
+    def post(self, value: Message, peer: int, like: Tensors | None = None) -> Expected:
         """Announce that a value will be received; its shapes are those of ``like``."""
-
-    def ready(self, value: Message) -> bool:
-        """True if `receive` returns without waiting for a stage of this process."""
-        return True
-
-    def receive(self, value: Message, job: Job) -> Tensors:
-        """Wait for a value that was posted; ``job`` is named if it does not come."""
         raise NotImplementedError
 
     def reduce(self, vector: Tensor) -> Reduction:

@@ -269,8 +269,8 @@ def _share_first_bits(executors: Mapping[int, Executor], plan: TiePlan) -> None:
             if stage in executors:
                 transport = executors[stage].transport
                 copy = executors[stage].stage.ties.held[tie].parameter
-                transport.post(value, first, (copy.detach(),))
-                copy.copy_(transport.receive(value, Step(stage))[0])
+                expected = transport.post(value, first, (copy.detach(),))
+                copy.copy_(expected.receive(Step(stage))[0])
 
 
 def _refuse_meta(layer: nn.Module, index: int, device: torch.device) -> None:

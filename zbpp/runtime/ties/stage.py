@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.core import Job, RequestError, TiedGradient
-from zbpp.runtime.comm.transport import Transport
+from zbpp.runtime.comm.transport import Expected, Transport
 from zbpp.runtime.support.fingerprint import bits
 from zbpp.runtime.support.marks import Mark, mark
 from zbpp.runtime.ties.plan import NO_TIES, TiePlan
@@ -75,7 +75,7 @@ class StageTies:
     ) -> None:
         self.stage = stage
         self.plan = plan
-        self._posted: list[TiedGradient] = []
+        self._expected: dict[TiedGradient, Expected] = {}
         self.held = {tie.number: tie for tie in held}
         self.aliases: set[Tensor] = {
             leaf
@@ -151,17 +151,17 @@ class StageTies:
         """Announce gradients of another stage; they look like the parameter here."""
         parameter = self.held[message.tie].parameter
         n_tensors = len(self._layers(message)) if parameter.requires_grad else 0
-        transport.post(message, peer, (parameter.detach(),) * n_tensors)
-        self._posted.append(message)
+        like = (parameter.detach(),) * n_tensors
+        self._expected[message] = transport.post(message, peer, like)
 
-    def ready(self, transport: Transport) -> bool:
+    def ready(self) -> bool:
         """True if `receive` returns without waiting for a stage of this process."""
-        return all(map(transport.ready, self._posted))
+        return all(expected.ready() for expected in self._expected.values())
 
-    def receive(self, transport: Transport, job: Job) -> dict[TiedGradient, Tensors]:
+    def receive(self, job: Job) -> dict[TiedGradient, Tensors]:
         """Wait for all that is posted; ``job`` is named if it does not come."""
-        posted, self._posted = self._posted, []
-        return {message: transport.receive(message, job) for message in posted}
+        expected, self._expected = self._expected, {}
+        return {message: x.receive(job) for message, x in expected.items()}
 
     @torch.no_grad()
     def add(self, received: Mapping[TiedGradient, Sequence[Tensor]]) -> None:
