@@ -25,7 +25,10 @@ config = LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=2)
 pipeline = zbpp.Pipeline(
     LlamaForCausalLM(config),
     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    **{"schedule": "ZBV", "n_stages": 2, "n_microbatches": 4, "clip_grad_norm": 1.0},
+    schedule="ZBV",
+    n_stages=2,
+    n_microbatches=4,
+    clip_grad_norm=1.0,
 )
 loader = replica_loader(DataLoader(rows, batch_size=16, shuffle=True), pipeline)
 cosine = [

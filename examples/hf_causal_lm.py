@@ -23,9 +23,14 @@ args = parser.parse_args()
 torch.manual_seed(0)
 torch.set_num_threads(1)  # with other numbers of threads, sums round differently
 config = LlamaConfig(
-    **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176},
-    **{"num_hidden_layers": 6, "num_attention_heads": 4, "pad_token_id": None},
-    **{"bos_token_id": None, "eos_token_id": None},
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
 )
 text = torch.tensor(list(args.text.read_bytes()))  # a token is a byte
 pipeline = zbpp.Pipeline(

@@ -29,7 +29,9 @@ class Network(lightning.LightningModule):
             nn.Sequential(*blocks),
             loss_fn=nn.functional.mse_loss,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-            **{"schedule": "ZBH1", "n_microbatches": 4, "clip_grad_norm": 1.0},
+            schedule="ZBH1",
+            n_microbatches=4,
+            clip_grad_norm=1.0,
         )
 
     def configure_optimizers(self):  # noqa: D102
@@ -50,8 +52,11 @@ class Stages(SingleDeviceStrategy):
 
 
 trainer = lightning.Trainer(
-    **{"max_steps": 12, "logger": False, "enable_checkpointing": False},
-    **{"enable_progress_bar": False, "enable_model_summary": False},
+    max_steps=12,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
     strategy=Stages("cpu"),
 )
 trainer.fit(Network(), loader)

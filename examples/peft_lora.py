@@ -22,7 +22,9 @@ model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, lora_alpha=16))
 pipeline = zbpp.Pipeline(
     model,
     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    **{"schedule": "ZBV", "n_stages": 2, "n_microbatches": 4},
+    schedule="ZBV",
+    n_stages=2,
+    n_microbatches=4,
 )
 for step, rows in enumerate(text.view(8, 16, 32)):
     result = pipeline.step({"input_ids": rows, "labels": rows})

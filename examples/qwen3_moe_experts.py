@@ -113,10 +113,17 @@ def main() -> None:
         )
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96},
-        **{"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16},
-        **{"num_key_value_heads": 2, "moe_intermediate_size": 48, "num_experts": 8},
-        **{"num_experts_per_tok": 2, "norm_topk_prob": True},
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        head_dim=16,
+        num_key_value_heads=2,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
     )
     model = Qwen3MoeForCausalLM(config)
     for layer in model.model.layers:

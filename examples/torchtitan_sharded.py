@@ -31,7 +31,9 @@ pipeline = zbpp.Pipeline(
     layers,
     loss_fn=lambda x, y: nn.functional.cross_entropy(x.flatten(0, 1), y.flatten()),
     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    **{"schedule": "ZBV", "n_microbatches": 4, "mesh": mesh},
+    schedule="ZBV",
+    n_microbatches=4,
+    mesh=mesh,
 )
 for step, rows in enumerate(text.view(8, 8, 33)):
     share = rows.chunk(shards)[pipeline.place.replica]

@@ -118,7 +118,8 @@ def test_a_trainer_of_torchs_schedules_trains_by_ours(pool: Pool, mode: str) -> 
         torch.testing.assert_close(
             [x for x in found if x is not None],
             [x for x in expected if x is not None],
-            **{"rtol": 1e-5, "atol": 1e-7},
+            rtol=1e-5,
+            atol=1e-7,
         )
     last = 0 if mode == "ZBV" else 1
     for rank, (outputs, losses, *_) in enumerate(ours):

@@ -141,8 +141,11 @@ def test_buffers_above_the_blocks_are_saved_once_and_loaded():
     def state_and_loss(model, state=None):
         with flat_pipeline(
             cut(model, "body.blocks", **NAMES),
-            **{"loss_fn": nn.functional.mse_loss, "optimizer": None, "n_stages": 2},
-            **{"schedule": "1F1B", "n_microbatches": 2},
+            loss_fn=nn.functional.mse_loss,
+            optimizer=None,
+            n_stages=2,
+            schedule="1F1B",
+            n_microbatches=2,
         ) as pipeline:
             if state is not None:
                 pipeline.load_state_dict(state)

@@ -72,8 +72,11 @@ class Model(nn.Module):
 def pipeline_of(model: nn.Module) -> zbpp.Pipeline:
     return flat_pipeline(
         cut(model, "blocks", before=("embed", "hides"), after=("norm",)),
-        **{"loss_fn": nn.functional.mse_loss, "optimizer": None, "n_stages": 2},
-        **{"schedule": "ZBV", "n_microbatches": 1},
+        loss_fn=nn.functional.mse_loss,
+        optimizer=None,
+        n_stages=2,
+        schedule="ZBV",
+        n_microbatches=1,
     )
 
 

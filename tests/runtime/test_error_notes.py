@@ -114,7 +114,7 @@ def test_reports_have_the_models_own_names():
     def names(model: object) -> set[str]:
         with flat_pipeline(
             model, loss_fn=nn.functional.mse_loss, optimizer=None,
-            **{"n_stages": 2, "n_microbatches": 2, "schedule": "ZBH1"},
+            n_stages=2, n_microbatches=2, schedule="ZBH1",
         ) as pipeline:  # fmt: skip
             pipeline.step(torch.ones(4, D), torch.ones(4, D))
             return set(diagnostics.split_report(pipeline))

@@ -79,7 +79,9 @@ class Chromium:
     def resize(self, width: int, height: int) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride",
-            **{"width": width, "height": height, "deviceScaleFactor": 1},
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
             mobile=False,
         )
 

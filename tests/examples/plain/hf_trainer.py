@@ -14,10 +14,18 @@ sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
 config = LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=2)
 arguments = TrainingArguments(
     sys.argv[2],
-    **{"use_cpu": True, "disable_tqdm": True, "report_to": "none"},
-    **{"max_steps": 10, "per_device_train_batch_size": 16, "learning_rate": 1e-2},
-    **{"weight_decay": 0.1, "lr_scheduler_type": "cosine", "logging_steps": 1},
-    **{"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5},
+    use_cpu=True,
+    disable_tqdm=True,
+    report_to="none",
+    max_steps=10,
+    per_device_train_batch_size=16,
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    lr_scheduler_type="cosine",
+    logging_steps=1,
+    eval_strategy="steps",
+    eval_steps=5,
+    save_steps=5,
 )
 trainer = Trainer(
     LlamaForCausalLM(config),

@@ -37,8 +37,12 @@ class Network(lightning.LightningModule):
 
 
 trainer = lightning.Trainer(
-    **{"max_steps": 12, "logger": False, "enable_checkpointing": False},
-    **{"enable_progress_bar": False, "enable_model_summary": False},
-    **{"accelerator": "cpu", "devices": 1},
+    max_steps=12,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    accelerator="cpu",
+    devices=1,
 )
 trainer.fit(Network(), loader)
