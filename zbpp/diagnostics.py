@@ -187,7 +187,7 @@ def prediction(
     # stages that share the process: no stage's memory is known
     peak = peak_held(pipeline.device) if len(executors) == 1 else None
     held = pipeline.stages.gather_dict(dict.fromkeys(executors, peak))
-    given = costs is not None
+    has_costs = costs is not None
     costs = costs or measured_costs(pipeline, n, joint=True)
     if memory is not None:
         costs = replace(costs.with_memory(memory), memory_unit="bytes")
@@ -196,7 +196,7 @@ def prediction(
         lines,
         costs,
         held=[held[stage] for stage in sorted(held)],
-        given=given,
+        given=has_costs,
         side_by_side=len(executors) == 1,
     )
 

@@ -67,11 +67,11 @@ class PipelineTrainer(Trainer):
             "torch_compile": (False, "execution=zbpp.Execution(compile='blocks')"),
             "label_smoothing_factor": (0.0, "loss_fn"),
         }
-        for name, (usual, other) in instead.items():
+        for name, (usual, instruction) in instead.items():
             if getattr(args, name) != usual:
                 raise RequestError(
                     f"TrainingArguments({name}={getattr(args, name)}) has no effect on "
-                    f"a pipeline: give {other} in pipeline={{...}}"
+                    f"a pipeline: give {instruction} in pipeline={{...}}"
                 )
         if self.optimizer is not None or self.compute_loss_func is not None:
             raise RequestError(

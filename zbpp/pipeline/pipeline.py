@@ -334,8 +334,8 @@ class Pipeline:
         stages, factor = self.stages, 1.0
         with self._step_under_way():
             if part.n_calls > 1 or part.n_expected > 1:
-                known = {"factor": part.gradient_factor} if part.divisor else {}
-                factor = stages.gather_dict(known)["factor"]
+                factors = {"factor": part.gradient_factor} if part.divisor else {}
+                factor = stages.gather_dict(factors)["factor"]
             for executor in stages.executors.values():
                 executor.begin_end(factor)
             drive(stages.executors, self._parts[1])

@@ -42,8 +42,8 @@ def note_pass(
         f"{job} is the {_CALLED[job.kind]} of micro-batch {job.microbatch} in chunk "
         f"{job.chunk}, layers {first} to {last}"
     )
-    if job.kind is not PassKind.F and (found := _module_in(error, layers)):
-        error.add_note(f"raised in {name_of(*found)} (layer {found[0]})")
+    if job.kind is not PassKind.F and (place := _module_in(error, layers)):
+        error.add_note(f"raised in {name_of(*place)} (layer {place[0]})")
 
 
 def note_layer(
@@ -58,9 +58,9 @@ def note_layer(
         value: its argument.
         name_of: names it.
     """
-    found = _module_in(error, [(index, layer)]) or (index, "")
+    place = _module_in(error, [(index, layer)]) or (index, "")
     error.add_note(
-        f"raised in {name_of(*found)} (layer {index}); the layer was called with "
+        f"raised in {name_of(*place)} (layer {index}); the layer was called with "
         f"{_words(value)}"
     )
     is_tuple = isinstance(value, tuple) and len(value) > 1
@@ -80,13 +80,13 @@ def _module_in(
         for index, layer in layers
         for path, module in layer.named_modules()
     }
-    found = None
+    place = None
     step: TracebackType | None = error.__traceback__
     while step is not None:
         held = step.tb_frame.f_locals.get("self")
-        found = places.get(id(held), found)
+        place = places.get(id(held), place)
         step = step.tb_next
-    return found
+    return place
 
 
 def _words(value: object) -> str:

@@ -221,28 +221,28 @@ class PassHandler(Handler):
         if self._output is not None:
             self._output.tensors = result
 
-    def compute(self, given: Tensors | None) -> Tensors | None:
+    def compute(self, inputs: Tensors | None) -> Tensors | None:
         """Compute the result of the pass from what it reads."""
         raise NotImplementedError
 
     def run(self) -> None:
         """Take what the pass reads, compute, keep the result."""
-        given = self.take_input()
-        self.keep(self.executor.timed(self.instruction, self.compute, given))
+        inputs = self.take_input()
+        self.keep(self.executor.timed(self.instruction, self.compute, inputs))
 
     def begin(self, overlap: Overlap) -> None:
         """Take what the pass reads; from here on ``overlap`` lets it compute."""
-        given = self.take_input()
-        overlap.begin(self.instruction, lambda: self.keep(self.compute(given)))
+        inputs = self.take_input()
+        overlap.begin(self.instruction, lambda: self.keep(self.compute(inputs)))
 
 
 class Forward(PassHandler):
     """F in training."""
 
-    def compute(self, given: Tensors | None) -> Tensors | None:
+    def compute(self, inputs: Tensors | None) -> Tensors | None:
         """Run the forward."""
         job = self.instruction
-        return self.executor.stage.forward(job.chunk, job.microbatch, given)
+        return self.executor.stage.forward(job.chunk, job.microbatch, inputs)
 
 
 class WatchedForward(Forward):
@@ -252,23 +252,23 @@ class WatchedForward(Forward):
         super().__init__(bound, instruction)
         self._overlap = self.executor.overlap if bound.overlaps else None
 
-    def compute(self, given: Tensors | None) -> Tensors | None:
+    def compute(self, inputs: Tensors | None) -> Tensors | None:
         """Run the forward; a replay watches what it changes."""
         job, overlap = self.instruction, self._overlap
         with (
             _NOTHING if overlap is None else overlap.watching(job.chunk),
             self.executor.replay.forward(job),
         ):
-            return super().compute(given)
+            return super().compute(inputs)
 
 
 class Predict(PassHandler):
     """F in an evaluation, which keeps nothing for a backward."""
 
-    def compute(self, given: Tensors | None) -> Tensors | None:
+    def compute(self, inputs: Tensors | None) -> Tensors | None:
         """Run the forward without gradients."""
         job = self.instruction
-        return self.executor.stage.predict(job.chunk, job.microbatch, given)
+        return self.executor.stage.predict(job.chunk, job.microbatch, inputs)
 
 
 class InputBackward(PassHandler):
@@ -279,10 +279,10 @@ class InputBackward(PassHandler):
         stage, is_full = self.executor.stage, instruction.kind is PassKind.BW
         self._backward = stage.backward if is_full else stage.backward_input
 
-    def compute(self, given: Tensors | None) -> Tensors | None:
+    def compute(self, inputs: Tensors | None) -> Tensors | None:
         """Compute the gradients of the inputs, or all."""
         job = self.instruction
-        return self._backward(job.chunk, job.microbatch, given)
+        return self._backward(job.chunk, job.microbatch, inputs)
 
 
 class WeightBackward(PassHandler):

@@ -83,8 +83,8 @@ def split_targets(batch: Batch, n: int) -> list[object]:
 
 def count_samples(micro_batch: object) -> int:
     """Samples of a micro-batch; 1 where that cannot be told."""
-    known = _known_samples(micro_batch)
-    return 1 if known is None else known
+    n = _known_samples(micro_batch)
+    return 1 if n is None else n
 
 
 def samples_to_cut(batch: Batch) -> int | None:

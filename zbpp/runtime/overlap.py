@@ -304,8 +304,8 @@ def overlap_point(
     on_device = not is_marked and any(runs_ahead(x.device) for x in tensors)
 
     def run() -> T:
-        given = _handed_on(_CommunicationEnds, (args, kwargs), on_device=on_device)
-        result: T = map_tensors(communicate(*given[0], **given[1]), arrived)
+        arguments = _handed_on(_CommunicationEnds, (args, kwargs), on_device=on_device)
+        result: T = map_tensors(communicate(*arguments[0], **arguments[1]), arrived)
         return result
 
     result = run() if place is None else place.communicate(run, tensors, on_device)

@@ -63,7 +63,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self._call(value)
         is_tuple = type(value) is tuple
-        given = value if isinstance(value, tuple) and is_tuple else (value,)
+        arguments = value if isinstance(value, tuple) and is_tuple else (value,)
         state = ForwardState(self._recorder, self._device)
         output: object = checkpoint(
             partial(
@@ -71,7 +71,7 @@ class Recomputed:
                 is_tuple=is_tuple,
                 copies=self._is_first or self._changes_input,
             ),
-            *given,
+            *arguments,
             use_reentrant=False,
             preserve_rng_state=False,  # `ForwardState` does, for all generators
             context_fn=lambda: (nullcontext(), state),
@@ -85,8 +85,8 @@ class Recomputed:
         self._is_first = False
         return output
 
-    def _forward(self, *given: object, is_tuple: bool, copies: bool) -> object:
-        value: object = given if is_tuple else given[0]
+    def _forward(self, *arguments: object, is_tuple: bool, copies: bool) -> object:
+        value: object = arguments if is_tuple else arguments[0]
         constants = _Copies()
         if copies:
             value = map_tensors(value, constants.copy)

@@ -196,8 +196,8 @@ class Stage:
 
     def watch_weights(self, watches: Mapping[int, Progress]) -> None:
         """Let the last W's of this step's chunks tell how far they are, or all W's."""
-        for chunk, one in watches.items():
-            self._orders[chunk].listen(self.n_microbatches, one)
+        for chunk, progress in watches.items():
+            self._orders[chunk].listen(self.n_microbatches, progress)
 
     def discard(self) -> None:
         """Forget the forwards so far; they will run once more."""
@@ -287,11 +287,11 @@ class Stage:
             gradients = self.loss.gradients(saved.ends, microbatch, self.loss_scale)
         if chunk not in self.where:
             self.where[chunk] = saved.graph.report(self.chunks[chunk].leaves_once())
-        found = run(microbatch, saved.graph, gradients)
+        input_gradients = run(microbatch, saved.graph, gradients)
         self.defers = self.defers or saved.graph.defers()
         asked = saved.asked
         saved.asked = saved.ends = ()
-        return zeros_for_none(asked, found)
+        return zeros_for_none(asked, input_gradients)
 
     def backward_weight(self, chunk: int, microbatch: int, _: None = None) -> None:
         """W: the weight gradients that B has deferred."""
@@ -311,8 +311,8 @@ class Stage:
 
     def own_batch(self, chunk: int, microbatch: int) -> list[object]:
         """The parts of the batch that a forward of this chunk reads, if any."""
-        own = (chunk == 0, self.inputs), (chunk == self._last, self.loss.targets)
-        return [part[microbatch] for reads, part in own if reads and part is not None]
+        parts = (chunk == 0, self.inputs), (chunk == self._last, self.loss.targets)
+        return [part[microbatch] for reads, part in parts if reads and part is not None]
 
     def _seeds(self, microbatch: int) -> Callable[[int], None] | None:
         """The call that seeds the generators before each layer; None: nothing does."""

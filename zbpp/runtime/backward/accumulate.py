@@ -134,23 +134,23 @@ class GradientOrder:
         elif others := self._waits_for(waiting):
             apart = [p for p in graph.in_b() if p in others]
         self._n_apart += bool(apart)
-        result, found = run_isolated(graph, gradients, apart)
+        result, pending = run_isolated(graph, gradients, apart)
         self._n_apart -= bool(apart)
-        self._b.add(microbatch, lambda: self._end_b(microbatch, found, waiting))
+        self._b.add(microbatch, lambda: self._end_b(microbatch, pending, waiting))
         while self._held and not self._n_apart:
             held, its_graph = self._held.pop(0)
             self.run_w(held, its_graph)
         return result
 
     def _end_b(
-        self, microbatch: int, found: PendingGrads, waiting: Sequence[Tensor]
+        self, microbatch: int, pending: PendingGrads, waiting: Sequence[Tensor]
     ) -> None:
         """Add what B has kept apart, but for what a W goes before."""
-        late = found
-        if found and self._each is None:
+        late = pending
+        if pending and self._each is None:
             others = self._waits_for(waiting)
-            _add_all(pair for pair in found if pair[0] not in others)
-            late = [pair for pair in found if pair[0] in others]
+            _add_all(pair for pair in pending if pair[0] not in others)
+            late = [pair for pair in pending if pair[0] in others]
         if late:
             self._late[microbatch] = late
             waiting = [*waiting, *(p for p, _ in late)]
@@ -158,12 +158,17 @@ class GradientOrder:
         if self._each is None:
             self._end_addition(microbatch)
 
-    def _waits_for(self, own: Sequence[Tensor]) -> set[Tensor]:
+    def _waits_for(self, leaves: Sequence[Tensor]) -> set[Tensor]:
         """Parameters of earlier W's, but for graphs of one plan, which is theirs.
 
         Those leave to W what this one does, and nothing that it does in B.
         """
-        return {p for one in self._waiting.values() if one is not own for p in one}
+        return {
+            p
+            for earlier in self._waiting.values()
+            if earlier is not leaves
+            for p in earlier
+        }
 
     def run_w(self, microbatch: int, graph: MicrobatchGraph) -> None:
         """W of a micro-batch, or of several whose turn has come.

@@ -34,9 +34,9 @@ def check_module(
     wrapper = "DistributedDataParallel" if is_in_ddp() else None
     if module not in _checked:
         for path, part in module.named_modules():
-            found = data_parallel(part)
-            if found is not None and not (on_mesh and is_unit(part)):
-                wrapper, name = found, f"{name}.{path}" if path else name
+            kind = data_parallel(part)
+            if kind is not None and not (on_mesh and is_unit(part)):
+                wrapper, name = kind, f"{name}.{path}" if path else name
                 break
     if wrapper is not None:
         way = "split the bare module, and reduce its gradients after the last W"

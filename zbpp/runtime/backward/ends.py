@@ -96,7 +96,7 @@ def fitting(
             f"B was given {len(gradients)} gradients, and {len(ends)} "
             "outputs require one; give one for each, None where it has no influence"
         )
-    own: list[End] = []
+    used_ends: list[End] = []
     used: list[Tensor | None] = []
     for i, dy in enumerate(gradients):  # without a zip: a part of every B
         if dy is None:
@@ -107,23 +107,23 @@ def fitting(
                 f"gradient {i} has the shape {list(dy.shape)}, and its output "
                 f"{list(shape)}"
             )
-        own.append(ends[i])
+        used_ends.append(ends[i])
         used.append(dy)
-    return own, used
+    return used_ends, used
 
 
 def zeros_for_none(
-    inputs: Sequence[Tensor], found: Sequence[Tensor | None]
+    inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """Return gradients, zero for inputs that have no influence.
 
     Args:
         inputs: of the forward.
-        found: one for each of them that requires a gradient.
+        gradients: one for each of them that requires a gradient.
     """
-    for dx in found:
+    for dx in gradients:
         if dx is None:
             needing = [x for x in inputs if x.requires_grad]
-            pairs = zip(needing, found, strict=True)
+            pairs = zip(needing, gradients, strict=True)
             return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in pairs)
-    return tuple(found)  # type: ignore[arg-type]
+    return tuple(gradients)  # type: ignore[arg-type]

@@ -112,10 +112,10 @@ class HookWatch:
         if before:
             handles.append(node.register_prehook(_nothing))
         self._n_own += len(handles)
-        found = any(len(handle.hooks_dict_ref()) > 1 for handle in handles)
+        has_more = any(len(handle.hooks_dict_ref()) > 1 for handle in handles)
         for handle in handles:
             handle.remove()
-        return found
+        return has_more
 
     def is_clean(self, leaf: Tensor, node: Any) -> bool:
         """True if others have no hooks on a leaf and its node; kept until a new one."""

@@ -52,8 +52,8 @@ class SplitPlanCache:
         if watch.n_others == UNKNOWN or not has_edges:
             return plan_split(ends, inputs)
         graph = _Graph(ends, inputs)
-        known = self._plans.get(graph.signature)
-        plan = None if known is None else known.plan_of(graph, inputs)
+        known_plan = self._plans.get(graph.signature)
+        plan = None if known_plan is None else known_plan.plan_of(graph, inputs)
         if plan is not None:
             return plan
         self._plans.pop(graph.signature, None)

@@ -209,7 +209,7 @@ class _MatrixGrad(WeightGradients):
     a transposed product.
     """
 
-    other: Tensor
+    operand: Tensor
     factor: float
     is_right: bool
     is_column_major: bool
@@ -217,22 +217,22 @@ class _MatrixGrad(WeightGradients):
     def of(self, dy: Tensor) -> tuple[Tensor]:
         if self.is_column_major:
             return (self.transposed(dy).t(),)
-        other = self.other.t().conj()
-        product = other.mm(dy) if self.is_right else dy.mm(other)
+        operand = self.operand.t().conj()
+        product = operand.mm(dy) if self.is_right else dy.mm(operand)
         return (product if self.factor == 1 else product * self.factor,)
 
     def transposed(self, dy: Tensor) -> Tensor:
         if not self.is_column_major:
             return self.of(dy)[0].t()
-        other, factor = self.other, self.factor
-        if other.dtype.is_complex:
-            other = other.conj()
-        product = dy.t().mm(other) if self.is_right else other.mm(dy.t())
+        operand, factor = self.operand, self.factor
+        if operand.dtype.is_complex:
+            operand = operand.conj()
+        product = dy.t().mm(operand) if self.is_right else operand.mm(dy.t())
         return product if factor == 1 else product * factor
 
     def add_to(self, total: Tensor, dy: Tensor) -> bool:
-        other = self.other.t().conj()
-        left, right = (other, dy) if self.is_right else (dy, other)
+        operand = self.operand.t().conj()
+        left, right = (operand, dy) if self.is_right else (dy, operand)
         total.addmm_(left, right, alpha=self.factor)
         return True
 
@@ -241,18 +241,18 @@ class _MatrixGrad(WeightGradients):
 class _BatchGrad(WeightGradients):
     """The same for batches of matrices."""
 
-    other: Tensor
+    operand: Tensor
     factor: float
     is_right: bool
 
     def of(self, dy: Tensor) -> tuple[Tensor]:
-        other = self.other.transpose(1, 2).conj()
-        gradient = other.bmm(dy) if self.is_right else dy.bmm(other)
+        operand = self.operand.transpose(1, 2).conj()
+        gradient = operand.bmm(dy) if self.is_right else dy.bmm(operand)
         return (gradient if self.factor == 1 else gradient * self.factor,)
 
     def add_to(self, total: Tensor, dy: Tensor) -> bool:
-        other = self.other.transpose(1, 2).conj()
-        left, right = (other, dy) if self.is_right else (dy, other)
+        operand = self.operand.transpose(1, 2).conj()
+        left, right = (operand, dy) if self.is_right else (dy, operand)
         total.baddbmm_(left, right, alpha=self.factor)
         return True
 
@@ -264,14 +264,14 @@ class _GroupedGrad(WeightGradients):
     As for matrices, in the layout of that factor.
     """
 
-    other: Tensor
+    operand: Tensor
     ends: Tensor | None
     is_right: bool
     is_column_major: bool
 
     def of(self, dy: Tensor) -> tuple[Tensor]:
-        other = self.other
-        left, right = (other.mT, dy) if self.is_right else (dy, other.mT)
+        operand = self.operand
+        left, right = (operand.mT, dy) if self.is_right else (dy, operand.mT)
         if not self.is_column_major:
             return (torch._grouped_mm(left, right, offs=self.ends),)
         return (torch._grouped_mm(right.mT, left.mT, offs=self.ends).mT,)
@@ -317,23 +317,23 @@ def _layout_settings(*names: str) -> tuple[str, ...]:
 
 
 def _matrices(left: str, right: str, first: int, *factor: str) -> Rule:
-    """Try the right matrix, then the left one; each needs the other."""
+    """Try the right matrix, then the left one; each needs the other one."""
     settings = _layout_settings(left, right)
     left_sizes, left_strides, right_sizes, right_strides = (
         f"_saved_{name}" for name in settings
     )
     alpha = tuple(f"_saved_{name}" for name in factor)
 
-    def prepare(node: Any, operands: tuple[int, ...], other: Tensor) -> _MatrixGrad:
+    def prepare(node: Any, operands: tuple[int, ...], operand: Tensor) -> _MatrixGrad:
         if operands[0] == first + 1:
             sizes, strides = getattr(node, right_sizes), getattr(node, right_strides)
-            is_column_major = other.layout is _STRIDED and _is_column_major(
+            is_column_major = operand.layout is _STRIDED and _is_column_major(
                 sizes, strides
             )
-            return _MatrixGrad(other, _factor(node, alpha), True, is_column_major)
+            return _MatrixGrad(operand, _factor(node, alpha), True, is_column_major)
         sizes, strides = getattr(node, left_sizes), getattr(node, left_strides)
         is_column_major = _is_column_major(sizes, strides)
-        return _MatrixGrad(other, _factor(node, alpha), False, is_column_major)
+        return _MatrixGrad(operand, _factor(node, alpha), False, is_column_major)
 
     return Rule(
         ((first + 1,), (first,)), ((left,), (right,)), (*settings, *factor), prepare
@@ -343,8 +343,8 @@ def _matrices(left: str, right: str, first: int, *factor: str) -> Rule:
 def _batches(left: str, right: str, first: int, *factor: str) -> Rule:
     alpha = tuple(f"_saved_{name}" for name in factor)
 
-    def prepare(node: Any, operands: tuple[int, ...], other: Tensor) -> _BatchGrad:
-        return _BatchGrad(other, _factor(node, alpha), operands == (first + 1,))
+    def prepare(node: Any, operands: tuple[int, ...], operand: Tensor) -> _BatchGrad:
+        return _BatchGrad(operand, _factor(node, alpha), operands == (first + 1,))
 
     return Rule(((first + 1,), (first,)), ((left,), (right,)), factor, prepare)
 
@@ -355,13 +355,13 @@ def _factor(node: Any, names: tuple[str, ...]) -> Any:
 
 
 def _grouped(
-    node: Any, operands: tuple[int, ...], other: Tensor, ends: Tensor | None
+    node: Any, operands: tuple[int, ...], operand: Tensor, ends: Tensor | None
 ) -> _GroupedGrad:
     is_right = operands == (1,)
     name = "mat2" if is_right else "self"
     sizes, strides = (getattr(node, f"_saved_{name}_sym_{x}") for x in _LAYOUT)
     return _GroupedGrad(
-        other, ends, is_right, _is_column_major(sizes[-2:], strides[-2:])
+        operand, ends, is_right, _is_column_major(sizes[-2:], strides[-2:])
     )
 
 

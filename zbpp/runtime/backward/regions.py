@@ -76,7 +76,7 @@ class RegionSite(NamedTuple):
     leaves: Sequence[Any]
     layouts: Sequence[Sequence[DTensorLayout]]
     targets: Sequence[GradTarget | None]
-    known: Sequence[_KnownPiece]
+    known_pieces: Sequence[_KnownPiece]
 
     def leads_to(self, leaves: Collection[Any]) -> bool:
         """True if all pieces lead to these nodes at once, with nothing in between."""
@@ -98,7 +98,7 @@ class RegionSite(NamedTuple):
             The numbers of the pieces that B makes.
         """
         work = _RegionWork(self, held)
-        if self.known:
+        if self.known_pieces:
             queue.put(work)
             return ()
         for piece in work.pieces():
@@ -131,11 +131,11 @@ def plan_region(
     leaves: list[Any] = []
     layouts: list[Sequence[DTensorLayout]] = []
     for piece, numbers in zip(region.pieces, region.edges, strict=True):
-        found = [waiting_leaf(below[i][0]) for i in numbers]
-        waits = None not in found
+        piece_leaves = [waiting_leaf(below[i][0]) for i in numbers]
+        waits = None not in piece_leaves
         layouts.append(())
         if waits and piece.slots[0] in region.dtensors:
-            parameters = [leaf.variable for leaf in found if leaf is not None]
+            parameters = [leaf.variable for leaf in piece_leaves if leaf is not None]
             made = [
                 dtensor_gradient(node, slot, parameter)
                 for slot, parameter in zip(piece.slots, parameters, strict=True)
@@ -145,12 +145,12 @@ def plan_region(
                 reasons.update((id(p), _OTHER_PLACEMENTS) for p in parameters)
                 waits = False
         edges.append([below[i] for i in numbers] if waits else ())
-        leaves += found if waits else []
+        leaves += piece_leaves if waits else []
     if not leaves:
         return None
     targets = [find_target(piece) if piece else None for piece in edges]
-    known = _known_pieces(region, targets)
-    return RegionSite(region, edges, leaves, layouts, targets, known)
+    known_pieces = _known_pieces(region, targets)
+    return RegionSite(region, edges, leaves, layouts, targets, known_pieces)
 
 
 def _known_pieces(
@@ -236,8 +236,8 @@ class _RegionWork(DeferredWork):
         check_versions(held, self._versions)
         is_as_planned = self._n_hooks == watch.n_others
         left: list[tuple[Root, Tensor | None]] = []
-        for number, known in enumerate(self._site.known):
-            leaf, take, frees, compute, add, dtype = known
+        for number, piece_plan in enumerate(self._site.known_pieces):
+            leaf, take, frees, compute, add, dtype = piece_plan
             adds = is_as_planned and leaf.requires_grad and adds_only(leaf, dtype)
             piece = None if adds else self._piece(number)
             operands = take(held)

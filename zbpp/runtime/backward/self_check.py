@@ -67,19 +67,19 @@ def _gradients(backward: _Backward) -> list[Tensor | None]:
     return [dx, *(leaf.grad for leaf in leaves[1:])]
 
 
-def _by_autograd(network: _Network, x: Tensor, given: Tensor) -> Tensor | None:
-    total = (network(x) * given).sum()  # a gradient that is given imports sympy
+def _by_autograd(network: _Network, x: Tensor, dy: Tensor) -> Tensor | None:
+    total = (network(x) * dy).sum()  # a gradient that is given imports sympy
     torch.autograd.backward(total)
     return x.grad
 
 
-def _in_one_piece(network: _Network, x: Tensor, given: Tensor) -> Tensor | None:
-    (dx,) = run_forward(network, (x,), {}).backward(given)
+def _in_one_piece(network: _Network, x: Tensor, dy: Tensor) -> Tensor | None:
+    (dx,) = run_forward(network, (x,), {}).backward(dy)
     return dx
 
 
-def _as_b_and_w(network: _Network, x: Tensor, given: Tensor) -> Tensor | None:
+def _as_b_and_w(network: _Network, x: Tensor, dy: Tensor) -> Tensor | None:
     graph = run_forward(network, (x,), {})
-    (dx,) = graph.backward_input(given)
+    (dx,) = graph.backward_input(dy)
     graph.backward_weight()
     return dx

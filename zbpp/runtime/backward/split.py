@@ -182,7 +182,7 @@ class SplitGraph:
         """
         if self._is_done:
             raise RuntimeError("B runs once: its graph is freed; run a new forward")
-        ends, given = fitting(self._ends, self._shapes, gradients)
+        ends, seeds = fitting(self._ends, self._shapes, gradients)
         plan = self._plan()
         self._is_done = True
         result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
@@ -190,7 +190,7 @@ class SplitGraph:
             with self._queue:
                 result = run_b(
                     plan,
-                    (ends, given),
+                    (ends, seeds),
                     self._inputs,
                     self._queue,
                     layouts=self._layouts,
@@ -208,12 +208,12 @@ class SplitGraph:
         """
         if self._is_done:
             raise RuntimeError("B runs once: its graph is freed; run a new forward")
-        ends, given = fitting(self._ends, self._shapes, gradients)
+        ends, seeds = fitting(self._ends, self._shapes, gradients)
         self._is_done = True
         result: tuple[Tensor | None, ...] = (None,) * len(self._inputs)
         if ends:
             with self._queue:
-                result = run_full((ends, given), self._inputs, layouts=self._layouts)
+                result = run_full((ends, seeds), self._inputs, layouts=self._layouts)
         self._ends, self._inputs, self.outputs = [], [], None
         if self._queue:
             self._deferred = True
@@ -228,11 +228,11 @@ class SplitGraph:
         Raises:
             RequestError: the gradients do not fit the outputs.
         """
-        ends, given = fitting(self._ends, self._shapes, gradients)
+        ends, seeds = fitting(self._ends, self._shapes, gradients)
         if not ends or not self._inputs:
             return (None,) * len(self._inputs)
         return torch.autograd.grad(
-            ends, self._inputs, given, retain_graph=True, allow_unused=True
+            ends, self._inputs, seeds, retain_graph=True, allow_unused=True
         )
 
     def backward_weight(self, progress: Progress | None = None) -> None:

@@ -43,11 +43,11 @@ class _RunB(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if not accumulates():  # torch's pipeline infers shapes
-            found = ctx.graph.input_gradients(gradients)
+            input_gradients = ctx.graph.input_gradients(gradients)
         else:
-            found = ctx.graph.backward_input(gradients)
+            input_gradients = ctx.graph.backward_input(gradients)
             ctx.owner.left.append(ctx.graph)
-        return (None, None, None, None, *found)
+        return (None, None, None, None, *input_gradients)
 
 
 class SplitModule(nn.Module):

@@ -220,9 +220,9 @@ class Mailbox(Transport):
         """Start to send; the tensors are kept until they have left."""
         places: Collection[int] = ()
         if isinstance(value, Value):
-            known = self._shapes.known(value)
-            if known is None or not known.fits(tensors):
-                self._announce(value, known, spec_of(value, tensors), peer)
+            known_spec = self._shapes.known(value)
+            if known_spec is None or not known_spec.fits(tensors):
+                self._announce(value, known_spec, spec_of(value, tensors), peer)
             if isinstance(tensors, Nested):
                 structure = tensors.structure
                 places = omitted(structure, value.chunk, self._stage_of)
@@ -237,21 +237,21 @@ class Mailbox(Transport):
             self._link.send(value, place + 1, payload, peer)
 
     def _announce(
-        self, value: Value, known: Spec | None, spec: Spec, peer: int
+        self, value: Value, known_spec: Spec | None, spec: Spec, peer: int
     ) -> None:
         """Send a header where the receiver does not know the shapes yet."""
-        if known is None:
+        if known_spec is None:
             # In the order of the jobs, unlike the kinds: one more stream, used so
             # often, has been seen to wait in a circle where streams share queues.
             header = pack(value, spec).to(self._link.device)
             self._link.send(value, HEADER, header, peer)
             self._shapes.learn(value, spec)
-        elif known != spec:
+        elif known_spec != spec:
             raise ShapeError(
                 f"stage {self.stage}: the {value} is {spec}, but with inputs of the "
-                f"same shapes it was {known}; what is handed from chunk to chunk must "
-                "look the same for all micro-batches whose inputs do (pad it, and hand "
-                "on numbers that change as tensors)"
+                f"same shapes it was {known_spec}; what is handed from chunk to chunk "
+                "must look the same for all micro-batches whose inputs do (pad it, and "
+                "hand on numbers that change as tensors)"
             )
 
     def post(

@@ -113,10 +113,10 @@ def cut_weights(graph: fx.Graph, wanted: Collection[int]) -> list[Piece]:
     held: list[fx.Node] = []
     pieces = []
     for slot in sorted(wanted):
-        found = _piece(results, slot, wanted, output)
-        if found is None:
+        piece = _piece(results, slot, wanted, output)
+        if piece is None:
             continue
-        slots, way, instead = found
+        slots, way, instead = piece
         body = sorted(way.body, key=order.__getitem__)
         outputs = [results[i] for i in slots]
         recipe = _write_recipe(way.held, body, outputs, instead)
@@ -258,7 +258,7 @@ def _shrink_convolutions(
         alive = {
             user.args[1]: user
             for user in kernel.users
-            if user in results or any(one is not output for one in user.users)
+            if user in results or any(reader is not output for reader in user.users)
         }
         mask: list[bool] = list(kernel.args[_MASK])
         smaller = [wanted and i in alive for i, wanted in enumerate(mask)]
@@ -340,7 +340,7 @@ def _permuted(graph: fx.Graph, operand: fx.Node, dims: list[int]) -> fx.Node:
     return graph.call_method("t", (operand,))
 
 
-def _in_place(own: fx.Graph, result: fx.Node) -> Callable[..., None] | None:
+def _in_place(source: fx.Graph, result: fx.Node) -> Callable[..., None] | None:
     """Write how a product, or its transpose, is added within its own kernel."""
     turned = result.op == "call_method" and result.target == "t"
     product: Any = result.args[0] if turned else result
@@ -349,7 +349,7 @@ def _in_place(own: fx.Graph, result: fx.Node) -> Callable[..., None] | None:
     graph = fx.Graph()
     total = graph.placeholder("total")
     made: dict[fx.Node, fx.Node] = {}
-    for node in own.nodes:
+    for node in source.nodes:
         if node is product:
             break
         made[node] = graph.node_copy(node, made.__getitem__)

@@ -111,13 +111,13 @@ def run_with(compiled: Callable[..., Any], n_results: int, region: Region) -> An
                 results[slot] = held[0].new_empty((1,) * n_dims, dtype=dtype)
         for number in all_pieces if hook is None else hook(held):
             slots, operands, recipe = region.pieces[number]
-            given = [held[i] for i in operands]
+            values = [held[i] for i in operands]
             if hook is None:
                 for i in region.frees[number]:
                     held[i] = None
-            for slot, gradient in zip(slots, recipe.compute(*given), strict=True):
+            for slot, gradient in zip(slots, recipe.compute(*values), strict=True):
                 results[slot] = gradient
-            del given
+            del values
         return results
 
     backward._boxed_call = True  # type: ignore[attr-defined]

@@ -70,16 +70,20 @@ def check_agreement(
     transport = next(iter(executors.values())).transport
     digest = hashlib.sha256(repr((request, ties.ties)).encode()).hexdigest()
     answers = transport.gather((digest, names, _describe_tied(executors)))
-    other = [rank for rank, (its, *_) in enumerate(answers) if its != answers[0][0]]
-    if other:
+    ranks = [
+        rank
+        for rank, (rank_digest, *_) in enumerate(answers)
+        if rank_digest != answers[0][0]
+    ]
+    if ranks:
         raise RequestError(
-            f"rank(s) {other} and rank 0 were started with different schedules, "
+            f"rank(s) {ranks} and rank 0 were started with different schedules, "
             "splits or settings; start all ranks with the same arguments"
         )
     _check_tied(ties, [tied for *_, tied in answers])
     for executor in executors.values():
-        for _, known, _ in answers:
-            executor.optimizer.history.names.update(known)
+        for _, rank_names, _ in answers:
+            executor.optimizer.history.names.update(rank_names)
 
 
 def _describe_tied(executors: Mapping[int, Executor]) -> TiedTexts:
@@ -207,25 +211,25 @@ def check_alike(every: Sequence[Beginning]) -> None:
         RequestError: they do not go together; the same on every process.
     """
     pipelines: dict[Any, list[Beginning]] = {}
-    for one in every:
-        pipelines.setdefault(tuple(one.place.items()), []).append(one)
+    for beginning in every:
+        pipelines.setdefault(tuple(beginning.place.items()), []).append(beginning)
     for stages in pipelines.values():
-        rows = zip(*(one.samples for one in stages), strict=True)
-        known = [[n for n in row if n is not None] for row in rows]
-        check_samples(*(row[0] if row else None for row in known))
+        rows = zip(*(beginning.samples for beginning in stages), strict=True)
+        counts = [[n for n in row if n is not None] for row in rows]
+        check_samples(*(row[0] if row else None for row in counts))
     _check_parameters(every)
     for stages in pipelines.values():
         _check_samples_of_ends(stages)
-    if any(one.has_plain for one in every):
+    if any(beginning.has_plain for beginning in every):
         _check_batches_over_tp(every)
 
 
 def _check_parameters(every: Sequence[Beginning]) -> None:
     first: dict[Any, tuple[int, int]] = {}
     differ: dict[str, tuple[int, int]] = {}
-    for rank, one in enumerate(every):
-        for name, (number, dims) in one.parameters.items():
-            key = name, *(one.place[dim] for dim in single_dims(dims))
+    for rank, beginning in enumerate(every):
+        for name, (number, dims) in beginning.parameters.items():
+            key = name, *(beginning.place[dim] for dim in single_dims(dims))
             at, expected = first.setdefault(key, (rank, number))
             if number != expected:
                 differ.setdefault(name, (at, rank))
@@ -259,8 +263,8 @@ def _check_samples_of_ends(stages: Sequence[Beginning]) -> None:
     Either may differ alone and all be right: inputs that are augmented at random where
     they are read, targets that are made up where nobody reads them.
     """
-    (first,) = (one for one in stages if one.is_first)
-    (last,) = (one for one in stages if one.is_last)
+    (first,) = (beginning for beginning in stages if beginning.is_first)
+    (last,) = (beginning for beginning in stages if beginning.is_last)
     if _differ(first.inputs, last.inputs) and _differ(first.targets, last.targets):
         raise RequestError(
             "the first and the last stage read other samples, so outputs would be "
@@ -276,9 +280,11 @@ def _check_batches_over_tp(every: Sequence[Beginning]) -> None:
     DTensors know how to sum gradients of other tokens; nobody does so for plain ones.
     """
     seen: dict[Any, tuple[int, Look | None]] = {}
-    for rank, one in enumerate(every):
-        place = tuple((dim, at) for dim, at in one.place.items() if dim != _TENSOR)
-        for what, reads, look in _read(one):
+    for rank, beginning in enumerate(every):
+        place = tuple(
+            (dim, at) for dim, at in beginning.place.items() if dim != _TENSOR
+        )
+        for what, reads, look in _read(beginning):
             if reads:
                 at, expected = seen.setdefault((what, place), (rank, look))
                 if _differ(look, expected):
@@ -290,9 +296,9 @@ def _check_batches_over_tp(every: Sequence[Beginning]) -> None:
                     )
 
 
-def _read(one: Beginning) -> Iterator[tuple[str, bool, Look | None]]:
-    yield "inputs", one.is_first, one.inputs
-    yield "targets", one.is_last, one.targets
+def _read(beginning: Beginning) -> Iterator[tuple[str, bool, Look | None]]:
+    yield "inputs", beginning.is_first, beginning.inputs
+    yield "targets", beginning.is_last, beginning.targets
 
 
 def _differ(a: Look | None, b: Look | None) -> bool:

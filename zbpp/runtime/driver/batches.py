@@ -104,7 +104,9 @@ class Batches:
         self._transport = next(iter(executors.values())).transport
         self._n_compared = 0
         peers = self._transport.peers
-        self._late = [_LateParameters(one, peers) for one in executors.values()]
+        self._late = [
+            _LateParameters(executor, peers) for executor in executors.values()
+        ]
         self._cut_batch = cut_batch
         self._weigh = find_weigh(weigh or "samples")
 
@@ -115,7 +117,9 @@ class Batches:
         if not isinstance(inputs, list):
             return self._cut_batch(inputs)
         pairs = [self._cut_batch(part) for part in inputs]
-        return [own for own, _ in pairs], [target for _, target in pairs]
+        return [part_inputs for part_inputs, _ in pairs], [
+            target for _, target in pairs
+        ]
 
     def begin(
         self,
@@ -201,12 +205,12 @@ class Batches:
         Later steps compare numbers of samples when the first message comes, and an
         evaluation afterwards, in the sum of its losses.
         """
-        own, peers = self.samples(inputs, targets), self._transport.peers
+        samples, peers = self.samples(inputs, targets), self._transport.peers
         is_alone = len(self._executors) > 1 or (
             self._first == self._last and peers.n == 1
         )
         if is_alone or not training or self._n_compared == _N_COMPARED:
-            check_samples(*own)
+            check_samples(*samples)
             return
         parameters = {}
         if peers.n > 1 and self._n_compared == 0:
@@ -219,7 +223,7 @@ class Batches:
             peers.place,
             is_first,
             is_last,
-            samples=own,
+            samples=samples,
             inputs=describe_batch(inputs) if reads else None,
             targets=describe_batch(targets) if reads else None,
             parameters=parameters,

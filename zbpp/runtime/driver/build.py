@@ -175,7 +175,7 @@ def build_executors(
         )
     executors = {}
     for stage, transport in transports.items():
-        own, tied = bound[stage]
+        stage_chunks, tied = bound[stage]
         shared = [tie.parameter for tie in tied.held.values()]
         if shared and shard != "none":
             raise RequestError(
@@ -183,19 +183,21 @@ def build_executors(
                 "only be replicated; give shard='none', or untie them"
             )
         times = JobTimes(options.device)
-        own, collectives = bind_parallel(
-            own,
+        stage_chunks, collectives = bind_parallel(
+            stage_chunks,
             place,
             options.replicas,
             tied=shared,
             now=times.now,
         )
-        own = [compiled_chunk(chunk, execution.compile) for chunk in own]
+        stage_chunks = [
+            compiled_chunk(chunk, execution.compile) for chunk in stage_chunks
+        ]
         make_stage: Callable[..., Stage] = Stage
         if execution.cuda_graphs:
             make_stage = partial(GraphedStage, make_pool=pools_on(options.device))
         runner = make_stage(
-            own,
+            stage_chunks,
             n_chunks=placement.n_chunks,
             loss_fn=options.loss_fn,
             device=options.device,

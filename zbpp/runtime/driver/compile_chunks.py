@@ -85,9 +85,9 @@ class _WithPart:
 
     def __call__(self, value: object) -> object:
         held = self._layer._modules
-        own, held[self._name] = held[self._name], self._compiled
+        layer, held[self._name] = held[self._name], self._compiled
         try:
             output: object = self._layer(value)
         finally:
-            held[self._name] = own
+            held[self._name] = layer
         return output

@@ -59,7 +59,7 @@ class LocalStages:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of these stages."""
         shares = (executor.optimizer for executor in self.executors.values())
-        return [one for share in shares for one in share.optimizers.all]
+        return [optimizer for share in shares for optimizer in share.optimizers.all]
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Global index and layer, stage after stage."""

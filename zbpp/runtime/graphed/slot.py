@@ -99,7 +99,7 @@ class Totals:
         A step's first gradient is added to zeros, which changes no bit but the sign of
         a zero.
         """
-        found = []
+        totals = []
         for p in parameters:
             total, grad = self._own.get(p), p.grad
             if total is None:
@@ -110,8 +110,8 @@ class Totals:
             if grad is not None and grad is not total:
                 total.copy_(grad)
             p.grad = total
-            found.append(total)
-        return found
+            totals.append(total)
+        return totals
 
 
 class Slot:
@@ -163,7 +163,7 @@ class Slot:
         Returns:
             The outputs, cut off their graph.
         """
-        given = [*taken, *tensors_in(targets)]
+        values = [*taken, *tensors_in(targets)]
         if "F" not in self._replays:
             inputs = tuple(_copied(x) for x in taken)
             own_targets = map_tensors(targets, _copied)
@@ -175,7 +175,7 @@ class Slot:
             self._record("F", record)
             self._waiting, self._in_b = self._graph.in_w(), self._graph.in_b()
             self._where, self._defers = self._graph.report(), False
-        _fill(self._read, given)
+        _fill(self._read, values)
         self._replays["F"]()
         return tuple(map(_copied, self._outputs))
 
@@ -183,13 +183,13 @@ class Slot:
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """B; see `SplitGraph.backward_input`."""
-        given = [x for x in gradients if x is not None]
-        assert len(given) == len(gradients), "a graph has a gradient for each output"
+        values = [x for x in gradients if x is not None]
+        assert len(values) == len(gradients), "a graph has a gradient for each output"
         if "B" not in self._replays:
-            self._dy = [_copied(x) for x in given]
+            self._dy = [_copied(x) for x in values]
             self._record("B", self._run_b)
             self._defers = self._graph.defers()
-        _fill(self._dy, given)
+        _fill(self._dy, values)
         self._replays["B"]()
         with NoGrad():
             add_gradients(*self._made)
@@ -214,8 +214,8 @@ class Slot:
             if "W" not in self._replays:
                 self._record("W", self._graph.backward_weight)
                 if any(
-                    p.grad is not own
-                    for p, own in zip(self._waiting, totals, strict=True)
+                    p.grad is not total
+                    for p, total in zip(self._waiting, totals, strict=True)
                 ):
                     raise RuntimeError(
                         "W has put new gradients in the place of those that it was to "
@@ -228,9 +228,9 @@ class Slot:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """BW: B, then W."""
-        found = self.backward_input(gradients)
+        input_gradients = self.backward_input(gradients)
         self.backward_weight()
-        return found
+        return input_gradients
 
     def report(self, parameters: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """See `SplitGraph.report`."""
@@ -254,10 +254,10 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _fill(own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+def _fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy what a pass is given to where its graph reads it.
 
     Through ``data``: to autograd, which is not asked again, it is as it was.
     """
-    for static, tensor in zip(own, given, strict=True):
+    for static, tensor in zip(buffers, values, strict=True):
         static.data.copy_(tensor)

@@ -105,8 +105,8 @@ class GraphedStage(Stage):
     def n_slots(self) -> dict[int, int]:
         """Of each chunk, the number of micro-batches with graphs of their own."""
         return {
-            i: sum(map(len, one.free.values())) + len(one.taken)
-            for i, one in self._graphs.items()
+            i: sum(map(len, slots.free.values())) + len(slots.taken)
+            for i, slots in self._graphs.items()
         }
 
     def begin(self, **step: Any) -> None:

@@ -76,16 +76,18 @@ def _counted_once(
     on_mesh = [peers.n > 1 and peers.has_dims(part.names) for part in parts]
     sums = sum_over_meshes(
         [
-            Part(part.numbers) if known else part
-            for part, known in zip(parts, on_mesh, strict=True)
+            Part(part.numbers) if is_on_mesh else part
+            for part, is_on_mesh in zip(parts, on_mesh, strict=True)
         ],
         squares,
     )
     return [
         square
-        if peers.owns((*(part.names if known else ()), *more))
+        if peers.owns((*(part.names if is_on_mesh else ()), *more))
         else torch.zeros_like(square)
-        for square, part, known, more in zip(sums, parts, on_mesh, apart, strict=True)
+        for square, part, is_on_mesh, more in zip(
+            sums, parts, on_mesh, apart, strict=True
+        )
     ]
 
 
@@ -198,12 +200,12 @@ class NonFiniteFinder:
         The backward comes from the last layer, so among those of one micro-batch the
         last layer was first.
         """
-        found = [
+        places = [
             (int(note - 1) // cls.STRIDE, -layer, int(note - 1) % cls.STRIDE)
             for layer, note in enumerate(notes.tolist())
             if note > 0
         ]
-        if not found:
+        if not places:
             return None
-        microbatch, layer, place = min(found)
+        microbatch, layer, place = min(places)
         return -layer, place, microbatch

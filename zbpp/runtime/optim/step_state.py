@@ -167,10 +167,10 @@ class History:
                 raise self._diagnosis(sums)
 
     def _diagnosis(self, sums: StepSums) -> NonFiniteError:
-        found = NonFiniteFinder.first(sums.notes())
+        first = NonFiniteFinder.first(sums.notes())
         where = "nowhere in the parameters"
-        if found is not None:
-            layer, place, microbatch = found
+        if first is not None:
+            layer, place, microbatch = first
             stage, names = self.names[layer]
             where = f"on stage {stage} in {names[place]}, micro-batch {microbatch}"
         return NonFiniteError(

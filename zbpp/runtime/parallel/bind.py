@@ -96,7 +96,7 @@ def bind_parallel(
     bound, layers = [], {}
     for chunk in chunks:
         shards: dict[nn.Parameter, nn.Parameter] = {}
-        found = []
+        layer_sums = []
         for index, layer in chunk.numbered():
             alike = {*tied, *chunk.leaves.get(index, ())}
             layer_sum, shards_of_layer = _bind_layer(
@@ -110,14 +110,14 @@ def bind_parallel(
                 sums_each=reduces_every(shard),
             )
             shards |= shards_of_layer
-            found.append(layer_sum)
-        layers[chunk.index] = found
-        widen = widening_of(unit for x in found for unit in x.units)
-        own = plain.intersection(p for *_, p in chunk.all_leaves())
-        bound.append(replace(chunk, shards=shards, widen=widen, experts=own))
+            layer_sums.append(layer_sum)
+        layers[chunk.index] = layer_sums
+        widen = widening_of(unit for x in layer_sums for unit in x.units)
+        in_chunk = plain.intersection(p for *_, p in chunk.all_leaves())
+        bound.append(replace(chunk, shards=shards, widen=widen, experts=in_chunk))
     make_collectives = BufferedCollectives if alternating else Collectives
     often: Literal["last", "every"] = "every" if reduces_every(shard) else "last"
-    summed = [p for found in layers.values() for x in found for p in x.summed]
+    summed = [p for layer_sums in layers.values() for x in layer_sums for p in x.summed]
     return bound, make_collectives(
         layers,
         reduces=often if groups or wrapped else "none",
@@ -133,8 +133,8 @@ def bind_parallel(
     )
 
 
-def _is_in(module: nn.Module, other: nn.Module) -> bool:
-    return module is not other and any(part is module for part in other.modules())
+def _is_in(module: nn.Module, parent: nn.Module) -> bool:
+    return module is not parent and any(part is module for part in parent.modules())
 
 
 def _bind_layer(
@@ -164,8 +164,8 @@ def _bind_layer(
         dims = place.sum_dims(kept_dims(p, plain))
         alike.setdefault(tuple(dims), []).append(p)
     buckets = [
-        Buckets(own, [place.group(dim) for dim in dims], sums_each=sums_each)
-        for dims, own in sorted(alike.items())
+        Buckets(parameters, [place.group(dim) for dim in dims], sums_each=sums_each)
+        for dims, parameters in sorted(alike.items())
         if dims
     ]
     summed = [

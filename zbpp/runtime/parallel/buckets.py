@@ -88,13 +88,13 @@ class Buckets:
     @torch.no_grad()
     def wait(self) -> None:
         """Put the sums where the gradients are."""
-        for one in self._sums:
+        for pending in self._sums:
             with noting_broken():  # a limit here would hold up the host with NCCL
-                one.work.wait()
-            for group in one.rest:
-                dist.all_reduce(one.flat, group=group)
-            pieces = torch.split(one.flat, [x.numel() for x in one.targets])
-            for target, piece in zip(one.targets, pieces, strict=True):
+                pending.work.wait()
+            for group in pending.rest:
+                dist.all_reduce(pending.flat, group=group)
+            pieces = torch.split(pending.flat, [x.numel() for x in pending.targets])
+            for target, piece in zip(pending.targets, pieces, strict=True):
                 target.copy_(piece.view_as(target))
         self._sums = []
         for p, gradient in self._taken:

@@ -218,8 +218,8 @@ class AlternatingBuffers:
     def __init__(
         self, layers: Mapping[int, Sequence[tuple[int, BufferedUnit]]]
     ) -> None:
-        sizes = [unit.whole_bytes() for own in layers.values() for _, unit in own]
-        devices = [unit.device for own in layers.values() for _, unit in own]
+        sizes = [unit.whole_bytes() for units in layers.values() for _, unit in units]
+        devices = [unit.device for units in layers.values() for _, unit in units]
         device = devices[0] if devices else torch.device("cpu")
         largest = [max(kind) for kind in zip((0, 0), *sizes, strict=True)]
         self.turns: list[Turn] = []
@@ -229,8 +229,8 @@ class AlternatingBuffers:
             for n in largest
         )
         turns = [(ParameterTurn(), GradientTurn()) for _ in range(2)]
-        for chunk, own in layers.items():
-            for place, (index, unit) in enumerate(own):
+        for chunk, units in layers.items():
+            for place, (index, unit) in enumerate(units):
                 at = place % 2
                 turn = Turn(
                     index,
@@ -240,7 +240,7 @@ class AlternatingBuffers:
                     *turns[at],
                 )
                 self.turns.append(turn)
-            _chain([unit for _, unit in own], has_gradient=chunk > 0)
+            _chain([unit for _, unit in units], has_gradient=chunk > 0)
         self._shared.owners = {turn.name: turn for turn in self.turns}
 
     @property
@@ -316,7 +316,7 @@ class Turn:
     def gather(
         self,
         parts: Sequence[Tensor],
-        own: Sequence[Tensor],
+        shards: Sequence[Tensor],
         group: dist.ProcessGroup,
         later: bool,
     ) -> dist.Work | None:
@@ -324,7 +324,7 @@ class Turn:
         if self._parameters.is_ahead:
             self.shared.owners[self._parameters.owner or ""].drop_ahead()
         self._parameters.gather(self.name)
-        work = group.allgather_into_tensor_coalesced(list(parts), list(own))
+        work = group.allgather_into_tensor_coalesced(list(parts), list(shards))
         gathering = _Gathering(work, self)
         if later:
             return gathering

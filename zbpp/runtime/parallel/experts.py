@@ -74,8 +74,8 @@ class ExpertNames:
                 for p, dims in managed_dims(unit)
             }
             for _, name, p in chunk.all_leaves():
-                own = local_part(p).names if is_sharded(p) else ()
-                if EXPERT_DIM in own and EXPERT_DIM not in dealt.get(p, ()):
+                dims_of_part = local_part(p).names if is_sharded(p) else ()
+                if EXPERT_DIM in dims_of_part and EXPERT_DIM not in dealt.get(p, ()):
                     dtensors.add(name)
                 elif is_expert is not None and is_expert(name, p):
                     plain.add(name)

@@ -279,11 +279,11 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
         RequestError: a name is unknown, or dp stands beside its parts.
     """
     names = mesh.mesh_dim_names or ()
-    known = (_STAGES, *DATA_DIMS, _TENSOR)
-    unknown = [name for name in names if name not in known]
+    known_names = (_STAGES, *DATA_DIMS, _TENSOR)
+    unknown = [name for name in names if name not in known_names]
     if unknown or not names:
         raise RequestError(
-            f"the mesh has the dimensions {names}; a pipeline knows {known}"
+            f"the mesh has the dimensions {names}; a pipeline knows {known_names}"
         )
     return dict(zip(names, mesh.shape, strict=True))
 

@@ -40,8 +40,8 @@ class LayerProgress:
     def begin(self, edges: Sequence[Sequence[Root]]) -> None:
         """Find the work that each layer waits for; B has done the rest."""
         last = dict.fromkeys(self._layer_of.values(), 0)
-        for place, own in enumerate(edges, start=1):
-            leaves = [leaf for edge in own for leaf in leaves_behind(edge)]
+        for place, piece in enumerate(edges, start=1):
+            leaves = [leaf for edge in piece for leaf in leaves_behind(edge)]
             if not leaves or any(leaf not in self._layer_of for leaf in leaves):
                 self._left = []  # it may be of any layer: all wait for the job
                 return

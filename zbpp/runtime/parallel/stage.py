@@ -94,7 +94,7 @@ class Collectives:
     @property
     def has_units(self) -> bool:
         """True if `fully_shard` or `replicate` has wrapped anything here."""
-        return any(layer.units for own in self._layers.values() for layer in own)
+        return any(layer.units for layers in self._layers.values() for layer in layers)
 
     @property
     def keeps(self) -> bool:
@@ -194,7 +194,7 @@ class Collectives:
 
     def progress(self, chunks: Iterable[Chunk]) -> dict[int, LayerProgress]:
         """Listeners that reduce layers within the last W of a chunk, or within all."""
-        found: dict[int, LayerProgress] = {}
+        listeners: dict[int, LayerProgress] = {}
         for chunk in chunks:
             number = chunk.index
             if number not in self._layers:
@@ -202,8 +202,8 @@ class Collectives:
             leaves = chunk.all_leaves()
             layer_of: dict[Tensor, int] = {leaf: index for index, _, leaf in leaves}
             if (listener := self._listener(number, layer_of)) is not None:
-                found[number] = listener
-        return found
+                listeners[number] = listener
+        return listeners
 
     def _listener(
         self, chunk: int, layer_of: Mapping[Tensor, int]

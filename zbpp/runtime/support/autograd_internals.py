@@ -108,7 +108,7 @@ def is_packed(node: Any, name: str) -> bool:
     """
     raw = getattr(node, f"_raw_saved_{name}", None)
     if isinstance(raw, tuple):
-        return any(getattr(one, "unpack_hook", one) is not None for one in raw)
+        return any(getattr(saved, "unpack_hook", saved) is not None for saved in raw)
     return raw is None or getattr(raw, "unpack_hook", raw) is not None
 
 
@@ -139,7 +139,7 @@ def run_backward(
     """
     run = _engine(gradients)
     if run is not None:
-        found: tuple[Tensor | None, ...] = run(
+        returned: tuple[Tensor | None, ...] = run(
             tuple(ends),
             tuple(gradients),
             False,
@@ -148,7 +148,7 @@ def run_backward(
             allow_unreachable=True,
             accumulate_grad=accumulates,
         )
-        return found
+        return returned
     if accumulates:
         torch.autograd.backward(ends, gradients, inputs=wanted or None)
         return ()

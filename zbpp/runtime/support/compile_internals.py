@@ -96,10 +96,10 @@ def compile_with(
 
 def compile_errors() -> tuple[type[Exception], ...]:
     """Return what is raised where torch can make no single graph of a function."""
-    found: Any = getattr(
+    exception: Any = getattr(
         sys.modules.get("torch._dynamo.exc"), "TorchDynamoException", ()
     )
-    return (found,) if found else ()
+    return (exception,) if exception else ()
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **about: Any) -> Any:

@@ -35,13 +35,13 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
     The host waits once for each device. What holds no numbers yet counts as 0.
     """
-    found: dict[int, Tensor] = {
+    prints: dict[int, Tensor] = {
         place: _fingerprint(tensor) for place, tensor in enumerate(tensors)
     }
-    numbers = [0] * len(found)
-    for device in dict.fromkeys(x.device for x in found.values()):
-        places = [place for place, x in found.items() if x.device == device]
-        values = torch.stack([found[place] for place in places]).tolist()
+    numbers = [0] * len(prints)
+    for device in dict.fromkeys(x.device for x in prints.values()):
+        places = [place for place, x in prints.items() if x.device == device]
+        values = torch.stack([prints[place] for place in places]).tolist()
         for place, value in zip(places, values, strict=True):
             numbers[place] = value
     return numbers

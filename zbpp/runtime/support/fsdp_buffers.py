@@ -90,7 +90,9 @@ class BufferedUnit(Unit):
     @property
     def trains(self) -> bool:
         """True if a parameter is not frozen."""
-        return any(one.sharded_param.requires_grad for one in self._parameters)
+        return any(
+            parameter.sharded_param.requires_grad for parameter in self._parameters
+        )
 
     def whole_bytes(self) -> tuple[int, int]:
         """Bytes of its parameters in parameter buffer, and of their gradients.
@@ -221,9 +223,9 @@ class InPlace:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather."""
-        own = cast(_Name, input_tensor).own
-        parts = [p.view(x.dtype) for p, x in zip(self._parts, own, strict=True)]
-        work: dist.Work | None = self._gather(parts, own, group, async_op)
+        shards = cast(_Name, input_tensor).shards
+        parts = [p.view(x.dtype) for p, x in zip(self._parts, shards, strict=True)]
+        work: dist.Work | None = self._gather(parts, shards, group, async_op)
         return work
 
 
@@ -231,7 +233,7 @@ class _Name(Tensor):
     """Stands for a gathered layer in torch's own code."""
 
     gathers: InPlace
-    own: Sequence[Tensor]
+    shards: Sequence[Tensor]
 
     @staticmethod
     def __new__(
@@ -239,7 +241,7 @@ class _Name(Tensor):
     ) -> "_Name":
         make: Any = Tensor._make_wrapper_subclass
         name: _Name = make(cls, (size,), dtype=dtype, device=device)
-        name.gathers, name.own = gathers, ()
+        name.gathers, name.shards = gathers, ()
         return name
 
     @classmethod
@@ -249,10 +251,10 @@ class _Name(Tensor):
         name: _Name
         match func._schema.name:
             case "fsdp::all_gather_copy_in":
-                own, name, *_ = args
-                given = name._again()
-                given.own = own
-                return given, name._again()
+                shards, name, *_ = args
+                gathered = name._again()
+                gathered.shards = shards
+                return gathered, name._again()
             case "aten::view":
                 return args[0]._again()
             case "fsdp::split_with_sizes_copy":
@@ -293,7 +295,10 @@ class PartSums:
     @property
     def has_gradients(self) -> bool:
         """There is something to sum."""
-        return any(one._unsharded_param.grad is not None for one in self._parameters)
+        return any(
+            parameter._unsharded_param.grad is not None
+            for parameter in self._parameters
+        )
 
     @torch.no_grad()
     def take(self, buffer: Tensor) -> list[nn.Parameter]:
@@ -305,40 +310,42 @@ class PartSums:
         unused = fill_unused(self._parameters)
         n, end = self._group.size(), 0
         alike: dict[torch.dtype, list[Any]] = {}
-        for one in self._parameters:
-            if (whole := one._unsharded_param).grad is not None:
-                alike.setdefault(whole.grad.dtype, []).append(one)
-        for dtype, own in alike.items():
-            n_numbers = n * sum(one.padded_sharded_param_size.numel() for one in own)
+        for parameter in self._parameters:
+            if (whole := parameter._unsharded_param).grad is not None:
+                alike.setdefault(whole.grad.dtype, []).append(parameter)
+        for dtype, parameters in alike.items():
+            n_numbers = n * sum(
+                parameter.padded_sharded_param_size.numel() for parameter in parameters
+            )
             begin, end = end, end + n_numbers * dtype.itemsize
             rows = buffer[begin:end].view(dtype)
-            whole = [one._unsharded_param.grad for one in own]
+            whole = [parameter._unsharded_param.grad for parameter in parameters]
             torch._chunk_cat(whole, 0, n, out=rows.view(n, -1))
-            for one in own:
-                one._unsharded_param.grad = None
-            self._sums.append(_Sum(own, rows, rows.new_empty(n_numbers // n)))
+            for parameter in parameters:
+                parameter._unsharded_param.grad = None
+            self._sums.append(_Sum(parameters, rows, rows.new_empty(n_numbers // n)))
         return unused
 
     def start(self) -> None:
         """Start the sums."""
-        for one in self._sums:
+        for total in self._sums:
             # torch 2.13 does not tell the type
             work: Any = dist.reduce_scatter_single(
-                one.part, one.whole, dist.ReduceOp.SUM, self._group, async_op=True
+                total.part, total.whole, dist.ReduceOp.SUM, self._group, async_op=True
             )
             self._works.append(work)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for them, and add them."""
-        for work, one in zip(self._works, self._sums, strict=True):
+        for work, total in zip(self._works, self._sums, strict=True):
             with noting_broken():
                 work.wait()
             if self._others is not None:
-                dist.all_reduce(one.part, group=self._others)
+                dist.all_reduce(total.part, group=self._others)
             begin = 0
-            for parameter in one.parameters:
-                _add(parameter, one.part, begin)
+            for parameter in total.parameters:
+                _add(parameter, total.part, begin)
                 begin += parameter.padded_sharded_param_size.numel()
         self._sums, self._works = [], []
 
@@ -347,10 +354,10 @@ def _add(parameter: Any, parts: Tensor, begin: int) -> None:
     """Add this process's part to its gradient; the first one is taken as it is."""
     size, stride = parameter.sharded_size, parameter.contiguous_sharded_stride
     part = parts.as_strided(size, stride, begin)
-    own = parameter.sharded_param
-    if own.grad is None:
-        own.grad = parameter.to_sharded_dtensor(part)
+    shard = parameter.sharded_param
+    if shard.grad is None:
+        shard.grad = parameter.to_sharded_dtensor(part)
     else:
-        own.grad._local_tensor.add_(part)
-    for hook in (getattr(own, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(own)
+        shard.grad._local_tensor.add_(part)
+    for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(shard)

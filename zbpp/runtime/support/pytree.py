@@ -125,7 +125,11 @@ def refuse_hidden(thing: Any) -> Any:
     if isinstance(thing, nn.Module | type):
         return thing
     slots = (getattr(kind, "__slots__", ()) for kind in type(thing).__mro__)
-    names = {name for own in slots for name in ([own] if type(own) is str else own)}
+    names = {
+        name
+        for names_of_kind in slots
+        for name in ([names_of_kind] if type(names_of_kind) is str else names_of_kind)
+    }
     inside = [getattr(thing, name, None) for name in names - {"__dict__"}]
     inside += list(getattr(thing, "__dict__", {}).values())
     inside += list(thing) if isinstance(thing, Set) else []

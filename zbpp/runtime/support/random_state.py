@@ -32,20 +32,20 @@ def random_state(device: torch.device, *, torchs: bool = True) -> RandomState:
     numpy = sys.modules.get("numpy.random")
     kept: tuple[Tensor | None, ...] = (None, None)
     if torchs:
-        own = None
+        on_device = None
         if runs_ahead(device):
-            own = torch.get_device_module(device).get_rng_state(device)
-        kept = (torch.get_rng_state(), own)
+            on_device = torch.get_device_module(device).get_rng_state(device)
+        kept = (torch.get_rng_state(), on_device)
     return (*kept, random.getstate(), numpy and numpy.get_state())
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
     """Bring the generators back to a state."""
-    cpu, own, pythons, numpys = state
+    cpu, on_device, pythons, numpys = state
     if cpu is not None:
         torch.set_rng_state(cpu)
-    if own is not None:
-        torch.get_device_module(device).set_rng_state(own, device)
+    if on_device is not None:
+        torch.get_device_module(device).set_rng_state(on_device, device)
     if pythons is not None:
         random.setstate(pythons)
     if numpys is not None:
@@ -89,7 +89,7 @@ def written_out(numbers: tuple[int, ...]) -> int:
 
 
 _PROBES = (3, 1, 2, 5), (-1, 0, 2**70, -(2**61))
-_HASHES_SO = all(hash(one) & _WORD == written_out(one) for one in _PROBES)
+_HASHES_SO = all(hash(probe) & _WORD == written_out(probe) for probe in _PROBES)
 """Tuples hash so here: a tenth of the time, in the forward of every layer."""
 
 

@@ -33,8 +33,8 @@ class Part:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of those dimensions; "" for one without."""
-        known = self.mesh.mesh_dim_names if self.dims else None
-        return tuple(known[dim] if known else "" for dim in self.dims)
+        dim_names = self.mesh.mesh_dim_names if self.dims else None
+        return tuple(dim_names[dim] if dim_names else "" for dim in self.dims)
 
 
 def is_sharded(tensor: Tensor) -> bool:

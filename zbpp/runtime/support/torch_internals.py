@@ -182,24 +182,26 @@ def hooked_passes(stages: Sequence[Any], hook: PassHook) -> Iterator[bool]:
         stages: objects of `torch.distributed.pipelining`.
         hook: called for each F, B, W and BW.
     """
-    methods = [getattr(type(one), name, None) for one in stages for name in _PASSES]
+    methods = [getattr(type(stage), name, None) for stage in stages for name in _PASSES]
     splits = (
-        getattr(type(one), "backward_one_chunk", None) is not None
-        and "full_backward" in inspect.signature(one.backward_one_chunk).parameters
-        for one in stages
+        getattr(type(stage), "backward_one_chunk", None) is not None
+        and "full_backward" in inspect.signature(stage.backward_one_chunk).parameters
+        for stage in stages
     )
     if None in methods or not all(splits):
         yield False
         return
-    for one in stages:
+    for stage in stages:
         for name, kind in _PASSES.items():
-            setattr(one, name, partial(_hooked, one, getattr(one, name), kind, hook))
+            setattr(
+                stage, name, partial(_hooked, stage, getattr(stage, name), kind, hook)
+            )
     try:
         yield True
     finally:
-        for one in stages:
+        for stage in stages:
             for name in _PASSES:
-                delattr(one, name)
+                delattr(stage, name)
 
 
 def _hooked(
