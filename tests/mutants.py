@@ -354,9 +354,9 @@ TABLE = (
     ("schedules", "W's do not wait for the part of B that they need",
      "schedules/passes/segments.py",
      "if b.done >= course.next.needs:", "if b.done:"),
-    ("backward", "another thread's numbers of nodes",
+    ("backward", "nodes of a forward before the last hook",
      "zbpp/runtime/backward/hooks.py",
-     "nodes_made() if is_told else sys.maxsize", "nodes_made()"),
+     "birth.first_node if is_as_then else sys.maxsize", "birth.first_node"),
     # ---- pipeline
     ("pipeline", "keep=0", "zbpp/pipeline/checkpoints.py",
      "if keep is not None and keep < 1", "if keep is not None and keep < 0"),

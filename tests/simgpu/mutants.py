@@ -246,10 +246,10 @@ BY_HAND: tuple[tuple[str, str, str, str, str], ...] = (
         "all stages on the caller's stream",
     ),
     (
-        "executor.py", "WeightBackward.run",
-        "executor.stage.backward_weight(job.chunk, job.microbatch)",
-        "(lambda on, before: (on.set_stream(on.Stream()), executor.stage."
-        "backward_weight(job.chunk, job.microbatch), on.set_stream(before)))("
+        "stage.py", "Stage.backward_weight",
+        "run(microbatch, self._saved.pop((chunk, microbatch)).graph)",
+        "(lambda on, before: (on.set_stream(on.Stream()), run(microbatch, "
+        "self._saved.pop((chunk, microbatch)).graph), on.set_stream(before)))("
         "__import__('torch').cuda, __import__('torch').cuda.current_stream())",
         "W on another stream",
     ),
@@ -684,7 +684,7 @@ MISTAKES = {
     "upload not handed over": ("Uploads.take", "hand_over"),
     "upload without its wait": ("Uploads.take", "event.wait"),
     "one pinned buffer for all copies": ("sent_ahead", "one pinned"),
-    "W on another stream": ("WeightBackward", "another stream"),
+    "W on another stream": ("Stage.backward_weight", "another stream"),
 }
 
 

@@ -1,8 +1,7 @@
 """Runs one stage's program: a table from instructions to handlers, and one loop.
 
     instruction    handler            what it does
-    F              Forward            take what it reads, compute, keep what it writes
-    B, BW, W       InputBackward ..   the same
+    F, B, BW, W    PassHandler        take what it reads, compute, keep what it writes
     OVERLAP_F_B    PairHandler        an F and a B or BW: in turns where their layers
                                       communicate (`zbpp.runtime.overlap`), or in a row
     Segment        PassSegment ..     a pass up to its next communication
@@ -26,6 +25,7 @@ its name. The times of O and V are those of their work, without the wait for the
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from torch.profiler import record_function
@@ -186,19 +186,29 @@ class Handler:
 
 
 class PassHandler(Handler):
-    """A pass: where the value that it reads comes from, and its result goes to."""
+    """A pass: where the value that it reads comes from, and its result goes to.
+
+    Args:
+        bound: the program.
+        instruction: the pass.
+        compute: gives the result of the pass from what it reads.
+    """
 
     instruction: Pass
 
-    def __init__(self, bound: BoundProgram, instruction: Pass) -> None:
+    def __init__(
+        self,
+        bound: BoundProgram,
+        instruction: Pass,
+        compute: Callable[[Tensors | None], Tensors | None],
+    ) -> None:
         super().__init__(bound, instruction)
         n_chunks = len(self.executor.stage_of)
-        reads, writes = (
-            input_of(instruction, n_chunks),
-            output_of(instruction, n_chunks),
-        )
+        reads = input_of(instruction, n_chunks)
+        writes = output_of(instruction, n_chunks)
         self._input = None if reads is None else bound.slot(reads)
         self._output = None if writes is None else bound.slot(writes)
+        self._compute = compute
         self.waits = self.executor.transport.is_local and reads in bound.received
 
     def ready(self) -> bool:
@@ -206,7 +216,25 @@ class PassHandler(Handler):
         assert self._input is not None and self._input.expected is not None
         return self._input.expected.ready()
 
-    def take_input(self) -> Tensors | None:
+    def run(self) -> None:
+        """Take what the pass reads, compute, keep the result."""
+        inputs = self._take_input()
+        result = self.executor.timed(self.instruction, self._compute, inputs)
+        if self._output is not None:
+            self._output.tensors = result
+
+    def begin(self, overlap: Overlap) -> None:
+        """Take what the pass reads; from here on ``overlap`` lets it compute."""
+        inputs = self._take_input()
+
+        def compute() -> None:
+            result = self._compute(inputs)
+            if self._output is not None:
+                self._output.tensors = result
+
+        overlap.begin(self.instruction, compute)
+
+    def _take_input(self) -> Tensors | None:
         """Return what the pass reads, of this stage or of another; None: nothing."""
         slot = self._input
         if slot is None:
@@ -216,83 +244,36 @@ class PassHandler(Handler):
         expected, slot.expected = slot.expected, None
         return expected.receive(self.instruction)
 
-    def keep(self, result: Tensors | None) -> None:
-        """Keep what the pass has computed for whom it is for."""
-        if self._output is not None:
-            self._output.tensors = result
 
-    def compute(self, inputs: Tensors | None) -> Tensors | None:
-        """Compute the result of the pass from what it reads."""
-        raise NotImplementedError
-
-    def run(self) -> None:
-        """Take what the pass reads, compute, keep the result."""
-        inputs = self.take_input()
-        self.keep(self.executor.timed(self.instruction, self.compute, inputs))
-
-    def begin(self, overlap: Overlap) -> None:
-        """Take what the pass reads; from here on ``overlap`` lets it compute."""
-        inputs = self.take_input()
-        overlap.begin(self.instruction, lambda: self.keep(self.compute(inputs)))
-
-
-class Forward(PassHandler):
-    """F in training."""
-
-    def compute(self, inputs: Tensors | None) -> Tensors | None:
-        """Run the forward."""
-        job = self.instruction
-        return self.executor.stage.forward(job.chunk, job.microbatch, inputs)
+def _bind_pass(bound: BoundProgram, job: Pass) -> PassHandler:
+    """Bind a pass to the method of the stage that computes it."""
+    executor, stage = bound.executor, bound.executor.stage
+    methods: dict[PassKind, Callable[..., Tensors | None]] = {
+        PassKind.F: stage.forward if bound.training else stage.predict,
+        PassKind.B: stage.backward_input,
+        PassKind.BW: stage.backward,
+        PassKind.W: stage.backward_weight,
+    }
+    # no function of ours: each would be one more frame above a layer
+    compute = partial(methods[job.kind], job.chunk, job.microbatch)
+    is_forward = job.kind is PassKind.F and bound.training
+    if is_forward and (bound.overlaps or executor.replay.replays):
+        overlap = executor.overlap if bound.overlaps else None
+        compute = partial(_run_watched, executor.replay, overlap, job, compute)
+    return PassHandler(bound, job, compute)
 
 
-class WatchedForward(Forward):
-    """F in training that may run once more, or whose chunk may have overlap points."""
-
-    def __init__(self, bound: BoundProgram, instruction: Pass) -> None:
-        super().__init__(bound, instruction)
-        self._overlap = self.executor.overlap if bound.overlaps else None
-
-    def compute(self, inputs: Tensors | None) -> Tensors | None:
-        """Run the forward; a replay watches what it changes."""
-        job, overlap = self.instruction, self._overlap
-        with (
-            _NOTHING if overlap is None else overlap.watching(job.chunk),
-            self.executor.replay.forward(job),
-        ):
-            return super().compute(inputs)
-
-
-class Predict(PassHandler):
-    """F in an evaluation, which keeps nothing for a backward."""
-
-    def compute(self, inputs: Tensors | None) -> Tensors | None:
-        """Run the forward without gradients."""
-        job = self.instruction
-        return self.executor.stage.predict(job.chunk, job.microbatch, inputs)
-
-
-class InputBackward(PassHandler):
-    """B, or BW: with the gradients of the weights in the same backward."""
-
-    def __init__(self, bound: BoundProgram, instruction: Pass) -> None:
-        super().__init__(bound, instruction)
-        stage, is_full = self.executor.stage, instruction.kind is PassKind.BW
-        self._backward = stage.backward if is_full else stage.backward_input
-
-    def compute(self, inputs: Tensors | None) -> Tensors | None:
-        """Compute the gradients of the inputs, or all."""
-        job = self.instruction
-        return self._backward(job.chunk, job.microbatch, inputs)
-
-
-class WeightBackward(PassHandler):
-    """W."""
-
-    def run(self) -> None:
-        """Compute the gradients of the weights."""
-        executor, job = self.executor, self.instruction
-        weights = executor.stage.backward_weight
-        executor.timed(job, weights, job.chunk, job.microbatch)
+def _run_watched(
+    replay: Replay,
+    overlap: Overlap | None,
+    job: Pass,
+    forward: Callable[[Tensors | None], Tensors | None],
+    inputs: Tensors | None,
+) -> Tensors | None:
+    """Run an F that may run once more, or whose chunk may have overlap points."""
+    watching = _NOTHING if overlap is None else overlap.watching(job.chunk)
+    with watching, replay.forward(job):
+        return forward(inputs)
 
 
 class PairHandler(Handler):
@@ -565,18 +546,8 @@ class ValidateStep(Handler):
         self.is_invalid = self.executor.timed(job, optimizer.validate, job)
 
 
-def _bind_forward(bound: BoundProgram, instruction: Pass) -> Handler:
-    if not bound.training:
-        return Predict(bound, instruction)
-    is_watched = bound.overlaps or bound.executor.replay.replays
-    return (WatchedForward if is_watched else Forward)(bound, instruction)
-
-
 HANDLERS: Mapping[Any, Callable[[BoundProgram, Any], Handler]] = {
-    PassKind.F: _bind_forward,
-    PassKind.B: InputBackward,
-    PassKind.W: WeightBackward,
-    PassKind.BW: InputBackward,
+    **dict.fromkeys(PassKind, _bind_pass),
     PairKind.FB: PairHandler,
     (Segment, PassKind.F): PassSegment,
     (Segment, PassKind.B): PassSegment,
