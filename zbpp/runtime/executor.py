@@ -108,10 +108,10 @@ class BoundProgram:
         self.sent_early: dict[Value, list[SendValue]] = {}
         """Values that a handler sends itself, and where it finds how."""
         self.before: list[Handler] = []
-        """Those before the V; without one, none."""
+        """Handlers before the V; empty if the program has none."""
         self.check: ValidateStep | None = None
         self.rest: list[Handler] = []
-        """Those after the V; without one, all."""
+        """Handlers after the V; all if the program has none."""
         self.overlaps = any(isinstance(x, Pair | Segment) for x in program)
         """Passes stop where they communicate."""
         self._stopping: dict[Pass, PassHandler] = {}

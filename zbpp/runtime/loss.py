@@ -43,7 +43,7 @@ class Loss:
         self.returned: tuple[str, ...] | None = None
         """Names of the metrics that loss_fn returns; None: it has not run here."""
         self.names: tuple[str, ...] = ()
-        """The same, once all processes know them."""
+        """Names of the metrics, once all processes know them."""
         self._all_weights: list[float] = []
         self.begin(None, None, n_microbatches=1)
 
@@ -197,7 +197,7 @@ class Loss:
 
 
 def loss_alone(loss_fn: LossFn) -> Callable[..., Tensor]:
-    """The same loss without metrics."""
+    """Return the loss function without its metrics."""
 
     def loss(outputs: object, targets: object) -> Tensor:
         returned = loss_fn(outputs, targets)

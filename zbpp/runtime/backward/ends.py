@@ -31,7 +31,7 @@ PLAIN = (Tensor, nn.Parameter)  # other subclasses may compute something else
 
 
 class _Alias(torch.autograd.Function):
-    """The same data, but no leaf."""
+    """Return an alias of a tensor that is no leaf."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class HookWatch:
         self._first_node = 0
         self._threads = threading.local()
         self._thread: object = None
-        """That which has seen the last hook, and whose number that is."""
+        """The thread that has seen the last hook; `_first_node` is of its numbers."""
         self._free_from = sys.maxsize
         self._clean_leaves: set[int] = set()
 

@@ -49,7 +49,7 @@ Edges = Sequence[tuple[Any, int]]
 """Nodes and outputs: `GradientEdge`s, which torch is slow to make."""
 
 Taken = tuple[WeightGradients, list[Tensor]]
-"""What W needs of a node, and the tensors among it that are held until then."""
+"""The values of a node that W needs, and the tensors among them, held until then."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Rule:
 
 
 class Product(NamedTuple):
-    """How to split a node; the same in all graphs that are alike.
+    """The way to split a node; equal in all graphs that are alike.
 
     Args:
         rule: of the node's kind.
@@ -239,7 +239,7 @@ class _MatrixGrad(WeightGradients):
 
 @dataclass(slots=True)
 class _BatchGrad(WeightGradients):
-    """The same for batches of matrices."""
+    """The gradient of one factor of a product of batches of matrices."""
 
     operand: Tensor
     factor: float

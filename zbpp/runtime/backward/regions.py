@@ -83,7 +83,7 @@ class RegionSite(NamedTuple):
         return all(node in leaves for edges in self.edges for node, _ in edges)
 
     def in_graph_of(self, node: Any) -> "RegionSite":
-        """The same for a node of another graph of this kind, with the same leaves."""
+        """Return the site at a like node of another graph with the same leaves."""
         below = node.next_functions
         edges = [
             [below[i] for i in numbers] if waiting else ()

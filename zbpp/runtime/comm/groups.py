@@ -325,7 +325,7 @@ _MAKERS: Mapping[str, _Make] = {
     "nccl": partial(_on_streams, "ProcessGroupNCCL"),
     "xccl": partial(_on_streams, "ProcessGroupXCCL"),
 }
-"""What makes a group, by the name of its backend; see `_registered` for the rest."""
+"""Makers of groups, by the name of the backend; see `_registered` for the rest."""
 
 
 def gather_objects(group: Group, thing: Any, device: torch.device) -> list[Any]:

@@ -46,7 +46,7 @@ _POLL_S = 1e-4
 _ROUNDED_S = 1e-3  # gloo counts a time-out in whole milliseconds
 
 WaitContext = tuple[object, ...]
-"""What is waited for; the parts are put into words if it does not come."""
+"""The words of what is waited for, in parts: joined only if it does not come."""
 
 
 class HostWaits:

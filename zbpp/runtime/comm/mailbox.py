@@ -143,7 +143,7 @@ class Mailbox(Transport):
         self._opening: Opening | None = None
         self._kinds: HostMessage | None = None
         self._posted: dict[_PostedReceive, None] = {}
-        """Those that are not received yet, in order."""
+        """Announced values that are not received yet, in order."""
         self._waiting: Mapping[int, deque[_PostedReceive]] = {
             peer: deque() for peer in stages.neighbours[self.stage]
         }
@@ -480,7 +480,7 @@ class Mailbox(Transport):
 
 _open: "weakref.WeakSet[Mailbox]" = weakref.WeakSet()
 _left_open: set[Mailbox] = set()
-"""Those of pipelines that were dropped while others still needed something of them."""
+"""Mailboxes of dropped pipelines, of which other processes still need something."""
 
 
 @atexit.register

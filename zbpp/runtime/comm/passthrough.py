@@ -42,7 +42,7 @@ def omitted(
 
 
 class PassthroughCache:
-    """What one stage has handed on to others, while it will be asked for it.
+    """Tensors that one stage has handed on to others, while messages may omit them.
 
     Args:
         stage: of this process.

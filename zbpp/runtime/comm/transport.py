@@ -104,7 +104,7 @@ class Transport:
         return [thing]
 
     def gather_pipeline(self, thing: Any) -> list[Any]:
-        """The same, of the processes of this pipeline, by stage; all must call."""
+        """Give every process the things of its pipeline, by stage; all must call."""
         return self.gather(thing)
 
     def ping(self, peer: int, n_bytes: int, rounds: int) -> list[Ping]:

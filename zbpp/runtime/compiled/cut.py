@@ -362,7 +362,7 @@ def _in_place(source: fx.Graph, result: fx.Node) -> Callable[..., None] | None:
 
 
 _functions: dict[str, Callable[..., Any]] = {}
-"""Those that call no more than methods, by their code."""
+"""Functions that call no more than methods, by their code."""
 
 
 def _function(graph: fx.Graph) -> Callable[..., Any]:

@@ -176,7 +176,7 @@ class StepSums:
         return _mean(*self.losses())
 
     def metrics(self) -> dict[str, float]:
-        """The same mean of each metric."""
+        """Mean of each metric over the micro-batches by weight."""
         _, weights, *rows = self._table()
         return {
             name: _mean(row, weights)

@@ -121,7 +121,7 @@ class StageOptimizers:
         return bool(self.all)
 
     def parameters(self) -> list[Tensor]:
-        """Those that are stepped, as the groups stand now; without a builder all."""
+        """Parameters of the groups as they are now; without a builder, all."""
         if self._leaves_gradients:
             return list(_trainable(self._stage))
         owned = (p for optimizer in self.all for p in parameters_of(optimizer))

@@ -100,7 +100,7 @@ def copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Those of all groups, in order."""
+    """Return the parameters of all groups of an optimizer, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -128,7 +128,7 @@ def kept_dims(p: Tensor, experts: Collection[Tensor]) -> tuple[str, ...]:
 
 
 class UseTable:
-    """What replicas tell each other: the parameters that they have used in a step.
+    """Parameters that replicas have used in a step, as they tell each other.
 
         shared parameters | experts of ep 0 | experts of ep 1 | ..
 

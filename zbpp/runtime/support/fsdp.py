@@ -241,7 +241,7 @@ def managed(unit: nn.Module) -> Iterator[Tensor]:
 
 
 def managed_dims(unit: nn.Module) -> Iterator[tuple[Tensor, Sequence[str]]]:
-    """The same parameters, each with the dimensions that they are dealt out over."""
+    """The parameters of a unit, each with the dimensions that it is dealt out over."""
     groups: Any = unit
     for group in groups._get_fsdp_state()._fsdp_param_groups:
         check_names(group, _NAMES["group"])

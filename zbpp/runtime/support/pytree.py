@@ -42,7 +42,7 @@ _REGISTERED = torch_pytree.SUPPORTED_NODES
 
 
 def map_tensors(thing: Any, change: Change, other: Other = None) -> Any:
-    """The same thing with its tensors changed, in containers too.
+    """Change the tensors of a thing, in containers too.
 
     Args:
         thing: anything.
@@ -66,7 +66,7 @@ def map_tensors(thing: Any, change: Change, other: Other = None) -> Any:
 
 
 def _map_subclass(thing: Any, change: Change, other: Other) -> Any:
-    """The same for what torch takes for a leaf: dataclasses, unregistered classes."""
+    """Change the tensors of what torch takes for a leaf: dataclasses, other classes."""
     if isinstance(thing, tuple):
         items = [map_tensors(item, change, other) for item in thing]
         if all(new is old for new, old in zip(items, thing, strict=True)):
@@ -87,7 +87,7 @@ def _map_subclass(thing: Any, change: Change, other: Other) -> Any:
 
 
 def _map_dataclass(thing: Any, change: Change, other: Other) -> Any:
-    """The same for a dataclass, frozen or not, without calling its constructor."""
+    """Change the tensors of a dataclass, frozen or not, without its constructor."""
     new = {}
     for field in dataclasses.fields(thing):
         if hasattr(thing, field.name):

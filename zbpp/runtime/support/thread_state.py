@@ -1,4 +1,4 @@
-"""What torch and Python keep for each thread, carried from one thread into another.
+"""The state that torch and Python keep for each thread, carried into another one.
 
 by thread      grad mode, autocast, the default device, the current stream, Python's
                context variables

@@ -42,7 +42,7 @@ def profiling() -> bool:
 
 
 class _Arrived(torch.autograd.Function):
-    """The same numbers, awaited."""
+    """The result of a collective that is under way, awaited."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
