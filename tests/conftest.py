@@ -1,5 +1,6 @@
 """Settings of all tests: seeds, hypothesis, and a header that says what is tested."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -39,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if importlib.util.find_spec(package) is None:
                 reason = f"{package} is not installed"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage visit what is imported: torch is many objects."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
