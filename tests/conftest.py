@@ -15,8 +15,9 @@ from pool import Pool
 # It takes the place of CUDA in processes of its own: `make test-simgpu`.
 collect_ignore = [] if "simgpu" in sys.modules else ["simgpu"]
 
-# One thread a process, in what tests start as well: the tests run side by side.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One thread a process, in what tests start as well: the tests run side by side, and
+# with other numbers of threads sums would have other orders.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # The processes that tests start shall compile the package once, not each for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
