@@ -1,5 +1,6 @@
 """Settings of all tests: seeds, hypothesis, and a header that says what is tested."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -14,8 +15,9 @@ from pool import Pool
 # It takes the place of CUDA in processes of its own: `make test-simgpu`.
 collect_ignore = [] if "simgpu" in sys.modules else ["simgpu"]
 
-# One thread a process, in what tests start as well: the tests run side by side.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One thread a process, in what tests start as well: the tests run side by side, and
+# with other numbers of threads sums would have other orders.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # The processes that tests start shall compile the package once, not each for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -39,6 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if importlib.util.find_spec(package) is None:
                 reason = f"{package} is not installed"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage visit what is imported: torch is many objects."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

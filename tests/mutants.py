@@ -255,7 +255,7 @@ TABLE = (
     ("backward", "a hook behind the sum is not seen", "zbpp/runtime/backward/hooks.py",
      "if leaf._backward_hooks or leaf._post_accumulate_grad_hooks",
      "if leaf._backward_hooks"),
-    ("backward", "recomputed forwards with other numbers",
+    ("executor", "recomputed forwards with other numbers",
      "zbpp/runtime/support/random_state.py",
      "if cpu is not None", "if cpu is None"),
     # ---- compiled
@@ -354,7 +354,7 @@ TABLE = (
     ("schedules", "W's do not wait for the part of B that they need",
      "schedules/passes/segments.py",
      "if b.done >= course.next.needs:", "if b.done:"),
-    ("backward", "nodes of a forward before the last hook",
+    ("backward", "hooks since the forward are not seen",
      "zbpp/runtime/backward/hooks.py",
      "birth.first_node if is_as_then else sys.maxsize", "birth.first_node"),
     # ---- pipeline

@@ -17,6 +17,8 @@ ROOT = Path(zbpp.__file__).parent
 
 def kinds_named(source: str) -> Iterator[str]:
     """What runs for CUDA alone: its module, its tensors, and comparisons with it."""
+    if "cuda" not in source and "nccl" not in source:
+        return  # most files: nothing to parse
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr == "is_cuda":
             yield ast.unparse(node)

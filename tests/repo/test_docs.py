@@ -5,7 +5,6 @@ import runpy
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,15 +50,6 @@ DEAR_SESSIONS = {
 by_name = {"ids": lambda page: page.name}
 
 
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 # Every page.
 
 
@@ -94,7 +84,7 @@ def test_every_block_is_of_a_kind_that_is_tested(page):
     ],
     **by_name,
 )
-def test_the_sessions_run(page, tmp_path, restored_threads):
+def test_the_sessions_run(page, tmp_path):
     assert run_session(page, tmp_path) > 2
 
 
@@ -290,12 +280,7 @@ def page_with(file: str, *pages: Page) -> Page:
     return next(page for page in pages or GUIDES if file in page.files())
 
 
-def test_the_readmes_script_prints_the_losses_that_are_shown(
-    tmp_path, capsys, restored_threads
-):
-    import torch
-
-    torch.set_num_threads(1)
+def test_the_readmes_script_prints_the_losses_that_are_shown(tmp_path, capsys):
     (((name,), shown),) = shown_lines(README, "python")
     text = README.files()[name].replace("range(100)", "range(21)")
     assert "range(21)" in text
@@ -315,9 +300,7 @@ def test_the_readmes_script_prints_the_losses_that_are_shown(
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 2
 
 
-def test_the_users_script_prints_the_same_whatever_the_flag(
-    tmp_path, capsys, restored_threads
-):
+def test_the_users_script_prints_the_same_whatever_the_flag(tmp_path, capsys):
     page = page_with("my_train.py")
     text = page.files()["my_train.py"].replace("range(1, 21)", "range(1, 11)")
     assert "range(1, 11)" in text
@@ -345,9 +328,8 @@ def test_the_users_script_prints_the_same_whatever_the_flag(
     ],
 )
 def test_the_scripts_print_the_same_under_torchrun(
-    file, more, begins, tmp_path, monkeypatch, capsys, restored_threads
+    file, more, begins, tmp_path, capsys
 ):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     page = page_with(file)
     text = page.files()[file].replace("range(100)", "range(15)")
     (tmp_path / file).write_text(text + more)
@@ -356,9 +338,6 @@ def test_the_scripts_print_the_same_under_torchrun(
     assert printed.startswith(begins)
     alone = [words for words in page.commands("python") if file in words] or [[file]]
     if file not in ("torch_zbv.py", "mesh_train.py"):  # these need processes
-        import torch
-
-        torch.set_num_threads(1)
         run_script(tmp_path / file, *alone[0][1:])
         assert capsys.readouterr().out == printed
 

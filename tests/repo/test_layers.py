@@ -13,6 +13,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -170,14 +171,17 @@ HALLS = {
 """Folders with rooms in them."""
 
 
-def imports(source: str) -> Iterator[str]:
+@cache
+def imports(source: str) -> list[str]:
     """Dotted names, down to the imported object."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "a relative import hides its layer"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += (f"{node.module}.{alias.name}" for alias in node.names)
+    return names
 
 
 def inside(name: str, packages: set[str]) -> bool:

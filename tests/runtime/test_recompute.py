@@ -11,6 +11,7 @@ import torch
 from flat import flat_pipeline
 from histories import ALWAYS
 from moments import uncertain_sums
+from pool import Pool
 from small_model import (
     N_LAYERS,
     assert_same,
@@ -72,6 +73,31 @@ def test_every_mode_gives_the_same_bits_if_it_recomputes(
 )
 def test_settings_change_nothing_about_it(more: dict[str, Any]) -> None:
     assert_no_difference("ZBV", 2, **more)
+
+
+def rolled_back(schedule: Schedule) -> tuple[Any, dict[str, Tensor]]:
+    """Losses, norms and rollbacks, and this process's parameters, after four steps."""
+    torch.manual_seed(5)
+    with uncertain_sums(0, share=0):
+        pipeline = make_pipeline(
+            schedule, None, **WITH_DROPOUT, seed=3,
+            clip_grad_norm=0.3, post_validation=True, patience=ALWAYS,
+        )  # fmt: skip
+        results = [pipeline.step(*batch(step)) for step in range(4)]
+        held = {n: p.detach().clone() for n, p in pipeline.named_parameters()}
+        pipeline.close()
+    return [(r.loss, r.grad_norm, r.rollbacks) for r in results], held
+
+
+@pytest.mark.dist
+def test_two_processes_recompute_to_the_same_bits(pool: Pool) -> None:
+    schedule = again("ZBV", 2)
+    recomputed = pool.run(rolled_back, 2, schedule)
+    plain = pool.run(rolled_back, 2, replace(schedule, recompute=None))
+    for (numbers, held), found in zip(plain, recomputed, strict=True):
+        assert any(rollbacks for *_, rollbacks in numbers)
+        assert found[0] == numbers
+        assert_same(found[1], held)
 
 
 def in_place(layer: Any, x: Tensor) -> Tensor:

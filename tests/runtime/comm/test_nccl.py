@@ -26,6 +26,12 @@ KINDS = [-1, 0, 0, 0]
 """Inputs of unknown size, the oldest kind, and the kinds of two micro-batches."""
 
 
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody writes notes here, so that waiting for them finds nothing."""
+    monkeypatch.setattr("zbpp.runtime.comm.failures._PATIENCE_S", 0.05)
+
+
 class Played:
     """A communicator, and the streams of the process that waits for it."""
 

@@ -1,15 +1,9 @@
 """Speculative steps leave the bits of steps behind a barrier."""
 
 import pytest
-import torch
 from histories import History, compare, draw, run, vary
 from moments import small_buckets, uncertain_sums
 from outcomes import difference
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def check(seeds: range) -> int:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from histories import ALWAYS, INF, SPIKE, History, Injector, batch, draw, make, run
 from outcomes import Outcome, difference, look, same
@@ -13,11 +12,6 @@ from small_model import make_pipeline
 
 from zbpp.runtime.optim.stage_optimizer import StageOptimizer
 from zbpp.runtime.support.errors import PeerError
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def run_rank(history: History, post_validation: bool) -> Outcome:

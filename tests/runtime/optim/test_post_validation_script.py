@@ -18,11 +18,6 @@ from zbpp.runtime.policies import LossScaler, Patience
 from zbpp.simulator import bubble_rate
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def has_check(pipeline: Any) -> bool:
     return any(
         isinstance(job, Check) for row in pipeline.schedule.orders for job in row

@@ -50,7 +50,6 @@ def bits(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def step_and_compare(kind: str) -> tuple[list[bool], list[bool]]:
     """Six steps, every third one rolled back."""
-    torch.set_num_threads(1)
     with small_buckets():
         return _step_and_compare(kind)
 

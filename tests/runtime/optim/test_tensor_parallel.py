@@ -80,7 +80,6 @@ def train_sharded(mode: str, kind: str, snapshots: bool, validated: bool) -> Any
         parallelize_module,
     )
 
-    torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     model = layers()
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -76,6 +76,7 @@ PARTS: dict[str, Case] = {
         w=(10, 6), b=(5,)), "w"),
     # the order of additions would be another: in B
     "parts that overlap": Case(over(lambda w: (w[:, :5], w[:, 4:], w[:, 2:7])), ""),
+    "parts that overlap from the end": Case(over(lambda w: (w[:, :5], w[:, -5:])), ""),
     "a part used thrice": Case(stacked(lambda w: (w[1], w[1], w[1])), ""),
     "one chunk used twice": Case(
         over(lambda w: [*(chunks := w.chunk(3, 1)), chunks[0]]), ""),

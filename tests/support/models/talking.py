@@ -141,7 +141,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 Outcome = tuple[list[tuple[float, float, int]], dict[str, Tensor]]
 
 
-def train(pipeline: Pipeline, *, steps: int = 4) -> Outcome:
+def train(pipeline: Pipeline, *, steps: int = 3) -> Outcome:
     """Losses, norms and rollbacks of some steps, and the state after them."""
     torch.manual_seed(5)  # of what draws without a seed of its own
     results = [pipeline.step(*batch(step)) for step in range(steps)]

@@ -10,7 +10,6 @@ from zbpp.runtime.chunk import Chunk
 from zbpp.runtime.stage import Stage
 
 ORDERS = {
-    "alone": "F0 B0 W0",
     "one by one": "F0 B0 W0 F1 B1 W1 F2 B2 W2",
     "interleaved": "F0 F1 B0 F2 B1 W0 F3 B2 B3 W1 W2 W3",
     "W out of order": "F0 F1 F2 B0 B1 B2 W2 W0 W1",

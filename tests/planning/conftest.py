@@ -1,5 +1,0 @@
-"""Fixtures of the planning's tests."""
-
-from one_thread import one_thread
-
-__all__ = ["one_thread"]
