@@ -18,10 +18,13 @@ from zbpp.training.setup import (
     check,
     costs_of,
     device_of,
+    layers_of,
     model_of,
     plan_of,
+    run_split,
+    sleeping_layers,
+    split_layers,
 )
-from zbpp.training.splits import layers_of, run_split, sleeping_layers, split_layers
 from zbpp.training.start import _for_world, start
 
 

@@ -14,9 +14,7 @@ from zbpp.runtime.support.pytree import map_tensors, tensors_in
 if TYPE_CHECKING:
     from zbpp.training.user_model import UserModel
 
-__all__ = ["StepBatch", "random_tokens", "step_batch"]
-
-_BYTES = 256
+__all__ = ["StepBatch", "step_batch"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,6 @@ def step_batch(loaded: "UserModel", n_microbatches: int) -> StepBatch:
         samples=samples * n_microbatches,
         tokens=first.numel() * n_microbatches if is_tokens else None,
     )
-
-
-def random_tokens(samples: int, seq: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw inputs and targets of a micro-batch of a model of bytes."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(_BYTES, (samples, seq + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def _varied(thing: Any, index: int, n: int) -> Any:

@@ -172,18 +172,7 @@ class Bench(Processes, Compute, BlockSizes):
             return partial(
                 load_model, self.model, seq=self.seq, samples=self.microbatch_size
             )
-        sizes = (self.dim, self.n_blocks, self.n_heads, self.hidden, self.seq)
-        return partial(_small_llama, sizes, self.seed, self.microbatch_size)
+        from zbpp.training.llama import LlamaConfig
 
-
-def _small_llama(
-    sizes: tuple[int, int, int, int, int], seed: int, samples: int
-) -> UserModel:
-    """The model of zbpp train, and one micro-batch."""
-    from zbpp.bench.micro import random_tokens
-    from zbpp.training.llama import LlamaConfig, build_layers, cross_entropy
-
-    config = LlamaConfig(*sizes, seed=seed)
-    inputs, targets = random_tokens(samples, config.seq, seed)
-    build = partial(build_layers, config)
-    return UserModel(build, inputs, targets, cross_entropy, config.n_layers)
+        config = LlamaConfig.of(self, seed=self.seed)
+        return partial(config.loaded, self.microbatch_size)

@@ -166,18 +166,12 @@ class EstimateCommand(Compute, BlockSizes, Replicas):
     def _config(self) -> "LlamaConfig":
         from zbpp.training.llama import LlamaConfig
 
-        return LlamaConfig(
-            dim=self.dim,
-            n_blocks=self.n_blocks,
-            n_heads=self.n_heads,
-            hidden=self.hidden,
-            seq=self.seq,
-        )
+        return LlamaConfig.of(self)
 
     def _split(self) -> Any:
         if self.split or self.model is not None:
             return self.split or None
-        from zbpp.training.splits import split_layers
+        from zbpp.training.setup import split_layers
 
         return partial(split_layers, self._config())
 

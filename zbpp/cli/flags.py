@@ -10,14 +10,12 @@ from zbpp.core import (
     Schedule,
     Timeline,
     read_costs,
-    read_layers,
 )
 from zbpp.core.costs.units import with_limit
 from zbpp.planning import MODE_WORDS, Plan, PlanRequest, canonical, is_file, make_plan
 from zbpp.planning.answer import is_plan_file
 from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import replicated, with_gathers, with_replicas
-from zbpp.planning.request import parse_recompute, parse_split
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
 from zbpp.training.options import Planning, Replicas, flag
@@ -51,18 +49,11 @@ class PlanFlags(Replicas, Planning):
         Raises:
             RequestError: the file is not valid, or a flag does not go with another.
         """
-        if self.layers is None:
+        layers = self.costs_of_layers()
+        if layers is None:
             if self.split is not None:
                 raise RequestError("--split needs --layers, the costs of each layer")
             return None
-        if self.costs is not None:
-            raise RequestError(
-                "--costs and --layers are both given; the costs of chunks follow from "
-                "those of layers: leave --costs out"
-            )
-        layers = with_limit(
-            read_layers(self.layers), self.memory_limit, name="--memory_limit"
-        )
         return with_replicas(layers, self.data_parallel, self.shard)
 
     def request(self, mode: str) -> PlanRequest:
@@ -72,7 +63,7 @@ class PlanFlags(Replicas, Planning):
             RequestError: a size is missing or wrong, or a file of costs is.
         """
         stages, microbatches = self.stages, self.microbatches
-        chunks_per_stage, recompute = self.chunks_per_stage, self.recompute
+        chunks_per_stage = self.chunks_per_stage
         sizes = {"--stages": stages, "--microbatches": microbatches}
         for name, size in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
             if size is not None and size < 1:
@@ -85,8 +76,8 @@ class PlanFlags(Replicas, Planning):
             n_microbatches=microbatches,
             chunks_per_stage=chunks_per_stage,
             costs=self.layer_costs(),
-            split=None if self.split is None else parse_split(self.split),
-            recompute=None if recompute is None else parse_recompute(recompute),
+            split=self.asked_split,
+            recompute=self.asked_recompute,
             effort=self.effort,
         )
         if request.costs is not None:

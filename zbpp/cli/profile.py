@@ -45,15 +45,20 @@ class ProfileCommand(RunOptions):
         options = self._options()
         if importlib.util.find_spec("torch") is None:
             raise RequestError("a profile needs torch: pip install 'zbpp[train]'")
-        from zbpp.training.profiled import ProfileRequest, run_profile
+        from zbpp.training.profiled import run_profile
         from zbpp.training.start import start_worker
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's memory profiler
         load = None if self.model is None else self._load
-        request = ProfileRequest(
-            load, self.out, self.layers_out, self.rounds, self.json
+        worker = partial(
+            run_profile,
+            load=load,
+            out=self.out,
+            layers_out=self.layers_out,
+            rounds=self.rounds,
+            as_json=self.json,
         )
-        start_worker(partial(run_profile, request), options, check=self._check)
+        start_worker(worker, options, check=self._check)
 
     def _load(self) -> UserModel:
         assert self.model is not None

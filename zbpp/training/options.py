@@ -9,9 +9,12 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from zbpp.core import RequestError
+from zbpp.core import LayerCosts, RequestError, read_layers
+from zbpp.core.costs.units import with_limit
 from zbpp.core.sharding import Shard
 from zbpp.planning import MODE_WORDS
+from zbpp.planning.request import parse_recompute, parse_split
+from zbpp.schedules import Recomputing, Split
 
 __all__ = [
     "HF",
@@ -89,6 +92,32 @@ class Planning:
         "are apart",
         None,
     )
+
+    @property
+    def asked_split(self) -> Split:
+        """What ``--split`` asks for."""
+        return None if self.split is None else parse_split(self.split)
+
+    @property
+    def asked_recompute(self) -> Recomputing | None:
+        """What ``--recompute`` asks for."""
+        return None if self.recompute is None else parse_recompute(self.recompute)
+
+    def costs_of_layers(self) -> LayerCosts | None:
+        """Read the layers file, if there is one, under ``--memory_limit``.
+
+        Raises:
+            RequestError: the file is not valid, or comes on top of a costs file.
+        """
+        if self.layers is None:
+            return None
+        if self.costs is not None:
+            raise RequestError(
+                "--costs and --layers are both given; the costs of chunks follow from "
+                "those of layers: leave --costs out"
+            )
+        layers = read_layers(self.layers)
+        return with_limit(layers, self.memory_limit, name="--memory_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +197,9 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
     )
 
     def __post_init__(self) -> None:
-        for name in ("stages", "microbatches", "microbatch_size", "seq"):
-            self._check_at_least(name, 1)
-        for name in ("data_parallel", "tensor_parallel"):
-            self._check_at_least(name, 1)
-        self._check_at_least("seed", 0)
+        sizes = ("stages", "microbatches", "microbatch_size", "seq")
+        self._check_at_least(1, *sizes, "data_parallel", "tensor_parallel")
+        self._check_at_least(0, "seed")
         if self.shard != "none" and self.data_parallel == 1:
             raise RequestError(
                 f"--shard {self.shard} needs replicas to share it; give "
@@ -183,10 +210,8 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
                 f"--transport local is one process, and a stage has {self.n_peers}; "
                 "leave it out, or --data_parallel and --tensor_parallel"
             )
-        for name, is_on in (
-            ("compile", self.compiles),
-            ("cuda_graphs", self.cuda_graphs),
-        ):
+        compiling = {"compile": self.compiles, "cuda_graphs": self.cuda_graphs}
+        for name, is_on in compiling.items():
             if is_on and self.emulate is not None:
                 raise RequestError(
                     f"--{name}: emulated layers sleep; leave one of them out"
@@ -198,10 +223,11 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
         """Processes of a stage."""
         return self.data_parallel * self.tensor_parallel
 
-    def _check_at_least(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value is not None and not value >= least:
-            raise RequestError(f"--{name} is {value}; it must be at least {least}")
+    def _check_at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise RequestError(f"--{name} is {value}; it must be at least {least}")
 
     def _check_above_zero(self, name: str) -> None:
         if not getattr(self, name) > 0:
@@ -242,14 +268,12 @@ class Train(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("steps", "validation_microbatches", "log_every"):
-            self._check_at_least(name, 1)
-        for name in ("failures", "window", "clean"):
-            self._check_at_least(f"post_validation_{name}", 1)
-        for name in ("max_consecutive_skips", "save_every", "keep"):
-            self._check_at_least(name, 1)
-        for name in ("warmup_steps", "lr", "weight_decay", "max_restarts"):
-            self._check_at_least(name, 0)
+        counts = ("steps", "validation_microbatches", "log_every", "save_every", "keep")
+        patience = [
+            f"post_validation_{name}" for name in ("failures", "window", "clean")
+        ]
+        self._check_at_least(1, *counts, *patience, "max_consecutive_skips")
+        self._check_at_least(0, "warmup_steps", "lr", "weight_decay", "max_restarts")
         if self.alternating_buffers and self.shard != "parameters":
             raise RequestError(
                 "--alternating_buffers hold layers for the time of a pass, and --shard "

@@ -28,21 +28,19 @@ def check_saving(options: Train) -> None:
     Raises:
         RequestError: a flag needs another, or there is nothing to go on from.
     """
-    if options.save_dir is None:
+    folder, asked = options.save_dir, options.resume
+    if folder is None:
         return
-    if options.save_dir.exists() and not options.save_dir.is_dir():
-        raise RequestError(f"--save_dir {options.save_dir} is no folder")
-    if options.resume == "none" and _has_checkpoint(options.save_dir):
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"--save_dir {folder} is no folder")
+    if asked == "none" and _has_checkpoint(folder):
         raise RequestError(
-            f"{options.save_dir} holds checkpoints of a run; go on from them with "
+            f"{folder} holds checkpoints of a run; go on from them with "
             "--resume auto, or give another --save_dir"
         )
-    if options.resume not in ("auto", "none"):
-        _refuse_later_ones(Path(options.resume), options.save_dir)
-
-
-def _refuse_later_ones(asked: Path, folder: Path) -> None:
-    """A restart goes on from the newest one, which must be of this run."""
+    if asked in ("auto", "none"):
+        return
+    # a restart goes on from the newest one, which must be of this run
     first, last = last_step(asked), last_step(folder)
     if first is not None and last is not None and last > first:
         raise RequestError(

@@ -16,8 +16,7 @@ from zbpp.training.launch import is_launched, launch, run_launched
 from zbpp.training.loop import train
 from zbpp.training.options import Train
 from zbpp.training.resume import resumed
-from zbpp.training.setup import check, costs_of, plan_of
-from zbpp.training.splits import sleeping_layers
+from zbpp.training.setup import check, costs_of, plan_of, sleeping_layers
 
 __all__ = ["Worker", "start", "start_worker"]
 
