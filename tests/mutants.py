@@ -454,7 +454,7 @@ TABLE = (
      "if chosen is None or chosen == (change is post_validated)",
      "if chosen is None or chosen != (change is post_validated)"),
     # ---- bench
-    ("bench", "NaN is right", "zbpp/bench/outcome.py",
+    ("bench", "NaN is right", "zbpp/bench/results.py",
      "not self.difference <= tolerance", "self.difference > tolerance"),
     ("bench", "a step ends with its first rank", "zbpp/bench/turns.py",
      "max(of_step) for of_step in", "min(of_step) for of_step in"),

@@ -29,8 +29,7 @@ from parts.memory_events import Event, Range, profiled
 from parts.table import Table
 
 import zbpp.bench.ours
-from zbpp.bench.contender import Field
-from zbpp.bench.micro import step_batch
+from zbpp.bench.contender import Field, step_batch
 from zbpp.bench.names import split_name
 from zbpp.bench.peers import Peer, build_peer
 from zbpp.bench.request import BenchRequest, planned

@@ -14,15 +14,20 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from zbpp.bench.contender import Contender, Field, Measured, autocast_of
+from zbpp.bench.contender import (
+    Contender,
+    Field,
+    Measured,
+    StepBatch,
+    autocast_of,
+    step_batch,
+)
 from zbpp.bench.gradients import Gradients, compare, noted, plain_gradients
-from zbpp.bench.micro import StepBatch, step_batch
 from zbpp.bench.names import OURS, split_name
 from zbpp.bench.ours import Ours, Promised, build_ours, resolved
-from zbpp.bench.outcome import Outcome
 from zbpp.bench.peers import build_peer
 from zbpp.bench.request import BenchRequest
-from zbpp.bench.results import write_results
+from zbpp.bench.results import Outcome, write_results
 from zbpp.bench.turns import Turn, take_turn
 from zbpp.core import RequestError, Schedule
 from zbpp.runtime.comm.process_group import initialise

@@ -2,26 +2,23 @@
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from zbpp.bench.names import contenders_of
-from zbpp.bench.request import BenchRequest, planned
+from zbpp.bench.request import BenchOptions, BenchRequest, planned
 from zbpp.cli.several import command_text, schedules_in
 from zbpp.core import RequestError
-from zbpp.training.options import BlockSizes, Compute, Memory, Processes, flag
+from zbpp.training.options import BlockSizes, flag
 from zbpp.training.user_model import UserModel, load_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Bench"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(Processes, Compute, BlockSizes):
+class Bench(BenchOptions, BlockSizes):
     """Time our modes and torch's own schedules, in turns, on the real devices.
 
     The same model, batch, split and optimizer for all, in one process group; gradients
@@ -30,14 +27,12 @@ class Bench(Processes, Compute, BlockSizes):
     """
 
     config: Path | None = flag("flags in a TOML file; typed ones overrule it", None)
-    out: Path = flag("folder for results.json and index.html")
     model: str | None = flag(
         "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
         None,
         metavar="MODULE:FUNCTION",
     )
     stages: int | None = flag("pipeline stages; else as torchrun has started", None)
-    microbatches: int = flag("micro-batches of a step", 32)
     modes: str = flag(
         "modes of ours, or schedule files",
         "1F1B,ZBH1,ZBH2,ZBV,auto",
@@ -51,30 +46,7 @@ class Bench(Processes, Compute, BlockSizes):
         metavar="torch|torch:NAME,..|none",
         many=True,
     )
-    warmup: int = flag("steps of each turn that do not count", 5)
-    steps: int = flag("steps of each contender that do", 20)
-    rounds: int = flag("turns of each contender that these are dealt to", 4)
-    costs: Path | None = flag(
-        "costs file in ms to plan and predict with; else auto measures first, others "
-        "plan with equal times and predict by the costs of the same steps",
-        None,
-    )
-    memory_limit: Memory = flag("of a stage, for auto", None)
-    emulate: Path | None = flag("costs file in ms: layers that sleep instead", None)
-    effort: str = flag("of the plans: fast, default, best or best:SECONDS", "default")
-    reference: Literal["first", "plain"] = flag(
-        "whose gradients are right: the first contender's, or a plain loop's", "first"
-    )
-    tolerance: float = flag(
-        "largest difference of gradients, relative to the largest of their layer", 1e-5
-    )
-    optimizer: str = flag("of torch.optim", "adamw")
-    clip_grad_norm: float | None = flag("largest norm of the model's gradient", None)
-    dtype: Literal["fp32", "bf16"] = flag("16 bits by autocast", "fp32")
-    cuda_graphs: bool = flag("of ours: passes as CUDA graphs", False)
     microbatch_size: int = flag("samples of a micro-batch", 2)
-    seed: int = flag("of the weights", 0)
-    json: bool = flag("print one JSON object instead of the table", False, pair=False)
 
     def run(self) -> None:
         """Compare, and return when it is done.
@@ -89,38 +61,17 @@ class Bench(Processes, Compute, BlockSizes):
         from zbpp.runtime.support.devices import check_kind
 
         check_kind(self.device)
-        request = planned(
-            BenchRequest(
-                contenders=contenders_of(*self._names()),
-                stages=self._n_stages(),
-                microbatches=self.microbatches,
-                load=self._load(),
-                out=self.out,
-                command=self._command(),
-                warmup=self.warmup,
-                steps=self.steps,
-                rounds=min(self.rounds, self.steps),
-                costs=self.costs,
-                emulate=self.emulate,
-                memory_limit=self.memory_limit,
-                effort=self.effort,
-                reference=self.reference,
-                tolerance=self.tolerance,
-                optimizer=self.optimizer,
-                clip_grad_norm=self.clip_grad_norm,
-                dtype=self.dtype,
-                compile=self.compiles,
-                cuda_graphs=self.cuda_graphs,
-                exact_sums=self.exact_sums,
-                seed=self.seed,
-                device=self.device,
-                timeout_s=self.timeout_s,
-                json=self.json,
-            )
+        options = {one.name: getattr(self, one.name) for one in fields(BenchOptions)}
+        request = BenchRequest(
+            **options | {"rounds": min(self.rounds, self.steps)},
+            contenders=contenders_of(*self._names()),
+            stages=self._n_stages(),
+            load=self._load(),
+            command=self._command(),
         )
         from zbpp.bench.start import start_bench
 
-        start_bench(request)
+        start_bench(planned(request))
 
     def _names(self) -> tuple[list[str], list[str]]:
         none = ("", "none")
@@ -167,7 +118,7 @@ class Bench(Processes, Compute, BlockSizes):
                         f"--{name} does not go with --emulate, whose layers sleep"
                     )
 
-    def _load(self) -> "Callable[[], UserModel]":
+    def _load(self) -> Callable[[], UserModel]:
         if self.model is not None:
             return partial(
                 load_model, self.model, seq=self.seq, samples=self.microbatch_size

@@ -24,7 +24,7 @@ from zbpp.core import (
 from zbpp.planning import USUAL_MODES, canonical, is_file
 from zbpp.planning.replicas import check_replicas
 from zbpp.training.options import BlockSizes, Compute, Memory, Replicas, flag
-from zbpp.training.user_model import UserModel, load_model
+from zbpp.training.user_model import UserModel, load_model, optimizer_class
 
 if TYPE_CHECKING:
     from zbpp.memory.estimate import Estimate, Steps
@@ -189,21 +189,9 @@ class EstimateCommand(Compute, BlockSizes, Replicas):
         return UserModel(layers, tokens, tokens, cross_entropy, config.n_layers)
 
     def _optimizer(self) -> Any:
-        import torch
-
         if self.optimizer == "none":
             return None
-        known = {
-            name.lower(): kind
-            for name, kind in vars(torch.optim).items()
-            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-        }
-        if self.optimizer.lower() not in known:
-            raise RequestError(
-                f"--optimizer {self.optimizer}: torch.optim has none of this name; "
-                f"choose one of {', '.join(sorted(known))}, or none"
-            )
-        kind: Any = known[self.optimizer.lower()]
+        kind = optimizer_class(self.optimizer, otherwise=", or none")
         return lambda parameters: kind(parameters, lr=1e-3)
 
     def _write(
