@@ -446,7 +446,7 @@ TABLE = (
     ("cli", "over the limit is within", "zbpp/cli/estimate.py",
      "if limit is None or stage.peak <= limit else",
      "if limit is None or stage.peak >= limit else"),
-    ("cli", "longer is shorter", "zbpp/cli/layers_report.py",
+    ("cli", "longer is shorter", "zbpp/cli/report.py",
      "'shorter' if gain >= 0 else 'longer'", "'longer' if gain >= 0 else 'shorter'"),
     ("cli", "a folder that is not there", "zbpp/cli/outputs.py",
      "elif not path.parent.is_dir()", "elif not path.parent.name"),
