@@ -151,11 +151,7 @@ def autocast_of(request: BenchRequest) -> torch.dtype | None:
 def make_optimizer(
     request: BenchRequest,
 ) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Return what makes the optimizer of a stage, alike for all contenders.
-
-    Raises:
-        RequestError: torch.optim has none of this name.
-    """
+    """Return what makes the optimizer of a stage, alike for all contenders."""
     kind = optimizer_class(request.optimizer)
     more = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
     return lambda parameters: kind(parameters, lr=1e-5, **more)

@@ -67,11 +67,7 @@ class BenchRequest(BenchOptions):
 
 
 def costs_of(request: BenchRequest) -> Costs | None:
-    """Costs to plan and predict with; None: there are none.
-
-    Raises:
-        RequestError: the file is not valid.
-    """
+    """Costs to plan and predict with; None: there are none."""
     path = request.emulate or request.costs
     if path is None:
         return None

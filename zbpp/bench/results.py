@@ -95,11 +95,7 @@ class Outcome:
 
 
 def write_results(field: Field, outcomes: Sequence[Outcome]) -> None:
-    """Write ``results.json``, ``index.html``, ``trace.json``; print the table, or JSON.
-
-    Raises:
-        RequestError: the folder cannot be written.
-    """
+    """Write results.json, index.html and trace.json; print the table, or JSON."""
     request = field.request
     data = _data(field, outcomes)
     try:

@@ -44,9 +44,6 @@ def run_bench(request: BenchRequest) -> int:
 
     Returns:
         The exit code: 1 if the gradients of a contender are wrong.
-
-    Raises:
-        RequestError: a contender cannot run.
     """
     device = asked_device("cpu" if request.emulate is not None else request.device)
     if device.type == "cpu":

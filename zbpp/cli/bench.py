@@ -49,12 +49,7 @@ class Bench(BenchOptions, BlockSizes):
     microbatch_size: int = flag("samples of a micro-batch", 2)
 
     def run(self) -> None:
-        """Compare, and return when it is done.
-
-        Raises:
-            RequestError: the request is wrong, or a contender cannot run.
-            WorkerError: a process failed, or the gradients of a contender are wrong.
-        """
+        """Compare, and return when it is done."""
         if importlib.util.find_spec("torch") is None:
             raise RequestError("a bench needs torch: pip install 'zbpp[train]'")
         self._check()

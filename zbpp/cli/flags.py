@@ -44,11 +44,7 @@ class PlanFlags(Replicas, Planning):
         return replicated(schedule, data_parallel=self.data_parallel, shard=self.shard)
 
     def layer_costs(self) -> LayerCosts | None:
-        """Read the layers file, if there is one; the limit as above.
-
-        Raises:
-            RequestError: the file is not valid, or a flag does not go with another.
-        """
+        """Read the layers file, if there is one, with what replicas hold in parts."""
         layers = self.costs_of_layers()
         if layers is None:
             if self.split is not None:
@@ -57,11 +53,7 @@ class PlanFlags(Replicas, Planning):
         return with_replicas(layers, self.data_parallel, self.shard)
 
     def request(self, mode: str) -> PlanRequest:
-        """Ask for a mode, or a file, in the words of the flags.
-
-        Raises:
-            RequestError: a size is missing or wrong, or a file of costs is.
-        """
+        """Ask for a mode, or a file, in the words of the flags."""
         stages, microbatches = self.stages, self.microbatches
         chunks_per_stage = self.chunks_per_stage
         sizes = {"--stages": stages, "--microbatches": microbatches}
@@ -112,11 +104,7 @@ class ScheduleFlags(PlanFlags):
     iterations: int = flag("to draw; of several, behind a barrier and without", 1)
 
     def load(self) -> list[tuple[Schedule, Costs]]:
-        """Plan or read the schedules.
-
-        Raises:
-            RequestError: none is named, or one cannot be had.
-        """
+        """Plan or read the schedules."""
         if self.pipeline_schedule_mode is None:
             raise RequestError(
                 "no schedule is named; give a schedule file, or a mode with --stages "

@@ -36,12 +36,7 @@ class ProfileCommand(RunOptions):
     json: bool = flag("print one JSON object instead of the table", False, pair=False)
 
     def run(self) -> None:
-        """Profile, and return when it is done.
-
-        Raises:
-            RequestError: the request is wrong or cannot be met.
-            WorkerError: a process failed.
-        """
+        """Profile, and return when it is done."""
         options = self._options()
         if importlib.util.find_spec("torch") is None:
             raise RequestError("a profile needs torch: pip install 'zbpp[train]'")

@@ -22,12 +22,7 @@ class TrainCommand(Train):
     config: Path | None = flag("flags in a TOML file; typed ones overrule it", None)
 
     def run(self) -> None:
-        """Train, and return when it is done.
-
-        Raises:
-            RequestError: the request is wrong or cannot be met.
-            WorkerError: a process failed.
-        """
+        """Train, and return when it is done."""
         check_outputs(metrics=self.metrics, costs_out=self.costs_out, trace=self.trace)
         if importlib.util.find_spec("torch") is None:
             raise RequestError("training needs torch: pip install 'zbpp[train]'")

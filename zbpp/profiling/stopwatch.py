@@ -71,12 +71,7 @@ def _at(ordered: Sequence[float], share: float) -> float:
 
 
 class Stopwatch:
-    """Notes when pieces of work run, by name; on GPUs with events, read at the end.
-
-    Args:
-        device: where the work runs.
-        make_event: as for `JobTimes`.
-    """
+    """Notes when pieces of work run, by name; on GPUs with events, read at the end."""
 
     def __init__(
         self, device: torch.device, *, make_event: Callable[[], Event] | None = None

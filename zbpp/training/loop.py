@@ -212,11 +212,7 @@ class _Training:
 
 
 def load_text(pipeline: Pipeline, options: Train) -> tuple[Corpus | None, str, str]:
-    """The text, where a stage of this process reads it, a line about it, its hash.
-
-    Raises:
-        RequestError: it cannot be read, or differs between the processes.
-    """
+    """The text, where a stage of this process reads it, a line about it, its hash."""
     corpus, about = None, None
     if pipeline.needs_inputs or pipeline.needs_targets:
         corpus = load_corpus(options.data, seq=options.seq)

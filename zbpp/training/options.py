@@ -104,11 +104,7 @@ class Planning:
         return None if self.recompute is None else parse_recompute(self.recompute)
 
     def costs_of_layers(self) -> LayerCosts | None:
-        """Read the layers file, if there is one, under ``--memory_limit``.
-
-        Raises:
-            RequestError: the file is not valid, or comes on top of a costs file.
-        """
+        """Read the layers file, if there is one, under ``--memory_limit``."""
         if self.layers is None:
             return None
         if self.costs is not None:
@@ -166,11 +162,7 @@ class Processes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
-    """Run.
-
-    Raises:
-        RequestError: a value is out of its range.
-    """
+    """Run."""
 
     pipeline_schedule_mode: str = flag(MODE_WORDS, "ZBH1", **MODE_FLAG)
     effort: Literal["fast", "default"] = flag(
@@ -236,11 +228,7 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
 
 @dataclass(frozen=True, kw_only=True)
 class Train(RunOptions):
-    """Training.
-
-    Raises:
-        RequestError: a value is out of its range.
-    """
+    """Training."""
 
     alternating_buffers: bool = flag(
         "layers gathered into two buffers in turn; with --shard parameters", False

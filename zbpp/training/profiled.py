@@ -45,9 +45,6 @@ def run_profile(
         layers_out: layers file to write.
         rounds: passes that are counted.
         as_json: print a JSON object, and no table.
-
-    Raises:
-        RequestError: the model and the schedule do not fit together.
     """
     torch.set_num_threads(1)  # as in training: the processes share the cores
     emulated = options.emulate is not None

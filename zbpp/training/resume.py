@@ -23,11 +23,7 @@ _LOG = logging.getLogger("zbpp")
 
 
 def check_saving(options: Train) -> None:
-    """Find before any process is started what would stop the run.
-
-    Raises:
-        RequestError: a flag needs another, or there is nothing to go on from.
-    """
+    """Find before any process is started what would stop the run."""
     folder, asked = options.save_dir, options.resume
     if folder is None:
         return

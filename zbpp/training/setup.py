@@ -72,11 +72,7 @@ _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_of(options: Train) -> TextModel:
-    """The model that is trained; its weights are not made.
-
-    Raises:
-        RequestError: there is no such model, or none of these sizes.
-    """
+    """The model that is trained; its weights are not made."""
     if options.model is not None:
         from zbpp.models.configs.byte_model import read_causal_lm
 
@@ -107,11 +103,7 @@ def measures_first(options: Train) -> bool:
 
 
 def costs_of(options: Train) -> Costs:
-    """Costs of chunks to plan for.
-
-    Raises:
-        RequestError: the file of costs is not valid.
-    """
+    """Costs of chunks to plan for."""
     path = options.costs or options.emulate
     costs = Costs() if path is None else read_costs(path)
     if measures_first(options):  # in bytes, as what will be measured
@@ -125,10 +117,6 @@ def layers_of(options: Train, n_layers: int) -> LayerCosts | None:
     Args:
         options: of the run.
         n_layers: layers of the model, if the run is not emulated.
-
-    Raises:
-        RequestError: the file is not valid, is for another model, or comes on top of
-            a costs file.
     """
     layers = options.costs_of_layers()
     if layers is None:
@@ -146,11 +134,7 @@ def layers_of(options: Train, n_layers: int) -> LayerCosts | None:
 
 
 def sleeping_layers(options: Train) -> LayerCosts | None:
-    """Layers that sleep in place of a model; None: chunks do, or nothing does.
-
-    Raises:
-        RequestError: the file is not valid.
-    """
+    """Layers that sleep in place of a model; None: chunks do, or nothing does."""
     if options.emulate is None or not is_layers_file(options.emulate):
         return None
     return read_layers(options.emulate)
@@ -160,9 +144,6 @@ def plan_of(options: Train) -> Plan:
     """Plan the mode, or read the schedule file; with costs per layer also the split.
 
     Where `measures_first`, it is the one that is measured under.
-
-    Raises:
-        RequestError: there is no such schedule.
     """
     mode = options.pipeline_schedule_mode
     n_stages, n_microbatches = options.stages, options.microbatches
@@ -190,11 +171,7 @@ def plan_of(options: Train) -> Plan:
 
 
 def run_split(options: Train, schedule: Schedule, model: TextModel) -> tuple[int, ...]:
-    """Layers of each chunk: those asked for, or the schedule's, or equal blocks.
-
-    Raises:
-        RequestError: they do not fit the model.
-    """
+    """Layers of each chunk: those asked for, or the schedule's, or equal blocks."""
     asked_alone = options.split is not None and options.layers is None
     if schedule.split is None or asked_alone:
         return _placed_split(options, model, schedule.placement)
@@ -220,9 +197,6 @@ def split_layers(model: TextModel, n_chunks: int) -> list[int]:
 
     >>> split_layers(LlamaConfig(n_blocks=8), 4)
     [3, 2, 2, 3]
-
-    Raises:
-        RequestError: there are more chunks than layers.
     """
     if model.n_blocks < n_chunks:
         return [len(layers) for layers in partition_layers(model.n_layers, n_chunks)]
@@ -233,11 +207,7 @@ def split_layers(model: TextModel, n_chunks: int) -> list[int]:
 
 
 def check(options: Train, plan: Plan) -> None:
-    """Find before any process is started what would stop the run.
-
-    Raises:
-        RequestError: the model, the text or a path cannot be had.
-    """
+    """Find before any process is started what would stop the run."""
     model = model_of(options)
     run_split(options, plan.schedule, model)
     _check_tensor_parallel(options, model)
@@ -362,11 +332,7 @@ def _own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def device_of(options: Train) -> torch.device | None:
-    """The device of this process; None: its own GPU if all have one, else the CPU.
-
-    Raises:
-        RequestError: there is no GPU, or torch is built without CUDA.
-    """
+    """The device of this process; None: its own GPU if all have one, else the CPU."""
     return None if options.device == "auto" else asked_device(options.device)
 
 

@@ -67,9 +67,6 @@ def load_model(
         seq: tokens of a sample, for a configuration; None: 128 at most.
         samples: of the micro-batch, likewise.
         is_fake: its weights are fake tensors, made in the mode that is entered.
-
-    Raises:
-        RequestError: there is no such function or file, or it gives something else.
     """
     if name.startswith(HF):
         from zbpp.models.configs.causal_lm import layers_of_config
@@ -121,9 +118,6 @@ def call_builder(name: str, wanted: str) -> Any:
     Args:
         name: of the function.
         wanted: what it must be, for the error.
-
-    Raises:
-        RequestError: there is no such function.
     """
     path, _, attribute = name.partition(":")
     if not path or not attribute:
@@ -146,9 +140,6 @@ def optimizer_class(name: str, *, otherwise: str = "") -> Any:
     Args:
         name: of the class, as ``--optimizer`` gives it.
         otherwise: what the flag takes beside names, for the error.
-
-    Raises:
-        RequestError: torch.optim has none of this name.
     """
     import torch
 

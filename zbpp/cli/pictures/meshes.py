@@ -65,11 +65,7 @@ class Mesh:
     json: bool = flag("print one JSON object instead of a table", False, pair=False)
 
     def run(self) -> None:
-        """Plan all meshes and print them; the best is marked.
-
-        Raises:
-            RequestError: no mesh fits, or flags are missing or do not go together.
-        """
+        """Plan all meshes and print them; the best is marked."""
         layers, network = self._layers_and_network()
         found = plan_meshes(
             layers,
@@ -144,11 +140,7 @@ class Mesh:
         return self._of_chunks() if self.model is None else self._of_model()
 
     def _of_chunks(self) -> LayerCosts:
-        """Take the parts of a costs file for layers: one for each entry of its lists.
-
-        Raises:
-            RequestError: its lists have no one length.
-        """
+        """Take the parts of a costs file as layers: one for each entry of its lists."""
         assert self.costs is not None
         costs = with_limit(
             read_costs(self.costs), self.memory_limit, name="--memory_limit"
