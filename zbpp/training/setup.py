@@ -27,7 +27,7 @@ from zbpp.core.costs.units import is_limit_in_bytes, with_limit
 from zbpp.core.measured import not_told_apart
 from zbpp.memory import layer_memory
 from zbpp.models import layered_of
-from zbpp.models.configs.text_model import TextModel
+from zbpp.models.configs.byte_model import TextModel, read_causal_lm
 from zbpp.pipeline import Pipeline, plan_model
 from zbpp.planning import Plan, PlanRequest, is_auto, is_file, make_plan
 from zbpp.planning.pipelines import split_of, split_on
@@ -74,8 +74,6 @@ _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def model_of(options: Train) -> TextModel:
     """The model that is trained; its weights are not made."""
     if options.model is not None:
-        from zbpp.models.configs.byte_model import read_causal_lm
-
         path = options.model.removeprefix(HF)
         if path == options.model:
             raise RequestError(
