@@ -93,8 +93,8 @@ class Recorder:
     metrics: Path | None
     first: int = 0
     device: torch.device | str = "cpu"
-    problems: list[str] = field(default_factory=list, init=False)
-    """Words about what could not be written."""
+    problems: dict[str, str] = field(default_factory=dict, init=False)
+    """Words about what could not be written, by what it is."""
 
     def __post_init__(self) -> None:
         self._file: TextIO | None = None
@@ -216,18 +216,22 @@ class Recorder:
         try:
             yield
         except OSError as error:
-            words = f"{what} cannot be written: {error.strerror}"
-            self.problems.append(words)
-            _LOG.warning("%s; the run goes on", words)
+            self.note(what, f"{what} cannot be written: {error.strerror}")
+
+    def note(self, what: str, problem: str) -> None:
+        """Note what could not be written; it is told again at the end of the run."""
+        self.problems[what] = problem
+        if self.enabled:
+            _LOG.warning("%s; the run goes on", problem)
 
     def _write(self, text: str) -> None:
         """Write to the metrics file; a full disk ends no training."""
         if self._file is None:
             return
-        n_problems = len(self.problems)
-        with self.writing(f"--metrics {self.metrics}"):
+        what = f"--metrics {self.metrics}"
+        with self.writing(what):
             self._file.write(text)
-        if len(self.problems) > n_problems:
+        if what in self.problems:
             with suppress(OSError):  # it flushes what could not be written
                 self._file.close()
             self._file = None

@@ -23,7 +23,7 @@ from zbpp.training.data import Batch, Corpus, load_corpus
 from zbpp.training.fingerprint import combine, fingerprints
 from zbpp.training.log import Recorder
 from zbpp.training.options import Train
-from zbpp.training.resume import RunSaver, folder_of_one_run
+from zbpp.training.resume import CHECKPOINT, RunSaver, folder_of_one_run
 from zbpp.training.setup import (
     build_pipeline,
     estimate_layers,
@@ -96,16 +96,15 @@ class _Training:
                 recorder.say(line)
             stopped = self._run_steps(request)
             recorder.finish_steps()
-            saver.finish()
+            saver.finish(recorder)
             if not stopped:
                 self._conclude()
-            elif saver.problem is None:
+            elif CHECKPOINT not in recorder.problems:
                 recorder.say(
                     f"stopped after step {pipeline.n_steps} by a signal, and saved in "
                     f"{self._options.save_dir}; --resume auto goes on from there"
                 )
-            problems = [*recorder.problems, *filter(None, [saver.problem])]
-            words = pipeline.gather("; ".join(problems))[0]
+            words = pipeline.gather("; ".join(recorder.problems.values()))[0]
             if words:
                 raise WorkerError(
                     f"the training ended after step {pipeline.n_steps}, but {words}"
@@ -130,7 +129,7 @@ class _Training:
                 recorder.say(_describe_graphs(pipeline))
             for rate in self._rates:
                 rate.step()
-            self._saver.after_step(recorder.finish_steps)
+            self._saver.after_step(recorder)
         return False
 
     def _share(self, batch: Batch) -> tuple[Any, Any]:
