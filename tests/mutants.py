@@ -384,7 +384,7 @@ TABLE = (
     ("profiling", "training goes on from the profile", "zbpp/profiling/kept.py",
      "held = tensor.detach().clone()", "held = tensor.detach()"),
     ("profiling", "quantiles of another place", "zbpp/profiling/stopwatch.py",
-     "place = share * (len(ordered) - 1)", "place = share * (len(ordered) - 2)"),
+     "high=float(np.quantile(ordered, 0.75))", "high=float(np.quantile(ordered, 0.7))"),
     ("profiling", "away from the measured step", "zbpp/profiling/prediction.py",
      "self.step_measured / self.step_predicted - 1",
      "1 - self.step_predicted / self.step_measured"),
@@ -402,7 +402,7 @@ TABLE = (
      "if self._last is None or self._last.seen != seen", "if self._last is None"),
     ("models", "constants need no equal numbers", "zbpp/models/parts.py",
      "torch.equal(a, b))", "True)"),
-    ("models", "shifted labels", "zbpp/models/token_weights.py",
+    ("models", "shifted labels", "zbpp/models/hugging_face.py",
      "(labels[..., 1:] != IGNORED)", "(labels != IGNORED)"),
     ("models", "tied once is tied", "zbpp/models/cut.py",
      "for f in firsts if len(f) > 1", "for f in firsts if len(f) > 2"),
@@ -424,7 +424,7 @@ TABLE = (
     # ---- emulation
     ("emulation", "warm-up steps count", "zbpp/emulation/run.py",
      "if step >= _WARM_UP", "if step >= 0"),
-    ("emulation", "the first layer pays the loss", "zbpp/emulation/build.py",
+    ("emulation", "the first layer pays the loss", "zbpp/emulation/layers.py",
      "[0.0] * (costs.n_layers - 1) + [costs.loss]",
      "[costs.loss] + [0.0] * (costs.n_layers - 1)"),
     # ---- training
