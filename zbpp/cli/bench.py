@@ -1,6 +1,5 @@
 """The ``zbpp bench`` command: our modes and torch's, on the same model and devices."""
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -11,7 +10,14 @@ from zbpp.bench.names import contenders_of
 from zbpp.bench.request import BenchOptions, BenchRequest, planned
 from zbpp.cli.several import command_text, schedules_in
 from zbpp.core import RequestError
-from zbpp.training.options import BlockSizes, flag
+from zbpp.training.options import (
+    MODEL_FLAG,
+    MODES_FLAG,
+    BlockSizes,
+    check_above_zero,
+    check_at_least,
+    flag,
+)
 from zbpp.training.user_model import UserModel, load_model
 
 __all__ = ["Bench"]
@@ -27,18 +33,12 @@ class Bench(BenchOptions, BlockSizes):
     """
 
     config: Path | None = flag("flags in a TOML file; typed ones overrule it", None)
-    model: str | None = flag(
-        "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
-        None,
-        metavar="MODULE:FUNCTION",
-    )
+    model: str | None = flag(**MODEL_FLAG)
     stages: int | None = flag("pipeline stages; else as torchrun has started", None)
     modes: str = flag(
         "modes of ours, or schedule files",
         "1F1B,ZBH1,ZBH2,ZBV,auto",
-        metavar="MODE,..",
-        also=("pipeline_schedule_mode", "mode"),
-        many=True,
+        **MODES_FLAG,
     )
     peers: str = flag(
         "torch's usual schedules, or those named",
@@ -50,8 +50,6 @@ class Bench(BenchOptions, BlockSizes):
 
     def run(self) -> None:
         """Compare, and return when it is done."""
-        if importlib.util.find_spec("torch") is None:
-            raise RequestError("a bench needs torch: pip install 'zbpp[train]'")
         self._check()
         from zbpp.runtime.support.devices import check_kind
 
@@ -97,13 +95,8 @@ class Bench(BenchOptions, BlockSizes):
         return f"torchrun --nproc-per-node {started} -m {command_text(self)}"
 
     def _check(self) -> None:
-        for name in ("microbatches", "steps", "rounds", "warmup", "seq"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"--{name} is {getattr(self, name)}; at least 1")
-        for name in ("timeout_s", "tolerance", "clip_grad_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise RequestError(f"--{name} is {value}; it must be above 0")
+        check_at_least(self, 1, "microbatches", "steps", "rounds", "warmup", "seq")
+        check_above_zero(self, "timeout_s", "tolerance", "clip_grad_norm")
         if self.out.exists() and not self.out.is_dir():
             raise RequestError(f"--out {self.out} is a file; name a folder")
         if self.emulate is not None:

@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name != "torch":
             raise
         print(
-            "zbpp: training needs torch; install it: pip install 'zbpp[train]'",
+            "zbpp: this needs torch; install it: pip install 'zbpp[train]'",
             file=sys.stderr,
         )
         return 2

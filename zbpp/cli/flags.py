@@ -18,7 +18,7 @@ from zbpp.planning.modes import CHUNKED_MODES, one_of
 from zbpp.planning.replicas import replicated, with_gathers, with_replicas
 from zbpp.schedules import post_validated, without_checks
 from zbpp.simulator import join, simulate, simulate_iterations
-from zbpp.training.options import Planning, Replicas, flag
+from zbpp.training.options import Planning, Replicas, check_at_least, flag
 
 __all__ = ["PlanFlags", "ScheduleFlags"]
 
@@ -54,19 +54,15 @@ class PlanFlags(Replicas, Planning):
 
     def request(self, mode: str) -> PlanRequest:
         """Ask for a mode, or a file, in the words of the flags."""
-        stages, microbatches = self.stages, self.microbatches
-        chunks_per_stage = self.chunks_per_stage
-        sizes = {"--stages": stages, "--microbatches": microbatches}
-        for name, size in {**sizes, "--chunks_per_stage": chunks_per_stage}.items():
-            if size is not None and size < 1:
-                raise RequestError(f"{name} is {size}; it must be at least 1")
-            if name in sizes and size is None and not is_file(mode):
-                raise RequestError(f"{name} is missing; {canonical(mode)} needs it")
+        check_at_least(self, 1, "stages", "microbatches", "chunks_per_stage")
+        for name in ("stages", "microbatches"):
+            if getattr(self, name) is None and not is_file(mode):
+                raise RequestError(f"--{name} is missing; {canonical(mode)} needs it")
         request = PlanRequest(
             schedule=mode,
-            n_stages=stages,
-            n_microbatches=microbatches,
-            chunks_per_stage=chunks_per_stage,
+            n_stages=self.stages,
+            n_microbatches=self.microbatches,
+            chunks_per_stage=self.chunks_per_stage,
             costs=self.layer_costs(),
             split=self.asked_split,
             recompute=self.asked_recompute,
@@ -119,9 +115,8 @@ class ScheduleFlags(PlanFlags):
         Several iterations come behind a barrier and post-validated, one below the
         other, unless the flag has chosen.
         """
+        check_at_least(self, 1, "iterations")
         n = self.iterations
-        if n < 1:
-            raise RequestError(f"--iterations is {n}; it must be at least 1")
         if n == 1:
             return [simulate(schedule, costs)]
         kinds = {

@@ -1,11 +1,9 @@
 """The ``train`` command: the options of a training, and its start."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from zbpp.cli.outputs import check_outputs
-from zbpp.core import RequestError
 from zbpp.training.options import Train, flag
 
 __all__ = ["TrainCommand"]
@@ -24,8 +22,6 @@ class TrainCommand(Train):
     def run(self) -> None:
         """Train, and return when it is done."""
         check_outputs(metrics=self.metrics, costs_out=self.costs_out, trace=self.trace)
-        if importlib.util.find_spec("torch") is None:
-            raise RequestError("training needs torch: pip install 'zbpp[train]'")
         from zbpp.training.start import start
 
         start(self)

@@ -18,6 +18,8 @@ from zbpp.schedules import Recomputing, Split
 
 __all__ = [
     "HF",
+    "MODEL_FLAG",
+    "MODES_FLAG",
     "MODE_FLAG",
     "BlockSizes",
     "Compute",
@@ -27,6 +29,8 @@ __all__ = [
     "Replicas",
     "RunOptions",
     "Train",
+    "check_above_zero",
+    "check_at_least",
     "flag",
 ]
 
@@ -35,6 +39,16 @@ HF = "hf:"
 Memory = Annotated[float | None, "memory"]
 """An amount of memory: a number, or one with a unit, such as ``40GiB``."""
 MODE_FLAG: dict[str, Any] = {"metavar": "MODE", "also": ("mode",)}
+MODES_FLAG: dict[str, Any] = {
+    "metavar": "MODE,..",
+    "also": ("pipeline_schedule_mode", "mode"),
+    "many": True,
+}
+MODEL_FLAG: dict[str, Any] = {
+    "text": "returns (model, batch[, loss_fn]); or hf:PATH; else that of zbpp train",
+    "default": None,
+    "metavar": "MODULE:FUNCTION",
+}
 
 
 def flag(
@@ -61,6 +75,22 @@ def flag(
     about = {"text": text, "metavar": metavar, "also": also, "many": many,
              "pair": pair, "hidden": hidden}  # fmt: skip
     return field(default=default, metadata=about)
+
+
+def check_at_least(options: object, least: int, *names: str) -> None:
+    """Refuse values of these flags that are less; None is none."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            raise RequestError(f"--{name} is {value}; it must be at least {least}")
+
+
+def check_above_zero(options: object, *names: str) -> None:
+    """Refuse values of these flags that are not above 0; None is none."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise RequestError(f"--{name} is {value}; it must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +220,8 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
 
     def __post_init__(self) -> None:
         sizes = ("stages", "microbatches", "microbatch_size", "seq")
-        self._check_at_least(1, *sizes, "data_parallel", "tensor_parallel")
-        self._check_at_least(0, "seed")
+        check_at_least(self, 1, *sizes, "data_parallel", "tensor_parallel")
+        check_at_least(self, 0, "seed")
         if self.shard != "none" and self.data_parallel == 1:
             raise RequestError(
                 f"--shard {self.shard} needs replicas to share it; give "
@@ -208,22 +238,12 @@ class RunOptions(Processes, Compute, BlockSizes, Replicas, Planning):
                 raise RequestError(
                     f"--{name}: emulated layers sleep; leave one of them out"
                 )
-        self._check_above_zero("timeout_s")
+        check_above_zero(self, "timeout_s")
 
     @property
     def n_peers(self) -> int:
         """Processes of a stage."""
         return self.data_parallel * self.tensor_parallel
-
-    def _check_at_least(self, least: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise RequestError(f"--{name} is {value}; it must be at least {least}")
-
-    def _check_above_zero(self, name: str) -> None:
-        if not getattr(self, name) > 0:
-            raise RequestError(f"--{name} is {getattr(self, name)}; it must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +280,8 @@ class Train(RunOptions):
         patience = [
             f"post_validation_{name}" for name in ("failures", "window", "clean")
         ]
-        self._check_at_least(1, *counts, *patience, "max_consecutive_skips")
-        self._check_at_least(0, "warmup_steps", "lr", "weight_decay", "max_restarts")
+        check_at_least(self, 1, *counts, *patience, "max_consecutive_skips")
+        check_at_least(self, 0, "warmup_steps", "lr", "weight_decay", "max_restarts")
         if self.alternating_buffers and self.shard != "parameters":
             raise RequestError(
                 "--alternating_buffers hold layers for the time of a pass, and --shard "
@@ -271,4 +291,4 @@ class Train(RunOptions):
         for name in ("save_every", "max_restarts"):
             if getattr(self, name) and self.save_dir is None:
                 raise RequestError(f"--{name} needs --save_dir, a folder to save to")
-        self._check_above_zero("clip_grad_norm")
+        check_above_zero(self, "clip_grad_norm")

@@ -17,7 +17,7 @@ from zbpp.core.files.json_text import write_file
 from zbpp.planning import MODES, canonical, is_auto, make_plan
 from zbpp.simulator import bubble_rate, plot_comparison, simulate
 from zbpp.simulator.page import write_page
-from zbpp.training.options import flag
+from zbpp.training.options import MODES_FLAG, flag
 
 __all__ = ["Compare"]
 
@@ -33,9 +33,7 @@ class Compare(PlanFlags):
     modes: str = flag(
         "modes to compare; left out: all",
         ",".join(MODES),
-        metavar="MODE,..",
-        also=("pipeline_schedule_mode", "mode"),
-        many=True,
+        **MODES_FLAG,
     )
     costs: Path | None = flag(
         "costs files, a table each; without one F, B and W take 1 each",

@@ -14,7 +14,7 @@ from zbpp.core.costs.units import with_limit
 from zbpp.planning.meshes import MeshPlan, best_mesh, plan_meshes
 from zbpp.planning.replicas import Network, Shard, network_of
 from zbpp.simulator.tables import Table
-from zbpp.training.options import Memory, flag
+from zbpp.training.options import Memory, check_at_least, flag
 from zbpp.training.user_model import load_model
 
 __all__ = ["Mesh"]
@@ -107,8 +107,7 @@ class Mesh:
                 "--replica_bandwidth is missing: the bytes between two devices in a "
                 "unit of time, which replicas exchange parameters with"
             )
-        if self.node < 1:
-            raise RequestError(f"--node is {self.node}; it must be at least 1")
+        check_at_least(self, 1, "node")
         if (self.node > 1) != (self.node_bandwidth is not None):
             raise RequestError(
                 "--node and --node_bandwidth go together: devices of a node, and the "
