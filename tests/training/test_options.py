@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from zbpp.cli.parser import application, parse
 from zbpp.core import RequestError, write_schedule
@@ -16,7 +15,6 @@ from zbpp.training.options import Train
 from zbpp.training.setup import (
     check,
     costs_of,
-    device_of,
     layers_of,
     model_of,
     plan_of,
@@ -143,20 +141,6 @@ def test_processes_wait_for_one_another_as_long_as_was_asked(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     start(Train(stages=2, timeout_s=8.0, data=Path(__file__)))
     assert waits == [8.0]
-
-
-def test_devices(monkeypatch):
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    assert device_of(Train()) is None
-    assert device_of(Train(device="cpu")).type == "cpu"
-    with pytest.raises(RequestError, match="finds none"):
-        device_of(Train(device="cuda"))
-    kind = torch.device("cuda")
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: kind)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert str(device_of(Train(device="cuda"))) == "cuda:1"
 
 
 TINY_LAYERS = {"n_layers": 10, "f": [1, *[2] * 8, 6]}

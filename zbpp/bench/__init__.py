@@ -9,7 +9,6 @@ peers        one of torch's schedules
 sleeping     layers that sleep under torch's split backward
 gradients    compared before anything is timed
 turns        steps of one contender, timed; peak memory
-run          one process's share of all that
+run          torchrun's processes or new ones, and one process's share of all that
 results      all figures, as JSON, table, page and trace
-start        torchrun's processes, or new ones
 """

@@ -62,7 +62,7 @@ class Bench(BenchOptions, BlockSizes):
             load=self._load(),
             command=self._command(),
         )
-        from zbpp.bench.start import start_bench
+        from zbpp.bench.run import start_bench
 
         start_bench(planned(request))
 

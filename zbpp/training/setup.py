@@ -53,7 +53,6 @@ __all__ = [
     "build_pipeline",
     "check",
     "costs_of",
-    "device_of",
     "estimate_layers",
     "layers_of",
     "measures_first",
@@ -273,7 +272,7 @@ def build_pipeline(
         "loss_fn": made_of.get("loss_fn") or (loaded and _own_loss),
         "optimizer": partial(_make_optimizer, options),
         "mesh": processes,
-        "device": device_of(options),
+        "device": asked_device(options.device),
         "numerics": Numerics(
             autocast=_AUTOCAST[options.dtype],
             exact_sums=options.exact_sums,
@@ -329,11 +328,6 @@ def _own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs
 
 
-def device_of(options: Train) -> torch.device | None:
-    """The device of this process; None: its own GPU if all have one, else the CPU."""
-    return None if options.device == "auto" else asked_device(options.device)
-
-
 def _mesh_of(options: Train, n_stages: int) -> DeviceMesh | None:
     """The mesh of replicas and tensor parallelism; None: there are none."""
     if options.n_peers == 1:
@@ -342,7 +336,7 @@ def _mesh_of(options: Train, n_stages: int) -> DeviceMesh | None:
         stages=n_stages,
         data_parallel=options.data_parallel,
         tensor_parallel=options.tensor_parallel,
-        device=device_of(options),
+        device=asked_device(options.device),
         timeout_s=options.timeout_s,
     )
 
